@@ -1,0 +1,51 @@
+PYTHON ?= python3.11
+BIN := .venv/bin
+STAMP := .venv/.stamp
+# One thread per process: ranks and test workers share the cores between them.
+export OMP_NUM_THREADS ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo check test gpu format clean
+
+help:
+	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
+
+setup: $(STAMP)  ## create .venv with pinned dependencies and zeroir itself
+
+$(STAMP): pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) was not found: install it or call make PYTHON=/path/to/python."; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet -c constraints.txt setuptools
+	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[dev]'
+	touch $@
+
+demo: setup  ## compile, show and train a small GPT on two CPU ranks (about a minute)
+	@mkdir -p build
+	$(BIN)/zeroir compile examples/gpt.py --stage 3 -o build/gpt.zir
+	$(BIN)/zeroir show build/gpt.zir
+	$(BIN)/zeroir run --nproc 2 build/gpt.zir --steps 200
+
+check: setup  ## format, lint, types, import rules and the fast tests
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python -m pytest -q -n 2 -m "not slow and not gpu"
+
+test: setup  ## the whole suite, as continuous integration runs it
+	$(BIN)/python -m pytest -n 2 -m "not gpu"
+
+gpu: setup  ## the tests that need a CUDA device
+	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
+	  $(BIN)/python -m pytest -m gpu; \
+	else \
+	  echo "No CUDA device was found, so the GPU tests were not run."; \
+	fi
+
+format: setup  ## rewrite the sources in the house format
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:  ## remove everything that was built, the virtual environment too
+	rm -rf .venv build dist *.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""Compiler passes: each rewrites one program into another."""

@@ -1,0 +1,1 @@
+"""Execution of scheduled programs on real or virtual ranks."""

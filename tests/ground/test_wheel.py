@@ -1,0 +1,85 @@
+"""The wheel: what it holds, and that it lives beside a user's modules of the same names."""
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCES = ("pyproject.toml", "README.md", "LICENSE", "zeroir", "passes", "runtime")
+
+USER_SCRIPT = """
+import sys
+from pathlib import Path
+
+import passes
+import runtime
+import zeroir
+import zeroir.passes
+import zeroir.runtime
+
+here, site = Path(__file__).parent, Path(sys.argv[1])
+assert runtime.OWNER == passes.OWNER == "user"
+assert Path(runtime.__file__).parent == Path(passes.__file__).parent == here
+for module in (zeroir, zeroir.passes, zeroir.runtime):
+    assert Path(module.__file__).is_relative_to(site), module.__file__
+"""
+
+
+def _run(*command: str | Path, cwd: Path, **environment: str) -> None:
+    result = subprocess.run(
+        command,
+        cwd=cwd,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build a source distribution from a copy of the sources, and the wheel from that."""
+    source = tmp_path_factory.mktemp("source")
+    for name in SOURCES:
+        if (ROOT / name).is_dir():
+            ignore = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=ignore)
+        else:
+            shutil.copy(ROOT / name, source / name)
+    _run(sys.executable, "-m", "build", "--no-isolation", "--outdir", "dist", cwd=source)
+    (built,) = (source / "dist").glob("*.whl")
+    return built
+
+
+@pytest.mark.slow
+def test_one_top_level_name_holds_everything(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    tops = {name.partition("/")[0] for name in names}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"zeroir"}
+    assert "zeroir/py.typed" in names
+    for directory in ("passes", "runtime"):
+        on_disk = {
+            f"zeroir/{path.relative_to(ROOT).as_posix()}"
+            for path in (ROOT / directory).rglob("*.py")
+        }
+        assert on_disk
+        assert on_disk <= names
+
+
+@pytest.mark.slow
+def test_a_users_own_runtime_and_passes_stay_theirs(wheel: Path, tmp_path: Path) -> None:
+    site, user = tmp_path / "site", tmp_path / "user"
+    user.mkdir()
+    install = ("-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target")
+    _run(sys.executable, *install, site, wheel, cwd=tmp_path)
+    for name in ("runtime.py", "passes.py"):
+        (user / name).write_text('OWNER = "user"\n', encoding="utf-8")
+    (user / "train.py").write_text(USER_SCRIPT, encoding="utf-8")
+    _run(sys.executable, "train.py", site, cwd=user, PYTHONPATH=str(site))
