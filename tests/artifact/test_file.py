@@ -1,0 +1,273 @@
+"""A .zir file comes back as it went, or is refused with one sentence; nothing in between."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import stat
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import msgpack
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.programs import mlp
+from zeroir import artifact as artifacts
+from zeroir.artifact import SCHEMA_VERSION, Artifact
+from zeroir.artifact.file import MAGIC
+from zeroir.errors import UserError
+from zeroir.ir.program import Program
+
+MAJOR, MINOR = SCHEMA_VERSION
+
+
+def make(logical: Program | None = None, scheduled: Program | None = None) -> Artifact:
+    logical = mlp(blocks=1) if logical is None else logical
+    return Artifact(
+        logical=logical,
+        scheduled=scheduled or dataclasses.replace(logical, passes=("shard-optimizer",)),
+        model_path="examples/gpt.py",
+        model_sha256="0" * 64,
+        torch_version="2.13.0",
+        zeroir_version="0.1.0",
+    )
+
+
+def framed(body: object, major: int = MAJOR, minor: int = MINOR) -> bytes:
+    """A file with a right envelope around any body."""
+    packed = body if isinstance(body, bytes) else msgpack.packb(body)
+    assert isinstance(packed, bytes)
+    head = struct.pack(">8sHHQ", MAGIC, major, minor, len(packed))
+    return head + hashlib.sha256(head + packed).digest() + packed
+
+
+def body_of(artifact: Artifact) -> dict[str, object]:
+    body = msgpack.unpackb(artifacts.to_bytes(artifact)[20 + 32 :])
+    assert isinstance(body, dict)
+    return body
+
+
+BYTES = artifacts.to_bytes(make())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_what_is_saved_is_loaded(tmp_path: Path, precision: str) -> None:
+    artifact = make(mlp(precision=precision, micro_steps=2, clip=1.0, tied=True))
+    path = tmp_path / "gpt.zir"
+    artifacts.save(artifact, path)
+    loaded = artifacts.load(path)
+    assert loaded == artifact
+    assert repr(loaded) == repr(artifact)
+    assert loaded.passes == ("shard-optimizer",)
+
+
+def test_torch_s_own_version_can_be_stored() -> None:
+    import torch
+
+    artifact = dataclasses.replace(make(), torch_version=torch.__version__)
+    loaded = artifacts.from_bytes(artifacts.to_bytes(artifact))
+    assert loaded == artifact
+    assert type(loaded.torch_version) is str
+
+
+def test_bytes_are_deterministic_and_stable_under_a_round_trip() -> None:
+    assert artifacts.to_bytes(make()) == BYTES
+    assert artifacts.to_bytes(artifacts.from_bytes(BYTES)) == BYTES
+
+
+def test_the_digest_of_a_program_follows_its_contents() -> None:
+    program = mlp(blocks=1)
+    assert artifacts.program_digest(program) == artifacts.program_digest(mlp(blocks=1))
+    changed = dataclasses.replace(program, options=(*program.options, ("stage", "3")))
+    assert artifacts.program_digest(changed) != artifacts.program_digest(program)
+
+
+@given(st.integers(0, len(BYTES) - 1))
+@settings(max_examples=200, deadline=None)
+def test_any_truncation_is_refused(length: int) -> None:
+    with pytest.raises(UserError, match=r"cut off|not a zeroir program"):
+        artifacts.from_bytes(BYTES[:length], "gpt.zir")
+
+
+@given(st.integers(0, 8 * len(BYTES) - 1))
+@settings(max_examples=300, deadline=None)
+def test_any_flipped_bit_is_refused(bit: int) -> None:
+    damaged = bytearray(BYTES)
+    damaged[bit // 8] ^= 1 << bit % 8
+    with pytest.raises(UserError, match=r"damaged|cut off|not a zeroir program"):
+        artifacts.from_bytes(bytes(damaged), "gpt.zir")
+
+
+def test_every_flipped_bit_of_the_envelope_is_refused() -> None:
+    for bit in range(8 * 52):
+        damaged = bytearray(BYTES)
+        damaged[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(UserError, match=r"damaged|cut off|not a zeroir program"):
+            artifacts.from_bytes(bytes(damaged), "gpt.zir")
+
+
+def nodes_of(body: dict[str, object]) -> list[dict[str, object]]:
+    """The nodes of the scheduled program's first segment."""
+    scheduled = body["scheduled"]
+    assert isinstance(scheduled, dict)
+    nodes = scheduled["segments"][0]["nodes"]
+    assert isinstance(nodes, list)
+    return nodes
+
+
+def first_op(body: dict[str, object]) -> list[object]:
+    scheduled = body["scheduled"]
+    assert isinstance(scheduled, dict)
+    op = scheduled["sections"][0]["body"][0]
+    assert isinstance(op, list)
+    return op
+
+
+@given(st.data())
+@settings(max_examples=200, deadline=None)
+def test_a_wrong_body_in_a_right_envelope_is_refused_or_read(data: st.DataObject) -> None:
+    plain = st.recursive(
+        st.none()
+        | st.booleans()
+        | st.integers(-(2**63), 2**63)
+        | st.floats()
+        | st.text()
+        | st.binary(),
+        lambda inner: (
+            st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+        ),
+        max_leaves=6,
+    )
+    body = body_of(make())
+    spoilt: object = body
+    while True:
+        if isinstance(spoilt, dict) and spoilt and data.draw(st.booleans()):
+            key = data.draw(st.sampled_from(sorted(spoilt)))
+            if isinstance(spoilt[key], dict | list) and data.draw(st.booleans()):
+                spoilt = spoilt[key]
+                continue
+            spoilt[key] = data.draw(plain)
+        elif isinstance(spoilt, list) and spoilt:
+            index = data.draw(st.integers(0, len(spoilt) - 1))
+            if isinstance(spoilt[index], dict | list) and data.draw(st.booleans()):
+                spoilt = spoilt[index]
+                continue
+            spoilt[index] = data.draw(plain)
+        break
+    with contextlib.suppress(UserError):
+        artifacts.from_bytes(framed(body), "gpt.zir")
+
+
+@given(st.binary(max_size=64))
+def test_random_bodies_are_refused(body: bytes) -> None:
+    with pytest.raises(UserError):
+        artifacts.from_bytes(framed(body), "gpt.zir")
+
+
+def deep(depth: int) -> list[object]:
+    nested: list[object] = ["list"]
+    for _ in range(depth):
+        nested = ["list", nested]
+    return nested
+
+
+@pytest.mark.parametrize(
+    ("spoil", "expected"),
+    [
+        (lambda body: body.update(colour=1), "unknown field 'colour' of Artifact"),
+        (lambda body: body.pop("model_sha256"), "Artifact lacks its field 'model_sha256'"),
+        (
+            lambda body: first_op(body).__setitem__(0, "Teleport"),
+            r"unknown kind 'Teleport' at scheduled\.sections\[0\]\.body\[0\]",
+        ),
+        (
+            lambda body: nodes_of(body)[0].update(op=7),
+            r"expected str but found int 7 at scheduled\.segments\[0\]\.nodes\[0\]\.op",
+        ),
+        (
+            lambda body: nodes_of(body)[0].update(args=[["tensor", b"bytes"]]),
+            r"expected an argument of a node but found list",
+        ),
+        (lambda body: nodes_of(body)[0].update(args=[deep(100)]), "nest more than 64 deep"),
+        (lambda body: nodes_of(body)[0].update(flops=True), "expected int but found bool"),
+        (lambda body: nodes_of(body)[0].update(op="aten.add_.Tensor"), "changes its argument"),
+        (lambda body: nodes_of(body)[0].update(op="aten.__iadd__.Tensor"), "changes its argument"),
+        (lambda body: nodes_of(body)[0].update(op="aten.from_file.default"), "not on the list"),
+        (lambda body: nodes_of(body)[0].update(op="os.system"), "segment @.* calls 'os.system'"),
+    ],
+)
+def test_what_the_schema_does_not_know_is_named(
+    spoil: Callable[[dict[str, object]], object], expected: str
+) -> None:
+    body = body_of(make())
+    spoil(body)
+    with pytest.raises(UserError, match=expected) as caught:
+        artifacts.from_bytes(framed(body), "gpt.zir")
+    assert "compile it again" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_newer_minor_schema_is_read_where_its_fields_are_known() -> None:
+    body = body_of(make())
+    assert artifacts.from_bytes(framed(body, minor=MINOR + 1)) == make()
+    body["colour"] = 1
+    with pytest.raises(UserError, match=r"unknown field 'colour' of Artifact; upgrade zeroir"):
+        artifacts.from_bytes(framed(body, minor=MINOR + 1))
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        (b"", "not a zeroir program"),
+        (b"PK\x03\x04 a zip", "not a zeroir program"),
+        (b"zeroir 1  stage=3\n", "the text of a program"),
+        (MAGIC[:3], "cut off after 3 bytes"),
+        (BYTES + b"\0", "damaged"),
+        (framed({}, major=MAJOR + 1), "upgrade zeroir"),
+        (framed({}, major=MAJOR - 1), "compile it again"),
+        (framed(b"\xc1"), "not msgpack"),
+        (framed(b"\x91" * 5000), "not msgpack"),
+        (framed([1]), "expected the fields of Artifact but found list"),
+    ],
+)
+def test_other_files_are_refused(data: bytes, expected: str) -> None:
+    with pytest.raises(UserError, match=expected):
+        artifacts.from_bytes(data, "gpt.zir")
+
+
+def test_paths_that_cannot_be_used_are_user_errors(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot be read: No such file"):
+        artifacts.load(tmp_path / "missing.zir")
+    with pytest.raises(UserError, match="cannot be read: Is a directory"):
+        artifacts.load(tmp_path)
+    with pytest.raises(UserError, match="cannot be written: No such file"):
+        artifacts.save(make(), tmp_path / "missing" / "gpt.zir")
+
+
+def test_a_failed_save_leaves_the_old_file_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "gpt.zir"
+    artifacts.save(make(), path)
+    before = path.read_bytes()
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(UserError, match="No space left on device"):
+        artifacts.save(make(mlp(blocks=2)), path)
+    assert path.read_bytes() == before
+    assert [file.name for file in tmp_path.iterdir()] == ["gpt.zir"]
+
+
+def test_a_saved_file_has_the_usual_permissions(tmp_path: Path) -> None:
+    plain = tmp_path / "plain"
+    plain.write_bytes(b"")
+    artifacts.save(make(), tmp_path / "gpt.zir")
+    modes = {stat.S_IMODE(file.stat().st_mode) for file in tmp_path.iterdir()}
+    assert len(modes) == 1

@@ -1,0 +1,64 @@
+"""The schema: any well-typed program survives, and no class changes without a version."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from tests.support.arbitrary import programs
+from tests.support.programs import mlp
+from zeroir.artifact import SCHEMA_VERSION, Artifact
+from zeroir.artifact.schema import decode, describe, encode
+from zeroir.errors import InternalError
+from zeroir.ir.program import Program, Section
+from zeroir.ir.segment import Node, Segment
+
+LOCK = Path(__file__).parents[1] / "data" / "schema_lock.json"
+
+
+@given(programs())
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_any_program_survives(program: Program) -> None:
+    decoded = decode(Program, encode(program))
+    assert decoded == program
+    assert repr(decoded) == repr(program)
+
+
+def test_not_a_number_survives() -> None:
+    node = Node(op="aten.full.default", args=((), math.nan), results=())
+    segment = Segment(name="s", inputs=(), nodes=(node,), outputs=())
+    program = dataclasses.replace(mlp(blocks=1), segments=(segment,))
+    assert repr(decode(Program, encode(program))) == repr(program)
+
+
+def test_a_field_of_the_wrong_type_is_not_stored() -> None:
+    section = Section(name=3, body=())  # type: ignore[arg-type]
+    program = dataclasses.replace(mlp(blocks=1), sections=(section,))
+    with pytest.raises(InternalError, match=r"sections\[0\]\.name: expected str but found int 3"):
+        encode(program)
+
+
+def test_the_schema_is_the_locked_one(update_golden: bool) -> None:
+    described = {"version": list(SCHEMA_VERSION), "classes": describe(Artifact)}
+    if update_golden:
+        LOCK.write_text(json.dumps(described, indent=1) + "\n", "utf-8")
+    locked = json.loads(LOCK.read_text("utf-8"))
+    if locked == described:
+        return
+    changed = sorted(
+        name
+        for name in {*locked["classes"], *describe(Artifact)}
+        if locked["classes"].get(name) != describe(Artifact).get(name)
+    )
+    advice = (
+        "run this test with --update-golden and name the change in CHANGELOG.md"
+        if locked["version"] != described["version"]
+        else "raise SCHEMA_VERSION in zeroir/artifact/schema.py, by a minor version if old files "
+        "mean the same, and run this test with --update-golden"
+    )
+    pytest.fail(f"The schema changed in {', '.join(changed) or 'its version'}: {advice}.")

@@ -1,0 +1,380 @@
+"""Small damages to programs: what a wrong pass, a slipped hand or a lost line would do.
+
+A mutation is a function of a program and a source of chance; it returns the damaged program, or None where there is
+nothing of its kind to damage. Whether the damage matters is for the verifier, or for a run, to say.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from random import Random
+from typing import cast
+
+from zeroir.ir import ops
+from zeroir.ir.buffers import Region
+from zeroir.ir.ops import Mode, Op, Reduction
+from zeroir.ir.program import Program
+from zeroir.passes.rewrite import map_regions
+
+Mutation = Callable[[Program, Random], Program | None]
+
+COLLECTIVES = (ops.AllGather, ops.Prefetch, ops.ReduceScatter, ops.AllReduce, ops.Broadcast)
+
+
+def places(program: Program, is_wanted: Callable[[Op], bool]) -> list[tuple[int, int]]:
+    """Section and op numbers of the ops wanted."""
+    return [
+        (s, i)
+        for s, section in enumerate(program.sections)
+        for i, op in enumerate(section.body)
+        if is_wanted(op)
+    ]
+
+
+def edit(program: Program, section: int, change: Callable[[list[Op]], None]) -> Program:
+    """The program with one section's ops changed."""
+    body = list(program.sections[section].body)
+    change(body)
+    sections = list(program.sections)
+    sections[section] = replace(sections[section], body=tuple(body))
+    return replace(program, sections=tuple(sections))
+
+
+def put(program: Program, place: tuple[int, int], *new: Op) -> Program:
+    """The program with one op replaced by others."""
+
+    def change(body: list[Op]) -> None:
+        body[place[1] : place[1] + 1] = new
+
+    return edit(program, place[0], change)
+
+
+def at(program: Program, place: tuple[int, int]) -> Op:
+    return program.sections[place[0]].body[place[1]]
+
+
+def pick(
+    program: Program, chance: Random, is_wanted: Callable[[Op], bool]
+) -> tuple[int, int] | None:
+    found = places(program, is_wanted)
+    return chance.choice(found) if found else None
+
+
+def _on(
+    is_wanted: Callable[[Op], bool], change: Callable[[Op, Program, Random], tuple[Op, ...] | None]
+) -> Mutation:
+    """Replace one op of a kind."""
+
+    def mutation(program: Program, chance: Random) -> Program | None:
+        place = pick(program, chance, is_wanted)
+        if place is None:
+            return None
+        old = at(program, place)
+        new = change(old, program, chance)
+        return None if new is None or new == (old,) else put(program, place, *new)
+
+    return mutation
+
+
+def _nothing(_op: Op, _program: Program, _chance: Random) -> tuple[Op, ...]:
+    return ()
+
+
+def _any(op: Op) -> bool:
+    return op is not None
+
+
+def _is(*kinds: type) -> Callable[[Op], bool]:
+    return lambda op: isinstance(op, kinds)
+
+
+def _swap(program: Program, chance: Random) -> Program | None:
+    section = chance.randrange(len(program.sections))
+    count = len(program.sections[section].body)
+    if count < 2:
+        return None
+    i = chance.randrange(count - 1)
+
+    def change(body: list[Op]) -> None:
+        body[i], body[i + 1] = body[i + 1], body[i]
+
+    return edit(program, section, change)
+
+
+def _move(program: Program, chance: Random) -> Program | None:
+    section = chance.randrange(len(program.sections))
+    count = len(program.sections[section].body)
+    if count < 2:
+        return None
+    start, stop = chance.randrange(count), chance.randrange(count)
+
+    def change(body: list[Op]) -> None:
+        body.insert(stop, body.pop(start))
+
+    return edit(program, section, change)
+
+
+def _stream(op: Op, program: Program, chance: Random) -> tuple[Op, ...] | None:
+    stream = chance.choice([s.name for s in program.streams if s.executor == "device"])
+    if isinstance(op, ops.Wait):
+        return (replace(op, on=stream),)
+    return (replace(op, stream=stream),)
+
+
+def _regions(op: Op) -> list[Region]:
+    found: list[Region] = []
+
+    def note(region: Region) -> Region:
+        found.append(region)
+        return region
+
+    map_regions(op, note)
+    return found
+
+
+def _one_region(
+    op: Op, chance: Random, change: Callable[[Region], Region]
+) -> tuple[Op, ...] | None:
+    count = len(_regions(op))
+    if not count:
+        return None
+    chosen = chance.randrange(count)
+    seen = -1
+
+    def maybe(region: Region) -> Region:
+        nonlocal seen
+        seen += 1
+        return change(region) if seen == chosen else region
+
+    return (map_regions(op, maybe),)
+
+
+def _shift(op: Op, program: Program, chance: Random) -> tuple[Op, ...] | None:
+    def change(region: Region) -> Region:
+        room = program.buffer_by_name[region.buffer].numel - region.numel
+        steps = [s for s in (-64, -8, -1, 1, 8, 64) if 0 <= region.offset + s <= room]
+        return replace(region, offset=region.offset + chance.choice(steps)) if steps else region
+
+    return _one_region(op, chance, change)
+
+
+def _other_buffer(op: Op, program: Program, chance: Random) -> tuple[Op, ...] | None:
+    """Use a buffer of the same type instead."""
+
+    def change(region: Region) -> Region:
+        mine = program.buffer_by_name[region.buffer]
+        alike = [
+            b.name
+            for b in program.buffers
+            if (b.dtype, b.numel, b.space) == (mine.dtype, mine.numel, mine.space)
+        ]
+        return replace(region, buffer=chance.choice(alike))
+
+    return _one_region(op, chance, change)
+
+
+def _reshard(op: Op, program: Program, chance: Random) -> tuple[Op, ...] | None:
+    axis = program.mesh.axes[0].name
+    return _one_region(op, chance, lambda r: replace(r, shard=None if r.shard else axis))
+
+
+def _mode(op: Op, _program: Program, chance: Random) -> tuple[Op, ...] | None:
+    def other(mode: Mode) -> Mode:
+        return Mode.ACCUMULATE if mode is Mode.WRITE else Mode.WRITE
+
+    if isinstance(op, ops.Cast):
+        return (replace(op, mode=other(op.mode)),)
+    if not isinstance(op, ops.Compute):
+        return None
+    found = [i for i, d in enumerate(op.destinations) if d is not None]
+    if not found:
+        return None
+    chosen = chance.choice(found)
+    destinations = tuple(
+        replace(d, mode=other(d.mode)) if i == chosen and d is not None else d
+        for i, d in enumerate(op.destinations)
+    )
+    return (replace(op, destinations=destinations),)
+
+
+def _drop_result(op: Op, _program: Program, chance: Random) -> tuple[Op, ...] | None:
+    if not isinstance(op, ops.Compute) or not op.destinations:
+        return None
+    chosen = chance.randrange(len(op.destinations))
+    return (
+        replace(
+            op,
+            destinations=tuple(None if i == chosen else d for i, d in enumerate(op.destinations)),
+        ),
+    )
+
+
+def _reduction(op: Op, _program: Program, _chance: Random) -> tuple[Op, ...] | None:
+    if not isinstance(op, ops.AllReduce | ops.ReduceScatter):
+        return None
+    other = Reduction.MAX if op.reduction is Reduction.SUM else Reduction.SUM
+    return (replace(op, reduction=other),)
+
+
+def _comm(op: Op, program: Program, chance: Random) -> tuple[Op, ...] | None:
+    if not isinstance(op, COLLECTIVES):
+        return None
+    return (replace(op, comm=chance.choice([c.name for c in program.comms])),)
+
+
+def _drop_pair(op: Op, _program: Program, chance: Random) -> tuple[Op, ...] | None:
+    if not isinstance(op, COLLECTIVES) or len(op.pairs) < 2:
+        return None
+    chosen = chance.randrange(len(op.pairs))
+    return (replace(op, pairs=tuple(p for i, p in enumerate(op.pairs) if i != chosen)),)
+
+
+def _divisor(op: Op, _program: Program, chance: Random) -> tuple[Op, ...] | None:
+    if not isinstance(op, ops.Decide):
+        return None
+    return (replace(op, divisor=chance.choice([1, op.divisor + 1, op.divisor * 2])),)
+
+
+def _forget_decision(op: Op, _program: Program, chance: Random) -> tuple[Op, ...] | None:
+    """The update ignores overflow, norm or loss scale."""
+    if not isinstance(op, ops.Decide):
+        return None
+    match chance.randrange(3):
+        case 0:
+            return (replace(op, overflow=None, skip=None),)
+        case 1:
+            return (replace(op, norm=None, max_norm=None),)
+        case _:
+            return (replace(op, loss_scale=None),)
+
+
+def _no_skip(op: Op, _program: Program, _chance: Random) -> tuple[Op, ...] | None:
+    return (replace(op, skip=None),) if isinstance(op, ops.OptimizerStep) else None
+
+
+def _fewer_sources(op: Op, _program: Program, chance: Random) -> tuple[Op, ...] | None:
+    if not isinstance(op, ops.GradNorm | ops.CheckFinite) or len(op.sources) < 2:
+        return None
+    chosen = chance.randrange(len(op.sources))
+    kept = tuple(s for i, s in enumerate(op.sources) if i != chosen)
+    return (
+        replace(op, sources=kept if chance.random() < 0.5 else (*op.sources, op.sources[chosen])),
+    )
+
+
+def _fill(op: Op, _program: Program, _chance: Random) -> tuple[Op, ...] | None:
+    return (replace(op, value=1.0),) if isinstance(op, ops.Fill) else None
+
+
+def _scale(op: Op, program: Program, chance: Random) -> tuple[Op, ...] | None:
+    """Multiply what the op wrote by a scalar."""
+    regions = [
+        r
+        for r in _regions(op)
+        if program.buffer_by_name[r.buffer].dtype.is_floating
+        and program.buffer_by_name[r.buffer].space == "device"
+    ]
+    if not regions or isinstance(op, ops.Wait):
+        return None
+    by = Region(buffer="loss_scale", offset=0, numel=1)
+    return (op, ops.Scale(region=chance.choice(regions), by=by, stream=op.stream))
+
+
+def _arguments(op: Op, program: Program, chance: Random) -> tuple[Op, ...] | None:
+    """Exchange two arguments of one type."""
+    if not isinstance(op, ops.Compute):
+        return None
+    kinds = program.segment_by_name[op.segment].inputs
+    pairs = [
+        (i, j) for i in range(len(kinds)) for j in range(i + 1, len(kinds)) if kinds[i] == kinds[j]
+    ]
+    if not pairs:
+        return None
+    i, j = chance.choice(pairs)
+    arguments = list(op.arguments)
+    arguments[i], arguments[j] = arguments[j], arguments[i]
+    return (replace(op, arguments=tuple(arguments)),)
+
+
+def _has_gradient(op: Op) -> bool:
+    return isinstance(op, ops.Compute) and any(
+        d is not None and d.gradient for d in op.destinations
+    )
+
+
+def _gradient_name(op: Op, _program: Program, chance: Random) -> tuple[Op, ...] | None:
+    if not isinstance(op, ops.Compute):
+        return None
+    found = [i for i, d in enumerate(op.destinations) if d is not None and d.gradient]
+    if not found:
+        return None
+    chosen = chance.choice(found)
+    destinations = list(op.destinations)
+    old = destinations[chosen]
+    assert old is not None
+    destinations[chosen] = replace(old, gradient=None)
+    return (replace(op, destinations=tuple(destinations)),)
+
+
+def _wrong_segment(op: Op, program: Program, chance: Random) -> tuple[Op, ...] | None:
+    if not isinstance(op, ops.Compute):
+        return None
+    mine = program.segment_by_name[op.segment]
+    alike = [
+        s.name
+        for s in program.segments
+        if s.inputs == mine.inputs and s.output_types() == mine.output_types()
+    ]
+    return (replace(op, segment=chance.choice(alike)),)
+
+
+def _repeat_later(program: Program, chance: Random) -> Program | None:
+    place = pick(program, chance, _any)
+    if place is None:
+        return None
+    op = at(program, place)
+    if not isinstance(op, ops.Wait):
+        op = cast(Op, dataclasses.replace(op, event=None))
+
+    def change(body: list[Op]) -> None:
+        body.insert(chance.randrange(place[1] + 1, len(body) + 1), op)
+
+    return edit(program, place[0], change)
+
+
+def _twice(op: Op, _program: Program, _chance: Random) -> tuple[Op, ...]:
+    second = op if isinstance(op, ops.Wait) else cast(Op, dataclasses.replace(op, event=None))
+    return (op, second)
+
+
+MUTATIONS: Mapping[str, Mutation] = {
+    "drop-op": _on(_any, _nothing),
+    "drop-wait": _on(_is(ops.Wait), _nothing),
+    "drop-release": _on(_is(ops.Release), _nothing),
+    "drop-collective": _on(_is(*COLLECTIVES), _nothing),
+    "drop-pair": _on(_is(*COLLECTIVES), _drop_pair),
+    "drop-result": _on(_is(ops.Compute), _drop_result),
+    "swap-adjacent": _swap,
+    "move-op": _move,
+    "repeat-op": _on(_any, _twice),
+    "repeat-later": _repeat_later,
+    "change-stream": _on(_any, _stream),
+    "change-wait": _on(_is(ops.Wait), _stream),
+    "shift-region": _on(_any, _shift),
+    "other-buffer": _on(_any, _other_buffer),
+    "change-shard": _on(_any, _reshard),
+    "flip-mode": _on(_is(ops.Compute, ops.Cast), _mode),
+    "change-reduction": _on(_is(*COLLECTIVES), _reduction),
+    "change-comm": _on(_is(*COLLECTIVES), _comm),
+    "change-divisor": _on(_is(ops.Decide), _divisor),
+    "forget-decision": _on(_is(ops.Decide), _forget_decision),
+    "forget-skip": _on(_is(ops.OptimizerStep), _no_skip),
+    "change-sources": _on(_is(ops.GradNorm, ops.CheckFinite), _fewer_sources),
+    "change-fill": _on(_is(ops.Fill), _fill),
+    "scale": _on(_any, _scale),
+    "exchange-arguments": _on(_is(ops.Compute), _arguments),
+    "unname-gradient": _on(_has_gradient, _gradient_name),
+    "wrong-segment": _on(_is(ops.Compute), _wrong_segment),
+}

@@ -1,0 +1,46 @@
+"""zeroir: compile a PyTorch training step into an explicit, verified ZeRO schedule, and run it.
+
+The public API is loaded on first use, so that ``import zeroir`` costs nothing and imports no torch:
+
+* ``zeroir.compile(model, stage=3, ...)`` compiles a model file and returns a ``CompiledProgram``;
+* ``zeroir.load(path)`` reads one from disk;
+* ``print(program)`` shows its schedule, ``program.engine()`` runs it.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from zeroir.api import CompiledProgram
+    from zeroir.api import compile_model as compile  # noqa: A004
+    from zeroir.api import load_program as load
+    from zeroir.config import CompileOptions
+    from zeroir.errors import InternalError, UserError
+
+__all__ = ["CompileOptions", "CompiledProgram", "InternalError", "UserError", "compile", "load"]
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "CompileOptions": ("zeroir.config", "CompileOptions"),
+    "CompiledProgram": ("zeroir.api", "CompiledProgram"),
+    "InternalError": ("zeroir.errors", "InternalError"),
+    "UserError": ("zeroir.errors", "UserError"),
+    "compile": ("zeroir.api", "compile_model"),
+    "load": ("zeroir.api", "load_program"),
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'zeroir' has no attribute '{name}'")
+    module, attribute = _HOMES[name]
+    value: object = getattr(import_module(module), attribute)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,188 @@
+"""Writing and reading ``.zir`` files.
+
+The envelope is the same for every schema, so that a damaged file and a newer one can be told
+apart::
+
+    8 bytes   magic
+    2 + 2     schema version: major, minor       (all numbers big-endian)
+    8         length of the body
+    32        SHA-256 of everything above and the body
+    …         the body: one msgpack map, the fields of Artifact
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import secrets
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import msgpack
+
+from zeroir.artifact.schema import SCHEMA_VERSION, SchemaError, decode, pack
+from zeroir.errors import UserError
+from zeroir.ir.allowlist import refusal
+from zeroir.ir.program import Program
+
+MAGIC: Final = b"\x89zeroir\n"
+"""Not ASCII, so that no text begins with it; the newline shows a file that was copied as text."""
+
+_HEAD: Final = struct.Struct(">8sHHQ")
+_DIGEST_BYTES: Final = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Artifact:
+    """What a ``.zir`` file holds.
+
+    ``logical`` is the one-device program that the passes began with, so that the file can be
+    lowered again for another world size or stage without the model; ``scheduled`` is what runs, and
+    names its passes. ``model_path`` and ``model_factory`` say where the parameters' initial values
+    come from, ``model_sha256`` which version of that file.
+    """
+
+    logical: Program
+    scheduled: Program
+    model_path: str
+    model_factory: str = "model"
+    model_sha256: str
+    torch_version: str
+    zeroir_version: str
+
+    @property
+    def passes(self) -> tuple[str, ...]:
+        """The specs of the passes that made ``scheduled`` from ``logical``."""
+        return self.scheduled.passes
+
+
+def to_bytes(artifact: Artifact) -> bytes:
+    """The bytes of the file, the same for equal artefacts."""
+    body = pack(artifact)
+    head = _HEAD.pack(MAGIC, *SCHEMA_VERSION, len(body))
+    return head + hashlib.sha256(head + body).digest() + body
+
+
+def from_bytes(data: bytes, name: str = "<bytes>") -> Artifact:
+    """The artefact that the bytes hold; ``name`` is what errors call them.
+
+    Raises:
+        UserError: where they are no program, damaged, of another schema, or name an op that may not
+        run.
+    """
+    _check_magic(data, name)
+    start = _HEAD.size + _DIGEST_BYTES
+    if len(data) < start:
+        raise UserError(f"'{name}' is cut off after {len(data)} bytes: copy or compile it again.")
+    _, major, minor, length = _HEAD.unpack_from(data)
+    body = data[start:]
+    if len(body) < length:
+        raise UserError(
+            f"'{name}' is cut off: {len(body)} of {length} bytes of its body are there; copy or "
+            "compile it again."
+        )
+    digest = hashlib.sha256(data[: _HEAD.size])
+    digest.update(body)
+    if len(body) != length or digest.digest() != data[_HEAD.size : start]:
+        raise UserError(
+            f"'{name}' is damaged: its SHA-256 is not the one it was written with; copy or compile "
+            "it again."
+        )
+    if major != SCHEMA_VERSION[0]:
+        remedy = "upgrade zeroir" if major > SCHEMA_VERSION[0] else "compile it again"
+        raise UserError(
+            f"'{name}' has schema {major}.{minor} and this zeroir reads schema "
+            f"{SCHEMA_VERSION[0]}: {remedy}."
+        )
+    artifact = _decoded(body, name, (major, minor))
+    for program in (artifact.logical, artifact.scheduled):
+        _check_ops(program, name)
+    return artifact
+
+
+def save(artifact: Artifact, path: str | Path) -> None:
+    """Write the file whole or not at all: another file's readers never see half of it.
+
+    Raises:
+        UserError: where the path cannot be written.
+    """
+    path = Path(path)
+    data = to_bytes(artifact)
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
+    try:
+        with beside.open("xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    except OSError as error:
+        raise UserError(f"'{path}' cannot be written: {error.strerror or error}.") from error
+    finally:
+        with contextlib.suppress(OSError):
+            beside.unlink(missing_ok=True)
+
+
+def load(path: str | Path) -> Artifact:
+    """Read a file; see :func:`from_bytes`.
+
+    Raises:
+        UserError: also where the file cannot be read.
+    """
+    path = Path(path)
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"'{path}' cannot be read: {error.strerror or error}.") from error
+    return from_bytes(data, str(path))
+
+
+def _check_magic(data: bytes, name: str) -> None:
+    if data.startswith(MAGIC):
+        return
+    if data.startswith(b"zeroir "):
+        raise UserError(
+            f"'{name}' is the text of a program, not a compiled one: give the .zir file that "
+            "'zeroir compile' wrote."
+        )
+    if data and MAGIC.startswith(data):
+        raise UserError(f"'{name}' is cut off after {len(data)} bytes: copy or compile it again.")
+    raise UserError(
+        f"'{name}' is not a zeroir program: give a .zir file that 'zeroir compile' wrote."
+    )
+
+
+def _decoded(body: bytes, name: str, version: tuple[int, int]) -> Artifact:
+    written = f"schema {version[0]}.{version[1]}"
+    read = f"{SCHEMA_VERSION[0]}.{SCHEMA_VERSION[1]}"
+    remedy = "upgrade zeroir" if version > SCHEMA_VERSION else "compile it again"
+    try:
+        data: object = msgpack.unpackb(body, strict_map_key=True, unicode_errors="surrogatepass")
+    except (ValueError, msgpack.UnpackException) as error:
+        raise UserError(
+            f"'{name}' ({written}) has a body that is not msgpack: {remedy}."
+        ) from error
+    try:
+        artifact = decode(Artifact, data)
+    except SchemaError as error:
+        place = f" at {error.place}" if error.place else ""
+        raise UserError(
+            f"'{name}' ({written}) cannot be read by this zeroir (schema {read}): "
+            f"{error.message}{place}; {remedy}."
+        ) from error
+    if not isinstance(artifact, Artifact):
+        raise UserError(f"'{name}' ({written}) holds no program: {remedy}.")
+    return artifact
+
+
+def _check_ops(program: Program, name: str) -> None:
+    for segment in program.segments:
+        for node in segment.nodes:
+            reason = refusal(node.op)
+            if reason is not None:
+                raise UserError(
+                    f"'{name}' is refused: segment @{segment.name} calls '{node.op}', which "
+                    f"{reason}; compile it again from a model that you trust."
+                )

@@ -1,0 +1,397 @@
+"""Frozen dataclasses to plain data and back, by their annotations.
+
+The set of classes is closed: whatever can be reached from the annotations of
+:class:`~zeroir.ir.program.Program`. A dataclass becomes a map of its fields without those at their
+default; a member of a union of dataclasses a pair of its class's name and that map; an enumeration
+its value. Types are checked both ways, exactly.
+
+A change of these classes or of a default is a change of the schema: ``tests/data/schema_lock.json``
+notices it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import types
+import typing
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from functools import cache
+from typing import Final
+
+import msgpack
+
+from zeroir.errors import InternalError
+from zeroir.ir.dtypes import DType
+from zeroir.ir.program import Program
+from zeroir.ir.segment import Ref, Symbol
+
+SCHEMA_VERSION: Final = (1, 0)
+"""(major, minor). A minor version adds fields with defaults, or classes; a major one changes what files mean."""
+
+_MAX_DEPTH: Final = 64
+"""How deep lists in a node's arguments may nest."""
+
+
+class SchemaError(Exception):
+    """Plain data that this schema does not know; ``path`` says where, from the inside out."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.message = message
+        self.path: list[str] = []
+
+    @property
+    def place(self) -> str:
+        """Where it was found: ``scheduled.sections[0].body[3]``."""
+        return "".join(reversed(self.path)).removeprefix(".")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Codec:
+    """Both directions for one annotated type."""
+
+    encode: Callable[[object], object]
+    decode: Callable[[object], object]
+
+
+def encode(value: object) -> object:
+    """The plain data of a dataclass of the closed set. InternalError where a field has the wrong type."""
+    kind: type = type(value)
+    try:
+        return codec(kind).encode(value)
+    except SchemaError as error:
+        raise InternalError(f"Cannot store {error.place or 'a value'}: {error.message}.") from error
+
+
+def decode(kind: type, data: object) -> object:
+    """The dataclass that plain data says. SchemaError where it says something else."""
+    return codec(kind).decode(data)
+
+
+def pack(value: object) -> bytes:
+    """The msgpack bytes of a dataclass, the same for equal values."""
+    packed = msgpack.packb(encode(value), use_bin_type=True, unicode_errors="surrogatepass")
+    if not isinstance(packed, bytes):
+        raise InternalError("msgpack returned no bytes.")
+    return packed
+
+
+def program_digest(program: Program) -> str:
+    """SHA-256 of a program: ranks compare it before they start."""
+    return hashlib.sha256(pack(program)).hexdigest()
+
+
+# ------------------------------------------------------------------------------------------ codecs
+
+
+@cache
+def codec(hint: object) -> Codec:
+    """The codec of an annotated type."""
+    if hint is float:
+        return Codec(encode=_float, decode=_float)
+    if hint is int:
+        return Codec(encode=_int64, decode=_int64)
+    if hint is str:
+        return Codec(encode=_text, decode=_plain(str).decode)
+    if hint in (bool, bytes, types.NoneType):
+        assert isinstance(hint, type)
+        return _plain(hint)
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (types.UnionType, typing.Union):
+        if Ref in arguments:
+            return Codec(encode=_encode_arg, decode=_decode_arg)
+        return _union(arguments)
+    if origin is tuple:
+        if arguments[-1] is Ellipsis:
+            return _list(codec(arguments[0]))
+        return _fixed([codec(argument) for argument in arguments])
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return _enum(hint)
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        return _dataclass(hint)
+    raise InternalError(f"The schema has no form for {hint!r}.")
+
+
+def _mismatch(expected: str, value: object) -> SchemaError:
+    return SchemaError(f"expected {expected} but found {type(value).__name__} {value!r:.60}")
+
+
+def _plain(kind: type) -> Codec:
+    def check(value: object) -> object:
+        if type(value) is not kind:
+            raise _mismatch(kind.__name__, value)
+        return value
+
+    return Codec(encode=check, decode=check)
+
+
+def _text(value: object) -> object:
+    # A version of torch is a subclass of str; a member of an enumeration is not meant as text.
+    if isinstance(value, str) and not isinstance(value, Enum):
+        return str(value)
+    raise _mismatch("str", value)
+
+
+def _float(value: object) -> object:
+    if type(value) is float:
+        return value
+    if type(value) is int:
+        return float(value)
+    raise _mismatch("float", value)
+
+
+def _int64(value: object) -> object:
+    if type(value) is not int:
+        raise _mismatch("int", value)
+    if not -(2**63) <= value < 2**63:
+        raise SchemaError(f"expected an integer of 64 bits but found {value}")
+    return value
+
+
+def _list(item: Codec) -> Codec:
+    def through(
+        convert: Callable[[object], object], value: list[object] | tuple[object, ...]
+    ) -> Iterator[object]:
+        for index, element in enumerate(value):
+            try:
+                yield convert(element)
+            except SchemaError as error:
+                error.path.append(f"[{index}]")
+                raise
+
+    def encode_list(value: object) -> object:
+        if type(value) is not tuple:
+            raise _mismatch("tuple", value)
+        return list(through(item.encode, value))
+
+    def decode_list(value: object) -> object:
+        if type(value) is not list:
+            raise _mismatch("list", value)
+        return tuple(through(item.decode, value))
+
+    return Codec(encode=encode_list, decode=decode_list)
+
+
+def _fixed(items: list[Codec]) -> Codec:
+    def encode_fixed(value: object) -> object:
+        if type(value) is not tuple or len(value) != len(items):
+            raise _mismatch(f"tuple of {len(items)}", value)
+        return [item.encode(element) for item, element in zip(items, value, strict=True)]
+
+    def decode_fixed(value: object) -> object:
+        if type(value) is not list or len(value) != len(items):
+            raise _mismatch(f"list of {len(items)}", value)
+        return tuple(item.decode(element) for item, element in zip(items, value, strict=True))
+
+    return Codec(encode=encode_fixed, decode=decode_fixed)
+
+
+def _enum(kind: type[Enum]) -> Codec:
+    members = {member.value: member for member in kind}
+
+    def encode_enum(value: object) -> object:
+        if not isinstance(value, kind):
+            raise _mismatch(kind.__name__, value)
+        return value.value
+
+    def decode_enum(value: object) -> object:
+        if type(value) is not str or value not in members:
+            raise SchemaError(
+                f"unknown {kind.__name__} {value!r:.60}, expected one of {', '.join(members)}"
+            )
+        return members[value]
+
+    return Codec(encode=encode_enum, decode=decode_enum)
+
+
+def _union(arguments: tuple[object, ...]) -> Codec:
+    """``X | None`` is X or nil; a union of dataclasses is a pair of the class's name and its fields."""
+    is_optional = types.NoneType in arguments
+    members = [argument for argument in arguments if argument is not types.NoneType]
+    if len(members) == 1:
+        (inner,) = (codec(member) for member in members)
+    else:
+        inner = _tagged(members)
+    if not is_optional:
+        return inner
+    return Codec(
+        encode=lambda value: None if value is None else inner.encode(value),
+        decode=lambda value: None if value is None else inner.decode(value),
+    )
+
+
+def _tagged(members: list[object]) -> Codec:
+    kinds = {member.__name__: member for member in members if isinstance(member, type)}
+    if len(kinds) != len(members):
+        raise InternalError(f"The schema cannot tell the members of a union apart: {members!r}.")
+    codecs = {name: codec(kind) for name, kind in kinds.items()}
+    names = {kind: name for name, kind in kinds.items()}
+
+    def encode_tagged(value: object) -> object:
+        name = names.get(type(value))
+        if name is None:
+            raise _mismatch(f"one of {', '.join(kinds)}", value)
+        return [name, codecs[name].encode(value)]
+
+    def decode_tagged(value: object) -> object:
+        if type(value) is not list or len(value) != 2 or type(value[0]) is not str:
+            raise _mismatch("a pair of a kind and its fields", value)
+        if value[0] not in codecs:
+            raise SchemaError(f"unknown kind {value[0]!r:.60}")
+        return codecs[value[0]].decode(value[1])
+
+    return Codec(encode=encode_tagged, decode=decode_tagged)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Field:
+    name: str
+    codec: Codec
+    has_default: bool
+    default: object
+
+
+def _dataclass(kind: type) -> Codec:
+    fields: list[_Field] = []
+
+    def ready() -> list[_Field]:
+        # Fields are looked up at first use, so that classes may name each other.
+        if not fields:
+            fields.extend(_fields(kind))
+        return fields
+
+    def encode_dataclass(value: object) -> object:
+        if type(value) is not kind:
+            raise _mismatch(kind.__name__, value)
+        found: dict[str, object] = {}
+        for field in ready():
+            item = getattr(value, field.name)
+            if field.has_default and type(item) is type(field.default) and item == field.default:
+                continue
+            found[field.name] = _at(field.name, field.codec.encode, item)
+        return found
+
+    def decode_dataclass(value: object) -> object:
+        if type(value) is not dict:
+            raise _mismatch(f"the fields of {kind.__name__}", value)
+        arguments: dict[str, object] = {}
+        for field in ready():
+            if field.name in value:
+                arguments[field.name] = _at(field.name, field.codec.decode, value[field.name])
+            elif not field.has_default:
+                raise SchemaError(f"{kind.__name__} lacks its field '{field.name}'")
+        known = {field.name for field in ready()}
+        for name in value:
+            if name not in known:
+                raise SchemaError(f"unknown field {name!r:.60} of {kind.__name__}")
+        return kind(**arguments)
+
+    return Codec(encode=encode_dataclass, decode=decode_dataclass)
+
+
+def _at(name: str, convert: Callable[[object], object], value: object) -> object:
+    try:
+        return convert(value)
+    except SchemaError as error:
+        error.path.append(f".{name}")
+        raise
+
+
+def _fields(kind: type) -> Iterator[_Field]:
+    hints = typing.get_type_hints(kind)
+    for field in dataclasses.fields(kind):
+        factory, has_default = field.default_factory, field.default is not dataclasses.MISSING
+        default: object = field.default if has_default else None
+        if factory is not dataclasses.MISSING:
+            has_default, default = True, factory()
+        yield _Field(
+            name=field.name,
+            codec=codec(hints[field.name]),
+            has_default=has_default,
+            default=default,
+        )
+
+
+# ---------------------------------------------------------------------------------- node arguments
+
+
+def _encode_arg(value: object, depth: int = 0) -> object:
+    """Plain numbers, strings, booleans and None as they are; the rest as a list that begins with its kind."""
+    match value:
+        case Ref():
+            return ["ref", _int64(value.index)]
+        case Symbol():
+            return ["symbol", value.name]
+        case DType():
+            return ["dtype", value.value]
+        case None | bool() | float() | str():
+            return value
+        case int():
+            return value if -(2**63) <= value < 2**63 else ["int", hex(value)]
+        case tuple():
+            if depth == _MAX_DEPTH:
+                raise SchemaError(f"lists nest more than {_MAX_DEPTH} deep")
+            return ["list", *[_encode_arg(item, depth + 1) for item in value]]
+        case _:
+            raise _mismatch("an argument of a node", value)
+
+
+def _decode_arg(value: object, depth: int = 0) -> object:
+    match value:
+        case None | bool() | int() | float() | str():
+            return value
+        case ["ref", int(index)] if type(index) is int:
+            return Ref(index)
+        case ["symbol", str(name)]:
+            return Symbol(name)
+        case ["dtype", str(name)]:
+            return codec(DType).decode(name)
+        case ["int", str(digits)] if len(digits) < 1000:
+            try:
+                return int(digits, 16)
+            except ValueError:
+                raise _mismatch("a hexadecimal integer", digits) from None
+        case ["list", *items]:
+            if depth == _MAX_DEPTH:
+                raise SchemaError(f"lists nest more than {_MAX_DEPTH} deep")
+            return tuple(_decode_arg(item, depth + 1) for item in items)
+        case _:
+            raise _mismatch("an argument of a node", value)
+
+
+# -------------------------------------------------------------------------------------- description
+
+
+def describe(kind: type) -> dict[str, dict[str, str]]:
+    """Every class and enumeration that can be reached, with annotations, defaults and values, as text.
+
+    This is what the schema lock compares: two schemas with one description read each other's files.
+    """
+    found: dict[str, dict[str, str]] = {}
+    _describe(kind, found)
+    return {name: found[name] for name in sorted(found)}
+
+
+def _describe(hint: object, found: dict[str, dict[str, str]]) -> None:
+    for argument in typing.get_args(hint):
+        if not isinstance(argument, typing.ForwardRef):
+            _describe(argument, found)
+    if not isinstance(hint, type) or hint.__name__ in found:
+        return
+    if issubclass(hint, Enum):
+        found[hint.__name__] = {member.name: str(member.value) for member in hint}
+        return
+    if not dataclasses.is_dataclass(hint):
+        return
+    hints = typing.get_type_hints(hint)
+    fields = {field.name: field for field in _fields(hint)}
+    found[hint.__name__] = {
+        field.name: str(field.type)
+        + (f" = {fields[field.name].default!r}" if fields[field.name].has_default else "")
+        for field in dataclasses.fields(hint)
+    }
+    for field in dataclasses.fields(hint):
+        _describe(hints[field.name], found)

@@ -1,0 +1,40 @@
+"""Which ops a segment may name: pure ones of ATen and prims, and our own.
+
+A program is data from somewhere, and running it calls torch ops by name. So only those may be named that can do
+nothing but compute. The list is generated from torch's own schemas by ``tools/list_aten_ops.py``.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from importlib import resources
+
+_OURS = re.compile(r"zeroir\.[a-z][a-z0-9_]*\.[A-Za-z0-9_]+")
+_MUTATING = re.compile(r"(aten|prims)\.([A-Za-z0-9_]*[A-Za-z0-9]_|__i[a-z]+__)\.[A-Za-z0-9_]+")
+
+
+def is_allowed(op: str) -> bool:
+    """Whether a segment may name the op, such as ``aten.mm.default``."""
+    return op in allowed_ops() or _OURS.fullmatch(op) is not None
+
+
+def refusal(op: str) -> str | None:
+    """Why a segment may not name the op, to be read after its name; None where it may."""
+    if is_allowed(op):
+        return None
+    if _MUTATING.fullmatch(op):
+        return "changes its argument, while segments are pure"
+    return "is not on the list of pure ops (ATen's functional ones and zeroir's own)"
+
+
+@cache
+def allowed_ops() -> frozenset[str]:
+    """The full names of torch's ops that a segment may name."""
+    text = resources.files("zeroir.ir").joinpath("aten_ops.txt").read_text("utf-8")
+    found: set[str] = set()
+    for line in text.splitlines():
+        packet, _, overloads = line.partition(":")
+        if not line.startswith("#"):
+            found.update(f"{packet}.{overload}" for overload in overloads.split())
+    return frozenset(found)

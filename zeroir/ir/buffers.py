@@ -1,0 +1,130 @@
+"""Flat buffers, and the regions and views of them that ops name."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+
+from zeroir.ir.contents import Content
+from zeroir.ir.dtypes import DType
+from zeroir.ir.mesh import Mesh
+
+
+class Space(StrEnum):
+    """Where a buffer lives. ``host`` memory is pinned where the device can use it."""
+
+    DEVICE = "device"
+    HOST = "host"
+    DISK = "disk"
+
+
+class Role(StrEnum):
+    """What a buffer is for; memory is accounted by role."""
+
+    PARAM = "param"
+    MASTER = "master"
+    GRAD = "grad"
+    STATE = "state"
+    GATHERED = "gathered"
+    ACTIVATION = "activation"
+    SAVED = "saved"
+    INPUT = "input"
+    SCALAR = "scalar"
+    MODULE_BUFFER = "module_buffer"
+    CONSTANT = "constant"
+    RNG = "rng"
+    STAGING = "staging"
+    WORKSPACE = "workspace"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Buffer:
+    """A one-dimensional array on every rank. ``numel`` counts this rank's elements.
+
+    A buffer with a resting content (``holds``) is persistent: it is live outside every section, and at each joint
+    between sections holds that content unless the section's state says otherwise. A buffer without one is
+    temporary: an ``alloc`` begins and a ``release`` ends it.
+    """
+
+    name: str
+    dtype: DType
+    numel: int
+    space: Space
+    role: Role
+    holds: Content | None = None
+
+    @property
+    def is_persistent(self) -> bool:
+        """Whether the buffer outlives the sections."""
+        return self.holds is not None
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes on one rank."""
+        return self.numel * self.dtype.itemsize_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Region:
+    """Elements ``[offset, offset + numel)`` of a buffer; with ``shard`` only this rank's 1/size slice of them.
+
+    The text is ``%b`` for a whole buffer, ``%b[0:64]`` for a part and ``%b[0:64]@dp`` for a slice, in which rank
+    ``r`` of an axis of size ``n`` names elements ``[offset + r * numel/n, offset + (r+1) * numel/n)``.
+    """
+
+    buffer: str
+    offset: int
+    numel: int
+    shard: str | None = None
+
+    @property
+    def stop(self) -> int:
+        """One past the last element, before slicing."""
+        return self.offset + self.numel
+
+    def local_numel(self, mesh: Mesh) -> int:
+        """Number of elements that one rank names."""
+        return self.numel if self.shard is None else self.numel // mesh.size(self.shard)
+
+    def local_range(self, mesh: Mesh, coordinate: dict[str, int]) -> tuple[int, int]:
+        """First and one-past-last element that the rank at ``coordinate`` names."""
+        if self.shard is None:
+            return self.offset, self.offset + self.numel
+        numel = self.numel // mesh.size(self.shard)
+        start = self.offset + coordinate[self.shard] * numel
+        return start, start + numel
+
+
+def whole(buffer: Buffer) -> Region:
+    """The region that covers a buffer."""
+    return Region(buffer=buffer.name, offset=0, numel=buffer.numel)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    """A region seen as a strided tensor, as a segment reads or writes it; strides count elements."""
+
+    region: Region
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements of the tensor."""
+        return math.prod(self.shape)
+
+
+def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of a row-major tensor of that shape, as torch computes them (a size of 0 counts as 1)."""
+    stride = [1] * len(shape)
+    for i in range(len(shape) - 2, -1, -1):
+        stride[i] = stride[i + 1] * max(shape[i + 1], 1)
+    return tuple(stride)
+
+
+def span_numel(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
+    """Number of elements from the first to the last one that a strided tensor touches."""
+    if 0 in shape:
+        return 0
+    return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))

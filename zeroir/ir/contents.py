@@ -1,0 +1,71 @@
+"""What a region of a buffer holds, as far as the laws of training care.
+
+Contents appear in three places with one meaning: as the resting content of a persistent buffer
+(``buffer %b.param : f16[64] device param = param b @dp``), in the entry and exit state of a section, and as the
+abstract values of the verifier.
+
+A *flat* is the padded, one-dimensional space in which the parameters of one (unit, dtype, trainable) stand; its
+gradient, master weights and optimizer states use the same coordinates. ``FlatContent`` says which elements of a
+flat a region holds: element ``i`` of the region is flat element ``offset + i``, and with ``shard=axis`` it is flat
+element ``offset + coordinate(axis) * region_numel + i``: this rank's slice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+PARAM = "param"
+MASTER = "master"
+GRAD = "grad"
+
+
+class Micro(StrEnum):
+    """Which micro-steps of the current step a gradient has summed.
+
+    ``PAST`` is every micro-step before the one that the section runs (none, and then all zeros, when it is the
+    first), ``CURRENT`` that one alone, ``ALL`` every micro-step of the step. ``STALE`` is what an earlier step left:
+    nothing may read it; only the padding between parameters is known to be zero.
+    """
+
+    STALE = "stale"
+    PAST = "past"
+    CURRENT = "current"
+    ALL = "all"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlatContent:
+    """Elements of a flat: parameters, master weights, gradients, or an optimizer state such as ``exp_avg``.
+
+    ``version`` counts the updates since the step began (parameters, masters, states). ``reduced`` names the mesh
+    axes over which a gradient has been summed, in mesh order, and ``micro`` the micro-steps it holds. Padding, the
+    elements of a flat that belong to no parameter, is zero in every quantity.
+    """
+
+    quantity: str
+    flat: str
+    offset: int = 0
+    shard: str | None = None
+    version: int = 0
+    reduced: tuple[str, ...] = ()
+    micro: Micro | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedContent:
+    """A value with a name of its own: an input, a constant, a scalar, a module buffer, an activation.
+
+    ``version`` 0 is the value at the start of the step.
+    """
+
+    name: str
+    version: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Zeros:
+    """Every element is zero: a gradient to which nothing has contributed yet."""
+
+
+Content = FlatContent | NamedContent | Zeros

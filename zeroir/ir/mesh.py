@@ -1,0 +1,111 @@
+"""The device mesh, the communicators over its axes, and the streams that ops run on.
+
+Ranks are numbered row-major: in ``mesh replicate=2 shard=4`` rank 5 stands at ``replicate=1, shard=1``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Axis:
+    """One ordered dimension of the mesh."""
+
+    name: str
+    size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mesh:
+    """Ordered axes; the product of their sizes is the world size."""
+
+    axes: tuple[Axis, ...]
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return math.prod(axis.size for axis in self.axes)
+
+    def has_axis(self, name: str) -> bool:
+        """Whether an axis of that name exists."""
+        return any(axis.name == name for axis in self.axes)
+
+    def size(self, name: str) -> int:
+        """Number of ranks along the axis; KeyError when it does not exist."""
+        for axis in self.axes:
+            if axis.name == name:
+                return axis.size
+        raise KeyError(name)
+
+    def coordinates(self) -> Iterator[dict[str, int]]:
+        """The coordinate of every rank, in rank order."""
+        names = [axis.name for axis in self.axes]
+        for point in itertools.product(*(range(axis.size) for axis in self.axes)):
+            yield dict(zip(names, point, strict=True))
+
+    def coordinate(self, rank: int) -> dict[str, int]:
+        """The coordinate of one rank."""
+        point: dict[str, int] = {}
+        for axis in reversed(self.axes):
+            rank, point[axis.name] = divmod(rank, axis.size)
+        return {axis.name: point[axis.name] for axis in self.axes}
+
+    def groups(self, name: str) -> tuple[tuple[int, ...], ...]:
+        """The groups of ranks that differ only along the axis, each in axis order."""
+        found: dict[tuple[int, ...], list[int]] = {}
+        for rank, point in enumerate(self.coordinates()):
+            key = tuple(at for axis, at in point.items() if axis != name)
+            found.setdefault(key, []).append(rank)
+        return tuple(tuple(group) for group in found.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Communicator:
+    """A named channel over one mesh axis. Collectives on one communicator run in host launch order."""
+
+    name: str
+    axis: str
+
+
+class Executor(StrEnum):
+    """What carries out the ops of a stream."""
+
+    DEVICE = "device"
+    HOST = "host"
+    DISK = "disk"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stream:
+    """A named queue: its ops run in program order; nothing orders two streams but a wait."""
+
+    name: str
+    executor: Executor
+
+
+HOST = "host"
+"""What ``wait !e on=host`` orders: the thread that issues the ops."""
+
+COMPUTE = "compute"
+GATHER = "gather"
+REDUCE = "reduce"
+COPY_IN = "copy_in"
+COPY_OUT = "copy_out"
+OPTIMIZER = "optimizer"
+IO = "io"
+
+STREAMS: tuple[Stream, ...] = (
+    Stream(name=COMPUTE, executor=Executor.DEVICE),
+    Stream(name=GATHER, executor=Executor.DEVICE),
+    Stream(name=REDUCE, executor=Executor.DEVICE),
+    Stream(name=COPY_IN, executor=Executor.DEVICE),
+    Stream(name=COPY_OUT, executor=Executor.DEVICE),
+    Stream(name=OPTIMIZER, executor=Executor.HOST),
+    Stream(name=IO, executor=Executor.DISK),
+)
+"""The streams a program declares unless it says otherwise."""

@@ -1,0 +1,228 @@
+"""A program: one SPMD training step for every rank of a mesh, as plain data.
+
+A program is header (mesh, communicators, streams), flats (where each parameter stands), buffers, segments, sections,
+the bindings to the outside world (inputs, module buffers, optimizer groups, loss), and how it came about (options,
+pass specs, fingerprint of the model). The order of every tuple is part of the program, and its text is canonical.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Final
+
+from zeroir.ir.buffers import Buffer, Region
+from zeroir.ir.contents import Content
+from zeroir.ir.dtypes import DType
+from zeroir.ir.mesh import STREAMS, Communicator, Mesh, Stream
+from zeroir.ir.ops import Algorithm, Op
+from zeroir.ir.segment import Segment
+
+MICRO_STEP: Final = "micro_step"
+LAST_MICRO_STEP: Final = "last_micro_step"
+UPDATE: Final = "update"
+EVALUATE: Final = "evaluate"
+SECTION_NAMES: Final = (MICRO_STEP, LAST_MICRO_STEP, UPDATE, EVALUATE)
+"""A training step is ``micro_step`` k − 1 times, ``last_micro_step``, ``update``. ``micro_step`` is absent when a
+program is made for k = 1; ``evaluate`` may run between steps."""
+
+PARAMETER_ALIGNMENT_NUMEL: Final = 64
+"""Each parameter starts on a multiple of this many elements of its flat, whatever the world size."""
+
+SHARD_ALIGNMENT_NUMEL: Final = 256
+"""A flat is padded to a multiple of world size × this many elements."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slot:
+    """One parameter's place in a flat: elements ``[offset, offset + numel)``, row-major in ``shape``.
+
+    ``aliases`` are the other fully-qualified names of a tied parameter.
+    """
+
+    name: str
+    offset: int
+    shape: tuple[int, ...]
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def numel(self) -> int:
+        """Number of elements of the parameter."""
+        numel = 1
+        for size in self.shape:
+            numel *= size
+        return numel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flat:
+    """The flat space of one (unit, dtype, trainable): its parameters in first-use order.
+
+    ``dtype`` is what the segments compute with. ``padded_numel`` counts the zeros between and after parameters.
+    """
+
+    name: str
+    unit: str
+    dtype: DType
+    is_trainable: bool
+    padded_numel: int
+    slots: tuple[Slot, ...]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements of the parameters alone."""
+        return sum(slot.numel for slot in self.slots)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerGroup:
+    """Intervals of flats that share hyper-parameters, as ``(flat, start, stop)``."""
+
+    name: str
+    algorithm: Algorithm
+    intervals: tuple[tuple[str, int, int], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputBinding:
+    """One tensor of a batch: where it stands in the user's tuple or dict, and the buffer that receives it."""
+
+    path: str
+    buffer: str
+    dtype: DType
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleBufferBinding:
+    """A registered buffer or lifted constant of the model and the program's buffer that holds it.
+
+    A binding whose ``name`` begins with ``constant.`` is not an attribute of the model: its row-major little-endian
+    elements are ``data``.
+    """
+
+    name: str
+    buffer: str
+    shape: tuple[int, ...]
+    data: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScalarBinding:
+    """What a scalar buffer holds before the first step, one number per element."""
+
+    buffer: str
+    values: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holding:
+    """A region and what it holds; with ``after``, only once that pending event is done."""
+
+    region: Region
+    content: Content
+    after: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pending:
+    """An event issued before a joint and awaited after it, and the stream of the op that signals it."""
+
+    event: str
+    stream: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    """What is true at one end of a section.
+
+    Persistent buffers hold their resting content unless a holding says otherwise. ``live`` names the temporary
+    buffers that are live; what no holding covers is undefined. At a joint every stream is ordered after everything
+    before it, except the ops that signal ``pending`` events.
+    """
+
+    live: tuple[str, ...] = ()
+    holdings: tuple[Holding, ...] = ()
+    pending: tuple[Pending, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Section:
+    """A straight-line list of ops with its contract. Event names are unique within a section."""
+
+    name: str
+    entry: State = field(default_factory=State)
+    body: tuple[Op, ...]
+    exit: State = field(default_factory=State)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """See the module's docstring. ``options`` and ``passes`` are for people and for re-lowering, never for execution."""
+
+    mesh: Mesh
+    comms: tuple[Communicator, ...] = ()
+    streams: tuple[Stream, ...] = STREAMS
+    flats: tuple[Flat, ...] = ()
+    buffers: tuple[Buffer, ...] = ()
+    segments: tuple[Segment, ...] = ()
+    sections: tuple[Section, ...] = ()
+    inputs: tuple[InputBinding, ...] = ()
+    module_buffers: tuple[ModuleBufferBinding, ...] = ()
+    scalars: tuple[ScalarBinding, ...] = ()
+    groups: tuple[OptimizerGroup, ...] = ()
+    loss: str | None = None
+    options: tuple[tuple[str, str], ...] = ()
+    passes: tuple[str, ...] = ()
+    fingerprint: str = ""
+
+    @cached_property
+    def buffer_by_name(self) -> Mapping[str, Buffer]:
+        """Buffers by name."""
+        return {buffer.name: buffer for buffer in self.buffers}
+
+    @cached_property
+    def segment_by_name(self) -> Mapping[str, Segment]:
+        """Segments by name."""
+        return {segment.name: segment for segment in self.segments}
+
+    @cached_property
+    def flat_by_name(self) -> Mapping[str, Flat]:
+        """Flats by name."""
+        return {flat.name: flat for flat in self.flats}
+
+    @cached_property
+    def parameter_by_name(self) -> Mapping[str, tuple[Flat, Slot]]:
+        """The home of every parameter, by its name and by each alias."""
+        return {
+            name: (flat, slot)
+            for flat in self.flats
+            for slot in flat.slots
+            for name in (slot.name, *slot.aliases)
+        }
+
+    @cached_property
+    def comm_by_name(self) -> Mapping[str, Communicator]:
+        """Communicators by name."""
+        return {comm.name: comm for comm in self.comms}
+
+    @cached_property
+    def section_by_name(self) -> Mapping[str, Section]:
+        """Sections by name."""
+        return {section.name: section for section in self.sections}
+
+    @cached_property
+    def option(self) -> Mapping[str, str]:
+        """Options by name."""
+        return dict(self.options)
+
+    def ops(self) -> Iterator[Op]:
+        """Every op of every section, in order."""
+        for section in self.sections:
+            yield from section.body
+
+    @property
+    def parameters_numel(self) -> int:
+        """Number of parameters of the model, tied ones once, frozen ones included, padding excluded."""
+        return sum(flat.numel for flat in self.flats)

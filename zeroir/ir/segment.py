@@ -1,0 +1,129 @@
+"""A segment: a pure SSA graph of ATen ops, as plain data.
+
+Values are numbered: the inputs first, then the results of each node in order. A segment reads its inputs and yields
+its outputs; *where* results go is said by the ``compute`` op that calls it. It is device-neutral: a ``device``
+argument is the symbol ``device``, which the runtime replaces by the device it runs on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+
+from zeroir.ir.dtypes import DType
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorType:
+    """dtype, shape and strides (in elements) of a value."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of a dense tensor of this type."""
+        return self.numel * self.dtype.itemsize_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """A use of the value with this number."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Symbol:
+    """A named constant of torch that is not a number: ``device``, ``strided``, ``contiguous_format``, …"""
+
+    name: str
+
+
+NodeArg = Ref | Symbol | DType | None | bool | int | float | str | tuple["NodeArg", ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """One call of an op: ``aten.mm.default`` with its arguments and the types of its results.
+
+    A result that the op does not produce (an undefined tensor) has the type None. ``source`` is the line of the
+    model that the node came from, ``file:line``; it does not take part in the segment's digest.
+    """
+
+    op: str
+    args: tuple[NodeArg, ...]
+    kwargs: tuple[tuple[str, NodeArg], ...] = ()
+    results: tuple[TensorType | None, ...]
+    flops: int = 0
+    source: str = ""
+
+    def refs(self) -> Iterator[Ref]:
+        """Every value the node uses, in argument order."""
+        for arg in self.args:
+            yield from _refs(arg)
+        for _, arg in self.kwargs:
+            yield from _refs(arg)
+
+
+def _refs(arg: NodeArg) -> Iterator[Ref]:
+    if isinstance(arg, Ref):
+        yield arg
+    elif isinstance(arg, tuple):
+        for item in arg:
+            yield from _refs(item)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """A pure function: inputs, nodes in execution order, and the numbers of the values it yields.
+
+    ``workspace_bytes`` maps a kernel backend (``eager``, ``inductor``) to the device memory that running the segment
+    takes beyond its inputs and destinations.
+    """
+
+    name: str
+    inputs: tuple[TensorType, ...]
+    nodes: tuple[Node, ...]
+    outputs: tuple[int, ...]
+    workspace_bytes: tuple[tuple[str, int], ...] = ()
+
+    def types(self) -> tuple[TensorType | None, ...]:
+        """The type of every value, by number."""
+        return self.inputs + tuple(result for node in self.nodes for result in node.results)
+
+    def output_types(self) -> tuple[TensorType, ...]:
+        """The type of every output; ValueError where an output is an undefined tensor."""
+        types = self.types()
+        found: list[TensorType] = []
+        for index in self.outputs:
+            kind = types[index]
+            if kind is None:
+                raise ValueError(f"segment @{self.name} yields value {index}, which is undefined")
+            found.append(kind)
+        return tuple(found)
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of one call."""
+        return sum(node.flops for node in self.nodes)
+
+    def digest(self) -> str:
+        """SHA-256 of the structure: equal for segments that compute the same, whatever their name and sources."""
+        return _digest(self)
+
+
+@cache
+def _digest(segment: Segment) -> str:
+    nodes = tuple((n.op, n.args, n.kwargs, n.results) for n in segment.nodes)
+    text = repr((segment.inputs, nodes, segment.outputs))
+    return hashlib.sha256(text.encode()).hexdigest()

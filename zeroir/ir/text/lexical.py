@@ -1,0 +1,55 @@
+"""The smallest pieces of the text, next to the patterns that read them back."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from typing import Final
+
+VERSION: Final = 1
+"""The version of the text, the number after ``zeroir`` on the first line."""
+
+BARE_NAME: Final = r"[A-Za-z0-9_.]+"
+"""A name that needs no quotes. Module paths are such names."""
+
+BARE_WORD: Final = r"[A-Za-z0-9_.,:+*={}-]+"
+"""An option value or a pass spec that needs no quotes."""
+
+STRING: Final = r'"(?:[^"\\\n]|\\[^\n])*"'
+"""A JSON string; the printer escapes everything that is not ASCII."""
+
+INTEGER: Final = r"-?[0-9]{1,1000}"
+"""An integer, bounded in length because reading one takes quadratic time."""
+
+FLOAT: Final = (
+    r"-?(?:inf|nan|[0-9]{1,400}(?:\.[0-9]{1,400})?(?:e[+-]?[0-9]{1,4})?)(?![A-Za-z0-9_.])"
+)
+"""A float as ``repr`` spells it, or an integer where only a float can stand."""
+
+RESERVED_QUANTITIES: Final = frozenset({"value", "zeros"})
+"""Words that begin other contents than elements of a flat; such a quantity stands in quotes."""
+
+_IS_BARE_NAME = re.compile(BARE_NAME).fullmatch
+_IS_BARE_WORD = re.compile(BARE_WORD).fullmatch
+
+
+def quote(text: str) -> str:
+    """A string literal, in one line of ASCII."""
+    return json.dumps(text)
+
+
+def name(text: str) -> str:
+    """A name, in quotes where it needs them."""
+    return text if _IS_BARE_NAME(text) else quote(text)
+
+
+def word(text: str) -> str:
+    """An option value or a pass spec, in quotes where it needs them."""
+    return text if _IS_BARE_WORD(text) else quote(text)
+
+
+def number(value: float) -> str:
+    """A float that reads back as the same bits; every NaN is ``nan``."""
+    value = float(value)
+    return "nan" if math.isnan(value) else repr(value)

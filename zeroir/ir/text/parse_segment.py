@@ -1,0 +1,200 @@
+"""Parsing a segment: its nodes, their arguments and their types."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from zeroir.ir.buffers import contiguous_stride
+from zeroir.ir.dtypes import DType
+from zeroir.ir.segment import Node, NodeArg, Ref, Segment, Symbol, TensorType
+from zeroir.ir.text.lexical import BARE_NAME, STRING
+from zeroir.ir.text.scanner import Scanner
+
+_DTYPES: Final = {dtype.value: dtype for dtype in DType}
+_KEYWORDS: Final[dict[str, NodeArg]] = {"none": None, "true": True, "false": False, **_DTYPES}
+_KEYWORD: Final = re.compile(r"[ \t]*([a-z][a-z0-9_]*)(?![A-Za-z0-9_.])")
+_KEY: Final = re.compile(rf"[ \t]*(?:({BARE_NAME})|({STRING}))[ \t]*=")
+_INTEGER: Final = re.compile(r"[ \t]*(-?[0-9]{1,1000})(?![A-Za-z0-9_.])")
+_REF: Final = re.compile(r"[ \t]*\$(-?[0-9]{1,30})(?![A-Za-z0-9_.])")
+_SHAPE: Final = re.compile(
+    r"((?:-?[0-9]{1,30}(?:,-?[0-9]{1,30})*)?)(?:;((?:-?[0-9]{1,30}(?:,-?[0-9]{1,30})*)?))?"
+)
+_MAX_DEPTH: Final = 64
+"""How deep lists in arguments may nest; torch's own schemas need 2."""
+
+
+def parse_segment(scan: Scanner) -> Segment:
+    """A segment, the cursor being right after its keyword."""
+    name = scan.sigil_name("@", "a segment such as '@block.forward'")
+    inputs: list[TensorType] = []
+    scan.expect("(")
+    while not scan.accept(")"):
+        if inputs:
+            scan.expect(",", "expected ',' or ')'.")
+        _defined(scan, len(inputs))
+        scan.expect(":")
+        inputs.append(parse_type(scan))
+    workspace: list[tuple[str, int]] = []
+    if scan.accept_keyword("workspace"):
+        while not scan.accept("{"):
+            backend = scan.name("a kernel backend or '{'")
+            scan.expect("=", f"expected '=' after the backend '{backend}'.")
+            workspace.append((backend, scan.integer()))
+    else:
+        scan.expect("{")
+    scan.end_line()
+    nodes: list[Node] = []
+    number_of_values = len(inputs)
+    while not scan.accept_keyword("return"):
+        node = _node(scan, number_of_values)
+        nodes.append(node)
+        number_of_values += len(node.results)
+        scan.end_line()
+    outputs = scan.several(lambda: _ref(scan))
+    scan.end_line()
+    scan.expect("}")
+    return Segment(
+        name=name,
+        inputs=tuple(inputs),
+        nodes=tuple(nodes),
+        outputs=outputs,
+        workspace_bytes=tuple(workspace),
+    )
+
+
+def parse_dtype(scan: Scanner) -> DType:
+    """An element type."""
+    position = scan.here()
+    found = _KEYWORD.match(scan.text, scan.position)
+    dtype = None if found is None else _DTYPES.get(found[1])
+    if found is None or dtype is None:
+        scan.fail(f"expected an element type, one of {', '.join(_DTYPES)}.", position)
+    scan.position = found.end()
+    return dtype
+
+
+def parse_type(scan: Scanner) -> TensorType:
+    """``f32[2,3]``, or ``f32[2,3;1,2]`` where the strides are not row-major."""
+    dtype = parse_dtype(scan)
+    shape, stride = parse_strided(scan, "[", "]")
+    return TensorType(dtype=dtype, shape=shape, stride=stride)
+
+
+def parse_strided(
+    scan: Scanner, opening: str, closing: str
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """A shape and its strides between brackets; without strides it is row-major."""
+    scan.expect(opening)
+    found = _SHAPE.match(scan.text, scan.position)
+    if found is None or not scan.text.startswith(closing, found.end()):
+        scan.fail(f"expected a shape such as '2,3' or '2,3;3,1', without spaces, and '{closing}'.")
+    scan.position = found.end() + len(closing)
+    shape = _integers(found[1])
+    return shape, contiguous_stride(shape) if found[2] is None else _integers(found[2])
+
+
+def _integers(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(","))) if text else ()
+
+
+def _ref(scan: Scanner) -> int:
+    found = _REF.match(scan.text, scan.position)
+    if found is None:
+        scan.fail("expected a value such as '$0'.")
+    scan.position = found.end()
+    return int(found[1])
+
+
+def _defined(scan: Scanner, number: int) -> None:
+    position = scan.here()
+    if _ref(scan) != number:
+        scan.fail(f"expected ${number}: values are numbered in order, inputs first.", position)
+
+
+def _node(scan: Scanner, first: int) -> Node:
+    count = 0
+    while scan.text.startswith("$", scan.here()):
+        _defined(scan, first + count)
+        count += 1
+        if not scan.accept(","):
+            scan.expect("=", "expected ',' or '='.")
+            break
+    op = scan.name("an op such as 'aten.mm.default', or 'return'")
+    args: list[NodeArg] = []
+    kwargs: list[tuple[str, NodeArg]] = []
+    scan.expect("(")
+    is_first = True
+    while not scan.accept(")"):
+        if not is_first:
+            scan.expect(",", "expected ',' or ')'.")
+        is_first = False
+        position = scan.here()
+        key = _KEY.match(scan.text, scan.position)
+        if key is not None:
+            scan.position = key.end()
+            text = key[1] or scan.unquote(key[2], key.start(2))
+            kwargs.append((text, _arg(scan, 0)))
+        elif kwargs:
+            scan.fail("expected 'name=value': positional arguments stand first.", position)
+        else:
+            args.append(_arg(scan, 0))
+    scan.expect(":")
+    position = scan.here()
+    if count == 1:
+        results: tuple[TensorType | None, ...] = (_result(scan),)
+    else:
+        results = scan.several(lambda: _result(scan))
+    if len(results) != count:
+        scan.fail(
+            f"expected {count} types, one for each result, but found {len(results)}.", position
+        )
+    flops = scan.optional("flops", scan.integer, 0)
+    source = scan.string("the line of the model, as a string") if scan.accept_keyword("at") else ""
+    return Node(
+        op=op,
+        args=tuple(args),
+        kwargs=tuple(kwargs),
+        results=results,
+        flops=flops,
+        source=source,
+    )
+
+
+def _result(scan: Scanner) -> TensorType | None:
+    return None if scan.accept_keyword("none") else parse_type(scan)
+
+
+def _arg(scan: Scanner, depth: int) -> NodeArg:
+    position = scan.here()
+    match scan.text[position : position + 1]:
+        case "$":
+            return Ref(_ref(scan))
+        case '"':
+            return scan.string()
+        case "#":
+            return Symbol(scan.sigil_name("#", "a symbol"))
+        case "[":
+            if depth == _MAX_DEPTH:
+                scan.fail(f"expected lists to nest at most {_MAX_DEPTH} deep.", position)
+            return scan.several(lambda: _arg(scan, depth + 1), "[", "]")
+        case _:
+            return _constant(scan)
+
+
+def _constant(scan: Scanner) -> NodeArg:
+    found = _INTEGER.match(scan.text, scan.position)
+    if found is not None:
+        scan.position = found.end()
+        return int(found[1])
+    found = _KEYWORD.match(scan.text, scan.position)
+    if found is not None and found[1] in _KEYWORDS:
+        scan.position = found.end()
+        return _KEYWORDS[found[1]]
+    position = scan.here()
+    if scan.text[position : position + 1] not in "-0123456789in" or position == len(scan.text):
+        scan.fail(
+            "expected an argument: a value such as '$0', a number, true, false, none, "
+            "an element type, a string, a #symbol or a [list]."
+        )
+    return scan.float()

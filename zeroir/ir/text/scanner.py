@@ -1,0 +1,214 @@
+"""A cursor over the text, and the error that points at where it stopped.
+
+There are no tokens: the grammar always knows what may come next, so each reader is one regular
+expression tried at the cursor, spaces included. Newlines count, because an item is a line.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from enum import Enum
+from typing import Final, NoReturn, TypeVar
+
+from zeroir.errors import UserError
+from zeroir.ir.text.lexical import BARE_NAME, BARE_WORD, FLOAT, INTEGER, STRING
+
+T = TypeVar("T")
+E = TypeVar("E", bound=Enum)
+
+_SPACES: Final = re.compile(r"[ \t]*")
+_LINE_END: Final = re.compile(
+    r"[ \t]*(?://[^\n]*)?(?:\n|\Z)(?:[ \t]*(?://[^\n]*)?\n)*(?:[ \t]*(?://[^\n]*)?\Z)?"
+)
+_BLANK: Final = re.compile(r"(?:[ \t]*(?://[^\n]*)?\n)*")
+_AT_END: Final = re.compile(r"[ \t]*(?://[^\n]*)?\Z")
+_NAME: Final = re.compile(rf"[ \t]*(?:({BARE_NAME})|({STRING}))")
+_WORD: Final = re.compile(rf"[ \t]*(?:({BARE_WORD})|({STRING}))")
+_STRING: Final = re.compile(rf"[ \t]*({STRING})")
+_INTEGER: Final = re.compile(rf"[ \t]*({INTEGER})(?![A-Za-z0-9_.])")
+_FLOAT: Final = re.compile(rf"[ \t]*({FLOAT})")
+
+
+class ParseError(UserError):
+    """The text is not a program.
+
+    ``line`` and ``column`` count from 1; ``expected`` says what could have stood there.
+    """
+
+    def __init__(self, text: str, position: int, expected: str) -> None:
+        start = text.rfind("\n", 0, position) + 1
+        stop = text.find("\n", position)
+        self.line = text.count("\n", 0, position) + 1
+        self.column = position - start + 1
+        self.expected = expected
+        self.text_line = text[start : stop if stop >= 0 else len(text)].rstrip("\r")
+        indent = re.sub(r"[^\t]", " ", text[start:position])
+        shown, indent = _window(self.text_line, indent)
+        super().__init__(f"line {self.line}, column {self.column}: {expected}\n{shown}\n{indent}^")
+
+
+def _window(line: str, indent: str, width: int = 160) -> tuple[str, str]:
+    """The part of a long line around the caret."""
+    if len(line) <= width:
+        return line, indent
+    start = max(0, len(indent) - width // 2)
+    head, tail = "…" if start else "", "…" if start + width < len(line) else ""
+    return head + line[start : start + width] + tail, " " * len(head) + indent[start:]
+
+
+class Scanner:
+    """The cursor. A reader skips spaces and raises :class:`ParseError` where its thing is missing."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.position = 0
+
+    # --------------------------------------------------------------------------------------- errors
+
+    def fail(self, expected: str, position: int | None = None) -> NoReturn:
+        """Raise the :meth:`error`."""
+        raise self.error(expected, position)
+
+    def error(self, expected: str, position: int | None = None) -> ParseError:
+        """An error at ``position``, or at the next character that is no space."""
+        return ParseError(self.text, self.here() if position is None else position, expected)
+
+    def here(self) -> int:
+        """The position of the next character that is no space."""
+        found = _SPACES.match(self.text, self.position)
+        return self.position if found is None else found.end()
+
+    # ------------------------------------------------------------------------------------ structure
+
+    def accept(self, literal: str) -> bool:
+        """Skip ``literal`` if it is next."""
+        position = self.here()
+        if self.text.startswith(literal, position):
+            self.position = position + len(literal)
+            return True
+        return False
+
+    def expect(self, literal: str, expected: str | None = None) -> None:
+        """Skip ``literal``."""
+        if not self.accept(literal):
+            self.fail(expected or f"expected '{literal}'.")
+
+    def accept_keyword(self, keyword: str) -> bool:
+        """Skip ``keyword`` if it is next and no longer name begins with it."""
+        found = _NAME.match(self.text, self.position)
+        if found is None or found[1] != keyword:
+            return False
+        self.position = found.end()
+        return True
+
+    def end_line(self) -> None:
+        """Skip a comment, the end of the line and blank lines."""
+        found = _LINE_END.match(self.text, self.position)
+        if found is None:
+            self.fail("expected the end of the line.")
+        self.position = found.end()
+
+    def skip_blank_lines(self) -> None:
+        """Skip blank lines and comments."""
+        found = _BLANK.match(self.text, self.position)
+        if found is not None:
+            self.position = found.end()
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether nothing but a comment is left."""
+        return _AT_END.match(self.text, self.position) is not None
+
+    def several(
+        self, read: Callable[[], T], opening: str = "(", closing: str = ")"
+    ) -> tuple[T, ...]:
+        """Items between brackets, separated by commas."""
+        self.expect(opening)
+        if self.accept(closing):
+            return ()
+        items = [read()]
+        while self.accept(","):
+            items.append(read())
+        self.expect(closing, f"expected ',' or '{closing}'.")
+        return tuple(items)
+
+    def attribute(self, key: str, read: Callable[[], T]) -> T:
+        """``key=value``."""
+        self.expect(key + "=", f"expected '{key}=…'.")
+        return read()
+
+    def optional(self, key: str, read: Callable[[], T], default: T) -> T:
+        """``key=value``, or ``default`` where the next is no such attribute."""
+        return read() if self.accept(key + "=") else default
+
+    # ---------------------------------------------------------------------------------------- atoms
+
+    def name(self, what: str = "a name") -> str:
+        """A bare or quoted name."""
+        found = _NAME.match(self.text, self.position)
+        if found is None:
+            self.fail(f"expected {what}.")
+        self.position = found.end()
+        return found[1] or self.unquote(found[2], found.start(2))
+
+    def word(self, what: str) -> str:
+        """A bare or quoted word: an option's value or a pass spec."""
+        found = _WORD.match(self.text, self.position)
+        if found is None:
+            self.fail(f"expected {what}.")
+        self.position = found.end()
+        return found[1] or self.unquote(found[2], found.start(2))
+
+    def string(self, what: str = "a string in double quotes") -> str:
+        """A quoted string."""
+        found = _STRING.match(self.text, self.position)
+        if found is None:
+            self.fail(f"expected {what}.")
+        self.position = found.end()
+        return self.unquote(found[1], found.start(1))
+
+    def unquote(self, literal: str, position: int) -> str:
+        """The text of a string literal that stands at ``position``."""
+        try:
+            text = json.loads(literal)
+        except ValueError:
+            self.fail("expected a string in double quotes with JSON's escapes.", position)
+        if not isinstance(text, str):
+            self.fail("expected a string in double quotes.", position)
+        return text
+
+    def integer(self) -> int:
+        """An integer."""
+        found = _INTEGER.match(self.text, self.position)
+        if found is None:
+            self.fail("expected an integer.")
+        self.position = found.end()
+        return int(found[1])
+
+    def float(self) -> float:
+        """A float, also ``inf``, ``-inf`` and ``nan``."""
+        found = _FLOAT.match(self.text, self.position)
+        if found is None:
+            self.fail("expected a number.")
+        self.position = found.end()
+        return float(found[1])
+
+    def member(self, kind: type[E], what: str) -> E:
+        """A member of an enumeration, by its value."""
+        position = self.here()
+        spelling = self.name(what)
+        for member in kind:
+            if member.value == spelling:
+                return member
+        values = ", ".join(str(member.value) for member in kind)
+        raise self.error(f"expected {what}, one of {values}.", position)
+
+    def sigil_name(self, sigil: str, what: str) -> str:
+        """A name right after ``sigil``: ``%buffer``, ``@segment``, ``!event``, ``#symbol``."""
+        if not self.accept(sigil):
+            self.fail(f"expected {what}.")
+        if self.text[self.position : self.position + 1].isspace():
+            self.fail(f"expected a name right after '{sigil}'.", self.position)
+        return self.name(f"a name right after '{sigil}'")
