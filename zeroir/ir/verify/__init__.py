@@ -1,0 +1,170 @@
+"""The verifier: proves that a program trains as the unsharded one would, or says which law it breaks and where.
+
+Three stages, each resting on the one before: the *structure* of every op by itself, the *ordering* of accesses by
+vector clocks, and the *values* that memory holds by one abstract interpreter. A stage runs once the ones before found
+nothing, so a report speaks of causes and not of their consequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from zeroir.ir.buffers import whole
+from zeroir.ir.program import LAST_MICRO_STEP, MICRO_STEP, Program
+from zeroir.ir.verify.budget import peak_bytes
+from zeroir.ir.verify.codes import CODES, LAWS, STRUCTURE, Law
+from zeroir.ir.verify.collectives import check_collectives, compare_jobs
+from zeroir.ir.verify.context import Findings
+from zeroir.ir.verify.declarations import check_declarations
+from zeroir.ir.verify.domain import Numbering
+from zeroir.ir.verify.exits import check_exit
+from zeroir.ir.verify.interpreter import Outcome, Run, Shared
+from zeroir.ir.verify.ordering import check_ordering
+from zeroir.ir.verify.reference import content, differences, settings
+from zeroir.ir.verify.report import PROVED, Finding, Report, VerificationError
+from zeroir.ir.verify.structure import check_structure
+
+__all__ = [
+    "CODES",
+    "LAWS",
+    "PROVED",
+    "STRUCTURE",
+    "Finding",
+    "Law",
+    "Report",
+    "VerificationError",
+    "check",
+    "verify",
+    "verify_job",
+]
+
+_ORDER_LAWS = ("Z101", "Z103", "Z104", "Z105", "Z201", "Z202")
+_VALUE_LAWS = ("Z102", "Z401", "Z402", "Z403", "Z404", "Z405", "Z406")
+
+
+def verify(
+    program: Program, reference: Program | None = None, budget_bytes: int | None = None
+) -> Report:
+    """Examine a program.
+
+    ``reference`` is the logical program that it came from: then Z406 proves that every gradient contribution, the loss
+    and the settings of the update are those of the reference. ``budget_bytes`` is the device memory of one rank: then
+    Z301 proves that the buffers fit, in program order, workspaces of segments left out.
+    """
+    unasked = {"Z406"} if reference is None else set()
+    unasked |= {"Z301"} if budget_bytes is None else set()
+    asked = tuple(code for code in LAWS if code not in unasked)
+    unexamined: dict[str, str] = {}
+    findings = Findings(program)
+    check_declarations(program, findings)
+    if not findings.found:
+        check_structure(program, findings)
+    if findings.found:
+        why = "not examined: the structure is broken"
+        unexamined |= dict.fromkeys((*_ORDER_LAWS, *_VALUE_LAWS, "Z301"), why)
+        return Report(findings=tuple(findings.found), asked=asked, unexamined=unexamined)
+    check_collectives(program, findings)
+    if not findings.found:
+        check_ordering(program, findings)
+    _check_budget(program, findings, budget_bytes)
+    if any(finding.code != "Z301" for finding in findings.found):
+        why = "not examined: the order of ops is broken"
+        unexamined |= dict.fromkeys(_VALUE_LAWS, why)
+        return Report(findings=tuple(findings.found), asked=asked, unexamined=unexamined)
+    _check_values(program, reference, findings)
+    return Report(findings=tuple(findings.found), asked=asked, unexamined=unexamined)
+
+
+def check(
+    program: Program, reference: Program | None = None, budget_bytes: int | None = None
+) -> None:
+    """Raise what ``verify`` finds.
+
+    Raises:
+        VerificationError: where the program breaks a law.
+    """
+    report = verify(program, reference, budget_bytes)
+    if not report.is_valid:
+        raise VerificationError(report)
+
+
+def verify_job(programs: Sequence[Program]) -> Report:
+    """Whether programs that run as one job, one per rank, issue the same collectives (Z201)."""
+    if not programs:
+        return Report()
+    findings = Findings(programs[0])
+    compare_jobs(programs, findings)
+    return Report(findings=tuple(findings.found), asked=("Z201",))
+
+
+def _check_budget(program: Program, findings: Findings, budget_bytes: int | None) -> None:
+    if budget_bytes is None:
+        return
+    peak, name, line = peak_bytes(program)
+    if peak <= budget_bytes:
+        return
+    section = program.section_by_name.get(name)
+    findings.add(
+        "Z301",
+        f"buffers take {peak:,} bytes on the device, the budget is {budget_bytes:,}",
+        section=section,
+        line=line if section is not None else None,
+    )
+
+
+def _outcomes(shared: Shared, findings: Findings, *, is_checked: bool) -> dict[str, Outcome]:
+    found: dict[str, Outcome] = {}
+    for section in shared.program.sections:
+        run = Run(shared, section, findings)
+        found[section.name] = run.run()
+        if is_checked:
+            check_exit(run, found[section.name])
+    return found
+
+
+def _check_values(program: Program, reference: Program | None, findings: Findings) -> None:
+    numbering = Numbering()
+    outcomes = _outcomes(Shared.of(program, numbering), findings, is_checked=True)
+    _check_micro_steps(program, outcomes, findings)
+    if reference is None or findings.found:
+        return
+    wanted = _outcomes(Shared.of(reference, numbering), Findings(reference), is_checked=False)
+    found = differences(program, outcomes, reference, wanted)
+    if found:
+        # A pass may have cut segments anew: look inside them before giving up.
+        numbering = Numbering()
+        outcomes = _outcomes(
+            Shared.of(program, numbering, by_node=True), Findings(program), is_checked=False
+        )
+        wanted = _outcomes(
+            Shared.of(reference, numbering, by_node=True), Findings(reference), is_checked=False
+        )
+        found = differences(program, outcomes, reference, wanted)
+    for sentence, name in found:
+        section = None if name is None else program.section_by_name[name]
+        findings.add("Z406", sentence, section=section)
+    if settings(program) != settings(reference):
+        findings.add("Z406", "the update is told something else than in the logical program")
+
+
+def _check_micro_steps(program: Program, outcomes: dict[str, Outcome], findings: Findings) -> None:
+    """Every micro-step makes the same contributions."""
+    if MICRO_STEP not in outcomes or LAST_MICRO_STEP not in outcomes:
+        return
+    first, last = outcomes[MICRO_STEP].contributions, outcomes[LAST_MICRO_STEP].contributions
+    for name in sorted({*first, *last}):
+        if first.get(name) != last.get(name):
+            findings.add(
+                "Z402",
+                f"the gradient of {name} has other contributions in the last micro-step than before",
+                section=program.section_by_name[LAST_MICRO_STEP],
+            )
+    if program.loss is None:
+        return
+    loss = whole(program.buffer_by_name[program.loss])
+    if content(outcomes[MICRO_STEP], loss) != content(outcomes[LAST_MICRO_STEP], loss):
+        findings.add(
+            "Z402",
+            "the last micro-step adds something else to the loss than those before",
+            section=program.section_by_name[LAST_MICRO_STEP],
+        )

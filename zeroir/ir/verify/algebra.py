@@ -1,0 +1,268 @@
+"""What casts, sums and collectives do to abstract values, element by element."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
+
+from zeroir.ir.contents import MASTER, PARAM
+from zeroir.ir.dtypes import DType
+from zeroir.ir.ops import Reduction
+from zeroir.ir.program import Flat
+from zeroir.ir.verify.domain import (
+    LOST_TERM,
+    POISON,
+    Decision,
+    Elements,
+    FlatKey,
+    Gradient,
+    NamedKey,
+    Numbering,
+    Poison,
+    Slice,
+    Split,
+    Statistic,
+    Term,
+    Undefined,
+    Value,
+    Zero,
+    aligned,
+    mapped,
+    moved,
+    rebased,
+)
+from zeroir.ir.verify.words import CAUSES
+
+Fail = Callable[[str, str], None]
+"""Reports a code and a sentence."""
+
+
+def undefined_in(value: Value) -> Undefined | None:
+    """The first undefined part of a value."""
+    if isinstance(value, Undefined):
+        return value
+    if isinstance(value, Slice):
+        parts = [inner for _, _, inner in value.array]
+    elif isinstance(value, Split):
+        parts = [value.own, *(inner for _, _, inner in value.rest)]
+    else:
+        return None
+    return next((found for part in parts if (found := undefined_in(part))), None)
+
+
+def is_poisoned(value: Value) -> bool:
+    """Whether part of a value has been reported already."""
+    if isinstance(value, Slice):
+        return any(is_poisoned(inner) for _, _, inner in value.array)
+    if isinstance(value, Split):
+        return is_poisoned(value.own) or any(is_poisoned(inner) for _, _, inner in value.rest)
+    return isinstance(value, Poison)
+
+
+def add(left: Value, right: Value, numbering: Numbering, fail: Fail) -> Value:
+    """``left + right`` at each position; contributions to one gradient gather in one multiset."""
+    if isinstance(left, Slice) or isinstance(right, Slice):
+        return _add_slices(left, right, numbering, fail)
+    if isinstance(left, Poison) or isinstance(right, Poison):
+        return POISON
+    for value in (left, right):
+        if isinstance(value, Undefined):
+            fail("Z402", f"a sum takes in {CAUSES[value.cause]}")
+            return POISON
+        if isinstance(value, Split):
+            fail("Z402", "a sum takes in elements of which only this rank's slice was replaced")
+            return POISON
+    if isinstance(left, Zero):
+        return right
+    if isinstance(right, Zero):
+        return left
+    if isinstance(left, Gradient) and isinstance(right, Gradient):
+        is_same = (left.flat, left.shift, left.strides) == (right.flat, right.shift, right.strides)
+        if is_same:
+            return replace(left, terms=merged(left.terms, right.terms))
+        fail("Z402", "gradients of different elements are added to one another")
+        return POISON
+    if isinstance(left, Gradient) or isinstance(right, Gradient):
+        fail("Z402", "something that is no gradient is added to a gradient")
+        return POISON
+    if isinstance(left, Elements) and isinstance(right, Elements):
+        is_alike = left.summed == right.summed
+        terms = [
+            (v.key, v.shift - left.shift, v.strides, () if is_alike else v.summed)
+            for v in (left, right)
+        ]
+        number = numbering.of(("add", *terms))
+        return Elements(number, left.shift, (), left.summed if is_alike else ())
+    return Elements(numbering.of(("add", left, right)))
+
+
+def _add_slices(left: Value, right: Value, numbering: Numbering, fail: Fail) -> Value:
+    if isinstance(left, Zero):
+        return right
+    if isinstance(right, Zero):
+        return left
+    template = left if isinstance(left, Slice) else right
+    if not isinstance(template, Slice):
+        raise TypeError("one operand is a slice")
+    pair = [_as_slice(value, template) for value in (left, right)]
+    if pair[0] is None or pair[1] is None:
+        fail("Z402", "two sums whose elements stand on different ranks are added to one another")
+        return POISON
+    first, second = pair[0], pair[1]
+    array = rebased(second.array, second.shift - first.shift)
+    return Slice(
+        tuple((a, b, add(x, y, numbering, fail)) for a, b, x, y in aligned(first.array, array)),
+        first.shift,
+        first.strides,
+    )
+
+
+def _as_slice(value: Value, like: Slice) -> Slice | None:
+    """The value written as a slice with the strides of another one."""
+    if isinstance(value, Slice):
+        return value if value.strides == like.strides else None
+    inner: Value = value
+    if isinstance(value, Elements | Gradient):
+        if value.strides != like.strides:
+            return None
+        inner = replace(value, shift=value.shift - like.shift, strides=())
+    elif isinstance(value, Split):
+        return None
+    return Slice(tuple((a, b, inner) for a, b, _ in like.array), like.shift, like.strides)
+
+
+def merged(left: tuple[Term, ...], right: tuple[Term, ...]) -> tuple[Term, ...]:
+    """The sum of two multisets of contributions."""
+    counts: dict[tuple[int, tuple[str, ...]], int] = {}
+    for term in (*left, *right):
+        key = (term.source, term.summed)
+        counts[key] = counts.get(key, 0) + term.times
+    return tuple(sorted(Term(*key, times) for key, times in counts.items()))
+
+
+def lost(value: Gradient) -> Gradient:
+    """A gradient that something made unrecognisable."""
+    return replace(value, terms=tuple(t._replace(source=LOST_TERM) for t in value.terms))
+
+
+class CastRule(NamedTuple):
+    """A conversion between two dtypes."""
+
+    source: DType
+    target: DType
+    flats: dict[str, Flat]
+    numbering: Numbering
+
+
+def cast(value: Value, rule: CastRule) -> Value:
+    """Rounding a master copy to its flat's dtype gives the parameter; a gradient stays one; the rest gets a number."""
+    if rule.source is rule.target:
+        return value
+    return mapped(value, lambda leaf: _cast_leaf(leaf, rule))
+
+
+def _cast_leaf(value: Value, rule: CastRule) -> Value:
+    match value:
+        case Elements(key=FlatKey(quantity=quantity, flat=flat, version=version)):
+            if quantity == MASTER and rule.target is rule.flats[flat].dtype:
+                return replace(value, key=FlatKey(PARAM, flat, version))
+            return replace(value, key=rule.numbering.of(("cast", rule.target, value.key)))
+        case Elements():
+            return replace(value, key=rule.numbering.of(("cast", rule.target, value.key)))
+        case Gradient():
+            return value if rule.target.is_floating else lost(value)
+        case Statistic() | Decision():
+            return Elements(rule.numbering.of(("cast", rule.target, value)))
+        case _:
+            return value
+
+
+def scaled(value: Value, by: int, numbering: Numbering) -> Value:
+    """The value times the number ``by``."""
+
+    def leaf(inner: Value) -> Value:
+        match inner:
+            case Gradient():
+                return lost(inner)
+            case Elements():
+                return replace(inner, key=numbering.of(("scale", inner.key, by)))
+            case Statistic() | Decision():
+                return Elements(numbering.of(("scale", inner, by)))
+            case _:
+                return inner
+
+    return mapped(value, leaf)
+
+
+class Combination(NamedTuple):
+    """How a collective combines the values of the ranks along an axis."""
+
+    axis: str
+    reduction: Reduction
+    numbering: Numbering
+    fail: Fail
+
+
+def reduced(value: Value, how: Combination) -> Value:
+    """The combination of what every rank along the axis holds here."""
+    if isinstance(value, Slice):
+        if any(axis == how.axis for axis, _ in value.strides):
+            how.fail("Z402", f"a reduction over {how.axis} adds up slices of different elements")
+            return POISON
+        return replace(value, array=tuple((a, b, reduced(v, how)) for a, b, v in value.array))
+    match value:
+        case Gradient():
+            if any(axis == how.axis for axis, _ in value.strides):
+                how.fail("Z402", f"a reduction over {how.axis} adds up different elements")
+                return POISON
+            if how.reduction is not Reduction.SUM:
+                how.fail("Z402", "gradients are combined by their maximum instead of their sum")
+                return POISON
+            terms = tuple(
+                t._replace(summed=tuple(sorted((*t.summed, how.axis)))) for t in value.terms
+            )
+            return replace(value, terms=terms)
+        case Statistic():
+            return replace(
+                value,
+                summed=tuple(sorted((*value.summed, how.axis))),
+                is_sum=value.is_sum and how.reduction is Reduction.SUM,
+            )
+        case Elements(key=int() | NamedKey()) if how.reduction is Reduction.SUM:
+            return replace(value, summed=tuple(sorted((*value.summed, how.axis))))
+        case Elements() | Decision():
+            key = moved(value, -value.shift) if isinstance(value, Elements) else value
+            number = how.numbering.of((how.reduction, how.axis, key))
+            return Elements(number, value.shift if isinstance(value, Elements) else 0)
+        case Undefined():
+            how.fail("Z402", f"a reduction over {how.axis} takes in {CAUSES[value.cause]}")
+            return POISON
+        case Split():
+            how.fail(
+                "Z402",
+                f"a reduction over {how.axis} takes in elements of which only this rank's slice "
+                "was replaced",
+            )
+            return POISON
+        case _:
+            return value
+
+
+def from_rank(value: Value, axis: str, rank: int | None, numbering: Numbering) -> Value:
+    """The value as another rank of the axis sees it (``rank`` None: whichever rank it came from)."""
+
+    def leaf(inner: Value) -> Value:
+        match inner:
+            case Elements(key=FlatKey()):
+                return inner
+            case Elements() if axis not in inner.summed:
+                return replace(inner, key=numbering.of(("from", axis, rank, inner.key)))
+            case Gradient() if any(axis not in term.summed for term in inner.terms):
+                return lost(inner)
+            case Statistic() if axis not in inner.summed:
+                return Elements(numbering.of(("from", axis, rank, inner)))
+            case _:
+                return inner
+
+    return mapped(value, leaf)

@@ -1,0 +1,174 @@
+"""What every check needs: the program, the findings so far, and how to word them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from zeroir.ir import ops
+from zeroir.ir.buffers import Region
+from zeroir.ir.effects import effects
+from zeroir.ir.ops import Op
+from zeroir.ir.program import Program, Section
+from zeroir.ir.verify.report import Finding
+
+FINDINGS_LIMIT = 100
+"""After this many findings of one stage the rest is noise."""
+
+
+@dataclass
+class Findings:
+    """Collects findings about one program, with the op's text, its neighbours and the buffers' history."""
+
+    program: Program
+    found: list[Finding] = field(default_factory=list)
+    _seen: set[tuple[str, str | None, int | None]] = field(default_factory=set)
+
+    def add(
+        self,
+        code: str,
+        sentence: str,
+        *,
+        section: Section | None = None,
+        line: int | None = None,
+        buffers: Iterable[str] = (),
+    ) -> None:
+        """Add one finding; of several with one code at one op only the first is kept."""
+        key = (code, None if section is None else section.name, line)
+        if line is not None:
+            if key in self._seen:
+                return
+            self._seen.add(key)
+        if len(self.found) >= FINDINGS_LIMIT:
+            return
+        names = tuple(dict.fromkeys(buffers))
+        op_text = ""
+        window: tuple[str, ...] = ()
+        sources: tuple[str, ...] = ()
+        if section is not None and line is not None:
+            op_text, window = around(self.program, section, line)
+            sources = model_sources(self.program, section.body[line])
+        history = () if section is None else tuple(history_of(section, name) for name in names[:4])
+        self.found.append(
+            Finding(
+                code=code,
+                sentence=sentence,
+                section=None if section is None else section.name,
+                line=line,
+                op=op_text,
+                window=window,
+                history=history,
+                sources=sources,
+                buffers=names,
+            )
+        )
+
+
+def printer(program: Program) -> Callable[[Op], str]:
+    """The text of an op; its ``repr`` where the program cannot be printed."""
+    from zeroir.ir.text import print_op
+
+    def text(op: Op) -> str:
+        try:
+            return print_op(op, program)
+        except (KeyError, ValueError, IndexError):
+            return repr(op)
+
+    return text
+
+
+def around(program: Program, section: Section, line: int) -> tuple[str, tuple[str, ...]]:
+    """The op's text, and the text of it and two ops on either side with the op marked."""
+    text = printer(program)
+    low = max(0, min(line - 2, len(section.body) - 5))
+    window: list[str] = []
+    for i in range(low, min(low + 5, len(section.body))):
+        mark = ">" if i == line else " "
+        window.append(f"{mark}{i:5d}: {text(section.body[i])}")
+    return text(section.body[line]), tuple(window)
+
+
+def model_sources(program: Program, op: Op) -> tuple[str, ...]:
+    """The lines of the model that a compute op came from, at most three."""
+    if not isinstance(op, ops.Compute) or op.segment not in program.segment_by_name:
+        return ()
+    nodes = program.segment_by_name[op.segment].nodes
+    return tuple(dict.fromkeys(node.source for node in nodes if node.source))[:3]
+
+
+def history_of(section: Section, name: str) -> str:
+    """``%b: allocated @12, gathered @14, released @31``, at most eight events."""
+    events: list[str] = []
+    for i, op in enumerate(section.body):
+        seen = effects(op)
+        if name in seen.allocs:
+            events.append(f"allocated @{i}")
+        elif name in seen.frees:
+            events.append(f"released @{i}")
+        elif any(region.buffer == name for region in (*seen.writes, *seen.accumulates)):
+            events.append(f"{verb(op)} @{i}")
+        elif any(region.buffer == name for region in seen.reads):
+            events.append(f"read @{i}")
+    if len(events) > 8:
+        events = [*events[:4], "...", *events[-3:]]
+    return f"%{name}: " + (", ".join(events) or "not touched in this section")
+
+
+def verb(op: Op) -> str:
+    """What an op does to its destination, as a past participle."""
+    match op:
+        case ops.AllGather() | ops.Prefetch():
+            return "gathered"
+        case ops.ReduceScatter() | ops.AllReduce():
+            return "reduced"
+        case ops.Broadcast():
+            return "broadcast"
+        case ops.Cast():
+            return "cast"
+        case ops.Fill():
+            return "filled"
+        case ops.Scale():
+            return "scaled"
+        case ops.OptimizerStep():
+            return "updated"
+        case ops.ToHost() | ops.ToDevice() | ops.Load() | ops.Store():
+            return "copied"
+        case _:
+            return "written"
+
+
+def title(op: Op) -> str:
+    """What an op is called in a sentence."""
+    match op:
+        case ops.Compute():
+            return f"compute @{op.segment}"
+        case ops.AllGather():
+            return "all_gather"
+        case ops.ReduceScatter():
+            return "reduce_scatter"
+        case ops.AllReduce():
+            return "all_reduce"
+        case ops.OptimizerStep():
+            return "optimizer_step"
+        case ops.GradNorm():
+            return "grad_norm"
+        case ops.CheckFinite():
+            return "check_finite"
+        case ops.UpdateScale():
+            return "update_scale"
+        case ops.ToHost():
+            return "to_host"
+        case ops.ToDevice():
+            return "to_device"
+        case _:
+            return type(op).__name__.lower()
+
+
+def spell(region: Region, program: Program) -> str:
+    """The region as the text writes it."""
+    buffer = program.buffer_by_name.get(region.buffer)
+    is_whole = buffer is not None and (region.offset, region.numel) == (0, buffer.numel)
+    if is_whole and region.shard is None:
+        return f"%{region.buffer}"
+    suffix = "" if region.shard is None else f"@{region.shard}"
+    return f"%{region.buffer}[{region.offset}:{region.stop}]{suffix}"

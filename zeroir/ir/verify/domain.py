@@ -1,0 +1,363 @@
+"""Abstract values: what one element of a buffer holds, as a function of its position and of the mesh coordinate.
+
+A value covers a piece of a buffer. With ``shift`` and ``strides`` it says which element of what it speaks of stands at
+position ``p``: element ``p + shift + Σ stride × coordinate(axis)``. So one run covers every rank, and cutting a piece
+in two changes neither half. Mesh axes of size 1 never appear.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from typing import Final, NamedTuple, assert_never
+
+Strides = tuple[tuple[str, int], ...]
+"""(axis, elements per step of its coordinate), sorted by axis; no zero strides."""
+
+
+@dataclass(frozen=True, slots=True)
+class FlatKey:
+    """A flat quantity (param, master, a state) at a version."""
+
+    quantity: str
+    flat: str
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class NamedKey:
+    """A named content; ``version`` counts the changes that the step made to it in place."""
+
+    name: str
+    version: int
+
+
+Key = FlatKey | NamedKey | int
+"""An int is a value number: the result of a computation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Undefined:
+    """Nothing that may be read. ``cause`` is ``unwritten``, ``stale``, ``scratch`` or ``torn``."""
+
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class Zero:
+    """Zero."""
+
+
+@dataclass(frozen=True, slots=True)
+class Poison:
+    """The outcome of something already reported; nothing more is said about it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Elements:
+    """Elements of a quantity, of a named content or of a computed value; ``summed`` over these axes."""
+
+    key: Key
+    shift: int = 0
+    strides: Strides = ()
+    summed: tuple[str, ...] = ()
+
+
+class Term(NamedTuple):
+    """A contribution to a gradient: its value number (or PAST, ALL), the axes summed over, how often it was added."""
+
+    source: int
+    summed: tuple[str, ...]
+    times: int
+
+
+PAST_TERM: Final = -1
+ALL_TERM: Final = -2
+LOST_TERM: Final = -3
+"""A contribution whose value was scaled or rounded away: it stands for nothing that training asks for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gradient:
+    """A sum of contributions to elements of a flat's gradient."""
+
+    flat: str
+    terms: tuple[Term, ...]
+    shift: int = 0
+    strides: Strides = ()
+
+
+class Cover(NamedTuple):
+    """Flat elements ``shift + Σ stride × coordinate + [0, numel)`` that a statistic has read, final or not."""
+
+    flat: str
+    shift: int
+    strides: Strides
+    numel: int
+    is_final: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Statistic:
+    """A sum of squares (``norm``) or a finiteness flag (``overflow``) over gradients, combined over ``summed``."""
+
+    kind: str
+    covers: tuple[Cover, ...]
+    summed: tuple[str, ...] = ()
+    is_sum: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """A result of ``decide``: ``divisor`` or ``skip``; ``number`` tells one decision from another."""
+
+    what: str
+    number: int
+
+
+Pieces = tuple[tuple[int, int, "Value"], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Elements of an array that is itself made of pieces; what stands there depends on the coordinate."""
+
+    array: Pieces
+    shift: int
+    strides: Strides
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Positions ``[start, stop)`` of which this rank's slice along ``axis`` differs from the rest.
+
+    ``own`` is a value over slice-local positions, ``rest`` pieces over ``[0, stop - start)``.
+    """
+
+    axis: str
+    start: int
+    stop: int
+    own: Value
+    rest: Pieces
+
+
+Value = Undefined | Zero | Poison | Elements | Gradient | Statistic | Decision | Slice | Split
+PieceList = Sequence[tuple[int, int, Value]]
+
+ZERO: Final = Zero()
+POISON: Final = Poison()
+UNWRITTEN: Final = Undefined("unwritten")
+STALE: Final = Undefined("stale")
+SCRATCH: Final = Undefined("scratch")
+TORN: Final = Undefined("torn")
+
+
+class Numbering:
+    """Value numbers: equal keys get equal numbers. Shared by the runs whose numbers are compared."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Hashable, int] = {}
+
+    def of(self, key: Hashable) -> int:
+        """The number of a key."""
+        return self._numbers.setdefault(key, len(self._numbers))
+
+
+def moved(value: Value, delta: int) -> Value:
+    """The value as seen from positions that begin ``delta`` later: new position q is old position q + delta."""
+    if delta == 0:
+        return value
+    match value:
+        case Elements() | Gradient() | Slice():
+            return replace(value, shift=value.shift + delta)
+        case Split():
+            return replace(value, start=value.start - delta, stop=value.stop - delta)
+        case Undefined() | Zero() | Poison() | Statistic() | Decision():
+            return value
+        case _:
+            assert_never(value)
+
+
+def rebased(pieces: PieceList, origin: int) -> list[tuple[int, int, Value]]:
+    """Pieces with positions counted from ``origin``."""
+    if origin == 0:
+        return list(pieces)
+    return [(a - origin, b - origin, moved(v, origin)) for a, b, v in pieces]
+
+
+def with_stride(value: Value, axis: str, stride: int) -> Value:
+    """The value at position + stride × coordinate(axis)."""
+    match value:
+        case Elements() | Gradient() | Slice():
+            steps = dict(value.strides)
+            steps[axis] = steps.get(axis, 0) + stride
+            return replace(value, strides=_strides(steps))
+        case Split():
+            return TORN
+        case Undefined() | Zero() | Poison() | Statistic() | Decision():
+            return value
+        case _:
+            assert_never(value)
+
+
+def at_coordinate(value: Value, axis: str, coordinate: int) -> Value:
+    """The value on the ranks at one coordinate of an axis."""
+    match value:
+        case Elements() | Gradient() | Slice():
+            for name, stride in value.strides:
+                if name == axis:
+                    rest = tuple(s for s in value.strides if s[0] != axis)
+                    return replace(value, shift=value.shift + stride * coordinate, strides=rest)
+            return value
+        case Split():
+            return TORN
+        case Undefined() | Zero() | Poison() | Statistic() | Decision():
+            return value
+        case _:
+            assert_never(value)
+
+
+def depends_on(value: Value, axis: str) -> bool:
+    """Whether which elements stand here differs along the axis."""
+    match value:
+        case Elements() | Gradient():
+            return any(name == axis for name, _ in value.strides)
+        case Slice():
+            return any(name == axis for name, _ in value.strides) or any(
+                depends_on(v, axis) for _, _, v in value.array
+            )
+        case Split():
+            return True
+        case Undefined() | Zero() | Poison() | Statistic() | Decision():
+            return False
+        case _:
+            assert_never(value)
+
+
+def _strides(steps: dict[str, int]) -> Strides:
+    return tuple(sorted((axis, step) for axis, step in steps.items() if step))
+
+
+def coalesced(pieces: PieceList) -> list[tuple[int, int, Value]]:
+    """Adjoining pieces of one value merged; pieces that adjoin must be in order."""
+    found: list[tuple[int, int, Value]] = []
+    for a, b, value in pieces:
+        if a == b:
+            continue
+        if found and found[-1][1] == a and found[-1][2] == value:
+            found[-1] = (found[-1][0], b, value)
+        else:
+            found.append((a, b, value))
+    return found
+
+
+def pack(pieces: PieceList) -> Value:
+    """One value over ``[0, numel)`` for pieces that cover it."""
+    if len(pieces) == 1:
+        return pieces[0][2]
+    return Slice(tuple(pieces), 0, ())
+
+
+def unpack(value: Value, numel: int) -> list[tuple[int, int, Value]]:
+    """The pieces over ``[0, numel)`` of one value there."""
+    if not isinstance(value, Slice):
+        return [(0, numel, value)]
+    if value.strides:
+        return [(0, numel, value)]
+    return window(value.array, value.shift, numel)
+
+
+def window(array: PieceList, start: int, numel: int) -> list[tuple[int, int, Value]]:
+    """The pieces ``[start, start + numel)`` of an array, counted from ``start``; what it lacks is torn."""
+    stop = start + numel
+    found: list[tuple[int, int, Value]] = []
+    at = start
+    for a, b, value in array:
+        if b <= start or a >= stop:
+            continue
+        low, high = max(a, start), min(b, stop)
+        if low > at:
+            found.append((at - start, low - start, TORN))
+        is_cut = isinstance(value, Split) and (value.start < low or value.stop > high)
+        found.append((low - start, high - start, TORN if is_cut else moved(value, start)))
+        at = high
+    if at < stop:
+        found.append((at - start, numel, TORN))
+    return found
+
+
+def simplify(value: Value, numel: int, sizes: Sequence[tuple[str, int]]) -> Value:
+    """A slice whose every rank sees one and the same piece is that piece's value."""
+    if not isinstance(value, Slice):
+        return value
+    low, high = span(value.shift, value.strides, numel, dict(sizes))
+    for a, b, inner in value.array:
+        if a <= low and high <= b:
+            result = moved(inner, value.shift)
+            for axis, stride in value.strides:
+                result = with_stride(result, axis, stride)
+            return result
+    return value
+
+
+def span(shift: int, strides: Strides, numel: int, sizes: dict[str, int]) -> tuple[int, int]:
+    """First and one-past-last index that any rank reads."""
+    low, high = shift, shift + numel
+    for axis, stride in strides:
+        reach = stride * (sizes[axis] - 1)
+        low, high = (low, high + reach) if stride > 0 else (low + reach, high)
+    return low, high
+
+
+def spread(
+    pieces: PieceList, axis: str, size: int, numel: int, stride: int
+) -> list[tuple[int, int, Value]]:
+    """What all ranks of an axis hold, rank r's element j standing at ``r × stride + j``.
+
+    ``pieces`` cover ``[0, numel)``. With stride = numel this is an all-gather.
+    """
+    if len(pieces) == 1 and stride == numel:
+        value = pieces[0][2]
+        match value:
+            case Elements() | Gradient() | Slice() if (axis, numel) in value.strides:
+                rest = tuple(s for s in value.strides if s[0] != axis)
+                whole = replace(value, strides=rest)
+                return coalesced(unpack(whole, numel * size))
+            case Zero() | Poison() | Undefined():
+                return [(0, numel * size, value)]
+            case _:
+                pass
+    found: list[tuple[int, int, Value]] = []
+    for rank in range(size):
+        origin = rank * stride
+        for a, b, value in pieces:
+            there = moved(at_coordinate(value, axis, rank), a)
+            for low, high, inner in unpack(there, b - a):
+                found.append((origin + a + low, origin + a + high, moved(inner, -(origin + a))))
+    return coalesced(found)
+
+
+def mapped(value: Value, change: Callable[[Value], Value]) -> Value:
+    """Apply ``change`` to the value, inside a slice or a split to each piece of it."""
+    if isinstance(value, Slice):
+        return replace(value, array=tuple((a, b, mapped(v, change)) for a, b, v in value.array))
+    if isinstance(value, Split):
+        rest = tuple((a, b, mapped(v, change)) for a, b, v in value.rest)
+        return replace(value, own=mapped(value.own, change), rest=rest)
+    return change(value)
+
+
+def aligned(left: PieceList, right: PieceList) -> list[tuple[int, int, Value, Value]]:
+    """Two lists of pieces over one interval, cut at both lists' bounds."""
+    found: list[tuple[int, int, Value, Value]] = []
+    i = j = 0
+    while i < len(left) and j < len(right):
+        low = max(left[i][0], right[j][0])
+        high = min(left[i][1], right[j][1])
+        if low < high:
+            found.append((low, high, left[i][2], right[j][2]))
+        if left[i][1] <= right[j][1]:
+            i += 1
+        else:
+            j += 1
+    return found

@@ -1,0 +1,465 @@
+"""The abstract interpreter: one run over a section that stands for every rank, every interleaving and every value.
+
+It assumes the section's entry state, lets each op transform the abstract memory, and ends with a memory that
+``exits`` measures against the exit state. Ordering has been proved before, so program order speaks for every order.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import assert_never
+
+from zeroir.ir import ops
+from zeroir.ir.buffers import Region, whole
+from zeroir.ir.contents import GRAD, PARAM
+from zeroir.ir.ops import Mode, Op
+from zeroir.ir.program import Program, Section, Slot
+from zeroir.ir.verify import algebra, update
+from zeroir.ir.verify.context import Findings, spell, title
+from zeroir.ir.verify.contracts import Layout
+from zeroir.ir.verify.domain import (
+    ALL_TERM,
+    PAST_TERM,
+    POISON,
+    SCRATCH,
+    ZERO,
+    Elements,
+    FlatKey,
+    Gradient,
+    Numbering,
+    PieceList,
+    Slice,
+    Term,
+    Undefined,
+    Value,
+    Zero,
+    aligned,
+    at_coordinate,
+    coalesced,
+    mapped,
+    moved,
+    simplify,
+    spread,
+    unpack,
+)
+from zeroir.ir.verify.memory import Memory
+from zeroir.ir.verify.numbers import Segments
+from zeroir.ir.verify.words import CAUSES, describe
+
+Contributions = dict[str, Counter[int]]
+"""Per parameter, how often each value number contributes to its gradient."""
+
+
+@dataclass
+class Outcome:
+    """What a section computes: contributions per parameter, and the memory at its end."""
+
+    contributions: Contributions
+    memory: Memory
+    decisions: int
+    updated: set[str] = field(default_factory=set)
+
+
+@dataclass
+class Shared:
+    """What the runs over a program's sections share."""
+
+    program: Program
+    layout: Layout
+    numbering: Numbering
+    segments: Segments
+    parameters: Mapping[str, tuple[Value, int]]
+    gradients: Mapping[str, tuple[str, Slot]]
+
+    @classmethod
+    def of(cls, program: Program, numbering: Numbering, *, by_node: bool = False) -> Shared:
+        """Prepare runs; with ``by_node`` values are numbered node by node instead of segment by segment."""
+        homes = program.parameter_by_name
+        return cls(
+            program=program,
+            layout=Layout(program),
+            numbering=numbering,
+            segments=Segments(program, numbering, by_node=by_node),
+            parameters={
+                name: (Elements(FlatKey(PARAM, flat.name, 0), slot.offset), slot.numel)
+                for name, (flat, slot) in homes.items()
+            },
+            gradients={name: (flat.name, slot) for name, (flat, slot) in homes.items()},
+        )
+
+
+class Run:
+    """One pass over one section."""
+
+    def __init__(self, shared: Shared, section: Section, findings: Findings) -> None:
+        self.shared = shared
+        self.program = shared.program
+        self.layout = shared.layout
+        self.numbering = shared.numbering
+        self.section = section
+        self.findings = findings
+        self.memory = Memory(self.program.buffer_by_name, self.program.mesh)
+        self.sizes = shared.layout.sizes
+        self.line = 0
+        self.op: Op | None = None
+        self.contributions: Contributions = {}
+        self.is_consumed: set[str] = set()
+        self.decisions = 0
+        self.updated: set[str] = set()
+        self.decided: dict[int, bool] = {}
+        self._calls: set[tuple[int, Hashable]] = set()
+        self._lines: dict[int, int] = {}
+        self._flats = dict(self.program.flat_by_name)
+        self._enter()
+
+    def run(self) -> Outcome:
+        """Interpret the body."""
+        for line, op in enumerate(self.section.body):
+            self.line, self.op = line, op
+            self._step(op)
+        return Outcome(
+            contributions=self.contributions,
+            memory=self.memory,
+            decisions=self.decisions,
+            updated=self.updated,
+        )
+
+    def fail(self, code: str, sentence: str, *buffers: str) -> None:
+        """Report a finding at the current op."""
+        self.findings.add(code, sentence, section=self.section, line=self.line, buffers=buffers)
+
+    def term_name(self, source: int) -> str:
+        """A contribution in a sentence."""
+        if source == PAST_TERM:
+            return "the sum of the micro-steps before"
+        if source == ALL_TERM:
+            return "the sum of the step's micro-steps"
+        line = self._lines.get(source)
+        return "a contribution" if line is None else f"the contribution of op {line}"
+
+    # ------------------------------------------------------------------------------------------------- entry state
+
+    def _enter(self) -> None:
+        for buffer in self.program.buffers:
+            if buffer.holds is not None:
+                self.memory.write(whole(buffer), self.layout.pieces(buffer.holds, buffer.numel))
+        told = {holding.region for holding in self.section.entry.holdings}
+        for holding in self.section.entry.holdings:
+            region = holding.region
+            resting = self.program.buffer_by_name[region.buffer].holds
+            is_told = replace(region, shard=None) in told
+            if region.shard is not None and resting is not None and not is_told:
+                rest = self.layout.beside(holding, resting)
+                if rest is not resting:
+                    full = Region(buffer=region.buffer, offset=region.offset, numel=region.numel)
+                    self.memory.write(full, self.layout.pieces(rest, region.numel))
+            numel = self.memory.numel(region)
+            self.memory.write(region, self.layout.pieces(holding.content, numel))
+
+    # -------------------------------------------------------------------------------------------------- operations
+
+    def _step(self, op: Op) -> None:
+        match op:
+            case ops.Wait():
+                pass
+            case ops.Alloc():
+                self.memory.reset(op.buffer)
+            case ops.Release():
+                self.memory.forget(op.buffer)
+            case ops.AllGather() | ops.Prefetch():
+                self._gather(op)
+            case ops.ReduceScatter() | ops.AllReduce():
+                self._reduce(op)
+            case ops.Broadcast():
+                self._broadcast(op)
+            case ops.Compute():
+                self._compute(op)
+            case ops.Cast():
+                self._cast(op)
+            case ops.Fill():
+                number = self.numbering.of(("fill", op.value))
+                value: Value = ZERO if op.value == 0 else Elements(number)
+                self.memory.write(op.destination, [(0, self.memory.numel(op.destination), value)])
+            case ops.Scale():
+                self._scale(op)
+            case ops.GradNorm() | ops.CheckFinite():
+                update.statistic(self, op)
+            case ops.Decide():
+                update.decide(self, op)
+            case ops.OptimizerStep():
+                update.optimizer_step(self, op)
+            case ops.UpdateScale():
+                update.update_scale(self, op)
+            case ops.ToHost() | ops.ToDevice() | ops.Load() | ops.Store():
+                self.memory.write(op.destination, self.take(op.source))
+            case _:
+                assert_never(op)
+
+    def take(self, region: Region, code: str = "Z103") -> PieceList:
+        """Read a region whose every element must be defined; what is not becomes poison."""
+        pieces = self.memory.read(region)
+        found: list[tuple[int, int, Value]] | None = None
+        for i, (a, b, value) in enumerate(pieces):
+            if isinstance(value, Elements | Gradient | Zero):
+                continue
+            hole = algebra.undefined_in(value)
+            if hole is None:
+                continue
+            self.complain(region, a, b, hole, code)
+            found = list(pieces) if found is None else found
+            found[i] = (a, b, POISON)
+        return pieces if found is None else found
+
+    def complain(self, region: Region, start: int, stop: int, hole: Undefined, code: str) -> None:
+        """Report a read of undefined elements ``[start, stop)`` of a region."""
+        name = "this op" if self.op is None else title(self.op)
+        where = spell(region, self.program)
+        part = "" if (start, stop) == (0, self.memory.numel(region)) else f" [{start}:{stop}] of"
+        self.fail(
+            code,
+            f"{name} reads{part} {where}, which has {CAUSES[hole.cause]}",
+            region.buffer,
+        )
+
+    # ------------------------------------------------------------------------------------------------- collectives
+
+    def _sources(self, op: ops.Collective, code: str) -> list[tuple[ops.Pair, PieceList]]:
+        taken = [(pair, self.take(pair.source, code)) for pair in op.pairs]
+        if op.wire_dtype is not None:
+            taken = [(pair, self._on_wire(pair, pieces, op)) for pair, pieces in taken]
+        if op.staging is not None:
+            self.memory.write(op.staging, [(0, self.memory.numel(op.staging), SCRATCH)])
+        return taken
+
+    def _on_wire(self, pair: ops.Pair, pieces: PieceList, op: ops.Collective) -> PieceList:
+        """Travelling in a narrower dtype rounds; a sum of gradients stays one, a parameter does not."""
+        dtype = self.program.buffer_by_name[pair.source.buffer].dtype
+        wire = op.wire_dtype
+        if wire is None or wire.itemsize_bytes >= dtype.itemsize_bytes:
+            return pieces
+
+        def leaf(value: Value) -> Value:
+            if isinstance(value, Elements):
+                return Elements(
+                    self.numbering.of(("wire", wire, value.key)), value.shift, value.strides
+                )
+            return value
+
+        return [(a, b, mapped(value, leaf)) for a, b, value in pieces]
+
+    def _gather(self, op: ops.AllGather | ops.Prefetch) -> None:
+        axis = self.program.comm_by_name[op.comm].axis
+        size = self.sizes[axis]
+        is_double = size > 1
+        results: list[tuple[Region, PieceList]] = []
+        for pair, pieces in self._sources(op, "Z103"):
+            numel = self.memory.numel(pair.source)
+            result = pieces
+            if size > 1:
+                seen = [
+                    (
+                        a,
+                        b,
+                        v
+                        if isinstance(v, Elements) and isinstance(v.key, FlatKey)
+                        else algebra.from_rank(v, axis, None, self.numbering),
+                    )
+                    for a, b, v in pieces
+                ]
+                result = spread(seen, axis, size, numel, numel)
+            results.append((pair.destination, result))
+            is_double = (
+                is_double
+                and coalesced(self.memory.read(pair.destination)) == coalesced(result)
+                and not any(algebra.is_poisoned(v) for _, _, v in result)
+            )
+        if is_double and op.pairs:
+            where = ", ".join(spell(pair.destination, self.program) for pair in op.pairs)
+            self.fail(
+                "Z102",
+                f"{title(op)} fills {where}, which holds exactly that content already",
+                *(pair.destination.buffer for pair in op.pairs),
+            )
+        for region, pieces in results:
+            self.memory.write(region, pieces)
+
+    def _reduce(self, op: ops.ReduceScatter | ops.AllReduce) -> None:
+        axis = self.program.comm_by_name[op.comm].axis
+        size = self.sizes[axis]
+        results: list[tuple[Region, PieceList]] = []
+        for pair, pieces in self._sources(op, "Z402"):
+            if size > 1:
+                name = spell(pair.source, self.program)
+                buffer = pair.source.buffer
+
+                def fail(code: str, sentence: str, name: str = name, buffer: str = buffer) -> None:
+                    self.fail(code, f"{sentence} ({name})", buffer)
+
+                how = algebra.Combination(axis, op.reduction, self.numbering, fail)
+                total = coalesced([(a, b, algebra.reduced(v, how)) for a, b, v in pieces])
+                if isinstance(op, ops.ReduceScatter):
+                    numel = self.memory.numel(pair.destination)
+                    total = unpack(self._slice(total, axis, numel), numel)
+                results.append((pair.destination, total))
+            else:
+                results.append((pair.destination, pieces))
+        for region, pieces in results:
+            self.memory.write(region, pieces)
+
+    def _slice(self, pieces: PieceList, axis: str, numel: int) -> Value:
+        """This rank's slice of pieces over ``[0, numel × size)``."""
+        array: list[tuple[int, int, Value]] = []
+        for a, b, value in pieces:
+            # One level of arrays is enough: open packed pieces.
+            for x, y, inner in unpack(moved(value, a), b - a):
+                array.append((a + x, a + y, moved(inner, -a)))
+        sizes = tuple(self.sizes.items())
+        return simplify(Slice(tuple(array), 0, ((axis, numel),)), numel, sizes)
+
+    def _broadcast(self, op: ops.Broadcast) -> None:
+        axis = self.program.comm_by_name[op.comm].axis
+        for pair, pieces in self._sources(op, "Z103"):
+            self.memory.write(
+                pair.destination,
+                [
+                    (
+                        a,
+                        b,
+                        algebra.from_rank(
+                            at_coordinate(v, axis, op.root), axis, op.root, self.numbering
+                        ),
+                    )
+                    for a, b, v in pieces
+                ]
+                if self.sizes[axis] > 1
+                else pieces,
+            )
+
+    # ----------------------------------------------------------------------------------------------------- compute
+
+    def _compute(self, op: ops.Compute) -> None:
+        operands: list[Hashable] = []
+        is_poisoned = False
+        for argument in op.arguments:
+            region = argument.view.region
+            name = argument.parameter
+            if name is not None:
+                if not self._is_parameter(name, region):
+                    is_poisoned = True
+                operands.append(("parameter", self.shared.gradients[name][1].name))
+                continue
+            pieces = self.take(region)
+            if len(pieces) == 1:
+                value = pieces[0][2]
+                if isinstance(value, Elements) and not value.shift and not value.strides:
+                    operands.append((value.key, value.summed) if value.summed else value.key)
+                    continue
+            if any(algebra.is_poisoned(value) for _, _, value in pieces):
+                is_poisoned = True
+            operands.append(tuple(pieces))
+        arguments = tuple(operands)
+        numbers = self.shared.segments.results(op.segment, arguments)
+        for destination, number in zip(op.destinations, numbers, strict=True):
+            if destination is None:
+                continue
+            if destination.gradient is not None:
+                self._contribute(op, destination, destination.gradient, number, is_poisoned)
+                continue
+            region = destination.view.region
+            numel = self.memory.numel(region)
+            result: Value = POISON if is_poisoned else Elements(number)
+            if destination.mode is Mode.WRITE:
+                self.memory.write(region, [(0, numel, result)])
+            else:
+                self.memory.write(
+                    region, self._added(self.take(region), [(0, numel, result)], region)
+                )
+
+    def _is_parameter(self, name: str, region: Region) -> bool:
+        expected, numel = self.shared.parameters[name]
+        pieces = self.memory.read(region)
+        if len(pieces) == 1 and pieces[0][2] == expected and region.numel == numel:
+            return True
+        if any(algebra.is_poisoned(value) for _, _, value in pieces):
+            return False
+        found = next((value for _, _, value in pieces if value != expected), pieces[0][2])
+        self.fail(
+            "Z401",
+            f"{title(self.section.body[self.line])} needs parameter {name} in "
+            f"{spell(region, self.program)}, which holds {describe(found)}",
+            region.buffer,
+        )
+        return False
+
+    def _contribute(
+        self,
+        op: ops.Compute,
+        destination: ops.Destination,
+        name: str,
+        number: int,
+        is_poisoned: bool,
+    ) -> None:
+        flat, slot = self.shared.gradients[name]
+        region = destination.view.region
+        value: Value = Gradient(flat, (Term(number, (), 1),), slot.offset)
+        if is_poisoned:
+            value = POISON
+        if slot.name in self.is_consumed:
+            self.fail(
+                "Z405",
+                f"{title(op)} contributes to the gradient of {name} after a statistic or an "
+                "update has read it",
+                region.buffer,
+            )
+        # One call is one contribution; a call repeated word for word contributes a second time.
+        call = (number, (op.arguments, name))
+        counter = self.contributions.setdefault(slot.name, Counter())
+        self._lines.setdefault(number, self.line)
+        if call not in self._calls:
+            self._calls.add(call)
+            counter[number] += 1
+        pieces: PieceList = [(0, region.numel, value)]
+        if destination.mode is Mode.ACCUMULATE:
+            pieces = self._added(self.memory.read(region), pieces, region)
+        self.memory.write(region, pieces)
+
+    def _added(self, left: PieceList, right: PieceList, region: Region) -> PieceList:
+        def fail(code: str, sentence: str) -> None:
+            self.fail(code, f"{sentence}, in {spell(region, self.program)}", region.buffer)
+
+        if len(left) > 1 or len(right) > 1:
+            found: list[tuple[int, int, Value]] = []
+            for a, b, x, y in aligned(left, right):
+                found.append((a, b, algebra.add(x, y, self.numbering, fail)))
+            return found
+        return [
+            (left[0][0], left[0][1], algebra.add(left[0][2], right[0][2], self.numbering, fail))
+        ]
+
+    # ----------------------------------------------------------------------------------------- casts, copies, scales
+
+    def _cast(self, op: ops.Cast) -> None:
+        buffers = self.program.buffer_by_name
+        source, target = buffers[op.source.buffer], buffers[op.destination.buffer]
+        rule = algebra.CastRule(source.dtype, target.dtype, self._flats, self.numbering)
+        is_sum = op.mode is Mode.ACCUMULATE
+        code = "Z402" if is_sum or self._is_gradient(op.source) else "Z103"
+        pieces: PieceList = [
+            (a, b, algebra.cast(v, rule)) for a, b, v in self.take(op.source, code)
+        ]
+        if is_sum:
+            pieces = self._added(self.memory.read(op.destination), pieces, op.destination)
+        self.memory.write(op.destination, pieces)
+
+    def _is_gradient(self, region: Region) -> bool:
+        holds = self.program.buffer_by_name[region.buffer].holds
+        return getattr(holds, "quantity", None) == GRAD
+
+    def _scale(self, op: ops.Scale) -> None:
+        by = self.numbering.of(("by", tuple(self.take(op.by))))
+        self.memory.write(
+            op.region,
+            [(a, b, algebra.scaled(v, by, self.numbering)) for a, b, v in self.take(op.region)],
+        )

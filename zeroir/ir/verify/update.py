@@ -1,0 +1,384 @@
+"""The update's ops in the abstract interpreter: statistics, the decision, optimizer steps, loss scaling."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from zeroir.ir import ops
+from zeroir.ir.buffers import Region
+from zeroir.ir.contents import MASTER, PARAM, Micro
+from zeroir.ir.verify import algebra
+from zeroir.ir.verify.context import spell
+from zeroir.ir.verify.domain import (
+    POISON,
+    Cover,
+    Decision,
+    Elements,
+    FlatKey,
+    NamedKey,
+    PieceList,
+    Poison,
+    Statistic,
+    Value,
+    moved,
+    rebased,
+)
+from zeroir.ir.verify.gradients import Problem, Wanted, is_zero, locate, measure, wanted_sources
+
+if TYPE_CHECKING:
+    from zeroir.ir.verify.interpreter import Run
+
+NORM = "norm"
+OVERFLOW = "overflow"
+
+
+def wanted_now(run: Run) -> Wanted:
+    """What a finished gradient is at this point of the section."""
+    return Wanted(
+        wanted_sources(Micro.ALL, run.section.name, run.layout.has_past, run.contributions),
+        run.layout.axes,
+        run.term_name,
+    )
+
+
+def consume(run: Run, flat: str, pieces: PieceList) -> None:
+    """Remember the parameters whose gradient has been used: nothing may contribute to them any more."""
+    for a, b, _ in pieces:
+        for _, _, slot in run.layout.between(flat, a, b):
+            if slot is not None:
+                run.is_consumed.add(slot.name)
+
+
+# ------------------------------------------------------------------------------------------------------- statistics
+
+
+def statistic(run: Run, op: ops.GradNorm | ops.CheckFinite) -> None:
+    """A statistic covers the gradients it read, if they were final."""
+    covers: list[Cover] = []
+    is_reported = False
+    for source in op.sources:
+        for a, b, value in run.take(source, "Z405"):
+            if algebra.is_poisoned(value):
+                is_reported = True
+                continue
+            if is_zero(value):
+                continue
+            cover, problem = _cover(run, a, b, value)
+            if cover is None or problem is not None:
+                sentence = problem[1] if problem else "it reads something that is no gradient"
+                where = spell(source, run.program)
+                run.fail(
+                    "Z405",
+                    f"a statistic on unfinished gradients: {sentence} in {where}",
+                    source.buffer,
+                )
+                is_reported = True
+            else:
+                covers.append(cover)
+    kind = NORM if isinstance(op, ops.GradNorm) else OVERFLOW
+    result: Value = POISON if is_reported else Statistic(kind, tuple(covers))
+    run.memory.write(op.destination, [(0, 1, result)])
+
+
+def _cover(run: Run, start: int, stop: int, value: Value) -> tuple[Cover | None, Problem | None]:
+    place = locate(value)
+    if place is None:
+        return None, None
+    flat, shift, strides = place
+    here = [(0, stop - start, moved(value, start))]
+    on_flat = run.layout.on_flat(here, stop - start, shift + start, strides)
+    if on_flat is None:
+        return None, None
+    consume(run, flat, on_flat)
+    problem = measure(run.layout, on_flat, flat, wanted_now(run))
+    return Cover(flat, shift + start, strides, stop - start, problem is None), problem
+
+
+def _statistic_problem(run: Run, region: Region, kind: str) -> str | None:
+    """Why a scalar is not the global statistic of that kind over all gradients."""
+    (_, _, value), *rest = run.take(region, "Z405")
+    if rest or isinstance(value, Poison):
+        return None
+    name = spell(region, run.program)
+    if not isinstance(value, Statistic) or value.kind != kind:
+        return f"{name} is not this step's {kind}"
+    for axis in run.layout.axes:
+        cuts = [any(a == axis for a, _ in cover.strides) for cover in value.covers]
+        times = value.summed.count(axis)
+        if times == 0 and any(cuts):
+            return f"{name} is this rank's part of the {kind}: it is not combined over {axis}"
+        if kind == NORM and times and (times > 1 or not all(cuts)):
+            return f"{name} counts gradients more than once over {axis}"
+    if kind == NORM and not value.is_sum:
+        return f"{name} is combined by its maximum instead of its sum"
+    return _coverage_problem(run, value, name)
+
+
+def _coverage_problem(run: Run, value: Statistic, name: str) -> str | None:
+    intervals: dict[str, list[tuple[int, int]]] = {}
+    for cover in value.covers:
+        starts = [cover.shift]
+        length = cover.numel
+        for axis, stride in sorted(cover.strides, key=lambda item: item[1]):
+            size = run.layout.sizes[axis]
+            if stride == length:
+                length *= size
+            else:
+                starts = [start + rank * stride for rank in range(size) for start in starts]
+        intervals.setdefault(cover.flat, []).extend((start, start + length) for start in starts)
+    for flat in run.program.flats:
+        if not flat.is_trainable:
+            continue
+        counts = sorted(intervals.get(flat.name, []))
+        for start, stop, slot in run.layout.cuts(flat.name):
+            if slot is None:
+                continue
+            at = start
+            for low, high in counts:
+                if high <= start or low >= stop:
+                    continue
+                if low < at and value.kind == NORM and max(low, start) < at:
+                    return f"{name} counts the gradient of {slot.name} twice"
+                if low > at:
+                    break
+                at = max(at, high)
+            if at < stop:
+                return f"{name} leaves out the gradient of {slot.name}"
+    return None
+
+
+# ----------------------------------------------------------------------------------------------------- the decision
+
+
+def decide(run: Run, op: ops.Decide) -> None:
+    """Check what the decision rests on; its results are good for the ops after it."""
+    _check_divisor(run, op)
+    for region, kind in ((op.overflow, OVERFLOW), (op.norm, NORM)):
+        if region is None:
+            continue
+        problem = _statistic_problem(run, region, kind)
+        if problem is not None:
+            run.fail("Z405", f"decide rests on a wrong statistic: {problem}", region.buffer)
+    scales = {o.state.buffer for o in run.program.ops() if isinstance(o, ops.UpdateScale)}
+    if scales and (op.loss_scale is None or op.loss_scale.buffer not in scales):
+        run.fail("Z405", "decide ignores the loss scale that update_scale maintains")
+    if op.loss_scale is not None and not _is_version(run, op.loss_scale, 0):
+        run.fail(
+            "Z405",
+            "decide reads a loss scale that is no longer the one the backward used",
+            op.loss_scale.buffer,
+        )
+    number = run.numbering.of(("decision", run.section.name, run.line))
+    run.decided[number] = op.skip is not None
+    run.memory.write(op.gradient_divisor, [(0, 1, Decision("divisor", number))])
+    if op.skip is not None:
+        run.memory.write(op.skip, [(0, 1, Decision("skip", number))])
+    if not _is_version(run, op.step, 0):
+        run.fail("Z405", "the step count advances a second time", op.step.buffer)
+    _advance(run, op.step)
+    run.decisions += 1
+
+
+def _check_divisor(run: Run, op: ops.Decide) -> None:
+    world_size = run.program.mesh.world_size
+    given = run.program.option.get("micro_steps", "")
+    if not run.layout.has_past:
+        wanted = f"the world size {world_size}"
+        is_right = op.divisor == world_size
+    elif given.isdecimal():
+        wanted = f"{world_size} ranks × {given} micro-steps"
+        is_right = op.divisor == world_size * int(given)
+    else:
+        wanted = f"a multiple of the world size {world_size}"
+        is_right = op.divisor % world_size == 0 and op.divisor > world_size
+    if not is_right:
+        run.fail("Z402", f"decide divides gradients by {op.divisor} instead of {wanted}")
+
+
+def _is_version(run: Run, region: Region, version: int) -> bool:
+    """Whether a scalar still is what the step began with, changed in place that many times."""
+    for _, _, value in run.memory.read(region):
+        if isinstance(value, Poison):
+            continue
+        if not (isinstance(value, Elements) and isinstance(value.key, NamedKey)):
+            return False
+        if value.key.version != version or value.summed:
+            return False
+    return True
+
+
+def _advance(run: Run, region: Region) -> None:
+    """Scalars changed in place carry a version."""
+    changed: list[tuple[int, int, Value]] = []
+    for a, b, value in run.memory.read(region):
+        new: Value = POISON
+        if isinstance(value, Elements) and isinstance(value.key, NamedKey):
+            new = Elements(NamedKey(value.key.name, value.key.version + 1), value.shift)
+        changed.append((a, b, new))
+    run.memory.write(region, changed)
+
+
+def update_scale(run: Run, op: ops.UpdateScale) -> None:
+    """The loss scale follows this step's decision, once."""
+    if _decision(run, op.skip, "skip") is None:
+        run.fail("Z405", "update_scale does not follow this step's skip decision", op.skip.buffer)
+    if not _is_version(run, op.state, 0):
+        run.fail("Z405", "the loss scale is updated a second time", op.state.buffer)
+    _advance(run, op.state)
+
+
+def _decision(run: Run, region: Region, what: str) -> int | None:
+    """The number of the decision that a scalar holds."""
+    for _, _, value in run.memory.read(region):
+        if isinstance(value, Decision) and value.what == what:
+            return value.number
+    return None
+
+
+# ------------------------------------------------------------------------------------------------------- the update
+
+
+def optimizer_step(run: Run, op: ops.OptimizerStep) -> None:
+    """Each element moves to the next version, with its states, by its final gradient, after the decision."""
+    _check_scalars(run, op)
+    states = [
+        (name, run.take(r, "Z403"))
+        for name, r in zip(op.algorithm.state_names, op.states, strict=True)
+    ]
+    gradient = run.take(op.grad, "Z402")
+    written: list[tuple[int, int, Value]] = []
+    written_states: list[list[tuple[int, int, Value]]] = [[] for _ in states]
+    for a, b, value in run.take(op.param, "Z403"):
+        is_good = (
+            isinstance(value, Elements)
+            and isinstance(value.key, FlatKey)
+            and value.key.quantity in (MASTER, PARAM)
+        )
+        if not is_good or not isinstance(value, Elements) or not isinstance(value.key, FlatKey):
+            if not algebra.is_poisoned(value):
+                where = spell(op.param, run.program)
+                run.fail(
+                    "Z403",
+                    f"optimizer_step updates {where}, which holds no parameter or master weights",
+                    op.param.buffer,
+                )
+            written.append((a, b, POISON))
+            for out in written_states:
+                out.append((a, b, POISON))
+            continue
+        key = value.key
+        if not run.program.flat_by_name[key.flat].is_trainable:
+            run.fail("Z403", f"optimizer_step updates the frozen flat {key.flat}", op.param.buffer)
+        if key.version:
+            run.fail(
+                "Z403",
+                f"optimizer_step updates {key.quantity} of flat {key.flat} a second time",
+                op.param.buffer,
+            )
+        written.append(
+            (
+                a,
+                b,
+                Elements(
+                    FlatKey(key.quantity, key.flat, key.version + 1), value.shift, value.strides
+                ),
+            )
+        )
+        for (name, pieces), out in zip(states, written_states, strict=True):
+            expected = Elements(FlatKey(name, key.flat, key.version), value.shift, value.strides)
+            _check_state(run, op, name, pieces, (a, b), expected)
+            new = FlatKey(name, key.flat, key.version + 1)
+            out.append((a, b, Elements(new, value.shift, value.strides)))
+        _check_gradient(run, op, gradient, (a, b), value, key.flat)
+    run.memory.write(op.param, written)
+    for region, pieces in zip(op.states, written_states, strict=True):
+        run.memory.write(region, pieces)
+
+
+def _cut(pieces: PieceList, start: int, stop: int) -> list[tuple[int, int, Value]]:
+    return [
+        (max(a, start), min(b, stop), value) for a, b, value in pieces if a < stop and b > start
+    ]
+
+
+def _check_state(
+    run: Run,
+    op: ops.OptimizerStep,
+    name: str,
+    pieces: PieceList,
+    interval: tuple[int, int],
+    expected: Elements,
+) -> None:
+    for _, _, value in _cut(pieces, *interval):
+        if value != expected and not algebra.is_poisoned(value):
+            where = spell(op.param, run.program)
+            run.fail(
+                "Z403",
+                f"optimizer_step of {where} does not work on the {name} of the same elements and version",
+                op.param.buffer,
+            )
+
+
+def _check_gradient(
+    run: Run,
+    op: ops.OptimizerStep,
+    gradient: PieceList,
+    interval: tuple[int, int],
+    param: Elements,
+    flat: str,
+) -> None:
+    start, stop = interval
+    here = rebased(_cut(gradient, start, stop), start)
+    if any(algebra.is_poisoned(value) for _, _, value in here):
+        return
+    where = spell(op.grad, run.program)
+    on_flat = run.layout.on_flat(here, stop - start, param.shift + start, param.strides)
+    for _, _, value in here:
+        place = locate(value)
+        if on_flat is None or (
+            place is not None and place != (flat, param.shift + start, param.strides)
+        ):
+            run.fail(
+                "Z403",
+                f"optimizer_step steps other elements than those whose gradient stands in {where}",
+                op.param.buffer,
+                op.grad.buffer,
+            )
+            return
+    if on_flat is None:
+        return
+    consume(run, flat, on_flat)
+    problem = measure(run.layout, on_flat, flat, wanted_now(run))
+    if problem is not None:
+        run.fail(problem[0], f"optimizer_step reads {where}: {problem[1]}", op.grad.buffer)
+
+
+def _check_scalars(run: Run, op: ops.OptimizerStep) -> None:
+    number = _decision(run, op.gradient_divisor, "divisor")
+    if number is None:
+        run.fail(
+            "Z405",
+            f"optimizer_step reads {spell(op.gradient_divisor, run.program)}, which is not this step's decision",
+            op.gradient_divisor.buffer,
+        )
+        return
+    if not _is_version(run, op.step, 1):
+        run.fail(
+            "Z405", "optimizer_step reads a step count that decide has not advanced", op.step.buffer
+        )
+    for region in (op.lr, op.hyper):
+        if not _is_version(run, region, 0):
+            run.fail(
+                "Z405",
+                f"optimizer_step reads {spell(region, run.program)}, which the step has overwritten",
+                region.buffer,
+            )
+    if op.skip is None:
+        if run.decided.get(number, False):
+            run.fail("Z405", "optimizer_step ignores the decision to skip", op.param.buffer)
+    elif _decision(run, op.skip, "skip") != number:
+        run.fail(
+            "Z405",
+            f"optimizer_step reads {spell(op.skip, run.program)}, which is not this step's decision",
+            op.skip.buffer,
+        )
