@@ -1,0 +1,190 @@
+"""Data parallelism, ZeRO stage 0: every rank holds everything, gradients are summed over the ranks.
+
+The program becomes one for ``dp`` ranks: flats are padded so that every rank has an equal slice. Each flat's gradient
+is all-reduced in place on a stream of its own as soon as its last contributor has run, so that the sum overlaps the
+rest of the backward. In the update, each rank judges its own slice of every gradient (finite? how long?), and one
+all-reduce of scalars makes the partial answers, and the loss, global before anything is decided. The optimizer's
+divisor grows by ``dp``: gradients are summed, and averaged only there.
+
+Before ``all-reduce-gradients{dp=2}``::
+
+    mesh dp=1
+    flat a : f32[256] unit=a trainable {
+      w : [16,8] offset=0
+    }
+    flat b : f32[256] unit=b trainable {
+      v : [8,1] offset=0
+    }
+    buffer %a.param : f32[256] device param = param a
+    buffer %a.grad : f32[256] device grad = grad a micro=stale
+    buffer %a.momentum_buffer : f32[256] device state = momentum_buffer a
+    buffer %b.param : f32[256] device param = param b
+    buffer %b.grad : f32[256] device grad = grad b micro=stale
+    buffer %b.momentum_buffer : f32[256] device state = momentum_buffer b
+    group default momentum (a[0:256], b[0:256])
+    section last_micro_step {
+      alloc %h  stream=compute
+      compute @a.forward(%x, w: %a.param[0:128]) -> (%h)  unit=a stream=compute
+      compute @b.forward(%h, v: %b.param[0:8]) -> (%loss)  unit=b stream=compute
+      alloc %dh  stream=compute
+      compute @b.backward(%loss_scale[0:1], %h, v: %b.param[0:8]) -> (%dh, grad v: %b.grad[0:8])  unit=b stream=compute
+      release %h  stream=compute
+      compute @a.backward(%dh, %x, w: %a.param[0:128]) -> (grad w: %a.grad[0:128])  unit=a stream=compute
+      release %dh  stream=compute
+      exit %a.grad = grad a micro=all
+      exit %b.grad = grad b micro=all
+    }
+    section update {
+      entry %a.grad = grad a micro=all
+      entry %b.grad = grad b micro=all
+      decide step=%step gradient_divisor=%divisor divisor=1  stream=compute
+      optimizer_step momentum param=%a.param grad=%a.grad states=(%a.momentum_buffer) step=%step lr=%lr hyper=%hyper gradient_divisor=%divisor  group=default stream=compute
+      optimizer_step momentum param=%b.param grad=%b.grad states=(%b.momentum_buffer) step=%step lr=%lr hyper=%hyper gradient_divisor=%divisor  group=default stream=compute
+    }
+
+After::
+
+    mesh dp=2
+    comm reduce axis=dp
+    flat a : f32[512] unit=a trainable {
+      w : [16,8] offset=0
+    }
+    flat b : f32[512] unit=b trainable {
+      v : [8,1] offset=0
+    }
+    buffer %a.param : f32[512] device param = param a
+    buffer %a.grad : f32[512] device grad = grad a micro=stale
+    buffer %a.momentum_buffer : f32[512] device state = momentum_buffer a
+    buffer %b.param : f32[512] device param = param b
+    buffer %b.grad : f32[512] device grad = grad b micro=stale
+    buffer %b.momentum_buffer : f32[512] device state = momentum_buffer b
+    group default momentum (a[0:512], b[0:512])
+    section last_micro_step {
+      alloc %h  stream=compute
+      compute @a.forward(%x, w: %a.param[0:128]) -> (%h)  unit=a stream=compute
+      compute @b.forward(%h, v: %b.param[0:8]) -> (%loss)  unit=b stream=compute
+      alloc %dh  stream=compute
+      !0 = compute @b.backward(%loss_scale[0:1], %h, v: %b.param[0:8]) -> (%dh, grad v: %b.grad[0:8])  unit=b stream=compute
+      wait !0  on=reduce
+      all_reduce %b.grad -> %b.grad  comm=reduce stream=reduce
+      release %h  stream=compute
+      !1 = compute @a.backward(%dh, %x, w: %a.param[0:128]) -> (grad w: %a.grad[0:128])  unit=a stream=compute
+      wait !1  on=reduce
+      all_reduce %a.grad -> %a.grad  comm=reduce stream=reduce
+      release %dh  stream=compute
+      exit %a.grad = grad a reduced=(dp) micro=all
+      exit %b.grad = grad b reduced=(dp) micro=all
+    }
+    section update {
+      entry %a.grad = grad a reduced=(dp) micro=all
+      entry %b.grad = grad b reduced=(dp) micro=all
+      all_reduce %loss -> %loss  comm=reduce stream=reduce
+      decide step=%step gradient_divisor=%divisor divisor=2  stream=compute
+      optimizer_step momentum param=%a.param grad=%a.grad states=(%a.momentum_buffer) step=%step lr=%lr hyper=%hyper gradient_divisor=%divisor  group=default stream=compute
+      optimizer_step momentum param=%b.param grad=%b.grad states=(%b.momentum_buffer) step=%step lr=%lr hyper=%hyper gradient_divisor=%divisor  group=default stream=compute
+    }
+"""  # noqa: E501
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from zeroir.errors import UserError
+from zeroir.ir import ops
+from zeroir.ir.buffers import Region
+from zeroir.ir.mesh import REDUCE, Axis, Communicator
+from zeroir.ir.ops import Op
+from zeroir.ir.program import LAST_MICRO_STEP, UPDATE, Program, Section, State
+from zeroir.passes import rewrite
+from zeroir.passes.base import Fact, format_spec
+from zeroir.passes.order import synchronise
+from zeroir.passes.resize import resize
+
+AXIS = "dp"
+REDUCE_COMM = "reduce"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllReduceGradients:
+    """Sum gradients over ``dp`` ranks."""
+
+    name: ClassVar[str] = "all-reduce-gradients"
+    requires: ClassVar[frozenset[Fact]] = frozenset()
+    establishes: ClassVar[frozenset[Fact]] = frozenset({Fact.GRADIENTS_REDUCED})
+
+    dp: int
+
+    def __post_init__(self) -> None:
+        if self.dp < 1:
+            raise UserError(
+                f"The option `dp` of `{self.name}` is a number of ranks, at least 1, not {self.dp}."
+            )
+
+    def spec(self) -> str:
+        """The pass as text."""
+        return format_spec(self.name, {"dp": self.dp})
+
+    def __call__(self, program: Program) -> Program:
+        """The program on ``dp`` ranks."""
+        program = replace(
+            resize(program, Axis(name=AXIS, size=self.dp)),
+            comms=(Communicator(name=REDUCE_COMM, axis=AXIS),),
+        )
+        return synchronise(
+            rewrite.map_sections(program, lambda section: self._rewrite(section, program))
+        )
+
+    def _rewrite(self, section: Section, program: Program) -> Section:
+        if section.name == LAST_MICRO_STEP:
+            return _reduce_gradients(section, program)
+        if section.name == UPDATE:
+            return self._reduce_scalars(section, program)
+        return section
+
+    def _reduce_scalars(self, section: Section, program: Program) -> Section:
+        partial: list[Region] = []
+        body: list[Op] = []
+        for op in section.body:
+            match op:
+                case ops.CheckFinite() | ops.GradNorm():
+                    partial.append(op.destination)
+                    body.append(
+                        replace(op, sources=tuple(replace(s, shard=AXIS) for s in op.sources))
+                    )
+                case ops.Decide():
+                    if program.loss is not None:
+                        partial.append(Region(buffer=program.loss, offset=0, numel=1))
+                    if partial:
+                        body.append(_all_reduce(*partial))
+                    body.append(replace(op, divisor=op.divisor * self.dp))
+                case _:
+                    body.append(op)
+        return replace(section, entry=_reduced(section.entry), body=tuple(body))
+
+
+def _reduce_gradients(section: Section, program: Program) -> Section:
+    writers = rewrite.last_writers(section.body)
+    after: dict[int, list[Op]] = {}
+    for buffer in rewrite.complete_gradients(section):
+        numel = program.buffer_by_name[buffer].numel
+        region = Region(buffer=buffer, offset=0, numel=numel)
+        after.setdefault(writers[buffer], []).append(_all_reduce(region))
+    body = rewrite.insert(section.body, after=after)
+    return replace(section, body=body, exit=_reduced(section.exit))
+
+
+def _all_reduce(*regions: Region) -> ops.AllReduce:
+    pairs = tuple(ops.Pair(source=region, destination=region) for region in regions)
+    return ops.AllReduce(pairs=pairs, comm=REDUCE_COMM, stream=REDUCE)
+
+
+def _reduced(state: State) -> State:
+    """The state with its complete gradients summed over the ranks."""
+    holdings = tuple(
+        replace(holding, content=replace(content, reduced=(AXIS,)))
+        if (content := rewrite.complete_gradient(holding)) is not None
+        else holding
+        for holding in state.holdings
+    )
+    return replace(state, holdings=holdings)

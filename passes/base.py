@@ -1,0 +1,114 @@
+"""What a pass is: a frozen dataclass whose fields are its options, its contract, and a pure function on programs.
+
+A pass is written ``name`` or ``name{option=value, option=value}``; ``prefetch{distance=1}`` is the pass `Prefetch`
+with ``distance`` 1. ``requires`` and ``establishes`` are facts about a program that the manager checks before a pass
+runs, so that a pipeline in the wrong order is refused with one sentence instead of producing a broken program.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Mapping
+from enum import StrEnum
+from typing import ClassVar, Protocol, get_type_hints, runtime_checkable
+
+from zeroir.errors import UserError
+from zeroir.ir.program import Program
+
+
+class Fact(StrEnum):
+    """Something true of a program from the pass that establishes it onwards; its value reads in a sentence."""
+
+    GRADIENTS_REDUCED = "gradients summed over all ranks"
+    OPTIMIZER_SHARDED = "an optimizer that updates only each rank's shard"
+    GRADIENTS_SHARDED = "gradients kept as shards"
+    PARAMETERS_SHARDED = "parameters kept as shards"
+    GATHERED_PER_RUN = "parameters gathered before each run of uses"
+    RELEASED_AFTER_LAST_USE = "buffers released after their last use"
+    GATHERED_AHEAD = "parameters gathered a bounded number of units ahead"
+
+
+@runtime_checkable
+class Pass(Protocol):
+    """A rewrite of one program into another of the same meaning."""
+
+    name: ClassVar[str]
+    requires: ClassVar[frozenset[Fact]]
+    establishes: ClassVar[frozenset[Fact]]
+
+    def spec(self) -> str:
+        """The pass as text, with every option."""
+        ...
+
+    def __call__(self, program: Program) -> Program:
+        """The rewritten program; the one given is left alone. Appending ``spec`` to it is the manager's part."""
+        ...
+
+
+_SPEC = re.compile(r"(?P<name>[a-z][a-z0-9-]*)(?:\{(?P<options>[^{}]*)\})?")
+
+
+def format_spec(name: str, options: Mapping[str, int | bool]) -> str:
+    """The text of a pass with these options."""
+    if not options:
+        return name
+    values = ", ".join(f"{key}={str(value).lower()}" for key, value in options.items())
+    return f"{name}{{{values}}}"
+
+
+def split_spec(text: str) -> tuple[str, Mapping[str, str]]:
+    """Name and options, still as text, of a spec; UserError where it is not written as one."""
+    match = _SPEC.fullmatch(text.strip())
+    if match is None:
+        raise UserError(f"A pass is written name or name{{option=value}}, not `{text.strip()}`.")
+    options: dict[str, str] = {}
+    for item in filter(None, (part.strip() for part in (match["options"] or "").split(","))):
+        key, equals, value = (part.strip() for part in item.partition("="))
+        if not (key and equals and value):
+            raise UserError(f"In the pass `{text.strip()}`, `{item}` should be option=value.")
+        if key in options:
+            raise UserError(f"The pass `{text.strip()}` gives its option `{key}` twice.")
+        options[key] = value
+    return match["name"], options
+
+
+def build(kind: type[Pass], options: Mapping[str, str]) -> Pass:
+    """A pass with these options, the rest by default; UserError names an unknown, missing or ill-typed option."""
+    fields = dataclasses.fields(kind)  # type: ignore[arg-type]  # every pass is a dataclass
+    hints = get_type_hints(kind)
+    known = [field.name for field in fields]
+    for key in options:
+        if key not in known:
+            has = f"its options are {', '.join(known)}" if known else "it has none"
+            raise UserError(f"The pass `{kind.name}` has no option `{key}`; {has}.")
+    values: dict[str, int | bool] = {}
+    for field in fields:
+        if field.name in options:
+            values[field.name] = _value(
+                kind.name, field.name, options[field.name], is_bool=hints[field.name] is bool
+            )
+        elif field.default is dataclasses.MISSING:
+            raise UserError(
+                f"The pass `{kind.name}` needs its option `{field.name}`, "
+                f"for instance `{kind.name}{{{field.name}=2}}`."
+            )
+    return kind(**values)
+
+
+def _value(name: str, key: str, text: str, *, is_bool: bool) -> int | bool:
+    if is_bool:
+        if text not in ("true", "false"):
+            raise UserError(f"The option `{key}` of `{name}` is true or false, not `{text}`.")
+        return text == "true"
+    if not re.fullmatch(r"-?[0-9]{1,18}", text):
+        raise UserError(f"The option `{key}` of `{name}` is a whole number, not `{text}`.")
+    return int(text)
+
+
+def listed(items: Iterable[str]) -> str:
+    """Items as prose: ``a``, ``a and b``, ``a, b and c``."""
+    found = list(items)
+    if len(found) < 2:
+        return "".join(found)
+    return f"{', '.join(found[:-1])} and {found[-1]}"

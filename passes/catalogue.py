@@ -1,0 +1,33 @@
+"""Every pass there is: the closed list that specs name."""
+
+from __future__ import annotations
+
+from zeroir.errors import UserError
+from zeroir.passes.all_reduce_gradients import AllReduceGradients
+from zeroir.passes.base import Pass, build, split_spec
+from zeroir.passes.insert_gathers import InsertGathers
+from zeroir.passes.insert_releases import InsertReleases
+from zeroir.passes.prefetch import Prefetch
+from zeroir.passes.shard_gradients import ShardGradients
+from zeroir.passes.shard_optimizer import ShardOptimizer
+from zeroir.passes.shard_parameters import ShardParameters
+
+PASSES: tuple[type[Pass], ...] = (
+    AllReduceGradients,
+    ShardOptimizer,
+    ShardGradients,
+    ShardParameters,
+    InsertGathers,
+    InsertReleases,
+    Prefetch,
+)
+
+
+def parse_spec(text: str) -> Pass:
+    """The pass that a spec such as ``prefetch{distance=1}`` names; UserError says what is wrong with it."""
+    name, options = split_spec(text)
+    for kind in PASSES:
+        if kind.name == name:
+            return build(kind, options)
+    known = ", ".join(kind.name for kind in PASSES)
+    raise UserError(f"There is no pass `{name}`; the passes are {known}.")

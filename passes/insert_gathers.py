@@ -1,0 +1,205 @@
+"""ZeRO stage 3, second part: gather a flat anew before every run of its uses, so that it need not live in between.
+
+A *run* is a maximal sequence of compute ops, with no other compute op between them, that all read the flat. Gathers
+that nobody reads (of an embedding in its backward) and gathers that would follow their own release at once (of the
+last unit, between its forward and its backward) so never come about. With ``elide=false`` every flat is gathered
+exactly once in the forward and once in the backward of its unit, read or not: together with the reduce-scatter that is
+3Ψ on the wire, to the byte.
+
+Before ``insert-gathers{elide=true}``::
+
+    section last_micro_step {
+      alloc %h  stream=compute
+      alloc %a.full  stream=gather
+      !0 = all_gather %a.param -> %a.full  comm=gather stream=gather
+      wait !0  on=compute
+      compute @a.forward(%x, w: %a.full[0:128]) -> (%h)  unit=a stream=compute
+      alloc %b.full  stream=gather
+      !1 = all_gather %b.param -> %b.full  comm=gather stream=gather
+      wait !1  on=compute
+      compute @b.forward(%h, v: %b.full[0:8]) -> (%loss)  unit=b stream=compute
+      alloc %dh  stream=compute
+      alloc %b.grad_full  stream=compute
+      fill %b.grad_full[8:512] = 0.0  stream=compute
+      !2 = compute @b.backward(%loss_scale[0:1], %h, v: %b.full[0:8]) -> (%dh, grad v: %b.grad_full[0:8])  unit=b stream=compute
+      wait !2  on=reduce
+      reduce_scatter %b.grad_full -> %b.grad  comm=reduce stream=reduce
+      release %b.grad_full  stream=reduce
+      release %h  stream=compute
+      alloc %a.grad_full  stream=compute
+      fill %a.grad_full[128:512] = 0.0  stream=compute
+      !3 = compute @a.backward(%dh, %x, w: %a.full[0:128]) -> (grad w: %a.grad_full[0:128])  unit=a stream=compute
+      wait !3  on=reduce
+      reduce_scatter %a.grad_full -> %a.grad  comm=reduce stream=reduce
+      release %a.grad_full  stream=reduce
+      release %dh  stream=compute
+      release %a.full  stream=compute
+      release %b.full  stream=compute
+      exit %a.grad = grad a @dp reduced=(dp) micro=all
+      exit %b.grad = grad b @dp reduced=(dp) micro=all
+    }
+
+After::
+
+    section last_micro_step {
+      alloc %h  stream=compute
+      alloc %a.full  stream=gather
+      !0 = all_gather %a.param -> %a.full  comm=gather stream=gather
+      wait !0  on=compute
+      compute @a.forward(%x, w: %a.full[0:128]) -> (%h)  unit=a stream=compute
+      alloc %b.full  stream=gather
+      !1 = all_gather %b.param -> %b.full  comm=gather stream=gather
+      wait !1  on=compute
+      compute @b.forward(%h, v: %b.full[0:8]) -> (%loss)  unit=b stream=compute
+      alloc %dh  stream=compute
+      alloc %b.grad_full  stream=compute
+      fill %b.grad_full[8:512] = 0.0  stream=compute
+      !2 = compute @b.backward(%loss_scale[0:1], %h, v: %b.full[0:8]) -> (%dh, grad v: %b.grad_full[0:8])  unit=b stream=compute
+      wait !2  on=reduce
+      reduce_scatter %b.grad_full -> %b.grad  comm=reduce stream=reduce
+      release %b.grad_full  stream=reduce
+      release %h  stream=compute
+      alloc %a.grad_full  stream=compute
+      fill %a.grad_full[128:512] = 0.0  stream=compute
+      !3 = release %a.full  stream=compute
+      wait !3  on=gather
+      alloc %a.full  stream=gather
+      !4 = all_gather %a.param -> %a.full  comm=gather stream=gather
+      wait !4  on=compute
+      !5 = compute @a.backward(%dh, %x, w: %a.full[0:128]) -> (grad w: %a.grad_full[0:128])  unit=a stream=compute
+      wait !5  on=reduce
+      reduce_scatter %a.grad_full -> %a.grad  comm=reduce stream=reduce
+      release %a.grad_full  stream=reduce
+      release %dh  stream=compute
+      release %a.full  stream=compute
+      release %b.full  stream=compute
+      exit %a.grad = grad a @dp reduced=(dp) micro=all
+      exit %b.grad = grad b @dp reduced=(dp) micro=all
+    }
+"""  # noqa: E501
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from zeroir.ir import ops
+from zeroir.ir.buffers import Role
+from zeroir.ir.mesh import COMPUTE
+from zeroir.ir.ops import Op
+from zeroir.ir.program import UPDATE, Program, Section
+from zeroir.passes import rewrite
+from zeroir.passes.all_reduce_gradients import AXIS
+from zeroir.passes.base import Fact, format_spec
+from zeroir.passes.order import synchronise, unordered
+from zeroir.passes.shard_parameters import gather
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InsertGathers:
+    """Gather before every run of uses, or exactly twice."""
+
+    name: ClassVar[str] = "insert-gathers"
+    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.PARAMETERS_SHARDED})
+    establishes: ClassVar[frozenset[Fact]] = frozenset({Fact.GATHERED_PER_RUN})
+
+    elide: bool = True
+
+    def spec(self) -> str:
+        """The pass as text."""
+        return format_spec(self.name, {"elide": self.elide})
+
+    def __call__(self, program: Program) -> Program:
+        """The program with its gathers placed anew."""
+        program = unordered(program)
+        return synchronise(
+            rewrite.map_sections(program, lambda section: self._rewrite(section, program))
+        )
+
+    def _rewrite(self, section: Section, program: Program) -> Section:
+        if section.name == UPDATE:
+            return section
+        params = rewrite.param_buffers(program)
+        sources = _gathered_from(program)
+        body = [op for op in section.body if not _is_of(op, sources)]
+        computes = _Computes(body, program)
+        before: dict[int, list[Op]] = {}
+        for full, shard in sources.items():
+            starts = (
+                computes.runs(full) if self.elide else computes.visits(full, params[shard].unit)
+            )
+            buffer, size = program.buffer_by_name[full], program.mesh.size(AXIS)
+            for number, start in enumerate(starts):
+                found = before.setdefault(start, [])
+                if number > 0:
+                    found.append(ops.Release(buffer=full, stream=COMPUTE))
+                found.extend(gather(shard, buffer, size))
+            if starts:
+                before.setdefault(len(body), []).append(ops.Release(buffer=full, stream=COMPUTE))
+        return replace(section, body=rewrite.insert(body, before=before))
+
+
+def _gathered_from(program: Program) -> Mapping[str, str]:
+    """The shard from which each gathered buffer is gathered, in the order of the buffers."""
+    found = {
+        pair.destination.buffer: pair.source.buffer
+        for op in program.ops()
+        if isinstance(op, ops.AllGather)
+        for pair in op.pairs
+    }
+    return {
+        buffer.name: found[buffer.name]
+        for buffer in program.buffers
+        if buffer.role is Role.GATHERED and buffer.name in found
+    }
+
+
+def _is_of(op: Op, sources: Mapping[str, str]) -> bool:
+    """Whether the op allocates, gathers or releases a gathered buffer."""
+    match op:
+        case ops.Alloc() | ops.Release():
+            return op.buffer in sources
+        case ops.AllGather():
+            return all(pair.destination.buffer in sources for pair in op.pairs)
+        case _:
+            return False
+
+
+class _Computes:
+    """The compute ops of a section: who reads what, and where the forward ends and the backward begins."""
+
+    def __init__(self, body: Sequence[Op], program: Program) -> None:
+        self.readers: dict[str, list[int]] = {}
+        self.of_unit: dict[str, list[int]] = {}
+        self.previous: dict[int, int] = {}
+        """The compute op before each."""
+        last, last_loss, has_gradients = -1, -1, False
+        for index, op in enumerate(body):
+            if not isinstance(op, ops.Compute):
+                continue
+            self.previous[index], last = last, index
+            self.of_unit.setdefault(op.unit, []).append(index)
+            for name in {argument.view.region.buffer for argument in op.arguments}:
+                self.readers.setdefault(name, []).append(index)
+            for destination in filter(None, op.destinations):
+                has_gradients |= destination.gradient is not None
+                if destination.view.region.buffer == program.loss:
+                    last_loss = index
+        forward = range(last_loss + 1)
+        backward = range(last_loss + 1, len(body))
+        self.phases = (forward, backward) if has_gradients else (range(len(body)),)
+
+    def runs(self, buffer: str) -> list[int]:
+        """The first op of each run of uses."""
+        readers = self.readers.get(buffer, [])
+        known = set(readers)
+        return [index for index in readers if self.previous[index] not in known]
+
+    def visits(self, buffer: str, unit: str) -> list[int]:
+        """Where to gather, once a phase: at the first use, else at the unit's first op, else at the end."""
+        candidates = (*self.readers.get(buffer, ()), *self.of_unit.get(unit, ()))
+        return [
+            next((index for index in candidates if index in phase), phase.stop)
+            for phase in self.phases
+        ]

@@ -1,0 +1,84 @@
+"""Run passes one after another, check their contracts before and the program after each of them.
+
+There is no switch for the checks: a pass that breaks a program is a defect of zeroir, and is named as one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from zeroir.errors import InternalError, UserError
+from zeroir.ir.program import Program
+from zeroir.ir.verify import check
+from zeroir.passes.base import Fact, Pass, listed
+from zeroir.passes.catalogue import PASSES, parse_spec
+
+
+def run(program: Program, passes: Sequence[Pass], reference: Program | None = None) -> Program:
+    """The program after all passes. See `steps`."""
+    last = program
+    for _, last in steps(program, passes, reference):  # noqa: B007  the last one is what is wanted
+        pass
+    return last
+
+
+def steps(
+    program: Program, passes: Sequence[Pass], reference: Program | None = None
+) -> Iterator[tuple[Pass, Program]]:
+    """Each pass with the program after it, verified against ``reference``, the logical program.
+
+    Without a reference, a program on which no pass has run is its own.
+
+    Raises:
+        UserError: before anything runs, where a pass lacks what it requires or would repeat another.
+        InternalError: where a pass fails or breaks the program; the message names it.
+    """
+    check_contracts(program, passes)
+    if reference is None and not program.passes:
+        reference = program
+    for step in passes:
+        program = _apply(step, program, reference)
+        yield step, program
+
+
+def _apply(step: Pass, program: Program, reference: Program | None) -> Program:
+    try:
+        after = step(program)
+    except UserError:
+        raise
+    except Exception as error:
+        message = f"The pass `{step.spec()}` failed: {type(error).__name__}: {error}"
+        raise InternalError(message) from error
+    after = replace(after, passes=(*program.passes, step.spec()))
+    try:
+        check(after, reference=reference)
+    except UserError as error:
+        raise InternalError(f"The pass `{step.spec()}` broke the program. {error}") from error
+    return after
+
+
+def facts(program: Program) -> dict[Fact, str]:
+    """What the passes that have run on a program established, and the spec of the pass that did."""
+    return {fact: spec for spec in program.passes for fact in sorted(parse_spec(spec).establishes)}
+
+
+def check_contracts(program: Program, passes: Sequence[Pass]) -> None:
+    """UserError where the passes do not follow from one another and from those that have run already."""
+    known = facts(program)
+    ran = list(program.passes)
+    for step in passes:
+        for fact in sorted(step.requires - known.keys()):
+            sources = [f"`{kind.name}`" for kind in PASSES if fact in kind.establishes]
+            so_far = f"only {listed(f'`{spec}`' for spec in ran)}" if ran else "no pass"
+            raise UserError(
+                f"The pass `{step.spec()}` requires {fact}, which {listed(sources)} establishes, "
+                f"but {so_far} ran before it; put {listed(sources)} before `{step.name}`."
+            )
+        for fact in sorted(step.establishes & known.keys()):
+            raise UserError(
+                f"The pass `{step.spec()}` would establish {fact} a second time: "
+                f"`{known[fact]}` has done so; leave one of them out."
+            )
+        known |= dict.fromkeys(step.establishes, step.spec())
+        ran.append(step.spec())

@@ -1,0 +1,226 @@
+"""Waits from effects: order what must be ordered between streams, and nothing else.
+
+A pass puts ops where they belong in program order and says on which stream each runs. ``synchronise`` then looks at
+their effects alone, as if the section were sequential: wherever two ops on different streams touch one region, at
+least one of them writing (allocating and releasing count as writing the whole buffer), the later must wait for the
+earlier. Collectives on one communicator, and on communicators over different axes, are ordered in the same way.
+
+A wait is added only where nothing yet orders the two, and a wait that orders nothing (its event is gone, what it
+orders is ordered anyway, or nothing follows on its stream) is taken out. Waits that a pass put in on purpose, to bound
+how far a stream runs ahead, therefore stay as long as they do something. Events are numbered anew in the order in which
+they are signalled. A pass that moves ops begins with ``unordered``, so that no wait is left of an order that was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from zeroir.ir.effects import Effects, effects
+from zeroir.ir.mesh import HOST
+from zeroir.ir.ops import Op, Wait
+from zeroir.ir.program import Program, Section
+from zeroir.passes import rewrite
+
+Clock = dict[str, int]
+"""For each stream, how many of its ops have surely finished."""
+
+
+def synchronise(program: Program) -> Program:
+    """The program with the waits and events that its sections need."""
+    return rewrite.map_sections(program, lambda section: _Orderer(program, section).run())
+
+
+def unordered(program: Program) -> Program:
+    """The program without the waits of its sections, but for those on events that are pending at their entry."""
+
+    def rewritten(section: Section) -> Section:
+        pending = {p.event for p in section.entry.pending}
+        body = (op for op in section.body if not isinstance(op, Wait) or op.waited in pending)
+        return replace(section, body=tuple(body))
+
+    return rewrite.map_sections(program, rewritten)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Access:
+    start: int
+    stop: int
+    is_write: bool
+    index: int
+
+
+@dataclass(slots=True)
+class _Issued:
+    """An op already placed, or an op before the section that signals a pending event."""
+
+    op: Op | None
+    stream: str
+    clock: Clock
+    event: str | None
+
+
+@dataclass(slots=True)
+class _Orderer:
+    program: Program
+    section: Section
+    issued: list[_Issued] = field(default_factory=list)
+    body: list[Op | int] = field(default_factory=list)
+    """Waits as they are, every other op as its index in ``issued``."""
+    clocks: dict[str, Clock] = field(default_factory=dict)
+    accesses: dict[str, list[_Access]] = field(default_factory=dict)
+    signals: dict[str, int] = field(default_factory=dict)
+    last_of_comm: dict[str, int] = field(default_factory=dict)
+    idle_waits: dict[str, list[int]] = field(default_factory=dict)
+    """Positions in ``body`` of the waits on each stream since its last op."""
+
+    def run(self) -> Section:
+        for pending in self.section.entry.pending:
+            index = self._issue(None, pending.stream, pending.event)
+            for holding in self.section.entry.holdings:
+                if holding.after == pending.event:
+                    region = holding.region
+                    self._record(region.buffer, region.offset, region.stop, True, index)
+        for op in self.section.body:
+            if isinstance(op, Wait):
+                self._keep_wait(op)
+            else:
+                self._place(op)
+        for position in (p for waits in self.idle_waits.values() for p in waits):
+            self.body[position] = _REMOVED
+        return replace(self.section, body=self._named())
+
+    # ------------------------------------------------------------------------------------------------ placing ops
+
+    def _place(self, op: Op) -> None:
+        effect = effects(op)
+        stream = effect.stream
+        for index in sorted(self._needed(effect), reverse=True):
+            if not self._is_ordered(index, stream):
+                self._wait(index, stream)
+        index = self._issue(op, stream, effect.signals[0] if effect.signals else None)
+        self.body.append(index)
+        self.idle_waits.pop(stream, None)
+        for buffer, start, stop, is_write in self._touches(effect):
+            self._record(buffer, start, stop, is_write, index)
+        if effect.comm is not None:
+            self.last_of_comm[effect.comm] = index
+
+    def _issue(self, op: Op | None, stream: str, event: str | None) -> int:
+        clock = self._clock(stream)
+        clock[stream] = clock.get(stream, 0) + 1
+        self.issued.append(_Issued(op, stream, dict(clock), event))
+        if event is not None:
+            self.signals[event] = len(self.issued) - 1
+        return len(self.issued) - 1
+
+    def _needed(self, effect: Effects) -> set[int]:
+        found = {
+            access.index
+            for buffer, start, stop, is_write in self._touches(effect)
+            for access in self.accesses.get(buffer, ())
+            if (is_write or access.is_write) and access.start < stop and start < access.stop
+        }
+        if effect.comm is not None:
+            axis = self.program.comm_by_name[effect.comm].axis
+            found.update(
+                index
+                for comm, index in self.last_of_comm.items()
+                if comm == effect.comm or self.program.comm_by_name[comm].axis != axis
+            )
+        return found
+
+    def _touches(self, effect: Effects) -> Iterator[tuple[str, int, int, bool]]:
+        """Buffer, range and whether it is written. A rank's slice counts as the whole of what it is cut from."""
+        for region in effect.reads:
+            yield region.buffer, region.offset, region.stop, False
+        for region in (*effect.writes, *effect.accumulates):
+            yield region.buffer, region.offset, region.stop, True
+        for name in (*effect.allocs, *effect.frees):
+            yield name, 0, self.program.buffer_by_name[name].numel, True
+
+    def _record(self, buffer: str, start: int, stop: int, is_write: bool, index: int) -> None:
+        # Whoever comes after a write comes after all that the write came after: what it covers can be forgotten.
+        kept = [
+            access
+            for access in self.accesses.get(buffer, ())
+            if not (is_write and start <= access.start and access.stop <= stop)
+        ]
+        kept.append(_Access(start=start, stop=stop, is_write=is_write, index=index))
+        self.accesses[buffer] = kept
+
+    # ------------------------------------------------------------------------------------------------------ waits
+
+    def _clock(self, stream: str) -> Clock:
+        # A stream that first appears after a wait of the host comes after what the host waited for.
+        if stream not in self.clocks:
+            self.clocks[stream] = dict(self.clocks.get(HOST, {}))
+        return self.clocks[stream]
+
+    def _is_ordered(self, index: int, stream: str) -> bool:
+        before = self.issued[index]
+        return self._clock(stream).get(before.stream, 0) >= before.clock[before.stream]
+
+    def _keep_wait(self, wait: Wait) -> None:
+        index = self.signals.get(wait.waited)
+        if index is None:
+            return
+        if wait.on == HOST:
+            self.body.append(wait)
+            self._clock(HOST)
+            for clock in self.clocks.values():
+                _join(clock, self.issued[index].clock)
+        elif not self._is_ordered(index, wait.on):
+            self._wait(index, wait.on)
+
+    def _wait(self, index: int, stream: str) -> None:
+        before = self.issued[index]
+        if before.event is None:
+            before.event = f"#{index}"
+            self.signals[before.event] = index
+        waits = self.idle_waits.setdefault(stream, [])
+        for position in list(waits):
+            earlier = self.body[position]
+            assert isinstance(earlier, Wait)  # Only waits are noted as idle.
+            signal = self.issued[self.signals[earlier.waited]]
+            if before.clock.get(signal.stream, 0) >= signal.clock[signal.stream]:
+                waits.remove(position)
+                self.body[position] = _REMOVED
+        waits.append(len(self.body))
+        self.body.append(Wait(waited=before.event, on=stream))
+        _join(self._clock(stream), before.clock)
+
+    # ------------------------------------------------------------------------------------------------------ names
+
+    def _named(self) -> tuple[Op, ...]:
+        """The body with events numbered in order of signalling, and only those that somebody waits for."""
+        fixed = {p.event for p in (*self.section.entry.pending, *self.section.exit.pending)}
+        waited = {op.waited for op in self.body if isinstance(op, Wait)}
+        numbers = (str(number) for number in range(len(self.issued) + len(fixed) + 1))
+        free = (number for number in numbers if number not in fixed)
+        names: dict[str, str] = {name: name for name in fixed}
+        found: list[Op] = []
+        for item in self.body:
+            if item == _REMOVED:
+                continue
+            if isinstance(item, Wait):
+                found.append(replace(item, waited=names[item.waited]))
+                continue
+            assert isinstance(item, int)
+            placed = self.issued[item]
+            op, event = placed.op, placed.event
+            assert op is not None
+            assert not isinstance(op, Wait)
+            if event is not None and event not in names and event in waited:
+                names[event] = next(free)
+            name = None if event is None else names.get(event)
+            found.append(op if op.event == name else replace(op, event=name))
+        return tuple(found)
+
+
+_REMOVED = -1
+
+
+def _join(clock: Clock, other: Mapping[str, int]) -> None:
+    for stream, count in other.items():
+        clock[stream] = max(clock.get(stream, 0), count)

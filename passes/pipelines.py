@@ -1,0 +1,53 @@
+"""How the ZeRO stages are composed of passes: each is the stage below plus one pass, stage 3 plus a few."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from zeroir.config import CompileOptions
+from zeroir.errors import UserError
+from zeroir.ir.program import Program
+from zeroir.passes.all_reduce_gradients import AllReduceGradients
+from zeroir.passes.base import Pass
+from zeroir.passes.catalogue import PASSES, parse_spec
+from zeroir.passes.insert_gathers import InsertGathers
+from zeroir.passes.insert_releases import InsertReleases
+from zeroir.passes.manager import run
+from zeroir.passes.prefetch import Prefetch
+from zeroir.passes.shard_gradients import ShardGradients
+from zeroir.passes.shard_optimizer import ShardOptimizer
+from zeroir.passes.shard_parameters import ShardParameters
+
+__all__ = ["PASSES", "for_options", "for_stage", "lower", "parse_spec"]
+
+
+def for_stage(
+    stage: int, world_size: int, *, elide: bool = True, distance: int = 1
+) -> tuple[Pass, ...]:
+    """The passes of a ZeRO stage, 0 to 3, on that many ranks."""
+    replicate: tuple[Pass, ...] = (AllReduceGradients(dp=world_size),)
+    shard: tuple[Pass, ...] = (
+        ShardOptimizer(),
+        ShardGradients(),
+        ShardParameters(),
+    )
+    if not 0 <= stage <= len(shard):
+        raise UserError(f"There is no stage {stage}; the ZeRO stages are 0, 1, 2 and 3.")
+    gather: tuple[Pass, ...] = (
+        InsertGathers(elide=elide),
+        InsertReleases(),
+        Prefetch(distance=distance),
+    )
+    return replicate + shard[:stage] + (gather if stage == len(shard) else ())
+
+
+def for_options(options: CompileOptions) -> tuple[Pass, ...]:
+    """The passes that a user's choices amount to."""
+    return for_stage(
+        options.stage, options.world_size, elide=options.elide, distance=options.prefetch
+    )
+
+
+def lower(logical: Program, options: CompileOptions) -> Program:
+    """The scheduled program: the logical one after the passes that the options ask for, each verified."""
+    return run(replace(logical, options=options.to_pairs()), for_options(options))

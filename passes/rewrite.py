@@ -1,0 +1,284 @@
+"""What passes share: mapping the regions of ops, inserting ops, and finding who holds what.
+
+Everything here returns new values; programs are never changed in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import assert_never
+
+from zeroir.errors import InternalError
+from zeroir.ir import ops
+from zeroir.ir.buffers import Buffer, Region, View
+from zeroir.ir.contents import PARAM, FlatContent, Micro
+from zeroir.ir.effects import effects
+from zeroir.ir.ops import Op
+from zeroir.ir.program import Flat, Holding, Program, Section, State
+
+Change = Callable[[Region], Region]
+
+
+# -------------------------------------------------------------------------------------------------------- regions
+
+
+def map_regions(op: Op, change: Change) -> Op:
+    """The op with every region it names changed; buffers that it allocates or releases stay."""
+    match op:
+        case ops.Alloc() | ops.Release() | ops.Wait():
+            return op
+        case (
+            ops.AllGather()
+            | ops.Prefetch()
+            | ops.ReduceScatter()
+            | ops.AllReduce()
+            | ops.Broadcast()
+        ):
+            pairs = tuple(
+                ops.Pair(source=change(pair.source), destination=change(pair.destination))
+                for pair in op.pairs
+            )
+            return replace(op, pairs=pairs, staging=_optional(op.staging, change))
+        case ops.Compute():
+            return replace(
+                op,
+                arguments=tuple(replace(a, view=_view(a.view, change)) for a in op.arguments),
+                destinations=tuple(
+                    None if d is None else replace(d, view=_view(d.view, change))
+                    for d in op.destinations
+                ),
+            )
+        case ops.Fill():
+            return replace(op, destination=change(op.destination))
+        case ops.Scale():
+            return replace(op, region=change(op.region), by=change(op.by))
+        case ops.GradNorm() | ops.CheckFinite():
+            return replace(
+                op,
+                sources=tuple(change(source) for source in op.sources),
+                destination=change(op.destination),
+            )
+        case ops.Decide():
+            return replace(
+                op,
+                step=change(op.step),
+                gradient_divisor=change(op.gradient_divisor),
+                overflow=_optional(op.overflow, change),
+                norm=_optional(op.norm, change),
+                loss_scale=_optional(op.loss_scale, change),
+                skip=_optional(op.skip, change),
+            )
+        case ops.OptimizerStep():
+            return replace(
+                op,
+                param=change(op.param),
+                grad=change(op.grad),
+                states=tuple(change(state) for state in op.states),
+                step=change(op.step),
+                lr=change(op.lr),
+                hyper=change(op.hyper),
+                gradient_divisor=change(op.gradient_divisor),
+                skip=_optional(op.skip, change),
+            )
+        case ops.UpdateScale():
+            return replace(op, state=change(op.state), skip=change(op.skip))
+        case ops.Cast() | ops.ToHost() | ops.ToDevice() | ops.Load() | ops.Store():
+            return replace(op, source=change(op.source), destination=change(op.destination))
+        case _:
+            assert_never(op)
+
+
+def map_state(state: State, change: Change) -> State:
+    """The state with the regions of its holdings changed."""
+    return replace(
+        state, holdings=tuple(replace(h, region=change(h.region)) for h in state.holdings)
+    )
+
+
+def _optional(region: Region | None, change: Change) -> Region | None:
+    return None if region is None else change(region)
+
+
+def _view(view: View, change: Change) -> View:
+    return replace(view, region=change(view.region))
+
+
+def as_shard(region: Region, size: int) -> Region:
+    """Where a region of a full buffer stands once the buffer holds only this rank's 1/``size`` of it.
+
+    Only the whole of the full buffer and this rank's slice of it have a place; both become the whole shard.
+    """
+    if region.offset != 0 or region.numel % size:
+        raise InternalError(
+            f"%{region.buffer}[{region.offset}:{region.stop}] names a part of a flat, "
+            "which has no place in one rank's shard of it"
+        )
+    return Region(buffer=region.buffer, offset=0, numel=region.numel // size)
+
+
+def is_whole(region: Region, program: Program) -> bool:
+    """Whether the region is a whole buffer, seen in full or as this rank's slice of it."""
+    return region.offset == 0 and region.numel == program.buffer_by_name[region.buffer].numel
+
+
+# ----------------------------------------------------------------------------------------------------- op lists
+
+
+def insert(
+    body: Sequence[Op],
+    *,
+    before: Mapping[int, Sequence[Op]] | None = None,
+    after: Mapping[int, Sequence[Op]] | None = None,
+) -> tuple[Op, ...]:
+    """The body with ops put before and after the op at each index; ``before[len(body)]`` goes to the end."""
+    found: list[Op] = []
+    for index, op in enumerate(body):
+        found.extend((before or {}).get(index, ()))
+        found.append(op)
+        found.extend((after or {}).get(index, ()))
+    found.extend((before or {}).get(len(body), ()))
+    return tuple(found)
+
+
+def used_buffers(op: Op) -> frozenset[str]:
+    """Buffers whose elements the op reads or writes; allocating and releasing is no use."""
+    found = effects(op)
+    return frozenset(r.buffer for r in (*found.reads, *found.writes, *found.accumulates))
+
+
+def last_writers(body: Iterable[Op]) -> Mapping[str, int]:
+    """The index of the last op that writes or accumulates to each buffer."""
+    found: dict[str, int] = {}
+    for index, op in enumerate(body):
+        effect = effects(op)
+        for region in (*effect.writes, *effect.accumulates):
+            found[region.buffer] = index
+    return found
+
+
+def map_sections(program: Program, change: Callable[[Section], Section]) -> Program:
+    """The program with every section changed."""
+    return replace(program, sections=tuple(change(section) for section in program.sections))
+
+
+# ------------------------------------------------------------------------------------------------------- buffers
+
+
+def replace_buffers(program: Program, changed: Mapping[str, Sequence[Buffer]]) -> Program:
+    """The program with each buffer named replaced, in its place, by those given."""
+    found: list[Buffer] = []
+    for buffer in program.buffers:
+        found.extend(changed.get(buffer.name, (buffer,)))
+    return replace(program, buffers=tuple(found))
+
+
+def sharded(buffer: Buffer, axis: str, size: int, *, reduced: tuple[str, ...] = ()) -> Buffer:
+    """The buffer as this rank's shard of what it is now; ``reduced`` says over what its gradient is summed."""
+    holds = buffer.holds
+    if isinstance(holds, FlatContent):
+        holds = replace(holds, shard=axis, reduced=reduced)
+    return replace(buffer, numel=buffer.numel // size, holds=holds)
+
+
+def param_buffers(program: Program) -> Mapping[str, Flat]:
+    """The persistent buffers that hold parameters, and the flat of each."""
+    return {
+        buffer.name: program.flat_by_name[buffer.holds.flat]
+        for buffer in program.buffers
+        if isinstance(buffer.holds, FlatContent) and buffer.holds.quantity == PARAM
+    }
+
+
+def contributed_buffers(program: Program) -> Mapping[str, Flat]:
+    """The buffers into which compute ops put gradients, and the flat of each."""
+    found: dict[str, Flat] = {}
+    for op in program.ops():
+        if isinstance(op, ops.Compute):
+            for destination in op.destinations:
+                if destination is not None and destination.gradient is not None:
+                    home, _ = program.parameter_by_name[destination.gradient]
+                    found[destination.view.region.buffer] = home
+    return found
+
+
+def complete_gradient(holding: Holding) -> FlatContent | None:
+    """What the region holds, if that is the gradient of every micro-step of the step."""
+    match holding.content:
+        case FlatContent(quantity="grad", micro=Micro.ALL) as content:
+            return content
+        case _:
+            return None
+
+
+def complete_gradients(section: Section) -> Mapping[str, FlatContent]:
+    """The gradients that a section leaves complete: the buffer and what it then holds."""
+    return {
+        holding.region.buffer: content
+        for holding in section.exit.holdings
+        if (content := complete_gradient(holding)) is not None
+    }
+
+
+def flat_of_buffer(program: Program) -> Mapping[str, Flat]:
+    """The flat whose coordinates each full-sized buffer uses: by what it holds, or by the ops that link it to one.
+
+    Sections say what parameters compute ops read and what gradients they contribute; casts, transfers and optimizer
+    steps carry one element to the element of the same number. So temporaries need no naming convention.
+    """
+    found: dict[str, Flat] = {
+        buffer.name: program.flat_by_name[buffer.holds.flat]
+        for buffer in program.buffers
+        if isinstance(buffer.holds, FlatContent)
+    }
+    found.update(contributed_buffers(program))
+    links = [link for op in program.ops() if len(link := _linked(op)) > 1]
+    while True:
+        known = len(found)
+        for link in links:
+            home = next((found[name] for name in link if name in found), None)
+            if home is not None:
+                found.update((name, home) for name in link if name not in found)
+        if len(found) == known:
+            break
+    return {
+        name: home
+        for name, home in found.items()
+        if program.buffer_by_name[name].numel == home.padded_numel
+    }
+
+
+def _linked(op: Op) -> tuple[str, ...]:
+    match op:
+        case ops.Cast() | ops.ToHost() | ops.ToDevice() | ops.Load() | ops.Store():
+            return (op.source.buffer, op.destination.buffer)
+        case ops.OptimizerStep():
+            return tuple(region.buffer for region in (op.param, op.grad, *op.states))
+        case _:
+            return ()
+
+
+def gap_fills(flat: Flat, buffer: str, stream: str) -> tuple[ops.Fill, ...]:
+    """Zero what lies between and after the parameters of a flat; all of it at once where there are many gaps."""
+    gaps: list[tuple[int, int]] = []
+    stop = 0
+    for slot in sorted(flat.slots, key=lambda slot: slot.offset):
+        if slot.offset > stop:
+            gaps.append((stop, slot.offset))
+        stop = max(stop, slot.offset + slot.numel)
+    if flat.padded_numel > stop:
+        gaps.append((stop, flat.padded_numel))
+    if len(gaps) > _MOST_GAP_FILLS:
+        gaps = [(0, flat.padded_numel)]
+    return tuple(
+        ops.Fill(
+            destination=Region(buffer=buffer, offset=start, numel=stop - start),
+            value=0.0,
+            stream=stream,
+        )
+        for start, stop in gaps
+    )
+
+
+_MOST_GAP_FILLS = 2
+"""Above this many gaps, one launch that writes the flat twice is cheaper than a launch for each gap."""

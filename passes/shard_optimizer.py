@@ -1,0 +1,215 @@
+"""ZeRO stage 1: each rank updates only its shard of every flat, and keeps master weights and moments for it alone.
+
+The all-reduce of a gradient becomes a reduce-scatter into the slice that this rank owns; the rest of the buffer keeps
+this rank's own contributions, which nobody reads. Masters and optimizer states shrink to shards, the optimizer works
+on slices, and each flat's new parameters are gathered on a stream of their own right after its update, while the
+next flat is being updated.
+
+Before ``shard-optimizer``::
+
+    buffer %a.momentum_buffer : f32[512] device state = momentum_buffer a
+    buffer %b.momentum_buffer : f32[512] device state = momentum_buffer b
+    section last_micro_step {
+      alloc %h  stream=compute
+      compute @a.forward(%x, w: %a.param[0:128]) -> (%h)  unit=a stream=compute
+      compute @b.forward(%h, v: %b.param[0:8]) -> (%loss)  unit=b stream=compute
+      alloc %dh  stream=compute
+      !0 = compute @b.backward(%loss_scale[0:1], %h, v: %b.param[0:8]) -> (%dh, grad v: %b.grad[0:8])  unit=b stream=compute
+      wait !0  on=reduce
+      all_reduce %b.grad -> %b.grad  comm=reduce stream=reduce
+      release %h  stream=compute
+      !1 = compute @a.backward(%dh, %x, w: %a.param[0:128]) -> (grad w: %a.grad[0:128])  unit=a stream=compute
+      wait !1  on=reduce
+      all_reduce %a.grad -> %a.grad  comm=reduce stream=reduce
+      release %dh  stream=compute
+      exit %a.grad = grad a reduced=(dp) micro=all
+      exit %b.grad = grad b reduced=(dp) micro=all
+    }
+    section update {
+      entry %a.grad = grad a reduced=(dp) micro=all
+      entry %b.grad = grad b reduced=(dp) micro=all
+      all_reduce %loss -> %loss  comm=reduce stream=reduce
+      decide step=%step gradient_divisor=%divisor divisor=2  stream=compute
+      optimizer_step momentum param=%a.param grad=%a.grad states=(%a.momentum_buffer) step=%step lr=%lr hyper=%hyper gradient_divisor=%divisor  group=default stream=compute
+      optimizer_step momentum param=%b.param grad=%b.grad states=(%b.momentum_buffer) step=%step lr=%lr hyper=%hyper gradient_divisor=%divisor  group=default stream=compute
+    }
+
+After::
+
+    comm gather axis=dp
+    buffer %a.momentum_buffer : f32[256] device state = momentum_buffer a @dp
+    buffer %b.momentum_buffer : f32[256] device state = momentum_buffer b @dp
+    section last_micro_step {
+      alloc %h  stream=compute
+      compute @a.forward(%x, w: %a.param[0:128]) -> (%h)  unit=a stream=compute
+      compute @b.forward(%h, v: %b.param[0:8]) -> (%loss)  unit=b stream=compute
+      alloc %dh  stream=compute
+      !0 = compute @b.backward(%loss_scale[0:1], %h, v: %b.param[0:8]) -> (%dh, grad v: %b.grad[0:8])  unit=b stream=compute
+      wait !0  on=reduce
+      reduce_scatter %b.grad -> %b.grad[0:512]@dp  comm=reduce stream=reduce
+      release %h  stream=compute
+      !1 = compute @a.backward(%dh, %x, w: %a.param[0:128]) -> (grad w: %a.grad[0:128])  unit=a stream=compute
+      wait !1  on=reduce
+      reduce_scatter %a.grad -> %a.grad[0:512]@dp  comm=reduce stream=reduce
+      release %dh  stream=compute
+      exit %a.grad[0:512]@dp = grad a @dp reduced=(dp) micro=all
+      exit %b.grad[0:512]@dp = grad b @dp reduced=(dp) micro=all
+    }
+    section update {
+      entry %a.grad[0:512]@dp = grad a @dp reduced=(dp) micro=all
+      entry %b.grad[0:512]@dp = grad b @dp reduced=(dp) micro=all
+      all_reduce %loss -> %loss  comm=reduce stream=reduce
+      decide step=%step gradient_divisor=%divisor divisor=2  stream=compute
+      !0 = optimizer_step momentum param=%a.param[0:512]@dp grad=%a.grad[0:512]@dp states=(%a.momentum_buffer) step=%step lr=%lr hyper=%hyper gradient_divisor=%divisor  group=default stream=compute
+      wait !0  on=gather
+      all_gather %a.param[0:512]@dp -> %a.param  comm=gather stream=gather
+      !1 = optimizer_step momentum param=%b.param[0:512]@dp grad=%b.grad[0:512]@dp states=(%b.momentum_buffer) step=%step lr=%lr hyper=%hyper gradient_divisor=%divisor  group=default stream=compute
+      wait !1  on=gather
+      all_gather %b.param[0:512]@dp -> %b.param  comm=gather stream=gather
+    }
+"""  # noqa: E501
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from zeroir.errors import UserError
+from zeroir.ir import ops
+from zeroir.ir.buffers import Region, Role
+from zeroir.ir.mesh import GATHER, Communicator
+from zeroir.ir.ops import Op
+from zeroir.ir.program import LAST_MICRO_STEP, UPDATE, Flat, Program, Section, State
+from zeroir.passes import rewrite
+from zeroir.passes.all_reduce_gradients import AXIS
+from zeroir.passes.base import Fact, format_spec
+from zeroir.passes.order import synchronise, unordered
+
+GATHER_COMM = "gather"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardOptimizer:
+    """Update each parameter on the rank that owns it."""
+
+    name: ClassVar[str] = "shard-optimizer"
+    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.GRADIENTS_REDUCED})
+    establishes: ClassVar[frozenset[Fact]] = frozenset({Fact.OPTIMIZER_SHARDED})
+
+    def spec(self) -> str:
+        """The pass as text."""
+        return format_spec(self.name, {})
+
+    def __call__(self, program: Program) -> Program:
+        """The program with the optimizer sharded over the data-parallel axis."""
+        program = unordered(program)
+        size = program.mesh.size(AXIS)
+        homes = rewrite.flat_of_buffer(program)
+        shards = _shards(program, homes)
+
+        def rewritten(section: Section) -> Section:
+            if section.name == LAST_MICRO_STEP:
+                return _scatter_gradients(section)
+            if section.name == UPDATE:
+                return _update_shards(section, program, homes, shards)
+            return section
+
+        program = replace(
+            rewrite.map_sections(program, rewritten),
+            comms=(Communicator(name=GATHER_COMM, axis=AXIS), *program.comms),
+        )
+        changed = {
+            name: (rewrite.sharded(program.buffer_by_name[name], AXIS, size),) for name in shards
+        }
+        return synchronise(rewrite.replace_buffers(program, changed))
+
+
+def _shards(program: Program, homes: Mapping[str, Flat]) -> frozenset[str]:
+    """The buffers that shrink: masters, states, and the temporaries of the update that go with them."""
+    temporaries = {
+        op.buffer for op in program.section_by_name[UPDATE].body if isinstance(op, ops.Alloc)
+    }
+    return frozenset(
+        name
+        for name in homes
+        if name in temporaries or program.buffer_by_name[name].role in (Role.MASTER, Role.STATE)
+    )
+
+
+def _own_slices(state: State) -> State:
+    """The state when of every complete gradient only this rank's slice is."""
+    holdings = tuple(
+        replace(holding, region=_slice(holding.region), content=replace(content, shard=AXIS))
+        if (content := rewrite.complete_gradient(holding)) is not None
+        else holding
+        for holding in state.holdings
+    )
+    return replace(state, holdings=holdings)
+
+
+def _scatter_gradients(section: Section) -> Section:
+    gradients = rewrite.complete_gradients(section)
+
+    def rewritten(op: Op) -> Op:
+        if not (
+            isinstance(op, ops.AllReduce) and all(p.source.buffer in gradients for p in op.pairs)
+        ):
+            return op
+        return ops.ReduceScatter(
+            pairs=tuple(ops.Pair(source=p.source, destination=_slice(p.source)) for p in op.pairs),
+            comm=op.comm,
+            stream=op.stream,
+            reduction=op.reduction,
+            event=op.event,
+            wire_dtype=op.wire_dtype,
+            staging=op.staging,
+        )
+
+    body = tuple(rewritten(op) for op in section.body)
+    return replace(section, body=body, exit=_own_slices(section.exit))
+
+
+def _update_shards(
+    section: Section, program: Program, homes: Mapping[str, Flat], shards: frozenset[str]
+) -> Section:
+    size = program.mesh.size(AXIS)
+
+    def change(region: Region) -> Region:
+        if region.buffer not in homes:
+            return region
+        if not rewrite.is_whole(region, program):
+            raise UserError(
+                f"%{region.buffer}[{region.offset}:{region.stop}] is updated apart from the rest of "
+                f"its flat; `{ShardOptimizer.name}` needs flats whose parameters are all updated alike."
+            )
+        return rewrite.as_shard(region, size) if region.buffer in shards else _slice(region)
+
+    def rewritten(op: Op) -> Op:
+        match op:
+            case ops.Cast() | ops.OptimizerStep():
+                return rewrite.map_regions(op, change)
+            case ops.Fill() if op.destination.buffer in shards:
+                return rewrite.map_regions(op, change)
+            case _:
+                return op
+
+    body = tuple(rewritten(op) for op in section.body)
+    writers = rewrite.last_writers(body)
+    after: dict[int, list[Op]] = {}
+    for name in rewrite.param_buffers(program):
+        if name in writers:
+            full = Region(buffer=name, offset=0, numel=program.buffer_by_name[name].numel)
+            gather = ops.AllGather(
+                pairs=(ops.Pair(source=_slice(full), destination=full),),
+                comm=GATHER_COMM,
+                stream=GATHER,
+            )
+            after.setdefault(writers[name], []).append(gather)
+    return replace(
+        section, entry=_own_slices(section.entry), body=rewrite.insert(body, after=after)
+    )
+
+
+def _slice(region: Region) -> Region:
+    return replace(region, shard=AXIS)

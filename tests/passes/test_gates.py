@@ -1,0 +1,139 @@
+"""Schedules that no pass makes yet, written as text: the ops as they are suffice for them.
+
+Each parses, prints, is proved equivalent to its logical program, needs every one of its waits, and computes on
+lockstep what it should.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.passes.numbers import assert_equal, initial, inputs, run
+from tests.passes.test_docstrings import LOGICAL
+from tests.support.programs import mlp
+from zeroir.ir import ops
+from zeroir.ir.buffers import Role, Space
+from zeroir.ir.program import EVALUATE, Program
+from zeroir.ir.text import parse, print_program
+from zeroir.ir.verify import verify
+from zeroir.passes import manager
+from zeroir.passes.pipelines import for_stage
+from zeroir.runtime.lockstep import Lockstep
+
+GATES = Path(__file__).parents[1] / "data" / "gates"
+NAMES = ("hybrid", "paged", "offload", "evaluate")
+OFFLOADED = mlp(blocks=1, precision="bf16", optimizer="momentum")
+
+
+def _gate(name: str) -> Program:
+    return parse((GATES / f"{name}.zir").read_text())
+
+
+def _logical(name: str) -> Program:
+    if name == "offload":
+        return OFFLOADED
+    if name == "evaluate":
+        # What it evaluates is its training forward.
+        (training, _) = LOGICAL.sections
+        last = next(i for i, op in enumerate(training.body) if isinstance(op, ops.Release))
+        body = (*training.body[:3], training.body[last])
+        section = replace(training, name=EVALUATE, body=body, exit=training.entry)
+        return replace(LOGICAL, sections=(*LOGICAL.sections, section))
+    return LOGICAL
+
+
+def test_all_gates_are_here() -> None:
+    assert sorted(path.stem for path in GATES.glob("*.zir")) == sorted(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_prints_and_parses(name: str) -> None:
+    program = _gate(name)
+    text = print_program(program)
+    assert parse(text) == program
+    assert print_program(parse(text)) == text
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_is_proved_equivalent(name: str) -> None:
+    report = verify(_gate(name), _logical(name))
+    assert report.findings == ()
+    assert report.is_valid
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_wait_can_be_left_out(name: str) -> None:
+    program = _gate(name)
+    for at, section in enumerate(program.sections):
+        for index, op in enumerate(section.body):
+            if isinstance(op, ops.Wait):
+                body = section.body[:index] + section.body[index + 1 :]
+                sections = list(program.sections)
+                sections[at] = replace(section, body=body)
+                mutant = replace(program, sections=tuple(sections))
+                assert not verify(mutant, _logical(name)).is_valid, (section.name, index)
+
+
+def test_hybrid_sharding_computes_what_one_device_does() -> None:
+    """Four ranks, one batch: sums of four equal gradients, divided by four, are exact in any order."""
+    program = _gate("hybrid")
+    alone = run(LOGICAL, inputs(LOGICAL, 1, 1))
+    same = inputs(LOGICAL, 4, 1, is_same=True)
+    for schedule_seed in range(4):
+        assert_equal(run(program, same, schedule_seed), alone, [0] * 4, "hybrid")
+
+
+def test_hybrid_sharding_sums_over_all_ranks() -> None:
+    batches = inputs(LOGICAL, 4, 1)
+    expected = run(manager.run(LOGICAL, for_stage(0, 4)), batches)
+    result = run(_gate("hybrid"), batches)
+    for key, value in result.state.items():
+        # Sums of four in another order: a few roundings of FP32 apart.
+        other = expected.state[key][: value.numel()]
+        torch.testing.assert_close(value[: other.numel()], other, rtol=1e-5, atol=1e-6)
+    assert result.losses[0] == expected.losses[0]
+
+
+@pytest.mark.parametrize("schedule_seed", range(4))
+def test_paging_through_slots_changes_no_bit(schedule_seed: int) -> None:
+    batches = inputs(LOGICAL, 2, 1)
+    expected = run(manager.run(LOGICAL, for_stage(3, 2)), batches)
+    assert_equal(run(_gate("paged"), batches, schedule_seed), expected, range(2), "paged")
+
+
+def test_paging_keeps_two_pages_of_momentum_on_the_device() -> None:
+    program = _gate("paged")
+    states = [buffer for buffer in program.buffers if buffer.role is Role.STATE]
+    on_device = sum(b.numel for b in states if b.space is Space.DEVICE)
+    on_host = sum(b.numel for b in states if b.space is Space.HOST)
+    assert (on_device, on_host) == (2 * 128, 4 * 128)
+
+
+@pytest.mark.parametrize("schedule_seed", range(4))
+def test_updating_on_the_host_changes_no_bit(schedule_seed: int) -> None:
+    batches = inputs(OFFLOADED, 2, 1)
+    expected = run(manager.run(OFFLOADED, for_stage(2, 2)), batches)
+    assert_equal(run(_gate("offload"), batches, schedule_seed), expected, range(2), "offload")
+
+
+def test_evaluation_gives_the_loss_and_leaves_no_trace() -> None:
+    program = _gate("evaluate")
+    batches = inputs(LOGICAL, 2, 1)
+    expected = run(manager.run(LOGICAL, for_stage(3, 2)), batches)
+    lockstep = Lockstep(program, schedule_seed=5)
+    lockstep.initialise_flats(initial(program))
+    for step, of_ranks in enumerate(batches):
+        losses = [float(x) for x in lockstep.evaluate([of_rank[0] for of_rank in of_ranks])]
+        assert losses == expected.losses[step]
+        lockstep.step(of_ranks)
+    for key, value in lockstep.full_state().items():
+        assert torch.equal(value, expected.state[key]), key
+
+
+def test_the_passes_gather_for_an_evaluation_too() -> None:
+    program = manager.run(_logical("evaluate"), for_stage(3, 2))
+    assert replace(program, passes=()) == replace(_gate("evaluate"), passes=())

@@ -1,0 +1,120 @@
+"""Contracts between passes, and the blame for a pass that breaks a program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import pytest
+
+from tests.support.programs import mlp
+from zeroir.errors import InternalError, UserError
+from zeroir.ir import ops
+from zeroir.ir.program import Program, Section
+from zeroir.passes import manager, rewrite
+from zeroir.passes.base import Fact
+from zeroir.passes.pipelines import for_stage, parse_spec
+
+
+def test_each_pass_is_noted_in_the_program() -> None:
+    passes = for_stage(3, 2)
+    programs = [program for _, program in manager.steps(mlp(blocks=1), passes)]
+    specs = [step.spec() for step in passes]
+    assert [program.passes for program in programs] == [
+        tuple(specs[: i + 1]) for i in range(len(specs))
+    ]
+    assert manager.run(mlp(blocks=1), passes) == programs[-1]
+
+
+def test_the_program_given_is_left_alone() -> None:
+    logical = mlp(blocks=1)
+    manager.run(logical, for_stage(3, 2))
+    assert logical == mlp(blocks=1)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_stage_can_be_reached_from_the_one_below(stage: int) -> None:
+    logical, passes = mlp(blocks=1), for_stage(3, 2)
+    half = manager.run(logical, passes[: stage + 1])
+    rest = manager.run(half, passes[stage + 1 :], reference=logical)
+    assert rest == manager.run(logical, passes)
+
+
+@pytest.mark.parametrize(
+    ("specs", "message"),
+    [
+        (
+            ["shard-optimizer"],
+            (
+                "The pass `shard-optimizer` requires gradients summed over all ranks, which `all-reduce-gradients` "
+                "establishes, but no pass ran before it; put `all-reduce-gradients` before `shard-optimizer`."
+            ),
+        ),
+        (
+            ["all-reduce-gradients{dp=2}", "shard-optimizer", "prefetch"],
+            (
+                "The pass `prefetch{distance=1}` requires buffers released after their last use, which "
+                "`insert-releases` establishes, but only `all-reduce-gradients{dp=2}` and `shard-optimizer` ran before "
+                "it; put `insert-releases` before `prefetch`."
+            ),
+        ),
+        (
+            ["all-reduce-gradients{dp=2}", "all-reduce-gradients{dp=4}"],
+            (
+                "The pass `all-reduce-gradients{dp=4}` would establish gradients summed over all ranks a second time: "
+                "`all-reduce-gradients{dp=2}` has done so; leave one of them out."
+            ),
+        ),
+    ],
+)
+def test_a_pipeline_in_the_wrong_order_is_refused(specs: list[str], message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        manager.run(mlp(blocks=1), [parse_spec(spec) for spec in specs])
+    assert str(caught.value) == message
+
+
+def test_passes_that_ran_before_count() -> None:
+    logical, passes = mlp(blocks=1), for_stage(0, 2)
+    once = manager.run(logical, passes)
+    with pytest.raises(UserError, match="a second time"):
+        manager.run(once, passes, reference=logical)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Break:
+    """A pass that does something wrong."""
+
+    name: ClassVar[str] = "break"
+    requires: ClassVar[frozenset[Fact]] = frozenset()
+    establishes: ClassVar[frozenset[Fact]] = frozenset()
+
+    change: Callable[[Program], Program]
+
+    def spec(self) -> str:
+        return self.name
+
+    def __call__(self, program: Program) -> Program:
+        return self.change(program)
+
+
+def _without_waits(program: Program) -> Program:
+    def rewritten(section: Section) -> Section:
+        body = tuple(op for op in section.body if not isinstance(op, ops.Wait))
+        return replace(section, body=body)
+
+    return rewrite.map_sections(program, rewritten)
+
+
+def test_a_pass_that_breaks_the_program_is_named() -> None:
+    passes = [*for_stage(0, 2), _Break(change=_without_waits)]
+    with pytest.raises(InternalError, match=r"The pass `break` broke the program\.(.|\n)*Z1"):
+        manager.run(mlp(blocks=1), passes)
+
+
+def test_a_pass_that_fails_is_named() -> None:
+    def fail(program: Program) -> Program:
+        raise KeyError(program.fingerprint)
+
+    with pytest.raises(InternalError, match="The pass `break` failed: KeyError"):
+        manager.run(mlp(blocks=1), [_Break(change=fail)])

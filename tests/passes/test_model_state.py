@@ -1,0 +1,64 @@
+"""Model states per rank follow the formulae of the ZeRO paper (Rajbhandari et al. 2020, §3 and §5), to the byte."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.programs import mlp
+from zeroir.ir.layout import padded_numel, used_numel
+from zeroir.ir.memory import model_state_bytes
+from zeroir.passes.pipelines import for_stage
+
+BYTES = {"fp32": (4, 4, 8), "bf16": (2, 2, 12), "fp16": (2, 2, 12)}
+"""Of one parameter, one gradient, and K: what Adam keeps of it, its FP32 copy included."""
+
+
+def _expected(stage: int, world_size: int, numel: int, sizes: tuple[int, int, int]) -> int:
+    param, grad, k = sizes
+    whole, sharded = {
+        0: (param + grad + k, 0),
+        1: (param + grad, k),
+        2: (param, grad + k),
+        3: (0, param + grad + k),
+    }[stage]
+    return whole * numel + sharded * numel // world_size
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(0, 3),
+    st.one_of(st.integers(1, 1024), st.sampled_from([1, 2, 3, 7, 64, 1000, 1023, 1024])),
+    st.sampled_from(sorted(BYTES)),
+    st.integers(1, 3),
+    st.sampled_from([8, 16, 24]),
+)
+def test_bytes_per_rank(stage: int, world_size: int, precision: str, blocks: int, dim: int) -> None:
+    logical = mlp(blocks=blocks, dim=dim, precision=precision)
+    numel = sum(padded_numel(used_numel(flat), world_size) for flat in logical.flats)
+    program = logical
+    for step in for_stage(stage, world_size):
+        program = step(program)
+    expected = _expected(stage, world_size, numel, BYTES[precision])
+    assert sum(model_state_bytes(program).values()) == expected
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "k"), [("sgd", 4), ("momentum", 8), ("adam", 12), ("adamw", 12)]
+)
+def test_k_of_each_optimizer(optimizer: str, k: int) -> None:
+    program = mlp(precision="bf16", optimizer=optimizer)
+    for step in for_stage(1, 4):
+        program = step(program)
+    numel = sum(flat.padded_numel for flat in program.flats)
+    assert sum(model_state_bytes(program).values()) == 4 * numel + k * numel // 4
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_fp32_sums_of_micro_steps_are_four_bytes_a_gradient(stage: int) -> None:
+    program = mlp(precision="bf16", micro_steps=2)
+    for step in for_stage(stage, 4):
+        program = step(program)
+    numel = sum(flat.padded_numel for flat in program.flats)
+    assert model_state_bytes(program)["grad"] == 4 * (numel if stage < 2 else numel // 4)

@@ -1,0 +1,37 @@
+"""From a user's options to a scheduled program."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.programs import mlp
+from zeroir.config import make_options, options_from_pairs
+from zeroir.ir.verify import verify
+from zeroir.passes.pipelines import for_options, for_stage, lower
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_stage_is_the_one_below_and_more(stage: int) -> None:
+    below, passes = for_stage(max(stage - 1, 0), 4), for_stage(stage, 4)
+    assert passes[: len(below)] == below
+
+
+def test_options_choose_the_passes() -> None:
+    options = make_options({"stage": 3, "world_size": 6, "elide": False, "prefetch": 2})
+    assert for_options(options) == for_stage(3, 6, elide=False, distance=2)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 5])
+def test_lowering_is_for_the_world_size_and_says_so(world_size: int) -> None:
+    options = make_options({"stage": 2, "world_size": world_size})
+    logical = mlp()
+    program = lower(logical, options)
+    assert program.mesh.world_size == world_size
+    assert program.passes == tuple(step.spec() for step in for_options(options))
+    assert options_from_pairs(program.options) == options
+    assert verify(program, logical).findings == ()
+
+
+def test_lowering_twice_gives_equal_programs() -> None:
+    options = make_options({"stage": 3, "world_size": 4})
+    assert lower(mlp(), options) == lower(mlp(), options)

@@ -1,0 +1,69 @@
+"""Gathers run ahead by the distance, in the forward and in the backward, and never further."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import assume, given, settings
+
+from tests.passes import happens
+from tests.passes.strategies import Case, cases
+from tests.support.programs import mlp
+from zeroir.ir import ops
+from zeroir.ir.program import LAST_MICRO_STEP, Program
+from zeroir.passes.pipelines import for_stage
+
+
+def _lower(program: Program, distance: int, *, elide: bool = True) -> Program:
+    for step in for_stage(3, 4, elide=elide, distance=distance):
+        program = step(program)
+    return program
+
+
+@settings(max_examples=40, deadline=None)
+@given(cases(stages=(3,)))
+def test_at_most_distance_plus_one_units_are_live(case: Case) -> None:
+    """On no interleaving of the streams, however slow the compute stream is."""
+    # A tied weight that is gathered once for the whole forward is live beside all others, by choice.
+    assume(case.elide or not case.tied)
+    program = case.scheduled()
+    for section in program.sections:
+        assert max(happens.waves_live(section.body, program)) <= case.distance + 1
+
+
+@pytest.mark.parametrize("distance", [1, 2, 3])
+@pytest.mark.parametrize("elide", [True, False])
+def test_a_gather_overlaps_the_units_before_it(distance: int, elide: bool) -> None:
+    program = _lower(mlp(blocks=6), distance, elide=elide)
+    body = program.section_by_name[LAST_MICRO_STEP].body
+    masks = happens.before(body)
+    waves = [life for life in happens.lives(body, program) if life.readers]
+    free = (
+        -1
+    )  # The latest release that a gather so far had to wait for: of its own buffer's last life.
+    for number, life in enumerate(waves):
+        free = max([free, *(w.release for w in waves[:number] if w.buffer == life.buffer)])
+        for earlier in waves[max(0, number - distance) : number]:
+            if earlier.readers[0] > free:
+                assert not masks[life.gather] >> earlier.readers[0] & 1, life.buffer
+
+
+def test_what_is_issued_ahead_is_called_prefetch() -> None:
+    program = _lower(mlp(blocks=3), 1)
+    body = program.section_by_name[LAST_MICRO_STEP].body
+    gathers = [type(body[life.gather]) for life in happens.lives(body, program)]
+    assert gathers == [ops.AllGather] + [ops.Prefetch] * 7
+
+
+def test_no_distance_still_holds_the_gather_stream_back() -> None:
+    program = _lower(mlp(blocks=3), 0)
+    body = program.section_by_name[LAST_MICRO_STEP].body
+    assert not any(isinstance(op, ops.Prefetch) for op in body)
+    assert max(happens.waves_live(body, program)) == 1
+
+
+def test_without_the_pass_nothing_holds_it_back() -> None:
+    program = mlp(blocks=3)
+    for step in for_stage(3, 4)[:-1]:
+        program = step(program)
+    body = program.section_by_name[LAST_MICRO_STEP].body
+    assert max(happens.waves_live(body, program)) == 5

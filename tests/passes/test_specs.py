@@ -1,0 +1,95 @@
+"""Passes as text, and what is said where the text is wrong."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zeroir.errors import UserError
+from zeroir.passes.base import Pass
+from zeroir.passes.pipelines import PASSES, for_stage, parse_spec
+
+
+@given(st.integers(0, 3), st.integers(1, 4096), st.booleans(), st.integers(0, 64))
+def test_a_pass_is_its_spec(stage: int, world_size: int, elide: bool, distance: int) -> None:
+    for step in for_stage(stage, world_size, elide=elide, distance=distance):
+        assert parse_spec(step.spec()) == step
+
+
+def test_specs_read_as_documented() -> None:
+    assert [step.spec() for step in for_stage(3, 8)] == [
+        "all-reduce-gradients{dp=8}",
+        "shard-optimizer",
+        "shard-gradients",
+        "shard-parameters",
+        "insert-gathers{elide=true}",
+        "insert-releases",
+        "prefetch{distance=1}",
+    ]
+    assert parse_spec(" prefetch ").spec() == "prefetch{distance=1}"
+
+
+def test_every_pass_has_a_name_of_its_own_and_every_fact_a_source() -> None:
+    assert len({kind.name for kind in PASSES}) == len(PASSES)
+    established = [fact for kind in PASSES for fact in kind.establishes]
+    assert len(set(established)) == len(established)
+    assert {fact for kind in PASSES for fact in kind.requires} <= set(established)
+    assert all(isinstance(step, Pass) for step in for_stage(3, 2))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "prefetch{distance=1",
+            "A pass is written name or name{option=value}, not `prefetch{distance=1`.",
+        ),
+        ("Prefetch", "A pass is written name or name{option=value}, not `Prefetch`."),
+        ("prefetch{1}", "In the pass `prefetch{1}`, `1` should be option=value."),
+        (
+            "prefetch{distance=1, distance=2}",
+            "The pass `prefetch{distance=1, distance=2}` gives its option `distance` twice.",
+        ),
+        (
+            "prefetch{depth=1}",
+            "The pass `prefetch` has no option `depth`; its options are distance.",
+        ),
+        ("shard-optimizer{dp=2}", "The pass `shard-optimizer` has no option `dp`; it has none."),
+        (
+            "prefetch{distance=far}",
+            "The option `distance` of `prefetch` is a whole number, not `far`.",
+        ),
+        (
+            "prefetch{distance=-1}",
+            "The option `distance` of `prefetch` is a number of units, at least 0, not -1.",
+        ),
+        (
+            "all-reduce-gradients{dp=0}",
+            "The option `dp` of `all-reduce-gradients` is a number of ranks, at least 1, not 0.",
+        ),
+        (
+            "insert-gathers{elide=1}",
+            "The option `elide` of `insert-gathers` is true or false, not `1`.",
+        ),
+        (
+            "all-reduce-gradients",
+            "The pass `all-reduce-gradients` needs its option `dp`, for instance `all-reduce-gradients{dp=2}`.",
+        ),
+        (
+            "bucket",
+            "There is no pass `bucket`; the passes are "
+            + ", ".join(kind.name for kind in PASSES)
+            + ".",
+        ),
+    ],
+)
+def test_a_wrong_spec_is_refused_in_one_sentence(text: str, message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        parse_spec(text)
+    assert str(caught.value) == message
+
+
+def test_a_stage_that_is_none() -> None:
+    with pytest.raises(UserError, match="There is no stage 4; the ZeRO stages are 0, 1, 2 and 3"):
+        for_stage(4, 2)
