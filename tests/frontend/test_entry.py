@@ -1,0 +1,116 @@
+"""Loading model files: what they offer, what they must not disturb, and what is said about wrong ones."""
+
+import hashlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from zeroir.errors import UserError
+from zeroir.frontend import load_model_file
+
+GOOD = """
+import torch
+from torch import nn
+
+def model():
+    return nn.Linear(2, 3)
+
+def other():
+    return nn.Linear(4, 5)
+
+def batch():
+    return (torch.ones(1, 2),)
+"""
+
+
+def write(tmp_path: Path, text: str, name: str = "model.py") -> str:
+    path = tmp_path / name
+    path.write_text(text)
+    return str(path)
+
+
+def test_a_file_is_loaded_with_its_hash(tmp_path: Path) -> None:
+    spec = write(tmp_path, GOOD)
+    found = load_model_file(spec)
+    assert found.sha256 == hashlib.sha256(GOOD.encode()).hexdigest()
+    assert isinstance(found.model(), torch.nn.Linear)
+    assert (found.batches, found.init) == (None, None)
+
+
+def test_a_factory_takes_the_place_of_model(tmp_path: Path) -> None:
+    module = load_model_file(write(tmp_path, GOOD) + ":other").model()
+    assert isinstance(module, torch.nn.Linear)
+    assert module.out_features == 5
+
+
+def test_the_file_shadows_no_module_and_its_folder_is_left_again(tmp_path: Path) -> None:
+    import json
+
+    write(tmp_path, "WIDTH = 7", "helper_of_the_model.py")
+    before = list(sys.path)
+    spec = write(tmp_path, "from helper_of_the_model import WIDTH\n" + GOOD, "json.py")
+    load_model_file(spec).model()
+    assert sys.path == before
+    assert sys.modules["json"] is json
+
+
+def test_dataclasses_in_the_file_find_their_module(tmp_path: Path) -> None:
+    text = "from __future__ import annotations\nfrom dataclasses import dataclass\n"
+    text += "from typing import ClassVar\n\n@dataclass\nclass C:\n    x: int\n    y: ClassVar[int] = 3\n"
+    load_model_file(write(tmp_path, text + GOOD))
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("def f(:\n", r":1 is not valid Python: invalid syntax"),
+        ("import no_such_module\n", r"cannot be imported at .*:1: ModuleNotFoundError"),
+        ("raise SystemExit(3)\n", r"cannot be imported at .*:1: SystemExit: 3"),
+        ("x = 1\n", r"has no function `model`; define `model\(\) -> torch.nn.Module` in it"),
+        ("def model(): ...\n", r"has no function `batch`; define `batch\(\) -> tuple or dict"),
+        ("model = 3\ndef batch(): ...\n", r"`model` in .* is not a function but of type int"),
+        (GOOD + "init = 3\n", r"`init` in .* is not a function"),
+    ],
+)
+def test_wrong_files_get_one_sentence(text: str, sentence: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=sentence) as caught:
+        load_model_file(write(tmp_path, text))
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_files_and_folders(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="There is no model file"):
+        load_model_file(str(tmp_path / "none.py"))
+    with pytest.raises(UserError, match="is a folder"):
+        load_model_file(str(tmp_path))
+    with pytest.raises(UserError, match="has no function `absent`"):
+        load_model_file(write(tmp_path, GOOD) + ":absent")
+
+
+def test_an_exception_in_the_users_function_names_the_line(tmp_path: Path) -> None:
+    spec = write(tmp_path, GOOD.replace("nn.Linear(2, 3)", "1 / 0"))
+    with pytest.raises(UserError, match=r"model\(\) failed at .*model.py:6: ZeroDivisionError"):
+        load_model_file(spec).model()
+
+
+def test_tracing_works_from_an_empty_folder(tmp_path: Path) -> None:
+    gpt = Path(__file__).parents[2] / "examples" / "gpt.py"
+    code = (
+        "from zeroir.frontend import load_model_file, trace\n"
+        "from zeroir.config import make_options\n"
+        f"program = trace(load_model_file({str(gpt)!r}), make_options({{'world_size': 2}}))\n"
+        "print(len(program.segments), program.mesh.world_size)\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+        env={"PYTHONPATH": str(gpt.parents[1]), "PATH": "/usr/bin:/bin"},
+    )
+    assert result.stdout.split() == ["6", "1"]
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,182 @@
+"""Everything of torch that the frontend uses and torch does not promise to keep: one place to mend for a new torch.
+
+* ``joint_graph``: AOTAutograd's joint export, its descriptors, and fx's node metadata;
+* ``DATA_DEPENDENT`` and ``HIGHER_ORDER``: the exceptions that say that a traced value was asked for its data, or
+  that a function was handed to an operator such as ``torch.cond``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx.traceback as fx_traceback
+from torch import Tensor, nn
+from torch._dynamo.exc import UncapturedHigherOrderOpError
+from torch._export.utils import _compiling_state_context
+from torch._functorch._aot_autograd import descriptors as d
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+HIGHER_ORDER: tuple[type[Exception], ...] = (UncapturedHigherOrderOpError,)
+
+DATA_DEPENDENT: tuple[type[Exception], ...] = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    GuardOnDataDependentSymNode,
+)
+
+
+def fake_mode() -> FakeTensorMode:
+    """A mode whose tensors have no data; real ones that a model holds on to become constants."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placeholder:
+    """An input of the joint graph: exactly one of the fields says which.
+
+    ``parameter`` and ``buffer`` are fully-qualified names, ``position`` an argument of the module.
+    """
+
+    node: torch.fx.Node
+    parameter: str | None = None
+    buffer: str | None = None
+    position: int | None = None
+    is_tangent: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JointGraph:
+    """A traced forward and backward. ``gradients`` are by parameter name, ``mutations`` by buffer name."""
+
+    module: torch.fx.GraphModule
+    placeholders: tuple[Placeholder, ...]
+    loss: torch.fx.Node
+    gradients: tuple[tuple[str, torch.fx.Node], ...]
+    mutations: tuple[tuple[str, torch.fx.Node], ...]
+
+
+class InputChangedError(Exception):
+    """The model changes one of its inputs, at this position, in place."""
+
+    def __init__(self, position: int) -> None:
+        super().__init__(position)
+        self.position = position
+
+
+class ParameterChangedError(Exception):
+    """The model changes a parameter of this name in place."""
+
+
+def joint_graph(mode: FakeTensorMode, module: nn.Module, inputs: Sequence[Tensor]) -> JointGraph:
+    """Trace forward and backward of a module of fake parameters that returns one scalar."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mode)
+        stack.enter_context(fx_traceback.preserve_node_meta())
+        # What a model compiles for itself is traced like the rest, and oneDNN's own operators are the CPU's alone.
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
+        stack.enter_context(_quiet("torch._subclasses.fake_tensor"))
+        # Models ask `torch.compiler.is_compiling()` before they look at a tensor's values.
+        stack.enter_context(_compiling_state_context())
+        joint = aot_export_joint_with_descriptors(stack, module, tuple(inputs))
+    return _with_descriptors(joint.graph_module)
+
+
+def annotated(func: Callable[..., object], note: Callable[[], object]) -> Callable[..., object]:
+    """``func`` such that the nodes it yields carry ``note()``."""
+
+    def call(*args: object, **kwargs: object) -> object:
+        with fx_traceback.annotate({"zeroir": note()}):
+            return func(*args, **kwargs)
+
+    return call
+
+
+def note_of(node: torch.fx.Node) -> object | None:
+    """The note that the node carries, its own or that of the forward node it differentiates."""
+    custom: dict[str, object] = node.meta.get("custom") or {}
+    return custom.get("zeroir")
+
+
+def is_backward(node: torch.fx.Node) -> bool:
+    """Whether a node belongs to the backward."""
+    return bool(
+        node.meta.get("autograd_backward") or node.meta.get("partitioner_tag") == "is_backward"
+    )
+
+
+def is_gradient_sum(node: torch.fx.Node) -> bool:
+    """Whether a node adds two gradients of one value."""
+    return bool(node.meta.get("is_gradient_acc"))
+
+
+@contextlib.contextmanager
+def _quiet(name: str) -> Iterator[None]:
+    """Silence a logger that prints the traceback of what is raised anyway."""
+    logger = logging.getLogger(name)
+    was = logger.disabled
+    logger.disabled = True
+    try:
+        yield
+    finally:
+        logger.disabled = was
+
+
+def _with_descriptors(module: torch.fx.GraphModule) -> JointGraph:
+    placeholders = tuple(_placeholder(node) for node in module.graph.find_nodes(op="placeholder"))
+    (output,) = module.graph.find_nodes(op="output")
+    loss: torch.fx.Node | None = None
+    gradients: list[tuple[str, torch.fx.Node]] = []
+    mutations: list[tuple[str, torch.fx.Node]] = []
+    values: Any = output.args[0]
+    for value, desc in zip(values, output.meta["desc"], strict=True):
+        match desc:
+            case d.PlainAOTOutput():
+                loss = value
+            case d.GradAOTOutput(grad_of=d.ParamAOTInput(target=name)):
+                if value is not None:
+                    gradients.append((name, value))
+            case d.InputMutationAOTOutput(mutated_input=d.BufferAOTInput(target=name)):
+                mutations.append((name, value))
+            case d.InputMutationAOTOutput(mutated_input=d.PlainAOTInput(idx=position)):
+                raise InputChangedError(position)
+            case d.InputMutationAOTOutput(mutated_input=d.ParamAOTInput(target=name)):
+                raise ParameterChangedError(name)
+            case None | d.GradAOTOutput():
+                pass  # the gradient of a tensor of the batch, for which nobody asked
+            case _:
+                raise NotImplementedError(f"an output of the joint graph is {desc}")
+    if loss is None:
+        raise NotImplementedError("the joint graph has no output")
+    return JointGraph(
+        module=module,
+        placeholders=placeholders,
+        loss=loss,
+        gradients=tuple(gradients),
+        mutations=tuple(mutations),
+    )
+
+
+def _placeholder(node: torch.fx.Node) -> Placeholder:
+    match node.meta["desc"]:
+        case d.ParamAOTInput(target=name):
+            return Placeholder(node=node, parameter=name)
+        case d.BufferAOTInput(target=name):
+            return Placeholder(node=node, buffer=name)
+        case d.PlainAOTInput(idx=position):
+            return Placeholder(node=node, position=position)
+        case d.TangentAOTInput():
+            return Placeholder(node=node, is_tangent=True)
+        case desc:
+            raise NotImplementedError(f"an input of the joint graph is {desc}")

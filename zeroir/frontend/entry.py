@@ -1,0 +1,170 @@
+"""Load a model file: the Python file in which a user defines ``model`` and ``batch``.
+
+The file is read once, hashed and executed from that text, under a name of its own, so that it neither shadows nor is
+shadowed by another module; while its code runs, its folder stands first on ``sys.path``, as for a script.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import cast
+
+from torch import Tensor, nn
+
+from zeroir.errors import UserError, ZeroirError
+
+Batch = Sequence[object] | Mapping[str, object] | Tensor
+"""One rank's micro-batch: a tuple or dict of tensors, possibly nested, or one tensor."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFile:
+    """What a model file offers. ``path`` is as the user wrote it; ``sha256`` is of the file's bytes.
+
+    ``model`` builds the module whose forward returns the loss and ``batch`` example inputs for it;
+    ``batches(rank, world_size, seed, start_step=0)`` and ``init(module)`` are optional. All of them raise UserError
+    where the user's code raises, naming the line.
+    """
+
+    path: Path
+    name: str
+    sha256: str
+    model: Callable[[], nn.Module]
+    batch: Callable[[], Batch]
+    batches: Callable[..., Iterator[Batch]] | None
+    init: Callable[[nn.Module], None] | None
+
+
+def load_model_file(spec: str) -> ModelFile:
+    """Load ``path/to/model.py``, or ``path/to/model.py:factory`` to call ``factory`` in the place of ``model``.
+
+    Raises:
+        UserError: where the file cannot be read, is not Python, raises, or lacks ``model`` or ``batch``.
+    """
+    path, name = _split(spec)
+    source = _read(path)
+    digest = hashlib.sha256(source).hexdigest()
+    module = ModuleType(f"_zeroir_model_{digest[:16]}")
+    module.__file__ = str(path)
+    # Dataclasses and pickling look a class's module up by name.
+    sys.modules[module.__name__] = module
+    with _folder_first(path):
+        try:
+            exec(compile(source, str(path), "exec"), module.__dict__)
+        except SyntaxError as error:
+            raise UserError(f"{path}:{error.lineno} is not valid Python: {error.msg}.") from None
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever the user's code raises
+            raise UserError(explain(error, path, f"{path} cannot be imported")) from None
+    init = _function(module, path, "init", "init(module)", is_required=False)
+    return ModelFile(
+        path=path,
+        name=name,
+        sha256=digest,
+        model=cast(
+            "Callable[[], nn.Module]",
+            _guarded(_required(module, path, name, f"{name}() -> torch.nn.Module"), path, name),
+        ),
+        batch=cast(
+            "Callable[[], Batch]",
+            _guarded(
+                _required(module, path, "batch", "batch() -> tuple or dict of example tensors"),
+                path,
+                "batch",
+            ),
+        ),
+        batches=cast(
+            "Callable[..., Iterator[Batch]] | None",
+            _function(module, path, "batches", "batches(rank, ...)", is_required=False),
+        ),
+        init=cast("Callable[[nn.Module], None] | None", init),
+    )
+
+
+def explain(error: BaseException, path: Path, what: str) -> str:
+    """One sentence on an exception in the user's code: what failed, where, and why."""
+    line = where(error, path)
+    place = f" at {line}" if line else ""
+    reason = " ".join(str(error).split()) or "no message"
+    return f"{what}{place}: {type(error).__name__}: {_shorten(reason)}"
+
+
+def where(error: BaseException, path: Path) -> str | None:
+    """``file:line`` of the innermost frame of an exception that is in the user's file, if any is."""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [f"{path}:{frame.lineno}" for frame in frames if Path(frame.filename) == path]
+    return lines[-1] if lines else None
+
+
+def _shorten(text: str, limit: int = 300) -> str:
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def _split(spec: str) -> tuple[Path, str]:
+    head, colon, name = spec.rpartition(":")
+    if colon and name.isidentifier() and head:
+        return Path(head), name
+    return Path(spec), "model"
+
+
+def _read(path: Path) -> bytes:
+    if path.is_dir():
+        raise UserError(
+            f"{path} is a folder; name the model file in it, for instance {path}/model.py."
+        )
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise UserError(f"There is no model file {path}.") from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}.") from None
+
+
+@contextlib.contextmanager
+def _folder_first(path: Path) -> Iterator[None]:
+    folder = str(path.resolve().parent)
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ValueError):
+            sys.path.remove(folder)
+
+
+def _required(module: ModuleType, path: Path, name: str, signature: str) -> Callable[..., object]:
+    function = _function(module, path, name, signature, is_required=True)
+    if function is None:
+        raise UserError(f"{path} has no function `{name}`; define `{signature}` in it.")
+    return function
+
+
+def _function(
+    module: ModuleType, path: Path, name: str, signature: str, *, is_required: bool
+) -> Callable[..., object] | None:
+    found = getattr(module, name, None)
+    if found is None:
+        return None
+    if not callable(found):
+        kind = type(found).__name__
+        remedy = f"define `{signature}`" if is_required else "rename it, or make it a function"
+        raise UserError(f"`{name}` in {path} is not a function but of type {kind}; {remedy}.")
+    return cast("Callable[..., object]", found)
+
+
+def _guarded(function: Callable[..., object], path: Path, name: str) -> Callable[[], object]:
+    def call() -> object:
+        with _folder_first(path):
+            try:
+                return function()
+            except (ZeroirError, KeyboardInterrupt):
+                raise
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever the user's code raises
+                raise UserError(explain(error, path, f"{name}() failed")) from None
+
+    return call

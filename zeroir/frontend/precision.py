@@ -1,0 +1,117 @@
+"""Give a module the dtypes it trains in: 16-bit parameters, except where FP32 is kept.
+
+Modules with running statistics, and what ``keep_fp32`` names, keep FP32 parameters; such a module receives its
+floating inputs in FP32 and hands its outputs on in the compute dtype. Registered buffers keep the dtype that the
+user gave them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from zeroir.errors import UserError
+
+Precision = Literal["fp32", "bf16", "fp16"]
+
+_PreHook = Callable[
+    [nn.Module, tuple[object, ...], dict[str, object]], tuple[object, dict[str, object]]
+]
+_Hook = Callable[[nn.Module, object, object], object]
+
+_COMPUTE_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def compute_dtype(precision: Precision) -> torch.dtype:
+    """The dtype of parameters, activations and gradients."""
+    return _COMPUTE_DTYPE[precision]
+
+
+def apply_precision(module: nn.Module, precision: Precision, keep_fp32: Sequence[str] = ()) -> None:
+    """Convert the floating parameters of a module in place and install the casts around what stays FP32.
+
+    ``keep_fp32`` are patterns (``*``, ``?``, ``[...]``) of names of modules or parameters; a parameter's name keeps
+    the whole module that holds it.
+
+    Raises:
+        UserError: where a pattern matches nothing.
+    """
+    dtype = compute_dtype(precision)
+    kept = _kept(module, keep_fp32)
+    done: set[int] = set()
+    for name, child in module.named_modules():
+        child_dtype = torch.float32 if _is_inside(name, kept) else dtype
+        for parameter in child.parameters(recurse=False):
+            if id(parameter) not in done and parameter.dtype.is_floating_point:
+                parameter.data = parameter.data.to(child_dtype)
+            done.add(id(parameter))
+    if dtype is torch.float32:
+        return
+    for name in kept:
+        child = module.get_submodule(name)
+        child.register_forward_pre_hook(_inputs_to(torch.float32), with_kwargs=True, prepend=True)
+        child.register_forward_hook(_outputs_to(dtype))
+
+
+def cast_floating(value: object, dtype: torch.dtype) -> object:
+    """The same structure with its floating tensors in one dtype."""
+    return pytree.tree_map_only(
+        Tensor, lambda x: x.to(dtype) if x.dtype.is_floating_point else x, value
+    )
+
+
+def _kept(module: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
+    """Names of the outermost modules that keep FP32."""
+    names: set[str] = set()
+    for pattern in patterns:
+        found = {name for name, _ in module.named_modules() if name and fnmatchcase(name, pattern)}
+        found |= {
+            name.rpartition(".")[0]
+            for name, _ in module.named_parameters(remove_duplicate=False)
+            if fnmatchcase(name, pattern)
+        }
+        if not found:
+            raise UserError(
+                f"--keep-fp32 {pattern} matches no module or parameter of the model; names look like "
+                f"{_example(module)}."
+            )
+        names |= found
+    names |= {name for name, child in module.named_modules() if _has_running_statistics(child)}
+    return tuple(name for name in sorted(names) if not _is_inside(name, names - {name}))
+
+
+def _has_running_statistics(module: nn.Module) -> bool:
+    return any(
+        name.startswith("running_") and buffer is not None
+        for name, buffer in module.named_buffers(recurse=False)
+    )
+
+
+def _is_inside(name: str, outer: Sequence[str] | set[str]) -> bool:
+    return any(not top or name == top or name.startswith(f"{top}.") for top in outer)
+
+
+def _example(module: nn.Module) -> str:
+    names = [name for name, _ in module.named_parameters()]
+    return names[len(names) // 2] if names else "layers.0.weight"
+
+
+def _inputs_to(dtype: torch.dtype) -> _PreHook:
+    def cast_inputs(
+        _: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> tuple[object, dict[str, object]]:
+        return cast_floating(args, dtype), {k: cast_floating(v, dtype) for k, v in kwargs.items()}
+
+    return cast_inputs
+
+
+def _outputs_to(dtype: torch.dtype) -> _Hook:
+    def cast_output(_: nn.Module, __: object, output: object) -> object:
+        return cast_floating(output, dtype)
+
+    return cast_output

@@ -1,0 +1,164 @@
+"""The update section of a logical program, and the scalars of training."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from zeroir.config import CompileOptions
+from zeroir.ir.buffers import Buffer, Region, Role, Space
+from zeroir.ir.contents import NamedContent
+from zeroir.ir.dtypes import DType
+from zeroir.ir.mesh import COMPUTE
+from zeroir.ir.ops import (
+    Alloc,
+    Cast,
+    CheckFinite,
+    Decide,
+    Fill,
+    GradNorm,
+    Op,
+    OptimizerStep,
+    Release,
+    UpdateScale,
+)
+from zeroir.ir.program import Flat, ScalarBinding
+
+
+@dataclass(frozen=True, slots=True)
+class _Scalar:
+    name: str
+    values: tuple[float, ...]
+    dtype: DType = DType.F32
+    space: Space = Space.DEVICE
+
+
+@dataclass(frozen=True, slots=True)
+class Scalars:
+    """The scalar buffers that the chosen training needs, with their first values."""
+
+    items: tuple[_Scalar, ...]
+
+    @classmethod
+    def of(cls, options: CompileOptions) -> Scalars:
+        """The scalars of these options."""
+        is_scaling = options.precision == "fp16"
+        scale = options.initial_loss_scale if is_scaling else 1.0
+        hysteresis = float(options.loss_scale_hysteresis) if is_scaling else 0.0
+        items = [
+            _Scalar("loss", (0.0,)),
+            _Scalar("loss_scale", (scale, 0.0, hysteresis)),
+            _Scalar("step", (0.0,)),
+            _Scalar("lr", (options.lr,), DType.F64),
+            _Scalar("hyper", options.hyper, DType.F64, Space.HOST),
+            _Scalar("gradient_divisor", (1.0,)),
+        ]
+        if is_scaling:
+            items += [_Scalar("overflow", (0.0,)), _Scalar("skip", (0.0,))]
+        if options.clip is not None:
+            items.append(_Scalar("norm", (0.0,)))
+        return cls(tuple(items))
+
+    def buffers(self) -> tuple[Buffer, ...]:
+        """One persistent buffer each."""
+        return tuple(
+            Buffer(
+                name=item.name,
+                dtype=item.dtype,
+                numel=len(item.values),
+                space=item.space,
+                role=Role.SCALAR,
+                holds=NamedContent(name=item.name),
+            )
+            for item in self.items
+        )
+
+    def bindings(self) -> tuple[ScalarBinding, ...]:
+        """What each holds before the first step."""
+        return tuple(ScalarBinding(buffer=item.name, values=item.values) for item in self.items)
+
+
+def update_body(flats: Sequence[Flat], options: CompileOptions) -> tuple[Op, ...]:
+    """Decide, then update flat by flat; ``flats`` are the trainable ones."""
+    suffix = "grad_sum" if options.micro_steps > 1 else "grad"
+    gradients = tuple(_whole(flat, suffix) for flat in flats)
+    is_scaling = options.precision == "fp16"
+    skip = _first("skip") if is_scaling else None
+    found: list[Op] = []
+    if is_scaling:
+        found.append(CheckFinite(sources=gradients, destination=_first("overflow"), stream=COMPUTE))
+    if options.clip is not None:
+        found.append(GradNorm(sources=gradients, destination=_first("norm"), stream=COMPUTE))
+    found.append(
+        Decide(
+            step=_first("step"),
+            gradient_divisor=_first("gradient_divisor"),
+            divisor=options.micro_steps,
+            overflow=_first("overflow") if is_scaling else None,
+            norm=None if options.clip is None else _first("norm"),
+            loss_scale=_first("loss_scale") if is_scaling else None,
+            skip=skip,
+            max_norm=options.clip,
+            stream=COMPUTE,
+        )
+    )
+    for flat, gradient in zip(flats, gradients, strict=True):
+        found += _update(flat, gradient, skip, options)
+    if is_scaling:
+        found.append(
+            UpdateScale(
+                state=Region(buffer="loss_scale", offset=0, numel=3),
+                skip=_first("skip"),
+                stream=COMPUTE,
+                window=options.loss_scale_window,
+                hysteresis=options.loss_scale_hysteresis,
+                minimum=options.minimum_loss_scale,
+            )
+        )
+    if options.micro_steps > 1:
+        found.append(Fill(destination=_first("loss"), value=0.0, stream=COMPUTE))
+    return tuple(found)
+
+
+def _update(flat: Flat, gradient: Region, skip: Region | None, options: CompileOptions) -> list[Op]:
+    is_low = flat.dtype.is_low_precision
+    is_summed = options.micro_steps > 1
+    is_widened = is_low and not is_summed
+    wide = _whole(flat, "grad32")
+    found: list[Op] = []
+    if is_widened:
+        found += [
+            Alloc(buffer=wide.buffer, stream=COMPUTE),
+            Cast(source=gradient, destination=wide, stream=COMPUTE),
+        ]
+    found.append(
+        OptimizerStep(
+            algorithm=options.optimizer,
+            param=_whole(flat, "master" if is_low else "param"),
+            grad=wide if is_widened else gradient,
+            states=tuple(_whole(flat, state) for state in options.optimizer.state_names),
+            step=_first("step"),
+            lr=_first("lr"),
+            hyper=Region(buffer="hyper", offset=0, numel=len(options.hyper)),
+            gradient_divisor=_first("gradient_divisor"),
+            skip=skip,
+            stream=COMPUTE,
+        )
+    )
+    if is_low:
+        found.append(
+            Cast(source=_whole(flat, "master"), destination=_whole(flat, "param"), stream=COMPUTE)
+        )
+    if is_widened:
+        found.append(Release(buffer=wide.buffer, stream=COMPUTE))
+    if is_summed:
+        found.append(Fill(destination=gradient, value=0.0, stream=COMPUTE))
+    return found
+
+
+def _whole(flat: Flat, suffix: str) -> Region:
+    return Region(buffer=f"{flat.name}.{suffix}", offset=0, numel=flat.padded_numel)
+
+
+def _first(scalar: str) -> Region:
+    return Region(buffer=scalar, offset=0, numel=1)

@@ -1,0 +1,21 @@
+"""Our own torch operators, alike on every device, and the mode that puts them in the place of torch's.
+
+The frontend traces them into segments and the runtime executes them, so they belong to neither. Importing this
+package registers ``zeroir::attention``, ``zeroir::batch_norm``, each with its backward, and
+``zeroir::dropout`` with torch.
+"""
+
+from zeroir.torch_ops.attention import attention, attention_backward
+from zeroir.torch_ops.batch_norm import batch_norm, batch_norm_backward
+from zeroir.torch_ops.dropout import dropout
+from zeroir.torch_ops.neutral import NeutralOps, neutral_ops
+
+__all__ = [
+    "NeutralOps",
+    "attention",
+    "attention_backward",
+    "batch_norm",
+    "batch_norm_backward",
+    "dropout",
+    "neutral_ops",
+]

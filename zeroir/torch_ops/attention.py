@@ -1,0 +1,241 @@
+"""Scaled dot-product attention as one operator pair whose types are the same on every device.
+
+torch has a different operator for every device and kernel, and a graph traced on one does not run on another. Ours
+chooses the kernel when it runs: the CPU's flash kernel, CUDA's flash or memory-efficient kernels, or plain matrix
+products. All of them yield the same pair, the output and the natural logarithm of the softmax's denominator, so the
+backward may even use another kernel than the forward.
+
+Tensors: q ``(batch, heads, length, dim)``, k and v ``(batch, kv_heads, kv_length, dim)`` with heads a multiple of
+kv_heads (grouped-query attention), mask broadcastable to ``(batch, heads, length, kv_length)``: bool (True takes
+part) or added to the scores. Outputs and gradients of q, k, v are laid out in memory as (batch, length, heads, dim),
+which is how the fused kernels write them; the logarithm is f32 (f64 for f64 inputs), laid out as (batch, length,
+heads).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.backends.cuda import (
+    SDPAParams,
+    can_use_efficient_attention,
+    can_use_flash_attention,
+)
+from torch.nn.attention import SDPBackend
+
+aten = torch.ops.aten
+
+
+@torch.library.custom_op("zeroir::attention", mutates_args=())
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """Attention without dropout: the output, shaped as q with v's dim, and the logsumexp of the scaled scores."""
+    q, k, v, bias = _prepare(q, k, v, mask)
+    match _kernel(q, k, v, bias, is_causal):
+        case SDPBackend.FLASH_ATTENTION if q.device.type == "cpu":
+            out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
+                q, k, v, 0.0, is_causal, attn_mask=bias, scale=scale
+            )
+        case SDPBackend.FLASH_ATTENTION:
+            out, lse = aten._scaled_dot_product_flash_attention(
+                q, k, v, 0.0, is_causal, scale=scale
+            )[:2]
+        case SDPBackend.EFFICIENT_ATTENTION:
+            out, lse = aten._scaled_dot_product_efficient_attention(
+                q, k, v, _aligned(bias, q, k), True, 0.0, is_causal, scale=scale
+            )[:2]
+            lse = lse[..., : q.shape[2]]
+        case _:
+            out, lse = _math_forward(q, k, v, bias, is_causal, scale)
+    return _by_length(out), _by_length(lse)
+
+
+@torch.library.custom_op("zeroir::attention_backward", mutates_args=())
+def attention_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    out: Tensor,
+    logsumexp: Tensor,
+    is_causal: bool,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v from that of the output."""
+    kv_heads = k.shape[1]
+    q, k, v, bias = _prepare(q, k, v, mask)
+    match _kernel(q, k, v, bias, is_causal):
+        case SDPBackend.FLASH_ATTENTION if q.device.type == "cpu":
+            grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                grad, q, k, v, out, logsumexp, 0.0, is_causal, attn_mask=bias, scale=scale
+            )
+        case SDPBackend.FLASH_ATTENTION:
+            # Without dropout the kernel reads neither the lengths' offsets nor the generator's state.
+            nothing = torch.empty(0, dtype=torch.int32, device=q.device)
+            state = torch.zeros(2, dtype=torch.uint64, device=q.device)
+            grads = aten._scaled_dot_product_flash_attention_backward(
+                _packed(grad), q, k, v, out, logsumexp.contiguous(), nothing, nothing,
+                q.shape[2], k.shape[2], 0.0, is_causal, state, state[:0], scale=scale,
+            )  # fmt: skip
+        case SDPBackend.EFFICIENT_ATTENTION:
+            state = torch.zeros((), dtype=torch.int64, device=q.device)
+            lse = F.pad(logsumexp, (0, -q.shape[2] % 32), value=math.inf).contiguous()
+            grads = aten._scaled_dot_product_efficient_attention_backward(
+                _packed(grad), q, k, v, _aligned(bias, q, k), out, lse, state, state, 0.0,
+                [True, True, True, False], is_causal, scale=scale,
+            )[:3]  # fmt: skip
+        case _:
+            grads = _math_backward(grad, q, k, v, bias, out, logsumexp, is_causal, scale)
+    grad_q, grad_k, grad_v = grads
+    return (
+        _by_length(grad_q),
+        _by_length(_sum_groups(grad_k, kv_heads)),
+        _by_length(_sum_groups(grad_v, kv_heads)),
+    )
+
+
+@attention.register_fake
+def _(q: Tensor, _: Tensor, v: Tensor, *__: object) -> tuple[Tensor, Tensor]:
+    batch, heads, length = q.shape[:3]
+    out = q.new_empty(batch, length, heads, v.shape[3]).transpose(1, 2)
+    accumulated = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return out, q.new_empty(batch, length, heads, dtype=accumulated).transpose(1, 2)
+
+
+@attention_backward.register_fake
+def _(_: Tensor, q: Tensor, k: Tensor, v: Tensor, *__: object) -> tuple[Tensor, Tensor, Tensor]:
+    def like(x: Tensor) -> Tensor:
+        batch, heads, length, dim = x.shape
+        return x.new_empty(batch, length, heads, dim).transpose(1, 2)
+
+    return like(q), like(k), like(v)
+
+
+def _setup_context(
+    ctx: torch.autograd.function.FunctionCtx,
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor | None, bool, float | None],
+    output: tuple[Tensor, Tensor],
+) -> None:
+    q, k, v, mask, is_causal, scale = inputs
+    ctx.save_for_backward(q, k, v, cast("Tensor", mask), *output)
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+    ctx.is_causal, ctx.scale = is_causal, scale  # type: ignore[attr-defined]
+
+
+def _backward(
+    ctx: torch.autograd.function.FunctionCtx, grad: Tensor | None, _: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    if grad is None:
+        return (None,) * 6
+    q, k, v, mask, out, lse = ctx.saved_tensors  # type: ignore[attr-defined]
+    is_causal, scale = ctx.is_causal, ctx.scale  # type: ignore[attr-defined]
+    grads = attention_backward(grad, q, k, v, mask, out, lse, is_causal, scale)
+    return (*grads, None, None, None)
+
+
+attention.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _prepare(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """One k and v head per q head, the last dimension dense, the mask as something to add."""
+    groups = q.shape[1] // k.shape[1]
+    if groups > 1:
+        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    if mask is not None and mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, -math.inf)
+    return _packed(q), _packed(k), _packed(v), mask
+
+
+def _kernel(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, is_causal: bool) -> SDPBackend:
+    """The best kernel of the device for these shapes; the forward and the backward ask alike."""
+    if q.device.type == "cpu":
+        return SDPBackend(torch._fused_sdp_choice(q, k, v, bias, 0.0, is_causal))
+    if q.device.type == "cuda":
+        params = SDPAParams(q, k, v, bias, 0.0, is_causal, False)
+        if can_use_flash_attention(params) and q.shape[3] % 8 == 0:
+            return SDPBackend.FLASH_ATTENTION
+        if can_use_efficient_attention(params):
+            return SDPBackend.EFFICIENT_ATTENTION
+    return SDPBackend.MATH
+
+
+def _packed(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _by_length(x: Tensor) -> Tensor:
+    """The same tensor, laid out in memory as (batch, length, heads, ...)."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _aligned(bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+    """The mask in full, its rows starting on the 16 elements that the memory-efficient kernel reads at once."""
+    if bias is None:
+        return None
+    padded = F.pad(bias, (0, -bias.shape[-1] % 16))[..., : bias.shape[-1]]
+    return padded.to(q.dtype).expand(*q.shape[:3], k.shape[2])
+
+
+def _sum_groups(grad: Tensor, kv_heads: int) -> Tensor:
+    batch, heads, length, dim = grad.shape
+    if heads == kv_heads:
+        return grad
+    return grad.reshape(batch, kv_heads, heads // kv_heads, length, dim).sum(2)
+
+
+def _scores(
+    q: Tensor, k: Tensor, bias: Tensor | None, is_causal: bool, scale: float | None
+) -> tuple[Tensor, float]:
+    factor = 1 / math.sqrt(q.shape[3]) if scale is None else scale
+    scores = q @ k.transpose(2, 3) * factor
+    if is_causal:
+        causal = torch.ones(scores.shape[2:], dtype=torch.bool, device=q.device).tril()
+        scores = scores.masked_fill(~causal, -math.inf)
+    return (scores if bias is None else scores + bias), factor
+
+
+def _math_forward(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, is_causal: bool, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    scores, _ = _scores(q.to(wide), k.to(wide), bias, is_causal, scale)
+    lse = scores.logsumexp(3)
+    return (_weights(scores, lse) @ v.to(wide)).to(q.dtype), lse
+
+
+def _math_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    is_causal: bool,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    dtype = q.dtype
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    q, k, v, grad, out = (x.to(wide) for x in (q, k, v, grad, out))
+    scores, factor = _scores(q, k, bias, is_causal, scale)
+    weights = _weights(scores, lse)
+    grad_scores = weights * (grad @ v.transpose(2, 3) - (grad * out).sum(3, keepdim=True)) * factor
+    return (
+        (grad_scores @ k).to(dtype),
+        (grad_scores.transpose(2, 3) @ q).to(dtype),
+        (weights.transpose(2, 3) @ grad).to(dtype),
+    )
+
+
+def _weights(scores: Tensor, lse: Tensor) -> Tensor:
+    """The softmax; a row that may attend to nothing weighs nothing."""
+    return torch.exp(scores - lse.masked_fill(lse == -math.inf, 0.0)[..., None])

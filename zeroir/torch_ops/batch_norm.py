@@ -1,0 +1,137 @@
+"""Batch norm as one operator pair whose result types and layouts are the same on every device.
+
+torch's own differ between devices in kernels, in what they return and in how they lay it out. Ours calls the native
+kernel that each device has, yields the new running statistics as results, and lays its results out as its input.
+
+Tensors: x ``(batch, channels, ...)``; weight, bias and statistics ``(channels,)``.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+
+
+@torch.library.custom_op("zeroir::batch_norm", mutates_args=())
+def batch_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The normalised x, the mean and inverse deviation of this batch, and the new running mean and variance.
+
+    Without ``training`` the running statistics normalise, and those of the batch are empty; without running
+    statistics the new ones are empty.
+    """
+    if running_mean is None or running_var is None:
+        mean, var = x.new_empty(0), x.new_empty(0)
+        out, batch_mean, batch_invstd = aten._native_batch_norm_legit.no_stats(
+            x, weight, bias, training, momentum, eps
+        )
+    else:
+        mean, var = running_mean.clone(), running_var.clone()
+        out, batch_mean, batch_invstd = aten._native_batch_norm_legit(
+            x, weight, bias, mean, var, training, momentum, eps
+        )
+    if not training:
+        batch_mean, batch_invstd = x.new_empty(0), x.new_empty(0)
+    return _laid_out_as(x, out), batch_mean, batch_invstd, mean, var
+
+
+@torch.library.custom_op("zeroir::batch_norm_backward", mutates_args=())
+def batch_norm_backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    batch_mean: Tensor,
+    batch_invstd: Tensor,
+    training: bool,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of x, weight and bias; the running statistics are only looked at without ``training``."""
+    has_weight = weight is not None
+    grad_x, grad_weight, grad_bias = aten.native_batch_norm_backward(
+        grad, x, weight, running_mean, running_var, batch_mean, batch_invstd, training, eps,
+        [True, has_weight, has_weight],
+    )  # fmt: skip
+    if not has_weight:
+        grad_weight, grad_bias = x.new_empty(0), x.new_empty(0)
+    return _laid_out_as(x, grad_x), grad_weight, grad_bias
+
+
+def _laid_out_as(x: Tensor, result: Tensor) -> Tensor:
+    expected = torch.empty_like(x)
+    return result if result.stride() == expected.stride() else expected.copy_(result)
+
+
+@batch_norm.register_fake
+def _(
+    x: Tensor, _: object, __: object, running_mean: Tensor | None, ___: object, training: bool,
+    *____: object,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    channels = x.shape[1] if training else 0
+    kept = x.shape[1] if running_mean is not None else 0
+    dtype = x.dtype if running_mean is None else running_mean.dtype
+    return (
+        torch.empty_like(x),
+        x.new_empty(channels),
+        x.new_empty(channels),
+        x.new_empty(kept, dtype=dtype),
+        x.new_empty(kept, dtype=dtype),
+    )
+
+
+@batch_norm_backward.register_fake
+def _(_: Tensor, x: Tensor, weight: Tensor | None, *__: object) -> tuple[Tensor, Tensor, Tensor]:
+    if weight is None:
+        return torch.empty_like(x), x.new_empty(0), x.new_empty(0)
+    return torch.empty_like(x), torch.empty_like(weight), torch.empty_like(weight)
+
+
+_Inputs = tuple[
+    Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None, bool, float, float
+]
+
+
+def _setup_context(
+    ctx: torch.autograd.function.FunctionCtx, inputs: _Inputs, output: tuple[Tensor, ...]
+) -> None:
+    x, weight, _, mean, var, training, _, eps = inputs
+    # The running statistics change before the backward, and in training it does not look at them.
+    kept = (None, None) if training else (mean, var)
+    saved = (x, weight, *kept, *output[1:3])
+    ctx.save_for_backward(*cast("tuple[Tensor, ...]", saved))
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+    ctx.training, ctx.eps = training, eps  # type: ignore[attr-defined]
+
+
+def _backward(
+    ctx: torch.autograd.function.FunctionCtx, grad: Tensor | None, *_: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    if grad is None:
+        return (None,) * 8
+    x, weight, *others = ctx.saved_tensors  # type: ignore[attr-defined]
+    training, eps = ctx.training, ctx.eps  # type: ignore[attr-defined]
+    grad_x, grad_weight, grad_bias = batch_norm_backward(grad, x, weight, *others, training, eps)
+    has_weight = weight is not None
+    return (
+        grad_x,
+        grad_weight if has_weight else None,
+        grad_bias if has_weight else None,
+        *(None,) * 5,
+    )
+
+
+batch_norm.register_autograd(_backward, setup_context=_setup_context)

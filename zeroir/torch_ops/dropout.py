@@ -1,0 +1,79 @@
+"""Dropout whose mask is a function of a seed and an element's position, with the same bits on every device.
+
+torch's generators differ between devices and keep hidden state. Here element ``i`` is kept where a hash of
+(seed, i), as many bits as the probability needs, is large enough; the seed is an operand.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_BITS = 24
+_WEYL = 0x9E3779B97F4A7C15
+_MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
+
+
+@torch.library.custom_op("zeroir::dropout", mutates_args=())
+def dropout(x: Tensor, p: float, seed: Tensor) -> tuple[Tensor, Tensor]:
+    """Zero each element of x with probability p, scale the rest by 1 / (1 − p).
+
+    ``seed`` is i64[1], on the host or on x's device. Returns the result, of x's type, and the bool mask of what was kept.
+    """
+    mask = (_hash(x.numel(), seed, x.device) >= round(p * 2**_BITS)).view(x.shape)
+    # Laid out as x, so that the types do not depend on the device.
+    return torch.empty_like(x).copy_(x * mask * _scale(p)), torch.empty_like(
+        x, dtype=torch.bool
+    ).copy_(mask)
+
+
+@dropout.register_fake
+def _(x: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), torch.empty_like(x, dtype=torch.bool)
+
+
+def _setup_context(
+    ctx: torch.autograd.function.FunctionCtx,
+    inputs: tuple[Tensor, float, Tensor],
+    output: tuple[Tensor, Tensor],
+) -> None:
+    ctx.save_for_backward(output[1])
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+    ctx.p = inputs[1]  # type: ignore[attr-defined]
+
+
+def _backward(
+    ctx: torch.autograd.function.FunctionCtx, grad: Tensor | None, _: Tensor | None
+) -> tuple[Tensor | None, None, None]:
+    if grad is None:
+        return None, None, None
+    (mask,) = ctx.saved_tensors  # type: ignore[attr-defined]
+    return grad * mask * _scale(ctx.p), None, None  # type: ignore[attr-defined]
+
+
+dropout.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _scale(p: float) -> float:
+    return 0.0 if p >= 1 else 1 / (1 - p)
+
+
+def _hash(numel: int, seed: Tensor, device: torch.device) -> Tensor:
+    """Uniform integers in [0, 2^24), one per position: SplitMix64 (Steele, Lea and Flood, 2014) at (seed, i)."""
+    z = torch.arange(1, numel + 1, dtype=torch.int64, device=device)
+    # A seed on the host is read at launch; no device waits for it.
+    z = z.mul_(_signed(_WEYL)).add_(int(seed) if seed.device.type == "cpu" else seed)
+    for shift, factor in _MIX:
+        z = z.bitwise_xor_(_shift(z, shift)).mul_(_signed(factor))
+    z = z.bitwise_xor_(_shift(z, 31))
+    return _shift(z, 64 - _BITS)
+
+
+def _shift(z: Tensor, bits: int) -> Tensor:
+    """A logical shift to the right; torch's is arithmetic."""
+    return (z >> bits).bitwise_and_((1 << (64 - bits)) - 1)
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >= 1 << 63 else value

@@ -1,0 +1,278 @@
+"""A mode under which a model's attention, dropout, batch norm and losses use device-neutral operators.
+
+The frontend traces under it; eager PyTorch under it computes, bit for bit, what the traced program computes.
+Where FP32 and 16-bit operands meet in a matrix product, a convolution or a norm, as a 16-bit layer meets what an FP32
+buffer was added to, the FP32 ones are rounded; losses go the other way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from typing import cast
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils import checkpoint
+
+from zeroir.torch_ops.attention import attention
+from zeroir.torch_ops.batch_norm import batch_norm
+from zeroir.torch_ops.dropout import dropout
+
+Function = Callable[..., object]
+
+_LOSSES: frozenset[object] = frozenset(
+    {
+        F.binary_cross_entropy,
+        F.binary_cross_entropy_with_logits,
+        F.cosine_embedding_loss,
+        F.cross_entropy,
+        F.gaussian_nll_loss,
+        F.hinge_embedding_loss,
+        F.huber_loss,
+        F.kl_div,
+        F.l1_loss,
+        F.margin_ranking_loss,
+        F.mse_loss,
+        F.multi_margin_loss,
+        F.multilabel_margin_loss,
+        F.multilabel_soft_margin_loss,
+        F.nll_loss,
+        F.poisson_nll_loss,
+        F.smooth_l1_loss,
+        F.soft_margin_loss,
+        F.triplet_margin_loss,
+    }
+)
+_OF_ONE_TYPE: frozenset[object] = frozenset(
+    {
+        F.bilinear,
+        F.conv1d,
+        F.conv2d,
+        F.conv3d,
+        F.conv_transpose1d,
+        F.conv_transpose2d,
+        F.conv_transpose3d,
+        F.group_norm,
+        F.layer_norm,
+        F.linear,
+        F.multi_head_attention_forward,
+        F.rms_norm,
+        F.scaled_dot_product_attention,
+        Tensor.__matmul__,
+        Tensor.__rmatmul__,
+        Tensor.addmm,
+        Tensor.baddbmm,
+        Tensor.bmm,
+        Tensor.matmul,
+        Tensor.mm,
+        torch.addmm,
+        torch.baddbmm,
+        torch.bmm,
+        torch.einsum,
+        torch.matmul,
+        torch.mm,
+    }
+)
+_RECURRENT: frozenset[object] = frozenset(
+    {torch.gru, torch.lstm, torch.rnn_relu, torch.rnn_tanh}
+)
+_LOW_PRECISION = (torch.bfloat16, torch.float16)
+
+
+class NeutralOps(TorchFunctionMode):
+    """Replace attention, dropout and batch norm; compute losses of 16-bit inputs in FP32.
+
+    Each call of dropout takes the next element of ``seeds`` (i64[sites]); ``sites`` counts them. ``around`` wraps
+    every torch function that the model calls, which is how a tracer learns what comes from where.
+    """
+
+    def __init__(self, seeds: Tensor, around: Callable[[Function], Function] | None = None) -> None:
+        super().__init__()
+        self.seeds = seeds
+        self.sites = 0
+        self._around = around
+
+    def __torch_function__(
+        self,
+        func: Function,
+        types: Sequence[type],
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        """Call ``func`` or what stands for it."""
+        call = func if self._around is None else self._around(func)
+        given = dict(kwargs or {})
+        if func in _OF_ONE_TYPE:
+            args, given = self._wrapped(_of_one_type)(args, given)  # type: ignore[misc]
+        if func is F.scaled_dot_product_attention:
+            return self._wrapped(self._attention)(*args, **given)
+        if func is F.dropout or func is torch.dropout:
+            return self._wrapped(self._dropout)(*args, **given)
+        if func in (F.dropout1d, F.dropout2d, F.dropout3d):
+            return self._wrapped(self._dropout_channels)(*args, **given)
+        if func is F.batch_norm:
+            return self._wrapped(_batch_norm)(*args, **given)
+        if func in _RECURRENT and any(isinstance(arg, float) and arg > 0 for arg in args):
+            # torch leaves the dropout out, without a word, when it traces these.
+            raise NotImplementedError(
+                "dropout inside a recurrent network is not supported; stack single layers and call dropout between"
+            )
+        if func in _LOSSES:
+            return call(*(_widen(arg) for arg in args), **{k: _widen(v) for k, v in given.items()})
+        if func is F.multi_head_attention_forward:
+            # This one is written in Python over the others: run its body under the mode again.
+            with mock.patch.object(F, "has_torch_function", _never), self:
+                return call(*args, **given)
+        return call(*args, **given)
+
+    def _wrapped(self, func: Function) -> Function:
+        return func if self._around is None else self._around(func)
+
+    def _seed(self) -> Tensor:
+        if self.sites >= self.seeds.numel():
+            raise IndexError(f"there are more calls of dropout than the {self.sites} seeds")
+        self.sites += 1
+        return self.seeds[self.sites - 1 : self.sites]
+
+    def _dropout(
+        self,
+        input: Tensor,  # noqa: A002 - torch's name, which callers may use
+        p: float = 0.5,
+        training: bool = True,
+        inplace: bool = False,
+        train: bool | None = None,
+    ) -> Tensor:
+        if not 0 <= p <= 1:
+            raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
+        if p == 0 or not (training if train is None else train):
+            return input
+        result: Tensor = dropout(input, float(p), self._seed())[0]
+        return input.copy_(result) if inplace else result
+
+    def _dropout_channels(
+        self,
+        input: Tensor,  # noqa: A002 - torch's name, which callers may use
+        p: float = 0.5,
+        training: bool = True,
+        inplace: bool = False,
+    ) -> Tensor:
+        shape = (*input.shape[:2], *(1 for _ in input.shape[2:]))
+        kept = self._dropout(input.new_ones(shape), p, training)
+        return input.mul_(kept) if inplace else input * kept
+
+    def _attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        has_same_batch = query.shape[:-3] == key.shape[:-3] == value.shape[:-3]
+        mask_is_plain = attn_mask is None or not attn_mask.requires_grad
+        if query.dim() == 4 and has_same_batch and dropout_p == 0 and mask_is_plain:
+            mask = attn_mask
+            while mask is not None and mask.dim() < 4:
+                mask = mask.unsqueeze(0)
+            result: Tensor = attention(query, key, value, mask, is_causal, scale)[0]
+            return result
+        # Rarer cases in plain operators: a probability or a gradient of the mask needs the scores themselves.
+        if enable_gqa:
+            groups = query.shape[-3] // key.shape[-3]
+            key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
+        scores = query @ key.transpose(-2, -1)
+        scores = scores * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
+        if is_causal:
+            size = (query.shape[-2], key.shape[-2])
+            attn_mask = torch.ones(size, dtype=torch.bool, device=query.device).tril()
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            scores = scores.masked_fill(~attn_mask, -math.inf)
+        elif attn_mask is not None:
+            scores = scores + attn_mask
+        weights = torch.softmax(scores.float(), -1).to(value.dtype)
+        return self._dropout(weights, dropout_p) @ value
+
+
+def _batch_norm(
+    input: Tensor,  # noqa: A002 - torch's name, which callers may use
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """Batch norm by our operator, in FP32 where x is narrower; the new statistics replace the old ones."""
+    wide = [_widen(x) for x in (input, weight, bias, running_mean, running_var)]
+    result, _, _, mean, var = batch_norm(*wide, training, momentum, eps)
+    if training and running_mean is not None and running_var is not None:
+        running_mean.copy_(mean)
+        running_var.copy_(var)
+    return cast("Tensor", result.to(input.dtype))
+
+
+def _widen(value: object) -> object:
+    is_low = isinstance(value, Tensor) and value.dtype in _LOW_PRECISION
+    return value.float() if is_low and isinstance(value, Tensor) else value
+
+
+def _of_one_type(
+    args: tuple[object, ...], kwargs: dict[str, object]
+) -> tuple[tuple[object, ...], dict[str, object]]:
+    """The arguments with FP32 tensors rounded to the 16-bit type of others among them, if there is one."""
+    dtypes = {x.dtype for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+    low = next((dtype for dtype in _LOW_PRECISION if dtype in dtypes), None)
+    if low is None or torch.float32 not in dtypes:
+        return args, kwargs
+
+    def rounded(x: Tensor) -> Tensor:
+        return x.to(low) if x.dtype == torch.float32 else x
+
+    return (
+        tuple(pytree.tree_map_only(Tensor, rounded, arg) for arg in args),
+        {key: pytree.tree_map_only(Tensor, rounded, arg) for key, arg in kwargs.items()},
+    )
+
+
+def _never(_: object) -> bool:
+    return False
+
+
+@contextlib.contextmanager
+def inlined_checkpoints() -> Iterator[None]:
+    """Activation checkpoints just call their function: what is saved and what recomputed is the program's to say.
+
+    A checkpoint that recomputed would besides do so outside of the mode, with torch's own operators.
+    """
+
+    def apply(function: Function, preserve: object, *args: object) -> object:  # noqa: ARG001
+        return function(*args)
+
+    def generator(*_: object, **__: object) -> Generator[None, None, None]:
+        yield
+
+    with (
+        mock.patch.object(checkpoint.CheckpointFunction, "apply", apply),
+        mock.patch.object(checkpoint, "_checkpoint_without_reentrant_generator", generator),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def neutral_ops(seeds: Tensor) -> Iterator[NeutralOps]:
+    """Run eager PyTorch with the operators that a traced program has; ``seeds`` is i64[sites], one per dropout.
+
+    The seeds are taken in call order from the first on, so enter this once per forward.
+    """
+    with inlined_checkpoints(), NeutralOps(seeds) as mode:
+        yield mode
