@@ -1,0 +1,67 @@
+"""A user's batch against the inputs that the program was compiled for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from zeroir.errors import UserError
+from zeroir.ir.program import InputBinding, Program
+from zeroir.runtime.storage import Memory
+from zeroir.runtime.tensors import TORCH_DTYPE
+
+Batch = Tensor | Mapping[str, object] | Sequence[object]
+"""A tensor, or tuples, lists and dicts of tensors, nested as the model's forward takes them."""
+
+
+def flatten(batch: Batch) -> dict[str, Tensor]:
+    """The tensors of a batch by path: positions and keys joined by dots, such as ``0`` or ``labels``."""
+    found: dict[str, Tensor] = {}
+    _collect(batch, "", found)
+    return found
+
+
+def _collect(value: object, path: str, found: dict[str, Tensor]) -> None:
+    if isinstance(value, Tensor):
+        found[path or "0"] = value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            _collect(item, f"{path}.{key}" if path else str(key), found)
+    elif isinstance(value, tuple | list):
+        for index, item in enumerate(value):
+            _collect(item, f"{path}.{index}" if path else str(index), found)
+
+
+def write_inputs(program: Program, memory: Memory, batch: Batch) -> None:
+    """Copy a batch to the program's input buffers.
+
+    Raises:
+        UserError: where the batch has another structure, shape or dtype than the program was compiled for.
+    """
+    tensors = flatten(batch)
+    for binding in program.inputs:
+        tensor = tensors.pop(binding.path, None)
+        _check(binding, tensor)
+        assert tensor is not None
+        memory.buffer(binding.buffer).view(binding.shape).copy_(tensor, non_blocking=True)
+    # What the compiler saw and the model never reads has no buffer, so further tensors are no error.
+
+
+def _check(binding: InputBinding, tensor: Tensor | None) -> None:
+    expected = _describe(str(TORCH_DTYPE[binding.dtype]), binding.shape)
+    if tensor is None:
+        raise UserError(
+            f"The batch has no '{binding.path}'; the program was compiled for {expected} there: "
+            "yield batches like the model file's batch()."
+        )
+    if tuple(tensor.shape) != binding.shape or tensor.dtype is not TORCH_DTYPE[binding.dtype]:
+        found = _describe(str(tensor.dtype), tuple(tensor.shape))
+        raise UserError(
+            f"The batch's '{binding.path}' is {found}, but the program was compiled for {expected}: "
+            "yield batches like the model file's batch(), or compile for the new ones."
+        )
+
+
+def _describe(dtype: str, shape: tuple[int, ...]) -> str:
+    return f"{dtype.removeprefix('torch.')}{list(shape)}"

@@ -1,0 +1,43 @@
+"""The names that torch's flat collectives go by, which differ between the versions that zeroir supports.
+
+torch 2.13 renamed ``all_gather_into_tensor`` and ``reduce_scatter_tensor`` and warns of the old names; torch 2.11 has
+only the old ones.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+
+class _AllGather(Protocol):
+    def __call__(self, output: Tensor, source: Tensor, /, *, group: ProcessGroup) -> object:
+        """Fill ``output`` from every rank's ``source``."""
+
+
+class _ReduceScatter(Protocol):
+    def __call__(
+        self, output: Tensor, source: Tensor, /, *, op: dist.ReduceOp.RedOpType, group: ProcessGroup
+    ) -> object:
+        """Fill ``output`` from every rank's ``source``."""
+
+
+_all_gather: _AllGather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: _ReduceScatter = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)
+
+
+def all_gather_flat(destination: Tensor, source: Tensor, group: ProcessGroup) -> None:
+    """Concatenate every rank's ``source`` into ``destination``: numel × group size."""
+    _all_gather(destination, source, group=group)
+
+
+def reduce_scatter_flat(
+    destination: Tensor, source: Tensor, group: ProcessGroup, op: dist.ReduceOp.RedOpType
+) -> None:
+    """Combine every rank's ``source`` and keep this rank's slice, in the backend's own order of additions."""
+    _reduce_scatter(destination, source, op=op, group=group)

@@ -1,0 +1,358 @@
+"""Run a program on this process's ranks: for each op, in order, the handler of its type.
+
+No decision is made here: what is not in the program does not happen. Streams say when an op runs, handlers what it
+does, a comm how ranks exchange elements, and kernels how a segment is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from zeroir.errors import InternalError, UserError, ZeroirError
+from zeroir.ir import ops
+from zeroir.ir.buffers import Role
+from zeroir.ir.program import EVALUATE, LAST_MICRO_STEP, MICRO_STEP, UPDATE, Program
+from zeroir.runtime import state
+from zeroir.runtime.batch import Batch, write_inputs
+from zeroir.runtime.comm.job import (
+    DEFAULT_TIMEOUT,
+    Backend,
+    LostPeersError,
+    is_lost_connection,
+    open_job,
+)
+from zeroir.runtime.handlers import Machine, handle
+from zeroir.runtime.kernels.choice import KernelBackend, open_kernels
+from zeroir.runtime.labels import labels
+from zeroir.runtime.seeds import site_seed
+from zeroir.runtime.state import Factory
+from zeroir.runtime.storage import Memory
+from zeroir.runtime.streams import Execute, Streams, ThreadStreams
+
+OpenStreams = Callable[[Execute], Streams]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankResult:
+    """What one rank knows after a step.
+
+    ``loss`` is f32[]: the mean over the step's micro-batches of this rank; ``mean_loss`` that over all ranks, or None
+    where the program does not reduce it. ``is_skipped`` and ``grad_norm`` are f32[], or None where the program takes
+    no such decision; the norm is of the averaged, unscaled gradient, before clipping. Reading a value waits for the
+    device.
+    """
+
+    loss: Tensor
+    mean_loss: Tensor | None
+    is_skipped: Tensor | None
+    grad_norm: Tensor | None
+
+
+class Executor:
+    """The loop over a program's sections, for the local ranks of a machine; backends and lockstep share it."""
+
+    def __init__(self, machine: Machine, open_streams: OpenStreams, *, seed: int = 0) -> None:
+        self.machine = machine
+        self.step_count = 0
+        self.seed = seed
+        self._program = machine.program
+        self._streams = open_streams(self._execute)
+        self._rng_buffers = [b.name for b in self._program.buffers if b.role is Role.RNG]
+        self._is_profiled = False
+        self._labels: dict[int, str] = {}
+
+    def step(self, batches: Sequence[Sequence[Batch]]) -> list[RankResult]:
+        """One training step: ``batches[rank][micro_step]`` for the local ranks; one result per local rank."""
+        counts = {len(micro_batches) for micro_batches in batches}
+        (micro_steps,) = counts
+        self._require_micro_steps(micro_steps)
+        if self.step_count == 0:
+            self._establish(LAST_MICRO_STEP if micro_steps == 1 else MICRO_STEP)
+        for index in range(micro_steps):
+            is_last = index == micro_steps - 1
+            self._set_inputs([micro_batches[index] for micro_batches in batches], index)
+            self._run(LAST_MICRO_STEP if is_last else MICRO_STEP)
+        # The update may reduce the loss over ranks, or clear it for the next step.
+        losses = self._losses(micro_steps)
+        scales = [self._loss_scale(memory) for memory in self.machine.ranks]
+        self._run(UPDATE)
+        self.step_count += 1
+        return [
+            self._result(memory, loss, scale)
+            for memory, loss, scale in zip(self.machine.ranks, losses, scales, strict=True)
+        ]
+
+    def evaluate(self, batches: Sequence[Batch]) -> list[Tensor]:
+        """The loss (f32[]) of one batch per local rank, by the program's ``evaluate`` section."""
+        if EVALUATE not in self._program.section_by_name:
+            raise UserError("The program has no evaluate section; compile it with one.")
+        self._set_inputs(batches, 0)
+        self._run(EVALUATE)
+        return self._losses(1)
+
+    def close(self) -> None:
+        """Stop the streams."""
+        self._streams.close()
+
+    def _run(self, name: str) -> None:
+        section = self._program.section_by_name.get(name)
+        if section is None:
+            raise UserError(
+                f"The program has no {name} section; compile it for this many micro-steps."
+            )
+        self._is_profiled = torch.autograd.profiler._is_profiler_enabled
+        with torch.no_grad():
+            self._streams.join([pending.event for pending in section.entry.pending])
+            for op in section.body:
+                self._streams.submit(op)
+            self._streams.join([pending.event for pending in section.exit.pending])
+
+    def _establish(self, name: str) -> None:
+        """Make the first section's entry state true, which later is the update's doing."""
+        section = self._program.section_by_name.get(name)
+        if section is None:
+            return
+        with torch.no_grad():
+            state.establish(self._program, self.machine.ranks, self.machine.comm, section.entry)
+        for pending in section.entry.pending:
+            self._streams.signal(pending.event)
+
+    def _execute(self, op: ops.Op) -> None:
+        try:
+            if self._is_profiled:
+                with record_function(self._label(op)):
+                    handle(op, self.machine)
+            else:
+                handle(op, self.machine)
+        except UserError:
+            raise
+        except Exception as error:
+            raise self._explained(op, error) from error
+
+    def _explained(self, op: ops.Op, error: Exception) -> ZeroirError:
+        """What went wrong in an op, where, and what to do if the user can do something."""
+        place = f"{self._label(op)} of step {self.step_count}"
+        if isinstance(error, RuntimeError) and is_lost_connection(error):
+            return LostPeersError(
+                f"Rank {self.machine.ranks[0].rank} lost its peers in {place}: another rank stopped or is stuck; "
+                "look at the first rank that failed."
+            )
+        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+            return UserError(
+                f"Memory ran out in {place}: use more ranks, a higher stage, a lower precision or a smaller batch."
+            )
+        if isinstance(error, IndexError):
+            return UserError(f"The batch does not suit the model: {error}, in {place}.")
+        return InternalError(f"{place}: {error}")
+
+    def _label(self, op: ops.Op) -> str:
+        """Where an op stands in the program's text, for profiles and errors."""
+        if not self._labels:
+            self._labels = labels(self._program)
+        return self._labels.get(id(op), type(op).__name__)
+
+    def _set_inputs(self, batches: Sequence[Batch], micro_step: int) -> None:
+        for memory, batch in zip(self.machine.ranks, batches, strict=True):
+            write_inputs(self._program, memory, batch)
+            for name in self._rng_buffers:
+                sites = memory.buffer(name)
+                seeds = [
+                    site_seed(self.seed, self.step_count, micro_step, memory.rank, site)
+                    for site in range(sites.numel())
+                ]
+                sites.copy_(torch.tensor(seeds, dtype=sites.dtype))
+
+    def _require_micro_steps(self, micro_steps: int) -> None:
+        compiled = int(self._program.option.get("micro_steps", micro_steps))
+        if micro_steps != compiled:
+            raise UserError(
+                f"A step of this program takes {compiled} micro-batches, but got {micro_steps}; "
+                "pass a list of as many batches, or compile with another --micro-steps."
+            )
+
+    def _losses(self, micro_steps: int) -> list[Tensor]:
+        if self._program.loss is None:
+            raise UserError("The program names no loss; compile it again.")
+        name = self._program.loss
+        return [memory.buffer(name)[0].clone() / micro_steps for memory in self.machine.ranks]
+
+    def _loss_scale(self, memory: Memory) -> Tensor | None:
+        """The loss scale of this step, before the update may change it."""
+        decide = self._decision
+        if decide is None or decide.loss_scale is None:
+            return None
+        return memory.region(decide.loss_scale)[0].clone()
+
+    def _result(self, memory: Memory, loss: Tensor, scale: Tensor | None) -> RankResult:
+        decide = self._decision
+        mean_loss = None
+        if self._is_loss_reduced and self._program.loss is not None:
+            mean_loss = memory.buffer(self._program.loss)[0] / self._program.mesh.world_size
+        if decide is None:
+            return RankResult(loss=loss, mean_loss=mean_loss, is_skipped=None, grad_norm=None)
+        skip, norm = decide.skip, None
+        if decide.norm is not None:
+            divisor = decide.divisor if scale is None else decide.divisor * scale
+            norm = memory.region(decide.norm)[0].sqrt() / divisor
+        return RankResult(
+            loss=loss,
+            mean_loss=mean_loss,
+            is_skipped=None if skip is None else memory.region(skip)[0].clone(),
+            grad_norm=norm,
+        )
+
+    @cached_property
+    def _is_loss_reduced(self) -> bool:
+        """Whether the update leaves the sum over all ranks in the loss."""
+        section = self._program.section_by_name.get(UPDATE)
+        is_reduced = False
+        for op in () if section is None else section.body:
+            match op:
+                case ops.AllReduce():
+                    is_reduced |= any(p.destination.buffer == self._program.loss for p in op.pairs)
+                case ops.Fill() if op.destination.buffer == self._program.loss:
+                    is_reduced = False
+                case _:
+                    pass
+        return is_reduced and len(self._program.mesh.axes) == 1
+
+    @cached_property
+    def _decision(self) -> ops.Decide | None:
+        section = self._program.section_by_name.get(UPDATE)
+        body = () if section is None else section.body
+        return next((op for op in body if isinstance(op, ops.Decide)), None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What this rank knows after ``Engine.step``; see ``RankResult``. Reading a value waits for the device."""
+
+    rank: RankResult
+
+    @property
+    def loss(self) -> float:
+        """Mean over the step's micro-batches of this rank."""
+        return float(self.rank.loss)
+
+    @property
+    def mean_loss(self) -> float | None:
+        """Mean over all ranks; None where the program does not reduce the loss (``Engine.average`` does)."""
+        return None if self.rank.mean_loss is None else float(self.rank.mean_loss)
+
+    @property
+    def is_skipped(self) -> bool:
+        """Whether an overflow on any rank left everything as it was."""
+        return self.rank.is_skipped is not None and bool(self.rank.is_skipped > 0)
+
+    @property
+    def grad_norm(self) -> float | None:
+        """Global L2 norm of the averaged gradient before clipping; None where the program computes none."""
+        return None if self.rank.grad_norm is None else float(self.rank.grad_norm)
+
+
+class Engine:
+    """One rank of a program on this process's device.
+
+    The default process group comes first (``train.join_job``), unless the program is for one rank or the backend is
+    ``fake``. Every rank constructs its engine and calls its methods alike.
+
+    Raises:
+        UserError: where ranks have different programs, or the job has another world size than the program.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        *,
+        backend: Backend | None = None,
+        device: torch.device | None = None,
+        kernels: KernelBackend = KernelBackend.EAGER,
+        seed: int = 0,
+        timeout: timedelta = DEFAULT_TIMEOUT,
+    ) -> None:
+        self.program = program
+        self.device = device or torch.device("cpu")
+        self.job = open_job(program, backend, self.device, timeout)
+        memory = Memory(program, self.job.rank, self.device)
+        machine = Machine(
+            program=program,
+            ranks=[memory],
+            comm=self.job.comm,
+            kernels=open_kernels(kernels, self.device),
+        )
+        machine.compile()
+        self._memory = memory
+        self._executor = Executor(machine, self._open_streams, seed=seed)
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in the mesh."""
+        return self.job.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks of the mesh."""
+        return self.program.mesh.world_size
+
+    @property
+    def step_count(self) -> int:
+        """Training steps that ``step`` has carried out, skipped ones included."""
+        return self._executor.step_count
+
+    def initialise(self, factory: Factory, seed: int) -> None:
+        """Give every buffer its value before step 1, parameters from the user's module; see ``state``."""
+        state.initialise(self.program, [self._memory], factory, seed)
+
+    def initialise_flats(self, initial: Mapping[str, Tensor]) -> None:
+        """Give buffers values by name; see ``state.initialise_flats``."""
+        state.initialise_flats(self.program, [self._memory], initial)
+
+    def step(self, batch: Batch | list[Batch]) -> StepResult:
+        """One training step on a batch, or on a list of as many batches as the program has micro-steps.
+
+        Raises:
+            UserError: where a batch has another shape or dtype than compiled, or another rank is lost.
+        """
+        batches: list[Batch] = batch if isinstance(batch, list) else [batch]
+        (result,) = self._executor.step([batches])
+        return StepResult(rank=result)
+
+    def evaluate(self, batch: Batch) -> float:
+        """The loss of one batch by the program's ``evaluate`` section."""
+        (loss,) = self._executor.evaluate([batch])
+        return float(loss)
+
+    def buffer(self, name: str) -> Tensor:
+        """A buffer of this rank, itself and not a copy."""
+        return self._memory.buffer(name)
+
+    def full_parameters(self) -> dict[str, Tensor]:
+        """Every parameter by name, whole, FP32 masters where there are some; every rank calls this alike."""
+        return state.full_parameters(self.program, [self._memory], self.job.comm)
+
+    def full_state(self) -> dict[tuple[str, str], Tensor]:
+        """Parameters, masters and optimizer states, whole, by (flat, quantity); every rank calls this alike."""
+        return state.full_state(self.program, [self._memory], self.job.comm)
+
+    def average(self, value: float) -> float:
+        """The mean of every rank's value, added in rank order; every rank calls this alike."""
+        return self.job.average(value)
+
+    def close(self) -> None:
+        """Stop the streams and give up the process groups."""
+        self._executor.close()
+        self.job.comm.close()
+
+    def _open_streams(self, execute: Execute) -> Streams:
+        if self.device.type == "cuda":
+            from zeroir.runtime.cuda import CudaStreams
+
+            return CudaStreams(self.program, self.device, execute)
+        return ThreadStreams(execute)

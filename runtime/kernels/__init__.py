@@ -1,0 +1,1 @@
+"""What runs a segment: one module per kernel backend, behind one Protocol."""

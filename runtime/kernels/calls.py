@@ -1,0 +1,114 @@
+"""Nodes of a segment as calls of torch: which operator, and its arguments with the numbers of the values left open."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+import zeroir.torch_ops  # noqa: F401 - segments call zeroir's own operators, which exist once it is loaded
+from zeroir.errors import UserError
+from zeroir.ir.dtypes import DType
+from zeroir.ir.segment import Node, NodeArg, Ref, Symbol
+from zeroir.runtime.tensors import TORCH_DTYPE
+
+Value = (
+    Tensor
+    | torch.dtype
+    | torch.device
+    | torch.layout
+    | torch.memory_format
+    | bool
+    | int
+    | float
+    | str
+    | None
+    | list["Value"]
+)
+Resolve = Callable[[Sequence[Tensor | None]], Value]
+"""Given the values of a segment by number, one argument of a call."""
+
+
+def operator(name: str) -> torch._ops.OpOverload:
+    """``aten.mm.default`` as torch's operator; UserError where this version of torch lacks it."""
+    parts = name.split(".")
+    try:
+        namespace, packet, overload = parts
+        found = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
+    except (AttributeError, RuntimeError, ValueError):
+        raise UserError(
+            f"The program calls the operator {name}, which torch {torch.__version__} does not have; "
+            "compile it again with this version of torch."
+        ) from None
+    if not isinstance(found, torch._ops.OpOverload):
+        raise UserError(f"The program calls {name}, which is not an operator of torch.")
+    return found
+
+
+def constant(arg: NodeArg, device: torch.device) -> Value:
+    """An argument without values of the segment in it."""
+    match arg:
+        case Symbol(name="device"):
+            return device
+        case Symbol():
+            found = getattr(torch, arg.name, None)
+            if isinstance(found, torch.layout | torch.memory_format):
+                return found
+            raise UserError(
+                f"The program names '{arg.name}', which torch does not know; compile it again."
+            )
+        case DType():
+            return TORCH_DTYPE[arg]
+        case tuple():
+            return [constant(item, device) for item in arg]
+        case Ref():
+            raise AssertionError("a value of the segment is no constant")
+        case _:
+            return arg
+
+
+def has_ref(arg: NodeArg) -> bool:
+    """Whether an argument uses a value of the segment."""
+    return isinstance(arg, Ref) or (isinstance(arg, tuple) and any(map(has_ref, arg)))
+
+
+def resolver(arg: NodeArg, device: torch.device) -> Resolve:
+    """How to obtain the argument in each call."""
+    if isinstance(arg, Ref):
+        index = arg.index
+        return lambda values: values[index]
+    if isinstance(arg, tuple) and has_ref(arg):
+        items = [resolver(item, device) for item in arg]
+        return lambda values: [item(values) for item in items]
+    value = constant(arg, device)
+    return lambda _: value
+
+
+def is_multiple(function: torch._ops.OpOverload) -> bool:
+    """Whether an operator returns several tensors, or a list of them."""
+    returns = function._schema.returns
+    return len(returns) != 1 or str(returns[0].type) == "List[Tensor]"
+
+
+def out_overload(function: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
+    """The overload that writes its one result into a given tensor, if the operator has one."""
+    schema = function._schema
+    if len(schema.returns) != 1 or schema.is_mutable:
+        return None
+    expected = [(a.name, str(a.type)) for a in schema.arguments]
+    packet = function._overloadpacket
+    for name in packet.overloads():  # type: ignore[no-untyped-call]
+        candidate = getattr(packet, name)
+        arguments = candidate._schema.arguments
+        outs = [a for a in arguments if a.is_out]
+        found = [(a.name, str(a.type)) for a in arguments if not a.is_out]
+        if len(outs) == 1 and outs[0].name == "out" and found == expected:
+            assert isinstance(candidate, torch._ops.OpOverload)
+            return candidate
+    return None
+
+
+def node_refs(node: Node) -> frozenset[int]:
+    """The numbers of the values that a node uses."""
+    return frozenset(ref.index for ref in node.refs())

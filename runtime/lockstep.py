@@ -1,0 +1,294 @@
+"""All ranks of a program in one process: the reference semantics of the IR.
+
+What no wait orders may happen in any order, and here it does: each stream is a queue, and a seeded scheduler picks
+whose head comes next. A collective takes two turns; in between its destinations hold NaN, and its sources are read at
+its beginning or its end, as chance has it. Undefined and released memory is NaN, too, and using a released buffer is
+an error. So a program that lacks a wait gives wrong numbers, or none, for some seed, and a right one always the same.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from zeroir.errors import InternalError
+from zeroir.ir import ops
+from zeroir.ir.contents import FlatContent, Micro
+from zeroir.ir.mesh import HOST
+from zeroir.ir.ops import Op
+from zeroir.ir.program import Program
+from zeroir.runtime import state
+from zeroir.runtime.batch import Batch
+from zeroir.runtime.comm.base import Launch, Piece
+from zeroir.runtime.comm.lockstep import LockstepComm
+from zeroir.runtime.engine import Executor, RankResult
+from zeroir.runtime.handlers import Machine, communicate, launch
+from zeroir.runtime.kernels.choice import KernelBackend, open_kernels
+from zeroir.runtime.state import Factory
+from zeroir.runtime.storage import Memory
+from zeroir.runtime.streams import Execute
+from zeroir.runtime.tensors import poison
+
+CPU = torch.device("cpu")
+
+
+class Lockstep:
+    """Every rank of a program, stepped together. ``schedule_seed`` decides what unordered ops do."""
+
+    def __init__(
+        self,
+        program: Program,
+        *,
+        seed: int = 0,
+        schedule_seed: int = 0,
+        kernels: KernelBackend = KernelBackend.EAGER,
+    ) -> None:
+        self.program = program
+        self._memories = [
+            Memory(program, rank, CPU, is_poisoned=True) for rank in range(program.mesh.world_size)
+        ]
+        self._machine = Machine(
+            program=program,
+            ranks=self._memories,
+            comm=LockstepComm(program),
+            kernels=open_kernels(kernels, CPU),
+        )
+        generator = random.Random(schedule_seed)
+        self._executor = Executor(
+            self._machine,
+            lambda execute: SeededStreams(self._machine, execute, generator),
+            seed=seed,
+        )
+
+    def initialise(self, factory: Factory, seed: int) -> None:
+        """Fill every rank's buffers from the user's module; see ``state``."""
+        state.initialise(self.program, self._memories, factory, seed)
+        self._poison_stale_gradients()
+
+    def initialise_flats(self, initial: Mapping[str, Tensor]) -> None:
+        """Fill every rank's buffers by name; see ``state.initialise_flats``."""
+        state.initialise_flats(self.program, self._memories, initial)
+        self._poison_stale_gradients()
+
+    def step(self, batches: Sequence[Sequence[Batch]]) -> list[RankResult]:
+        """One training step: ``batches[rank][micro_step]``; one result per rank."""
+        return self._executor.step(batches)
+
+    def evaluate(self, batches: Sequence[Batch]) -> list[Tensor]:
+        """The loss of one batch per rank by the ``evaluate`` section: f32[] each."""
+        return self._executor.evaluate(batches)
+
+    def buffers(self, rank: int) -> Mapping[str, Tensor]:
+        """The persistent buffers of one rank, themselves and not copies."""
+        memory = self._memories[rank]
+        return {b.name: memory.buffer(b.name) for b in self.program.buffers if b.is_persistent}
+
+    def full_parameters(self) -> dict[str, Tensor]:
+        """Every parameter by name, whole, FP32 masters where there are some."""
+        return state.full_parameters(self.program, self._memories, self._machine.comm)
+
+    def full_state(self) -> dict[tuple[str, str], Tensor]:
+        """Parameters, masters and optimizer states by (flat, quantity), whole, without the padding at the end.
+
+        Raises:
+            InternalError: where ranks hold different bits of the same elements, or padding is not zero.
+        """
+        return state.full_state(self.program, self._memories, self._machine.comm)
+
+    def _poison_stale_gradients(self) -> None:
+        for buffer in self.program.buffers:
+            content = buffer.holds
+            if not isinstance(content, FlatContent) or content.micro is not Micro.STALE:
+                continue
+            flat = self.program.flat_by_name[content.flat]
+            for memory in self._memories:
+                start = state.flat_start(self.program, buffer, memory.rank)
+                target = memory.buffer(buffer.name)
+                for slot in flat.slots:
+                    first, stop = slot.offset - start, slot.offset + slot.numel - start
+                    poison(target[max(first, 0) : max(stop, 0)])
+
+
+# ------------------------------------------------------------------------------------------- hand-made programs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LockstepResult:
+    """``losses[step][rank]``; ``state[flat, quantity]`` is unsharded; ``skipped[step]`` where the program may skip."""
+
+    losses: Sequence[Sequence[float]]
+    state: Mapping[tuple[str, str], Tensor]
+    skipped: Sequence[bool]
+    lockstep: Lockstep
+
+
+def run_lockstep(
+    program: Program,
+    *,
+    initial: Mapping[str, Tensor],
+    inputs: Sequence[Sequence[Sequence[Batch]]],
+    seed: int = 0,
+    schedule_seed: int = 0,
+) -> LockstepResult:
+    """Run a program from given values: ``inputs[step][rank][micro_step]`` are batches.
+
+    Raises:
+        InternalError: where the program uses what is not allocated, waits in a circle, or leaves ranks apart.
+    """
+    lockstep = Lockstep(program, seed=seed, schedule_seed=schedule_seed)
+    lockstep.initialise_flats(initial)
+    losses: list[list[float]] = []
+    skipped: list[bool] = []
+    for batches in inputs:
+        results = lockstep.step(batches)
+        losses.append([float(result.loss) for result in results])
+        skips = {result.is_skipped is not None and bool(result.is_skipped) for result in results}
+        if len(skips) != 1:
+            raise InternalError("some ranks skipped the step and some did not")
+        skipped.append(skips.pop())
+    return LockstepResult(
+        losses=losses, state=lockstep.full_state(), skipped=skipped, lockstep=lockstep
+    )
+
+
+# ---------------------------------------------------------------------------------------------------- scheduler
+
+
+class _Event:
+    __slots__ = ("is_done",)
+
+    def __init__(self, *, is_done: bool = False) -> None:
+        self.is_done = is_done
+
+
+@dataclass(slots=True, kw_only=True)
+class _Item:
+    """A queued op: the event it signals or waits for, and what a collective that has begun will do."""
+
+    op: Op
+    event: _Event
+    begun: Launch | None = None
+
+
+class SeededStreams:
+    """Streams as queues, of which a seeded choice takes the next head that is ready."""
+
+    def __init__(self, machine: Machine, execute: Execute, generator: random.Random) -> None:
+        self._machine = machine
+        self._execute = execute
+        self._random = generator
+        self._queues: dict[str, deque[_Item]] = {}
+        self._events: dict[str, _Event] = {}
+
+    def submit(self, op: Op) -> None:
+        """See ``Streams.submit``: ops wait in their queues until the host waits or a joint comes."""
+        match op:
+            case ops.Wait():
+                event = self._events[op.waited]
+                if op.on == HOST:
+                    self._run_until([event])
+                else:
+                    self._enqueue(op.on, _Item(op=op, event=event))
+            case _:
+                event = _Event()
+                if op.event is not None:
+                    self._events[op.event] = event
+                self._enqueue(op.stream, _Item(op=op, event=event))
+
+    def join(self, pending: Collection[str]) -> None:
+        """See ``Streams.join``."""
+        still = {id(self._events[name]) for name in pending if name in self._events}
+        self._run_until(
+            [
+                item.event
+                for queue in self._queues.values()
+                for item in queue
+                if id(item.event) not in still
+            ]
+        )
+
+    def signal(self, event: str) -> None:
+        """See ``Streams.signal``."""
+        self._events[event] = _Event(is_done=True)
+
+    def close(self) -> None:
+        """See ``Streams.close``."""
+        self._queues.clear()
+
+    def _enqueue(self, stream: str, item: _Item) -> None:
+        self._queues.setdefault(stream, deque()).append(item)
+
+    def _run_until(self, events: Sequence[_Event]) -> None:
+        # Half of the time one stream runs as far as it can before the next, which no coin would ever do.
+        order = self._random.sample(list(self._queues), len(self._queues))
+        is_greedy = self._random.random() < 0.5
+        remaining = [event for event in events if not event.is_done]
+        while remaining:
+            ready = [name for name in order if self._is_ready(self._queues[name])]
+            if not ready:
+                waiting = [q[0].op for q in self._queues.values() if q]
+                raise InternalError(f"streams wait for each other in a circle: {waiting}")
+            self._advance(self._queues[ready[0] if is_greedy else self._random.choice(ready)])
+            remaining = [event for event in remaining if not event.is_done]
+
+    @staticmethod
+    def _is_ready(queue: deque[_Item]) -> bool:
+        if not queue:
+            return False
+        head = queue[0]
+        return not isinstance(head.op, ops.Wait) or head.event.is_done
+
+    def _advance(self, queue: deque[_Item]) -> None:
+        item = queue[0]
+        match item.op:
+            case ops.Wait():
+                queue.popleft()
+                return
+            case (
+                ops.AllGather()
+                | ops.Prefetch()
+                | ops.ReduceScatter()
+                | ops.AllReduce()
+                | ops.Broadcast()
+            ):
+                if item.begun is None:
+                    item.begun = self._begin(launch(item.op, self._machine))
+                    return
+                communicate(item.op, item.begun, self._machine.comm)
+            case _:
+                self._execute(item.op)
+        queue.popleft()
+        item.event.is_done = True
+
+    def _begin(self, what: Launch) -> Launch:
+        """Read sources now or later, and let destinations hold nothing until then."""
+        is_early = self._random.random() < 0.5
+        pieces = [
+            [
+                Piece(
+                    source=piece.source.clone() if is_early or _is_shared(piece) else piece.source,
+                    destination=piece.destination,
+                )
+                for piece in of_rank
+            ]
+            for of_rank in what.pieces
+        ]
+        for of_rank in what.pieces:
+            for piece in of_rank:
+                poison(piece.destination)
+        for staging in what.staging:
+            if staging is not None:
+                poison(staging)
+        return replace(what, pieces=pieces)
+
+
+def _is_shared(piece: Piece) -> bool:
+    """Whether source and destination lie in one buffer."""
+    return (
+        piece.source.untyped_storage().data_ptr() == piece.destination.untyped_storage().data_ptr()
+    )

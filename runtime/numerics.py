@@ -1,0 +1,93 @@
+"""The arithmetic of an update besides the optimizer: norms, overflow, the decision, the loss scale.
+
+Everything stays on the device and waits for nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+# Squares are summed in pieces of this many elements, counted from the start of a region: the bits depend on the
+# region alone, and the scratch memory does not grow with it.
+_CHUNK_NUMEL: Final = 1 << 20
+
+
+def sum_of_squares(sources: Sequence[Tensor], destination: Tensor) -> None:
+    """Write the FP32 sum of squares, piece by piece in order, to an f32[1]."""
+    total = torch.zeros_like(destination)
+    for source in sources:
+        for start in range(0, source.numel(), _CHUNK_NUMEL):
+            piece = source[start : start + _CHUNK_NUMEL]
+            total.add_(piece.to(torch.float32).square().sum())
+    destination.copy_(total)
+
+
+def has_overflow(sources: Sequence[Tensor], destination: Tensor) -> None:
+    """Write 1 to an f32[1] where any element is infinite or NaN, else 0."""
+    # aminmax needs no scratch, and hands NaN on.
+    extremes = [extreme for source in sources if source.numel() for extreme in source.aminmax()]
+    if not extremes:
+        destination.zero_()
+        return
+    is_finite = torch.stack([extreme.to(torch.float32) for extreme in extremes]).isfinite().all()
+    destination.copy_(is_finite.logical_not())
+
+
+def decide(
+    *,
+    step: Tensor,
+    gradient_divisor: Tensor,
+    divisor: int,
+    overflow: Tensor | None,
+    norm: Tensor | None,
+    loss_scale: Tensor | None,
+    skip: Tensor | None,
+    max_norm: float | None,
+) -> None:
+    """Carry out ``ops.Decide``; every tensor is f32[1] (of ``loss_scale`` the first element counts)."""
+    scale = torch.full_like(gradient_divisor, float(divisor))
+    if loss_scale is not None:
+        scale.mul_(loss_scale[:1])
+    if max_norm is not None and norm is not None:
+        clip = max_norm / (norm.sqrt() / scale + 1e-6)
+        gradient_divisor.copy_(scale / clip.clamp(max=1.0))
+    else:
+        gradient_divisor.copy_(scale)
+    if overflow is None:
+        step.add_(1.0)
+        return
+    is_skipped = (overflow > 0).to(step.dtype)
+    if skip is not None:
+        skip.copy_(is_skipped)
+    step.add_(1.0 - is_skipped)
+
+
+def update_scale(
+    state: Tensor, skip: Tensor, *, window: int, factor: float, hysteresis: int, minimum: float
+) -> None:
+    """Carry out ``ops.UpdateScale`` on f32[3] = (scale, steps since the last change, hysteresis left)."""
+    scale, good_steps, left = state.unbind()
+    is_skipped = skip[0] > 0
+    is_spent = left <= 1
+    is_grown = ~is_skipped & (good_steps + 1 >= window)
+    smaller = (scale / factor).clamp(min=minimum)
+    changed = torch.stack(
+        [
+            torch.where(
+                is_skipped,
+                torch.where(is_spent, smaller, scale),
+                torch.where(is_grown, scale * factor, scale),
+            ),
+            torch.where(is_skipped | is_grown, 0.0, good_steps + 1),
+            torch.where(
+                is_skipped,
+                torch.where(is_spent, left, left - 1),
+                torch.where(is_grown, float(hysteresis), left),
+            ),
+        ]
+    )
+    state.copy_(changed)

@@ -1,0 +1,27 @@
+"""Seeds of random ops in a program: a pure function of where and when they are drawn."""
+
+from __future__ import annotations
+
+from typing import Final
+
+_MASK: Final = (1 << 64) - 1
+
+
+def site_seed(seed: int, step: int, micro_step: int, rank: int, site: int) -> int:
+    """The seed of one random call site in one micro-step of one rank: 0 ≤ seed < 2^63.
+
+    ``step`` counts from 0. Equal arguments give equal seeds on every machine, so a resumed run draws what an
+    uninterrupted one would have drawn; a recomputed forward draws what the first one drew.
+    """
+    state = 0
+    for value in (seed, step, micro_step, rank, site):
+        state = _mix((state + value) & _MASK)
+    return state >> 1
+
+
+def _mix(value: int) -> int:
+    """The finaliser of SplitMix64 (Steele, Lea and Flood, 2014) after one step of its sequence."""
+    value = (value + 0x9E3779B97F4A7C15) & _MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)

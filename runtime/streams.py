@@ -1,0 +1,178 @@
+"""How streams and events of a program are carried out on a CPU: one thread per stream.
+
+``compute`` runs in the thread that issues the ops, which is what a CPU has to spare least; every other stream has a
+worker thread with a first-in first-out queue. An event is done or failed once its op is.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Collection, Iterable
+from typing import Final, Protocol
+
+import torch
+
+from zeroir.ir.mesh import COMPUTE, HOST
+from zeroir.ir.ops import Op, Wait
+
+Execute = Callable[[Op], None]
+
+
+class Streams(Protocol):
+    """Runs ops in the order that their streams and waits demand."""
+
+    def submit(self, op: Op) -> None:
+        """Enqueue the op on its stream; a ``wait`` orders a stream or the host."""
+
+    def join(self, pending: Collection[str]) -> None:
+        """Order everything later, on every stream, after everything before, but for the ops that signal ``pending``."""
+
+    def signal(self, event: str) -> None:
+        """Count an event as done whose op belongs to a step before the first."""
+
+    def close(self) -> None:
+        """Stop; what is still queued is dropped."""
+
+
+class Event:
+    """Something that happens once: an op is done, or it failed."""
+
+    __slots__ = ("_condition", "_is_done", "error")
+
+    def __init__(self, condition: threading.Condition, *, is_done: bool = False) -> None:
+        self._condition = condition
+        self._is_done = is_done
+        self.error: BaseException | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the op is done."""
+        return self._is_done
+
+    def set(self) -> None:
+        """The op is done."""
+        with self._condition:
+            self._is_done = True
+            self._condition.notify_all()
+
+
+class _Worker:
+    """A stream's thread and queue."""
+
+    def __init__(self, name: str, run: Callable[[Callable[[], None]], None]) -> None:
+        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._run = run
+        self.issued: list[Event] = []
+        # A daemon: a thread that is stuck in a collective must not keep a failed process alive.
+        self._thread = threading.Thread(target=self._loop, name=f"zeroir-{name}", daemon=True)
+        self._thread.start()
+
+    def put(self, task: Callable[[], None] | None) -> None:
+        """Enqueue a task; None ends the thread."""
+        self._tasks.put(task)
+
+    def stop(self, timeout_s: float) -> None:
+        """End the thread after what it is doing now."""
+        self._tasks.put(None)
+        self._thread.join(timeout_s)
+
+    def _loop(self) -> None:
+        with torch.no_grad():
+            while (task := self._tasks.get()) is not None:
+                self._run(task)
+                del task
+
+
+_STOP_TIMEOUT_S: Final = 5.0
+
+
+class ThreadStreams:
+    """Streams of one process on the CPU; a stream's failure reaches the issuing thread, even while that waits."""
+
+    def __init__(self, execute: Execute, inline: Iterable[str] = (COMPUTE,)) -> None:
+        self._execute = execute
+        self._inline = frozenset(inline)
+        self._condition = threading.Condition()
+        self._events: dict[str, Event] = {}
+        self._workers: dict[str, _Worker] = {}
+        self._failure: BaseException | None = None
+
+    def submit(self, op: Op) -> None:
+        """See ``Streams.submit``."""
+        match op:
+            case Wait():
+                event = self._events[op.waited]
+                if op.on == HOST or op.on in self._inline:
+                    self._await(event)
+                elif not event.is_done:
+                    self._worker(op.on).put(lambda: self._await(event))
+            case _ if op.stream in self._inline:
+                self._raise_failure()
+                self._execute(op)
+                if op.event is not None:
+                    self._events[op.event] = Event(self._condition, is_done=True)
+            case _:
+                event = Event(self._condition)
+                if op.event is not None:
+                    self._events[op.event] = event
+                worker = self._worker(op.stream)
+                worker.issued.append(event)
+                worker.put(lambda: self._carry_out(op, event))
+
+    def join(self, pending: Collection[str]) -> None:
+        """See ``Streams.join``."""
+        still = [self._events[name] for name in pending if name in self._events]
+        for worker in self._workers.values():
+            # A queue is done in order, so its last op that must be done stands for those before it.
+            for event in reversed(worker.issued):
+                if event not in still:
+                    self._await(event)
+                    break
+            worker.issued = [event for event in worker.issued if not event.is_done]
+        self._raise_failure()
+
+    def signal(self, event: str) -> None:
+        """See ``Streams.signal``."""
+        self._events[event] = Event(self._condition, is_done=True)
+
+    def call(self, stream: str, task: Callable[[], None]) -> None:
+        """Enqueue something that is no op, behind what the stream has to do."""
+        self._worker(stream).put(task)
+
+    def close(self) -> None:
+        """See ``Streams.close``."""
+        timeout_s = _STOP_TIMEOUT_S if self._failure is None else 0.0
+        for worker in self._workers.values():
+            worker.stop(timeout_s)
+        self._workers.clear()
+
+    def _worker(self, stream: str) -> _Worker:
+        if stream not in self._workers:
+            self._workers[stream] = _Worker(stream, self._guarded)
+        return self._workers[stream]
+
+    def _carry_out(self, op: Op, event: Event) -> None:
+        self._execute(op)
+        event.set()
+
+    def _guarded(self, task: Callable[[], None]) -> None:
+        if self._failure is not None:
+            return  # a failed program stops; what is queued must not touch memory any more
+        try:
+            task()
+        except BaseException as error:  # noqa: BLE001 - it is raised again in the issuing thread
+            with self._condition:
+                if self._failure is None:
+                    self._failure = error
+                self._condition.notify_all()
+
+    def _await(self, event: Event) -> None:
+        if not event.is_done:
+            with self._condition:
+                self._condition.wait_for(lambda: event.is_done or self._failure is not None)
+        self._raise_failure()
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure

@@ -1,0 +1,182 @@
+"""The training loop of ``zeroir run``: join the job, take steps, report them, and stop on every rank alike."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import NoReturn, Protocol
+
+import torch
+import torch.distributed as dist
+
+from zeroir.errors import UserError
+from zeroir.ir.program import InputBinding
+from zeroir.runtime.batch import Batch
+from zeroir.runtime.comm.job import DEFAULT_TIMEOUT
+from zeroir.runtime.engine import Engine
+
+_JOIN_TIMEOUT = timedelta(seconds=300)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where torchrun put this process."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+
+def join_job(timeout: timedelta = DEFAULT_TIMEOUT) -> Place:
+    """Become a rank of the job that torchrun started, over NCCL on CUDA and gloo elsewhere; alone without torchrun.
+
+    ``timeout`` bounds later collectives of the default group.
+
+    Raises:
+        UserError: where the other ranks cannot be reached.
+    """
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    if "RANK" in os.environ and not dist.is_initialized():
+        if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
+            # Ranks of one machine need no name for it, which some machines cannot resolve.
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        try:
+            dist.init_process_group(backend, timeout=timeout)
+        except (RuntimeError, ValueError) as error:
+            first_line = str(error).partition("\n")[0]
+            raise UserError(
+                f"Rank {rank} could not join the job at {os.environ.get('MASTER_ADDR')}: {first_line}."
+            ) from error
+    return Place(rank=rank, world_size=world_size, device=device)
+
+
+def leave_job() -> None:
+    """Give up the default process group after a job that went well."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def abandon_job(exit_code: int) -> NoReturn:
+    """End this process at once after a job that failed, once the reason is printed.
+
+    An ordinary exit would wait, up to the timeout, for threads that are stuck in a collective with a lost peer.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(exit_code)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """One training step as every rank knows it.
+
+    ``step`` counts from 1; ``loss`` is averaged over ranks; ``seconds`` is the mean time of the steps since the last
+    report, ``per_second`` what all ranks together put through in it, in ``unit`` (tokens or samples).
+    """
+
+    step: int
+    loss: float
+    is_skipped: bool
+    grad_norm: float | None
+    seconds: float
+    per_second: float
+    unit: str
+
+
+class Reporter(Protocol):
+    """Who hears of the steps."""
+
+    def step(self, report: StepReport) -> None:
+        """A step was taken."""
+
+
+MakeBatches = Callable[[int, int, int, int], Iterator[Batch]]
+"""``batches(rank, world_size, seed, start_step)`` of a model file."""
+
+
+def train(
+    engine: Engine,
+    batches: Iterator[Batch],
+    *,
+    steps: int,
+    reporter: Reporter,
+    log_every: int = 1,
+) -> list[float]:
+    """Take ``steps`` training steps and return their losses, averaged over ranks.
+
+    Each step takes as many batches from the iterator as the program has micro-steps. The reporter hears of every
+    ``log_every``-th step and of the last.
+
+    Raises:
+        UserError: on every rank, where the loss is no number, batches run out, or a batch does not fit.
+    """
+    micro_steps = int(engine.program.option.get("micro_steps", "1"))
+    losses: list[float] = []
+    numel, unit = throughput_unit(engine.program.inputs)
+    since, start = 0, time.perf_counter()
+    for step in range(1, steps + 1):
+        result = engine.step([_next(batches, engine, step) for _ in range(micro_steps)])
+        loss = result.mean_loss
+        if loss is None:
+            loss = engine.average(result.loss)
+        if not math.isfinite(loss) and not result.is_skipped:
+            raise UserError(
+                f"The loss is {loss} at step {step}: lower the learning rate, clip gradients (--clip), or look "
+                "for values in the data that the model cannot take."
+            )
+        losses.append(loss)
+        since += 1
+        if step % log_every == 0 or step == steps:
+            now = time.perf_counter()
+            seconds = (now - start) / since
+            reporter.step(
+                StepReport(
+                    step=step,
+                    loss=loss,
+                    is_skipped=result.is_skipped,
+                    grad_norm=result.grad_norm,
+                    seconds=seconds,
+                    per_second=numel * micro_steps * engine.world_size / seconds,
+                    unit=unit,
+                )
+            )
+            since, start = 0, now
+    return losses
+
+
+def repeat_batch(batch: Callable[[], Batch]) -> Iterator[Batch]:
+    """The example batch for ever: what a model file without ``batches`` is trained on."""
+    example = batch()
+    while True:
+        yield example
+
+
+def throughput_unit(inputs: tuple[InputBinding, ...]) -> tuple[int, str]:
+    """How much one batch counts for: tokens where the first input is a matrix of integers, else samples."""
+    if not inputs or not inputs[0].shape:
+        return 1, "batches"
+    first = inputs[0]
+    if not first.dtype.is_floating and len(first.shape) == 2:
+        return first.shape[0] * first.shape[1], "tokens"
+    return first.shape[0], "samples"
+
+
+def _next(batches: Iterator[Batch], engine: Engine, step: int) -> Batch:
+    try:
+        return next(batches)
+    except StopIteration:
+        raise UserError(
+            f"batches() of rank {engine.rank} ended before step {step}: yield for ever, or ask for fewer --steps."
+        ) from None

@@ -1,0 +1,67 @@
+"""Real processes compute, bit for bit, what the reference semantics say, at every ZeRO stage."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.runtime.support import (
+    ROOT,
+    Ranks,
+    initial_flats,
+    lowered,
+    random_batches,
+    require_success,
+)
+from tests.runtime.workers_cases import CASES, MODEL_STEPS, STEPS, model_options, varied
+from tests.support.programs import mlp
+from zeroir.frontend import trace
+from zeroir.frontend.entry import load_model_file
+from zeroir.runtime.lockstep import Lockstep, run_lockstep
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("world_size", "precisions"), [(2, "fp32"), (3, "fp32,bf16,fp16"), (4, "fp32")]
+)
+def test_all_stages_equal_lockstep_bit_for_bit(
+    tmp_path: Path, world_size: int, precisions: str
+) -> None:
+    require_success(Ranks(world_size, tmp_path, "stages", precisions).wait())
+    for name in precisions.split(","):
+        precision, clip = CASES[name]
+        logical = mlp(precision=precision, clip=clip)
+        expected = run_lockstep(
+            lowered(logical, 0, world_size),
+            initial=initial_flats(logical),
+            inputs=random_batches(STEPS, world_size),
+        )
+        for stage in range(4):
+            found = load_file(tmp_path / f"{name}.{stage}.safetensors")
+            assert found.pop("losses").tolist() == [losses[0] for losses in expected.losses]
+            states = {f"{flat}/{quantity}": t for (flat, quantity), t in expected.state.items()}
+            assert found.keys() == states.keys()
+            for key, tensor in found.items():
+                assert torch.equal(tensor, states[key]), f"{name} stage {stage}: {key}"
+
+
+@pytest.mark.dist
+def test_dropout_and_running_statistics_equal_lockstep(tmp_path: Path) -> None:
+    """The model of traps: tied, frozen, unused and twice-called parts, batch norm and dropout."""
+    path = str(ROOT / "tests" / "support" / "models" / "traps.py")
+    require_success(Ranks(3, tmp_path, "model-stages", path).wait())
+    model_file = load_model_file(path)
+    lockstep = Lockstep(lowered(trace(model_file, model_options(3)), 0, 3), seed=3)
+    lockstep.initialise(model_file.model, 3)
+    losses = []
+    for step in range(MODEL_STEPS):
+        batches = [[varied(model_file.batch(), step, rank)] for rank in range(3)]
+        losses.append(float(lockstep.step(batches)[0].loss))
+    for stage in range(4):
+        found = load_file(tmp_path / f"{stage}.safetensors")
+        assert found.pop("losses").tolist() == losses
+        for (flat, quantity), value in lockstep.full_state().items():
+            assert torch.equal(found[f"{flat}/{quantity}"], value), f"stage {stage}: {flat}"

@@ -1,0 +1,106 @@
+"""What runtime tests share: values for hand-made programs, lowering, and real process groups."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from zeroir.ir.program import Program
+from zeroir.passes.pipelines import for_stage
+from zeroir.runtime.batch import Batch
+
+ROOT = Path(__file__).parents[2]
+
+
+def lowered(logical: Program, stage: int, world_size: int) -> Program:
+    """The logical program at a ZeRO stage, passes applied one after the other."""
+    program = logical
+    for one in for_stage(stage, world_size):
+        program = one(program)
+    return program
+
+
+def initial_flats(program: Program, seed: int = 0) -> dict[str, Tensor]:
+    """Random parameters, zeros between them, by buffer name: the same for every lowering of a program."""
+    generator = torch.Generator().manual_seed(seed)
+    found: dict[str, Tensor] = {}
+    for flat in program.flats:
+        values = torch.zeros(flat.padded_numel)
+        for slot in flat.slots:
+            values[slot.offset : slot.offset + slot.numel] = 0.3 * torch.randn(
+                slot.numel, generator=generator
+            )
+        found[f"{flat.name}.param"] = values
+    return found
+
+
+def random_batches(
+    steps: int,
+    world_size: int,
+    micro_steps: int = 1,
+    seed: int = 1,
+    shape: tuple[int, ...] = (4, 6),
+) -> list[list[list[Batch]]]:
+    """``[step][rank][micro_step]`` batches of the hand-made perceptron."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        [
+            [{"x": torch.randn(shape, generator=generator)} for _ in range(micro_steps)]
+            for _ in range(world_size)
+        ]
+        for _ in range(steps)
+    ]
+
+
+class Ranks:
+    """Processes that run ``tests.runtime.workers`` as the ranks of one gloo job."""
+
+    def __init__(self, world_size: int, folder: Path, *args: str) -> None:
+        self.processes = [
+            subprocess.Popen(
+                [sys.executable, "-W", "error", "-m", "tests.runtime.workers", *args],
+                cwd=ROOT,
+                env={
+                    **os.environ,
+                    "RANK": str(rank),
+                    "WORLD_SIZE": str(world_size),
+                    "LOCAL_WORLD_SIZE": str(world_size),
+                    "GLOO_SOCKET_IFNAME": "lo",
+                    "OMP_NUM_THREADS": "1",
+                    "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+                    "TEST_FOLDER": str(folder),
+                },
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(world_size)
+        ]
+
+    def wait(self, timeout_s: float = 120.0) -> list[tuple[int, str, str]]:
+        """Exit code, stdout and stderr of every rank; whoever is late is killed and fails the test."""
+        deadline = time.monotonic() + timeout_s
+        found: list[tuple[int, str, str]] = []
+        for process in self.processes:
+            try:
+                out, err = process.communicate(timeout=max(deadline - time.monotonic(), 0.1))
+            except subprocess.TimeoutExpired:
+                for other in self.processes:
+                    other.kill()
+                out, err = process.communicate()
+                raise AssertionError(f"a rank did not end in {timeout_s} s: {out}{err}") from None
+            found.append((process.returncode, out, err))
+        return found
+
+
+def require_success(results: Sequence[tuple[int, str, str]]) -> None:
+    """Fail with the output of the first rank that failed."""
+    for rank, (code, out, err) in enumerate(results):
+        assert code == 0, f"rank {rank} exited with {code}:\n{out}\n{err}"

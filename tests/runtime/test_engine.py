@@ -1,0 +1,288 @@
+"""The engine by itself: initialisation, batches, transfers, profiles, a pretended world."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+from tests.runtime.support import ROOT, initial_flats, lowered, random_batches
+from tests.support.programs import dense, mlp, tensor
+from zeroir.errors import UserError
+from zeroir.ir import ops
+from zeroir.ir.buffers import Buffer, Region, Role, Space
+from zeroir.ir.contents import NamedContent
+from zeroir.ir.dtypes import DType
+from zeroir.ir.program import LAST_MICRO_STEP, UPDATE, InputBinding, Program, Section
+from zeroir.ir.segment import Node, Ref, Segment
+from zeroir.runtime.batch import Batch, flatten
+from zeroir.runtime.engine import Engine
+from zeroir.runtime.lockstep import Lockstep
+
+
+class Mlp(nn.Module):
+    """The module that ``mlp()`` is the training step of."""
+
+    def __init__(self, dim: int = 8, features: int = 6, blocks: int = 3) -> None:
+        super().__init__()
+        self.pre = nn.Linear(features, dim, bias=False)
+        self.blocks = nn.ModuleList(nn.Linear(dim, dim) for _ in range(blocks))
+        self.post = nn.Linear(dim, features, bias=False)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", range(4))
+def test_initial_parameters_equal_those_of_a_module_built_at_once(
+    stage: int, precision: str
+) -> None:
+    logical = mlp(dim=96, precision=precision)
+    lockstep = Lockstep(lowered(logical, stage, 3))
+    lockstep.initialise(lambda: Mlp(dim=96), 11)
+    torch.manual_seed(11)
+    expected = dict(Mlp(dim=96).named_parameters())
+    found = lockstep.full_parameters()
+    assert found.keys() == expected.keys()
+    for name, value in found.items():
+        assert torch.equal(value, expected[name]), name  # masters are not rounded
+    for flat in logical.flats:
+        for slot in flat.slots:
+            param = lockstep.full_state()[flat.name, "param"]
+            rounded = expected[slot.name].detach().to(param.dtype).flatten()
+            assert torch.equal(param[slot.offset : slot.offset + slot.numel], rounded)
+
+
+def test_a_changed_model_is_named() -> None:
+    engine = Engine(lowered(mlp(), 3, 1))
+    with pytest.raises(UserError, match=r"'pre.weight' has the shape \[16, 6\].*\[8, 6\]"):
+        engine.initialise(lambda: Mlp(dim=16), 0)
+    with pytest.raises(UserError, match=r"no parameter or buffer 'blocks.2.weight'"):
+        engine.initialise(lambda: Mlp(blocks=2), 0)
+
+
+@pytest.mark.parametrize(
+    ("batch", "expected"),
+    [
+        ({"x": torch.zeros(5, 6)}, r"'x' is float32\[5, 6\].*compiled for float32\[4, 6\]"),
+        ({"x": torch.zeros(4, 6).double()}, r"'x' is float64\[4, 6\].*float32\[4, 6\]"),
+        ({"y": torch.zeros(4, 6)}, r"has no 'x'.*float32\[4, 6\]"),
+        ((torch.zeros(4, 6),), r"has no 'x'"),
+    ],
+)
+def test_a_batch_that_does_not_fit_is_refused(batch: Batch, expected: str) -> None:
+    engine = Engine(lowered(mlp(), 3, 1))
+    engine.initialise_flats(initial_flats(mlp()))
+    with pytest.raises(UserError, match=expected):
+        engine.step(batch)
+
+
+def test_an_index_that_the_model_has_no_row_for_is_the_batchs_fault() -> None:
+    body = (
+        ops.Compute(
+            segment="look_up",
+            arguments=tuple(ops.Argument(view=dense(name, shape)) for name, shape in _LOOK_UP),
+            destinations=(ops.Destination(view=dense("loss", (1, 1))),),
+            unit="root.pre",
+            stream="compute",
+        ),
+    )
+    program = replace(
+        mlp(),
+        segments=(
+            Segment(
+                name="look_up",
+                inputs=(tensor(DType.F32, 1, 1), tensor(DType.I64, 1)),
+                nodes=(
+                    Node(
+                        op="aten.embedding.default",
+                        args=(Ref(0), Ref(1)),
+                        results=(tensor(DType.F32, 1, 1),),
+                    ),
+                ),
+                outputs=(2,),
+            ),
+        ),
+        buffers=(*mlp().buffers, _TOKENS),
+        inputs=(InputBinding(path="0", buffer="tokens", dtype=DType.I64, shape=(1,)),),
+        sections=(Section(name=LAST_MICRO_STEP, body=body), Section(name=UPDATE, body=())),
+    )
+    engine = Engine(program)
+    engine.step((torch.tensor([0]),))
+    with pytest.raises(UserError, match=r"batch does not suit the model: index out of range"):
+        engine.step((torch.tensor([7]),))
+
+
+_LOOK_UP = (("step", (1, 1)), ("tokens", (1,)))
+_TOKENS = Buffer(
+    name="tokens",
+    dtype=DType.I64,
+    numel=1,
+    space=Space.DEVICE,
+    role=Role.INPUT,
+    holds=NamedContent(name="tokens"),
+)
+
+
+def test_too_few_micro_batches_are_refused() -> None:
+    engine = Engine(lowered(mlp(micro_steps=2), 3, 1))
+    with pytest.raises(UserError, match="takes 2 micro-batches, but got 1"):
+        engine.step({"x": torch.zeros(4, 6)})
+
+
+def test_paths_name_tensors_of_nested_batches() -> None:
+    x = torch.zeros(1)
+    assert list(flatten({"a": (x, [x]), "b": {"c": x, "n": 3}})) == ["a.0", "a.1.0", "b.c"]
+    assert list(flatten((x, x))) == ["0", "1"]
+
+
+def test_one_rank_alone_equals_lockstep() -> None:
+    program = lowered(mlp(clip=0.5), 3, 1)
+    engine, lockstep = Engine(program), Lockstep(program)
+    for one in (engine, lockstep):
+        one.initialise_flats(initial_flats(program))
+    for ((batch,),) in random_batches(4, 1):
+        result, (expected,) = engine.step(batch), lockstep.step([[batch]])
+        assert result.loss == float(expected.loss)
+        assert result.mean_loss == result.loss
+        assert expected.grad_norm is not None
+        assert result.grad_norm == float(expected.grad_norm)
+    expected_state = lockstep.full_state()
+    for key, value in engine.full_state().items():
+        assert torch.equal(value, expected_state[key])
+    engine.close()
+
+
+def test_profiles_name_every_op_with_its_line() -> None:
+    engine = Engine(lowered(mlp(), 3, 1))
+    engine.initialise_flats(initial_flats(mlp()))
+    batch = random_batches(1, 1)[0][0][0]
+    engine.step(batch)
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        engine.step(batch)
+    names = {event.key for event in profiler.key_averages()}
+    body = engine.program.section_by_name[LAST_MICRO_STEP].body
+    index = next(i for i, op in enumerate(body) if isinstance(op, ops.Compute))
+    assert f"last_micro_step:{index} compute @pre.forward of root.pre" in names
+
+
+def test_buffers_travel_between_device_host_and_disk() -> None:
+    """x goes out to the disk and comes back as y, each leg on a stream of its own."""
+
+    def buffer(name: str, space: Space, *, is_persistent: bool = True) -> Buffer:
+        holds = NamedContent(name=name) if is_persistent else None
+        return Buffer(
+            name=name, dtype=DType.F32, numel=8, space=space, role=Role.STATE, holds=holds
+        )
+
+    def part(name: str) -> Region:
+        return Region(buffer=name, offset=2, numel=4)
+
+    body: tuple[ops.Op, ...] = (
+        ops.Alloc(buffer="a", stream="copy_out"),
+        ops.ToHost(source=part("x"), destination=part("a"), stream="copy_out", event="0"),
+        ops.Wait(waited="0", on="io"),
+        ops.Store(source=part("a"), destination=part("disk"), stream="io", event="1"),
+        ops.Load(source=part("disk"), destination=part("b"), stream="io", event="2"),
+        ops.Wait(waited="2", on="copy_in"),
+        ops.ToDevice(source=part("b"), destination=part("y"), stream="copy_in", event="3"),
+        ops.Wait(waited="1", on="copy_out"),
+        ops.Release(buffer="a", stream="copy_out"),
+        ops.Wait(waited="3", on="host"),
+        ops.Fill(destination=part("x"), value=0.0, stream="compute"),
+    )
+    logical = mlp()
+    program = Program(
+        mesh=logical.mesh,
+        buffers=(
+            buffer("x", Space.DEVICE),
+            buffer("a", Space.HOST, is_persistent=False),
+            buffer("b", Space.HOST),
+            buffer("disk", Space.DISK),
+            buffer("y", Space.DEVICE),
+            buffer("loss", Space.DEVICE),
+        ),
+        sections=(Section(name=LAST_MICRO_STEP, body=body), Section(name=UPDATE, body=())),
+        loss="loss",
+    )
+    value = torch.arange(8.0)
+    engine = Engine(program)
+    engine.initialise_flats({"x": value})
+    engine.step({})
+    found = [engine.buffer(name) for name in ("x", "y", "disk")]
+    engine.close()
+    for seed in range(5):
+        lockstep = Lockstep(program, schedule_seed=seed)
+        lockstep.initialise_flats({"x": value})
+        lockstep.step([[{}]])
+        found += [lockstep.buffers(0)[name] for name in ("x", "y", "disk")]
+    for x, y, disk in zip(*[iter(found)] * 3, strict=True):
+        assert x.tolist() == [0, 1, 0, 0, 0, 0, 6, 7]
+        assert y.tolist() == disk.tolist() == [0, 0, 2, 3, 4, 5, 0, 0]
+
+
+def test_a_program_for_several_ranks_asks_for_torchrun() -> None:
+    with pytest.raises(UserError, match="torchrun"):
+        Engine(lowered(mlp(), 3, 4))
+
+
+def test_seeds_are_fresh_in_every_step_and_on_every_rank() -> None:
+    logical = mlp()
+    rng = Buffer(
+        name="rng",
+        dtype=DType.I64,
+        numel=3,
+        space=Space.HOST,
+        role=Role.RNG,
+        holds=NamedContent(name="rng"),
+    )
+    program = lowered(replace(logical, buffers=(*logical.buffers, rng)), 3, 2)
+    seen: list[int] = []
+    for _ in range(2):
+        lockstep = Lockstep(program, seed=5)
+        lockstep.initialise_flats(initial_flats(logical))
+        for batches in random_batches(2, 2):
+            lockstep.step(batches)
+            for rank in range(2):
+                seen += [int(seed) for seed in lockstep.buffers(rank)["rng"]]
+    assert seen[:12] == seen[12:]
+    assert len(set(seen[:12])) == 12
+
+
+FAKE = """
+from tests.runtime.support import initial_flats, lowered, random_batches
+from tests.support.programs import dense, mlp, tensor
+from zeroir.runtime.comm.fake import join_fake_world
+from zeroir.runtime.comm.job import Backend
+from zeroir.runtime.engine import Engine
+
+join_fake_world(5, 64)
+logical = mlp(precision="bf16", clip=1.0, dim=64)
+for stage in range(4):
+    program = lowered(logical, stage, 64)
+    engine = Engine(program, backend=Backend.FAKE)
+    engine.initialise_flats(initial_flats(logical))
+    engine.step(random_batches(1, 1)[0][0][0])
+    for buffer in program.buffers:
+        if buffer.is_persistent:
+            assert engine.buffer(buffer.name).numel() == buffer.numel
+    engine.close()
+print("done")
+"""
+
+
+@pytest.mark.dist
+def test_one_rank_of_a_pretended_world_runs_every_stage() -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", FAKE],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == "done\n"

@@ -1,0 +1,68 @@
+"""Real processes that fail: every rank stops soon, with one sentence and an exit code."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.runtime.support import Ranks
+
+WORLD_SIZE = 3
+
+
+def wait_until_under_way(ranks: Ranks, folder: Path, deadline_s: float = 60.0) -> None:
+    deadline = time.monotonic() + deadline_s
+    while not all((folder / f"under-way.{rank}").exists() for rank in range(WORLD_SIZE)):
+        assert time.monotonic() < deadline, ranks.wait(1.0)
+        time.sleep(0.05)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("delay_s", ["0", "0.3"])
+def test_a_killed_rank_stops_the_others(tmp_path: Path, delay_s: str) -> None:
+    ranks = Ranks(WORLD_SIZE, tmp_path, "steps-for-ever", delay_s)
+    wait_until_under_way(ranks, tmp_path)
+    start = time.monotonic()
+    ranks.processes[1].kill()
+    results = ranks.wait(20.0)
+    assert time.monotonic() - start < 10
+    for rank in (0, 2):
+        code, out, err = results[rank]
+        assert code == 2, err
+        assert out == ""
+        assert err.startswith(f"Error: Rank {rank} lost its peers in last_micro_step:")
+        assert err.count("\n") == 1, err
+
+
+@pytest.mark.dist
+def test_an_interrupt_stops_every_rank(tmp_path: Path) -> None:
+    ranks = Ranks(WORLD_SIZE, tmp_path, "steps-for-ever", "0")
+    wait_until_under_way(ranks, tmp_path)
+    start = time.monotonic()
+    for process in ranks.processes:
+        process.send_signal(signal.SIGINT)
+    results = ranks.wait(20.0)
+    assert time.monotonic() - start < 10
+    for code, _, err in results:
+        # A rank may see its peers leave before it sees the signal.
+        assert (code, err) == (130, "Interrupted.\n") or (code == 2 and "lost its peers" in err)
+    assert any(code == 130 for code, _, _ in results)
+
+
+@pytest.mark.dist
+def test_a_rank_with_another_program_stops_all(tmp_path: Path) -> None:
+    for rank, (code, _, err) in enumerate(Ranks(WORLD_SIZE, tmp_path, "other-program").wait(60.0)):
+        assert code == 2, f"rank {rank}: {err}"
+        assert err.startswith("Error: Rank 1 has another program than rank 0 (digest ")
+        assert err.count("\n") == 1
+
+
+@pytest.mark.dist
+def test_a_loss_that_is_no_number_stops_all(tmp_path: Path) -> None:
+    for rank, (code, _, err) in enumerate(Ranks(WORLD_SIZE, tmp_path, "nan-loss").wait(60.0)):
+        assert code == 2, f"rank {rank}: {err}"
+        assert err.startswith("Error: The loss is nan at step 3:")
+        assert err.count("\n") == 1

@@ -1,0 +1,93 @@
+"""Norms, overflow, the decision and the loss scale against plain arithmetic."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zeroir.runtime import numerics
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    overflows=st.lists(st.booleans(), max_size=30),
+    window=st.integers(1, 5),
+    hysteresis=st.integers(1, 3),
+)
+def test_the_loss_scale_moves_as_deepspeed_has_it(
+    overflows: list[bool], window: int, hysteresis: int
+) -> None:
+    """The rule written with iteration numbers, as DeepSpeed's DynamicLossScaler states it."""
+    scale, left, last_overflow = 8.0, hysteresis, -1
+    state = torch.tensor([scale, 0.0, float(hysteresis)])
+    for iteration, is_overflow in enumerate(overflows):
+        if is_overflow:
+            if left == 1:
+                scale = max(scale / 2, 1.0)
+            else:
+                left -= 1
+            last_overflow = iteration
+        elif (iteration - last_overflow) % window == 0:
+            left = hysteresis
+            scale *= 2
+        numerics.update_scale(
+            state,
+            torch.tensor([float(is_overflow)]),
+            window=window,
+            factor=2.0,
+            hysteresis=hysteresis,
+            minimum=1.0,
+        )
+        assert state[0] == scale
+        assert state[2] == left
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [(1.0, 0.0), (math.nan, 1.0), (math.inf, 1.0), (-math.inf, 1.0), (6e4, 0.0)],
+)
+def test_one_bad_element_is_an_overflow(dtype: torch.dtype, value: float, expected: float) -> None:
+    sources = [torch.ones(300, dtype=dtype), torch.ones(100, dtype=dtype)]
+    sources[1][77] = value
+    found = torch.full((1,), 9.0)
+    numerics.has_overflow(sources, found)
+    assert found.item() == expected
+
+
+def test_the_norm_adds_every_source() -> None:
+    generator = torch.Generator().manual_seed(0)
+    sources = [
+        torch.randn(3 * 2**20 + 5, generator=generator),
+        torch.randn(7, generator=generator).half(),
+    ]
+    found = torch.zeros(1)
+    numerics.sum_of_squares(sources, found)
+    expected = sum(float(source.double().square().sum()) for source in sources)
+    assert found.item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_clipping_follows_torch() -> None:
+    """The divisor is what torch.nn.utils.clip_grad_norm_ would have done to the averaged, unscaled gradient."""
+    gradient = torch.randn(100, generator=torch.Generator().manual_seed(3))
+    parameter = torch.zeros(100, requires_grad=True)
+    parameter.grad = gradient.clone()
+    torch.nn.utils.clip_grad_norm_([parameter], 0.5)
+    scaled = gradient * 6 * 1024  # summed over 6 contributions, scaled by 1024
+    divisor, step = torch.zeros(1), torch.zeros(1)
+    numerics.decide(
+        step=step,
+        gradient_divisor=divisor,
+        divisor=6,
+        overflow=None,
+        norm=scaled.square().sum().view(1),
+        loss_scale=torch.tensor([1024.0, 0.0, 2.0]),
+        skip=None,
+        max_norm=0.5,
+    )
+    torch.testing.assert_close(scaled / divisor, parameter.grad)
+    assert step.item() == 1.0

@@ -1,0 +1,109 @@
+"""Updates of flat shards against torch.optim, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from zeroir.ir.ops import Algorithm
+from zeroir.runtime.optim import Operands, update
+
+NUMEL = 1000
+CASES = [
+    (Algorithm.SGD, (0.0, 0.0, 0.0, 0.01)),
+    (Algorithm.MOMENTUM, (0.9, 0.0, 0.0, 0.01)),
+    (Algorithm.MOMENTUM, (0.9, 0.5, 0.0, 0.0)),
+    (Algorithm.MOMENTUM, (0.9, 0.0, 1.0, 0.0)),
+    (Algorithm.ADAM, (0.9, 0.99, 1e-6, 0.02)),
+    (Algorithm.ADAMW, (0.9, 0.999, 1e-8, 0.01)),
+]
+
+
+def torch_optimizer(
+    algorithm: Algorithm, hyper: tuple[float, ...], parameter: Tensor, lr: float
+) -> torch.optim.Optimizer:
+    a, b, c, weight_decay = hyper
+    match algorithm:
+        case Algorithm.SGD | Algorithm.MOMENTUM:
+            return torch.optim.SGD(
+                [parameter],
+                lr=lr,
+                momentum=a,
+                dampening=b,
+                nesterov=bool(c),
+                weight_decay=weight_decay,
+                fused=True,
+            )
+        case Algorithm.ADAM:
+            return torch.optim.Adam(
+                [parameter], lr=lr, betas=(a, b), eps=c, weight_decay=weight_decay, fused=True
+            )
+        case Algorithm.ADAMW:
+            return torch.optim.AdamW(
+                [parameter], lr=lr, betas=(a, b), eps=c, weight_decay=weight_decay, fused=True
+            )
+
+
+def operands(algorithm: Algorithm, hyper: tuple[float, ...], param: Tensor) -> Operands:
+    return Operands(
+        param=param.clone(),
+        grad=torch.zeros_like(param),
+        states=[torch.zeros_like(param) for _ in algorithm.state_names],
+        step=torch.zeros(1),
+        lr=torch.tensor([0.0123], dtype=torch.float64),
+        hyper=torch.tensor(hyper, dtype=torch.float64),
+        divisor=torch.tensor([3.0]),
+        skip=torch.zeros(1),
+    )
+
+
+@pytest.mark.parametrize(("algorithm", "hyper"), CASES)
+def test_five_steps_equal_torch_optim(algorithm: Algorithm, hyper: tuple[float, ...]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(NUMEL, generator=generator)
+    x = operands(algorithm, hyper, start)
+    parameter = start.clone().requires_grad_()
+    optimizer = torch_optimizer(algorithm, hyper, parameter, 0.0123)
+    for _ in range(5):
+        gradient = torch.randn(NUMEL, generator=generator)
+        parameter.grad = gradient / 3.0
+        optimizer.step()
+        x.grad.copy_(gradient)
+        x.step.add_(1)
+        update(algorithm, x)
+        assert torch.equal(x.param, parameter.detach())
+    for name, state in zip(algorithm.state_names, x.states, strict=True):
+        assert torch.equal(state, optimizer.state[parameter][name])
+
+
+@pytest.mark.parametrize(("algorithm", "hyper"), CASES)
+def test_a_skipped_update_touches_nothing(algorithm: Algorithm, hyper: tuple[float, ...]) -> None:
+    x = operands(algorithm, hyper, torch.randn(NUMEL, generator=torch.Generator().manual_seed(1)))
+    x.grad.fill_(float("inf"))
+    x.step.fill_(1)
+    assert x.skip is not None
+    x.skip.fill_(1)
+    before = [x.param.clone(), *(state.clone() for state in x.states)]
+    update(algorithm, x)
+    assert all(torch.equal(a, b) for a, b in zip(before, [x.param, *x.states], strict=True))
+
+
+@pytest.mark.parametrize(("algorithm", "hyper"), CASES)
+def test_the_bits_do_not_depend_on_how_a_flat_is_cut(
+    algorithm: Algorithm, hyper: tuple[float, ...]
+) -> None:
+    """Pieces of 256 elements, the smallest shards there are."""
+    generator = torch.Generator().manual_seed(2)
+    param, grad = torch.randn(2, 1024, generator=generator)
+    whole = operands(algorithm, hyper, param)
+    whole.grad.copy_(grad)
+    whole.step.fill_(1)
+    update(algorithm, whole)
+    for piece in range(4):
+        cut = slice(256 * piece, 256 * (piece + 1))
+        part = operands(algorithm, hyper, param[cut])
+        part.grad.copy_(grad[cut])
+        part.step.fill_(1)
+        update(algorithm, part)
+        assert torch.equal(part.param, whole.param[cut])

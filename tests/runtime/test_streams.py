@@ -1,0 +1,95 @@
+"""Threads as streams: order where a wait demands it, failures that reach the issuing thread at once."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from zeroir.ir import ops
+from zeroir.ir.buffers import Region
+from zeroir.ir.mesh import HOST
+from zeroir.runtime.streams import ThreadStreams
+
+
+class Recorder:
+    """Carries ops out by writing down their value, after what the test wants to happen first."""
+
+    def __init__(self, before: dict[float, Callable[[], object]] | None = None) -> None:
+        self.seen: list[float] = []
+        self._before = before or {}
+
+    def __call__(self, op: ops.Op) -> None:
+        assert isinstance(op, ops.Fill)
+        self._before.get(op.value, lambda: None)()
+        self.seen.append(op.value)
+
+
+def fill(value: float, stream: str, event: str | None = None) -> ops.Fill:
+    region = Region(buffer="x", offset=0, numel=1)
+    return ops.Fill(destination=region, value=value, stream=stream, event=event)
+
+
+def fail() -> None:
+    raise RuntimeError("no more")
+
+
+def test_a_wait_orders_two_streams() -> None:
+    gate = threading.Event()
+    recorder = Recorder({1.0: lambda: gate.wait(10)})
+    streams = ThreadStreams(recorder)
+    streams.submit(fill(1.0, "gather", "0"))
+    streams.submit(ops.Wait(waited="0", on="reduce"))
+    streams.submit(fill(2.0, "reduce", "1"))
+    streams.submit(fill(3.0, "compute"))
+    gate.set()
+    streams.submit(ops.Wait(waited="1", on="compute"))
+    streams.submit(fill(4.0, "compute"))
+    streams.join([])
+    streams.close()
+    assert recorder.seen == [3.0, 1.0, 2.0, 4.0]
+
+
+def test_a_joint_leaves_pending_events_alone() -> None:
+    gate = threading.Event()
+    recorder = Recorder({2.0: lambda: gate.wait(10)})
+    streams = ThreadStreams(recorder)
+    streams.submit(fill(1.0, "gather"))
+    streams.submit(fill(2.0, "gather", "0"))
+    streams.join(["0"])
+    assert recorder.seen == [1.0]
+    streams.submit(fill(3.0, "compute"))
+    gate.set()
+    streams.submit(ops.Wait(waited="0", on=HOST))
+    streams.submit(fill(4.0, "compute"))
+    streams.join([])
+    streams.close()
+    assert recorder.seen == [1.0, 3.0, 2.0, 4.0]
+
+
+def test_a_failure_wakes_whoever_waits_for_another_stream() -> None:
+    stuck = threading.Event()
+    streams = ThreadStreams(Recorder({1.0: lambda: stuck.wait(30), 2.0: fail}))
+    streams.submit(fill(1.0, "gather", "0"))
+    streams.submit(fill(2.0, "reduce"))
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match="no more"):
+        streams.submit(ops.Wait(waited="0", on="compute"))
+    assert time.monotonic() - start < 5
+    stuck.set()
+    streams.close()
+
+
+def test_nothing_runs_after_a_failure() -> None:
+    recorder = Recorder({1.0: fail})
+    streams = ThreadStreams(recorder)
+    streams.submit(fill(1.0, "gather", "0"))
+    streams.submit(fill(2.0, "gather"))
+    with pytest.raises(RuntimeError, match="no more"):
+        streams.join([])
+    with pytest.raises(RuntimeError, match="no more"):
+        streams.submit(fill(3.0, "compute"))
+    streams.close()
+    assert recorder.seen == []

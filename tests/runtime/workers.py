@@ -1,0 +1,139 @@
+"""One rank of a job that a test starts: ``python -m tests.runtime.workers SCENARIO [ARGUMENT]``."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from tests.runtime.support import initial_flats, lowered, random_batches
+from tests.runtime.workers_cases import CASES, MODEL_STEPS, STEPS, model_options, varied
+from tests.support.programs import mlp
+from zeroir.errors import ZeroirError
+from zeroir.frontend import trace
+from zeroir.frontend.entry import load_model_file
+from zeroir.runtime import train
+from zeroir.runtime.engine import Engine
+
+FOLDER = Path(os.environ["TEST_FOLDER"])
+RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+def stages(precisions: str) -> None:
+    """Twenty AdamW steps at every stage; rank 0 writes losses and states."""
+    for name in precisions.split(","):
+        precision, clip = CASES[name]
+        logical = mlp(precision=precision, clip=clip)
+        batches = random_batches(STEPS, WORLD_SIZE)
+        for stage in range(4):
+            engine = Engine(lowered(logical, stage, WORLD_SIZE))
+            engine.initialise_flats(initial_flats(logical))
+            losses = [engine.step(step[RANK]).loss for step in batches]
+            tensors = {f"{f}/{quantity}": t for (f, quantity), t in engine.full_state().items()}
+            tensors["losses"] = torch.tensor(losses, dtype=torch.float64)
+            engine.close()
+            if RANK == 0:
+                save_file(
+                    {key: t.contiguous() for key, t in tensors.items()},
+                    FOLDER / f"{name}.{stage}.safetensors",
+                )
+
+
+def model_stages(path: str) -> None:
+    """A few steps of a model file at every stage; rank 0 writes losses and states."""
+    model_file = load_model_file(path)
+    logical = trace(model_file, model_options(WORLD_SIZE))
+    for stage in range(4):
+        engine = Engine(lowered(logical, stage, WORLD_SIZE), seed=3)
+        engine.initialise(model_file.model, 3)
+        losses = [
+            engine.step(varied(model_file.batch(), step, RANK)).loss for step in range(MODEL_STEPS)
+        ]
+        tensors = {f"{f}/{quantity}": t for (f, quantity), t in engine.full_state().items()}
+        tensors["losses"] = torch.tensor(losses, dtype=torch.float64)
+        engine.close()
+        if RANK == 0:
+            save_file(
+                {key: t.contiguous() for key, t in tensors.items()},
+                FOLDER / f"{stage}.safetensors",
+            )
+
+
+def steps_for_ever(delay_s: str) -> None:
+    """Train until something ends it; a file tells the test that the rank is under way."""
+    engine = Engine(lowered(mlp(), 3, WORLD_SIZE), timeout=timedelta(seconds=60))
+    engine.initialise_flats(initial_flats(mlp()))
+    (batches,) = random_batches(1, WORLD_SIZE)
+    count = 0
+    while True:
+        engine.step(batches[RANK])
+        count += 1
+        if count == 3:
+            (FOLDER / f"under-way.{RANK}").touch()
+        time.sleep(float(delay_s))
+
+
+def other_program() -> None:
+    """Rank 1 has another program than the rest."""
+    logical = mlp(dim=16 if RANK == 1 else 8)
+    Engine(lowered(logical, 3, WORLD_SIZE))
+
+
+def nan_loss() -> None:
+    """A batch of rank 1 alone holds what no model can take."""
+    engine = Engine(lowered(mlp(), 2, WORLD_SIZE))
+    engine.initialise_flats(initial_flats(mlp()))
+    batches = [step[RANK][0] for step in random_batches(5, WORLD_SIZE)]
+    if RANK == 1:
+        batches[2] = {"x": torch.full((4, 6), float("nan"))}
+    train.train(engine, iter(batches), steps=5, reporter=_Silent())
+
+
+class _Silent:
+    def step(self, report: train.StepReport) -> None:
+        pass
+
+
+def main() -> None:
+    scenario, *args = sys.argv[1:]
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{FOLDER}/store",
+        rank=RANK,
+        world_size=WORLD_SIZE,
+        timeout=timedelta(seconds=60),
+    )
+    code = 0
+    try:
+        match scenario:
+            case "stages":
+                stages(*args)
+            case "model-stages":
+                model_stages(*args)
+            case "steps-for-ever":
+                steps_for_ever(*args)
+            case "other-program":
+                other_program()
+            case "nan-loss":
+                nan_loss()
+            case _:
+                raise AssertionError(scenario)
+    except ZeroirError as error:
+        print(f"Error: {error}", file=sys.stderr)
+        code = error.exit_code
+    except KeyboardInterrupt:
+        print("Interrupted.", file=sys.stderr)
+        code = 130
+    if code:
+        train.abandon_job(code)
+    train.leave_job()
+
+
+if __name__ == "__main__":
+    main()
