@@ -1,0 +1,183 @@
+"""Each command as a user meets it: its answer, its JSON, its exit code."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import zeroir as package
+from tests.cli.conftest import GPT, Zeroir
+from zeroir import artifact
+from zeroir.ir.explain import CODES
+from zeroir.ir.ops import Release
+from zeroir.ir.text import parse
+
+FACTS = {
+    "stage",
+    "world_size",
+    "precision",
+    "parameters_numel",
+    "units",
+    "ops",
+    "sections",
+    "distinct_segments",
+    "collective_bytes",
+    "model_state_bytes_per_rank",
+    "laws",
+}
+
+
+def test_compile_tells_what_it_made(zeroir: Zeroir, tmp_path: Path) -> None:
+    options = ["--stage", "3", "--world-size", "4", "--precision", "fp16", "--optimizer", "adamw", "--lr", "3e-4"]
+    answer = zeroir("compile", GPT, *options, "-o", tmp_path / "gpt.zir", "--json")
+    assert answer.exit_code == 0, answer.err
+    facts = answer.json
+    assert facts.keys() >= FACTS
+    assert facts["parameters_numel"] == 834_304
+    assert facts["units"] == ["root.pre", *(f"blocks.{i}" for i in range(4)), "root.post"]
+    assert facts["distinct_segments"] == 6
+    assert set(facts["laws"].values()) == {"proved"}
+    assert facts["collective_bytes"].keys() == {"all_gather", "reduce_scatter", "all_reduce", "broadcast", "scalar"}
+    assert (tmp_path / "gpt.zir").exists()
+
+
+@pytest.mark.parametrize(("stage", "gathered"), [(0, 0), (1, 1), (2, 1), (3, 2)])
+def test_wire_bytes_are_those_of_the_paper(
+    zeroir: Zeroir, tmp_path: Path, stage: int, gathered: int
+) -> None:
+    """2Ψ at stages 0 to 2 (an all-reduce counts once), 3Ψ at stage 3 without elision."""
+    path = tmp_path / "gpt.zir"
+    # Untied by class, so that every unit's parameters are used by that unit alone.
+    made = ["compile", GPT, "--stage", str(stage), "--world-size", "4", "--no-elide", "-o", path, "--json"]
+    traffic = zeroir(*made).json["collective_bytes"]
+    program = package.load(path).program
+    full = sum(flat.padded_numel * flat.dtype.itemsize_bytes for flat in program.flats)
+    assert traffic["all_gather"] == gathered * full
+    assert traffic["reduce_scatter"] == (0 if stage == 0 else full)
+    assert traffic["all_reduce"] == (full if stage == 0 else 0)
+    assert traffic["broadcast"] == 0
+
+
+def test_show_folds_equal_blocks(zeroir: Zeroir, programs: dict[int, Path]) -> None:
+    answer = zeroir("show", programs[3])
+    assert answer.exit_code == 0
+    assert "the same" in answer.out
+    assert "blocks.0" in answer.out
+    assert "prefetch" in answer.out
+    facts = zeroir("show", programs[3], "--json").json
+    assert facts.keys() >= FACTS | {"schedule"}
+    ops = [row["op"] for row in facts["schedule"]["last_micro_step"]]
+    assert ops.count("reduce_scatter") == 6
+
+
+def test_show_one_unit_and_one_section(zeroir: Zeroir, programs: dict[int, Path]) -> None:
+    chosen = ["--unit", "blocks.1", "--section", "last_micro_step"]
+    facts = zeroir("show", programs[3], *chosen, "--json").json
+    assert list(facts["schedule"]) == ["last_micro_step"]
+    assert {row["unit"] for row in facts["schedule"]["last_micro_step"]} == {"blocks.1"}
+
+
+def test_shown_text_is_the_program(zeroir: Zeroir, programs: dict[int, Path]) -> None:
+    text = zeroir("show", programs[3], "--text").out
+    assert parse(text) == package.load(programs[3]).program
+
+
+def test_diff_tells_stages_apart(zeroir: Zeroir, programs: dict[int, Path]) -> None:
+    answer = zeroir("diff", programs[2], programs[3])
+    assert answer.exit_code == 1
+    assert "+" in answer.out
+    assert "prefetch" in answer.out
+    equal = zeroir("diff", programs[3], programs[3])
+    assert equal.exit_code == 0
+    assert zeroir("diff", programs[3], programs[3], "--json").json["is_equal"]
+
+
+def test_verify_names_the_broken_law(
+    zeroir: Zeroir, programs: dict[int, Path], tmp_path: Path
+) -> None:
+    assert zeroir("verify", programs[3]).exit_code == 0
+    whole = artifact.load(programs[3])
+    section = whole.scheduled.sections[0]
+    at = next(i for i, op in enumerate(section.body) if isinstance(op, Release))
+    leaking = replace(section, body=section.body[:at] + section.body[at + 1 :])
+    broken = replace(whole.scheduled, sections=(leaking, *whole.scheduled.sections[1:]))
+    artifact.save(replace(whole, scheduled=broken), tmp_path / "broken.zir")
+    answer = zeroir("verify", tmp_path / "broken.zir")
+    assert answer.exit_code == 1
+    assert "Z104" in answer.out
+    facts = zeroir("verify", tmp_path / "broken.zir", "--json").json
+    assert not facts["is_valid"]
+    assert facts["laws"]["Z104"] != "proved"
+    refused = zeroir("show", tmp_path / "broken.zir")
+    assert refused.exit_code == 2
+    assert "Z104" in refused.err
+
+
+@pytest.mark.parametrize("code", sorted(CODES))
+def test_every_law_is_explained(zeroir: Zeroir, code: str) -> None:
+    answer = zeroir("explain", code.lower())
+    assert answer.exit_code == 0
+    assert code in answer.out
+    assert zeroir("explain", code, "--json").json["code"] == code
+
+
+def test_check_compares_with_eager(zeroir: Zeroir) -> None:
+    answer = zeroir("check", GPT, "--stage", "3", "--world-size", "4", "--steps", "2", "--json")
+    assert answer.exit_code == 0, answer.err
+    assert answer.json["is_equal"]
+    assert answer.json["tolerance"] == 0
+
+
+FICKLE = """
+import torch
+from torch import nn
+
+class Fickle(nn.Module):
+    calls = 0
+    def __init__(self):
+        super().__init__()
+        self.line = nn.Linear(4, 4)
+    def forward(self, x):
+        Fickle.calls += 1
+        return self.line(x).square().mean() * Fickle.calls
+
+def model():
+    return Fickle()
+
+def batch():
+    return (torch.ones(2, 4),)
+"""
+
+
+def test_check_finds_what_the_trace_cannot_see(zeroir: Zeroir, tmp_path: Path) -> None:
+    """A forward that computes something else on every call is frozen by tracing."""
+    (tmp_path / "fickle.py").write_text(FICKLE)
+    answer = zeroir("check", tmp_path / "fickle.py", "--world-size", "3")
+    assert answer.exit_code == 1
+    assert "the loss of rank" in answer.out
+    facts = zeroir("check", tmp_path / "fickle.py", "--world-size", "3", "--json").json
+    assert not facts["is_equal"]
+    assert facts["differences"][0]["step"] == 0
+
+
+def test_run_trains_alone(zeroir: Zeroir, programs: dict[int, Path]) -> None:
+    """Without torchrun there is one rank, for which the program is lowered again."""
+    compiled = package.load(programs[3])
+    engine = compiled.engine(seed=0)
+    try:
+        first = engine.step(example_batch()).loss
+        second = engine.step(example_batch()).loss
+    finally:
+        engine.close()
+    assert second < first
+    assert "stage 3" in str(compiled)
+
+
+def example_batch() -> tuple[object, ...]:
+    from zeroir.frontend.entry import load_model_file
+
+    model_file = load_model_file(GPT)
+    assert model_file.batches is not None
+    return tuple(next(model_file.batches(0, 1, 0, 0)))

@@ -1,0 +1,132 @@
+"""``zeroir run`` on real processes: training, another world size, and what happens when a rank fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import GPT
+from zeroir.cli.app import run_command
+
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
+
+REFERENCE = Path(__file__).parents[1] / "data" / "gpt_reference_curve.json"
+DEADLINE = 120
+
+
+def command(*arguments: str | Path) -> list[str]:
+    return [sys.executable, "-m", "zeroir", *map(str, arguments)]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+
+
+def run(*arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(*arguments),
+        cwd=cwd,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("run") / "gpt.zir"
+    assert run_command(["compile", GPT, "--world-size", "2", "-o", str(path)]) == 0
+    return path
+
+
+def test_training_follows_the_reference_curve(program: Path, tmp_path: Path) -> None:
+    """The example on two ranks against plain PyTorch on both ranks' batches, and better than byte frequencies."""
+    reference = json.loads(REFERENCE.read_text())
+    steps = 60
+    made = run("run", program, "--nproc", "2", "--steps", str(steps), "--log-every", "1", "--json", cwd=tmp_path)
+    assert made.returncode == 0, made.stderr
+    losses = [json.loads(line)["loss"] for line in made.stdout.splitlines()]
+    assert len(losses) == steps
+    # The orders of additions differ, and training amplifies that slowly.
+    assert losses == pytest.approx(reference["losses"][:steps], abs=5e-3)
+    assert sum(losses[-10:]) / 10 < reference["unigram_entropy"]
+
+
+def test_torchrun_with_another_world_size(program: Path, tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
+    made = subprocess.run(
+        [*torchrun, "-m", "zeroir", "run", str(program), "--steps", "2"],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+        check=False,
+    )
+    assert made.returncode == 0, made.stderr
+    assert made.stderr.count("Compiled for 2 ranks, lowered again for 3.") == 1
+    assert "loss" in made.stdout
+
+
+def test_a_diverging_loss_stops_every_rank(tmp_path: Path) -> None:
+    path = tmp_path / "gpt.zir"
+    made = run("compile", GPT, "--world-size", "2", "--optimizer", "sgd", "--lr", "1e30", "-o", path, cwd=tmp_path)
+    assert made.returncode == 0, made.stderr
+    made = run("run", path, "--nproc", "2", "--steps", "20", cwd=tmp_path)
+    assert made.returncode == 2
+    assert "The loss is" in made.stderr
+    assert "Traceback" not in made.stderr
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGINT])
+def test_a_stopped_rank_ends_the_job(
+    program: Path, tmp_path: Path, signal_number: signal.Signals
+) -> None:
+    """Kill -9 of one rank, or Ctrl-C to all, in the middle of training: over soon, one sentence, no traceback."""
+    job = subprocess.Popen(
+        command("run", program, "--nproc", "2", "--steps", "100000", "--log-every", "1"),
+        cwd=tmp_path,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        assert job.stdout is not None
+        for _ in range(5):
+            assert "loss" in job.stdout.readline()
+        if signal_number is signal.SIGKILL:
+            os.kill(worker_of(job.pid, rank=1), signal_number)
+        else:
+            os.killpg(job.pid, signal_number)
+        start = time.monotonic()
+        _, stderr = job.communicate(timeout=DEADLINE)
+    finally:
+        if job.poll() is None:
+            os.killpg(job.pid, signal.SIGKILL)
+    assert time.monotonic() - start < 30
+    assert job.returncode not in (0, None)
+    assert "Traceback" not in stderr
+    if signal_number is signal.SIGINT:
+        assert job.returncode == 130
+        assert "Interrupted." in stderr
+
+
+def worker_of(parent: int, rank: int) -> int:
+    """The process id of one rank's worker."""
+    children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+    for child in children:
+        variables = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
+        if f"RANK={rank}".encode() in variables:
+            return int(child)
+    raise AssertionError(f"no rank {rank} among {children}")

@@ -1,0 +1,285 @@
+"""Every code block in the documents is true.
+
+The language of a block says how it is checked:
+
+=============  =================================================================================
+`python`       runs as a script and must succeed
+`console`      commands after `$ `, each followed by its output, where `...` stands for any text
+`bash`         set-up that cannot run here: only `git clone`, `cd`, `pip install` and
+               `make TARGET`, and the target must exist
+`zir`          a program that must parse and verify
+`toml` `json`  must parse
+`diff`         every line must be a line of a unified diff
+`text`         a picture or a grammar for the eye
+=============  =================================================================================
+
+The blocks of one document run in order in one directory that holds a copy of `examples/`. A comment
+before a block changes how it is checked: `<!-- slow -->` leaves it to the whole suite,
+`<!-- exits 2 -->` expects the last command of a `console` block to fail with that status, and
+`<!-- fails Z101 -->` expects the verifier to reject a `zir` block with that code.
+"""
+
+import doctest
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = (
+    ROOT / "README.md",
+    ROOT / "ARCHITECTURE.md",
+    ROOT / "CHANGELOG.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+)
+
+FENCE = re.compile(r"^(?P<indent> *)```(?P<language>\S*) *$")
+DIRECTIVE = re.compile(
+    r"^ *<!-- (?P<words>(slow|exits \d+|fails Z\d+)(, (slow|exits \d+|fails Z\d+))*) -->$"
+)
+DIFF_LINE = re.compile(r"^( |\+|-|@@ |$)")
+LINK = re.compile(r"\]\((?!https?://|#|mailto:)(?P<path>[^)#]+)(#[^)]*)?\)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """One fenced block and the directives before it."""
+
+    document: str
+    line: int
+    language: str
+    text: str
+    is_slow: bool = False
+    exit_status: int = 0
+    fails_with: str | None = None
+
+    @property
+    def place(self) -> str:
+        return f"{self.document}:{self.line}"
+
+    @classmethod
+    def read(cls, document: str, line: int, language: str, text: str, words: str) -> Self:
+        """Read the directives, given as `slow, exits 2`."""
+        directives = words.split(", ") if words else []
+        values = dict(directive.partition(" ")[::2] for directive in directives)
+        return cls(
+            document=document,
+            line=line,
+            language=language,
+            text=text,
+            is_slow="slow" in values,
+            exit_status=int(values.get("exits", "0")),
+            fails_with=values.get("fails"),
+        )
+
+
+def blocks_of(document: str, text: str) -> list[Block]:
+    """Return the fenced blocks of a Markdown text."""
+    blocks: list[Block] = []
+    lines = iter(enumerate(text.splitlines(), start=1))
+    words = ""
+    for number, line in lines:
+        if directive := DIRECTIVE.match(line):
+            words = directive["words"]
+            continue
+        if not (fence := FENCE.match(line)):
+            assert not line.lstrip().startswith(("```", "~~~")), (
+                f"{document}:{number}: a block opens with three backticks and one word"
+            )
+            words = words if not line.strip() else ""
+            continue
+        content: list[str] = []
+        for _, inner in lines:
+            if inner.strip() == "```":
+                break
+            content.append(inner.removeprefix(fence["indent"]))
+        else:
+            pytest.fail(f"{document}:{number}: the block is never closed")
+        text_of_block = "\n".join(content) + "\n"
+        blocks.append(Block.read(document, number, fence["language"], text_of_block, words))
+        words = ""
+    return blocks
+
+
+def check_block(block: Block, directory: Path) -> None:
+    """Check one block by the rule of its language."""
+    match block.language:
+        case "python":
+            check_python(block, directory)
+        case "console":
+            check_console(block, directory)
+        case "bash":
+            check_bash(block)
+        case "zir":
+            check_zir(block.text, block.fails_with)
+        case "toml":
+            tomllib.loads(block.text)
+        case "json":
+            json.loads(block.text)
+        case "diff":
+            wrong = [line for line in block.text.splitlines() if not DIFF_LINE.match(line)]
+            assert not wrong, f"{block.place}: not a line of a diff: {wrong[0]!r}"
+        case "text":
+            pass
+        case "":
+            pytest.fail(f"{block.place}: the block names no language")
+        case other:
+            pytest.fail(f"{block.place}: no rule says how to check a block of {other!r}")
+
+
+def check_python(block: Block, directory: Path) -> None:
+    """Run the block as a script."""
+    script = directory / f"block_{block.line}.py"
+    script.write_text(block.text, encoding="utf-8")
+    result = _run([sys.executable, script.name], directory)
+    assert result.returncode == 0, f"{block.place}:\n{result.stdout}"
+
+
+def check_console(block: Block, directory: Path) -> None:
+    """Run every command of a transcript and compare its output."""
+    steps = transcript(block)
+    checker = doctest.OutputChecker()
+    for number, (command, expected) in enumerate(steps, start=1):
+        result = _run(["bash", "-o", "pipefail", "-c", command], directory)
+        status = block.exit_status if number == len(steps) else 0
+        assert result.returncode == status, (
+            f"{block.place}: `{command}` exits with {result.returncode}:\n{result.stdout}"
+        )
+        found = "".join(line.rstrip() + "\n" for line in result.stdout.splitlines())
+        assert expected == "...\n" or checker.check_output(expected, found, doctest.ELLIPSIS), (
+            f"{block.place}: `{command}` prints\n{found}instead of\n{expected}"
+        )
+
+
+def transcript(block: Block) -> list[tuple[str, str]]:
+    """Split a transcript into pairs of a command and its output."""
+    steps: list[tuple[str, str]] = []
+    is_continued = False
+    for line in block.text.splitlines():
+        if is_continued:
+            command, _ = steps.pop()
+            steps.append((f"{command}\n{line}", ""))
+        elif line.startswith("$ "):
+            steps.append((line.removeprefix("$ "), ""))
+        else:
+            assert steps, f"{block.place}: a transcript begins with a line `$ command`"
+            command, output = steps.pop()
+            steps.append((command, f"{output}{line.rstrip()}\n"))
+            continue
+        is_continued = line.endswith("\\")
+    return steps
+
+
+def check_bash(block: Block) -> None:
+    """Check set-up commands without running them."""
+    for line in block.text.splitlines():
+        words = line.partition("#")[0].split()
+        match words:
+            case [] | ["git", "clone", _] | ["cd", _] | ["pip", "install", *_]:
+                pass
+            case ["make", target]:
+                result = _run(["make", "--dry-run", target], ROOT)
+                assert result.returncode == 0, f"{block.place}:\n{result.stdout}"
+            case _:
+                pytest.fail(f"{block.place}: `{line}` would have to run: make it a `console` block")
+
+
+def check_zir(text: str, fails_with: str | None = None) -> None:
+    """Parse and verify a program; with a code, expect the verifier to reject it with that."""
+    from zeroir.ir.text import parse
+    from zeroir.ir.verify import verify
+
+    report = verify(parse(text))
+    if fails_with is None:
+        assert report.is_valid, report.render()
+    else:
+        assert fails_with in {finding.code for finding in report.findings}, report.render()
+
+
+def _run(command: list[str], directory: Path) -> subprocess.CompletedProcess[str]:
+    tools = str(Path(sys.executable).parent)
+    plain = {"COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb", "OMP_NUM_THREADS": "1"}
+    environment = os.environ | plain | {"PATH": os.pathsep.join((tools, os.environ["PATH"]))}
+    return subprocess.run(
+        command,
+        cwd=directory,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+
+
+def _check_document(document: Path, directory: Path, *, with_slow: bool) -> None:
+    shutil.copytree(ROOT / "examples", directory / "examples")
+    name = document.relative_to(ROOT).as_posix()
+    for block in blocks_of(name, document.read_text(encoding="utf-8")):
+        if with_slow or not block.is_slow:
+            check_block(block, directory)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
+def test_quick_blocks_hold(document: Path, tmp_path: Path) -> None:
+    _check_document(document, tmp_path, with_slow=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "document",
+    [path for path in DOCUMENTS if "slow" in path.read_text("utf-8")],
+    ids=lambda path: path.stem,
+)
+def test_all_blocks_hold(document: Path, tmp_path: Path) -> None:
+    _check_document(document, tmp_path, with_slow=True)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
+def test_links_lead_somewhere(document: Path) -> None:
+    for link in LINK.finditer(document.read_text(encoding="utf-8")):
+        assert (document.parent / link["path"]).exists(), f"{document.name}: {link['path']}"
+
+
+def _block(language: str, text: str, words: str = "") -> Block:
+    return Block.read("test.md", 1, language, text, words)
+
+
+@pytest.mark.parametrize("language", ["", "yaml"])
+def test_a_block_without_a_rule_fails(language: str, tmp_path: Path) -> None:
+    with pytest.raises(pytest.fail.Exception, match=r"test\.md:1"):
+        check_block(_block(language, "x\n"), tmp_path)
+
+
+def test_blocks_are_found_with_their_directives() -> None:
+    text = "a\n<!-- slow, exits 2 -->\n```console\n$ x\n```\n\n  ```json\n  {}\n  ```\n"
+    first, second = blocks_of("test.md", text)
+    assert (first.line, first.is_slow, first.exit_status) == (3, True, 2)
+    assert (second.text, second.is_slow, second.exit_status) == ("{}\n", False, 0)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("$ echo a; echo b\na\nb\n$ true\n", ""),
+        ("$ seq 9\n1\n...\n9\n", ""),
+        ("$ echo a \\\n  b\na b\n", ""),
+        ("$ echo no >&2; exit 2\nno\n", "exits 2"),
+    ],
+)
+def test_a_true_transcript_passes(text: str, words: str, tmp_path: Path) -> None:
+    check_block(_block("console", text, words), tmp_path)
+
+
+@pytest.mark.parametrize("text", ["$ echo a\nb\n", "$ echo a\n", "$ exit 3\n", "echo a\n"])
+def test_a_false_transcript_fails(text: str, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError):
+        check_block(_block("console", text), tmp_path)

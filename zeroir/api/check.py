@@ -1,0 +1,171 @@
+"""Compare a compiled program on virtual ranks with eager PyTorch replicas, step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from zeroir.api.compiled import compile_with
+from zeroir.config import CompileOptions
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from zeroir.frontend.entry import Batch, ModelFile
+
+_CLIPPED_ROUNDING = {"fp32": 64 * 2.0**-23, "bf16": 2.0**-8, "fp16": 2.0**-11}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """Where the program and the reference differ by more than the tolerance."""
+
+    step: int
+    what: str
+    program: float
+    reference: float
+    relative: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """What was compared. ``tolerance`` is relative to the largest element; 0 means bit for bit."""
+
+    model: str
+    stage: int
+    world_size: int
+    precision: str
+    steps: int
+    tolerance: float
+    losses: tuple[tuple[float, ...], ...]
+    differences: tuple[Difference, ...]
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether no difference exceeds the tolerance."""
+        return not self.differences
+
+    def to_json(self) -> dict[str, object]:
+        """The comparison as plain data."""
+        return {"is_equal": self.is_equal, **asdict(self)}
+
+    def __str__(self) -> str:
+        what = f"{self.model} at stage {self.stage} on {self.world_size} ranks in {self.precision}, {self.steps} steps"
+        exactly = "bit for bit" if self.tolerance == 0 else f"within {self.tolerance:.1e}"
+        if self.is_equal:
+            return (
+                f"{what}: losses and parameters equal {self.world_size} eager replicas {exactly}."
+            )
+        lines = [f"{what}: not equal to {self.world_size} eager replicas {exactly}."]
+        lines += [
+            f"  step {d.step}: {d.what} is {d.program:.9g}, the reference has {d.reference:.9g} "
+            f"(relative difference {d.relative:.2e})"
+            for d in self.differences[:20]
+        ]
+        if len(self.differences) > 20:
+            lines.append(f"  … and {len(self.differences) - 20} more")
+        return "\n".join(lines)
+
+
+def check_model(model: str, options: CompileOptions, *, steps: int, seed: int) -> Comparison:
+    """Compile a model, run it on lockstep and on eager replicas from the same start, and compare.
+
+    Equal means bit for bit, losses of every rank and step and parameters at the end; with clipping, whose norm the
+    program adds up shard by shard, it means within a few roundings a step: 64 of FP32, or one of the 16-bit dtype.
+    """
+    import torch
+
+    from zeroir.api.reference import EagerReplicas
+    from zeroir.api.run import load_model
+    from zeroir.runtime.lockstep import Lockstep
+    from zeroir.runtime.seeds import site_seed
+
+    compiled = compile_with(model, options)
+    model_file = load_model(compiled)
+    program = compiled.program
+    rng = program.buffer_by_name.get("rng")
+    sites = 0 if rng is None else rng.numel
+
+    def seeds(step: int, micro_step: int, rank: int) -> Tensor:
+        return torch.tensor(
+            [site_seed(seed, step, micro_step, rank, site) for site in range(sites)],
+            dtype=torch.int64,
+        )
+
+    reference = EagerReplicas(model_file, options, seed=seed, seeds=seeds)
+    lockstep = Lockstep(program, seed=seed, schedule_seed=seed)
+    lockstep.initialise(model_file.model, seed)
+    streams = [
+        _batches(model_file, rank, options.world_size, seed) for rank in range(options.world_size)
+    ]
+    tolerance = 0.0 if options.clip is None else steps * _CLIPPED_ROUNDING[options.precision]
+    differences: list[Difference] = []
+    losses: list[tuple[float, ...]] = []
+    for step in range(steps):
+        batches = [[next(stream) for _ in range(options.micro_steps)] for stream in streams]
+        expected = reference.step(batches)
+        found = [float(result.loss) for result in lockstep.step(batches)]
+        losses.append(tuple(found))
+        for rank, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+            differences += _compare(step, f"the loss of rank {rank}", ours, theirs, tolerance)
+    differences += _compare_parameters(
+        steps - 1, lockstep.full_parameters(), reference.parameters(), tolerance
+    )
+    return Comparison(
+        model=model,
+        stage=options.stage,
+        world_size=options.world_size,
+        precision=options.precision,
+        steps=steps,
+        tolerance=tolerance,
+        losses=tuple(losses),
+        differences=tuple(differences),
+    )
+
+
+def _compare(
+    step: int, what: str, ours: float, theirs: float, tolerance: float
+) -> Iterator[Difference]:
+    relative = abs(ours - theirs) / max(abs(theirs), 2.0**-126)
+    if not relative <= tolerance:
+        yield Difference(step=step, what=what, program=ours, reference=theirs, relative=relative)
+
+
+def _compare_parameters(
+    step: int, ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], tolerance: float
+) -> Iterator[Difference]:
+    for name, expected in theirs.items():
+        found, wanted = ours[name].double().flatten(), expected.double().flatten()
+        gap = (found - wanted).abs()
+        at = int(gap.argmax())
+        relative = float(gap[at]) / max(float(wanted.abs().max()), 2.0**-126)
+        if not relative <= tolerance:
+            what = f"{name} at element {at}"
+            yield Difference(
+                step=step,
+                what=what,
+                program=float(found[at]),
+                reference=float(wanted[at]),
+                relative=relative,
+            )
+
+
+def _batches(model_file: ModelFile, rank: int, world_size: int, seed: int) -> Iterator[Batch]:
+    """The model file's batches, or variations of its example, different on every rank and step."""
+    if model_file.batches is not None:
+        yield from model_file.batches(rank, world_size, seed, 0)
+    import torch
+    from torch.utils import _pytree as pytree
+
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + rank)
+
+    def vary(tensor: Tensor) -> Tensor:
+        if tensor.is_floating_point():
+            return tensor + torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
+        order = torch.randperm(tensor.numel(), generator=generator)
+        return tensor.flatten()[order].view(tensor.shape)
+
+    while True:
+        example: Batch = pytree.tree_map_only(torch.Tensor, vary, model_file.batch())
+        yield example

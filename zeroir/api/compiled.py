@@ -1,0 +1,159 @@
+"""A compiled program: an artefact, its proof, and what can be asked of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from zeroir import artifact as artifacts
+from zeroir.artifact import Artifact
+from zeroir.config import CompileOptions, make_options, options_from_pairs
+from zeroir.errors import UserError
+from zeroir.ir.program import Program
+from zeroir.ir.text import print_program
+from zeroir.ir.verify import Report, VerificationError
+from zeroir.ir.verify import verify as verify_program
+from zeroir.report.summary import Summary, summarise
+
+if TYPE_CHECKING:
+    from zeroir.runtime.engine import Engine
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompiledProgram:
+    """A scheduled program with the logical one it came from, and the report that verified it."""
+
+    artifact: Artifact
+    report: Report
+
+    @property
+    def program(self) -> Program:
+        """The scheduled program: what runs."""
+        return self.artifact.scheduled
+
+    @property
+    def logical(self) -> Program:
+        """The one-device program that the passes started from."""
+        return self.artifact.logical
+
+    @cached_property
+    def options(self) -> CompileOptions:
+        """The options that the program was compiled with."""
+        return options_from_pairs(self.program.options)
+
+    def summary(self) -> Summary:
+        """Facts of the program: sizes, ops, bytes, laws."""
+        options = self.options
+        return summarise(
+            self.program, self.report, stage=options.stage, precision=options.precision
+        )
+
+    def text(self) -> str:
+        """The whole program in the IR's canonical text."""
+        return print_program(self.program)
+
+    def __str__(self) -> str:
+        from zeroir.report.render import render_text
+
+        return render_text(self.summary(), self.program)
+
+    def save(self, path: str | Path) -> None:
+        """Write the program to a ``.zir`` file, whole or not at all.
+
+        Raises:
+            UserError: where the path cannot be written.
+        """
+        artifacts.save(self.artifact, Path(path))
+
+    def for_world_size(self, world_size: int) -> CompiledProgram:
+        """The same program lowered again, from its logical program, for another number of ranks."""
+        options = make_options({**self.options.model_dump(), "world_size": world_size})
+        return _verified(replace(self.artifact, scheduled=_lower(self.logical, options)))
+
+    def require(self, *, section: str | None = None, unit: str | None = None) -> None:
+        """Raise UserError, naming those that exist, where a section or unit does not."""
+        sections = [one.name for one in self.program.sections]
+        if section is not None and section not in sections:
+            raise UserError(
+                f"The program has no section '{section}'; its sections are {', '.join(sections)}."
+            )
+        units = list(dict.fromkeys(flat.unit for flat in self.program.flats))
+        if unit is not None and unit not in units:
+            raise UserError(f"The program has no unit '{unit}'; its units are {', '.join(units)}.")
+
+    def engine(self, *, seed: int = 0, allow_model_change: bool = False) -> Engine:
+        """An engine for this process, its parameters initialised from the model file.
+
+        Under torchrun it is one rank of the job; elsewhere the program is lowered for a world size of 1. The batch of
+        ``engine.step(batch)`` has the structure, shapes and dtypes of the model file's ``batch()``.
+
+        Raises:
+            UserError: where the model file is missing or is not the one that was compiled.
+        """
+        from zeroir.api.run import make_engine
+
+        return make_engine(self, seed=seed, allow_model_change=allow_model_change)
+
+
+def compile_model(model: str, **options: object) -> CompiledProgram:
+    """Compile ``path/to/model.py`` (or ``model.py:factory``); the keywords are ``CompileOptions``' fields.
+
+    Raises:
+        UserError: where the file or an option is wrong.
+    """
+    return compile_with(model, make_options(options))
+
+
+def compile_with(model: str, options: CompileOptions) -> CompiledProgram:
+    """Compile a model file with validated options."""
+    import torch
+
+    from zeroir import __version__
+    from zeroir.frontend import entry, trace
+
+    model_file = entry.load_model_file(model)
+    logical = replace(trace(model_file, options), options=options.to_pairs())
+    artifact = Artifact(
+        logical=logical,
+        scheduled=_lower(logical, options),
+        model_path=str(model_file.path),
+        model_factory=model_file.name,
+        model_sha256=model_file.sha256,
+        torch_version=torch.__version__,
+        zeroir_version=__version__,
+    )
+    return _verified(artifact)
+
+
+def load_program(path: str | Path) -> CompiledProgram:
+    """Read a ``.zir`` file and prove it again.
+
+    Raises:
+        UserError: where the file is missing, damaged, of a newer schema, or breaks a law.
+    """
+    compiled = load_unverified(path)
+    if not compiled.report.is_valid:
+        raise VerificationError(compiled.report)
+    return compiled
+
+
+def load_unverified(path: str | Path) -> CompiledProgram:
+    """Read a ``.zir`` file with its report, valid or not."""
+    artifact = artifacts.load(Path(path))
+    report = verify_program(artifact.scheduled, reference=artifact.logical)
+    return CompiledProgram(artifact=artifact, report=report)
+
+
+def _lower(logical: Program, options: CompileOptions) -> Program:
+    from zeroir.passes.pipelines import lower
+
+    return replace(lower(logical, options), options=options.to_pairs())
+
+
+def _verified(artifact: Artifact) -> CompiledProgram:
+    report = verify_program(artifact.scheduled, reference=artifact.logical)
+    if not report.is_valid:
+        raise VerificationError(report)
+    return CompiledProgram(artifact=artifact, report=report)

@@ -1,0 +1,197 @@
+"""N eager PyTorch replicas: what a compiled program must compute.
+
+The replicas share their parameters and each runs forward and backward in eager PyTorch on its own batch. Gradients
+follow the one rounding rule: added in FP32 in rank order, rounded once to the gradient's dtype, divided once in FP32
+by loss scale × world size × micro-steps. The update is torch.optim's, fused, on FP32 master weights.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from zeroir.config import CompileOptions
+from zeroir.frontend.capture import call_with, loss_of
+from zeroir.frontend.entry import Batch, ModelFile
+from zeroir.frontend.precision import apply_precision, cast_floating, compute_dtype
+from zeroir.ir.ops import Algorithm
+from zeroir.torch_ops import neutral_ops
+
+_ALIGNMENT_NUMEL = 64
+Seeds = Callable[[int, int, int], Tensor]
+"""(step, micro-step, rank) to the i64 seeds of that forward's dropouts."""
+
+
+class EagerReplicas:
+    """The reference. ``sites`` is the number of dropout calls in one forward."""
+
+    def __init__(
+        self, model_file: ModelFile, options: CompileOptions, *, seed: int, seeds: Seeds
+    ) -> None:
+        torch.manual_seed(seed)
+        module = model_file.model()
+        self._options = options
+        self._seeds = seeds
+        self._step = 0
+        self._scale = options.initial_loss_scale if options.precision == "fp16" else 1.0
+        self._good_steps = 0
+        self._hysteresis = options.loss_scale_hysteresis
+        # torch's fused kernels treat the last few elements of a tensor apart, so each master gets a length that has
+        # none, as it has in a flat.
+        self.masters = {
+            name: _padded(parameter.detach())
+            for name, parameter in module.named_parameters()
+            if parameter.dtype.is_floating_point
+        }
+        apply_precision(module, options.precision, options.keep_fp32)
+        self.replicas = [copy.deepcopy(module) for _ in range(options.world_size)]
+        self._shapes = {name: p.shape for name, p in module.named_parameters()}
+        for replica in self.replicas:
+            for name, parameter in replica.named_parameters():
+                if parameter.dtype == torch.float32:
+                    parameter.data = self._master(name)
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._trained: list[str] = []
+
+    def step(self, batches: Sequence[Sequence[Batch]]) -> list[float]:
+        """One training step; ``batches[rank][micro_step]``. Returns each rank's loss, its mean over micro-steps."""
+        losses = [torch.zeros(()) for _ in self.replicas]
+        partial: list[list[Mapping[str, Tensor]]] = []
+        for micro_step in range(self._options.micro_steps):
+            found: list[Mapping[str, Tensor]] = []
+            for rank, replica in enumerate(self.replicas):
+                loss = self._forward(replica, batches[rank][micro_step], micro_step, rank)
+                losses[rank] = losses[rank] + loss
+                found.append(
+                    {n: p.grad for n, p in replica.named_parameters() if p.grad is not None}
+                )
+                replica.zero_grad(set_to_none=True)
+            partial.append(found)
+        self._update(self._reduce(partial))
+        self._step += 1
+        return [float(loss / self._options.micro_steps) for loss in losses]
+
+    def parameters(self) -> dict[str, Tensor]:
+        """The parameters by name: FP32 masters of what is trained, the rest as the forward computes with it."""
+        return {
+            name: self._master(name) if name in self._trained else parameter.detach()
+            for name, parameter in self.replicas[0].named_parameters()
+        }
+
+    def _master(self, name: str) -> Tensor:
+        shape = self._shapes[name]
+        return self.masters[name][: shape.numel()].view(shape)
+
+    def _forward(self, replica: nn.Module, batch: Batch, micro_step: int, rank: int) -> Tensor:
+        given = cast_floating(batch, compute_dtype(self._options.precision))
+        with neutral_ops(self._seeds(self._step, micro_step, rank)):
+            loss = loss_of(call_with(replica, given)).float()
+            loss.backward(torch.full_like(loss, self._scale))
+        return loss.detach()
+
+    def _reduce(self, partial: Sequence[Sequence[Mapping[str, Tensor]]]) -> dict[str, Tensor]:
+        """Sum over ranks and micro-steps in the order that the stage prescribes."""
+        names = list(partial[0][0])
+        if len(partial) == 1:
+            return {name: _sum([rank[name] for rank in partial[0]]) for name in names}
+        if self._options.stage >= 2:
+            return {
+                name: _sum([_sum([rank[name] for rank in micro]).float() for micro in partial])
+                for name in names
+            }
+        ranks = range(len(self.replicas))
+        return {
+            name: _sum([_sum([micro[rank][name].float() for micro in partial]) for rank in ranks])
+            for name in names
+        }
+
+    def _update(self, gradients: Mapping[str, Tensor]) -> None:
+        if self._optimizer is None:
+            self._trained = list(gradients)
+            self._optimizer = _make_optimizer(
+                [nn.Parameter(self.masters[name]) for name in self._trained], self._options
+            )
+        is_finite = all(bool(gradient.isfinite().all()) for gradient in gradients.values())
+        scale = self._scale
+        if self._options.precision == "fp16":
+            self._rescale(is_overflow=not is_finite)
+            if not is_finite:
+                return
+        divisor = scale * len(self.replicas) * self._options.micro_steps
+        if self._options.clip is not None:
+            squares = sum(
+                gradient.double().square().sum().item() for gradient in gradients.values()
+            )
+            divisor /= min(1.0, self._options.clip / (math.sqrt(squares) / divisor + 1e-6))
+        for name, parameter in zip(
+            self._trained, self._optimizer.param_groups[0]["params"], strict=True
+        ):
+            parameter.grad = _padded(gradients[name].float() / divisor)
+        self._optimizer.step()
+        with torch.no_grad():
+            for replica in self.replicas:
+                for name, parameter in replica.named_parameters():
+                    if name in gradients and parameter.dtype != torch.float32:
+                        parameter.copy_(self._master(name))
+
+    def _rescale(self, *, is_overflow: bool) -> None:
+        """DeepSpeed's dynamic loss scaling."""
+        options = self._options
+        if not is_overflow:
+            self._good_steps += 1
+            if self._good_steps >= options.loss_scale_window:
+                self._scale *= 2
+                self._good_steps = 0
+                self._hysteresis = options.loss_scale_hysteresis
+            return
+        self._good_steps = 0
+        if self._hysteresis > 1:
+            self._hysteresis -= 1
+        else:
+            self._scale = max(self._scale / 2, options.minimum_loss_scale)
+
+
+def _sum(parts: Sequence[Tensor]) -> Tensor:
+    """The sum in FP32, in order, rounded once to the parts' dtype."""
+    total = parts[0].float()
+    for part in parts[1:]:
+        total = total + part.float()
+    return total.to(parts[0].dtype)
+
+
+def _padded(tensor: Tensor) -> Tensor:
+    numel = -(-tensor.numel() // _ALIGNMENT_NUMEL) * _ALIGNMENT_NUMEL
+    padded = torch.zeros(numel, dtype=torch.float32)
+    padded[: tensor.numel()] = tensor.flatten()
+    return padded
+
+
+def _make_optimizer(
+    parameters: list[nn.Parameter], options: CompileOptions
+) -> torch.optim.Optimizer:
+    decay = options.effective_weight_decay
+    match options.optimizer:
+        case Algorithm.SGD | Algorithm.MOMENTUM:
+            return torch.optim.SGD(
+                parameters,
+                lr=options.lr,
+                momentum=options.effective_momentum,
+                dampening=options.dampening,
+                nesterov=options.nesterov,
+                weight_decay=decay,
+                fused=True,
+            )
+        case Algorithm.ADAM | Algorithm.ADAMW:
+            kind = torch.optim.Adam if options.optimizer is Algorithm.ADAM else torch.optim.AdamW
+            return kind(
+                parameters,
+                lr=options.lr,
+                betas=(options.beta1, options.beta2),
+                eps=options.eps,
+                weight_decay=decay,
+                fused=True,
+            )

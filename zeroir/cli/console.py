@@ -1,0 +1,39 @@
+"""Where the command line writes: answers to stdout, progress and errors to stderr."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+
+_PIPE_WIDTH = 120
+
+
+def _console(*, is_stderr: bool) -> Console:
+    # Rich takes a pipe for a terminal of 80 columns, in which tables of long names fold.
+    stream = sys.stderr if is_stderr else sys.stdout
+    width = None if stream.isatty() or "COLUMNS" in os.environ else _PIPE_WIDTH
+    return Console(stderr=is_stderr, highlight=False, soft_wrap=True, width=width)
+
+
+out = _console(is_stderr=False)
+err = _console(is_stderr=True)
+
+
+def print_json(value: object) -> None:
+    """One JSON document on stdout, without colour."""
+    sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+@contextmanager
+def progress(what: str) -> Iterator[None]:
+    """A spinner on stderr while something long goes on; nothing where stderr is not a terminal."""
+    if not err.is_terminal:
+        yield
+        return
+    with err.status(what):
+        yield

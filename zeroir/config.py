@@ -1,0 +1,171 @@
+"""What a user may choose when compiling, validated once and carried in the program as text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from zeroir.errors import UserError
+from zeroir.ir.ops import Algorithm
+
+Precision = Literal["fp32", "bf16", "fp16"]
+
+
+def default_world_size() -> int:
+    """The number of visible GPUs, or 2 without any."""
+    import torch  # Only here, and only when nobody said how many ranks there are.
+
+    return torch.cuda.device_count() or 2
+
+
+class CompileOptions(BaseModel):
+    """The choices that make a program. Every one has a default; the descriptions are the command line's help."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    stage: Annotated[
+        int, Field(ge=0, le=3, description="ZeRO stage: 0 replicates, 1, 2 and 3 shard ever more.")
+    ] = 3
+    world_size: Annotated[
+        int,
+        Field(
+            ge=1,
+            le=1_048_576,
+            default_factory=default_world_size,
+            description="Number of ranks; the visible GPUs, or 2 without any, when not given.",
+        ),
+    ]
+    precision: Annotated[
+        Precision, Field(description="Dtype of parameters, activations and gradients.")
+    ] = "fp32"
+    micro_steps: Annotated[
+        int, Field(ge=1, description="Micro-steps over which a gradient accumulates.")
+    ] = 1
+
+    units: Annotated[
+        str | None,
+        Field(
+            description="Which submodules share a flat buffer: a pattern of names (blocks.*), class:NAME or "
+            "min:NUMEL; repeated blocks when not given."
+        ),
+    ] = None
+    keep_fp32: Annotated[
+        tuple[str, ...],
+        Field(description="Pattern of module or parameter names that stay FP32; may be repeated."),
+    ] = ()
+
+    optimizer: Annotated[
+        Algorithm, Field(description="The update rule, as torch.optim has it.")
+    ] = Algorithm.ADAMW
+    lr: Annotated[float, Field(ge=0, description="Learning rate.")] = 1e-3
+    momentum: Annotated[
+        float | None,
+        Field(ge=0, lt=1, description="Momentum factor (momentum only; 0.9 if not given)."),
+    ] = None
+    dampening: Annotated[float, Field(ge=0, description="Dampening (momentum only).")] = 0.0
+    nesterov: Annotated[bool, Field(description="Nesterov momentum (momentum only).")] = False
+    beta1: Annotated[float, Field(ge=0, lt=1, description="Decay of exp_avg (adam, adamw).")] = 0.9
+    beta2: Annotated[float, Field(ge=0, lt=1, description="Decay of exp_avg_sq (adam, adamw).")] = (
+        0.999
+    )
+    eps: Annotated[float, Field(ge=0, description="Added to the denominator (adam, adamw).")] = 1e-8
+    weight_decay: Annotated[
+        float | None, Field(ge=0, description="Weight decay; 0.01 for adamw, else 0, if not given.")
+    ] = None
+    clip: Annotated[
+        float | None,
+        Field(
+            gt=0, description="Largest global L2 norm of the gradient; no clipping if not given."
+        ),
+    ] = None
+
+    prefetch: Annotated[
+        int, Field(ge=0, description="How many units ahead parameters are gathered (stage 3).")
+    ] = 1
+    elide: Annotated[
+        bool,
+        Field(
+            description="Leave out gathers that nobody reads or that would follow their own release."
+        ),
+    ] = True
+
+    initial_loss_scale: Annotated[float, Field(gt=0, description="First loss scale (fp16).")] = (
+        2.0**16
+    )
+    loss_scale_window: Annotated[
+        int,
+        Field(
+            ge=1, description="Steps without overflow after which the loss scale doubles (fp16)."
+        ),
+    ] = 1000
+    loss_scale_hysteresis: Annotated[
+        int, Field(ge=1, description="Overflows before the loss scale halves (fp16).")
+    ] = 2
+    minimum_loss_scale: Annotated[float, Field(gt=0, description="Smallest loss scale (fp16).")] = (
+        1.0
+    )
+
+    @model_validator(mode="after")
+    def _momentum_fits_optimizer(self) -> Self:
+        if self.optimizer is not Algorithm.MOMENTUM and (
+            self.momentum is not None or self.dampening or self.nesterov
+        ):
+            raise ValueError("momentum, dampening and nesterov need --optimizer momentum")
+        if self.nesterov and (self.dampening or not self.effective_momentum):
+            raise ValueError("nesterov needs a momentum above 0 and no dampening")
+        return self
+
+    @property
+    def effective_momentum(self) -> float:
+        """The momentum factor: 0.9 unless given for ``momentum``, 0 for every other optimizer."""
+        if self.optimizer is not Algorithm.MOMENTUM:
+            return 0.0
+        return 0.9 if self.momentum is None else self.momentum
+
+    @property
+    def effective_weight_decay(self) -> float:
+        """The weight decay: torch's default of the optimizer unless given (adamw 0.01, others 0)."""
+        if self.weight_decay is not None:
+            return self.weight_decay
+        return 0.01 if self.optimizer is Algorithm.ADAMW else 0.0
+
+    @property
+    def hyper(self) -> tuple[float, float, float, float]:
+        """The contents of ``%hyper``, in the order that ``OptimizerStep`` documents."""
+        if self.optimizer in (Algorithm.SGD, Algorithm.MOMENTUM):
+            momentum, nesterov = self.effective_momentum, float(self.nesterov)
+            return (momentum, self.dampening, nesterov, self.effective_weight_decay)
+        return (self.beta1, self.beta2, self.eps, self.effective_weight_decay)
+
+    def to_pairs(self) -> tuple[tuple[str, str], ...]:
+        """The options as a program carries them: names and JSON values, sorted by name."""
+        values = self.model_dump(mode="json")
+        return tuple((name, json.dumps(values[name])) for name in sorted(values))
+
+
+def make_options(values: Mapping[str, object]) -> CompileOptions:
+    """Validate options; UserError names the first one that is wrong, what was given and what is expected."""
+    try:
+        return CompileOptions.model_validate(dict(values))
+    except ValidationError as error:
+        raise UserError(explain_validation(error)) from None
+
+
+def options_from_pairs(pairs: Iterable[tuple[str, str]]) -> CompileOptions:
+    """The inverse of ``CompileOptions.to_pairs``."""
+    return make_options({name: json.loads(value) for name, value in pairs})
+
+
+def explain_validation(error: ValidationError) -> str:
+    """One sentence on the first thing that is wrong with options: which, what was given, what is expected."""
+    first = error.errors(include_url=False)[0]
+    if not first["loc"]:
+        return f"These options do not go together: {first['msg'].removeprefix('Value error, ')}."
+    name = str(first["loc"][0]).replace("_", "-")
+    if first["type"] == "extra_forbidden":
+        return f"There is no option --{name}; `zeroir compile --help` lists them."
+    expected = first["msg"].removeprefix("Input should be ")
+    return f"--{name} is {first['input']!s}, but should be {expected}."

@@ -1,0 +1,49 @@
+"""The facts of a program in one structure, for ``--json`` and for the tables a person sees."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TypedDict
+
+from zeroir.ir.memory import collective_bytes, model_state_bytes
+from zeroir.ir.program import Program
+from zeroir.ir.verify import Report
+from zeroir.report.names import op_name
+
+
+class Summary(TypedDict):
+    """Facts of a scheduled program; bytes are per step (collectives) or per rank (model states)."""
+
+    stage: int
+    world_size: int
+    precision: str
+    mesh: dict[str, int]
+    parameters_numel: int
+    units: list[str]
+    ops: dict[str, int]
+    sections: dict[str, int]
+    distinct_segments: int
+    collective_bytes: dict[str, int]
+    model_state_bytes_per_rank: dict[str, int]
+    laws: dict[str, str]
+    fingerprint: str
+
+
+def summarise(program: Program, report: Report, *, stage: int, precision: str) -> Summary:
+    """Collect the facts of a program that ``report`` verified."""
+    names = Counter(op_name(op) for op in program.ops())
+    return Summary(
+        stage=stage,
+        world_size=program.mesh.world_size,
+        precision=precision,
+        mesh={axis.name: axis.size for axis in program.mesh.axes},
+        parameters_numel=program.parameters_numel,
+        units=list(dict.fromkeys(flat.unit for flat in program.flats)),
+        ops={name: names[name] for name in sorted(names)},
+        sections={section.name: len(section.body) for section in program.sections},
+        distinct_segments=len({segment.digest() for segment in program.segments}),
+        collective_bytes=dict(collective_bytes(program)),
+        model_state_bytes_per_rank=dict(model_state_bytes(program)),
+        laws=dict(report.laws),
+        fingerprint=program.fingerprint,
+    )
