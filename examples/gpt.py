@@ -105,8 +105,8 @@ def init(module: nn.Module) -> None:
 
 
 def model() -> nn.Module:
-    """Build the model and initialise it."""
-    return GPT(WIDTH, HEADS, LAYERS).apply(init)
+    """Build the model; `init` is then called on each of its modules."""
+    return GPT(WIDTH, HEADS, LAYERS)
 
 
 def batch() -> tuple[Tensor, Tensor]:

@@ -27,6 +27,7 @@ class Fact(StrEnum):
     GATHERED_PER_RUN = "parameters gathered before each run of uses"
     RELEASED_AFTER_LAST_USE = "buffers released after their last use"
     GATHERED_AHEAD = "parameters gathered a bounded number of units ahead"
+    GRADIENTS_BOUNDED = "a bounded number of full gradients"
 
 
 @runtime_checkable

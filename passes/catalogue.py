@@ -5,6 +5,7 @@ from __future__ import annotations
 from zeroir.errors import UserError
 from zeroir.passes.all_reduce_gradients import AllReduceGradients
 from zeroir.passes.base import Pass, build, split_spec
+from zeroir.passes.bound_gradients import BoundGradients
 from zeroir.passes.insert_gathers import InsertGathers
 from zeroir.passes.insert_releases import InsertReleases
 from zeroir.passes.prefetch import Prefetch
@@ -20,6 +21,7 @@ PASSES: tuple[type[Pass], ...] = (
     InsertGathers,
     InsertReleases,
     Prefetch,
+    BoundGradients,
 )
 
 

@@ -31,12 +31,14 @@ def steps(
     Without a reference, a program on which no pass has run is its own.
 
     Raises:
-        UserError: before anything runs, where a pass lacks what it requires or would repeat another.
+        UserError: before anything runs, where a pass lacks what it requires or would repeat another, or where the
+            program is broken already (a VerificationError).
         InternalError: where a pass fails or breaks the program; the message names it.
     """
     check_contracts(program, passes)
     if reference is None and not program.passes:
         reference = program
+    check(program, reference=reference)
     for step in passes:
         program = _apply(step, program, reference)
         yield step, program

@@ -9,6 +9,7 @@ from zeroir.errors import UserError
 from zeroir.ir.program import Program
 from zeroir.passes.all_reduce_gradients import AllReduceGradients
 from zeroir.passes.base import Pass
+from zeroir.passes.bound_gradients import BoundGradients
 from zeroir.passes.catalogue import PASSES, parse_spec
 from zeroir.passes.insert_gathers import InsertGathers
 from zeroir.passes.insert_releases import InsertReleases
@@ -22,7 +23,7 @@ __all__ = ["PASSES", "for_options", "for_stage", "lower", "parse_spec"]
 
 
 def for_stage(
-    stage: int, world_size: int, *, elide: bool = True, distance: int = 1
+    stage: int, world_size: int, *, elide: bool = True, distance: int = 1, live: int = 2
 ) -> tuple[Pass, ...]:
     """The passes of a ZeRO stage, 0 to 3, on that many ranks."""
     replicate: tuple[Pass, ...] = (AllReduceGradients(dp=world_size),)
@@ -38,13 +39,24 @@ def for_stage(
         InsertReleases(),
         Prefetch(distance=distance),
     )
-    return replicate + shard[:stage] + (gather if stage == len(shard) else ())
+    # Last, because passes that move ops begin by taking out the waits that are there.
+    bound: tuple[Pass, ...] = (BoundGradients(live=live),)
+    return (
+        replicate
+        + shard[:stage]
+        + (gather if stage == len(shard) else ())
+        + (bound if stage >= 2 else ())
+    )
 
 
 def for_options(options: CompileOptions) -> tuple[Pass, ...]:
     """The passes that a user's choices amount to."""
     return for_stage(
-        options.stage, options.world_size, elide=options.elide, distance=options.prefetch
+        options.stage,
+        options.world_size,
+        elide=options.elide,
+        distance=options.prefetch,
+        live=options.live_gradients,
     )
 
 

@@ -138,7 +138,7 @@ class Prefetch:
             if number > self.distance:
                 for release in waves[number - self.distance - 1].releases:
                     if release < at:
-                        body[release], event = _signalling(body[release], release)
+                        body[release], event = rewrite.signalling(body[release], release)
                         found.append(ops.Wait(waited=event, on=wave.stream))
             for gather in wave.gathers:
                 found.append(body[gather.alloc])
@@ -150,13 +150,6 @@ class Prefetch:
             if index not in moved:
                 found.append(op)
         return replace(section, body=tuple(found))
-
-
-def _signalling(op: Op, index: int) -> tuple[Op, str]:
-    """The release with an event, and the event."""
-    assert isinstance(op, ops.Release)
-    event = op.event or f"release.{index}"
-    return replace(op, event=event), event
 
 
 @dataclass(slots=True, kw_only=True)

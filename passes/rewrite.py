@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import assert_never
 
+import networkx
+
 from zeroir.errors import InternalError
 from zeroir.ir import ops
 from zeroir.ir.buffers import Buffer, Region, View
@@ -147,6 +149,13 @@ def used_buffers(op: Op) -> frozenset[str]:
     return frozenset(r.buffer for r in (*found.reads, *found.writes, *found.accumulates))
 
 
+def signalling(op: Op, index: int) -> tuple[Op, str]:
+    """The release at ``index`` with an event, and the event."""
+    assert isinstance(op, ops.Release)
+    event = op.event or f"release.{index}"
+    return replace(op, event=event), event
+
+
 def last_writers(body: Iterable[Op]) -> Mapping[str, int]:
     """The index of the last op that writes or accumulates to each buffer."""
     found: dict[str, int] = {}
@@ -224,27 +233,28 @@ def flat_of_buffer(program: Program) -> Mapping[str, Flat]:
     """The flat whose coordinates each full-sized buffer uses: by what it holds, or by the ops that link it to one.
 
     Sections say what parameters compute ops read and what gradients they contribute; casts, transfers and optimizer
-    steps carry one element to the element of the same number. So temporaries need no naming convention.
+    steps carry one element to the element of the same number. So temporaries need no naming convention. A buffer that
+    is linked to several flats, such as a slot that they use in turn, has no home.
     """
-    found: dict[str, Flat] = {
+    known: dict[str, Flat] = {
         buffer.name: program.flat_by_name[buffer.holds.flat]
         for buffer in program.buffers
         if isinstance(buffer.holds, FlatContent)
     }
-    found.update(contributed_buffers(program))
-    links = [link for op in program.ops() if len(link := _linked(op)) > 1]
-    while True:
-        known = len(found)
-        for link in links:
-            home = next((found[name] for name in link if name in found), None)
-            if home is not None:
-                found.update((name, home) for name in link if name not in found)
-        if len(found) == known:
-            break
+    known.update(contributed_buffers(program))
+    links = networkx.Graph()
+    for op in program.ops():
+        networkx.add_path(links, _linked(op))
+    found = dict(known)
+    for linked in networkx.connected_components(links):
+        homes = {known[name].name for name in linked if name in known}
+        if len(homes) == 1:
+            home = program.flat_by_name[homes.pop()]
+            found.update((name, home) for name in linked if name not in known)
     return {
-        name: home
-        for name, home in found.items()
-        if program.buffer_by_name[name].numel == home.padded_numel
+        buffer.name: found[buffer.name]
+        for buffer in program.buffers
+        if buffer.name in found and buffer.numel == found[buffer.name].padded_numel
     }
 
 

@@ -11,27 +11,34 @@ from typing import assert_never
 
 import torch
 
+from zeroir.ir.effects import effects
 from zeroir.ir.mesh import COMPUTE, HOST, Executor
 from zeroir.ir.ops import Op, Wait
 from zeroir.ir.program import Program
+from zeroir.runtime.reuse import Reuse
 from zeroir.runtime.streams import Execute, ThreadStreams
 
 
 class CudaStreams:
-    """Streams of one process on one CUDA device."""
+    """Streams of one process on one CUDA device; ``reuse`` hears of everything that is issued."""
 
-    def __init__(self, program: Program, device: torch.device, execute: Execute) -> None:
+    def __init__(
+        self, program: Program, device: torch.device, execute: Execute, reuse: Reuse
+    ) -> None:
         self._execute = execute
         self._device = device
+        self._reuse = reuse
         self._streams: dict[str, torch.cuda.Stream] = {}
         on_host: set[str] = set()
+        used = {COMPUTE, *(effects(op).stream for op in program.ops())}
         for stream in program.streams:
             match stream.executor:
                 case Executor.DEVICE if stream.name == COMPUTE:
                     # The user's own work, and the copies of a batch, are on the current stream.
                     self._streams[stream.name] = torch.cuda.current_stream(device)
                 case Executor.DEVICE:
-                    self._streams[stream.name] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+                    if stream.name in used:
+                        self._streams[stream.name] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
                 case Executor.HOST | Executor.DISK:
                     on_host.add(stream.name)
                 case _:
@@ -40,6 +47,8 @@ class CudaStreams:
         self._threads = ThreadStreams(self._on_host, inline=())
         self._events: dict[str, torch.cuda.Event] = {}
         self._last_signal: dict[str, str | None] = {}
+        self._crossing = frozenset(p.event for s in program.sections for p in s.exit.pending)
+        self._before_crossing: dict[str, torch.cuda.Event] = {}
 
     def stream(self, name: str) -> torch.cuda.Stream:
         """The CUDA stream of that name."""
@@ -51,26 +60,27 @@ class CudaStreams:
             case Wait():
                 self._wait(op)
             case _ if op.stream in self._host_streams:
+                # Another section may have used the name for an event of the device.
+                self._events.pop(op.event or "", None)
                 self._threads.submit(op)
             case _:
-                stream = self._streams[op.stream]
-                with torch.cuda.stream(stream):
-                    self._execute(op)
-                self._last_signal[op.stream] = op.event
-                if op.event is not None:
-                    self._events[op.event] = stream.record_event()
+                self._on_device(op)
+        self._reuse.issue(op)
 
     def join(self, pending: Collection[str]) -> None:
         """See ``Streams.join``. The host itself does not wait for the device."""
         self._threads.join([name for name in pending if name not in self._events])
-        signals = [
-            stream.record_event()
-            for name, stream in self._streams.items()
-            if self._last_signal.get(name) not in pending
-        ]
-        for stream in self._streams.values():
-            for signal in signals:
-                stream.wait_event(signal)
+        signals: dict[str, torch.cuda.Event] = {}
+        for name, stream in self._streams.items():
+            if self._last_signal.get(name) not in pending:
+                signals[name] = stream.record_event()
+            elif name in self._before_crossing:
+                signals[name] = self._before_crossing[name]
+        for name, stream in self._streams.items():
+            for other, signal in signals.items():
+                if other != name:
+                    stream.wait_event(signal)
+        self._reuse.join(pending)
 
     def signal(self, event: str) -> None:
         """See ``Streams.signal``."""
@@ -79,6 +89,18 @@ class CudaStreams:
     def close(self) -> None:
         """See ``Streams.close``."""
         self._threads.close()
+
+    def _on_device(self, op: Op) -> None:
+        assert not isinstance(op, Wait)
+        stream = self._streams[op.stream]
+        if op.event in self._crossing and self._last_signal.get(op.stream) not in self._crossing:
+            # A joint leaves out the op that crosses it, but not what its stream does before.
+            self._before_crossing[op.stream] = stream.record_event()
+        with torch.cuda.stream(stream):
+            self._execute(op)
+        self._last_signal[op.stream] = op.event
+        if op.event is not None:
+            self._events[op.event] = stream.record_event()
 
     def _wait(self, op: Wait) -> None:
         event = self._events.get(op.waited)

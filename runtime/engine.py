@@ -138,7 +138,7 @@ class Executor:
 
     def _explained(self, op: ops.Op, error: Exception) -> ZeroirError:
         """What went wrong in an op, where, and what to do if the user can do something."""
-        place = f"{self._label(op)} of step {self.step_count}"
+        place = f"{self._label(op)} of step {self.step_count + 1}"
         if isinstance(error, RuntimeError) and is_lost_connection(error):
             return LostPeersError(
                 f"Rank {self.machine.ranks[0].rank} lost its peers in {place}: another rank stopped or is stuck; "
@@ -354,5 +354,5 @@ class Engine:
         if self.device.type == "cuda":
             from zeroir.runtime.cuda import CudaStreams
 
-            return CudaStreams(self.program, self.device, execute)
+            return CudaStreams(self.program, self.device, execute, self._memory.reuse)
         return ThreadStreams(execute)

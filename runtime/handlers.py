@@ -8,7 +8,6 @@ from typing import assert_never
 
 from torch import Tensor
 
-from zeroir.errors import InternalError
 from zeroir.ir import ops
 from zeroir.ir.buffers import Region
 from zeroir.ir.ops import Mode
@@ -206,8 +205,3 @@ def _narrowed(source: Tensor, destination: Tensor) -> Tensor:
 
 def _region(memory: Memory, region: Region | None) -> Tensor | None:
     return None if region is None else memory.region(region)
-
-
-def describe_failure(op: ops.Op, section: str, index: int, error: Exception) -> InternalError:
-    """An error in an op that a verified program cannot make, with the op's place in the program."""
-    return InternalError(f"{section}, op {index} ({type(op).__name__}): {error}")

@@ -17,6 +17,9 @@ class Silent:
     def step(self, report: StepReport) -> None:
         """Nothing."""
 
+    def close(self) -> None:
+        """Nothing."""
+
 
 class JsonLines:
     """One JSON object a line."""
@@ -37,9 +40,21 @@ class JsonLines:
         self._out.write(json.dumps(facts) + "\n")
         self._out.flush()
 
+    def close(self) -> None:
+        """Nothing is left open."""
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Leave it to whoever trains, where rich would exit at once."""
+        raise BrokenPipeError
+
 
 class Lines:
-    """One line of text a report on ``out``, and a progress bar on ``err`` where that is a terminal."""
+    """One line of text a report on ``out``, and a progress bar on ``err`` where that is a terminal.
+
+    Where both are terminals the lines go to ``err``, above the bar.
+    """
 
     def __init__(self, out: Console, err: Console, steps: int) -> None:
         self._out = out
@@ -60,7 +75,10 @@ class Lines:
         """Write one line and move the bar."""
         skipped = "  (skipped: overflow)" if report.is_skipped else ""
         norm = "" if report.grad_norm is None else f"  norm {report.grad_norm:.3g}"
-        self._out.print(
+        # Beside a live bar only its own console knows where the cursor is.
+        is_beside_bar = self._progress is not None and self._out.is_terminal
+        out = self._progress.console if self._progress and is_beside_bar else self._out
+        out.print(
             f"step {report.step:>5}  loss {report.loss:.4f}{norm}  {report.seconds * 1000:.0f} ms  "
             f"{report.per_second:,.0f} {report.unit}/s{skipped}",
             markup=False,
@@ -81,7 +99,7 @@ def reporter(rank: int, steps: int, *, as_json: bool, out: TextIO, err: TextIO) 
     if as_json:
         return JsonLines(out)
     return Lines(
-        Console(file=out, highlight=False, soft_wrap=True),
+        _Console(file=out, highlight=False, soft_wrap=True),
         Console(file=err, highlight=False),
         steps,
     )

@@ -198,6 +198,8 @@ def _module_buffer(program: Program, binding: ModuleBufferBinding, source: Sourc
     buffer = program.buffer_by_name[binding.buffer]
     if binding.data is None:
         return source.tensor(binding.name).reshape(-1)
+    if not binding.data:
+        return torch.empty(0)
     # A copy, because torch refuses read-only memory.
     return torch.frombuffer(bytearray(binding.data), dtype=TORCH_DTYPE[buffer.dtype])
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from zeroir.errors import InternalError
 from zeroir.ir.buffers import Buffer, Region, Space, View
 from zeroir.ir.program import Program
+from zeroir.runtime.reuse import Reuse
 from zeroir.runtime.tensors import TORCH_DTYPE, poison
 
 
@@ -22,7 +23,8 @@ class Memory:
 
     Persistent buffers are allocated, as zeros, with the object; temporary ones by ``alloc``. With ``is_poisoned``
     undefined elements are NaN and a released buffer is overwritten, so that a wrong order of ops shows in the
-    numbers. Buffers on disk are files under ``directory`` (a temporary one by default) mapped into memory.
+    numbers. Buffers on disk are files under ``directory`` (a temporary one by default) mapped into memory. On CUDA,
+    what one stream takes and another releases goes through ``reuse``.
     """
 
     def __init__(
@@ -36,6 +38,7 @@ class Memory:
     ) -> None:
         self.rank = rank
         self.device = device
+        self.reuse = Reuse(program)
         self._mesh = program.mesh
         self._coordinate = program.mesh.coordinate(rank)
         self._buffers = program.buffer_by_name
@@ -89,8 +92,7 @@ class Memory:
         if self._is_poisoned:
             poison(tensor)
         if tensor.is_cuda and self._alloc_stream[name] != stream:
-            # CUDA's allocator gives memory back to the stream that took it, which may be ahead of this one.
-            tensor.record_stream(torch.cuda.current_stream(self.device))
+            self.reuse.keep(name, tensor, self._alloc_stream[name], stream)
         del self._tensors[name]
 
     def _new(self, buffer: Buffer) -> Tensor:

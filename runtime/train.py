@@ -7,9 +7,11 @@ import math
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import NoReturn, Protocol
 
 import torch
@@ -18,7 +20,7 @@ import torch.distributed as dist
 from zeroir.errors import UserError
 from zeroir.ir.program import InputBinding
 from zeroir.runtime.batch import Batch
-from zeroir.runtime.comm.job import DEFAULT_TIMEOUT
+from zeroir.runtime.comm.job import DEFAULT_TIMEOUT, PeerError
 from zeroir.runtime.engine import Engine
 
 _JOIN_TIMEOUT = timedelta(seconds=300)
@@ -39,12 +41,12 @@ def join_job(timeout: timedelta = DEFAULT_TIMEOUT) -> Place:
     ``timeout`` bounds later collectives of the default group.
 
     Raises:
-        UserError: where the other ranks cannot be reached.
+        UserError: where the other ranks cannot be reached, or there are more ranks than GPUs on this machine.
     """
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     device = torch.device("cpu")
     if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        device = torch.device("cuda", _device_index(torch.cuda.device_count()))
         torch.cuda.set_device(device)
     if "RANK" in os.environ and not dist.is_initialized():
         if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
@@ -61,10 +63,30 @@ def join_job(timeout: timedelta = DEFAULT_TIMEOUT) -> Place:
     return Place(rank=rank, world_size=world_size, device=device)
 
 
+def _device_index(count: int) -> int:
+    """Which of this machine's GPUs is this rank's."""
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    # NCCL refuses two ranks on one GPU unless it is asked to allow them.
+    if local_rank >= count and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
+        raise UserError(
+            f"Local rank {local_rank} has no GPU, because this machine shows {count}: start no more ranks than that."
+        )
+    return local_rank % count
+
+
 def leave_job() -> None:
     """Give up the default process group after a job that went well."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+_GRACE_S = 1.0
+
+
+def give_way() -> None:
+    """Let the rank that failed first end first: torchrun then ends this one, which has no news of its own to tell."""
+    with contextlib.suppress(KeyboardInterrupt):
+        time.sleep(_GRACE_S)
 
 
 def abandon_job(exit_code: int) -> NoReturn:
@@ -101,6 +123,9 @@ class Reporter(Protocol):
     def step(self, report: StepReport) -> None:
         """A step was taken."""
 
+    def close(self) -> None:
+        """No more steps will be taken."""
+
 
 MakeBatches = Callable[[int, int, int, int], Iterator[Batch]]
 """``batches(rank, world_size, seed, start_step)`` of a model file."""
@@ -120,22 +145,19 @@ def train(
     ``log_every``-th step and of the last.
 
     Raises:
-        UserError: on every rank, where the loss is no number, batches run out, or a batch does not fit.
+        UserError: on every rank, where the loss of any rank is no number; where batches fail, run out or do not fit.
     """
     micro_steps = int(engine.program.option.get("micro_steps", "1"))
     losses: list[float] = []
     numel, unit = throughput_unit(engine.program.inputs)
     since, start = 0, time.perf_counter()
     for step in range(1, steps + 1):
-        result = engine.step([_next(batches, engine, step) for _ in range(micro_steps)])
+        result = engine.step([_next(batches, step) for _ in range(micro_steps)])
         loss = result.mean_loss
         if loss is None:
             loss = engine.average(result.loss)
         if not math.isfinite(loss) and not result.is_skipped:
-            raise UserError(
-                f"The loss is {loss} at step {step}: lower the learning rate, clip gradients (--clip), or look "
-                "for values in the data that the model cannot take."
-            )
+            raise _loss_error(result.loss, loss, step)
         losses.append(loss)
         since += 1
         if step % log_every == 0 or step == steps:
@@ -173,10 +195,34 @@ def throughput_unit(inputs: tuple[InputBinding, ...]) -> tuple[int, str]:
     return first.shape[0], "samples"
 
 
-def _next(batches: Iterator[Batch], engine: Engine, step: int) -> Batch:
+def _loss_error(own: float, mean: float, step: int) -> UserError:
+    """Why training stops, as this rank knows it."""
+    if math.isfinite(own) and not math.isfinite(mean):
+        return PeerError(
+            f"The loss of another rank is no number at step {step}, their mean is {mean}."
+        )
+    return UserError(
+        f"The loss is {own} at step {step}: lower the learning rate, clip gradients (--clip), or look "
+        "for values in the data that the model cannot take."
+    )
+
+
+def _next(batches: Iterator[Batch], step: int) -> Batch:
     try:
         return next(batches)
     except StopIteration:
         raise UserError(
-            f"batches() of rank {engine.rank} ended before step {step}: yield for ever, or ask for fewer --steps."
+            f"batches() ended before step {step}: yield for ever, or ask for fewer --steps."
         ) from None
+    except (Exception, SystemExit) as error:
+        raise model_error("batches()", error, f" at step {step}") from error
+
+
+def model_error(what: str, error: BaseException, when: str = "") -> UserError:
+    """An exception that the user's code raised, as one sentence with the line of that code."""
+    # The frame below the caller's is the user's; deeper ones may be a library's.
+    frames = traceback.extract_tb(error.__traceback__)[1:2]
+    place = "".join(f" ({Path(frame.filename).name}:{frame.lineno})" for frame in frames)
+    said = " ".join(str(error).split())
+    reason = type(error).__name__ + (f": {said}" if said else "")
+    return UserError(f"{what} failed{when}{place}: {reason}")

@@ -19,7 +19,7 @@ from examples import gpt
 def train(*, ranks: int, steps: int, seed: int, learning_rate: float) -> tuple[list[float], float]:
     """Return the loss before every step, averaged over ranks, and the seconds that a step took."""
     torch.manual_seed(seed)
-    model = gpt.model()
+    model = gpt.model().apply(gpt.init)
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
     streams = [gpt.batches(rank, ranks, seed) for rank in range(ranks)]
     losses = []

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from zeroir.errors import UserError
 from zeroir.ir.ops import Algorithm
@@ -14,9 +20,10 @@ from zeroir.ir.ops import Algorithm
 Precision = Literal["fp32", "bf16", "fp16"]
 
 
-def default_world_size() -> int:
+def default_world_size(_given: dict[str, object]) -> int:
     """The number of visible GPUs, or 2 without any."""
-    import torch  # Only here, and only when nobody said how many ranks there are.
+    # It takes what was given, as pydantic allows, so that nobody calls it for a help text: this import is slow.
+    import torch
 
     return torch.cuda.device_count() or 2
 
@@ -29,15 +36,12 @@ class CompileOptions(BaseModel):
     stage: Annotated[
         int, Field(ge=0, le=3, description="ZeRO stage: 0 replicates, 1, 2 and 3 shard ever more.")
     ] = 3
-    world_size: Annotated[
-        int,
-        Field(
-            ge=1,
-            le=1_048_576,
-            default_factory=default_world_size,
-            description="Number of ranks; the visible GPUs, or 2 without any, when not given.",
-        ),
-    ]
+    world_size: int = Field(
+        ge=1,
+        le=1_048_576,
+        default_factory=default_world_size,
+        description="Number of ranks. [default: the visible GPUs, or 2 without any]",
+    )
     precision: Annotated[
         Precision, Field(description="Dtype of parameters, activations and gradients.")
     ] = "fp32"
@@ -49,12 +53,14 @@ class CompileOptions(BaseModel):
         str | None,
         Field(
             description="Which submodules share a flat buffer: a pattern of names (blocks.*), class:NAME or "
-            "min:NUMEL; repeated blocks when not given."
+            "min:NUMEL. [default: repeated blocks]"
         ),
     ] = None
     keep_fp32: Annotated[
         tuple[str, ...],
-        Field(description="Pattern of module or parameter names that stay FP32; may be repeated."),
+        Field(
+            description="Patterns of module or parameter names that stay FP32, with commas between them."
+        ),
     ] = ()
 
     optimizer: Annotated[
@@ -63,7 +69,7 @@ class CompileOptions(BaseModel):
     lr: Annotated[float, Field(ge=0, description="Learning rate.")] = 1e-3
     momentum: Annotated[
         float | None,
-        Field(ge=0, lt=1, description="Momentum factor (momentum only; 0.9 if not given)."),
+        Field(ge=0, lt=1, description="Momentum factor (momentum only). [default: 0.9]"),
     ] = None
     dampening: Annotated[float, Field(ge=0, description="Dampening (momentum only).")] = 0.0
     nesterov: Annotated[bool, Field(description="Nesterov momentum (momentum only).")] = False
@@ -73,18 +79,20 @@ class CompileOptions(BaseModel):
     )
     eps: Annotated[float, Field(ge=0, description="Added to the denominator (adam, adamw).")] = 1e-8
     weight_decay: Annotated[
-        float | None, Field(ge=0, description="Weight decay; 0.01 for adamw, else 0, if not given.")
+        float | None, Field(ge=0, description="Weight decay. [default: 0.01 for adamw, else 0]")
     ] = None
     clip: Annotated[
         float | None,
-        Field(
-            gt=0, description="Largest global L2 norm of the gradient; no clipping if not given."
-        ),
+        Field(gt=0, description="Largest global L2 norm of the gradient. [default: no clipping]"),
     ] = None
 
     prefetch: Annotated[
         int, Field(ge=0, description="How many units ahead parameters are gathered (stage 3).")
     ] = 1
+    live_gradients: Annotated[
+        int,
+        Field(ge=1, description="How many units' full gradients may exist at once (stages 2, 3)."),
+    ] = 2
     elide: Annotated[
         bool,
         Field(
@@ -107,6 +115,14 @@ class CompileOptions(BaseModel):
     minimum_loss_scale: Annotated[float, Field(gt=0, description="Smallest loss scale (fp16).")] = (
         1.0
     )
+
+    @field_validator("keep_fp32", mode="before")
+    @classmethod
+    def _split_at_commas(cls, value: object) -> object:
+        items = [value] if isinstance(value, str) else value
+        if not isinstance(items, list | tuple) or not all(isinstance(i, str) for i in items):
+            return value
+        return tuple(part for item in items for part in item.split(",") if part)
 
     @model_validator(mode="after")
     def _momentum_fits_optimizer(self) -> Self:
@@ -141,9 +157,25 @@ class CompileOptions(BaseModel):
         return (self.beta1, self.beta2, self.eps, self.effective_weight_decay)
 
     def to_pairs(self) -> tuple[tuple[str, str], ...]:
-        """The options as a program carries them: names and JSON values, sorted by name."""
-        values = self.model_dump(mode="json")
-        return tuple((name, json.dumps(values[name])) for name in sorted(values))
+        """The options as a program carries them: names and text, sorted by name; what is not set is left out."""
+        values = self.model_dump()
+        return tuple(
+            (name, _text(values[name])) for name in sorted(values) if _is_set(values[name])
+        )
+
+
+def _is_set(value: object) -> bool:
+    return value is not None and value != ()
+
+
+def _text(value: object) -> str:
+    match value:
+        case bool():
+            return str(value).lower()
+        case tuple():
+            return ",".join(value)
+        case _:
+            return str(value)
 
 
 def make_options(values: Mapping[str, object]) -> CompileOptions:
@@ -155,8 +187,11 @@ def make_options(values: Mapping[str, object]) -> CompileOptions:
 
 
 def options_from_pairs(pairs: Iterable[tuple[str, str]]) -> CompileOptions:
-    """The inverse of ``CompileOptions.to_pairs``."""
-    return make_options({name: json.loads(value) for name, value in pairs})
+    """The inverse of ``CompileOptions.to_pairs``; UserError as for ``make_options``."""
+    try:
+        return CompileOptions.model_validate_strings(dict(pairs))
+    except ValidationError as error:
+        raise UserError(explain_validation(error)) from None
 
 
 def explain_validation(error: ValidationError) -> str:

@@ -40,7 +40,7 @@ class GlooComm:
                 all_gather_flat(piece.destination, source, group)
                 return
         numel = sum(source.numel() for source in sources)
-        gathered = _scratch(launch, size * numel, sources[0].dtype)
+        gathered = _scratch(launch, size * numel, sources[0])
         all_gather_flat(gathered, _joined(sources), group)
         _spread(gathered.view(size, numel), pieces)
 
@@ -52,7 +52,7 @@ class GlooComm:
         # One row per owner, holding that owner's slice of every pair.
         rows = [source.view(size, -1) for source in sources]
         outgoing = rows[0] if len(rows) == 1 else torch.cat(rows, dim=1)
-        incoming = _scratch(launch, outgoing.numel(), outgoing.dtype).view_as(outgoing)
+        incoming = _scratch(launch, outgoing.numel(), outgoing).view_as(outgoing)
         dist.all_to_all_single(incoming, outgoing, group=group)
         start = 0
         for piece in pieces:
@@ -69,9 +69,9 @@ class GlooComm:
         numel = sum(source.numel() for source in sources)
         result_dtype = pieces[0].destination.dtype
         if numel <= _SMALL_NUMEL:
-            gathered = torch.empty(size * numel, dtype=sources[0].dtype)
+            gathered = sources[0].new_empty(size * numel)
             all_gather_flat(gathered, _joined(sources), group)
-            total = torch.empty(numel, dtype=result_dtype)
+            total = sources[0].new_empty(numel, dtype=result_dtype)
             combine(gathered.chunk(size), reduction, total)
         else:
             total = _all_reduce_flat(_joined(sources), result_dtype, reduction, group, size)
@@ -108,9 +108,9 @@ def _all_reduce_flat(
     outgoing = source.view(size, -1)
     incoming = torch.empty_like(outgoing)
     dist.all_to_all_single(incoming, outgoing, group=group)
-    own = torch.empty(outgoing.shape[1], dtype=dtype)
+    own = source.new_empty(outgoing.shape[1], dtype=dtype)
     combine(list(incoming), reduction, own)
-    total = torch.empty(source.numel(), dtype=dtype)
+    total = source.new_empty(source.numel(), dtype=dtype)
     all_gather_flat(total, own, group)
     return total
 
@@ -119,11 +119,12 @@ def _joined(sources: Sequence[Tensor]) -> Tensor:
     return sources[0] if len(sources) == 1 else torch.cat(list(sources))
 
 
-def _scratch(launch: Launch, numel: int, dtype: torch.dtype) -> Tensor:
+def _scratch(launch: Launch, numel: int, like: Tensor) -> Tensor:
+    """Memory for elements of the same dtype, on the same device: the program's own where it gives enough."""
     staging = launch.staging[0]
-    if staging is not None and staging.dtype == dtype and staging.numel() >= numel:
+    if staging is not None and staging.dtype == like.dtype and staging.numel() >= numel:
         return staging[:numel]
-    return torch.empty(numel, dtype=dtype)
+    return like.new_empty(numel)
 
 
 def _spread(gathered: Tensor, pieces: Sequence[Piece]) -> None:

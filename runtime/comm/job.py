@@ -17,10 +17,10 @@ from zeroir.ir.text import print_program
 from zeroir.runtime.comm.base import Comm
 from zeroir.runtime.comm.collectives import all_gather_flat
 from zeroir.runtime.comm.groups import make_groups
-from zeroir.runtime.comm.lockstep import LockstepComm
+from zeroir.runtime.comm.local import LocalComm
 
-DEFAULT_TIMEOUT: Final = timedelta(seconds=120)
-"""How long a rank waits for the others in one collective; nobody compiles or loads between two of them."""
+DEFAULT_TIMEOUT: Final = timedelta(seconds=300)
+"""How long a rank waits for one that is alive but late; one that is gone is noticed at once."""
 
 
 class Backend(StrEnum):
@@ -32,7 +32,11 @@ class Backend(StrEnum):
     FAKE = "fake"
 
 
-class LostPeersError(UserError):
+class PeerError(UserError):
+    """Another rank failed, and this one only learns of it: whoever knows why is to speak first."""
+
+
+class LostPeersError(PeerError):
     """A collective failed because another rank stopped, is stuck, or cannot be reached."""
 
 
@@ -79,7 +83,7 @@ def open_job(
             raise UserError(
                 f"The program is for {world_size} ranks, but this process is alone: start it with torchrun."
             )
-        return Job(rank=0, comm=LockstepComm(program), is_alone=True, device=device)
+        return Job(rank=0, comm=LocalComm(), is_alone=True, device=device)
     if not dist.is_initialized():
         raise UserError("There is no process group: start the job with torchrun.")
     if dist.get_world_size() != world_size:
@@ -100,7 +104,7 @@ def _open_comm(
 ) -> Comm:
     match backend:
         case Backend.LOCAL:
-            return LockstepComm(program)
+            return LocalComm()
         case Backend.GLOO:
             from zeroir.runtime.comm.gloo import GlooComm
 
@@ -135,7 +139,8 @@ def require_same_program(program: Program, device: torch.device) -> None:
     digests = [bytes(row.tolist()).hex() for row in _exchange(own, device)]
     for rank, other in enumerate(digests):
         if other != digests[0]:
-            raise UserError(
+            kind = UserError if dist.get_rank() == rank else PeerError
+            raise kind(
                 f"Rank {rank} has another program than rank 0 (digest {other[:16]}… against {digests[0][:16]}…): "
                 "start every rank with the same file."
             )

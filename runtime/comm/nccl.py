@@ -27,29 +27,31 @@ class NcclComm:
         self._groups = groups
 
     def all_gather(self, launch: Launch) -> None:
-        """See ``Comm.all_gather``. All pairs are one launch."""
+        """See ``Comm.all_gather``. All pairs of one dtype are one launch."""
         group = self._group(launch)
         pieces = launch.pieces[0]
         sources = [to_wire(piece.source, launch.wire_dtype) for piece in pieces]
         targets = [_like(p.destination, s.dtype) for p, s in zip(pieces, sources, strict=True)]
-        with _one_launch(group, pieces):
-            for target, source in zip(targets, sources, strict=True):
-                all_gather_flat(target, source, group)
+        for alike in _by_dtype(sources):
+            with _one_launch(group, len(alike)):
+                for i in alike:
+                    all_gather_flat(targets[i], sources[i], group)
         _deliver(targets, pieces)
 
     def reduce_scatter(self, launch: Launch, reduction: Reduction) -> None:
-        """See ``Comm.reduce_scatter``. All pairs are one launch."""
+        """See ``Comm.reduce_scatter``. All pairs of one dtype are one launch."""
         group = self._group(launch)
         pieces = launch.pieces[0]
         sources = [to_wire(piece.source, launch.wire_dtype) for piece in pieces]
         targets = [_like(p.destination, s.dtype) for p, s in zip(pieces, sources, strict=True)]
-        with _one_launch(group, pieces):
-            for target, source in zip(targets, sources, strict=True):
-                reduce_scatter_flat(target, source, group, _REDUCE_OP[reduction])
+        for alike in _by_dtype(sources):
+            with _one_launch(group, len(alike)):
+                for i in alike:
+                    reduce_scatter_flat(targets[i], sources[i], group, _REDUCE_OP[reduction])
         _deliver(targets, pieces)
 
     def all_reduce(self, launch: Launch, reduction: Reduction) -> None:
-        """See ``Comm.all_reduce``. All pairs are one launch."""
+        """See ``Comm.all_reduce``. All pairs of one dtype are one launch."""
         group = self._group(launch)
         pieces = launch.pieces[0]
         totals = [
@@ -58,9 +60,10 @@ class NcclComm:
             else to_wire(piece.source, launch.wire_dtype).clone()
             for piece in pieces
         ]
-        with _one_launch(group, pieces):
-            for total in totals:
-                dist.all_reduce(total, op=_REDUCE_OP[reduction], group=group)
+        for alike in _by_dtype(totals):
+            with _one_launch(group, len(alike)):
+                for i in alike:
+                    dist.all_reduce(totals[i], op=_REDUCE_OP[reduction], group=group)
         _deliver(totals, pieces)
 
     def broadcast(self, launch: Launch, root: int) -> None:
@@ -82,14 +85,22 @@ class NcclComm:
 _REDUCE_OP = {Reduction.SUM: dist.ReduceOp.SUM, Reduction.MAX: dist.ReduceOp.MAX}
 
 
-def _one_launch(
-    group: ProcessGroup, pieces: Sequence[Piece]
-) -> contextlib.AbstractContextManager[object]:
-    """A block whose collectives NCCL takes together."""
-    if len(pieces) == 1:
+def _by_dtype(tensors: Sequence[Tensor]) -> Sequence[Sequence[int]]:
+    """The positions of the tensors of each dtype: torch takes only those of one dtype together."""
+    found: dict[torch.dtype, list[int]] = {}
+    for position, tensor in enumerate(tensors):
+        found.setdefault(tensor.dtype, []).append(position)
+    return list(found.values())
+
+
+def _one_launch(group: ProcessGroup, count: int) -> contextlib.AbstractContextManager[object]:
+    """A block whose collectives, all of one kind, NCCL takes together."""
+    if count == 1:
         return contextlib.nullcontext()
+    # Without a device: torch then hands the backend all tensors in one call, which returns with the current stream
+    # in order. With one it opens a group of NCCL's and records its events before the group is launched.
     manager: contextlib.AbstractContextManager[object] = distributed_c10d._coalescing_manager(
-        group=group, device=pieces[0].destination.device
+        group=group
     )
     return manager
 

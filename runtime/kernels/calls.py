@@ -92,9 +92,12 @@ def is_multiple(function: torch._ops.OpOverload) -> bool:
 
 
 def out_overload(function: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
-    """The overload that writes its one result into a given tensor, if the operator has one."""
+    """The overload that writes its one result into a given tensor, if the operator has one that writes nothing else."""
     schema = function._schema
     if len(schema.returns) != 1 or schema.is_mutable:
+        return None
+    if any(argument.name == "reduction" for argument in schema.arguments):
+        # Losses make the tensor as large as their input first, and may write over what lies beside it.
         return None
     expected = [(a.name, str(a.type)) for a in schema.arguments]
     packet = function._overloadpacket

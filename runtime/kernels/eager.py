@@ -4,6 +4,9 @@ An output's last operator writes straight into the destination (its ``out=`` ove
 reshapes between the two, so that a weight gradient is never copied. That is done only where the destination has the
 strides that the operator's own result would have: the same call then gives the same bits. Everything else is computed
 and copied or added. A value is dropped after its last use.
+
+A segment's types were recorded on another device perhaps, whose kernels lay their results out differently. That
+matters to a node that looks at a result in another shape, so there it is laid out anew.
 """
 
 from __future__ import annotations
@@ -47,7 +50,10 @@ class EagerKernels:
 
 @dataclass(slots=True, kw_only=True)
 class _Step:
-    """One call. With ``out`` the call fills ``undo(destinations[out])`` instead of making a tensor."""
+    """One call. With ``out`` the call fills ``undo(destinations[out])`` instead of making a tensor.
+
+    ``layouts`` are the values among its results that must have the strides given here.
+    """
 
     function: torch._ops.OpOverload
     args: list[Resolve]
@@ -56,6 +62,7 @@ class _Step:
     is_multiple: bool
     out: int | None = None
     undo: Undo | None = None
+    layouts: Sequence[tuple[int, tuple[int, ...]]] = ()
     drops: list[int] = field(default_factory=list)
 
 
@@ -92,6 +99,8 @@ class EagerKernel:
                 values[step.first : step.first + len(result)] = result
             else:
                 values[step.first] = result
+            for index, stride in step.layouts:
+                values[index] = _laid_out(values[index], stride)
             del args, kwargs, result
             for index in step.drops:
                 values[index] = None
@@ -110,9 +119,15 @@ def compile_eager(
 ) -> EagerKernel:
     """Plan the calls of a segment: where each result goes and when each value is dropped."""
     places = in_place(segment, bindings)
+    copied = _copied(segment, bindings)
+    reshaped = _reshaped(segment)
     steps: list[_Step] = []
+    nodes: list[Node] = []
     first = len(segment.inputs)
     for node in segment.nodes:
+        if first in copied and first not in places:
+            first += 1
+            continue
         function = operator(node.op)
         step = _Step(
             function=function,
@@ -120,6 +135,11 @@ def compile_eager(
             kwargs=[(name, resolver(arg, device)) for name, arg in node.kwargs],
             first=first,
             is_multiple=is_multiple(function),
+            layouts=[
+                (index, kind.stride)
+                for index, kind in enumerate(node.results, first)
+                if kind is not None and index in reshaped
+            ],
         )
         if first in places:
             step.out, step.undo = places[first]
@@ -127,21 +147,59 @@ def compile_eager(
             assert overload is not None
             step.function = overload
         steps.append(step)
+        nodes.append(node)
         first += len(node.results)
     written = {output for output, _ in places.values()}
     finishes = [
-        _Finish(output=output, value=value, mode=binding.mode)
+        _Finish(output=output, value=copied.get(value, value), mode=binding.mode)
         for output, (value, binding) in enumerate(zip(segment.outputs, bindings, strict=True))
         if binding is not None and output not in written
     ]
-    _plan_drops(segment, steps, kept={finish.value for finish in finishes})
+    _plan_drops(len(segment.inputs), nodes, steps, kept={finish.value for finish in finishes})
     return EagerKernel(values=first, steps=steps, finishes=finishes)
 
 
-def _plan_drops(segment: Segment, steps: Sequence[_Step], kept: set[int]) -> None:
+def _copied(segment: Segment, bindings: Sequence[Binding | None]) -> Mapping[int, int]:
+    """Outputs that are but copies of another value, for which the copy to the destination is enough."""
+    needed = {ref.index for node in segment.nodes for ref in node.refs()}
+    # Another output may overwrite what is copied before it is.
+    needed |= {
+        value
+        for value, binding in zip(segment.outputs, bindings, strict=True)
+        if binding is not None and not binding.is_exclusive
+    }
+    found: dict[int, int] = {}
+    first = len(segment.inputs)
+    for node in segment.nodes:
+        if node.op == "aten.clone.default" and first not in needed:
+            (source,) = node.refs()
+            found[first] = source.index
+        first += len(node.results)
+    return found
+
+
+def _reshaped(segment: Segment) -> set[int]:
+    """Values whose strides decide whether a node that looks at them can."""
+    ops = _RESHAPES | {"aten.as_strided.default", "aten.view.dtype"}
+    return {ref.index for node in segment.nodes if node.op in ops for ref in node.refs()}
+
+
+def _laid_out(value: Tensor | None, stride: tuple[int, ...]) -> Tensor | None:
+    """The tensor with these strides, as far as they matter: copied if it has others."""
+    if value is None or value.stride() == stride:
+        return value
+    pairs = zip(value.shape, value.stride(), stride, strict=True)
+    if all(size <= 1 or own == wanted for size, own, wanted in pairs):
+        return value
+    return torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device).copy_(
+        value
+    )
+
+
+def _plan_drops(inputs: int, nodes: Sequence[Node], steps: Sequence[_Step], kept: set[int]) -> None:
     """Drop each value after its last use (a value that nobody uses: after it is made)."""
-    last: dict[int, int] = dict.fromkeys(range(len(segment.inputs)), -1)
-    for at, (node, step) in enumerate(zip(segment.nodes, steps, strict=True)):
+    last: dict[int, int] = dict.fromkeys(range(inputs), -1)
+    for at, (node, step) in enumerate(zip(nodes, steps, strict=True)):
         last.update(dict.fromkeys(range(step.first, step.first + len(node.results)), at))
         last.update(dict.fromkeys(node_refs(node), at))
     for index, at in last.items():

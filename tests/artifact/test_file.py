@@ -244,8 +244,11 @@ def test_paths_that_cannot_be_used_are_user_errors(tmp_path: Path) -> None:
         artifacts.load(tmp_path / "missing.zir")
     with pytest.raises(UserError, match="cannot be read: Is a directory"):
         artifacts.load(tmp_path)
-    with pytest.raises(UserError, match="cannot be written: No such file"):
+    with pytest.raises(UserError, match="cannot be written: there is no folder"):
         artifacts.save(make(), tmp_path / "missing" / "gpt.zir")
+    for path in (tmp_path, Path()):
+        with pytest.raises(UserError, match="is a folder"):
+            artifacts.save(make(), path)
 
 
 def test_a_failed_save_leaves_the_old_file_alone(

@@ -20,8 +20,9 @@ class Answer:
     err: str
 
     @property
-    def json(self) -> Any:
-        return json.loads(self.out)
+    def json(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.out)
+        return found
 
 
 Zeroir = Callable[..., Answer]

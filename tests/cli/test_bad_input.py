@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests.cli.conftest import GPT, Answer, Zeroir
 
+LINE = """
+import torch
 
+class Line(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.layer(x).square().sum()
+
+def model():
+    return Line()
+
+def batch():
+    return (torch.ones(2, 3),)
+"""
 BATCH = "import torch\ndef batch():\n    return (torch.ones(2),)\n"
 
 
@@ -36,9 +54,7 @@ def assert_refused(answer: Answer, *words: str) -> None:
         (["--units", "nothing.*"], ["nothing.*"]),
     ],
 )
-def test_options(
-    zeroir: Zeroir, tmp_path: Path, arguments: list[str], words: list[str]
-) -> None:
+def test_options(zeroir: Zeroir, tmp_path: Path, arguments: list[str], words: list[str]) -> None:
     path = tmp_path / "gpt.zir"
     # keep-fp32 only means something beside a 16-bit precision
     extra = ["--precision", "bf16"] if "--keep-fp32" in arguments else []
@@ -71,14 +87,64 @@ def test_missing_files(zeroir: Zeroir, tmp_path: Path) -> None:
     assert_refused(zeroir("run", tmp_path / "none.zir"), "none.zir")
 
 
-def test_unwritable_output(zeroir: Zeroir, tmp_path: Path) -> None:
-    assert_refused(zeroir("compile", GPT, "-o", tmp_path / "no" / "folder" / "x.zir"), "folder")
+def test_an_output_that_cannot_be_is_refused_before_any_work(
+    zeroir: Zeroir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = tmp_path / "model.py"
+    model.write_text("raise AssertionError('the model was loaded')\n")
+    assert_refused(zeroir("compile", model, "-o", tmp_path / "no" / "folder" / "x.zir"), "folder")
+    for folder in ("", ".", tmp_path):
+        assert_refused(zeroir("compile", model, "-o", folder), "is a folder")
+    assert_refused(zeroir("compile", model, "-o", "model.py"), "model.py", "the model file itself")
+    assert list(tmp_path.iterdir()) == [model]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["show"], ["PROGRAM is missing", "zeroir show --help"]),
+        (["show", "a.zir", "b.zir"], ["'b.zir' is one too many"]),
+        (["compile", "model.py", "--stage"], ["--stage needs a value"]),
+        (["frobnicate"], ["frobnicate", "compile"]),
+        (["show", "a.zir", "--sections", "update"], ["--sections", "--section"]),
+        (["verify", "a.zir", "--budget", "lots"], ["'lots'", "80GB"]),
+    ],
+)
+def test_usage(zeroir: Zeroir, arguments: list[str], words: list[str]) -> None:
+    assert_refused(zeroir(*arguments), *words)
 
 
 def test_unknown_names(zeroir: Zeroir, programs: dict[int, Path]) -> None:
     assert_refused(zeroir("show", programs[3], "--unit", "blocks.9"), "blocks.9", "blocks.0")
     assert_refused(zeroir("show", programs[3], "--section", "warmup"), "warmup", "update")
     assert_refused(zeroir("explain", "Z999"), "Z999", "Z101")
+
+
+def test_text_goes_with_a_section_alone(zeroir: Zeroir, programs: dict[int, Path]) -> None:
+    assert_refused(zeroir("show", programs[3], "--text", "--unit", "blocks.0"), "--text")
+    assert_refused(zeroir("show", programs[3], "--text", "--json"), "--text")
+
+
+@pytest.mark.parametrize("arguments", [[], ["--text"], ["--json"]])
+def test_a_reader_that_goes_away_is_no_error(
+    programs: dict[int, Path], arguments: list[str]
+) -> None:
+    command = [sys.executable, "-m", "zeroir", "show", str(programs[3]), *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (0, b"")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_disk_is_said(programs: dict[int, Path]) -> None:
+    with Path("/dev/full").open("wb") as full:
+        command = [sys.executable, "-m", "zeroir", "show", str(programs[3]), "--text"]
+        made = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert made.returncode == 2
+    assert made.stderr == "Error: Not everything could be written: No space left on device.\n"
 
 
 @pytest.mark.parametrize("length", [0, 4, 100, -1])
@@ -98,21 +164,43 @@ def test_flipped_bit(zeroir: Zeroir, programs: dict[int, Path], tmp_path: Path) 
     assert_refused(zeroir("verify", path), "flipped.zir")
 
 
-def test_changed_model_file(zeroir: Zeroir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = (
-        "import torch\n"
-        "def model():\n    return M()\n"
-        "class M(torch.nn.Module):\n"
-        "    def __init__(self):\n        super().__init__()\n        self.w = torch.nn.Linear(3, 3)\n"
-        "    def forward(self, x):\n        return self.w(x).sum()\n"
-        "def batch():\n    return (torch.ones(2, 3),)\n"
-    )
+def test_changed_model_file(zeroir: Zeroir, tmp_path: Path) -> None:
     model, program = tmp_path / "model.py", tmp_path / "model.zir"
-    model.write_text(source)
+    model.write_text(LINE)
     assert zeroir("compile", model, "--world-size", "1", "-o", program).exit_code == 0
-    model.write_text(source + "# changed\n")
+    model.write_text(LINE + "# changed\n")
     import zeroir as package
 
     with pytest.raises(package.UserError, match="changed since"):
         package.load(program).engine()
     package.load(program).engine(allow_model_change=True).close()
+
+
+def test_a_model_file_that_moved(
+    zeroir: Zeroir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("model.py").write_text(LINE)
+    assert zeroir("compile", "model.py:model", "--world-size", "1").exit_code == 0
+    Path("other").mkdir()
+    Path("model.py").rename("other/renamed.py")
+    assert_refused(zeroir("run", "model.zir", "--steps", "1"), "model.py", "--model")
+    for named in ("other/renamed.py", "other/renamed.py:model"):
+        answer = zeroir("run", "model.zir", "--steps", "1", "--model", named)
+        assert answer.exit_code == 0, answer.err
+        assert "loss" in answer.out
+    assert_refused(
+        zeroir("run", "model.zir", "--steps", "1", "--model", "other/none.py"), "other/none.py"
+    )
+
+
+def test_ctrl_c_is_one_word_and_leaves_nothing(
+    zeroir: Zeroir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("zeroir.artifact.save", interrupted)
+    answer = zeroir("compile", GPT, "-o", tmp_path / "gpt.zir")
+    assert (answer.exit_code, answer.out, answer.err) == (130, "", "Interrupted.\n")
+    assert list(tmp_path.iterdir()) == []

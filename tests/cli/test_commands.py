@@ -30,7 +30,18 @@ FACTS = {
 
 
 def test_compile_tells_what_it_made(zeroir: Zeroir, tmp_path: Path) -> None:
-    options = ["--stage", "3", "--world-size", "4", "--precision", "fp16", "--optimizer", "adamw", "--lr", "3e-4"]
+    options = [
+        "--stage",
+        "3",
+        "--world-size",
+        "4",
+        "--precision",
+        "fp16",
+        "--optimizer",
+        "adamw",
+        "--lr",
+        "3e-4",
+    ]
     answer = zeroir("compile", GPT, *options, "-o", tmp_path / "gpt.zir", "--json")
     assert answer.exit_code == 0, answer.err
     facts = answer.json
@@ -39,7 +50,13 @@ def test_compile_tells_what_it_made(zeroir: Zeroir, tmp_path: Path) -> None:
     assert facts["units"] == ["root.pre", *(f"blocks.{i}" for i in range(4)), "root.post"]
     assert facts["distinct_segments"] == 6
     assert set(facts["laws"].values()) == {"proved"}
-    assert facts["collective_bytes"].keys() == {"all_gather", "reduce_scatter", "all_reduce", "broadcast", "scalar"}
+    assert facts["collective_bytes"].keys() == {
+        "all_gather",
+        "reduce_scatter",
+        "all_reduce",
+        "broadcast",
+        "scalar",
+    }
     assert (tmp_path / "gpt.zir").exists()
 
 
@@ -50,7 +67,18 @@ def test_wire_bytes_are_those_of_the_paper(
     """2Ψ at stages 0 to 2 (an all-reduce counts once), 3Ψ at stage 3 without elision."""
     path = tmp_path / "gpt.zir"
     # Untied by class, so that every unit's parameters are used by that unit alone.
-    made = ["compile", GPT, "--stage", str(stage), "--world-size", "4", "--no-elide", "-o", path, "--json"]
+    made = [
+        "compile",
+        GPT,
+        "--stage",
+        str(stage),
+        "--world-size",
+        "4",
+        "--no-elide",
+        "-o",
+        path,
+        "--json",
+    ]
     traffic = zeroir(*made).json["collective_bytes"]
     program = package.load(path).program
     full = sum(flat.padded_numel * flat.dtype.itemsize_bytes for flat in program.flats)
@@ -58,6 +86,30 @@ def test_wire_bytes_are_those_of_the_paper(
     assert traffic["reduce_scatter"] == (0 if stage == 0 else full)
     assert traffic["all_reduce"] == (full if stage == 0 else 0)
     assert traffic["broadcast"] == 0
+
+
+def test_a_pipe_gets_one_row_a_line(zeroir: Zeroir, programs: dict[int, Path]) -> None:
+    program = package.load(programs[3])
+    lines = zeroir("show", programs[3]).out.splitlines()
+    assert all(line == line.rstrip() for line in lines)
+    at = lines.index("last_micro_step") + 2
+    stop = lines.index("", at)
+    for line in lines[at:stop]:
+        number = line.split()[0]
+        assert number == "⋮" or int(number) < len(program.program.sections[0].body)
+    assert str(program) == "\n".join(lines)
+
+
+COMMANDS = ("compile", "show", "diff", "verify", "explain", "check", "run")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_helps_with_an_example(zeroir: Zeroir, command: str) -> None:
+    answer = zeroir(command, "--help")
+    assert answer.exit_code == 0
+    assert "Example: " in answer.out
+    assert "--json" in answer.out
+    assert "None" not in answer.out
 
 
 def test_show_folds_equal_blocks(zeroir: Zeroir, programs: dict[int, Path]) -> None:
@@ -76,12 +128,15 @@ def test_show_one_unit_and_one_section(zeroir: Zeroir, programs: dict[int, Path]
     chosen = ["--unit", "blocks.1", "--section", "last_micro_step"]
     facts = zeroir("show", programs[3], *chosen, "--json").json
     assert list(facts["schedule"]) == ["last_micro_step"]
-    assert {row["unit"] for row in facts["schedule"]["last_micro_step"]} == {"blocks.1"}
+    assert all(row["units"] == ["blocks.1"] for row in facts["schedule"]["last_micro_step"])
 
 
 def test_shown_text_is_the_program(zeroir: Zeroir, programs: dict[int, Path]) -> None:
     text = zeroir("show", programs[3], "--text").out
     assert parse(text) == package.load(programs[3]).program
+    section = zeroir("show", programs[3], "--text", "--section", "update").out
+    assert section.startswith("section update {")
+    assert f"\n{section}" in text
 
 
 def test_diff_tells_stages_apart(zeroir: Zeroir, programs: dict[int, Path]) -> None:
@@ -89,8 +144,13 @@ def test_diff_tells_stages_apart(zeroir: Zeroir, programs: dict[int, Path]) -> N
     assert answer.exit_code == 1
     assert "+" in answer.out
     assert "prefetch" in answer.out
+    assert answer.out.startswith(f"--- {programs[2]}\n+++ {programs[3]}\n")
+    only_counts = zeroir("diff", programs[2], programs[3], "--stat")
+    assert only_counts.exit_code == 1
+    assert answer.out.endswith(only_counts.out)
     equal = zeroir("diff", programs[3], programs[3])
     assert equal.exit_code == 0
+    assert equal.out == f"{programs[3]} and {programs[3]} hold equal programs.\n"
     assert zeroir("diff", programs[3], programs[3], "--json").json["is_equal"]
 
 
@@ -113,6 +173,31 @@ def test_verify_names_the_broken_law(
     refused = zeroir("show", tmp_path / "broken.zir")
     assert refused.exit_code == 2
     assert "Z104" in refused.err
+
+
+def test_a_budget_is_proved_where_it_is_given(zeroir: Zeroir, programs: dict[int, Path]) -> None:
+    assert "Z301" not in zeroir("verify", programs[3], "--json").json["laws"]
+    enough = zeroir("verify", programs[3], "--budget", "80GB", "--json")
+    assert enough.json["laws"]["Z301"] == "proved"
+    too_little = zeroir("verify", programs[3], "--budget", "1 MB", "--json")
+    assert too_little.exit_code == 1
+    (finding,) = too_little.json["findings"]
+    assert finding["code"] == "Z301"
+    assert too_little.json["laws"]["Z301"] != "proved"
+
+
+def test_a_report_says_what_each_law_rules_out(zeroir: Zeroir, programs: dict[int, Path]) -> None:
+    lines = zeroir("verify", programs[3]).out.splitlines()
+    laws = package.load(programs[3]).report.laws
+    for line, (code, verdict) in zip(lines[1:], laws.items(), strict=True):
+        assert line.split("  ")[0] == code
+        assert CODES[code].title in line
+        assert line.endswith(verdict)
+
+
+def test_laws_are_listed(zeroir: Zeroir) -> None:
+    assert [line.split()[0] for line in zeroir("explain").out.splitlines()] == list(CODES)
+    assert [law["code"] for law in zeroir("explain", "--json").json["laws"]] == list(CODES)
 
 
 @pytest.mark.parametrize("code", sorted(CODES))
@@ -159,10 +244,42 @@ def test_check_finds_what_the_trace_cannot_see(zeroir: Zeroir, tmp_path: Path) -
     assert "the loss of rank" in answer.out
     facts = zeroir("check", tmp_path / "fickle.py", "--world-size", "3", "--json").json
     assert not facts["is_equal"]
-    assert facts["differences"][0]["step"] == 0
+    assert facts["differences"][0]["step"] == 1
 
 
-def test_run_trains_alone(zeroir: Zeroir, programs: dict[int, Path]) -> None:
+COUNTER = """
+import torch
+from torch import nn
+
+class Counter(nn.Module):
+    calls = 0
+    def __init__(self):
+        super().__init__()
+        self.line = nn.Linear(4, 4)
+        self.register_buffer("seen", torch.zeros(2))
+    def forward(self, x):
+        Counter.calls += 1
+        self.seen.add_(Counter.calls)
+        return self.line(x).square().mean()
+
+def model():
+    return Counter()
+
+def batch():
+    return (torch.ones(2, 4),)
+"""
+
+
+def test_check_compares_module_buffers(zeroir: Zeroir, tmp_path: Path) -> None:
+    """Losses and parameters are right here; only a running statistic is not."""
+    (tmp_path / "counter.py").write_text(COUNTER)
+    answer = zeroir("check", tmp_path / "counter.py", "--world-size", "2", "--json")
+    assert answer.exit_code == 1
+    named = [difference["what"] for difference in answer.json["differences"]]
+    assert named == [f"seen of rank {rank} at element 0" for rank in range(2)]
+
+
+def test_run_trains_alone(programs: dict[int, Path]) -> None:
     """Without torchrun there is one rank, for which the program is lowered again."""
     compiled = package.load(programs[3])
     engine = compiled.engine(seed=0)
@@ -181,3 +298,20 @@ def example_batch() -> tuple[object, ...]:
     model_file = load_model_file(GPT)
     assert model_file.batches is not None
     return tuple(next(model_file.batches(0, 1, 0, 0)))
+
+
+def test_ranks_get_the_command_that_was_given(
+    zeroir: Zeroir, programs: dict[int, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched: list[tuple[int, list[str]]] = []
+
+    def launch(nproc: int, arguments: list[str]) -> int:
+        launched.append((nproc, arguments))
+        return 7
+
+    monkeypatch.setattr("zeroir.api.run.launch", launch)
+    given = ["run", str(programs[3]), "--steps", "5", "--seed", "2", "--log-every", "3"]
+    given += ["--model", "gpt.py", "--allow-model-change", "--json"]
+    answer = zeroir(*given, "--nproc", "2")
+    assert answer.exit_code == 7
+    assert launched == [(2, given)]

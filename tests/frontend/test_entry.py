@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from zeroir.errors import UserError
 from zeroir.frontend import load_model_file
@@ -37,13 +38,43 @@ def test_a_file_is_loaded_with_its_hash(tmp_path: Path) -> None:
     found = load_model_file(spec)
     assert found.sha256 == hashlib.sha256(GOOD.encode()).hexdigest()
     assert isinstance(found.model(), torch.nn.Linear)
-    assert (found.batches, found.init) == (None, None)
+    assert found.batches is None
 
 
 def test_a_factory_takes_the_place_of_model(tmp_path: Path) -> None:
     module = load_model_file(write(tmp_path, GOOD) + ":other").model()
     assert isinstance(module, torch.nn.Linear)
     assert module.out_features == 5
+
+
+def test_init_is_called_on_every_module_once_it_is_built(tmp_path: Path) -> None:
+    text = GOOD.replace("nn.Linear(2, 3)", "nn.Sequential(nn.Linear(2, 3))") + (
+        "def init(module):\n"
+        "    if isinstance(module, nn.Linear):\n"
+        "        nn.init.constant_(module.weight, 0.5)\n"
+        "    else:\n"
+        "        nn.init.zeros_(module[0].weight)\n"
+    )
+    found = load_model_file(write(tmp_path, text))
+    assert not found.model().get_parameter("0.weight").any()
+    assert found.build().get_parameter("0.weight").any()
+    wrong = load_model_file(write(tmp_path, GOOD + "def init(module):\n    module.absent\n"))
+    with pytest.raises(UserError, match=r"init\(\) failed at .*model.py:14: AttributeError"):
+        wrong.model()
+
+
+def test_devices_that_a_file_names_are_left_for_the_program_to_choose(tmp_path: Path) -> None:
+    text = GOOD.replace("nn.Linear(2, 3)", "nn.Linear(2, 3, device='cuda').cuda().to('cuda:1')")
+    text = text.replace(
+        "torch.ones(1, 2)", "torch.ones(1, 2, device='cuda').to('cuda', torch.float64)"
+    )
+    found = load_model_file(write(tmp_path, text))
+    assert found.model().weight.device.type == "cpu"
+    (example,) = found.batch()
+    assert isinstance(example, Tensor)
+    assert example.dtype == torch.float64
+    with torch.device("meta"):
+        assert found.model().weight.is_meta
 
 
 def test_the_file_shadows_no_module_and_its_folder_is_left_again(tmp_path: Path) -> None:
@@ -96,6 +127,7 @@ def test_an_exception_in_the_users_function_names_the_line(tmp_path: Path) -> No
         load_model_file(spec).model()
 
 
+@pytest.mark.slow
 def test_tracing_works_from_an_empty_folder(tmp_path: Path) -> None:
     gpt = Path(__file__).parents[2] / "examples" / "gpt.py"
     code = (

@@ -5,14 +5,30 @@ from pathlib import Path
 import pytest
 
 from tests.support.eager import assert_equals_eager
+from zeroir.ir.verify import verify
 
 MODELS = Path(__file__).parents[1] / "support" / "models"
 GPT = Path(__file__).parents[2] / "examples" / "gpt.py"
+TRAPS = MODELS / "traps.py"
 
 HEAD = """
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+from torch.utils.checkpoint import checkpoint
+
+class Clip(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, bound):
+        ctx.save_for_backward(x)
+        ctx.bound = bound
+        return x.clamp(-bound, bound)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return grad * (x.abs() < ctx.bound), None
 
 class Model(nn.Module):
     def __init__(self):
@@ -83,47 +99,151 @@ SMALL = {
         mask = torch.ones(3, 3, dtype=torch.bool).tril()
         return F.scaled_dot_product_attention(q, q, q, mask, dropout_p=0.2).square().mean()
     """,
-    "a module compiled by its author": """
-        return self.compiled(x).square().mean()
+    "a loss that is a parameter": """
+        return self.one
 
     def extra(self):
-        self.compiled = torch.compile(self.layer)
+        self.one = nn.Parameter(torch.ones(1))
+    """,
+    "a gradient that is one number": """
+        return (x + self.one).sum() + self.two.t().sum()
+
+    def extra(self):
+        self.one, self.two = nn.Parameter(torch.ones(4)), nn.Parameter(torch.zeros(2, 3))
+    """,
+    "images that lie in memory by channels": """
+        y = self.layer(x)[:, None, :, None].expand(3, 2, 4, 5)
+        return self.conv(y.contiguous(memory_format=torch.channels_last)).cos().mean()
+
+    def extra(self):
+        self.conv = nn.Conv2d(2, 3, 3, padding=1)
+    """,
+    "one buffer under two names": """
+        self.two.add_(1)
+        return (self.layer(x) * self.one).mean()
+
+    def extra(self):
+        self.register_buffer("one", torch.ones(4))
+        self.register_buffer("two", self.one)
+    """,
+    "buffers that change places": """
+        y = self.layer(x) * self.one
+        self.one, self.two = self.two, self.one
+        return (y * self.one).mean()
+
+    def extra(self):
+        self.register_buffer("one", torch.ones(4))
+        self.register_buffer("two", torch.linspace(0, 1, 4))
+    """,
+    "a concatenation with nothing": """
+        nothing = torch.tensor([], dtype=x.dtype)
+        return torch.cat([nothing, self.layer(x), nothing]).square().mean() + (nothing * 2).sum()
+    """,
+    "interpolation": """
+        y = F.interpolate(self.layer(x)[None], scale_factor=2, mode="linear")
+        return y.square().mean()
+    """,
+    "the inverse of a matrix": """
+        y = self.layer(x).float()
+        return torch.linalg.inv(y.t() @ y + torch.eye(4)).mean()
+    """,
+    "checks of a distribution": """
+        return -torch.distributions.Normal(self.layer(x).float(), 1.0).log_prob(x.float()).mean()
+    """,
+    "devices by name": """
+        table = torch.arange(4, device="cuda:1").to("cuda", torch.float32).cuda()
+        return (self.layer(x.to("cuda")) * table.cpu()).mean()
+    """,
+    "a recurrent network with dropout": """
+        return self.lstm(self.layer(x)[:, None])[0].square().mean()
+
+    def extra(self):
+        self.lstm = nn.LSTM(4, 3, 2, dropout=0.5, bidirectional=True)
+    """,
+    "a norm by the spectrum": """
+        return self.normed(self.layer(x)).square().mean()
+
+    def extra(self):
+        self.normed = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))
+    """,
+    "checkpoints of both kinds": """
+        y = checkpoint(self.layer, x, use_reentrant=True)
+        return checkpoint(F.relu, checkpoint(self.layer, y, use_reentrant=False),
+                          use_reentrant=False).mean()
+    """,
+    "a function with a backward of its own": """
+        return Clip.apply(self.layer(x), 0.5).square().mean()
     """,
 }
 
 
+FAST = [(GPT, "bf16", 1), (TRAPS, "fp32", 1)]
+SLOW = [
+    (GPT, "fp32", 1),
+    (GPT, "fp16", 1),
+    (GPT, "bf16", 2),
+    (TRAPS, "bf16", 1),
+    (TRAPS, "fp16", 1),
+    (TRAPS, "bf16", 2),
+]
+
+
 @pytest.mark.parametrize(
-    ("precision", "micro_steps"), [("fp32", 1), ("bf16", 1), ("fp16", 1), ("bf16", 2)]
+    ("model", "precision", "micro_steps"),
+    [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
 )
-@pytest.mark.parametrize("model", [GPT, MODELS / "traps.py"], ids=["gpt", "traps"])
 def test_loss_and_gradients(model: Path, precision: str, micro_steps: int) -> None:
     assert_equals_eager(model, precision=precision, micro_steps=micro_steps)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_llama(precision: str) -> None:
-    pytest.importorskip("transformers")
-    program = assert_equals_eager(MODELS / "llama.py", precision=precision)
-    layers = [s.name for s in program.segments if s.name.startswith("llama_decoder_layer")]
-    assert layers == ["llama_decoder_layer.forward", "llama_decoder_layer.backward"]
+def write(tmp_path: Path, forward: str) -> Path:
+    path = tmp_path / "model.py"
+    body = forward.strip("\n ")
+    text = f"    def forward(self, x):\n        {body}\n"
+    path.write_text(HEAD.replace("def batch", f"{text}\ndef batch"))
+    return path
 
 
 @pytest.mark.parametrize("name", SMALL)
 def test_small_models(name: str, tmp_path: Path) -> None:
-    path = tmp_path / "model.py"
-    body = SMALL[name].strip("\n ")
-    text = f"    def forward(self, x):\n        {body}\n"
-    path.write_text(HEAD.replace("def batch", f"{text}\ndef batch"))
-    assert_equals_eager(path)
-    if "compiled" not in name:
-        assert_equals_eager(path, precision="bf16")
+    path = write(tmp_path, SMALL[name])
+    for precision in ("fp32", "bf16"):
+        report = verify(assert_equals_eager(path, precision=precision))
+        assert report.is_valid, report.findings
+
+
+@pytest.mark.slow
+def test_modules_and_functions_compiled_by_their_author(tmp_path: Path) -> None:
+    assert_equals_eager(
+        write(
+            tmp_path,
+            """
+        return self.tanh(self.compiled(x)).square().mean()
+
+    @torch.compile
+    def tanh(self, x):
+        return torch.tanh(x)
+
+    def extra(self):
+        self.compiled = torch.compile(self.layer)
+    """,
+        )
+    )
 
 
 @pytest.mark.parametrize(
-    "patterns", [("norm",), ("blocks.1",), ("*.up.weight", "head"), ("tokens.weight",)]
+    "patterns",
+    [
+        ("*.up.weight", "head"),
+        pytest.param(("norm",), marks=pytest.mark.slow),
+        pytest.param(("blocks.1",), marks=pytest.mark.slow),
+        pytest.param(("tokens.weight",), marks=pytest.mark.slow),
+    ],
 )
 def test_kept_fp32(patterns: tuple[str, ...]) -> None:
     program = assert_equals_eager(MODELS / "traps.py", precision="bf16", keep_fp32=patterns)
-    kept = {slot.name for flat in program.flats if flat.name.endswith("fp32") for slot in flat.slots}
+    kept = {
+        slot.name for flat in program.flats if flat.name.endswith("fp32") for slot in flat.slots
+    }
     assert {"norm.weight", "norm.bias"} <= kept
     assert len(kept) > 2 or patterns == ("norm",)

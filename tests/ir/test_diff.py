@@ -39,7 +39,7 @@ def with_events(program: Program, first: int = 0) -> Program:
 
 def test_equal_programs_have_no_diff() -> None:
     assert diff(mlp(), mlp()) == ""
-    assert str(summary(mlp(), mlp())).startswith("ops               equal\n")
+    assert str(summary(mlp(), mlp())).startswith("ops                equal\n")
 
 
 def test_renumbered_events_are_no_change() -> None:
@@ -158,4 +158,4 @@ def test_the_summary_names_buffers_and_bytes() -> None:
     assert old == 2 * new
     assert counted.old_model_state_bytes["param"] == 2 * counted.new_model_state_bytes["param"]
     assert counted.to_json()["buffers_added"] == list(counted.buffers_added)
-    assert "model states      12,288 → 12,288" in str(counted)
+    assert "model state bytes  12,288 → 12,288" in str(counted)

@@ -13,7 +13,7 @@ from zeroir.ir.buffers import Buffer, Region, Role, Space, whole
 from zeroir.ir.contents import NamedContent
 from zeroir.ir.dtypes import DType
 from zeroir.ir.effects import effects
-from zeroir.ir.memory import collective_bytes, live_bytes, model_state_bytes, peak
+from zeroir.ir.memory import collective_bytes, model_state_bytes, peak
 from zeroir.ir.mesh import Axis, Mesh
 from zeroir.ir.ops import (
     AllGather,
@@ -126,7 +126,7 @@ def test_the_peak_is_the_fullest_moment() -> None:
 
     ops: list[Op] = [alloc("a"), alloc("b"), release("a"), alloc("c"), release("b"), release("c")]
     built = program(ops, a, b, c, kept, host)
-    assert live_bytes(built) == {"grad": 200, "saved": 100, "param": 20}
+    assert peak(built).role_bytes == {"grad": 200, "saved": 100, "param": 20}
     assert (peak(built).section, peak(built).index) == ("update", 1)
     assert peak(built).total_bytes == 320
     assert peak(built, space=Space.HOST).role_bytes == {"param": 20}

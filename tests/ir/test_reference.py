@@ -11,10 +11,9 @@ import pytest
 from tests.support.arbitrary import op_types
 from zeroir.ir.buffers import Role, Space
 from zeroir.ir.contents import Micro
-from zeroir.ir.diff import op_name
 from zeroir.ir.dtypes import DType
 from zeroir.ir.mesh import Executor
-from zeroir.ir.ops import Algorithm, Reduction
+from zeroir.ir.ops import Algorithm, Reduction, op_name
 from zeroir.ir.text import parse, print_program
 from zeroir.ir.verify import verify
 

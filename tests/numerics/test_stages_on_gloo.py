@@ -25,7 +25,12 @@ from zeroir.runtime.lockstep import Lockstep, run_lockstep
 
 @pytest.mark.dist
 @pytest.mark.parametrize(
-    ("world_size", "precisions"), [(2, "fp32"), (3, "fp32,bf16,fp16"), (4, "fp32")]
+    ("world_size", "precisions"),
+    [
+        pytest.param(2, "fp32", marks=pytest.mark.slow),
+        (3, "fp32,bf16,fp16"),
+        pytest.param(4, "fp32", marks=pytest.mark.slow),
+    ],
 )
 def test_all_stages_equal_lockstep_bit_for_bit(
     tmp_path: Path, world_size: int, precisions: str
@@ -48,6 +53,7 @@ def test_all_stages_equal_lockstep_bit_for_bit(
                 assert torch.equal(tensor, states[key]), f"{name} stage {stage}: {key}"
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_dropout_and_running_statistics_equal_lockstep(tmp_path: Path) -> None:
     """The model of traps: tied, frozen, unused and twice-called parts, batch norm and dropout."""

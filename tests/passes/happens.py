@@ -117,3 +117,37 @@ def waves_live(body: Sequence[Op], program: Program) -> list[int]:
         live |= {e.readers[:1] for e in found[:k] if not masks[life.alloc] >> e.release & 1}
         counts.append(len(live - {()}))
     return counts
+
+
+def full_gradients_live(body: Sequence[Op], program: Program) -> list[int]:
+    """At each allocation of a gradient that a reduce_scatter reads, the most units that some interleaving has live.
+
+    Gradients that the same op completes count once. A gradient whose release stands later in the program than the
+    allocation is there by choice and does not count.
+    """
+    masks = before(body)
+    sources = {
+        pair.source.buffer
+        for op in body
+        if isinstance(op, ops.ReduceScatter)
+        for pair in op.pairs
+        if not program.buffer_by_name[pair.source.buffer].is_persistent
+    }
+    completed: dict[str, int] = {}
+    for index, op in enumerate(body):
+        for region in (*effects(op).writes, *effects(op).accumulates):
+            completed[region.buffer] = index
+    counts = [0]
+    released: list[tuple[int, str]] = []
+    for index, op in enumerate(body):
+        if isinstance(op, ops.Alloc) and op.buffer in sources:
+            live = {completed[name] for at, name in released if not masks[index] >> at & 1}
+            counts.append(len(live | {completed[op.buffer]}))
+        elif isinstance(op, ops.Release) and op.buffer in sources:
+            released.append((index, op.buffer))
+    return counts
+
+
+def most_live(body: Sequence[Op], program: Program) -> int:
+    """How much the bounds on gathered units and on full gradients allow, summed over the section."""
+    return sum(waves_live(body, program)) + sum(full_gradients_live(body, program))

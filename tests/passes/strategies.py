@@ -28,6 +28,7 @@ class Case:
     world_size: int
     elide: bool
     distance: int
+    live: int
 
     def logical(self) -> Program:
         return mlp(
@@ -42,7 +43,13 @@ class Case:
         )
 
     def passes(self) -> tuple[Pass, ...]:
-        return for_stage(self.stage, self.world_size, elide=self.elide, distance=self.distance)
+        return for_stage(
+            self.stage,
+            self.world_size,
+            elide=self.elide,
+            distance=self.distance,
+            live=self.live,
+        )
 
     def scheduled(self) -> Program:
         """The program after the passes, not verified: for laws about many programs."""
@@ -70,4 +77,5 @@ def cases(
         world_size=st.integers(*world_sizes),
         elide=st.booleans(),
         distance=st.integers(0, 3),
+        live=st.integers(1, 3),
     )

@@ -23,7 +23,8 @@ from zeroir.passes.base import Pass
 from zeroir.passes.pipelines import PASSES, for_stage, parse_spec
 
 LOGICAL = parse((Path(__file__).parent / "example.zir").read_text())
-PIPELINE = for_stage(3, 2)
+# One live gradient, so that two units are enough to see it.
+PIPELINE = for_stage(3, 2, live=1)
 
 
 def _example(step: Pass) -> tuple[str, str, str]:

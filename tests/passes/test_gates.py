@@ -29,11 +29,11 @@ NAMES = ("hybrid", "paged", "offload", "evaluate")
 OFFLOADED = mlp(blocks=1, precision="bf16", optimizer="momentum")
 
 
-def _gate(name: str) -> Program:
+def gate(name: str) -> Program:
     return parse((GATES / f"{name}.zir").read_text())
 
 
-def _logical(name: str) -> Program:
+def gate_logical(name: str) -> Program:
     if name == "offload":
         return OFFLOADED
     if name == "evaluate":
@@ -52,7 +52,7 @@ def test_all_gates_are_here() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_it_prints_and_parses(name: str) -> None:
-    program = _gate(name)
+    program = gate(name)
     text = print_program(program)
     assert parse(text) == program
     assert print_program(parse(text)) == text
@@ -60,14 +60,14 @@ def test_it_prints_and_parses(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_it_is_proved_equivalent(name: str) -> None:
-    report = verify(_gate(name), _logical(name))
+    report = verify(gate(name), gate_logical(name))
     assert report.findings == ()
     assert report.is_valid
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_no_wait_can_be_left_out(name: str) -> None:
-    program = _gate(name)
+    program = gate(name)
     for at, section in enumerate(program.sections):
         for index, op in enumerate(section.body):
             if isinstance(op, ops.Wait):
@@ -75,12 +75,12 @@ def test_no_wait_can_be_left_out(name: str) -> None:
                 sections = list(program.sections)
                 sections[at] = replace(section, body=body)
                 mutant = replace(program, sections=tuple(sections))
-                assert not verify(mutant, _logical(name)).is_valid, (section.name, index)
+                assert not verify(mutant, gate_logical(name)).is_valid, (section.name, index)
 
 
 def test_hybrid_sharding_computes_what_one_device_does() -> None:
     """Four ranks, one batch: sums of four equal gradients, divided by four, are exact in any order."""
-    program = _gate("hybrid")
+    program = gate("hybrid")
     alone = run(LOGICAL, inputs(LOGICAL, 1, 1))
     same = inputs(LOGICAL, 4, 1, is_same=True)
     for schedule_seed in range(4):
@@ -90,7 +90,7 @@ def test_hybrid_sharding_computes_what_one_device_does() -> None:
 def test_hybrid_sharding_sums_over_all_ranks() -> None:
     batches = inputs(LOGICAL, 4, 1)
     expected = run(manager.run(LOGICAL, for_stage(0, 4)), batches)
-    result = run(_gate("hybrid"), batches)
+    result = run(gate("hybrid"), batches)
     for key, value in result.state.items():
         # Sums of four in another order: a few roundings of FP32 apart.
         other = expected.state[key][: value.numel()]
@@ -102,11 +102,11 @@ def test_hybrid_sharding_sums_over_all_ranks() -> None:
 def test_paging_through_slots_changes_no_bit(schedule_seed: int) -> None:
     batches = inputs(LOGICAL, 2, 1)
     expected = run(manager.run(LOGICAL, for_stage(3, 2)), batches)
-    assert_equal(run(_gate("paged"), batches, schedule_seed), expected, range(2), "paged")
+    assert_equal(run(gate("paged"), batches, schedule_seed), expected, range(2), "paged")
 
 
 def test_paging_keeps_two_pages_of_momentum_on_the_device() -> None:
-    program = _gate("paged")
+    program = gate("paged")
     states = [buffer for buffer in program.buffers if buffer.role is Role.STATE]
     on_device = sum(b.numel for b in states if b.space is Space.DEVICE)
     on_host = sum(b.numel for b in states if b.space is Space.HOST)
@@ -117,11 +117,11 @@ def test_paging_keeps_two_pages_of_momentum_on_the_device() -> None:
 def test_updating_on_the_host_changes_no_bit(schedule_seed: int) -> None:
     batches = inputs(OFFLOADED, 2, 1)
     expected = run(manager.run(OFFLOADED, for_stage(2, 2)), batches)
-    assert_equal(run(_gate("offload"), batches, schedule_seed), expected, range(2), "offload")
+    assert_equal(run(gate("offload"), batches, schedule_seed), expected, range(2), "offload")
 
 
 def test_evaluation_gives_the_loss_and_leaves_no_trace() -> None:
-    program = _gate("evaluate")
+    program = gate("evaluate")
     batches = inputs(LOGICAL, 2, 1)
     expected = run(manager.run(LOGICAL, for_stage(3, 2)), batches)
     lockstep = Lockstep(program, schedule_seed=5)
@@ -135,5 +135,5 @@ def test_evaluation_gives_the_loss_and_leaves_no_trace() -> None:
 
 
 def test_the_passes_gather_for_an_evaluation_too() -> None:
-    program = manager.run(_logical("evaluate"), for_stage(3, 2))
-    assert replace(program, passes=()) == replace(_gate("evaluate"), passes=())
+    program = manager.run(gate_logical("evaluate"), for_stage(3, 2))
+    assert replace(program, passes=()) == replace(gate("evaluate"), passes=())

@@ -12,6 +12,7 @@ from tests.support.programs import mlp
 from zeroir.errors import InternalError, UserError
 from zeroir.ir import ops
 from zeroir.ir.program import Program, Section
+from zeroir.ir.verify import VerificationError
 from zeroir.passes import manager, rewrite
 from zeroir.passes.base import Fact
 from zeroir.passes.pipelines import for_stage, parse_spec
@@ -110,6 +111,13 @@ def test_a_pass_that_breaks_the_program_is_named() -> None:
     passes = [*for_stage(0, 2), _Break(change=_without_waits)]
     with pytest.raises(InternalError, match=r"The pass `break` broke the program\.(.|\n)*Z1"):
         manager.run(mlp(blocks=1), passes)
+
+
+def test_no_pass_is_blamed_for_what_was_broken_before() -> None:
+    broken = _without_waits(manager.run(mlp(blocks=1), for_stage(0, 2)))
+    with pytest.raises(VerificationError) as caught:
+        manager.run(broken, for_stage(1, 2)[1:], reference=mlp(blocks=1))
+    assert "pass" not in str(caught.value)
 
 
 def test_a_pass_that_fails_is_named() -> None:

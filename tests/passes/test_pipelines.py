@@ -7,18 +7,26 @@ import pytest
 from tests.support.programs import mlp
 from zeroir.config import make_options, options_from_pairs
 from zeroir.ir.verify import verify
+from zeroir.passes.bound_gradients import BoundGradients
 from zeroir.passes.pipelines import for_options, for_stage, lower
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_stage_is_the_one_below_and_more(stage: int) -> None:
-    below, passes = for_stage(max(stage - 1, 0), 4), for_stage(stage, 4)
+    """But for the bound on full gradients, which comes last at every stage that has one."""
+    below, passes = (
+        [step for step in for_stage(max(s, 0), 4) if not isinstance(step, BoundGradients)]
+        for s in (stage - 1, stage)
+    )
     assert passes[: len(below)] == below
+    assert isinstance(for_stage(stage, 4)[-1], BoundGradients) == (stage >= 2)
 
 
 def test_options_choose_the_passes() -> None:
-    options = make_options({"stage": 3, "world_size": 6, "elide": False, "prefetch": 2})
-    assert for_options(options) == for_stage(3, 6, elide=False, distance=2)
+    options = make_options(
+        {"stage": 3, "world_size": 6, "elide": False, "prefetch": 2, "live_gradients": 3}
+    )
+    assert for_options(options) == for_stage(3, 6, elide=False, distance=2, live=3)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 5])

@@ -63,7 +63,7 @@ def test_no_distance_still_holds_the_gather_stream_back() -> None:
 
 def test_without_the_pass_nothing_holds_it_back() -> None:
     program = mlp(blocks=3)
-    for step in for_stage(3, 4)[:-1]:
+    for step in for_stage(3, 4)[:-2]:
         program = step(program)
     body = program.section_by_name[LAST_MICRO_STEP].body
     assert max(happens.waves_live(body, program)) == 5

@@ -26,6 +26,7 @@ def test_specs_read_as_documented() -> None:
         "insert-gathers{elide=true}",
         "insert-releases",
         "prefetch{distance=1}",
+        "bound-gradients{live=2}",
     ]
     assert parse_spec(" prefetch ").spec() == "prefetch{distance=1}"
 

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -60,15 +60,23 @@ def random_batches(
 
 
 class Ranks:
-    """Processes that run ``tests.runtime.workers`` as the ranks of one gloo job."""
+    """Processes that run a module of tests, with further environment variables, as the ranks of one job."""
 
-    def __init__(self, world_size: int, folder: Path, *args: str) -> None:
+    def __init__(
+        self,
+        world_size: int,
+        folder: Path,
+        *args: str,
+        module: str = "tests.runtime.workers",
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self.processes = [
             subprocess.Popen(
-                [sys.executable, "-W", "error", "-m", "tests.runtime.workers", *args],
+                [sys.executable, "-W", "error", "-m", module, *args],
                 cwd=ROOT,
                 env={
                     **os.environ,
+                    **(environment or {}),
                     "RANK": str(rank),
                     "WORLD_SIZE": str(world_size),
                     "LOCAL_WORLD_SIZE": str(world_size),

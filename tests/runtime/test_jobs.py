@@ -21,7 +21,7 @@ def wait_until_under_way(ranks: Ranks, folder: Path, deadline_s: float = 60.0) -
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("delay_s", ["0", "0.3"])
+@pytest.mark.parametrize("delay_s", ["0", pytest.param("0.3", marks=pytest.mark.slow)])
 def test_a_killed_rank_stops_the_others(tmp_path: Path, delay_s: str) -> None:
     ranks = Ranks(WORLD_SIZE, tmp_path, "steps-for-ever", delay_s)
     wait_until_under_way(ranks, tmp_path)

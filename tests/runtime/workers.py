@@ -96,6 +96,9 @@ def nan_loss() -> None:
 
 
 class _Silent:
+    def close(self) -> None:
+        pass
+
     def step(self, report: train.StepReport) -> None:
         pass
 

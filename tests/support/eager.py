@@ -31,9 +31,9 @@ def assert_equals_eager(path: str | Path, **choices: object) -> Program:
     apply_precision(model, options.precision, options.keep_fp32)
     batch = model_file.batch()
     memory = at_rest(program)
-    for binding in program.inputs:
-        leaf = flatten_batch(batch, str(path))[binding.path]
-        memory[binding.buffer].copy_(leaf.reshape(-1))
+    leaves = flatten_batch(batch, str(path))
+    for each in program.inputs:
+        memory[each.buffer].copy_(leaves[each.path].reshape(-1))
     seeds = torch.arange(7, 7 + len(memory.get("rng", ())))
     if "rng" in memory:
         memory["rng"].copy_(seeds)
@@ -42,7 +42,7 @@ def assert_equals_eager(path: str | Path, **choices: object) -> Program:
     with neutral_ops(seeds) as mode:
         cast = cast_floating(batch, compute_dtype(options.precision))
         loss = loss_of(call_with(model, cast)).float()
-        loss.backward(memory["loss_scale"][0].clone())
+        torch.autograd.backward(loss, memory["loss_scale"][0].clone())
     assert mode.sites == len(seeds)
     run_section(program, LAST_MICRO_STEP, memory)
 

@@ -29,7 +29,7 @@ def at_rest(program: Program) -> Memory:
     for scalar in program.scalars:
         memory[scalar.buffer].copy_(torch.tensor(scalar.values))
     for binding in program.module_buffers:
-        if binding.data is not None:
+        if binding.data:
             target = memory[binding.buffer]
             target.copy_(torch.frombuffer(bytearray(binding.data), dtype=target.dtype))
     return memory

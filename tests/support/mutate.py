@@ -14,8 +14,11 @@ from typing import cast
 
 from zeroir.ir import ops
 from zeroir.ir.buffers import Region
+from zeroir.ir.contents import FlatContent, Micro
+from zeroir.ir.dtypes import DType
+from zeroir.ir.mesh import HOST
 from zeroir.ir.ops import Mode, Op, Reduction
-from zeroir.ir.program import Program
+from zeroir.ir.program import Program, State
 from zeroir.passes.rewrite import map_regions
 
 Mutation = Callable[[Program, Random], Program | None]
@@ -330,6 +333,98 @@ def _wrong_segment(op: Op, program: Program, chance: Random) -> tuple[Op, ...] |
     return (replace(op, segment=chance.choice(alike)),)
 
 
+def _wire(op: Op, _program: Program, chance: Random) -> tuple[Op, ...] | None:
+    if not isinstance(op, COLLECTIVES):
+        return None
+    return (replace(op, wire_dtype=chance.choice([DType.F64, DType.F32, DType.F16, DType.BF16])),)
+
+
+def _staging(op: Op, program: Program, chance: Random) -> tuple[Op, ...] | None:
+    """Stage in memory that is something else's."""
+    if not isinstance(op, COLLECTIVES):
+        return None
+    buffer = chance.choice([b for b in program.buffers if b.space == "device"])
+    return (replace(op, staging=Region(buffer=buffer.name, offset=0, numel=buffer.numel)),)
+
+
+def _pair(op: Op, program: Program, chance: Random) -> tuple[Op, ...] | None:
+    """Let one launch do another's work, too."""
+    if not isinstance(op, COLLECTIVES):
+        return None
+    others = [o for o in program.ops() if isinstance(o, COLLECTIVES) and type(o) is type(op)]
+    return (replace(op, pairs=(*op.pairs, *chance.choice(others).pairs)),)
+
+
+def _host(op: Op, _program: Program, _chance: Random) -> tuple[Op, ...] | None:
+    return (replace(op, on=HOST),) if isinstance(op, ops.Wait) else None
+
+
+def _fill_part(op: Op, program: Program, chance: Random) -> tuple[Op, ...] | None:
+    """Clear a part of what the op touches, before or after it."""
+    regions = [r for r in _regions(op) if program.buffer_by_name[r.buffer].dtype.is_floating]
+    if not regions or isinstance(op, ops.Wait):
+        return None
+    region = chance.choice(regions)
+    start = chance.randrange(region.numel)
+    part = Region(
+        buffer=region.buffer,
+        offset=region.offset + start,
+        numel=chance.randrange(1, region.numel - start + 1),
+    )
+    fill = ops.Fill(destination=part, value=0.0, stream=op.stream)
+    return (fill, op) if chance.random() < 0.5 else (op, fill)
+
+
+def _tell(program: Program, chance: Random) -> Program | None:
+    """An optimizer step is told what another one is told."""
+    steps = places(program, _is(ops.OptimizerStep))
+    if len(steps) < 2:
+        return None
+    one, other = chance.sample(steps, 2)
+    op, like = at(program, one), at(program, other)
+    assert isinstance(op, ops.OptimizerStep)
+    assert isinstance(like, ops.OptimizerStep)
+    choices: list[Op] = [
+        replace(op, grad=like.grad),
+        replace(op, states=like.states),
+        replace(op, states=op.states[::-1]),
+        replace(op, lr=like.gradient_divisor, gradient_divisor=like.lr),
+        replace(op, param=like.param),
+    ]
+    return put(program, one, chance.choice(choices))
+
+
+def _state(program: Program, chance: Random) -> Program | None:
+    """A holding says something else, on both sides of its joint."""
+    holdings = [h for s in program.sections for h in (*s.entry.holdings, *s.exit.holdings)]
+    if not holdings:
+        return None
+    chosen = chance.choice(holdings)
+    content = chosen.content
+    if not isinstance(content, FlatContent):
+        return None
+    choices = [
+        replace(content, micro=chance.choice(list(Micro)) if content.micro else None),
+        replace(content, reduced=()),
+        replace(content, version=content.version + 1),
+        replace(content, shard=None),
+    ]
+    changed = replace(chosen, content=chance.choice(choices))
+
+    def told(state: State) -> State:
+        return replace(state, holdings=tuple(changed if h == chosen else h for h in state.holdings))
+
+    sections = (replace(s, entry=told(s.entry), exit=told(s.exit)) for s in program.sections)
+    return replace(program, sections=tuple(sections))
+
+
+def _scalar(program: Program, chance: Random) -> Program | None:
+    chosen = chance.choice(program.scalars)
+    values = tuple(value + 0.5 for value in chosen.values)
+    scalars = (replace(s, values=values) if s is chosen else s for s in program.scalars)
+    return replace(program, scalars=tuple(scalars))
+
+
 def _repeat_later(program: Program, chance: Random) -> Program | None:
     place = pick(program, chance, _any)
     if place is None:
@@ -377,4 +472,12 @@ MUTATIONS: Mapping[str, Mutation] = {
     "exchange-arguments": _on(_is(ops.Compute), _arguments),
     "unname-gradient": _on(_has_gradient, _gradient_name),
     "wrong-segment": _on(_is(ops.Compute), _wrong_segment),
+    "change-wire": _on(_is(*COLLECTIVES), _wire),
+    "stage-over": _on(_is(*COLLECTIVES), _staging),
+    "add-pair": _on(_is(*COLLECTIVES), _pair),
+    "host-wait": _on(_is(ops.Wait), _host),
+    "fill-part": _on(_any, _fill_part),
+    "tell-step": _tell,
+    "change-state": _state,
+    "change-scalar": _scalar,
 }

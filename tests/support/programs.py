@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from zeroir.ir.buffers import Buffer, Region, Role, Space, View, contiguous_stride
@@ -117,8 +117,8 @@ def flat(
     name: str,
     unit: str,
     dtype: DType,
-    shapes: dict[str, tuple[int, ...]],
-    aliases: dict[str, tuple[str, ...]],
+    shapes: Mapping[str, tuple[int, ...]],
+    aliases: Mapping[str, tuple[str, ...]],
 ) -> Flat:
     slots: list[Slot] = []
     offset = 0

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from zeroir.api.compiled import compile_with
 from zeroir.config import CompileOptions
+from zeroir.report.names import counted
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,7 +20,7 @@ _CLIPPED_ROUNDING = {"fp32": 64 * 2.0**-23, "bf16": 2.0**-8, "fp16": 2.0**-11}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """Where the program and the reference differ by more than the tolerance."""
+    """Where the program and the reference differ by more than the tolerance. ``step`` counts from 1, as in ``run``."""
 
     step: int
     what: str
@@ -51,13 +52,13 @@ class Comparison:
         return {"is_equal": self.is_equal, **asdict(self)}
 
     def __str__(self) -> str:
-        what = f"{self.model} at stage {self.stage} on {self.world_size} ranks in {self.precision}, {self.steps} steps"
+        ranks, steps = counted(self.world_size, "rank"), counted(self.steps, "step")
+        what = f"{self.model} at stage {self.stage} on {ranks} in {self.precision}, {steps}"
         exactly = "bit for bit" if self.tolerance == 0 else f"within {self.tolerance:.1e}"
+        replicas = counted(self.world_size, "eager replica")
         if self.is_equal:
-            return (
-                f"{what}: losses and parameters equal {self.world_size} eager replicas {exactly}."
-            )
-        lines = [f"{what}: not equal to {self.world_size} eager replicas {exactly}."]
+            return f"{what}: losses and parameters equal {replicas} {exactly}."
+        lines = [f"{what}: not equal to {replicas} {exactly}."]
         lines += [
             f"  step {d.step}: {d.what} is {d.program:.9g}, the reference has {d.reference:.9g} "
             f"(relative difference {d.relative:.2e})"
@@ -71,8 +72,9 @@ class Comparison:
 def check_model(model: str, options: CompileOptions, *, steps: int, seed: int) -> Comparison:
     """Compile a model, run it on lockstep and on eager replicas from the same start, and compare.
 
-    Equal means bit for bit, losses of every rank and step and parameters at the end; with clipping, whose norm the
-    program adds up shard by shard, it means within a few roundings a step: 64 of FP32, or one of the 16-bit dtype.
+    Equal means bit for bit: the losses of every rank and step, and at the end the parameters and every rank's module
+    buffers (running statistics). With clipping, whose norm the program adds up shard by shard, it means within a few
+    roundings a step: 64 of FP32, or one of the 16-bit dtype.
     """
     import torch
 
@@ -102,16 +104,24 @@ def check_model(model: str, options: CompileOptions, *, steps: int, seed: int) -
     tolerance = 0.0 if options.clip is None else steps * _CLIPPED_ROUNDING[options.precision]
     differences: list[Difference] = []
     losses: list[tuple[float, ...]] = []
-    for step in range(steps):
+    for step in range(1, steps + 1):
         batches = [[next(stream) for _ in range(options.micro_steps)] for stream in streams]
         expected = reference.step(batches)
         found = [float(result.loss) for result in lockstep.step(batches)]
         losses.append(tuple(found))
-        for rank, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
-            differences += _compare(step, f"the loss of rank {rank}", ours, theirs, tolerance)
-    differences += _compare_parameters(
-        steps - 1, lockstep.full_parameters(), reference.parameters(), tolerance
-    )
+        for rank, (loss, wanted_loss) in enumerate(zip(found, expected, strict=True)):
+            differences += _compare(step, f"the loss of rank {rank}", loss, wanted_loss, tolerance)
+    found_parameters = lockstep.full_parameters()
+    for name, wanted in reference.parameters().items():
+        differences += _compare_tensors(steps, name, found_parameters[name], wanted, tolerance)
+    for rank, replica in enumerate(reference.replicas):
+        ours, theirs = lockstep.buffers(rank), dict(replica.named_buffers(remove_duplicate=False))
+        for binding in program.module_buffers:
+            if binding.name in theirs:
+                what, wanted = f"{binding.name} of rank {rank}", theirs[binding.name]
+                differences += _compare_tensors(
+                    steps, what, ours[binding.buffer], wanted, tolerance
+                )
     return Comparison(
         model=model,
         stage=options.stage,
@@ -132,23 +142,24 @@ def _compare(
         yield Difference(step=step, what=what, program=ours, reference=theirs, relative=relative)
 
 
-def _compare_parameters(
-    step: int, ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], tolerance: float
+def _compare_tensors(
+    step: int, what: str, ours: Tensor, theirs: Tensor, tolerance: float
 ) -> Iterator[Difference]:
-    for name, expected in theirs.items():
-        found, wanted = ours[name].double().flatten(), expected.double().flatten()
-        gap = (found - wanted).abs()
-        at = int(gap.argmax())
-        relative = float(gap[at]) / max(float(wanted.abs().max()), 2.0**-126)
-        if not relative <= tolerance:
-            what = f"{name} at element {at}"
-            yield Difference(
-                step=step,
-                what=what,
-                program=float(found[at]),
-                reference=float(wanted[at]),
-                relative=relative,
-            )
+    """The element that differs most, relative to the largest."""
+    if not theirs.numel():
+        return
+    found, wanted = ours.double().flatten(), theirs.double().flatten()
+    gap = (found - wanted).abs()
+    at = int(gap.argmax())
+    relative = float(gap[at]) / max(float(wanted.abs().max()), 2.0**-126)
+    if not relative <= tolerance:
+        yield Difference(
+            step=step,
+            what=f"{what} at element {at}",
+            program=float(found[at]),
+            reference=float(wanted[at]),
+            relative=relative,
+        )
 
 
 def _batches(model_file: ModelFile, rank: int, world_size: int, seed: int) -> Iterator[Batch]:

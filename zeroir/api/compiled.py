@@ -10,23 +10,28 @@ from typing import TYPE_CHECKING
 from zeroir import artifact as artifacts
 from zeroir.artifact import Artifact
 from zeroir.config import CompileOptions, make_options, options_from_pairs
-from zeroir.errors import UserError
+from zeroir.errors import InternalError, UserError
 from zeroir.ir.program import Program
-from zeroir.ir.text import print_program
+from zeroir.ir.text import print_program, print_section
 from zeroir.ir.verify import Report, VerificationError
 from zeroir.ir.verify import verify as verify_program
+from zeroir.report.names import counted, shortened
 from zeroir.report.summary import Summary, summarise
 
 if TYPE_CHECKING:
     from zeroir.runtime.engine import Engine
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class CompiledProgram:
-    """A scheduled program with the logical one it came from, and the report that verified it."""
+    """A scheduled program with the logical one it came from, and the report that verified it.
+
+    ``path`` is the file that it was read from, if any; the model file is looked for there, too.
+    """
 
     artifact: Artifact
     report: Report
+    path: Path | None = None
 
     @property
     def program(self) -> Program:
@@ -43,6 +48,11 @@ class CompiledProgram:
         """The options that the program was compiled with."""
         return options_from_pairs(self.program.options)
 
+    @property
+    def units(self) -> tuple[str, ...]:
+        """The units in the order of their first use."""
+        return tuple(dict.fromkeys(flat.unit for flat in self.program.flats))
+
     def summary(self) -> Summary:
         """Facts of the program: sizes, ops, bytes, laws."""
         options = self.options
@@ -50,9 +60,19 @@ class CompiledProgram:
             self.program, self.report, stage=options.stage, precision=options.precision
         )
 
-    def text(self) -> str:
-        """The whole program in the IR's canonical text."""
-        return print_program(self.program)
+    def text(self, *, section: str | None = None) -> str:
+        """The whole program, or one section, in the IR's canonical text."""
+        if section is None:
+            return print_program(self.program)
+        self.require(section=section)
+        return print_section(self.program.section_by_name[section], self.program)
+
+    def __repr__(self) -> str:
+        options, units = self.options, len(self.units)
+        return (
+            f"<CompiledProgram of {self.artifact.model_path}: stage {options.stage}, {options.precision}, "
+            f"{counted(options.world_size, 'rank')}, {counted(units, 'unit')}>"
+        )
 
     def __str__(self) -> str:
         from zeroir.report.render import render_text
@@ -70,7 +90,8 @@ class CompiledProgram:
     def for_world_size(self, world_size: int) -> CompiledProgram:
         """The same program lowered again, from its logical program, for another number of ranks."""
         options = make_options({**self.options.model_dump(), "world_size": world_size})
-        return _verified(replace(self.artifact, scheduled=_lower(self.logical, options)))
+        artifact = replace(self.artifact, scheduled=_lower(self.logical, options))
+        return _proved(_examined(artifact, self.path))
 
     def require(self, *, section: str | None = None, unit: str | None = None) -> None:
         """Raise UserError, naming those that exist, where a section or unit does not."""
@@ -79,25 +100,28 @@ class CompiledProgram:
             raise UserError(
                 f"The program has no section '{section}'; its sections are {', '.join(sections)}."
             )
-        units = list(dict.fromkeys(flat.unit for flat in self.program.flats))
-        if unit is not None and unit not in units:
-            raise UserError(f"The program has no unit '{unit}'; its units are {', '.join(units)}.")
+        if unit is not None and unit not in self.units:
+            known = ", ".join(shortened(self.units))
+            raise UserError(f"The program has no unit '{unit}'; its units are {known}.")
 
-    def engine(self, *, seed: int = 0, allow_model_change: bool = False) -> Engine:
+    def engine(
+        self, *, seed: int = 0, model: str | Path | None = None, allow_model_change: bool = False
+    ) -> Engine:
         """An engine for this process, its parameters initialised from the model file.
 
         Under torchrun it is one rank of the job; elsewhere the program is lowered for a world size of 1. The batch of
-        ``engine.step(batch)`` has the structure, shapes and dtypes of the model file's ``batch()``.
+        ``engine.step(batch)`` has the structure, shapes and dtypes of the model file's ``batch()``. ``model`` names
+        the model file where it has been moved.
 
         Raises:
             UserError: where the model file is missing or is not the one that was compiled.
         """
         from zeroir.api.run import make_engine
 
-        return make_engine(self, seed=seed, allow_model_change=allow_model_change)
+        return make_engine(self, seed=seed, model=model, allow_model_change=allow_model_change)
 
 
-def compile_model(model: str, **options: object) -> CompiledProgram:
+def compile_model(model: str | Path, **options: object) -> CompiledProgram:
     """Compile ``path/to/model.py`` (or ``model.py:factory``); the keywords are ``CompileOptions``' fields.
 
     Raises:
@@ -106,25 +130,29 @@ def compile_model(model: str, **options: object) -> CompiledProgram:
     return compile_with(model, make_options(options))
 
 
-def compile_with(model: str, options: CompileOptions) -> CompiledProgram:
+def compile_with(model: str | Path, options: CompileOptions) -> CompiledProgram:
     """Compile a model file with validated options."""
     import torch
 
     from zeroir import __version__
     from zeroir.frontend import entry, trace
 
-    model_file = entry.load_model_file(model)
+    model_file = entry.load_model_file(str(model))
     logical = replace(trace(model_file, options), options=options.to_pairs())
+    try:
+        scheduled = _lower(logical, options)
+    except VerificationError as error:
+        raise InternalError(f"The traced program is broken before any pass. {error}") from error
     artifact = Artifact(
         logical=logical,
-        scheduled=_lower(logical, options),
+        scheduled=scheduled,
         model_path=str(model_file.path),
         model_factory=model_file.name,
         model_sha256=model_file.sha256,
         torch_version=torch.__version__,
         zeroir_version=__version__,
     )
-    return _verified(artifact)
+    return _proved(_examined(artifact, None))
 
 
 def load_program(path: str | Path) -> CompiledProgram:
@@ -133,17 +161,12 @@ def load_program(path: str | Path) -> CompiledProgram:
     Raises:
         UserError: where the file is missing, damaged, of a newer schema, or breaks a law.
     """
-    compiled = load_unverified(path)
-    if not compiled.report.is_valid:
-        raise VerificationError(compiled.report)
-    return compiled
+    return _proved(load_unverified(path))
 
 
-def load_unverified(path: str | Path) -> CompiledProgram:
-    """Read a ``.zir`` file with its report, valid or not."""
-    artifact = artifacts.load(Path(path))
-    report = verify_program(artifact.scheduled, reference=artifact.logical)
-    return CompiledProgram(artifact=artifact, report=report)
+def load_unverified(path: str | Path, *, budget_bytes: int | None = None) -> CompiledProgram:
+    """Read a ``.zir`` file with its report, valid or not; within a budget of device memory where one is given."""
+    return _examined(artifacts.load(Path(path)), Path(path), budget_bytes)
 
 
 def _lower(logical: Program, options: CompileOptions) -> Program:
@@ -152,8 +175,16 @@ def _lower(logical: Program, options: CompileOptions) -> Program:
     return replace(lower(logical, options), options=options.to_pairs())
 
 
-def _verified(artifact: Artifact) -> CompiledProgram:
-    report = verify_program(artifact.scheduled, reference=artifact.logical)
-    if not report.is_valid:
-        raise VerificationError(report)
-    return CompiledProgram(artifact=artifact, report=report)
+def _examined(
+    artifact: Artifact, path: Path | None, budget_bytes: int | None = None
+) -> CompiledProgram:
+    report = verify_program(
+        artifact.scheduled, reference=artifact.logical, budget_bytes=budget_bytes
+    )
+    return CompiledProgram(artifact=artifact, report=report, path=path)
+
+
+def _proved(compiled: CompiledProgram) -> CompiledProgram:
+    if not compiled.report.is_valid:
+        raise VerificationError(compiled.report)
+    return compiled

@@ -90,7 +90,7 @@ class EagerReplicas:
         given = cast_floating(batch, compute_dtype(self._options.precision))
         with neutral_ops(self._seeds(self._step, micro_step, rank)):
             loss = loss_of(call_with(replica, given)).float()
-            loss.backward(torch.full_like(loss, self._scale))
+            torch.autograd.backward(loss, torch.full_like(loss, self._scale))
         return loss.detach()
 
     def _reduce(self, partial: Sequence[Sequence[Mapping[str, Tensor]]]) -> dict[str, Tensor]:

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import hashlib
+import logging
 import os
+import signal
 import sys
+import traceback
 import uuid
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from zeroir.api.compiled import CompiledProgram, load_program
 from zeroir.errors import UserError, ZeroirError
+from zeroir.report.names import counted
 
 if TYPE_CHECKING:
     from zeroir.frontend.entry import ModelFile
     from zeroir.runtime.engine import Engine
     from zeroir.runtime.train import Place
+
+
+class ClosedOutputError(ZeroirError):
+    """Nobody reads the losses any more (``zeroir run … | head``)."""
+
+    exit_code = 128 + signal.SIGPIPE
 
 
 def run_program(
@@ -23,6 +34,7 @@ def run_program(
     steps: int,
     seed: int,
     log_every: int,
+    model: str | None,
     allow_model_change: bool,
     as_json: bool,
 ) -> None:
@@ -34,24 +46,53 @@ def run_program(
     Raises:
         UserError: alone, or before the job is joined.
     """
-    from zeroir.runtime import train
+    from zeroir.runtime import heartbeat, train
 
     compiled = load_program(path)
-    model_file = load_model(compiled, allow_model_change=allow_model_change)
+    model_file = load_model(compiled, model=model, allow_model_change=allow_model_change)
     place = train.join_job()
+
+    def give_up(silent: int) -> None:
+        _say(
+            f"Error: Rank {silent} has given no sign of life for a minute: it was stopped, or its machine cannot be "
+            "reached."
+        )
+        train.abandon_job(UserError.exit_code)
+
     try:
-        _train(compiled, model_file, place, steps, seed, log_every, as_json)
-    except ZeroirError as error:
+        with heartbeat.watched(place.rank, place.world_size, give_up):
+            _train(compiled, model_file, place, steps, seed, log_every, as_json)
+        train.leave_job()
+    except (Exception, KeyboardInterrupt) as error:
         if place.world_size == 1:
             raise
-        _say(f"Error: {error}")
-        train.abandon_job(error.exit_code)
-    except KeyboardInterrupt:
-        if place.world_size == 1:
-            raise
-        if place.rank == 0:
-            _say("Interrupted.")
-        train.abandon_job(130)
+        _fail(error, place.rank)
+
+
+def _fail(error: BaseException, rank: int) -> NoReturn:
+    """Say once why this rank of a job stops, and stop."""
+    from zeroir.runtime import train
+    from zeroir.runtime.comm.job import PeerError
+
+    match error:
+        case ZeroirError():
+            if isinstance(error, PeerError):
+                train.give_way()
+            where = "" if str(error).startswith("Rank ") else f" on rank {rank}"
+            _say(f"Error{where}: {error}")
+            train.abandon_job(error.exit_code)
+        case KeyboardInterrupt():
+            if rank != 0:
+                # Ctrl-C reaches every rank, and one sentence is enough.
+                train.give_way()
+            _say("Interrupted." if rank == 0 else f"Rank {rank} was interrupted.")
+            train.abandon_job(130)
+        case _:
+            traceback.print_exception(error)
+            _say(
+                f"Error on rank {rank}: This is a defect of zeroir; please report it with the lines above."
+            )
+            train.abandon_job(70)
 
 
 def _train(
@@ -74,11 +115,25 @@ def _train(
             _say(f"{model_file.path} has no batches(): training on batch() again and again.")
         batches = train.repeat_batch(model_file.batch)
     else:
-        batches = model_file.batches(place.rank, place.world_size, seed, 0)
+        try:
+            batches = model_file.batches(place.rank, place.world_size, seed, 0)
+        except (Exception, SystemExit) as error:
+            raise train.model_error("batches()", error) from error
     reporter = progress.reporter(place.rank, steps, as_json=as_json, out=sys.stdout, err=sys.stderr)
-    train.train(engine, batches, steps=steps, reporter=reporter, log_every=log_every)
+    try:
+        train.train(engine, batches, steps=steps, reporter=reporter, log_every=log_every)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise ClosedOutputError(
+            "Training stopped, because what read its output went away: write to a file instead, or end it with Ctrl-C."
+        ) from None
+    except OSError as error:
+        raise UserError(
+            f"Training stopped, because something could not be written: {error.strerror}."
+        ) from error
+    finally:
+        reporter.close()
     engine.close()
-    train.leave_job()
 
 
 def _say(sentence: str) -> None:
@@ -86,19 +141,28 @@ def _say(sentence: str) -> None:
 
 
 def make_engine(
-    compiled: CompiledProgram, *, seed: int = 0, allow_model_change: bool = False
+    compiled: CompiledProgram,
+    *,
+    seed: int = 0,
+    model: str | Path | None = None,
+    allow_model_change: bool = False,
 ) -> Engine:
     """See ``CompiledProgram.engine``."""
     from zeroir.runtime import train
 
-    model_file = load_model(compiled, allow_model_change=allow_model_change)
+    model_file = load_model(compiled, model=model, allow_model_change=allow_model_change)
     place = train.join_job()
     compiled, _ = fitted(compiled, place.world_size)
     return open_engine(compiled, model_file, place, seed)
 
 
-def load_model(compiled: CompiledProgram, *, allow_model_change: bool = False) -> ModelFile:
-    """The model file that a program was compiled from.
+def load_model(
+    compiled: CompiledProgram,
+    *,
+    model: str | Path | None = None,
+    allow_model_change: bool = False,
+) -> ModelFile:
+    """The model file that a program was compiled from, or ``model`` in its place.
 
     Raises:
         UserError: where it is gone, or is not the same any more and no one allowed that.
@@ -106,13 +170,42 @@ def load_model(compiled: CompiledProgram, *, allow_model_change: bool = False) -
     from zeroir.frontend.entry import load_model_file
 
     artifact = compiled.artifact
-    model_file = load_model_file(f"{artifact.model_path}:{artifact.model_factory}")
+    path = find_model(compiled) if model is None else model
+    has_factory = str(path).rpartition(":")[2].isidentifier() and not Path(path).exists()
+    model_file = load_model_file(str(path) if has_factory else f"{path}:{artifact.model_factory}")
     if model_file.sha256 != artifact.model_sha256 and not allow_model_change:
         raise UserError(
-            f"{artifact.model_path} changed since the program was compiled from it: compile it again, or pass "
+            f"{model_file.path} changed since the program was compiled from it: compile it again, or pass "
             "--allow-model-change if the change leaves the computation alone."
         )
     return model_file
+
+
+def find_model(compiled: CompiledProgram) -> Path:
+    """Where the model file is: as it was named when compiled, from here or a folder above the program, or beside it.
+
+    Of several that exist, the one with the right contents.
+
+    Raises:
+        UserError: where there is none.
+    """
+    artifact, home = compiled.artifact, compiled.path
+    named = Path(artifact.model_path)
+    places = [named]
+    if home is not None:
+        places += [folder / named for folder in home.resolve().parents]
+        places.append(home.parent / named.name)
+    found = [place for place in places if place.is_file()]
+    for place in found:
+        if hashlib.sha256(place.read_bytes()).hexdigest() == artifact.model_sha256:
+            return place
+    if not found:
+        beside = "" if home is None else f" nor beside {home}"
+        raise UserError(
+            f"The model file {named} that the program was compiled from is not here{beside}: "
+            "say with --model where it is."
+        )
+    return found[0]
 
 
 def fitted(compiled: CompiledProgram, world_size: int) -> tuple[CompiledProgram, str | None]:
@@ -120,7 +213,7 @@ def fitted(compiled: CompiledProgram, world_size: int) -> tuple[CompiledProgram,
     compiled_for = compiled.program.mesh.world_size
     if compiled_for == world_size:
         return compiled, None
-    note = f"Compiled for {compiled_for} ranks, lowered again for {world_size}."
+    note = f"Compiled for {counted(compiled_for, 'rank')}, lowered again for {world_size}."
     return compiled.for_world_size(world_size), note
 
 
@@ -155,11 +248,19 @@ def launch(nproc: int, arguments: list[str]) -> int:
         max_restarts=0,
         monitor_interval=0.1,
     )
+    # A rank that fails says why, and the agent is not to talk over it.
+    logging.disable(logging.CRITICAL)
     try:
         elastic_launch(config, sys.executable)("-m", "zeroir", *arguments)
     except ChildFailedError as error:
-        return error.get_first_failure()[1].exitcode
+        rank, failure = error.get_first_failure()
+        if failure.exitcode >= 0:
+            return failure.exitcode
+        _say(f"Error: Rank {rank} was killed by {signal.Signals(-failure.exitcode).name}.")
+        return 128 - failure.exitcode  # as a shell says it
     except SignalException as error:
         # The agent has passed the signal on and waited for the ranks, which say why they stopped.
         return 128 + error.sigval
+    finally:
+        logging.disable(logging.NOTSET)
     return 0

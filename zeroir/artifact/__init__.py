@@ -7,7 +7,7 @@ for ``zeroir.ir.verify``.
 
 from __future__ import annotations
 
-from zeroir.artifact.file import Artifact, from_bytes, load, save, to_bytes
+from zeroir.artifact.file import Artifact, from_bytes, load, require_writable, save, to_bytes
 from zeroir.artifact.schema import SCHEMA_VERSION, program_digest
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "from_bytes",
     "load",
     "program_digest",
+    "require_writable",
     "save",
     "to_bytes",
 ]

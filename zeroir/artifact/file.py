@@ -103,6 +103,19 @@ def from_bytes(data: bytes, name: str = "<bytes>") -> Artifact:
     return artifact
 
 
+def require_writable(path: str | Path) -> None:
+    """UserError where no file can be written at the path, before any work is done for it."""
+    path = Path(path)
+    if path.is_dir():
+        raise UserError(
+            f"'{path}' is a folder: name a file to write, for instance {path / 'gpt.zir'}."
+        )
+    if not path.parent.is_dir():
+        raise UserError(f"'{path}' cannot be written: there is no folder '{path.parent}'.")
+    if not os.access(path.parent, os.W_OK):
+        raise UserError(f"'{path}' cannot be written: you may not write in '{path.parent}'.")
+
+
 def save(artifact: Artifact, path: str | Path) -> None:
     """Write the file whole or not at all: another file's readers never see half of it.
 
@@ -110,6 +123,7 @@ def save(artifact: Artifact, path: str | Path) -> None:
         UserError: where the path cannot be written.
     """
     path = Path(path)
+    require_writable(path)
     data = to_bytes(artifact)
     beside = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
     try:

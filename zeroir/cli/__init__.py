@@ -1,5 +1,18 @@
 """The command line. ``main`` maps every failure to one sentence and an exit code."""
 
-from zeroir.cli.app import main
+from __future__ import annotations
+
+import sys
 
 __all__ = ["main"]
+
+
+def main() -> None:
+    """The entry point: exit 0 on success, 1 on a finding, 2 on a user's error, 70 on ours, 130 on Ctrl-C."""
+    try:
+        # Long enough to be interrupted in.
+        from zeroir.cli.app import run_command
+    except KeyboardInterrupt:
+        sys.stderr.write("Interrupted.\n")
+        sys.exit(130)
+    sys.exit(run_command(sys.argv[1:]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import traceback
@@ -9,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
-from cyclopts import App, CycloptsError, Parameter
+from cyclopts import App, CycloptsError, MissingArgumentError, Parameter, UnusedCliTokensError
 from cyclopts.validators import Number
 from pydantic import ValidationError
 
@@ -18,12 +19,19 @@ from zeroir.cli.console import err, out, print_json, progress
 from zeroir.config import CompileOptions, explain_validation
 from zeroir.errors import UserError, ZeroirError
 
+
+def _shown_default(value: object) -> str | None:
+    # That a flag is off and a list empty goes without saying; for None the description speaks.
+    return None if value is False or value in (None, ()) else str(value)
+
+
 app = App(
     name="zeroir",
     help="Compile PyTorch training steps into verified ZeRO schedules, read them, and run them.",
     version=__version__,
     help_format="plaintext",
-    default_parameter=Parameter(negative_iterable=()),
+    default_parameter=Parameter(negative_iterable=(), show_default=_shown_default),
+    suppress_keyboard_interrupt=False,
 )
 
 Model = Annotated[
@@ -42,7 +50,7 @@ def compile(  # noqa: A001 - the command's name is the field's word
     *,
     output: Annotated[
         Path | None,
-        Parameter(name=["-o", "--output"], help="Where to write; MODEL.zir here if not given."),
+        Parameter(name=["-o", "--output"], help="Where to write. [default: MODEL.zir, here]"),
     ] = None,
     options: Options = None,
     as_json: AsJson = False,
@@ -52,9 +60,14 @@ def compile(  # noqa: A001 - the command's name is the field's word
     Example: zeroir compile examples/gpt.py --stage 3 --world-size 4 -o gpt.zir
     """
     from zeroir.api import compile_with
+    from zeroir.artifact import require_writable
     from zeroir.cli.render import print_summary
 
-    path = output or Path(f"{Path(model.partition(':')[0]).stem}.zir")
+    source = Path(model.partition(":")[0])
+    path = Path(f"{source.stem}.zir") if output is None else output
+    require_writable(path)
+    if path.exists() and source.exists() and path.samefile(source):
+        raise UserError(f"'{path}' is the model file itself: name another file to write.")
     with progress(f"Compiling {model}"):
         compiled = compile_with(model, options or CompileOptions())
         compiled.save(path)
@@ -74,7 +87,8 @@ def show(
     section: Annotated[str | None, Parameter(help="Only this section.")] = None,
     unit: Annotated[str | None, Parameter(help="Only the ops of this unit.")] = None,
     text: Annotated[
-        bool, Parameter(negative=(), help="Print the whole program in the IR's text.")
+        bool,
+        Parameter(negative=(), help="Print the program in the IR's text, all of it or a section."),
     ] = False,
     as_json: AsJson = False,
 ) -> int:
@@ -87,8 +101,10 @@ def show(
 
     compiled = load_program(program)
     compiled.require(section=section, unit=unit)
+    if text and (as_json or unit is not None):
+        raise UserError("--text goes with --section alone, not with --unit or --json.")
     if text:
-        sys.stdout.write(compiled.text())
+        sys.stdout.write(compiled.text(section=section))
     elif as_json:
         rows = schedule_json(compiled.program, section=section, unit=unit)
         print_json({**compiled.summary(), "schedule": rows})
@@ -112,30 +128,44 @@ def diff(
     Example: zeroir diff gpt2.zir gpt3.zir
     """
     from zeroir.api import load_program
-    from zeroir.cli.render import print_diff
+    from zeroir.cli.render import print_diff, print_diff_summary
     from zeroir.ir.diff import diff as diff_programs
     from zeroir.ir.diff import summary as diff_summary
 
     before, after = load_program(old).program, load_program(new).program
-    text = diff_programs(before, after)
+    text = diff_programs(before, after, old_name=str(old), new_name=str(new))
+    facts = diff_summary(before, after)
     if as_json:
-        facts = diff_summary(before, after)
         print_json({"is_equal": not text, "summary": facts.to_json(), "diff": text.splitlines()})
+    elif not text:
+        out.print(f"{old} and {new} hold equal programs.", markup=False)
     else:
-        print_diff(out, "" if stat else text, diff_summary(before, after))
+        print_diff(out, "" if stat else text)
+        print_diff_summary(out, facts)
     return 1 if text else 0
 
 
 @app.command
-def verify(program: ProgramFile, /, *, as_json: AsJson = False) -> int:
+def verify(
+    program: ProgramFile,
+    /,
+    *,
+    budget: Annotated[
+        str | None,
+        Parameter(help="Device memory of a rank, such as 80GB: prove that buffers fit (Z301)."),
+    ] = None,
+    as_json: AsJson = False,
+) -> int:
     """Prove every law of a compiled program; exit 1 with the findings when one does not hold.
 
     Example: zeroir verify gpt.zir
     """
     from zeroir.api import load_unverified
     from zeroir.cli.render import print_report, report_json
+    from zeroir.report.names import parse_bytes
 
-    report = load_unverified(program).report
+    budget_bytes = None if budget is None else parse_bytes(budget)
+    report = load_unverified(program, budget_bytes=budget_bytes).report
     if as_json:
         print_json(report_json(report))
     else:
@@ -145,25 +175,34 @@ def verify(program: ProgramFile, /, *, as_json: AsJson = False) -> int:
 
 @app.command
 def explain(
-    code: Annotated[str, Parameter(help="A law's code, such as Z101.")],
+    code: Annotated[str | None, Parameter(help="A law's code, such as Z101; all if none.")] = None,
     /,
     *,
     as_json: AsJson = False,
 ) -> int:
-    """Explain a law: what it rules out, why, and a minimal program that breaks it.
+    """Explain a law: what it rules out, why, and a minimal program that breaks it. Without a code, list them.
 
     Example: zeroir explain Z101
     """
+    from zeroir.cli.render import law_json, print_laws
     from zeroir.ir.explain import CODES
     from zeroir.ir.explain import explain as explain_code
 
-    if code.upper() not in CODES:
-        raise UserError(f"No law has the code '{code}'; the codes are {', '.join(sorted(CODES))}.")
-    text = explain_code(code.upper())
+    if code is None:
+        if as_json:
+            print_json({"laws": [law_json(known) for known in CODES]})
+        else:
+            print_laws(out)
+        return 0
+    code = code.upper()
+    if code not in CODES:
+        raise UserError(
+            f"No law has the code '{code}'; `zeroir explain` lists those there are, such as Z101."
+        )
     if as_json:
-        print_json({"code": code.upper(), "text": text})
+        print_json({**law_json(code), "text": explain_code(code)})
     else:
-        sys.stdout.write(text.rstrip() + "\n")
+        sys.stdout.write(explain_code(code).rstrip() + "\n")
     return 0
 
 
@@ -207,10 +246,16 @@ def run(
     log_every: Annotated[
         int, Parameter(validator=AtLeastOne, help="Print the loss every so many steps.")
     ] = 10,
+    model: Annotated[
+        str | None,
+        Parameter(help="The model file, where it has moved away from where it was compiled."),
+    ] = None,
     allow_model_change: Annotated[
         bool, Parameter(negative=(), help="Run although the model file changed since compilation.")
     ] = False,
-    as_json: AsJson = False,
+    as_json: Annotated[
+        bool, Parameter(name="--json", negative=(), help="Print one JSON object a line.")
+    ] = False,
 ) -> int:
     """Train a compiled program under torchrun, over NCCL on GPUs and gloo on CPUs.
 
@@ -219,21 +264,22 @@ def run(
     from zeroir.api.run import launch, run_program
 
     if nproc is not None and "RANK" not in os.environ:
-        return launch(nproc, sys.argv[1:])
+        numbers = {"--steps": steps, "--seed": seed, "--log-every": log_every}
+        flags = {"--allow-model-change": allow_model_change, "--json": as_json}
+        arguments = ["run", str(program)]
+        arguments += [text for name, value in numbers.items() for text in (name, str(value))]
+        arguments += [] if model is None else ["--model", model]
+        return launch(nproc, [*arguments, *(name for name, is_set in flags.items() if is_set)])
     run_program(
         program,
         steps=steps,
         seed=seed,
         log_every=log_every,
+        model=model,
         allow_model_change=allow_model_change,
         as_json=as_json,
     )
     return 0
-
-
-def main() -> None:
-    """The entry point: exit 0 on success, 1 on a finding, 2 on a user's error, 70 on ours, 130 on Ctrl-C."""
-    sys.exit(run_command(sys.argv[1:]))
 
 
 def run_command(arguments: Sequence[str]) -> int:
@@ -242,6 +288,7 @@ def run_command(arguments: Sequence[str]) -> int:
         result = app(
             list(arguments), exit_on_error=False, print_error=False, result_action="return_value"
         )
+        sys.stdout.flush()
     except CycloptsError as error:
         return _fail(2, _explain_usage(error))
     except ValidationError as error:
@@ -251,13 +298,21 @@ def run_command(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return _fail(130, "Interrupted.")
     except BrokenPipeError:
-        # The reader went away (`zeroir show … | head`): say nothing more, not even at interpreter exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # The reader went away (`zeroir show … | head`) and wants to hear no more.
+        _abandon_stdout()
         return 0
-    except Exception:  # noqa: BLE001 - the last resort, which must not look like a finding (exit code 1)
+    except Exception as error:  # noqa: BLE001 - the last resort, which must not look like a finding (exit code 1)
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            _abandon_stdout()
+            return _fail(2, f"Not everything could be written: {error.strerror}.")
         traceback.print_exc()
         return _fail(70, "This is a defect of zeroir; please report it with the lines above.")
     return result if isinstance(result, int) else 0
+
+
+def _abandon_stdout() -> None:
+    """Let what is still in the buffer go nowhere when the interpreter flushes it at its exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _fail(exit_code: int, sentence: str) -> int:
@@ -269,4 +324,12 @@ def _explain_usage(error: CycloptsError) -> str:
     if isinstance(error.__cause__, ValidationError):
         return explain_validation(error.__cause__)
     command = " ".join(["zeroir", *(error.command_chain or ())])
-    return f"{' '.join(str(error).split())} See `{command} --help`."
+    match error:
+        case UnusedCliTokensError(unused_tokens=[first, *_]):
+            sentence = f"The argument '{first}' is one too many."
+        case MissingArgumentError(argument=argument) if argument is not None:
+            name = error.keyword or argument.name
+            sentence = f"{name} needs a value." if name.startswith("-") else f"{name} is missing."
+        case _:
+            sentence = " ".join(str(error).split())
+    return f"{sentence} See `{command} --help`."

@@ -10,14 +10,20 @@ from contextlib import contextmanager
 
 from rich.console import Console
 
-_PIPE_WIDTH = 120
+_PIPE_WIDTH = 10_000
+"""Rich takes a pipe for a terminal of 80 columns, in which tables fold; what reads a pipe wants one row a line."""
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Leave it to the command line, where rich would exit at once, with 1."""
+        raise BrokenPipeError
 
 
 def _console(*, is_stderr: bool) -> Console:
-    # Rich takes a pipe for a terminal of 80 columns, in which tables of long names fold.
     stream = sys.stderr if is_stderr else sys.stdout
     width = None if stream.isatty() or "COLUMNS" in os.environ else _PIPE_WIDTH
-    return Console(stderr=is_stderr, highlight=False, soft_wrap=True, width=width)
+    return _Console(stderr=is_stderr, highlight=False, soft_wrap=True, width=width)
 
 
 out = _console(is_stderr=False)

@@ -5,15 +5,18 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from rich.console import Console
-from rich.syntax import Syntax
+from rich.text import Text
 
 from zeroir.api.check import Comparison
 from zeroir.ir.diff import DiffSummary
+from zeroir.ir.explain import CODES
 from zeroir.ir.program import Program
-from zeroir.ir.verify import Report
-from zeroir.report.render import render_report, render_schedule, render_summary
+from zeroir.ir.verify import Finding, Report
+from zeroir.report.render import render_laws, render_report, render_schedule, render_summary
 from zeroir.report.schedule import schedule
 from zeroir.report.summary import Summary
+
+_DIFF_STYLES = {"+": "green", "-": "red", "@": "cyan"}
 
 
 def print_summary(out: Console, summary: Summary) -> None:
@@ -39,13 +42,14 @@ def schedule_json(
     }
 
 
-def print_diff(out: Console, text: str, summary: DiffSummary) -> None:
-    """Print a unified diff, coloured on a terminal, and what it amounts to."""
-    if text:
-        if out.is_terminal:
-            out.print(Syntax(text, "diff", background_color="default"))
-        else:
-            out.out(text, end="")
+def print_diff(out: Console, text: str) -> None:
+    """Print a unified diff, coloured on a terminal."""
+    for line in text.splitlines():
+        out.print(Text(line, style=_DIFF_STYLES.get(line[:1], "")))
+
+
+def print_diff_summary(out: Console, summary: DiffSummary) -> None:
+    """Print what a diff amounts to."""
     out.print(str(summary), markup=False)
 
 
@@ -59,11 +63,30 @@ def report_json(report: Report) -> dict[str, object]:
     return {
         "is_valid": report.is_valid,
         "laws": dict(report.laws),
-        "findings": [
-            {"code": finding.code, "sentence": finding.sentence, "text": finding.render()}
-            for finding in report.findings
-        ],
+        "findings": [_finding_json(finding) for finding in report.findings],
     }
+
+
+def _finding_json(finding: Finding) -> dict[str, object]:
+    return {
+        "code": finding.code,
+        "section": finding.section,
+        "line": finding.line,
+        "sentence": finding.sentence,
+        "remedy": finding.remedy,
+        "text": finding.render(),
+    }
+
+
+def print_laws(out: Console) -> None:
+    """Print every code with what it rules out."""
+    out.print(render_laws())
+
+
+def law_json(code: str) -> dict[str, str]:
+    """A law in short."""
+    law = CODES[code]
+    return {"code": code, "title": law.title, "remedy": law.remedy}
 
 
 def print_comparison(out: Console, comparison: Comparison) -> None:

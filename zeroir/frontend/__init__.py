@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from zeroir.config import CompileOptions
+from zeroir.errors import UserError
 from zeroir.frontend.capture import capture as capture_model
 from zeroir.frontend.entry import ModelFile, load_model_file
 from zeroir.frontend.lower import lower as lower_calls
@@ -26,6 +27,11 @@ def trace(model_file: ModelFile, options: CompileOptions) -> Program:
         name: info.name for info in captured.parameters for name in (info.name, *info.aliases)
     }
     runs = partition(captured.joint, units, canonical)
+    if options.units is not None and units.labels and all(r.unit not in units.labels for r in runs):
+        raise UserError(
+            f"--units {options.units} names only modules that the model never calls, such as lists; name what they "
+            "contain."
+        )
     calls = cut(captured.joint, runs, canonical)
     owners = {info.name: _owner(info.name, units, runs) for info in captured.parameters}
     return lower_calls(captured, calls, owners, options)

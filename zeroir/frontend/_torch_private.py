@@ -1,39 +1,55 @@
 """Everything of torch that the frontend uses and torch does not promise to keep: one place to mend for a new torch.
 
 * ``joint_graph``: AOTAutograd's joint export, its descriptors, and fx's node metadata;
-* ``DATA_DEPENDENT`` and ``HIGHER_ORDER``: the exceptions that say that a traced value was asked for its data, or
-  that a function was handed to an operator such as ``torch.cond``.
+* ``DATA_DEPENDENT``, ``UNREGISTERED`` and ``is_higher_order``: the exceptions that say that a traced value was asked
+  for its data, that a tensor is not the model's, or that a function was handed to an operator such as ``torch.cond``.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import traceback
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.fx.traceback as fx_traceback
 from torch import Tensor, nn
 from torch._dynamo.exc import UncapturedHigherOrderOpError
-from torch._export.utils import _compiling_state_context
 from torch._functorch._aot_autograd import descriptors as d
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._higher_order_ops.effects import with_effects
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensorDeviceMismatchError,
     FakeTensorMode,
 )
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-HIGHER_ORDER: tuple[type[Exception], ...] = (UncapturedHigherOrderOpError,)
+# A tensor without data that is none of the model's parameters and buffers.
+UNREGISTERED: tuple[type[Exception], ...] = (FakeTensorDeviceMismatchError,)
 
 DATA_DEPENDENT: tuple[type[Exception], ...] = (
     DataDependentOutputException,
     DynamicOutputShapeException,
     GuardOnDataDependentSymNode,
 )
+
+
+def is_higher_order(error: Exception) -> bool:
+    """Whether an exception says that a function was handed to an operator."""
+    if isinstance(error, UncapturedHigherOrderOpError):
+        return True
+    # Flex attention blames the CPU before it hands anything on.
+    *_, innermost = traceback.extract_tb(error.__traceback__)
+    return Path(innermost.filename).name == "flex_attention.py"
 
 
 def fake_mode() -> FakeTensorMode:
@@ -66,6 +82,10 @@ class JointGraph:
     mutations: tuple[tuple[str, torch.fx.Node], ...]
 
 
+class UnknownDescriptorError(Exception):
+    """The joint graph has an input or output that the frontend does not know."""
+
+
 class InputChangedError(Exception):
     """The model changes one of its inputs, at this position, in place."""
 
@@ -81,16 +101,25 @@ class ParameterChangedError(Exception):
 def joint_graph(mode: FakeTensorMode, module: nn.Module, inputs: Sequence[Tensor]) -> JointGraph:
     """Trace forward and backward of a module of fake parameters that returns one scalar."""
     with contextlib.ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
         stack.enter_context(mode)
         stack.enter_context(fx_traceback.preserve_node_meta())
-        # What a model compiles for itself is traced like the rest, and oneDNN's own operators are the CPU's alone.
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        # oneDNN's own operators are the CPU's alone.
         stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
+        # The tracer's tensors ask for the current GPU before any mode hears of it.
+        stack.enter_context(mock.patch.object(FunctionalTensor, "cuda", _itself))
         stack.enter_context(_quiet("torch._subclasses.fake_tensor"))
-        # Models ask `torch.compiler.is_compiling()` before they look at a tensor's values.
-        stack.enter_context(_compiling_state_context())
         joint = aot_export_joint_with_descriptors(stack, module, tuple(inputs))
+    _drop_checks(joint.graph_module.graph)
     return _with_descriptors(joint.graph_module)
+
+
+@contextlib.contextmanager
+def whole_operators() -> Iterator[None]:
+    """Keep whole, as eager PyTorch does, what torch can decompose in Python, such as interpolation."""
+    with torch._C._DisablePythonDispatcher():
+        yield
 
 
 def annotated(func: Callable[..., object], note: Callable[[], object]) -> Callable[..., object]:
@@ -121,6 +150,10 @@ def is_gradient_sum(node: torch.fx.Node) -> bool:
     return bool(node.meta.get("is_gradient_acc"))
 
 
+def _itself(tensor: Tensor, *_: object, **__: object) -> Tensor:
+    return tensor
+
+
 @contextlib.contextmanager
 def _quiet(name: str) -> Iterator[None]:
     """Silence a logger that prints the traceback of what is raised anyway."""
@@ -133,8 +166,23 @@ def _quiet(name: str) -> Iterator[None]:
         logger.disabled = was
 
 
+def _drop_checks(graph: torch.fx.Graph) -> None:
+    """Leave out the checks of matrices for which there was no result: programs meet their NaNs later."""
+    for node in reversed(graph.find_nodes(op="call_function", target=with_effects)):
+        token, op, *_ = node.args
+        if op is torch.ops.aten._linalg_check_errors.default:
+            for pick in list(node.users):
+                pick.replace_all_uses_with(token)
+                graph.erase_node(pick)
+            graph.erase_node(node)
+
+
 def _with_descriptors(module: torch.fx.GraphModule) -> JointGraph:
-    placeholders = tuple(_placeholder(node) for node in module.graph.find_nodes(op="placeholder"))
+    placeholders = tuple(
+        _placeholder(node)
+        for node in module.graph.find_nodes(op="placeholder")
+        if not isinstance(node.meta["desc"], d.ForwardTokenAOTInput)
+    )
     (output,) = module.graph.find_nodes(op="output")
     loss: torch.fx.Node | None = None
     gradients: list[tuple[str, torch.fx.Node]] = []
@@ -153,12 +201,12 @@ def _with_descriptors(module: torch.fx.GraphModule) -> JointGraph:
                 raise InputChangedError(position)
             case d.InputMutationAOTOutput(mutated_input=d.ParamAOTInput(target=name)):
                 raise ParameterChangedError(name)
-            case None | d.GradAOTOutput():
-                pass  # the gradient of a tensor of the batch, for which nobody asked
+            case None | d.GradAOTOutput() | d.ForwardTokenAOTOutput():
+                pass  # the gradient of a tensor of the batch, for which nobody asked; the order of checks
             case _:
-                raise NotImplementedError(f"an output of the joint graph is {desc}")
+                raise UnknownDescriptorError(f"an output of the joint graph is {desc}")
     if loss is None:
-        raise NotImplementedError("the joint graph has no output")
+        raise UnknownDescriptorError("the joint graph has no output")
     return JointGraph(
         module=module,
         placeholders=placeholders,
@@ -179,4 +227,4 @@ def _placeholder(node: torch.fx.Node) -> Placeholder:
         case d.TangentAOTInput():
             return Placeholder(node=node, is_tangent=True)
         case desc:
-            raise NotImplementedError(f"an input of the joint graph is {desc}")
+            raise UnknownDescriptorError(f"an input of the joint graph is {desc}")

@@ -6,9 +6,7 @@ claim to lie on the CPU, and the graph names no device.
 
 from __future__ import annotations
 
-import traceback
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,36 +14,35 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zeroir.errors import InternalError, UserError, ZeroirError
-from zeroir.frontend import _torch_private
 from zeroir.frontend._torch_private import (
     DATA_DEPENDENT,
-    HIGHER_ORDER,
+    UNREGISTERED,
     InputChangedError,
     JointGraph,
     ParameterChangedError,
+    UnknownDescriptorError,
     fake_mode,
+    is_higher_order,
     joint_graph,
+    whole_operators,
 )
 from zeroir.frontend.entry import ModelFile, explain, where
 from zeroir.frontend.joint import Joint
+from zeroir.frontend.module_tensors import (
+    TensorInfo,
+    become_fake,
+    lend_buffers,
+    register_plain_tensors,
+    take_back,
+    tensor_info,
+)
 from zeroir.frontend.precision import Precision, apply_precision, cast_floating, compute_dtype
 from zeroir.frontend.read_graph import read_graph
 from zeroir.frontend.tracking import Tracker
-from zeroir.ir.dtypes import DType
-from zeroir.torch_ops.neutral import NeutralOps, inlined_checkpoints
-from zeroir.torch_ops.types import IR_DTYPE
+from zeroir.torch_ops.conditions import tracing_conditions
+from zeroir.torch_ops.neutral import NeutralOps
 
 MAX_DROPOUT_SITES = 65536
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorInfo:
-    """A parameter, buffer or batch tensor; ``aliases`` are the other names of a tied parameter."""
-
-    name: str
-    dtype: DType
-    shape: tuple[int, ...]
-    aliases: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,24 +65,18 @@ def capture(model_file: ModelFile, precision: Precision, keep_fp32: Sequence[str
     """
     example = model_file.batch()
     leaves = flatten_batch(example, str(model_file.path))
-    with torch.device("meta"):
-        model = model_file.model()
-    if not isinstance(model, nn.Module):
-        raise UserError(
-            f"{model_file.name}() in {model_file.path} returned {type(model).__name__}; it must return a "
-            "torch.nn.Module whose forward returns the loss."
-        )
-    _register_plain_tensors(model)
+    batch = tuple(tensor_info(f"input {path}", path, x) for path, x in leaves.items())
+    model = _built(model_file)
+    register_plain_tensors(model)
     apply_precision(model, precision, keep_fp32)
     mode = fake_mode()
-    parameters, buffers = _become_fake(model, mode)
+    parameters, buffers = become_fake(model, mode)
     tracker = Tracker(folder=model_file.path.parent, stop=__file__)
     step = _LossStep(model, example, tracker, compute_dtype(precision))
     with mode:
         inputs = [torch.empty(x.shape, dtype=x.dtype) for x in leaves.values()]
         inputs.append(torch.empty(MAX_DROPOUT_SITES, dtype=torch.int64))
     graph = _traced(model_file, mode, step, inputs, list(leaves))
-    batch = tuple(_info(f"input {path}", path, x) for path, x in leaves.items())
     joint = read_graph(graph, [info.name for info in batch], _LossStep.PREFIX)
     return Captured(
         joint=joint,
@@ -95,6 +86,46 @@ def capture(model_file: ModelFile, precision: Precision, keep_fp32: Sequence[str
         batch=batch,
         sites=step.sites,
     )
+
+
+def _built(model_file: ModelFile) -> nn.Module:
+    """The module without its memory, or with it where its constructor needs the values of tensors.
+
+    Raises:
+        UserError: where it is no module that can be traced and trained.
+    """
+    try:
+        with torch.device("meta"):
+            model = model_file.build()
+    except UserError:
+        model = model_file.build()
+    maker = f"{model_file.name}() in {model_file.path}"
+    if not isinstance(model, nn.Module):
+        raise UserError(
+            f"{maker} returned {type(model).__name__}; it must return a torch.nn.Module whose forward returns the loss."
+        )
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise UserError(
+                f"{maker} returned a model with TorchScript in it ({name or 'the whole'}), which cannot be traced; "
+                "use the Python module that it was made from."
+            )
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, nn.UninitializedParameter):
+            raise UserError(
+                f"The parameter {name} of the model has no shape yet; use a module that is given its sizes in the "
+                "place of a lazy one."
+            )
+        if parameter.numel() == 0:
+            raise UserError(
+                f"The parameter {name} of the model has no elements, for its shape is {tuple(parameter.shape)}; "
+                "leave it out."
+            )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UserError(
+            f"{maker} returned a model without a trainable parameter: none of its parameters requires a gradient."
+        )
+    return model
 
 
 def flatten_batch(batch: object, path: str) -> dict[str, Tensor]:
@@ -124,6 +155,10 @@ def _children(value: object) -> list[tuple[str, object]] | None:
 
 def _collect(value: object, at: str, found: dict[str, Tensor], path: str) -> None:
     if isinstance(value, Tensor):
+        if at in found:
+            raise UserError(
+                f"batch() in {path} has two tensors at {at}; keys with dots in them can be mistaken for nested ones."
+            )
         found[at] = value
         return
     children = _children(value)
@@ -144,7 +179,11 @@ def _rebuilt(value: object, tensors: list[Tensor]) -> object:
     if isinstance(value, Mapping):
         return {key: _rebuilt(item, tensors) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return tuple(_rebuilt(item, tensors) for item in value)
+        items = [_rebuilt(item, tensors) for item in value]
+        if isinstance(value, list):
+            return items
+        make: Callable[..., object] | None = getattr(value, "_make", None)  # a named tuple's
+        return tuple(items) if make is None else make(items)
     return value
 
 
@@ -168,31 +207,14 @@ class _LossStep(nn.Module):
         self._tracker.restart()
         *tensors, seeds = inputs
         mode = NeutralOps(seeds, self._tracker.around)
-        with mode:
-            if self._dtype is not torch.float32:
-                tensors = [cast_floating(x, self._dtype) for x in tensors]  # type: ignore[misc]
-            batch = _rebuilt(self._example, list(tensors))
-            buffers = dict(_buffers(self.model))
-            loss = loss_of(call_with(self.model, batch)).float()
-            _keep_buffers(self.model, buffers)
+        with whole_operators(), mode:
+            given = cast_floating(_rebuilt(self._example, list(tensors)), self._dtype)
+            lent = lend_buffers(self.model)
+            # The loss may be a parameter as it stands.
+            loss = loss_of(call_with(self.model, given)).float().clone()
+            take_back(lent)
         self.sites = mode.sites
         return loss
-
-
-def _buffers(model: nn.Module) -> Iterator[tuple[tuple[nn.Module, str], Tensor]]:
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                yield (module, name), buffer
-
-
-def _keep_buffers(model: nn.Module, before: Mapping[tuple[nn.Module, str], Tensor]) -> None:
-    """Turn ``self.count = self.count + 1`` into a change of the buffer that the program knows."""
-    for (module, name), new in list(_buffers(model)):
-        old = before.get((module, name))
-        if old is not None and old is not new:
-            with torch.no_grad():
-                module._buffers[name] = old.copy_(new)
 
 
 def call_with(model: nn.Module, batch: object) -> object:
@@ -219,7 +241,11 @@ def loss_of(output: object) -> Tensor:
         raise UserError(
             "The model's forward must return the loss: a scalar tensor, or an object or dict with a tensor "
             f"called loss; it returned {type(output).__name__}"
-            + ("." if loss is output else f" whose loss is {type(loss).__name__}.")
+            + (
+                f" whose loss is {type(loss).__name__}."
+                if loss is not None
+                else ", which has none."
+            )
         )
     if loss.numel() != 1:
         raise UserError(
@@ -244,8 +270,7 @@ def _traced(
 ) -> JointGraph:
     path = model_file.path
     try:
-        with inlined_checkpoints(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with tracing_conditions():
             return joint_graph(mode, step, inputs)
     except ZeroirError:
         raise
@@ -256,11 +281,11 @@ def _traced(
             f"({_operator(error)}); a program is compiled once for all values, so express it with tensor "
             "operations such as torch.where."
         ) from None
-    except HIGHER_ORDER as error:
+    except UNREGISTERED as error:
         line = where(error, path) or str(path)
         raise UserError(
-            f"{line} uses a higher-order operator such as torch.cond, which zeroir cannot look into; express it "
-            "with tensor operations such as torch.where."
+            f"{line} uses a tensor that the model does not know as a parameter or buffer; keep modules in "
+            "nn.ModuleList or nn.ModuleDict and tensors with register_buffer, not in plain lists or dicts."
         ) from None
     except InputChangedError as error:
         raise UserError(
@@ -271,69 +296,17 @@ def _traced(
             f"The model in {path} changes its parameter {str(error).removeprefix(step.PREFIX)} in place "
             "during forward, which only the optimizer may do."
         ) from None
-    except Exception as error:
-        innermost = traceback.extract_tb(error.__traceback__)[-1].filename
-        if innermost == _torch_private.__file__:
-            raise InternalError(
-                f"tracing {path} failed: {type(error).__name__}: {error}"
-            ) from error
+    except UnknownDescriptorError as error:
+        raise InternalError(f"tracing {path} failed: {error}") from error
+    except Exception as error:  # noqa: BLE001 - whatever the model or torch raises
+        if is_higher_order(error):
+            raise UserError(
+                f"{where(error, path) or path} uses a higher-order operator such as torch.cond or flex_attention, "
+                "which zeroir cannot look into; express it with tensor operations such as torch.where."
+            ) from None
         raise UserError(explain(error, path, "The model's forward cannot be traced")) from None
 
 
 def _operator(error: Exception) -> str:
     func = getattr(error, "func", None)
     return str(func) if func is not None else type(error).__name__
-
-
-def _register_plain_tensors(model: nn.Module) -> None:
-    """Tensors kept as plain attributes become buffers, so that they have a name and a value at run time."""
-    for module in model.modules():
-        for name, value in list(vars(module).items()):
-            if isinstance(value, Tensor):
-                delattr(module, name)
-                module.register_buffer(name, value, persistent=False)
-
-
-def _become_fake(
-    model: nn.Module, mode: FakeTensorMode
-) -> tuple[tuple[TensorInfo, ...], tuple[TensorInfo, ...]]:
-    """Replace every parameter and buffer; return them by their first name."""
-    parameters: dict[int, list[str]] = {}
-    found: dict[int, Tensor] = {}
-    fakes: dict[int, Tensor] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        parameters.setdefault(id(parameter), []).append(name)
-        found[id(parameter)] = parameter
-    buffers = dict(model.named_buffers())
-    infos = (
-        tuple(
-            _info(f"parameter {names[0]}", names[0], found[key], tuple(names[1:]))
-            for key, names in parameters.items()
-        ),
-        tuple(_info(f"buffer {name}", name, buffer) for name, buffer in buffers.items()),
-    )
-    with mode:
-        for module in model.modules():
-            for name, parameter_or_none in module._parameters.items():
-                if parameter_or_none is not None:
-                    old: Tensor = parameter_or_none
-                    if id(old) not in fakes:
-                        fake = torch.empty(old.shape, dtype=old.dtype)
-                        fakes[id(old)] = nn.Parameter(fake, requires_grad=old.requires_grad)
-                    module._parameters[name] = fakes[id(old)]  # type: ignore[assignment]
-            for name, buffer_or_none in module._buffers.items():
-                if buffer_or_none is not None:
-                    old = buffer_or_none
-                    found[id(old)] = old
-                    if id(old) not in fakes:
-                        fakes[id(old)] = torch.empty(old.shape, dtype=old.dtype)
-                    module._buffers[name] = fakes[id(old)]
-    return infos
-
-
-def _info(what: str, name: str, tensor: Tensor, aliases: tuple[str, ...] = ()) -> TensorInfo:
-    if tensor.dtype not in IR_DTYPE:
-        raise UserError(f"The {what} is {tensor.dtype}, an element type that programs do not have.")
-    return TensorInfo(
-        name=name, dtype=IR_DTYPE[tensor.dtype], shape=tuple(tensor.shape), aliases=aliases
-    )

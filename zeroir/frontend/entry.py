@@ -19,6 +19,7 @@ from typing import cast
 from torch import Tensor, nn
 
 from zeroir.errors import UserError, ZeroirError
+from zeroir.torch_ops.devices import OneDevice
 
 Batch = Sequence[object] | Mapping[str, object] | Tensor
 """One rank's micro-batch: a tuple or dict of tensors, possibly nested, or one tensor."""
@@ -28,18 +29,19 @@ Batch = Sequence[object] | Mapping[str, object] | Tensor
 class ModelFile:
     """What a model file offers. ``path`` is as the user wrote it; ``sha256`` is of the file's bytes.
 
-    ``model`` builds the module whose forward returns the loss and ``batch`` example inputs for it;
-    ``batches(rank, world_size, seed, start_step=0)`` and ``init(module)`` are optional. All of them raise UserError
-    where the user's code raises, naming the line.
+    ``build`` makes the module whose forward returns the loss; ``model`` makes it and then calls the file's optional
+    ``init`` on each of its modules, children first. ``batch`` makes example inputs. All of them raise UserError where
+    the user's code raises, naming the line, and leave out the devices that it names. ``batches(rank, world_size, seed,
+    start_step=0)`` is optional.
     """
 
     path: Path
     name: str
     sha256: str
+    build: Callable[[], nn.Module]
     model: Callable[[], nn.Module]
     batch: Callable[[], Batch]
     batches: Callable[..., Iterator[Batch]] | None
-    init: Callable[[nn.Module], None] | None
 
 
 def load_model_file(spec: str) -> ModelFile:
@@ -62,28 +64,39 @@ def load_model_file(spec: str) -> ModelFile:
             raise UserError(f"{path}:{error.lineno} is not valid Python: {error.msg}.") from None
         except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever the user's code raises
             raise UserError(explain(error, path, f"{path} cannot be imported")) from None
-    init = _function(module, path, "init", "init(module)", is_required=False)
+    build = cast(
+        "Callable[[], nn.Module]", _required(module, path, name, f"{name}() -> torch.nn.Module")
+    )
+    batch = _required(module, path, "batch", "batch() -> tuple or dict of example tensors")
+    batches = _function(module, path, "batches", "batches(rank, ...)", is_required=False)
+    init = cast(
+        "Callable[[nn.Module], None] | None",
+        _function(module, path, "init", "init(module)", is_required=False),
+    )
+
+    def built() -> nn.Module:
+        with _users_code(path, f"{name}()"):
+            return build()
+
+    def initialised() -> nn.Module:
+        found = built()
+        if init is None:
+            return found
+        with _users_code(path, "init()"):
+            return found.apply(init)
+
+    def example() -> Batch:
+        with _users_code(path, "batch()"):
+            return cast("Batch", batch())
+
     return ModelFile(
         path=path,
         name=name,
         sha256=digest,
-        model=cast(
-            "Callable[[], nn.Module]",
-            _guarded(_required(module, path, name, f"{name}() -> torch.nn.Module"), path, name),
-        ),
-        batch=cast(
-            "Callable[[], Batch]",
-            _guarded(
-                _required(module, path, "batch", "batch() -> tuple or dict of example tensors"),
-                path,
-                "batch",
-            ),
-        ),
-        batches=cast(
-            "Callable[..., Iterator[Batch]] | None",
-            _function(module, path, "batches", "batches(rank, ...)", is_required=False),
-        ),
-        init=cast("Callable[[nn.Module], None] | None", init),
+        build=built,
+        model=initialised,
+        batch=example,
+        batches=cast("Callable[..., Iterator[Batch]] | None", batches),
     )
 
 
@@ -157,14 +170,13 @@ def _function(
     return cast("Callable[..., object]", found)
 
 
-def _guarded(function: Callable[..., object], path: Path, name: str) -> Callable[[], object]:
-    def call() -> object:
-        with _folder_first(path):
-            try:
-                return function()
-            except (ZeroirError, KeyboardInterrupt):
-                raise
-            except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever the user's code raises
-                raise UserError(explain(error, path, f"{name}() failed")) from None
-
-    return call
+@contextlib.contextmanager
+def _users_code(path: Path, what: str) -> Iterator[None]:
+    """Run the user's code as a script would, but on no device in particular, and explain what it raises."""
+    with _folder_first(path), OneDevice():
+        try:
+            yield
+        except (ZeroirError, KeyboardInterrupt):
+            raise
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever the user's code raises
+            raise UserError(explain(error, path, f"{what} failed")) from None

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 
 from zeroir.config import CompileOptions
 from zeroir.errors import UserError
-from zeroir.frontend.capture import Captured, TensorInfo
+from zeroir.frontend.capture import Captured
 from zeroir.frontend.joint import InputKind, JointInput
+from zeroir.frontend.module_tensors import TensorInfo
 from zeroir.frontend.segments import Gradient, Loss, Mutation, SegmentCall, Source, Stored
 from zeroir.frontend.update import Scalars, update_body
 from zeroir.ir.buffers import (

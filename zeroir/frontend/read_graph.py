@@ -211,7 +211,7 @@ class _Reader:
     def _arguments(
         self, op: torch._ops.OpOverload, node: fx.Node
     ) -> tuple[tuple[NodeArg, ...], tuple[tuple[str, NodeArg], ...]]:
-        args = [self._argument(arg, node) for arg in node.args]
+        args = [self._argument(arg, node) for arg in _without_nothing(op, node)]
         kwargs = {name: self._argument(arg, node) for name, arg in node.kwargs.items()}
         defaults = {arg.name: arg.default_value for arg in op._schema.arguments}
         dropped = {"pin_memory"} | {
@@ -240,6 +240,15 @@ class _Reader:
                     f"{_source(node) or 'The model'} passes a {type(arg).__name__} to {node.target}, which "
                     "programs cannot hold."
                 )
+
+
+def _without_nothing(op: torch._ops.OpOverload, node: fx.Node) -> tuple[object, ...]:
+    """The arguments, without the empty tensors of shape (0,) that a concatenation passes over."""
+    if op is not aten.cat.default:
+        return node.args
+    tensors, *others = cast("tuple[list[fx.Node], int]", node.args)
+    kept = [tensor for tensor in tensors if tensor.meta["val"].shape != (0,)]
+    return (kept or tensors, *others)
 
 
 def _check(op: torch._ops.OpOverload, node: fx.Node) -> None:

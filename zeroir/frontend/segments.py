@@ -14,7 +14,7 @@ from zeroir.errors import InternalError
 from zeroir.frontend.joint import Alias, InputKind, Joint, JointNode
 from zeroir.frontend.partition import Run, parameter_of
 from zeroir.ir.buffers import contiguous_stride
-from zeroir.ir.segment import Node, NodeArg, Ref, Segment, TensorType
+from zeroir.ir.segment import Node, NodeArg, Ref, Segment, Symbol, TensorType
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,16 +125,29 @@ class _Cutter:
     def _add_sink(self, value: int, sink: Sink) -> None:
         if value not in self.place:
             # An input as it stands: copy it where the backward begins, or in the first forward.
-            at = len(self.pieces) // 2 if isinstance(sink, Gradient) else 0
-            value = self._new(at, "aten.clone.default", (Ref(value),), self._dense(value))
+            value = self._copied(value, len(self.pieces) // 2 if isinstance(sink, Gradient) else 0)
+        elif isinstance(sink, Gradient | Mutation) and not _is_contiguous(self.defined(value)):
+            # Its destination is: a gradient may be expanded from one number, or lie in another order.
+            value = self._copied(value, self.place[value])
         self.pieces[self.place[value]].sinks.append((value, sink))
 
-    def _new(self, at: int, op: str, args: tuple[NodeArg, ...], kind: TensorType) -> int:
+    def _copied(self, value: int, at: int) -> int:
+        layout = (("memory_format", Symbol("contiguous_format")),)
+        return self._new(at, "aten.clone.default", (Ref(value),), self._dense(value), layout)
+
+    def _new(
+        self,
+        at: int,
+        op: str,
+        args: tuple[NodeArg, ...],
+        kind: TensorType,
+        kwargs: tuple[tuple[str, NodeArg], ...] = (),
+    ) -> int:
         index = len(self.types)
         self.types.append(kind)
         self.aliases.append(Alias(root=index, offset=0))
         node = JointNode(
-            op=op, args=args, kwargs=(), results=(index,), is_backward=self.pieces[at].is_backward,
+            op=op, args=args, kwargs=kwargs, results=(index,), is_backward=self.pieces[at].is_backward,
             is_view=False, is_gradient_sum=False, calls=None, origin=None, source="", flops=0,
         )  # fmt: skip
         self.pieces[at].nodes.append(node)
@@ -321,6 +334,14 @@ def _rank(sink: Sink) -> tuple[int, str]:
             return 2, name
         case Gradient(parameter=name):
             return 3, name
+
+
+def _is_contiguous(kind: TensorType) -> bool:
+    dense = contiguous_stride(kind.shape)
+    return all(
+        size == 1 or step == wanted
+        for size, step, wanted in zip(kind.shape, kind.stride, dense, strict=True)
+    )
 
 
 def _is_dense(kind: TensorType) -> bool:

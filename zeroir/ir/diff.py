@@ -7,7 +7,6 @@ that compute the same in both programs, by their digest, show their first line o
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -180,7 +179,7 @@ def _label(op: ops.Op) -> str:
     """What the op is and which buffer it changes first."""
     effect = effects(op)
     changed = [region.buffer for region in effect.writes + effect.accumulates]
-    return ".".join([op_name(type(op)), *(*changed, *effect.allocs, *effect.frees)[:1]])
+    return ".".join([ops.op_name(type(op)), *(*changed, *effect.allocs, *effect.frees)[:1]])
 
 
 def _unused(label: str, used: set[str]) -> str:
@@ -190,11 +189,6 @@ def _unused(label: str, used: set[str]) -> str:
     while f"{label}.{number}" in used:
         number += 1
     return f"{label}.{number}"
-
-
-def op_name(kind: type) -> str:
-    """The keyword, in the text, of a class of ops."""
-    return re.sub(r"(?<!^)(?=[A-Z])", "_", kind.__name__).lower()
 
 
 # ----------------------------------------------------------------------------------------- summary
@@ -230,10 +224,10 @@ class DiffSummary:
         states = _change(self.old_model_state_bytes, self.new_model_state_bytes)
         added, removed = len(self.buffers_added), len(self.buffers_removed)
         return (
-            f"ops               {', '.join(changed) or 'equal'}\n"
-            f"buffers           +{added} -{removed}, {shrunk} shrunk, {grown} grown\n"
-            f"collective bytes  {collectives}\n"
-            f"model states      {states}"
+            f"ops                {', '.join(changed) or 'equal'}\n"
+            f"buffers            +{added} -{removed}, {shrunk} shrunk, {grown} grown\n"
+            f"collective bytes   {collectives}\n"
+            f"model state bytes  {states}"
         )
 
     def to_json(self) -> dict[str, object]:
@@ -276,7 +270,7 @@ def summary(old: Program, new: Program) -> DiffSummary:
 def _op_counts(program: Program) -> Counter[tuple[str, str, str]]:
     """How often each op stands in each section: (section, op, line)."""
     return Counter(
-        (section.name, op_name(type(op)), line)
+        (section.name, ops.op_name(type(op)), line)
         for section, lines in zip(program.sections, section_op_lines(program), strict=True)
         for op, line in zip(section.body, lines, strict=True)
     )

@@ -47,33 +47,24 @@ def model_state_bytes(program: Program) -> Mapping[str, int]:
 def collective_bytes(program: Program) -> Mapping[str, int]:
     """Bytes of the full buffers that the collectives of one step with one micro-step handle, by op.
 
-    An all_gather counts its destination, and so does a prefetch, which is one; a reduce_scatter, all_reduce or broadcast its
-    source. Each counts once, so in the ZeRO paper's terms, where reducing everywhere is a
-    reduce-scatter and an all-gather, ``all_reduce`` counts twice. What concerns buffers of the role
-    ``scalar`` stands apart, under ``scalar``.
+    An all_gather counts its destination, and so does a prefetch, which is one; a reduce_scatter,
+    all_reduce or broadcast its source. Each counts once, so in the ZeRO paper's terms, where reducing
+    everywhere is a reduce-scatter and an all-gather, ``all_reduce`` counts twice. What concerns
+    buffers of the role ``scalar`` stands apart, under ``scalar``.
     """
     found = dict.fromkeys(COLLECTIVE_KEYS, 0)
     for section in program.sections:
         if section.name not in (LAST_MICRO_STEP, UPDATE):
             continue
         for op in section.body:
-            match op:
-                case (
-                    ops.AllGather()
-                    | ops.Prefetch()
-                    | ops.ReduceScatter()
-                    | ops.AllReduce()
-                    | ops.Broadcast()
-                ):
-                    for key, size in _payloads(op, program):
-                        found[key] += size
-                case _:
-                    pass
+            if isinstance(op, ops.Collective):
+                for key, size in payloads(op, program):
+                    found[key] += size
     return found
 
 
-def _payloads(op: ops.Collective, program: Program) -> Iterator[tuple[str, int]]:
-    """The key and the bytes of each pair, of the dtype that travels."""
+def payloads(op: ops.Collective, program: Program) -> Iterator[tuple[str, int]]:
+    """For each pair its key of :func:`collective_bytes` and its bytes, of the dtype that travels."""
     for pair in op.pairs:
         match op:
             case ops.AllGather() | ops.Prefetch():
@@ -137,11 +128,6 @@ def peak(program: Program, *, space: Space = Space.DEVICE) -> Peak:
             role_bytes = _by_role(resting + best_live)
             fullest = Peak(section=section.name, index=best_index, role_bytes=role_bytes)
     return fullest
-
-
-def live_bytes(program: Program) -> Mapping[str, int]:
-    """Bytes on one rank's device at the estimated peak, by role, largest first."""
-    return peak(program).role_bytes
 
 
 def _by_role(buffers: list[Buffer]) -> Mapping[str, int]:

@@ -6,6 +6,7 @@ and views of buffers, never tensors. What an op does to memory, streams and comm
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -380,3 +381,8 @@ Update = GradNorm | CheckFinite | Decide | OptimizerStep | UpdateScale
 Transfer = ToHost | ToDevice | Load | Store
 Op = Memory | Collective | Wait | Compute | Cast | Fill | Scale | Update | Transfer
 """Every op there is. Handle it with ``match`` and ``assert_never``."""
+
+
+def op_name(kind: type) -> str:
+    """The keyword, in the text, of a class of ops: ``AllGather`` is ``all_gather``."""
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", kind.__name__).lower()

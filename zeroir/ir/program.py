@@ -159,7 +159,7 @@ class Section:
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """See the module's docstring. ``options`` and ``passes`` are for people and for re-lowering, never for execution."""
+    """See the module's docstring. ``options`` and ``passes`` are for people and re-lowering, not for execution."""
 
     mesh: Mesh
     comms: tuple[Communicator, ...] = ()

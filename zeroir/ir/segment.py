@@ -44,7 +44,7 @@ class Ref:
 
 @dataclass(frozen=True, slots=True)
 class Symbol:
-    """A named constant of torch that is not a number: ``device``, ``strided``, ``contiguous_format``, …"""
+    """A named constant of torch that is not a number, such as ``device`` or ``contiguous_format``."""
 
     name: str
 

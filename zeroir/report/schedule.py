@@ -2,7 +2,7 @@
 
 ``schedule`` lists what moves or computes: segments, collectives, releases of gathered parameters, the update and the
 transfers. Allocations, waits and fills are left to the program's text. ``fold`` then replaces runs of rows that differ
-only in numbers (``blocks.1`` … ``blocks.30``) by their first instance and a count.
+only in the numbers of names (``blocks.1`` … ``blocks.30``) by their first instance and a count.
 """
 
 from __future__ import annotations
@@ -16,16 +16,20 @@ from zeroir.ir import ops
 from zeroir.ir.buffers import Role
 from zeroir.ir.contents import FlatContent
 from zeroir.ir.effects import effects
+from zeroir.ir.memory import payloads
 from zeroir.ir.program import Program, Section
-from zeroir.report.names import op_name
+from zeroir.report.names import counted
 
 _LONGEST_PERIOD = 64
 _SHORTEST_FOLD = 3
+_NUMBER = re.compile(r"\d+")
+_NAME = re.compile(r"[%@]\S+")
+_COMPUTE = ops.op_name(ops.Compute)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One op: its line in the section, what it is, for which unit, and how much it moves or computes.
+    """One op: its line in the section, what it is, for which units, and how much it moves or computes.
 
     ``payload_bytes`` is what a collective or transfer carries on one rank, ``flops`` what a segment computes.
     """
@@ -33,7 +37,7 @@ class Row:
     line: int
     op: str
     stream: str
-    unit: str
+    units: tuple[str, ...]
     detail: str
     payload_bytes: int = 0
     flops: int = 0
@@ -41,7 +45,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fold:
-    """``repeats`` more instances of the ``period`` rows before, for the units named."""
+    """``repeats`` more instances of the ``period`` rows before, for the units named (those computed, if any are)."""
 
     repeats: int
     period: int
@@ -52,7 +56,7 @@ def schedule(program: Program, section: Section, *, unit: str | None = None) -> 
     """The rows of a section, of one unit or of all."""
     owners = _owners(program)
     rows = (_row(program, owners, line, op) for line, op in enumerate(section.body))
-    return [row for row in rows if row is not None and (unit is None or row.unit == unit)]
+    return [row for row in rows if row is not None and (unit is None or unit in row.units)]
 
 
 def fold(rows: Sequence[Row]) -> Iterator[Row | Fold]:
@@ -64,7 +68,8 @@ def fold(rows: Sequence[Row]) -> Iterator[Row | Fold]:
         yield from rows[at : at + period]
         if count > 1:
             folded = rows[at + period : at + period * count]
-            units = tuple(dict.fromkeys(row.unit for row in folded if row.unit))
+            computed = [row for row in folded if row.op == _COMPUTE] or folded
+            units = tuple(dict.fromkeys(unit for row in computed for unit in row.units))
             yield Fold(repeats=count - 1, period=period, units=units)
         at += period * count
 
@@ -82,53 +87,52 @@ def _longest_repetition(shapes: Sequence[tuple[object, ...]], at: int) -> tuple[
 
 
 def _shape(row: Row) -> tuple[object, ...]:
-    numbers = re.compile(r"\d+")
-    blank = (numbers.sub("#", text) for text in (row.unit, row.detail))
-    return (row.op, row.stream, *blank, row.payload_bytes, row.flops)
+    """What equal rows of different units share: all but the numbers in names."""
+    units = tuple(_NUMBER.sub("#", unit) for unit in row.units)
+    detail = _NAME.sub(lambda name: _NUMBER.sub("#", name[0]), row.detail)
+    return (row.op, row.stream, units, detail, row.payload_bytes, row.flops)
 
 
 def _owners(program: Program) -> dict[str, str]:
-    """The unit that each buffer belongs to, as far as contents and computes tell."""
-    flats = program.flat_by_name
+    """The unit of each buffer: its flat's, as far as contents and computes tell, else its first writer's."""
+    flats, homes = program.flat_by_name, program.parameter_by_name
     owners = {
         buffer.name: flats[buffer.holds.flat].unit
         for buffer in program.buffers
         if isinstance(buffer.holds, FlatContent)
     }
+    written: dict[str, str] = {}
     for op in program.ops():
-        effect = effects(op)
-        names = [region.buffer for region in (*effect.reads, *effect.writes, *effect.accumulates)]
-        known = op.unit if isinstance(op, ops.Compute) else _first(owners, names)
-        if known is not None:
-            for name in names:
-                if not program.buffer_by_name[name].is_persistent:
-                    owners.setdefault(name, known)
-    return owners
-
-
-def _first(owners: dict[str, str], names: Sequence[str]) -> str | None:
-    return next((owners[name] for name in names if name in owners), None)
+        if not isinstance(op, ops.Compute):
+            continue
+        for argument in op.arguments:
+            if argument.parameter is not None:
+                owners.setdefault(argument.view.region.buffer, homes[argument.parameter][0].unit)
+        for destination in filter(None, op.destinations):
+            name = destination.view.region.buffer
+            if destination.gradient is not None:
+                owners.setdefault(name, homes[destination.gradient][0].unit)
+            elif not program.buffer_by_name[name].is_persistent:
+                written.setdefault(name, op.unit)
+    return {**written, **owners}
 
 
 def _row(program: Program, owners: dict[str, str], line: int, op: ops.Op) -> Row | None:
     buffers = program.buffer_by_name
 
-    def size_bytes(regions: Sequence[ops.Region]) -> int:
-        return sum(
-            region.local_numel(program.mesh) * buffers[region.buffer].dtype.itemsize_bytes
-            for region in regions
-        )
-
-    def row(unit: str, detail: str, payload_bytes: int = 0, flops: int = 0) -> Row:
+    def row(units: tuple[str, ...], detail: str, payload_bytes: int = 0, flops: int = 0) -> Row:
         return Row(
             line=line,
-            op=op_name(op),
+            op=ops.op_name(type(op)),
             stream=effects(op).stream,
-            unit=unit,
+            units=units,
             detail=detail,
             payload_bytes=payload_bytes,
             flops=flops,
         )
+
+    def of(*names: str) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(owners[name] for name in names if name in owners))
 
     match op:
         case ops.Alloc() | ops.Wait() | ops.Fill():
@@ -136,45 +140,41 @@ def _row(program: Program, owners: dict[str, str], line: int, op: ops.Op) -> Row
         case ops.Release():
             if buffers[op.buffer].role is not Role.GATHERED:
                 return None
-            return row(owners.get(op.buffer, ""), f"%{op.buffer}")
-        case ops.AllGather() | ops.Prefetch() | ops.Broadcast() | ops.AllReduce():
-            regions = [pair.destination for pair in op.pairs]
+            return row(of(op.buffer), f"%{op.buffer}")
+        case (
+            ops.AllGather()
+            | ops.Prefetch()
+            | ops.Broadcast()
+            | ops.AllReduce()
+            | ops.ReduceScatter()
+        ):
+            names = [r.buffer for pair in op.pairs for r in (pair.source, pair.destination)]
             detail = f"over {program.comm_by_name[op.comm].axis}"
-            return row(_units(owners, op), detail, size_bytes(regions))
-        case ops.ReduceScatter():
-            detail = f"over {program.comm_by_name[op.comm].axis}"
-            return row(_units(owners, op), detail, size_bytes([pair.source for pair in op.pairs]))
+            return row(of(*names), detail, sum(size for _, size in payloads(op, program)))
         case ops.Compute():
             segment = program.segment_by_name[op.segment]
-            return row(op.unit, f"@{op.segment}", flops=segment.flops)
+            return row((op.unit,), f"@{op.segment}", flops=segment.flops)
         case ops.Cast():
             source, destination = buffers[op.source.buffer], buffers[op.destination.buffer]
-            detail = f"%{source.name} {source.dtype} → {destination.dtype}"
-            return row(owners.get(op.source.buffer, ""), detail)
+            arrow = "→" if op.mode is ops.Mode.WRITE else "→ +="
+            detail = f"%{source.name} {source.dtype} {arrow} {destination.dtype}"
+            return row(of(source.name, destination.name), detail)
         case ops.Scale():
-            return row(owners.get(op.region.buffer, ""), f"%{op.region.buffer}")
+            return row(of(op.region.buffer), f"%{op.region.buffer}")
         case ops.GradNorm() | ops.CheckFinite():
-            return row("", f"{len(op.sources)} gradients → %{op.destination.buffer}")
+            return row((), f"{counted(len(op.sources), 'gradient')} → %{op.destination.buffer}")
         case ops.Decide():
             clip = "" if op.max_norm is None else f", clipped at {op.max_norm:g}"
-            return row("", f"gradients divided by {op.divisor}{clip}")
+            return row((), f"gradients divided by {op.divisor}{clip}")
         case ops.OptimizerStep():
-            detail = f"{op.algorithm} on {op.param.local_numel(program.mesh):,} elements"
-            return row(owners.get(op.param.buffer, ""), detail)
+            numel = op.param.local_numel(program.mesh)
+            return row(of(op.param.buffer), f"{op.algorithm} on {counted(numel, 'element')}")
         case ops.UpdateScale():
-            return row("", f"%{op.state.buffer}")
+            return row((), f"%{op.state.buffer}")
         case ops.ToHost() | ops.ToDevice() | ops.Load() | ops.Store():
-            detail = f"%{op.source.buffer} → %{op.destination.buffer}"
-            return row(owners.get(op.source.buffer, ""), detail, size_bytes([op.source]))
+            source, destination = buffers[op.source.buffer], buffers[op.destination.buffer]
+            detail = f"%{source.name} → %{destination.name}"
+            size = op.source.local_numel(program.mesh) * source.dtype.itemsize_bytes
+            return row(of(source.name, destination.name), detail, size)
         case _:
             assert_never(op)
-
-
-def _units(owners: dict[str, str], op: ops.Collective) -> str:
-    names = dict.fromkeys(
-        owners[region.buffer]
-        for pair in op.pairs
-        for region in (pair.source, pair.destination)
-        if region.buffer in owners
-    )
-    return ", ".join(names)

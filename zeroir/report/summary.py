@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from typing import TypedDict
 
-from zeroir.ir.memory import collective_bytes, model_state_bytes
+from zeroir.ir.memory import collective_bytes, model_state_bytes, peak
+from zeroir.ir.ops import op_name
 from zeroir.ir.program import Program
 from zeroir.ir.verify import Report
-from zeroir.report.names import op_name
 
 
 class Summary(TypedDict):
-    """Facts of a scheduled program; bytes are per step (collectives) or per rank (model states)."""
+    """Facts of a scheduled program; bytes are per step (collectives) or per rank, by role (model states and peak).
+
+    The peak is that of the device's buffers, in program order and without the segments' workspaces.
+    """
 
     stage: int
     world_size: int
@@ -25,13 +28,14 @@ class Summary(TypedDict):
     distinct_segments: int
     collective_bytes: dict[str, int]
     model_state_bytes_per_rank: dict[str, int]
+    peak_bytes_per_rank: dict[str, int]
     laws: dict[str, str]
     fingerprint: str
 
 
 def summarise(program: Program, report: Report, *, stage: int, precision: str) -> Summary:
     """Collect the facts of a program that ``report`` verified."""
-    names = Counter(op_name(op) for op in program.ops())
+    names = Counter(op_name(type(op)) for op in program.ops())
     return Summary(
         stage=stage,
         world_size=program.mesh.world_size,
@@ -44,6 +48,7 @@ def summarise(program: Program, report: Report, *, stage: int, precision: str) -
         distinct_segments=len({segment.digest() for segment in program.segments}),
         collective_bytes=dict(collective_bytes(program)),
         model_state_bytes_per_rank=dict(model_state_bytes(program)),
+        peak_bytes_per_rank=dict(peak(program).role_bytes),
         laws=dict(report.laws),
         fingerprint=program.fingerprint,
     )

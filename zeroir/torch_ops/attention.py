@@ -10,6 +10,8 @@ kv_heads (grouped-query attention), mask broadcastable to ``(batch, heads, lengt
 part) or added to the scores. Outputs and gradients of q, k, v are laid out in memory as (batch, length, heads, dim),
 which is how the fused kernels write them; the logarithm is f32 (f64 for f64 inputs), laid out as (batch, length,
 heads).
+
+The calls of CUDA's kernels follow the sources and shape functions of torch 2.11 to 2.13; none has been measured yet.
 """
 
 from __future__ import annotations
@@ -29,6 +31,9 @@ from torch.nn.attention import SDPBackend
 
 aten = torch.ops.aten
 
+# CUDA's memory-efficient kernel reads the logarithms of a head in rows of this many, ROCm's as they are.
+_LSE_ROW = 32 if torch.version.hip is None else 1
+
 
 @torch.library.custom_op("zeroir::attention", mutates_args=())
 def attention(
@@ -46,12 +51,13 @@ def attention(
                 q, k, v, 0.0, is_causal, scale=scale
             )[:2]
         case SDPBackend.EFFICIENT_ATTENTION:
+            k, v = _repeated(q, k, v)
             out, lse = aten._scaled_dot_product_efficient_attention(
                 q, k, v, _aligned(bias, q, k), True, 0.0, is_causal, scale=scale
             )[:2]
             lse = lse[..., : q.shape[2]]
         case _:
-            out, lse = _math_forward(q, k, v, bias, is_causal, scale)
+            out, lse = _math_forward(q, *_repeated(q, k, v), bias, is_causal, scale)
     return _by_length(out), _by_length(lse)
 
 
@@ -76,21 +82,23 @@ def attention_backward(
                 grad, q, k, v, out, logsumexp, 0.0, is_causal, attn_mask=bias, scale=scale
             )
         case SDPBackend.FLASH_ATTENTION:
-            # Without dropout the kernel reads neither the lengths' offsets nor the generator's state.
-            nothing = torch.empty(0, dtype=torch.int32, device=q.device)
-            state = torch.zeros(2, dtype=torch.uint64, device=q.device)
+            # Offsets of sequences, even empty ones, would mean that lengths differ. Without dropout nobody reads the
+            # generator's state. The logarithm is read as (batch, heads, length) whatever its strides.
+            state = torch.empty(2, dtype=torch.uint64, device=q.device)
             grads = aten._scaled_dot_product_flash_attention_backward(
-                _packed(grad), q, k, v, out, logsumexp.contiguous(), nothing, nothing,
+                _packed(grad), q, k, v, out, logsumexp.contiguous(), None, None,
                 q.shape[2], k.shape[2], 0.0, is_causal, state, state[:0], scale=scale,
             )  # fmt: skip
         case SDPBackend.EFFICIENT_ATTENTION:
-            state = torch.zeros((), dtype=torch.int64, device=q.device)
-            lse = F.pad(logsumexp, (0, -q.shape[2] % 32), value=math.inf).contiguous()
+            k, v = _repeated(q, k, v)
+            state = torch.empty((), dtype=torch.int64, device=q.device)
+            lse = F.pad(logsumexp, (0, -q.shape[2] % _LSE_ROW), value=math.inf).contiguous()
             grads = aten._scaled_dot_product_efficient_attention_backward(
                 _packed(grad), q, k, v, _aligned(bias, q, k), out, lse, state, state, 0.0,
                 [True, True, True, False], is_causal, scale=scale,
             )[:3]  # fmt: skip
         case _:
+            k, v = _repeated(q, k, v)
             grads = _math_backward(grad, q, k, v, bias, out, logsumexp, is_causal, scale)
     grad_q, grad_k, grad_v = grads
     return (
@@ -146,10 +154,7 @@ attention.register_autograd(_backward, setup_context=_setup_context)
 def _prepare(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """One k and v head per q head, the last dimension dense, the mask as something to add."""
-    groups = q.shape[1] // k.shape[1]
-    if groups > 1:
-        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    """The last dimensions dense, the mask as something to add."""
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, -math.inf)
     return _packed(q), _packed(k), _packed(v), mask
@@ -157,15 +162,30 @@ def _prepare(
 
 def _kernel(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, is_causal: bool) -> SDPBackend:
     """The best kernel of the device for these shapes; the forward and the backward ask alike."""
+    is_grouped = q.shape[1] != k.shape[1]
     if q.device.type == "cpu":
-        return SDPBackend(torch._fused_sdp_choice(q, k, v, bias, 0.0, is_causal))
+        return SDPBackend(
+            torch._fused_sdp_choice(q, k, v, bias, 0.0, is_causal, enable_gqa=is_grouped)
+        )
     if q.device.type == "cuda":
-        params = SDPAParams(q, k, v, bias, 0.0, is_causal, False)
-        if can_use_flash_attention(params) and q.shape[3] % 8 == 0:
+        params = SDPAParams(q, k, v, bias, 0.0, is_causal, is_grouped)
+        # torch pads other dims for the kernel, and asks about its backward only where gradients are recorded: some
+        # GPUs lack it for 193 to 224.
+        is_dim_supported = q.shape[3] % 8 == 0 and not 192 < q.shape[3] <= 224
+        if is_dim_supported and can_use_flash_attention(params):
             return SDPBackend.FLASH_ATTENTION
+        params = SDPAParams(q, *_repeated(q, k, v), bias, 0.0, is_causal, False)
         if can_use_efficient_attention(params):
             return SDPBackend.EFFICIENT_ATTENTION
     return SDPBackend.MATH
+
+
+def _repeated(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values with a head for every head of q, for kernels that do not group."""
+    groups = q.shape[1] // k.shape[1]
+    if groups == 1:
+        return k, v
+    return k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
 
 
 def _packed(x: Tensor) -> Tensor:
@@ -181,11 +201,17 @@ def _aligned(bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
     """The mask in full, its rows starting on the 16 elements that the memory-efficient kernel reads at once."""
     if bias is None:
         return None
-    padded = F.pad(bias, (0, -bias.shape[-1] % 16))[..., : bias.shape[-1]]
-    return padded.to(q.dtype).expand(*q.shape[:3], k.shape[2])
+    length = k.shape[2]
+    bias = _packed(bias.to(q.dtype).expand(*bias.shape[:-1], length))
+    if length % 16:
+        bias = F.pad(bias, (0, -length % 16))[..., :length]
+    elif any(step % 16 for step in bias.stride()[:-1]):
+        bias = bias.contiguous()
+    return bias.expand(*q.shape[:3], length)
 
 
 def _sum_groups(grad: Tensor, kv_heads: int) -> Tensor:
+    """Undo ``_repeated`` in a gradient."""
     batch, heads, length, dim = grad.shape
     if heads == kv_heads:
         return grad

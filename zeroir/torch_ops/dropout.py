@@ -18,7 +18,8 @@ _MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 def dropout(x: Tensor, p: float, seed: Tensor) -> tuple[Tensor, Tensor]:
     """Zero each element of x with probability p, scale the rest by 1 / (1 − p).
 
-    ``seed`` is i64[1], on the host or on x's device. Returns the result, of x's type, and the bool mask of what was kept.
+    ``seed`` is i64[1], on the host or on x's device. Returns the result, of x's type, and the bool mask of what
+    was kept.
     """
     mask = (_hash(x.numel(), seed, x.device) >= round(p * 2**_BITS)).view(x.shape)
     # Laid out as x, so that the types do not depend on the device.

@@ -1,4 +1,4 @@
-"""A mode under which a model's attention, dropout, batch norm and losses use device-neutral operators.
+"""A mode under which a model's attention, dropout, batch norm, recurrence and losses are device-neutral.
 
 The frontend traces under it; eager PyTorch under it computes, bit for bit, what the traced program computes.
 Where FP32 and 16-bit operands meet in a matrix product, a convolution or a norm, as a 16-bit layer meets what an FP32
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import cast
 from unittest import mock
 
@@ -18,11 +18,20 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
-from torch.utils import checkpoint
 
 from zeroir.torch_ops.attention import attention
 from zeroir.torch_ops.batch_norm import batch_norm
+from zeroir.torch_ops.conditions import tracing_conditions
+from zeroir.torch_ops.devices import on_one_device
 from zeroir.torch_ops.dropout import dropout
+from zeroir.torch_ops.recurrent import (
+    Step,
+    gru_step,
+    lstm_step,
+    recurrent,
+    relu_step,
+    tanh_step,
+)
 
 Function = Callable[..., object]
 
@@ -69,24 +78,38 @@ _OF_ONE_TYPE: frozenset[object] = frozenset(
         Tensor.addmm,
         Tensor.baddbmm,
         Tensor.bmm,
+        Tensor.dot,
         Tensor.matmul,
         Tensor.mm,
+        Tensor.mv,
         torch.addmm,
         torch.baddbmm,
         torch.bmm,
+        torch.dot,
         torch.einsum,
+        torch.gru,
+        torch.lstm,
         torch.matmul,
         torch.mm,
+        torch.mv,
+        torch.rnn_relu,
+        torch.rnn_tanh,
+        torch.vdot,
     }
 )
-_RECURRENT: frozenset[object] = frozenset(
-    {torch.gru, torch.lstm, torch.rnn_relu, torch.rnn_tanh}
-)
+_RECURRENT: Mapping[object, Step] = {
+    torch.gru: gru_step,
+    torch.lstm: lstm_step,
+    torch.rnn_relu: relu_step,
+    torch.rnn_tanh: tanh_step,
+}
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
 class NeutralOps(TorchFunctionMode):
-    """Replace attention, dropout and batch norm; compute losses of 16-bit inputs in FP32.
+    """Replace attention, dropout, batch norm and recurrence; compute losses of 16-bit inputs in FP32.
+
+    Devices that the model names are left out: what it computes stays on one.
 
     Each call of dropout takes the next element of ``seeds`` (i64[sites]); ``sites`` counts them. ``around`` wraps
     every torch function that the model calls, which is how a tracer learns what comes from where.
@@ -106,10 +129,10 @@ class NeutralOps(TorchFunctionMode):
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
         """Call ``func`` or what stands for it."""
-        call = func if self._around is None else self._around(func)
+        call = self._wrapped(on_one_device(func))
         given = dict(kwargs or {})
         if func in _OF_ONE_TYPE:
-            args, given = self._wrapped(_of_one_type)(args, given)  # type: ignore[misc]
+            args, given = self._wrapped(_of_one_type)(func, args, given)  # type: ignore[misc]
         if func is F.scaled_dot_product_attention:
             return self._wrapped(self._attention)(*args, **given)
         if func is F.dropout or func is torch.dropout:
@@ -118,11 +141,17 @@ class NeutralOps(TorchFunctionMode):
             return self._wrapped(self._dropout_channels)(*args, **given)
         if func is F.batch_norm:
             return self._wrapped(_batch_norm)(*args, **given)
-        if func in _RECURRENT and any(isinstance(arg, float) and arg > 0 for arg in args):
-            # torch leaves the dropout out, without a word, when it traces these.
+        if isinstance(func, torch._ops.HigherOrderOperator):
             raise NotImplementedError(
-                "dropout inside a recurrent network is not supported; stack single layers and call dropout between"
+                f"the higher-order operator {func!s} cannot be looked into; use tensor operations such as "
+                "torch.where"
             )
+        if func is Tensor.backward:
+            raise NotImplementedError(
+                "forward calls backward(); return the loss, whose gradients the program computes"
+            )
+        if func in _RECURRENT:
+            return self._wrapped(self._recurrent)(_RECURRENT[func], *args, **given)
         if func in _LOSSES:
             return call(*(_widen(arg) for arg in args), **{k: _widen(v) for k, v in given.items()})
         if func is F.multi_head_attention_forward:
@@ -165,6 +194,34 @@ class NeutralOps(TorchFunctionMode):
         shape = (*input.shape[:2], *(1 for _ in input.shape[2:]))
         kept = self._dropout(input.new_ones(shape), p, training)
         return input.mul_(kept) if inplace else input * kept
+
+    def _recurrent(
+        self,
+        step: Step,
+        x: Tensor,
+        states: Tensor | Sequence[Tensor],
+        weights: Sequence[Tensor],
+        has_biases: bool | Sequence[Tensor],
+        num_layers: int,
+        dropout: float,
+        train: bool,
+        bidirectional: bool,
+        batch_first: bool,
+    ) -> tuple[Tensor, ...]:
+        if not isinstance(has_biases, bool):  # lengths stand before the states
+            raise NotImplementedError("packed sequences are not supported; pad them")
+        return recurrent(
+            step,
+            x,
+            [states] if isinstance(states, Tensor) else states,
+            weights,
+            has_biases,
+            num_layers,
+            dropout if train else 0.0,
+            bidirectional,
+            batch_first,
+            self._dropout,
+        )
 
     def _attention(
         self,
@@ -227,10 +284,17 @@ def _widen(value: object) -> object:
 
 
 def _of_one_type(
-    args: tuple[object, ...], kwargs: dict[str, object]
+    func: Function, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> tuple[tuple[object, ...], dict[str, object]]:
     """The arguments with FP32 tensors rounded to the 16-bit type of others among them, if there is one."""
-    dtypes = {x.dtype for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+    tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    dtypes = {x.dtype for x in tensors}
+    if torch.float64 in dtypes and len({x for x in dtypes if x.is_floating_point}) > 1:
+        # Under fake tensors torch lets it pass, and fails when the program runs.
+        raise TypeError(
+            f"{func.__name__} mixes float64 with narrower tensors; parameters have the dtype of --precision, so "
+            "convert what meets them"
+        )
     low = next((dtype for dtype in _LOW_PRECISION if dtype in dtypes), None)
     if low is None or torch.float32 not in dtypes:
         return args, kwargs
@@ -249,30 +313,10 @@ def _never(_: object) -> bool:
 
 
 @contextlib.contextmanager
-def inlined_checkpoints() -> Iterator[None]:
-    """Activation checkpoints just call their function: what is saved and what recomputed is the program's to say.
-
-    A checkpoint that recomputed would besides do so outside of the mode, with torch's own operators.
-    """
-
-    def apply(function: Function, preserve: object, *args: object) -> object:  # noqa: ARG001
-        return function(*args)
-
-    def generator(*_: object, **__: object) -> Generator[None, None, None]:
-        yield
-
-    with (
-        mock.patch.object(checkpoint.CheckpointFunction, "apply", apply),
-        mock.patch.object(checkpoint, "_checkpoint_without_reentrant_generator", generator),
-    ):
-        yield
-
-
-@contextlib.contextmanager
 def neutral_ops(seeds: Tensor) -> Iterator[NeutralOps]:
     """Run eager PyTorch with the operators that a traced program has; ``seeds`` is i64[sites], one per dropout.
 
     The seeds are taken in call order from the first on, so enter this once per forward.
     """
-    with inlined_checkpoints(), NeutralOps(seeds) as mode:
+    with tracing_conditions(), NeutralOps(seeds) as mode:
         yield mode

@@ -1,4 +1,4 @@
-"""Sections join: a gather may cross a joint, a mesh may have two axes, data may leave the device and come back."""
+"""A mesh may have two axes, data may leave the device and come back, segments may be cut anew."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,14 +9,12 @@ from tests.ir.verify.test_rejects import codes
 from tests.support.schedules import Case
 from zeroir.ir import ops
 from zeroir.ir.buffers import Buffer, Region, Role, Space, whole
-from zeroir.ir.contents import PARAM, FlatContent, Micro
-from zeroir.ir.mesh import COMPUTE, GATHER, Axis, Communicator, Mesh
+from zeroir.ir.contents import FlatContent, Micro
+from zeroir.ir.mesh import COMPUTE, Axis, Communicator, Mesh
 from zeroir.ir.ops import Op, Pair
 from zeroir.ir.program import (
     LAST_MICRO_STEP,
     UPDATE,
-    Holding,
-    Pending,
     Program,
     Section,
     State,
@@ -24,126 +22,7 @@ from zeroir.ir.program import (
 from zeroir.ir.segment import Segment
 from zeroir.ir.verify import verify
 
-CROSSING = "crossing"
-FULL = "root.pre.full"
-
-
-def first_gather(section: Section) -> tuple[int, int, str]:
-    """Lines of the alloc and the gather of the first unit, and the gather's event."""
-    alloc = next(
-        i for i, op in enumerate(section.body) if isinstance(op, ops.Alloc) and op.buffer == FULL
-    )
-    gather = next(i for i, op in enumerate(section.body) if isinstance(op, ops.AllGather))
-    op = section.body[gather]
-    assert isinstance(op, ops.AllGather)
-    assert op.pairs[0].destination.buffer == FULL
-    assert op.event is not None
-    return alloc, gather, op.event
-
-
-def carried(program: Program, *, says_after: bool = True, gathers_early: bool = False) -> Program:
-    """The program whose first gather is issued at the end of the section before."""
-    full, param = program.buffer_by_name[FULL], program.buffer_by_name["root.pre.param"]
-    between = State(
-        live=(FULL,),
-        holdings=(
-            Holding(
-                region=whole(full),
-                content=FlatContent(quantity=PARAM, flat="root.pre"),
-                after=CROSSING if says_after else None,
-            ),
-        ),
-        pending=(Pending(event=CROSSING, stream=GATHER),),
-    )
-
-    def joined(state: State) -> State:
-        return replace(between, holdings=(*between.holdings, *state.holdings))
-
-    last, update = program.section_by_name[LAST_MICRO_STEP], program.section_by_name[UPDATE]
-    alloc, gather, event = first_gather(last)
-    body: list[Op] = [
-        replace(op, waited=CROSSING) if isinstance(op, ops.Wait) and op.waited == event else op
-        for i, op in enumerate(last.body)
-        if i not in (alloc, gather)
-    ]
-    issue: list[Op] = [
-        ops.Alloc(buffer=FULL, stream=GATHER),
-        ops.Prefetch(
-            pairs=(Pair(source=whole(param), destination=whole(full)),),
-            comm="gather",
-            stream=GATHER,
-            event=CROSSING,
-        ),
-    ]
-    ending: list[Op] = list(update.body)
-    cast = next(
-        i
-        for i, op in enumerate(ending)
-        if isinstance(op, ops.Cast) and op.destination.buffer == param.name
-    )
-    if gathers_early:
-        ending[cast:cast] = issue
-    else:
-        stepped = ending[cast]
-        assert isinstance(stepped, ops.Cast)
-        ending[cast] = replace(stepped, event="stepped")
-        ending += [ops.Wait(waited="stepped", on=GATHER), *issue]
-    changed = {
-        LAST_MICRO_STEP: replace(last, entry=joined(last.entry), body=tuple(body)),
-        UPDATE: replace(update, body=tuple(ending), exit=joined(update.exit)),
-    }
-    return replace(program, sections=tuple(changed[s.name] for s in program.sections))
-
-
 CASE = Case(stage=3, precision="bf16")
-
-
-def test_a_gather_may_cross_a_joint() -> None:
-    program = carried(CASE.scheduled)
-    report = verify(program, CASE.logical)
-    assert report.is_valid, report.render()
-
-
-def test_what_a_pending_gather_fills_is_true_only_after_it() -> None:
-    assert codes(verify(carried(CASE.scheduled, says_after=False))) == {"Z103"}
-
-
-def test_a_pending_gather_is_awaited_before_its_use() -> None:
-    program = carried(CASE.scheduled)
-    sections = tuple(
-        replace(
-            section,
-            body=tuple(
-                op
-                for op in section.body
-                if not (isinstance(op, ops.Wait) and op.waited == CROSSING)
-            ),
-        )
-        for section in program.sections
-    )
-    report = verify(replace(program, sections=sections))
-    assert report.findings[0].code == "Z103"
-
-
-def test_a_gather_that_crosses_the_update_must_come_after_it() -> None:
-    """Gathered before the step, the parameters of the next step are those of the last one."""
-    report = verify(carried(CASE.scheduled, gathers_early=True))
-    assert not report.is_valid
-    assert codes(report) <= {"Z105", "Z103", "Z401"}
-
-
-def test_a_pending_event_needs_a_signal() -> None:
-    program = CASE.scheduled
-    state = State(pending=(Pending(event=CROSSING, stream=GATHER),))
-    sections = tuple(
-        replace(
-            s,
-            entry=s.entry if s.name == UPDATE else state,
-            exit=s.exit if s.name == LAST_MICRO_STEP else state,
-        )
-        for s in program.sections
-    )
-    assert "Z202" in codes(verify(replace(program, sections=sections)))
 
 
 # ------------------------------------------------------------------------------------------------- two mesh axes

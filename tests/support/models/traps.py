@@ -95,7 +95,7 @@ def init(module: nn.Module) -> None:
 
 
 def model() -> nn.Module:
-    return Traps().apply(init)
+    return Traps()
 
 
 def batch() -> dict[str, Tensor]:

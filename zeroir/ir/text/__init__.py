@@ -7,7 +7,7 @@ diff of two texts is a readable diff of two programs. The grammar is in ``docs/i
 from __future__ import annotations
 
 from zeroir.ir.text.parser import parse
-from zeroir.ir.text.printer import print_op, print_program, print_segment
+from zeroir.ir.text.printer import print_op, print_program, print_section, print_segment
 from zeroir.ir.text.scanner import ParseError
 
-__all__ = ["ParseError", "parse", "print_op", "print_program", "print_segment"]
+__all__ = ["ParseError", "parse", "print_op", "print_program", "print_section", "print_segment"]

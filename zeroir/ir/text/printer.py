@@ -34,6 +34,11 @@ def print_segment(segment: Segment) -> str:
     return "\n".join(segment_lines(segment)) + "\n"
 
 
+def print_section(section: Section, program: Program) -> str:
+    """One section as it stands in the program's text, ending with a newline."""
+    return "\n".join(section_lines(section, Names(program=program))) + "\n"
+
+
 def program_lines(program: Program) -> Iterator[str]:
     """The lines of the canonical text."""
     yield from header_lines(program)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from zeroir.ir.contents import MASTER, PARAM
 from zeroir.ir.dtypes import DType
@@ -146,6 +146,66 @@ def lost(value: Gradient) -> Gradient:
     return replace(value, terms=tuple(t._replace(source=LOST_TERM) for t in value.terms))
 
 
+_EXACT: Final[Mapping[DType, frozenset[DType]]] = {
+    DType.F64: frozenset(
+        {DType.F32, DType.F16, DType.BF16, DType.I32, DType.I16, DType.I8, DType.U8}
+    ),
+    DType.F32: frozenset({DType.F16, DType.BF16, DType.I16, DType.I8, DType.U8}),
+    DType.F16: frozenset({DType.I8, DType.U8}),
+    DType.BF16: frozenset({DType.I8, DType.U8}),
+    DType.I64: frozenset({DType.I32, DType.I16, DType.I8, DType.U8}),
+    DType.I32: frozenset({DType.I16, DType.I8, DType.U8}),
+    DType.I16: frozenset({DType.I8, DType.U8}),
+}
+
+
+def represents(wide: DType, narrow: DType) -> bool:
+    """Whether every element of the dtype ``narrow`` is one of ``wide``, so that converting rounds nothing."""
+    return wide is narrow or narrow is DType.BOOL or narrow in _EXACT.get(wide, frozenset())
+
+
+def on_wire(value: Value, wire: DType, numbering: Numbering) -> Value:
+    """The value once rounded to a dtype that cannot hold it: a sum of gradients stays one, nothing else does."""
+
+    def leaf(inner: Value) -> Value:
+        match inner:
+            case Elements():
+                return Elements(
+                    numbering.of(("wire", wire, inner.key, inner.summed)),
+                    inner.shift,
+                    inner.strides,
+                )
+            case Gradient():
+                return inner if wire.is_floating else lost(inner)
+            case Statistic(kind="norm") | Decision():
+                return Elements(numbering.of(("wire", wire, inner)))
+            case _:
+                return inner
+
+    return mapped(value, leaf)
+
+
+def rounded_flats(value: Value, target: DType, flats: Mapping[str, Flat]) -> set[str]:
+    """Flats whose gradients lose digits by rounding to ``target``.
+
+    Rounding one micro-step's contributions to the flat's own dtype is what every reduction does. Sums over
+    micro-steps are FP32, and nothing narrower than the flat's dtype is part of training.
+    """
+    match value:
+        case Gradient():
+            is_usual = target is flats[value.flat].dtype and all(
+                term.source >= 0 for term in value.terms
+            )
+            return set() if is_usual else {value.flat}
+        case Slice():
+            parts = [inner for _, _, inner in value.array]
+        case Split():
+            parts = [value.own, *(inner for _, _, inner in value.rest)]
+        case _:
+            return set()
+    return set().union(*(rounded_flats(part, target, flats) for part in parts))
+
+
 class CastRule(NamedTuple):
     """A conversion between two dtypes."""
 
@@ -229,7 +289,9 @@ def reduced(value: Value, how: Combination) -> Value:
                 summed=tuple(sorted((*value.summed, how.axis))),
                 is_sum=value.is_sum and how.reduction is Reduction.SUM,
             )
-        case Elements(key=int() | NamedKey()) if how.reduction is Reduction.SUM:
+        case Elements(key=int() | NamedKey()) if how.reduction is Reduction.SUM and not any(
+            axis == how.axis for axis, _ in value.strides
+        ):
             return replace(value, summed=tuple(sorted((*value.summed, how.axis))))
         case Elements() | Decision():
             key = moved(value, -value.shift) if isinstance(value, Elements) else value
@@ -249,8 +311,8 @@ def reduced(value: Value, how: Combination) -> Value:
             return value
 
 
-def from_rank(value: Value, axis: str, rank: int | None, numbering: Numbering) -> Value:
-    """The value as another rank of the axis sees it (``rank`` None: whichever rank it came from)."""
+def from_rank(value: Value, axis: str, rank: int, numbering: Numbering) -> Value:
+    """The value of one rank of the axis as every rank sees it; itself where all ranks hold the same."""
 
     def leaf(inner: Value) -> Value:
         match inner:

@@ -97,6 +97,13 @@ def compare_jobs(programs: Sequence[Program], findings: Findings) -> None:
         if [s.name for s in other.sections] != [s.name for s in first.sections]:
             findings.add("Z201", f"program {number} has other sections than program 0")
             continue
+        counts = [p.option.get("micro_steps", "1") for p in (first, other)]
+        if counts[0] != counts[1]:
+            findings.add(
+                "Z201",
+                f"program {number} takes {counts[1]} micro-steps a step, program 0 takes {counts[0]}",
+            )
+            continue
         for mine, theirs in zip(first.sections, other.sections, strict=True):
             ours, others = launches(first, mine), launches(other, theirs)
             for at, (a, b) in enumerate(zip(ours, others, strict=False)):

@@ -169,6 +169,17 @@ def _check_bindings(program: Program, findings: Findings) -> None:
     for what, name in bound:
         if name not in program.buffer_by_name:
             findings.add("Z001", f"{what} is bound to the undeclared buffer %{name}")
+    # What comes from outside under two paths is two values.
+    filled: dict[Content, str] = {}
+    for what, name in bound[: len(program.inputs) + len(program.module_buffers)]:
+        buffer = program.buffer_by_name.get(name)
+        if buffer is None or buffer.holds is None:
+            continue
+        earlier = filled.setdefault(buffer.holds, name)
+        if earlier != name:
+            findings.add(
+                "Z008", f"{what} is bound to %{name}, which holds the same value as %{earlier}"
+            )
     for binding in program.scalars:
         buffer = program.buffer_by_name.get(binding.buffer)
         if buffer is not None and len(binding.values) != buffer.numel:

@@ -203,18 +203,25 @@ def with_stride(value: Value, axis: str, stride: int) -> Value:
 def at_coordinate(value: Value, axis: str, coordinate: int) -> Value:
     """The value on the ranks at one coordinate of an axis."""
     match value:
-        case Elements() | Gradient() | Slice():
-            for name, stride in value.strides:
-                if name == axis:
-                    rest = tuple(s for s in value.strides if s[0] != axis)
-                    return replace(value, shift=value.shift + stride * coordinate, strides=rest)
-            return value
+        case Slice():
+            array = tuple((a, b, at_coordinate(v, axis, coordinate)) for a, b, v in value.array)
+            return _placed(replace(value, array=array), axis, coordinate)
+        case Elements() | Gradient():
+            return _placed(value, axis, coordinate)
         case Split():
             return TORN
         case Undefined() | Zero() | Poison() | Statistic() | Decision():
             return value
         case _:
             assert_never(value)
+
+
+def _placed(value: Elements | Gradient | Slice, axis: str, coordinate: int) -> Value:
+    stride = dict(value.strides).get(axis)
+    if stride is None:
+        return value
+    rest = tuple(step for step in value.strides if step[0] != axis)
+    return replace(value, shift=value.shift + stride * coordinate, strides=rest)
 
 
 def depends_on(value: Value, axis: str) -> bool:
@@ -310,19 +317,25 @@ def span(shift: int, strides: Strides, numel: int, sizes: dict[str, int]) -> tup
 
 
 def spread(
-    pieces: PieceList, axis: str, size: int, numel: int, stride: int
+    pieces: PieceList,
+    axis: str,
+    size: int,
+    numel: int,
+    stride: int,
+    seen: Callable[[Value, int], Value] | None = None,
 ) -> list[tuple[int, int, Value]]:
     """What all ranks of an axis hold, rank r's element j standing at ``r × stride + j``.
 
-    ``pieces`` cover ``[0, numel)``. With stride = numel this is an all-gather.
+    ``pieces`` cover ``[0, numel)``. With stride = numel this is an all-gather. ``seen`` says what rank r's value is to
+    the others; without it ranks with equal values hold equal elements.
     """
-    if len(pieces) == 1 and stride == numel:
+    if seen is None and len(pieces) == 1 and stride == numel:
         value = pieces[0][2]
         match value:
             case Elements() | Gradient() | Slice() if (axis, numel) in value.strides:
-                rest = tuple(s for s in value.strides if s[0] != axis)
-                whole = replace(value, strides=rest)
-                return coalesced(unpack(whole, numel * size))
+                whole = _placed(value, axis, 0)
+                if not depends_on(whole, axis):
+                    return coalesced(unpack(whole, numel * size))
             case Zero() | Poison() | Undefined():
                 return [(0, numel * size, value)]
             case _:
@@ -331,7 +344,10 @@ def spread(
     for rank in range(size):
         origin = rank * stride
         for a, b, value in pieces:
-            there = moved(at_coordinate(value, axis, rank), a)
+            there = at_coordinate(value, axis, rank)
+            if seen is not None:
+                there = seen(there, rank)
+            there = moved(there, a)
             for low, high, inner in unpack(there, b - a):
                 found.append((origin + a + low, origin + a + high, moved(inner, -(origin + a))))
     return coalesced(found)

@@ -21,6 +21,7 @@ from zeroir.ir.verify.domain import (
     PieceList,
     Poison,
     Split,
+    Statistic,
     Strides,
     Undefined,
     Value,
@@ -216,8 +217,6 @@ def _check_gradient(
         wanted = wanted._replace(
             sources=wanted_sources(Micro.ALL, section, has_past, run.contributions)
         )
-    if section == EVALUATE and micro is Micro.PAST and not has_past:
-        return
     problem = measure(run.layout, on_flat, content.flat, wanted)
     if problem is not None:
         _fail(run, problem[0], region, f"breaks its contract: {problem[1]}")
@@ -236,36 +235,46 @@ def _check_stale(run: Run, region: Region, on_flat: PieceList, flat: str) -> Non
 
 def _check_named(run: Run, region: Region, pieces: PieceList, content: NamedContent) -> None:
     buffer = run.program.buffer_by_name[region.buffer]
+    is_kept = buffer.role is Role.CONSTANT or _is_elsewhere(run, region, content)
+    # An evaluation is over when training goes on: all that it may leave behind is its loss.
+    is_evaluated = run.section.name == EVALUATE and buffer.role in (Role.SCALAR, Role.MODULE_BUFFER)
+    is_kept |= is_evaluated and buffer.name != run.program.loss
     for _, _, value in pieces:
         hole = algebra.undefined_in(value)
         if hole is not None:
             _fail(run, "Z103", region, f"holds {CAUSES[hole.cause]}")
             return
-        is_own = (
-            isinstance(value, Elements)
-            and isinstance(value.key, NamedKey)
-            and value.key.name == content.name
-            and value.shift == 0
-        )
-        if buffer.role is Role.CONSTANT and not is_own and not algebra.is_poisoned(value):
-            _fail(run, "Z103", region, f"is a constant but holds {describe(value)}")
+        if is_kept and not _is_own(value, content) and not algebra.is_poisoned(value):
+            should = f"should hold the value {content.name} unchanged"
+            _fail(run, "Z103", region, f"{should} but holds {describe(value)}")
             return
+
+
+def _is_own(value: Value, content: NamedContent) -> bool:
+    return value == Elements(NamedKey(content.name, content.version))
+
+
+def _is_elsewhere(run: Run, region: Region, content: NamedContent) -> bool:
+    """Whether another buffer or region goes by this name, so that the name says what stands here."""
+    holders = [b.name for b in run.program.buffers if b.holds == content]
+    told = [h.region for h in run.section.exit.holdings if h.content == content]
+    return any(name != region.buffer for name in holders) or any(one != region for one in told)
 
 
 def _check_scalars(run: Run, outcome: Outcome) -> None:
     """Hyper-parameters and loss scales keep their meaning; one decision advances the step count once."""
     program = run.program
     kept: set[str] = set()
-    steps: set[str] = set()
+    advancing: set[str] = set()
     written: set[str] = set()
     for op in program.ops():
         match op:
             case ops.OptimizerStep():
                 kept |= {op.lr.buffer, op.hyper.buffer}
             case ops.UpdateScale():
-                kept.add(op.state.buffer)
+                advancing.add(op.state.buffer)
             case ops.Decide():
-                steps.add(op.step.buffer)
+                advancing.add(op.step.buffer)
             case ops.Compute():
                 written |= {d.view.region.buffer for d in op.destinations if d is not None}
                 kept |= {
@@ -275,25 +284,61 @@ def _check_scalars(run: Run, outcome: Outcome) -> None:
                 }
             case _:
                 pass
-    for name in sorted((kept | steps) - written):
+    for name in sorted((kept | advancing) - written):
         buffer = program.buffer_by_name[name]
-        if not buffer.is_persistent:
-            continue
-        for _, _, value in run.memory.read(whole(buffer)):
-            if not isinstance(value, Poison) and not (
-                isinstance(value, Elements) and isinstance(value.key, NamedKey)
-            ):
-                _fail(run, "Z405", whole(buffer), f"was overwritten: it holds {describe(value)}")
-                break
-    if run.section.name != UPDATE:
-        return
+        if isinstance(buffer.holds, NamedContent):
+            is_advancing = run.section.name == UPDATE and name in advancing
+            _check_kept(run, buffer, buffer.holds, (0, 1) if is_advancing else (0,))
     if program.loss is not None:
-        for _, _, value in run.memory.read(whole(program.buffer_by_name[program.loss])):
-            if isinstance(value, Elements) and len(set(value.summed)) < len(value.summed):
-                loss = whole(program.buffer_by_name[program.loss])
-                _fail(run, "Z402", loss, "is summed over one axis more than once")
-    if outcome.decisions or not steps:
+        _check_loss(run, whole(program.buffer_by_name[program.loss]))
+    has_steps = any(isinstance(op, ops.Decide) for op in program.ops())
+    if run.section.name == UPDATE and has_steps and not outcome.decisions:
+        run.findings.add(
+            "Z405",
+            "the update takes no decision: the step count does not advance",
+            section=run.section,
+        )
+
+
+def _check_kept(run: Run, buffer: Buffer, content: NamedContent, versions: tuple[int, ...]) -> None:
+    """A scalar that the user, or the ops made for it, may change, and nothing else."""
+    good = [Elements(NamedKey(content.name, content.version + version)) for version in versions]
+    for _, _, value in run.memory.read(whole(buffer)):
+        if isinstance(value, Poison) or value in good:
+            continue
+        is_moved = isinstance(value, Elements) and value.key == NamedKey(content.name, 1)
+        what = (
+            "changes outside the update"
+            if is_moved
+            else f"was overwritten: it holds {describe(value)}"
+        )
+        _fail(run, "Z405", whole(buffer), what)
         return
-    run.findings.add(
-        "Z405", "the update takes no decision: the step count does not advance", section=run.section
-    )
+
+
+def _check_loss(run: Run, region: Region) -> None:
+    """A micro-step leaves this rank's loss; the update may sum it over every axis, once, or clear it."""
+    is_update = run.section.name == UPDATE
+    content = run.program.buffer_by_name[region.buffer].holds
+    for _, _, value in run.memory.read(region):
+        if isinstance(value, Zero | Poison | Undefined):
+            continue
+        summed = value.summed if isinstance(value, Elements | Statistic) else ()
+        if not is_update:
+            if summed:
+                _fail(run, "Z402", region, "is summed over ranks, which only the update may do")
+            return
+        if isinstance(content, NamedContent) and value not in (
+            Elements(NamedKey(content.name, content.version)),
+            Elements(NamedKey(content.name, content.version), summed=run.layout.axes),
+        ):
+            what = "more than once over an axis" if len(set(summed)) < len(summed) else None
+            what = what or ("over some axes only" if summed else None)
+            sentence = f"is summed {what}" if what else f"is changed: it holds {describe(value)}"
+            _fail(
+                run,
+                "Z402",
+                region,
+                f"{sentence}; the update may sum the loss over every axis, once",
+            )
+        return

@@ -39,14 +39,14 @@ class Wanted(NamedTuple):
 
 
 def wanted_sources(
-    micro: Micro, section: str, has_past: bool, contributions: Mapping[str, Counter[int]]
+    micro: Micro, section: str, has_past: bool, contributions: Mapping[str, list[int]]
 ) -> Callable[[Slot], Mapping[int, int]]:
     """The contributions that a gradient of these micro-steps holds in this section."""
 
     def sources(slot: Slot) -> Mapping[int, int]:
         if section == UPDATE and micro is Micro.ALL:
             return {ALL_TERM: 1}
-        current = dict(contributions.get(slot.name, {}))
+        current = Counter(contributions.get(slot.name, ()))
         if micro is Micro.CURRENT or not has_past:
             return {} if micro is Micro.PAST else current
         return {PAST_TERM: 1} if micro is Micro.PAST else {PAST_TERM: 1, **current}

@@ -6,16 +6,16 @@ It assumes the section's entry state, lets each op transform the abstract memory
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import assert_never
+from dataclasses import dataclass, replace
+from typing import NamedTuple, assert_never
 
 from zeroir.ir import ops
 from zeroir.ir.buffers import Region, whole
 from zeroir.ir.contents import GRAD, PARAM
+from zeroir.ir.dtypes import DType
 from zeroir.ir.ops import Mode, Op
-from zeroir.ir.program import Program, Section, Slot
+from zeroir.ir.program import OptimizerGroup, Program, Section, Slot
 from zeroir.ir.verify import algebra, update
 from zeroir.ir.verify.context import Findings, spell, title
 from zeroir.ir.verify.contracts import Layout
@@ -38,7 +38,6 @@ from zeroir.ir.verify.domain import (
     aligned,
     at_coordinate,
     coalesced,
-    mapped,
     moved,
     simplify,
     spread,
@@ -46,20 +45,42 @@ from zeroir.ir.verify.domain import (
 )
 from zeroir.ir.verify.memory import Memory
 from zeroir.ir.verify.numbers import Segments
+from zeroir.ir.verify.update import Stepped
 from zeroir.ir.verify.words import CAUSES, describe
 
-Contributions = dict[str, Counter[int]]
-"""Per parameter, how often each value number contributes to its gradient."""
+Contributions = dict[str, list[int]]
+"""Per parameter, the value numbers that contribute to its gradient, in the order in which they are added."""
 
 
 @dataclass
 class Outcome:
-    """What a section computes: contributions per parameter, and the memory at its end."""
+    """What a section computes.
+
+    ``settings`` is what decisions and loss scaling are told, ``steps`` what each optimizer step is; ``roundings`` are
+    gradients that lost digits, by flat and dtype, with the op's line.
+    """
 
     contributions: Contributions
     memory: Memory
     decisions: int
-    updated: set[str] = field(default_factory=set)
+    settings: dict[Hashable, int]
+    steps: list[Stepped]
+    roundings: dict[tuple[str, DType], int]
+
+
+class Group(NamedTuple):
+    """An optimizer group: its intervals by flat, in order."""
+
+    algorithm: ops.Algorithm
+    intervals: Mapping[str, list[tuple[int, int]]]
+
+    @classmethod
+    def of(cls, group: OptimizerGroup) -> Group:
+        """Sort a program's group."""
+        intervals: dict[str, list[tuple[int, int]]] = {}
+        for flat, start, stop in sorted(group.intervals):
+            intervals.setdefault(flat, []).append((start, stop))
+        return cls(group.algorithm, intervals)
 
 
 @dataclass
@@ -72,6 +93,7 @@ class Shared:
     segments: Segments
     parameters: Mapping[str, tuple[Value, int]]
     gradients: Mapping[str, tuple[str, Slot]]
+    groups: Mapping[str, Group]
 
     @classmethod
     def of(cls, program: Program, numbering: Numbering, *, by_node: bool = False) -> Shared:
@@ -87,6 +109,7 @@ class Shared:
                 for name, (flat, slot) in homes.items()
             },
             gradients={name: (flat.name, slot) for name, (flat, slot) in homes.items()},
+            groups={group.name: Group.of(group) for group in program.groups},
         )
 
 
@@ -107,7 +130,9 @@ class Run:
         self.contributions: Contributions = {}
         self.is_consumed: set[str] = set()
         self.decisions = 0
-        self.updated: set[str] = set()
+        self.settings: dict[Hashable, int] = {}
+        self.steps: list[Stepped] = []
+        self.roundings: dict[tuple[str, DType], int] = {}
         self.decided: dict[int, bool] = {}
         self._calls: set[tuple[int, Hashable]] = set()
         self._lines: dict[int, int] = {}
@@ -123,7 +148,9 @@ class Run:
             contributions=self.contributions,
             memory=self.memory,
             decisions=self.decisions,
-            updated=self.updated,
+            settings=self.settings,
+            steps=self.steps,
+            roundings=self.roundings,
         )
 
     def fail(self, code: str, sentence: str, *buffers: str) -> None:
@@ -228,26 +255,24 @@ class Run:
     def _sources(self, op: ops.Collective, code: str) -> list[tuple[ops.Pair, PieceList]]:
         taken = [(pair, self.take(pair.source, code)) for pair in op.pairs]
         if op.wire_dtype is not None:
-            taken = [(pair, self._on_wire(pair, pieces, op)) for pair, pieces in taken]
+            wire = op.wire_dtype
+            taken = [(pair, self._on_wire(pair, pieces, wire)) for pair, pieces in taken]
         if op.staging is not None:
             self.memory.write(op.staging, [(0, self.memory.numel(op.staging), SCRATCH)])
         return taken
 
-    def _on_wire(self, pair: ops.Pair, pieces: PieceList, op: ops.Collective) -> PieceList:
-        """Travelling in a narrower dtype rounds; a sum of gradients stays one, a parameter does not."""
+    def _on_wire(self, pair: ops.Pair, pieces: PieceList, wire: DType) -> PieceList:
         dtype = self.program.buffer_by_name[pair.source.buffer].dtype
-        wire = op.wire_dtype
-        if wire is None or wire.itemsize_bytes >= dtype.itemsize_bytes:
+        if algebra.represents(wire, dtype):
             return pieces
+        self._note_rounding(pieces, wire)
+        return [(a, b, algebra.on_wire(v, wire, self.numbering)) for a, b, v in pieces]
 
-        def leaf(value: Value) -> Value:
-            if isinstance(value, Elements):
-                return Elements(
-                    self.numbering.of(("wire", wire, value.key)), value.shift, value.strides
-                )
-            return value
-
-        return [(a, b, mapped(value, leaf)) for a, b, value in pieces]
+    def _note_rounding(self, pieces: PieceList, target: DType) -> None:
+        """Remember which gradients lose digits here."""
+        for _, _, value in pieces:
+            for flat in algebra.rounded_flats(value, target, self._flats):
+                self.roundings.setdefault((flat, target), self.line)
 
     def _gather(self, op: ops.AllGather | ops.Prefetch) -> None:
         axis = self.program.comm_by_name[op.comm].axis
@@ -258,17 +283,12 @@ class Run:
             numel = self.memory.numel(pair.source)
             result = pieces
             if size > 1:
-                seen = [
-                    (
-                        a,
-                        b,
-                        v
-                        if isinstance(v, Elements) and isinstance(v.key, FlatKey)
-                        else algebra.from_rank(v, axis, None, self.numbering),
-                    )
-                    for a, b, v in pieces
-                ]
-                result = spread(seen, axis, size, numel, numel)
+
+                def seen(value: Value, rank: int) -> Value:
+                    return algebra.from_rank(value, axis, rank, self.numbering)
+
+                is_alike = all(seen(v, 0) == v for _, _, v in pieces)
+                result = spread(pieces, axis, size, numel, numel, None if is_alike else seen)
             results.append((pair.destination, result))
             is_double = (
                 is_double
@@ -321,9 +341,9 @@ class Run:
     def _broadcast(self, op: ops.Broadcast) -> None:
         axis = self.program.comm_by_name[op.comm].axis
         for pair, pieces in self._sources(op, "Z103"):
-            self.memory.write(
-                pair.destination,
-                [
+            result = pieces
+            if self.sizes[axis] > 1:
+                result = [
                     (
                         a,
                         b,
@@ -333,9 +353,7 @@ class Run:
                     )
                     for a, b, v in pieces
                 ]
-                if self.sizes[axis] > 1
-                else pieces,
-            )
+            self.memory.write(pair.destination, result)
 
     # ----------------------------------------------------------------------------------------------------- compute
 
@@ -415,11 +433,11 @@ class Run:
             )
         # One call is one contribution; a call repeated word for word contributes a second time.
         call = (number, (op.arguments, name))
-        counter = self.contributions.setdefault(slot.name, Counter())
+        added = self.contributions.setdefault(slot.name, [])
         self._lines.setdefault(number, self.line)
         if call not in self._calls:
             self._calls.add(call)
-            counter[number] += 1
+            added.append(number)
         pieces: PieceList = [(0, region.numel, value)]
         if destination.mode is Mode.ACCUMULATE:
             pieces = self._added(self.memory.read(region), pieces, region)
@@ -446,9 +464,10 @@ class Run:
         rule = algebra.CastRule(source.dtype, target.dtype, self._flats, self.numbering)
         is_sum = op.mode is Mode.ACCUMULATE
         code = "Z402" if is_sum or self._is_gradient(op.source) else "Z103"
-        pieces: PieceList = [
-            (a, b, algebra.cast(v, rule)) for a, b, v in self.take(op.source, code)
-        ]
+        taken = self.take(op.source, code)
+        if not algebra.represents(target.dtype, source.dtype):
+            self._note_rounding(taken, target.dtype)
+        pieces: PieceList = [(a, b, algebra.cast(v, rule)) for a, b, v in taken]
         if is_sum:
             pieces = self._added(self.memory.read(op.destination), pieces, op.destination)
         self.memory.write(op.destination, pieces)

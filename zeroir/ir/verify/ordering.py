@@ -10,11 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from zeroir.ir import ops
-from zeroir.ir.buffers import Region
+from zeroir.ir.buffers import Region, Role
 from zeroir.ir.effects import Effects, effects
 from zeroir.ir.mesh import HOST
 from zeroir.ir.ops import Op
-from zeroir.ir.program import Program, Section
+from zeroir.ir.program import EVALUATE, MICRO_STEP, UPDATE, Program, Section
 from zeroir.ir.verify.context import Findings, spell, title
 from zeroir.ir.verify.intervals import IntervalMap
 
@@ -54,6 +54,8 @@ class Crossing:
     reads: dict[str, list[Region]] = field(default_factory=dict)
     writes: dict[str, list[Region]] = field(default_factory=dict)
     comms: dict[str, str] = field(default_factory=dict)
+    allocs: dict[str, list[str]] = field(default_factory=dict)
+    frees: dict[str, list[str]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, program: Program) -> Crossing:
@@ -68,6 +70,8 @@ class Crossing:
                 for event in pending.intersection(seen.signals):
                     found.reads.setdefault(event, []).extend(seen.reads)
                     found.writes.setdefault(event, []).extend((*seen.writes, *seen.accumulates))
+                    found.allocs.setdefault(event, []).extend(seen.allocs)
+                    found.frees.setdefault(event, []).extend(seen.frees)
                     if seen.comm is not None:
                         found.comms[event] = seen.comm
         return found
@@ -121,6 +125,11 @@ class Ordering:
                 self._mark_write(region, me)
             for region in self.crossing.reads.get(pending.event, ()):
                 self._mark_read(region, stream, me)
+            for name in self.crossing.allocs.get(pending.event, ()):
+                numel = self.program.buffer_by_name[name].numel
+                self.maps[name] = IntervalMap(numel, (me, ()))
+            for name in self.crossing.frees.get(pending.event, ()):
+                self.released.setdefault(name, me)
             comm = self.crossing.comms.get(pending.event)
             if comm is not None:
                 self.last_collective[comm] = me
@@ -197,20 +206,24 @@ class Ordering:
             return True
         where = spell(region, self.program)
         if name in self.released:
-            at = self.issued[self.released[name]].line
-            self._fail("Z101", f"{title(op)} uses {where} after its release @{at}", name)
+            at = self._when(self.released[name])
+            self._fail("Z101", f"{title(op)} uses {where} after its release{at}", name)
         else:
             self._fail("Z101", f"{title(op)} uses {where} before its alloc", name)
         return False
+
+    def _when(self, issued: int) -> str:
+        line = self.issued[issued].line
+        return ", which is pending from before," if line < 0 else f" @{line}"
 
     def _alloc(self, name: str, stream: int, me: int) -> None:
         if name in self.live:
             self._fail("Z104", f"alloc %{name}, which is live already", name)
         earlier = self.released.get(name, ENTRY)
         if not self._is_before(earlier, stream):
-            at = self.issued[earlier].line
+            at = self._when(earlier)
             self._fail(
-                "Z101", f"alloc %{name} may run before its release @{at} on another stream", name
+                "Z101", f"alloc %{name} may run before its release{at} on another stream", name
             )
         self.live.add(name)
         numel = self.program.buffer_by_name[name].numel
@@ -307,7 +320,7 @@ class Ordering:
             )
             return
         did = "writes" if was_write else "reads"
-        does = "uses" if is_read else "writes"
+        does = "reads" if is_read else "writes"
         self._fail(
             "Z105", f"{title(op)} {does} {where} while {who} {did} it on another stream", name
         )
@@ -332,10 +345,20 @@ class Ordering:
                     section=section,
                     buffers=(name,),
                 )
+        latest = ENTRY
         for pending in state.pending:
-            self._leave_pending(pending.event, pending.stream)
+            at = self._leave_pending(pending.event, pending.stream)
+            if at is not None and at < latest:
+                self.findings.add(
+                    "Z202",
+                    f"the exit state of {section.name} lists !{pending.event} after an event that is "
+                    "signalled later: list pending events in the order of their ops",
+                    section=section,
+                )
+            latest = latest if at is None else at
 
-    def _leave_pending(self, event: str, stream: str) -> None:
+    def _leave_pending(self, event: str, stream: str) -> int | None:
+        """Check one pending event; the op that signals it."""
         section = self.section
         at = self.signallers.get(event)
         if at is None or self.issued[at].stream != self.streams[stream]:
@@ -345,14 +368,36 @@ class Ordering:
                 "but no op there signals it",
                 section=section,
             )
-            return
+            return None
         op = self.issued[at].op
         regions = self.crossing.writes.get(event, [])
         if op is not None:
             seen = effects(op)
             regions = [*seen.writes, *seen.accumulates]
+            self._leave_host(op, seen, self.issued[at].line)
         for region in regions:
             self._leave_write(event, region)
+        return at
+
+    def _leave_host(self, op: Op, seen: Effects, line: int) -> None:
+        """At a joint the host reads scalars, and before a micro-step it writes inputs and seeds; it waits for no op."""
+        is_step_over = self.section.name in (MICRO_STEP, UPDATE, EVALUATE)
+        anew = "which the host fills anew for the next micro-step"
+        inputs = [r for r in seen.reads if self._role(r) in (Role.INPUT, Role.RNG)]
+        scalars = [r for r in (*seen.writes, *seen.accumulates) if self._role(r) is Role.SCALAR]
+        hit = [(region.buffer, anew) for region in inputs if is_step_over]
+        hit += [(r.buffer, "which the host reads when the section is over") for r in scalars]
+        for name, what in hit:
+            self.findings.add(
+                "Z105",
+                f"{title(op)} is still under way at the exit of {self.section.name}, but uses %{name}, {what}",
+                section=self.section,
+                line=line,
+                buffers=(name,),
+            )
+
+    def _role(self, region: Region) -> Role:
+        return self.program.buffer_by_name[region.buffer].role
 
     def _leave_write(self, event: str, region: Region) -> None:
         """What a pending op writes is true only after its event: the exit state must say so."""

@@ -7,10 +7,10 @@ from itertools import pairwise
 from typing import assert_never
 
 from zeroir.ir import ops
-from zeroir.ir.buffers import Region, Role, Space, View, span_numel
+from zeroir.ir.buffers import Region, Role, Space, View, contiguous_stride, span_numel
 from zeroir.ir.dtypes import DType
 from zeroir.ir.effects import effects
-from zeroir.ir.mesh import HOST
+from zeroir.ir.mesh import HOST, Executor
 from zeroir.ir.ops import Mode, Op
 from zeroir.ir.program import Program
 from zeroir.ir.segment import TensorType
@@ -26,7 +26,8 @@ def check_structure(program: Program, findings: Findings) -> None:
     """Check every op of every section; several problems of one op are several findings."""
     checker = _Checker(program)
     for section in program.sections:
-        events: set[str] = {pending.event for pending in section.entry.pending}
+        # An event that is pending at the entry may be signalled anew: what crosses one joint may cross the next.
+        events: set[str] = set()
         for line, op in enumerate(section.body):
             for code, sentence in checker.problems(op, events):
                 findings.add(
@@ -46,17 +47,17 @@ class _Checker:
         self.program = program
         self.mesh = program.mesh
         self.buffers = program.buffer_by_name
-        self.streams = {stream.name for stream in program.streams}
+        self.executors = {stream.name: stream.executor for stream in program.streams}
         self.outputs = {s.name: s.output_types() for s in program.segments}
         self._known: set[Region] = set()
 
     def problems(self, op: Op, events: set[str]) -> Iterator[Problem]:
         """Everything wrong with one op."""
         if isinstance(op, ops.Wait):
-            if op.on != HOST and op.on not in self.streams:
+            if op.on != HOST and op.on not in self.executors:
                 yield "Z001", f"wait on the undeclared stream {op.on}"
             return
-        if op.stream not in self.streams:
+        if op.stream not in self.executors:
             yield "Z001", f"{title(op)} runs on the undeclared stream {op.stream}"
         if op.event is not None:
             if op.event in events:
@@ -75,6 +76,7 @@ class _Checker:
                 yield problem[0], f"{title(op)}: {problem[1]}"
         if is_sound:
             yield from self._own(op)
+            yield from self._executor(op)
 
     def _own(
         self,
@@ -181,6 +183,34 @@ class _Checker:
             if self._space(region) is Space.DISK:
                 yield "Z006", f"{title(op)} cannot work on {self._spell(region)}, which is on disk"
 
+    def _executor(self, op: Op) -> Iterator[Problem]:
+        """The stream must be carried out by what can reach the memory: no wait orders the others' work."""
+        executor = None if isinstance(op, ops.Wait) else self.executors.get(op.stream)
+        match op:
+            case ops.Alloc() | ops.Release() | ops.Wait():
+                return
+            case ops.Cast() | ops.Fill():
+                space = self._space(op.destination)
+            case ops.Scale():
+                space = self._space(op.region)
+            case ops.GradNorm() | ops.CheckFinite():
+                space = self._space(op.destination)
+            case ops.Decide():
+                space = self._space(op.gradient_divisor)
+            case ops.OptimizerStep():
+                space = self._space(op.param)
+            case ops.UpdateScale():
+                space = self._space(op.state)
+            case ops.Load() | ops.Store():
+                space = Space.HOST
+            case _:
+                space = Space.DEVICE
+        if executor is not None and (executor is Executor.DEVICE) is not (space is Space.DEVICE):
+            yield (
+                "Z006",
+                f"{title(op)} works on {space} memory, but stream {op.stream} is carried out by the {executor}",
+            )
+
     # -------------------------------------------------------------------------------------------------------- ops
 
     def _collective(self, op: ops.Collective) -> Iterator[Problem]:
@@ -199,6 +229,17 @@ class _Checker:
                 if self._space(region) is not Space.DEVICE:
                     yield "Z006", f"{title(op)} needs {self._spell(region)} on the device"
             yield from self._in_place(op, pair, comm.axis)
+        for pair in op.pairs:
+            for other in op.pairs:
+                if pair is not other and _overlap(pair.destination, other.source):
+                    where = f"{self._spell(pair.destination)} is written by one pair"
+                    yield "Z010", f"{title(op)}: {where} and read by another of the same launch"
+        wire = op.wire_dtype
+        if wire is not None:
+            for pair in op.pairs:
+                if wire.is_floating is not self._dtype(pair.source).is_floating:
+                    what = f"{self._spell(pair.source)} of {self._dtype(pair.source)}"
+                    yield "Z004", f"{title(op)} cannot send {what} as {wire}"
         written = [pair.destination for pair in op.pairs]
         if op.staging is not None:
             written.append(op.staging)
@@ -263,11 +304,7 @@ class _Checker:
             if destination is None:
                 continue
             yield from self._view(op, f"destination {i}", destination.view, kind)
-            if span_numel(destination.view.shape, destination.view.stride) < destination.view.numel:
-                yield (
-                    "Z005",
-                    f"compute @{op.segment}: destination {i} writes elements more than once",
-                )
+            yield from self._filled(op, i, destination.view)
             if destination.gradient is not None:
                 yield from self._parameter(op, destination.gradient, destination.view)
             is_write = destination.mode is Mode.WRITE
@@ -285,9 +322,30 @@ class _Checker:
         home = self.program.parameter_by_name.get(name)
         if home is None:
             yield "Z001", f"compute @{op.segment} names the undeclared parameter {name}"
-        elif view.numel != home[1].numel or view.region.numel != home[1].numel:
-            where = f"compute @{op.segment}: {self._spell(view.region)}"
+            return
+        shape = home[1].shape
+        where = f"compute @{op.segment}: {self._spell(view.region)}"
+        if view.numel != home[1].numel or view.region.numel != home[1].numel:
             yield "Z005", f"{where} has {view.numel} elements, parameter {name} {home[1].numel}"
+        elif view.shape != shape or not _same_stride(shape, view.stride, contiguous_stride(shape)):
+            found = f"{list(view.shape)} with strides {list(view.stride)}"
+            yield (
+                "Z005",
+                f"{where} is seen as {found}, parameter {name} stands row-major as {list(shape)}",
+            )
+
+    def _filled(self, op: ops.Compute, number: int, view: View) -> Iterator[Problem]:
+        """A result must fill its destination: what it leaves out would look written."""
+        where = f"compute @{op.segment}: destination {number}"
+        span = span_numel(view.shape, view.stride)
+        if span < view.numel:
+            yield "Z005", f"{where} writes elements more than once"
+        elif max(span, self._numel(view.region)) > view.numel:
+            left_out = max(span, self._numel(view.region)) - view.numel
+            yield (
+                "Z005",
+                f"{where} leaves {left_out} of the elements of {self._spell(view.region)} unwritten",
+            )
 
     def _view(self, op: ops.Compute, what: str, view: View, kind: TensorType) -> Iterator[Problem]:
         where = f"compute @{op.segment}: {what} {self._spell(view.region)}"
@@ -344,6 +402,8 @@ class _Checker:
             yield "Z005", "decide needs norm and max_norm together, or neither"
         if op.divisor < 1:
             yield "Z005", f"decide divides by {op.divisor}"
+        written = [op.step, op.gradient_divisor, *([] if op.skip is None else [op.skip])]
+        yield from self._disjoint(op, written)
 
     def _optimizer_step(self, op: ops.OptimizerStep) -> Iterator[Problem]:
         names = op.algorithm.state_names

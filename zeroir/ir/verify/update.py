@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Hashable, Mapping
+from typing import TYPE_CHECKING, NamedTuple
 
 from zeroir.ir import ops
 from zeroir.ir.buffers import Region
@@ -30,6 +31,14 @@ if TYPE_CHECKING:
 
 NORM = "norm"
 OVERFLOW = "overflow"
+
+
+class Stepped(NamedTuple):
+    """Flat elements that an optimizer step updates, what the step is told, and its line."""
+
+    elements: Cover
+    setting: Hashable
+    line: int
 
 
 def wanted_now(run: Run) -> Wanted:
@@ -117,15 +126,7 @@ def _statistic_problem(run: Run, region: Region, kind: str) -> str | None:
 def _coverage_problem(run: Run, value: Statistic, name: str) -> str | None:
     intervals: dict[str, list[tuple[int, int]]] = {}
     for cover in value.covers:
-        starts = [cover.shift]
-        length = cover.numel
-        for axis, stride in sorted(cover.strides, key=lambda item: item[1]):
-            size = run.layout.sizes[axis]
-            if stride == length:
-                length *= size
-            else:
-                starts = [start + rank * stride for rank in range(size) for start in starts]
-        intervals.setdefault(cover.flat, []).extend((start, start + length) for start in starts)
+        intervals.setdefault(cover.flat, []).extend(expanded(cover, run.layout.sizes))
     for flat in run.program.flats:
         if not flat.is_trainable:
             continue
@@ -145,6 +146,19 @@ def _coverage_problem(run: Run, value: Statistic, name: str) -> str | None:
             if at < stop:
                 return f"{name} leaves out the gradient of {slot.name}"
     return None
+
+
+def expanded(cover: Cover, sizes: Mapping[str, int]) -> list[tuple[int, int]]:
+    """The intervals of flat elements that a cover stands for on all ranks together."""
+    starts = [cover.shift]
+    length = cover.numel
+    for axis, stride in sorted(cover.strides, key=lambda item: item[1]):
+        size = sizes[axis]
+        if stride == length:
+            length *= size
+        else:
+            starts = [start + rank * stride for rank in range(size) for start in starts]
+    return [(start, start + length) for start in starts]
 
 
 # ----------------------------------------------------------------------------------------------------- the decision
@@ -168,6 +182,14 @@ def decide(run: Run, op: ops.Decide) -> None:
             "decide reads a loss scale that is no longer the one the backward used",
             op.loss_scale.buffer,
         )
+    told = (
+        "decide",
+        op.overflow is not None,
+        op.max_norm,
+        _held(run, op.step),
+        None if op.loss_scale is None else _held(run, op.loss_scale),
+    )
+    run.settings.setdefault(told, run.line)
     number = run.numbering.of(("decision", run.section.name, run.line))
     run.decided[number] = op.skip is not None
     run.memory.write(op.gradient_divisor, [(0, 1, Decision("divisor", number))])
@@ -180,19 +202,31 @@ def decide(run: Run, op: ops.Decide) -> None:
 
 
 def _check_divisor(run: Run, op: ops.Decide) -> None:
+    """The option ``micro_steps`` is how many micro-batches the engine takes, so it is what to divide by."""
     world_size = run.program.mesh.world_size
-    given = run.program.option.get("micro_steps", "")
-    if not run.layout.has_past:
-        wanted = f"the world size {world_size}"
-        is_right = op.divisor == world_size
-    elif given.isdecimal():
-        wanted = f"{world_size} ranks × {given} micro-steps"
-        is_right = op.divisor == world_size * int(given)
-    else:
-        wanted = f"a multiple of the world size {world_size}"
-        is_right = op.divisor % world_size == 0 and op.divisor > world_size
-    if not is_right:
-        run.fail("Z402", f"decide divides gradients by {op.divisor} instead of {wanted}")
+    given = run.program.option.get("micro_steps", "" if run.layout.has_past else "1")
+    count = int(given) if given.isdecimal() else 0
+    if count < 1:
+        run.fail(
+            "Z402",
+            f"decide divides by {op.divisor}, but no option micro_steps says how many there are",
+        )
+    elif count > 1 and not run.layout.has_past:
+        run.fail(
+            "Z402", f"a step has {count} micro-steps, but the program has no section micro_step"
+        )
+    elif op.divisor != world_size * count:
+        ranks = (
+            f"the world size {world_size}"
+            if count == 1
+            else f"{world_size} ranks × {count} micro-steps"
+        )
+        run.fail("Z402", f"decide divides gradients by {op.divisor} instead of {ranks}")
+
+
+def _held(run: Run, region: Region) -> Hashable:
+    """What a scalar holds, wherever it stands."""
+    return tuple(run.memory.read(region))
 
 
 def _is_version(run: Run, region: Region, version: int) -> bool:
@@ -202,7 +236,7 @@ def _is_version(run: Run, region: Region, version: int) -> bool:
             continue
         if not (isinstance(value, Elements) and isinstance(value.key, NamedKey)):
             return False
-        if value.key.version != version or value.summed:
+        if value.key.version != version or value.summed or value.strides:
             return False
     return True
 
@@ -224,6 +258,8 @@ def update_scale(run: Run, op: ops.UpdateScale) -> None:
         run.fail("Z405", "update_scale does not follow this step's skip decision", op.skip.buffer)
     if not _is_version(run, op.state, 0):
         run.fail("Z405", "the loss scale is updated a second time", op.state.buffer)
+    told = ("scale", _held(run, op.state), op.window, op.factor, op.hysteresis, op.minimum)
+    run.settings.setdefault(told, run.line)
     _advance(run, op.state)
 
 
@@ -241,6 +277,7 @@ def _decision(run: Run, region: Region, what: str) -> int | None:
 def optimizer_step(run: Run, op: ops.OptimizerStep) -> None:
     """Each element moves to the next version, with its states, by its final gradient, after the decision."""
     _check_scalars(run, op)
+    setting = (op.algorithm, _held(run, op.step), _held(run, op.lr), _held(run, op.hyper))
     states = [
         (name, run.take(r, "Z403"))
         for name, r in zip(op.algorithm.state_names, op.states, strict=True)
@@ -269,6 +306,9 @@ def optimizer_step(run: Run, op: ops.OptimizerStep) -> None:
         key = value.key
         if not run.program.flat_by_name[key.flat].is_trainable:
             run.fail("Z403", f"optimizer_step updates the frozen flat {key.flat}", op.param.buffer)
+        elements = Cover(key.flat, value.shift + a, value.strides, b - a, True)
+        run.steps.append(Stepped(elements, setting, run.line))
+        _check_group(run, op, elements)
         if key.version:
             run.fail(
                 "Z403",
@@ -293,6 +333,34 @@ def optimizer_step(run: Run, op: ops.OptimizerStep) -> None:
     run.memory.write(op.param, written)
     for region, pieces in zip(op.states, written_states, strict=True):
         run.memory.write(region, pieces)
+
+
+def _check_group(run: Run, op: ops.OptimizerStep, elements: Cover) -> None:
+    """A step of a group touches the group's elements, with the group's algorithm."""
+    group = run.shared.groups.get(op.group)
+    if group is None:
+        if run.shared.groups:
+            run.fail("Z403", f"optimizer_step names group {op.group}, which is not declared")
+        return
+    if group.algorithm is not op.algorithm:
+        run.fail(
+            "Z403",
+            f"optimizer_step is {op.algorithm}, but group {op.group} trains with {group.algorithm}",
+        )
+    own = group.intervals.get(elements.flat, ())
+    for start, stop in expanded(elements, run.layout.sizes):
+        for a, b, slot in run.layout.between(elements.flat, start, stop):
+            at = a
+            for low, high in own:
+                if low <= at < high:
+                    at = high
+            if slot is not None and at < b:
+                run.fail(
+                    "Z403",
+                    f"optimizer_step of group {op.group} updates {slot.name}, which is not in that group",
+                    op.param.buffer,
+                )
+                return
 
 
 def _cut(pieces: PieceList, start: int, stop: int) -> list[tuple[int, int, Value]]:

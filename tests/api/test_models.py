@@ -1,0 +1,99 @@
+"""A program and its model file may move: where the file is looked for, and what is said where it is not found."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+
+import zeroir
+from tests.support.programs import mlp
+from zeroir import artifact as artifacts
+from zeroir.api import CompiledProgram, load_program
+from zeroir.api.run import find_model, fitted
+from zeroir.artifact import Artifact
+from zeroir.config import make_options
+from zeroir.errors import UserError
+from zeroir.passes.pipelines import lower
+
+SOURCE = b"# a model\n"
+
+
+@pytest.fixture
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """``project/build/gpt.zir``, compiled in ``project`` from ``examples/gpt.py``; nobody is in ``project`` now."""
+    artifact = Artifact(
+        logical=mlp(),
+        scheduled=lower(mlp(), make_options({"stage": 2, "world_size": 2})),
+        model_path="examples/gpt.py",
+        model_sha256=hashlib.sha256(SOURCE).hexdigest(),
+        torch_version="2.13.0",
+        zeroir_version=zeroir.__version__,
+    )
+    for folder in ("project/build", "project/examples", "elsewhere"):
+        (tmp_path / folder).mkdir(parents=True)
+    path = tmp_path / "project" / "build" / "gpt.zir"
+    artifacts.save(artifact, path)
+    (tmp_path / "project" / "examples" / "gpt.py").write_bytes(SOURCE)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    return path
+
+
+def moved(path: Path, target: Path) -> Path:
+    return path.rename(target)
+
+
+def found(path: Path) -> Path:
+    return find_model(load_program(path)).resolve()
+
+
+def test_from_any_folder(program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = program.parents[1] / "examples" / "gpt.py"
+    assert found(program) == expected
+    monkeypatch.chdir(program.parent)
+    assert found(Path("gpt.zir")) == expected
+    monkeypatch.chdir(program.parents[1])
+    assert found(Path("build/gpt.zir")) == expected
+
+
+def test_a_program_that_moved_alone_still_works_where_it_was_compiled(
+    program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path / "project")
+    assert found(moved(program, tmp_path / "gpt.zir")).parent.name == "examples"
+
+
+def test_beside_the_program(program: Path, tmp_path: Path) -> None:
+    model = moved(tmp_path / "project" / "examples" / "gpt.py", tmp_path / "elsewhere" / "gpt.py")
+    assert found(moved(program, tmp_path / "elsewhere" / "other.zir")) == model
+
+
+def test_the_right_one_of_several(program: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere" / "examples").mkdir()
+    (tmp_path / "elsewhere" / "examples" / "gpt.py").write_text("# another model\n")
+    assert found(program) == tmp_path / "project" / "examples" / "gpt.py"
+
+
+def test_where_it_is_gone(program: Path, tmp_path: Path) -> None:
+    (tmp_path / "project" / "examples" / "gpt.py").unlink()
+    with pytest.raises(UserError, match=r"examples/gpt\.py.*gpt\.zir.*--model"):
+        find_model(load_program(program))
+
+
+def test_lowering_anew_is_said_in_a_line(program: Path) -> None:
+    compiled = load_program(program)
+    assert fitted(compiled, 2) == (compiled, None)
+    other, note = fitted(compiled, 1)
+    assert note == "Compiled for 2 ranks, lowered again for 1."
+    assert other.path == program
+    assert other.program.mesh.world_size == 1
+    assert fitted(other, 3)[1] == "Compiled for 1 rank, lowered again for 3."
+
+
+def test_a_program_says_in_a_line_what_it_is(program: Path) -> None:
+    compiled: CompiledProgram = load_program(program)
+    units = len(compiled.units)
+    assert repr(compiled) == (
+        f"<CompiledProgram of examples/gpt.py: stage 2, fp32, 2 ranks, {units} units>"
+    )

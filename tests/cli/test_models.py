@@ -1,0 +1,66 @@
+"""The example, a Hugging Face Llama and the model of traps: each equals eager replicas at every stage, and trains."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import GPT, Zeroir
+from tests.cli.test_run import run
+
+FOLDER = Path(__file__).parents[1] / "support" / "models"
+MODELS: dict[str, str | Path] = {
+    "gpt": GPT,
+    "llama": FOLDER / "llama.py",
+    "traps": FOLDER / "traps.py",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("model", MODELS)
+def test_equal_to_eager_replicas(zeroir: Zeroir, model: str, stage: int) -> None:
+    precision = ("fp32", "bf16", "fp16", "fp32")[stage]
+    options = ["--stage", str(stage), "--precision", precision, "--world-size", "3"]
+    answer = zeroir("check", MODELS[model], *options, "--steps", "3", "--json")
+    assert answer.exit_code == 0, answer.out + answer.err
+    assert answer.json["tolerance"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("micro_steps", [2, 3])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_accumulation_equals_eager_replicas(zeroir: Zeroir, stage: int, micro_steps: int) -> None:
+    options = ["--stage", str(stage), "--micro-steps", str(micro_steps), "--precision", "bf16"]
+    answer = zeroir("check", MODELS["gpt"], *options, "--world-size", "3", "--steps", "2", "--json")
+    assert answer.exit_code == 0, answer.out + answer.err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam"])
+def test_every_optimizer_equals_torch(zeroir: Zeroir, optimizer: str) -> None:
+    options = ["--optimizer", optimizer, "--weight-decay", "0.1", "--world-size", "3"]
+    answer = zeroir("check", MODELS["traps"], *options, "--json")
+    assert answer.exit_code == 0, answer.out + answer.err
+    assert answer.json["tolerance"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.parametrize("model", ["llama", "traps"])
+def test_trains_on_processes(model: str, tmp_path: Path) -> None:
+    succeed("compile", MODELS[model], "--world-size", "2", "-o", "model.zir", cwd=tmp_path)
+    lines = succeed(
+        "run", "model.zir", "--nproc", "2", "--steps", "3", "--log-every", "1", cwd=tmp_path
+    )
+    losses = [float(line.split("loss")[1].split()[0]) for line in lines]
+    assert len(losses) == 3
+    # Both repeat their one example batch or learn tiny data, so the loss falls.
+    assert losses[-1] < losses[0]
+
+
+def succeed(*arguments: str | Path, cwd: Path) -> list[str]:
+    made = run(*arguments, cwd=cwd)
+    assert made.returncode == 0, made.stderr
+    return made.stdout.splitlines()

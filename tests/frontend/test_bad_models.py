@@ -1,0 +1,168 @@
+"""Models that cannot be compiled get one sentence with the line and what to do; none gets a traceback."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.support.eager import traced
+from zeroir.errors import UserError
+
+TEXT = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.hidden = [torch.ones(4)]
+
+    def forward(self, x):
+        {forward}
+
+class Numpy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return torch.from_numpy(x.numpy())
+
+@torch.library.custom_op("foreign::double", mutates_args=())
+def foreign(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+foreign.register_fake(torch.empty_like)
+foreign.register_autograd(lambda ctx, grad: grad * 2)
+
+def model():
+    return {model}
+
+def batch():
+    return {batch}
+"""
+
+FORWARDS = {
+    "if self.layer(x).sum() > 0: x = x * 2": r"model.py:13 uses the values of a tensor to decide",
+    "return self.layer(x).sum().item()": r"model.py:13 uses the values of a tensor to decide",
+    "return x[x > 0].mean() + self.layer(x).mean()": r"model.py:13 uses the values of a tensor",
+    "return (self.layer(x) + torch.rand(4)).mean()": r"model.py:13 draws random numbers with aten.rand",
+    "return torch.bernoulli(self.layer(x)).mean()": r"model.py:13 draws random numbers",
+    "return self.layer(x)": r"loss must be one number, but it has the shape \(3, 4\)",
+    "return None": r"forward must return the loss: .* it returned NoneType",
+    "return {'value': self.layer(x).mean()}": r"it returned dict, which has none",
+    "return self.layer(x).mean(), x": r"it returned tuple, which has none",
+    "return {'loss': 1.0}": r"it returned dict whose loss is float",
+    "return self.layer(x).argmax()": r"must be a floating-point number, but it is torch.int64",
+    "return x.mean()": r"does not depend on any trainable parameter",
+    "x.add_(1); return self.layer(x).mean()": r"changes its input 0 in place; clone it first",
+    "return torch.view_as_complex(self.layer(x).view(3, 2, 2)).abs().mean()": (
+        r"model.py:13 makes a tensor of torch.complex64, an element type that programs do not have"
+    ),
+    "return (self.layer(x) @ torch.ones(3, 3)).mean()": r"cannot be traced at .*model.py:13: Runtime",
+    "raise RuntimeError('one' + chr(10) + 'two')": r"cannot be traced at .*:13: RuntimeError: one two$",
+    "return (self.layer(x) * self.hidden[0]).mean()": (
+        r"model.py:13 uses a tensor that the model does not know as a parameter or buffer"
+    ),
+    "loss = self.layer(x).mean(); loss.backward(); return loss": r":13: .*forward calls backward\(\)",
+    "return self.layer(x.double()).mean()": r":13: TypeError: linear mixes float64 with narrower",
+    "return torch.sparse.mm(x.t().to_sparse(), self.layer(x)).mean()": (
+        r"model.py:13 uses the operator aten._to_sparse.default, which is not on the list of pure ops"
+    ),
+    "return Numpy.apply(self.layer(x)).mean()": r"cannot be traced at .*model.py:18: RuntimeError: .numpy",
+    "return foreign(self.layer(x)).mean()": (
+        r"model.py:13 uses the operator foreign.double.default, which is not on the list of pure ops"
+    ),
+    "with torch.no_grad(): self.layer.bias.add_(1)\n        return self.layer(x).mean()": (
+        r"changes its parameter layer.bias in place during forward"
+    ),
+    "return torch.cond(x.sum() > 0, torch.sin, torch.cos, (self.layer(x),)).mean()": r"model.py:13",
+    "return float(x.numpy().sum()) * self.layer(x).mean()": r"cannot be traced at .*model.py:13",
+}
+
+
+def write(tmp_path: Path, **parts: str) -> Path:
+    path = tmp_path / "model.py"
+    given = {
+        "forward": "return self.layer(x).mean()",
+        "model": "Model()",
+        "batch": "(torch.ones(3, 4),)",
+    }
+    text = TEXT
+    for name, part in (given | parts).items():
+        text = text.replace(f"{{{name}}}", part)
+    path.write_text(text)
+    return path
+
+
+def refusal(path: Path, **options: object) -> str:
+    with pytest.raises(UserError) as caught:
+        traced(path, **options)
+    sentence = str(caught.value)
+    assert "\n" not in sentence
+    assert len(sentence) < 500
+    return sentence
+
+
+@pytest.mark.parametrize("forward", FORWARDS)
+def test_forwards(forward: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    sentence = refusal(write(tmp_path, forward=forward))
+    assert re.search(FORWARDS[forward], sentence), sentence
+    assert "Traceback" not in "".join(capfd.readouterr())
+
+
+@pytest.mark.parametrize(
+    ("batch", "sentence"),
+    [
+        ("None", "must return a tuple or dict of tensors, but it is of type NoneType"),
+        ("(3,)", "but its element 0 is of type int"),
+        ("{'x': {'y': 'text'}}", "but its element x.y is of type str"),
+        ("()", "returned no tensor"),
+        ("(torch.ones(3, 4), torch.ones(2))", "forward() takes 2 positional arguments but 3"),
+        ("{'y': torch.ones(3, 4)}", "unexpected keyword argument 'y'"),
+        ("(torch.ones(3, 4, dtype=torch.complex64),)", "input 0 is torch.complex64"),
+        ("1 / 0", "batch() failed at"),
+        ("{'a.b': torch.ones(1), 'a': {'b': torch.ones(1)}}", "has two tensors at a.b"),
+    ],
+)
+def test_batches(batch: str, sentence: str, tmp_path: Path) -> None:
+    assert sentence in refusal(write(tmp_path, batch=batch))
+
+
+@pytest.mark.parametrize(
+    ("model", "sentence"),
+    [
+        ("3", "returned int; it must return a torch.nn.Module"),
+        ("Model().requires_grad_(False)", "without a trainable parameter: none of its parameters"),
+        ("nn.Identity()", "without a trainable parameter: none of its parameters"),
+        ("nn.LazyLinear(3)", "The parameter weight of the model has no shape yet"),
+        ("nn.Linear(0, 3)", "The parameter weight of the model has no elements, for its shape"),
+        ("torch.jit.script(nn.Linear(2, 3))", "with TorchScript in it (the whole)"),
+        ("nn.Sequential(torch.jit.trace(nn.Linear(2, 3), torch.ones(1, 2)))", "in it (0)"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_models(model: str, sentence: str, tmp_path: Path) -> None:
+    assert sentence in refusal(write(tmp_path, model=model))
+
+
+@pytest.mark.slow
+def test_flex_attention_is_refused_for_what_it_is(tmp_path: Path) -> None:
+    path = write(
+        tmp_path, forward="q = self.layer(x)[None, None]; return flex_attention(q, q, q).sum()"
+    )
+    text = path.read_text().replace(
+        "from torch import nn",
+        "from torch.nn.attention.flex_attention import flex_attention; from torch import nn",
+    )
+    path.write_text(text)
+    assert re.search(
+        r"model.py:13 uses a higher-order operator such as .* flex_attention", refusal(path)
+    )
+
+
+def test_patterns_that_match_nothing(tmp_path: Path) -> None:
+    sentence = refusal(write(tmp_path), precision="bf16", keep_fp32=("norm*",))
+    assert sentence == (
+        "--keep-fp32 norm* matches no module or parameter of the model; names look like layer.bias."
+    )
+    assert "--units blocks.* matches no module" in refusal(write(tmp_path), units="blocks.*")

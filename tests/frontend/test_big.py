@@ -1,0 +1,31 @@
+"""A model of 7.5 billion parameters is traced without a weight being allocated."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+CODE = """
+import json, resource
+from zeroir.config import make_options
+from zeroir.frontend import load_model_file, trace
+
+model_file = load_model_file("tests/support/models/big_gpt.py")
+program = trace(model_file, make_options({"world_size": 1, "precision": "bf16"}))
+peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+print(json.dumps([program.parameters_numel, len(program.segments), peak_bytes]))
+"""
+
+
+@pytest.mark.slow
+def test_it_takes_less_than_a_gigabyte() -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", CODE], cwd=ROOT, capture_output=True, text=True, check=True, timeout=200
+    )  # fmt: skip
+    numel, segments, peak_bytes = json.loads(result.stdout)
+    assert numel > 7.4e9
+    assert segments == 6
+    assert peak_bytes < 10**9

@@ -1,0 +1,90 @@
+"""Programs of the example, their runs on the CPU that GPU runs are compared with, and bytes by torch's counters."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import zeroir
+from examples import gpt
+from zeroir.frontend.entry import ModelFile, load_model_file
+from zeroir.ir.buffers import Buffer, Space
+from zeroir.ir.program import Program
+from zeroir.runtime.batch import Batch
+from zeroir.runtime.engine import Engine
+from zeroir.runtime.lockstep import Lockstep
+
+ROOT = Path(__file__).parents[2]
+STEPS = 6
+SEED = 3
+ALIGNMENT_BYTES = 512
+"""What CUDA's caching allocator rounds small requests up to."""
+
+TOLERANCE = {"fp32": 1e-5, "bf16": 2**-8, "fp16": 2**-11}
+"""Relative differences of the example's losses that kernels with other orders of additions may make in a few steps:
+one rounding of the compute dtype, and in FP32 what AdamW's first steps, which look at signs, make of its roundings."""
+
+MLP_TOLERANCE = {"fp32": 1e-5, "bf16": 2**-6, "fp16": 2**-9}
+"""The same for ``mlp``, whose few elements average less: four roundings, relative and absolute."""
+
+
+@cache
+def example_file() -> ModelFile:
+    """``examples/gpt.py``."""
+    return load_model_file(str(ROOT / "examples" / "gpt.py"))
+
+
+@cache
+def example(stage: int, world_size: int, precision: str) -> Program:
+    """The scheduled program of ``examples/gpt.py``."""
+    options = {"stage": stage, "world_size": world_size, "precision": precision}
+    return zeroir.compile(str(example_file().path), **options).program
+
+
+def example_batches(steps: int = STEPS) -> list[tuple[Tensor, Tensor]]:
+    """The first batches of a rank that is alone."""
+    batches = gpt.batches(0, 1, SEED)
+    return [next(batches) for _ in range(steps)]
+
+
+@cache
+def example_losses(precision: str) -> Tensor:
+    """The losses of the example on one rank of the CPU reference; they are the same at every stage."""
+    lockstep = Lockstep(example(0, 1, precision), seed=SEED)
+    lockstep.initialise(example_file().model, SEED)
+    results = [lockstep.step([[batch]])[0] for batch in example_batches()]
+    return torch.stack([result.loss for result in results])
+
+
+def losses_of(engine: Engine, batches: Sequence[Batch]) -> Tensor:
+    """The loss of every step, on the CPU."""
+    return torch.tensor([engine.step(batch).loss for batch in batches])
+
+
+def persistent(program: Program) -> list[Buffer]:
+    """What a rank holds on its device between steps."""
+    return [b for b in program.buffers if b.is_persistent and b.space is Space.DEVICE]
+
+
+def rounded_bytes(buffers: list[Buffer]) -> int:
+    """Bytes that the caching allocator gives to buffers of up to 1 MiB each."""
+    return sum(-(-b.size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for b in buffers)
+
+
+def requested_bytes() -> int:
+    """Bytes that were asked of the allocator and not given back, before any rounding."""
+    gc.collect()
+    torch.cuda.synchronize()
+    return int(torch.cuda.memory_stats()["requested_bytes.all.current"])
+
+
+def allocated_bytes() -> int:
+    """Bytes that the allocator has given out, as it rounds them."""
+    gc.collect()
+    torch.cuda.synchronize()
+    return torch.cuda.memory_allocated()

@@ -1,0 +1,158 @@
+"""Memory by torch's own counters: at rest to the byte, of one rank and of one of many."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.gpu.support import (
+    ALIGNMENT_BYTES,
+    ROOT,
+    SEED,
+    allocated_bytes,
+    example,
+    example_batches,
+    example_file,
+    persistent,
+    requested_bytes,
+    rounded_bytes,
+)
+from tests.runtime.support import initial_flats, lowered
+from tests.support.programs import mlp
+from zeroir.config import make_options
+from zeroir.frontend import load_model_file, trace
+from zeroir.ir.memory import MODEL_STATE_ROLES, model_state_bytes
+from zeroir.ir.program import Program
+from zeroir.runtime.comm.fake import join_fake_world
+from zeroir.runtime.comm.job import Backend
+from zeroir.runtime.engine import Engine
+from zeroir.runtime.storage import Memory
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture
+def world(request: pytest.FixtureRequest) -> Iterator[int]:
+    """Rank 5 of a pretended world of the size that the test gives."""
+    join_fake_world(5, request.param)
+    yield request.param
+    dist.destroy_process_group()
+
+
+def warm_up(device: torch.device) -> None:
+    """Let libraries allocate what they keep for the life of the process."""
+    for precision in ("fp32", "bf16", "fp16"):
+        engine = Engine(example(0, 1, precision), device=device)
+        engine.initialise(example_file().model, SEED)
+        engine.step(example_batches(1)[0])
+        engine.close()
+
+
+def require_states(program: Program) -> None:
+    """The model states among the persistent buffers are what the program says."""
+    states = [b for b in persistent(program) if b.role in MODEL_STATE_ROLES]
+    assert sum(b.size_bytes for b in states) == sum(model_state_bytes(program).values())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("stage", range(4))
+def test_at_rest_the_example_holds_its_persistent_buffers(
+    device: torch.device, stage: int, precision: str
+) -> None:
+    warm_up(device)
+    program = example(stage, 1, precision)
+    require_states(program)
+    buffers = persistent(program)
+    allocated, requested = allocated_bytes(), requested_bytes()
+    engine = Engine(program, device=device, seed=SEED)
+    engine.initialise(example_file().model, SEED)
+    assert max(b.size_bytes for b in buffers) <= 1 << 20
+    for _ in range(2):
+        assert allocated_bytes() - allocated == rounded_bytes(buffers)
+        assert requested_bytes() - requested == sum(b.size_bytes for b in buffers)
+        engine.step(example_batches(1)[0])  # and after a step nothing is left behind
+    engine.close()
+
+
+@pytest.mark.parametrize("world", [8, 64], indirect=True)
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("stage", range(4))
+def test_one_rank_of_many_holds_its_share_and_steps(
+    device: torch.device, world: int, stage: int, precision: str
+) -> None:
+    warm_up(device)
+    program = example(stage, world, precision)
+    require_states(program)
+    buffers = persistent(program)
+    allocated, requested = allocated_bytes(), requested_bytes()
+    engine = Engine(program, backend=Backend.FAKE, device=device, seed=SEED)
+    engine.initialise(example_file().model, SEED)
+    for _ in range(3):
+        assert requested_bytes() - requested == sum(b.size_bytes for b in buffers)
+        if all(b.size_bytes <= 1 << 20 for b in buffers):
+            assert allocated_bytes() - allocated == rounded_bytes(buffers)
+        engine.step(example_batches(1)[0])
+    engine.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [64], indirect=True)
+def test_one_rank_of_64_holds_a_model_of_7_billion_parameters(
+    device: torch.device, world: int
+) -> None:
+    """Stage 3 in bf16: 16 bytes a parameter over 64 ranks, and a step that gathers one unit after the other."""
+    model_file = load_model_file(str(ROOT / "tests" / "support" / "models" / "big_gpt.py"))
+    logical = trace(model_file, make_options({"world_size": world, "precision": "bf16"}))
+    program = lowered(logical, 3, world)
+    states = sum(model_state_bytes(program).values())
+    assert states * world == 16 * sum(flat.padded_numel for flat in program.flats)
+    before = requested_bytes()
+    engine = Engine(program, backend=Backend.FAKE, device=device)
+    assert requested_bytes() - before == sum(b.size_bytes for b in persistent(program))
+    result = engine.step(model_file.batch())
+    assert result.mean_loss is not None
+    assert requested_bytes() - before == sum(b.size_bytes for b in persistent(program))
+    engine.close()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_large_buffers_start_aligned_and_cost_no_more_than_the_allocators_rounding(
+    device: torch.device, precision: str
+) -> None:
+    """Above 1 MiB an allocation may keep up to 1 MiB that is too little to be cut off."""
+    program = lowered(mlp(precision=precision, dim=1024), 1, 1)
+    buffers = persistent(program)
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = allocated_bytes()
+    memory = Memory(program, 0, device)
+    found = allocated_bytes() - before
+    large = sum(1 for b in buffers if b.size_bytes > 1 << 20)
+    assert large > 0
+    assert 0 <= found - rounded_bytes(buffers) <= large * (1 << 20)
+    assert memory.buffer(buffers[0].name).data_ptr() % ALIGNMENT_BYTES == 0
+
+
+def test_gathered_memory_is_reused_while_the_device_is_behind(device: torch.device) -> None:
+    """The host issues a whole step while the device sleeps, and still two units' parameters suffice."""
+    blocks, dim = 12, 512
+    logical = mlp(blocks=blocks, dim=dim, features=64, batch=8)
+    program = lowered(logical, 3, 1)
+    engine = Engine(program, device=device)
+    engine.initialise_flats(initial_flats(logical))
+    batch = {"x": torch.randn(8, 64, device=device)}
+    engine.step(batch)
+    at_rest = requested_bytes()
+    torch.cuda.reset_peak_memory_stats()
+    torch.cuda._sleep(2_000_000_000)  # type: ignore[no-untyped-call]
+    engine.step(batch)
+    grown = torch.cuda.memory_stats()["requested_bytes.all.peak"] - at_rest
+    unit = max(flat.padded_numel for flat in program.flats) * 4
+    # Full gradients are another matter: nothing in the program says when their memory is free.
+    gradients = sum(flat.padded_numel for flat in program.flats) * 4
+    assert grown < gradients + 4 * unit < 2 * gradients
+    engine.close()

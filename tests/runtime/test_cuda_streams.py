@@ -1,0 +1,168 @@
+"""CUDA's streams and events as the program uses them, with stand-ins that only note what comes after what."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import pytest
+import torch
+
+from tests.runtime.support import lowered
+from tests.support.programs import mlp
+from zeroir.ir import ops
+from zeroir.ir.buffers import Region
+from zeroir.ir.mesh import COMPUTE, GATHER, HOST, REDUCE
+from zeroir.ir.ops import Op
+from zeroir.ir.program import Pending, Program, Section, State
+from zeroir.runtime.cuda import CudaStreams
+from zeroir.runtime.reuse import Clocks, Reuse
+
+
+@dataclass(eq=False)
+class Event:
+    """What comes before it: names of streams and how many of their ops."""
+
+    clock: dict[str, int]
+
+    def synchronize(self) -> None:
+        for stream in Driver.streams:
+            stream.join(self.clock)
+
+
+@dataclass(eq=False)
+class Stream:
+    """A queue that knows what its next op comes after."""
+
+    device: object = None
+    name: str = ""
+    clock: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.name = f"stream {len(Driver.streams)}"
+        Driver.streams.append(self)
+
+    def record_event(self) -> Event:
+        return Event(dict(self.clock))
+
+    def wait_event(self, event: Event) -> None:
+        self.join(event.clock)
+
+    def join(self, clock: dict[str, int]) -> None:
+        for name, count in clock.items():
+            self.clock[name] = max(self.clock.get(name, 0), count)
+
+
+class Driver:
+    """The device: every stream there is, and the current one."""
+
+    streams: list[Stream]
+    current: Stream
+
+    @classmethod
+    @contextlib.contextmanager
+    def using(cls, stream: Stream) -> Iterator[None]:
+        before, cls.current = cls.current, stream
+        yield
+        cls.current = before
+
+
+@pytest.fixture(autouse=True)
+def _driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    Driver.streams = []
+    Driver.current = Stream()
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Driver.current)
+    monkeypatch.setattr(torch.cuda, "stream", Driver.using)
+
+
+def run(
+    program: Program,
+) -> tuple[list[tuple[Op, dict[str, int]]], list[tuple[Op, dict[str, int]]]]:
+    """For every op what it comes after, on the device and by the program, under the program's stream names."""
+    done: list[tuple[Op, Stream, dict[str, int]]] = []
+
+    def execute(op: Op) -> None:
+        stream = Driver.current
+        done.append((op, stream, dict(stream.clock)))
+        stream.clock[stream.name] = stream.clock.get(stream.name, 0) + 1
+
+    streams = CudaStreams(program, torch.device("cuda"), execute, Reuse(program))
+    clocks = Clocks()
+    expected: list[tuple[Op, dict[str, int]]] = []
+    for section in program.sections:
+        for pending in (section.entry.pending, section.exit.pending):
+            if pending is section.exit.pending:
+                for op in section.body:
+                    if not isinstance(op, ops.Wait):
+                        expected.append((op, dict(clocks.clock(op.stream))))
+                    clocks.issue(op)
+                    streams.submit(op)
+            names = [one.event for one in pending]
+            streams.join(names)
+            clocks.join(names)
+    streams.close()
+    names_of = {stream.name: op.stream for op, stream, _ in done if not isinstance(op, ops.Wait)}
+    found = [(op, {names_of[s]: n for s, n in clock.items()}) for op, _, clock in done]
+    return found, expected
+
+
+def nonzero(pairs: list[tuple[Op, dict[str, int]]]) -> list[tuple[Op, dict[str, int]]]:
+    return [(op, {s: n for s, n in clock.items() if n}) for op, clock in pairs]
+
+
+@pytest.mark.parametrize("micro_steps", [1, 2])
+@pytest.mark.parametrize("stage", range(4))
+def test_the_device_orders_what_the_program_orders_and_no_more(
+    stage: int, micro_steps: int
+) -> None:
+    program = lowered(mlp(blocks=4, clip=1.0, micro_steps=micro_steps), stage, 4)
+    found, expected = run(program)
+    assert nonzero(found) == nonzero(expected)
+
+
+def fill(stream: str, event: str | None = None, value: float = 0.0) -> ops.Fill:
+    region = Region(buffer="x", offset=0, numel=1)
+    return ops.Fill(destination=region, value=value, stream=stream, event=event)
+
+
+def test_what_crosses_a_joint_holds_nobody_back_but_all_before_it_does() -> None:
+    crossing = State(pending=(Pending(event="0", stream=GATHER),))
+    first = Section(
+        name="last_micro_step", body=(fill(GATHER), fill(GATHER, "0"), fill(REDUCE)), exit=crossing
+    )
+    second = Section(
+        name="update",
+        entry=crossing,
+        body=(fill(COMPUTE), ops.Wait(waited="0", on=COMPUTE), fill(COMPUTE)),
+    )
+    found, expected = run(replace(mlp(), sections=(first, second)))
+    assert nonzero(found) == nonzero(expected)
+    assert found[3][1] == {GATHER: 1, REDUCE: 1}
+    assert found[4][1] == {GATHER: 2, REDUCE: 1, COMPUTE: 1}
+
+
+def test_a_wait_for_a_thread_is_no_wait_for_an_old_event_of_the_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two sections call an event 0; the second one's is signalled by a thread, which fails."""
+    sections = (
+        Section(name="last_micro_step", body=(fill(GATHER, "0"),)),
+        Section(name="update", body=(fill("optimizer", "0"), ops.Wait(waited="0", on=HOST))),
+    )
+    program = replace(mlp(), sections=sections)
+
+    def execute(op: Op) -> None:
+        if isinstance(op, ops.Fill) and op.stream == "optimizer":
+            raise RuntimeError("from the thread")
+
+    streams = CudaStreams(program, torch.device("cuda"), execute, Reuse(program))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    (gather,), (on_thread, wait) = (section.body for section in sections)
+    streams.submit(gather)
+    streams.join([])
+    streams.submit(on_thread)
+    with pytest.raises(RuntimeError, match="from the thread"):
+        streams.submit(wait)
+    streams.close()

@@ -1,0 +1,238 @@
+"""Our operators against torch's: equal bits where the kernel is the same, close where it is not."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend
+
+from zeroir.torch_ops import attention, attention_backward, dropout, neutral_ops
+from zeroir.torch_ops.attention import _math_backward, _math_forward
+
+# The package's name for it is the operator.
+attention_module = sys.modules["zeroir.torch_ops.attention"]
+NO_SEEDS = torch.empty(0, dtype=torch.int64)
+
+
+def both(
+    run: Callable[[], Tensor], wanted: list[Tensor], seeds: Tensor = NO_SEEDS
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Results and gradients of a function under torch's operators and under ours."""
+    found = []
+    for is_neutral in (False, True):
+        if is_neutral:
+            with neutral_ops(seeds):
+                result = run()
+        else:
+            result = run()
+        gradients = torch.autograd.grad(result.float().square().sum(), wanted)
+        found.append([result.detach(), *gradients])
+    return found[0], found[1]
+
+
+def qkv(dtype: torch.dtype, kv_heads: int = 4) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    torch.manual_seed(1)
+    packed = torch.randn(2, 16, 12, 8).to(dtype).requires_grad_()
+    q, k, v = torch.split(packed.transpose(1, 2), 4, 1)
+    return packed, q, k[:, :kv_heads], v[:, :kv_heads]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {},
+        {"is_causal": True},
+        {"attn_mask": torch.linspace(-3, 3, 256).view(16, 16)},
+        {"attn_mask": (torch.arange(256) % 3 > 0).view(16, 16)},
+        {"attn_mask": (torch.arange(512) % 5 > 0).view(2, 1, 16, 16)},
+        {"scale": 0.3},
+        {"enable_gqa": True, "is_causal": True},
+    ],
+    ids=str,
+)
+def test_attention_is_torchs(choice: dict[str, object], dtype: torch.dtype) -> None:
+    packed, q, k, v = qkv(dtype, kv_heads=2 if "enable_gqa" in choice else 4)
+    mask = choice.get("attn_mask")
+    if isinstance(mask, Tensor) and mask.dtype.is_floating_point:
+        choice = {**choice, "attn_mask": mask.to(dtype)}
+    run: Callable[..., Tensor] = F.scaled_dot_product_attention
+    torchs, ours = both(lambda: run(q, k, v, **choice), [packed])
+    for one, other in zip(torchs, ours, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("has_mask", [False, True])
+def test_plain_products_agree_with_the_fused_kernel(is_causal: bool, has_mask: bool) -> None:
+    _, q, k, v = (x.detach().double() for x in qkv(torch.float32))
+    bias = torch.randn(16, 16, dtype=torch.float64) if has_mask and not is_causal else None
+    out, lse = attention(q, k, v, bias, is_causal, None)
+    plain, plain_lse = _math_forward(q, k, v, bias, is_causal, None)
+    torch.testing.assert_close(plain, out)
+    torch.testing.assert_close(plain_lse, lse)
+    grad = torch.randn_like(out)
+    fused = attention_backward(grad, q, k, v, bias, out, lse, is_causal, None)
+    for one, other in zip(
+        _math_backward(grad, q, k, v, bias, out, lse, is_causal, None), fused, strict=True
+    ):
+        torch.testing.assert_close(one, other)
+
+
+def test_a_row_that_may_attend_to_nothing_is_zero() -> None:
+    _, q, k, v = (x.detach() for x in qkv(torch.float32))
+    bias = torch.zeros(16, 16)
+    bias[3] = -torch.inf
+    out, lse = _math_forward(q, k, v, bias, False, None)
+    assert torch.equal(out[:, :, 3], torch.zeros_like(out[:, :, 3]))
+    grads = _math_backward(torch.ones_like(out), q, k, v, bias, out, lse, False, None)
+    assert all(grad.isfinite().all() for grad in grads)
+
+
+def test_operators_are_registered_as_torch_wants_them() -> None:
+    _, q, k, v = (x.detach().requires_grad_() for x in qkv(torch.float32))
+    torch.library.opcheck(torch.ops.zeroir.attention, (q, k, v, None, True, None))
+    x = torch.randn(5, 3, requires_grad=True)
+    torch.library.opcheck(torch.ops.zeroir.dropout, (x, 0.3, torch.tensor([5])))
+    statistics = torch.zeros(3), torch.ones(3)
+    weights = torch.ones(3, requires_grad=True), torch.zeros(3, requires_grad=True)
+    for training in (True, False):
+        torch.library.opcheck(
+            torch.ops.zeroir.batch_norm, (x, *weights, *statistics, training, 0.1, 1e-5)
+        )
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("shape", [(6, 4), (3, 4, 5), (2, 4, 3, 3)])
+@pytest.mark.parametrize("tracks", [True, False])
+def test_batch_norm_is_torchs(training: bool, shape: tuple[int, ...], tracks: bool) -> None:
+    kind = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d}[len(shape)]
+    torch.manual_seed(2)
+    one, other = kind(4, track_running_stats=tracks), kind(4, track_running_stats=tracks)
+    x = torch.randn(shape, requires_grad=True)
+    results = []
+    for module, is_neutral in ((one, False), (other, True)):
+        module.train(training)
+        with neutral_ops(NO_SEEDS) if is_neutral else torch.enable_grad():
+            y = module(x)
+        loss = (y * torch.arange(y.numel()).view(shape)).sum()
+        gradients = torch.autograd.grad(loss, [x, module.weight, module.bias])
+        results.append([y, *gradients, *module.buffers()])
+    for expected, found in zip(*results, strict=True):
+        assert torch.equal(expected, found)
+
+
+@given(st.integers(-(2**63), 2**63 - 1), st.sampled_from([0.0, 0.1, 0.5, 0.9, 1.0]))
+@settings(max_examples=25, deadline=None)
+def test_dropout_keeps_its_share_and_scales_it(seed: int, p: float) -> None:
+    x = torch.ones(40_000)
+    out, mask = dropout(x, p, torch.tensor([seed]))
+    assert abs(mask.float().mean().item() - (1 - p)) < 0.015
+    kept = torch.where(mask, 1 / (1 - p) if p < 1 else 0.0, 0.0)
+    torch.testing.assert_close(out, kept)
+    again = dropout(x.view(200, 200).t(), p, torch.tensor([seed]))[1]
+    assert torch.equal(again.reshape(-1), mask)
+
+
+@given(st.integers(-(2**63), 2**63 - 1), st.floats(0, 1), st.integers(1, 100))
+@settings(deadline=None)
+def test_dropout_is_splitmix64(seed: int, p: float, numel: int) -> None:
+    mask = dropout(torch.ones(numel), p, torch.tensor([seed]))[1]
+    expected = [splitmix64(seed, i) >> 40 >= round(p * 2**24) for i in range(1, numel + 1)]
+    assert mask.tolist() == expected
+
+
+def splitmix64(seed: int, i: int) -> int:
+    z = (seed + i * 0x9E3779B97F4A7C15) % 2**64
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
+    return z ^ (z >> 31)
+
+
+def test_dropout_of_different_seeds_and_places_is_independent() -> None:
+    masks = torch.stack([dropout(torch.ones(4096), 0.5, torch.tensor([s]))[1] for s in range(16)])
+    centred = masks.float() - 0.5
+    correlation = (centred @ centred.t()) / (0.25 * 4096)
+    correlation.fill_diagonal_(0)
+    assert correlation.abs().max() < 0.08
+
+
+def test_dropout_uses_the_seeds_in_order_and_refuses_more_calls() -> None:
+    x = torch.ones(100)
+    seeds = torch.tensor([3, 4])
+    with neutral_ops(seeds) as mode:
+        found = [F.dropout(x, 0.5), F.dropout(x, 0.5, training=False), nn.Dropout(0.5)(x)]
+        assert mode.sites == 2
+        with pytest.raises(IndexError, match="more calls of dropout than the 2 seeds"):
+            F.dropout(x, 0.5)
+    expected = [dropout(x, 0.5, seeds[:1])[0], x, dropout(x, 0.5, seeds[1:])[0]]
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def test_losses_of_16_bit_inputs_are_fp32() -> None:
+    logits = torch.randn(4, 7).half().requires_grad_()
+    targets = torch.tensor([0, 1, 2, 3])
+    with neutral_ops(NO_SEEDS):
+        loss = F.cross_entropy(logits, targets)
+        assert nn.MSELoss()(logits, logits.detach()).dtype == torch.float32
+    assert loss.dtype == torch.float32
+    (grad,) = torch.autograd.grad(loss, logits, torch.tensor(65536.0))
+    assert grad.isfinite().all()
+
+
+def test_where_types_meet_the_narrow_one_wins_outside_of_losses() -> None:
+    x, layer = torch.randn(3, 4), nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 5)).bfloat16()
+    with neutral_ops(NO_SEEDS):
+        assert layer(x).dtype == torch.bfloat16
+        assert (x @ torch.ones(4, 2, dtype=torch.float16)).dtype == torch.float16
+        assert torch.einsum("ij,jk->ik", x, torch.ones(4, 2).bfloat16()).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("length", [16, 21])
+@pytest.mark.parametrize("backend", [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION])
+def test_the_calls_of_cudas_kernels_fit_torchs_shape_functions(
+    backend: SDPBackend, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def meta(heads: int, rows: int, dim: int = 32) -> Tensor:
+        return torch.empty(2, rows, heads, dim, dtype=torch.bfloat16, device="meta").transpose(1, 2)
+
+    def choose(*_: object) -> SDPBackend:
+        return backend
+
+    monkeypatch.setattr(attention_module, "_kernel", choose)
+    is_flash = backend is SDPBackend.FLASH_ATTENTION
+    mask = None if is_flash else torch.empty(1, 1, length, length, dtype=torch.bool, device="meta")
+    q, k, v = meta(4, length), meta(2, length), meta(2, length)
+    out, lse = attention_module.attention._init_fn(q, k, v, mask, is_flash, 0.25)
+    assert (out.shape, out.stride()) == (q.shape, q.stride())
+    assert (lse.shape, lse.dtype) == ((2, 4, length), torch.float32)
+    grads = attention_module.attention_backward._init_fn(
+        torch.empty_like(out), q, k, v, mask, out, lse, is_flash, 0.25
+    )
+    for grad, x in zip(grads, (q, k, v), strict=True):
+        assert (grad.shape, grad.stride(), grad.dtype) == (x.shape, x.stride(), x.dtype)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        torch.zeros(1, 1, 5, 21),
+        torch.zeros(2, 1, 21, 5).transpose(2, 3),
+        torch.zeros(5, 1),
+        torch.zeros(2, 4, 5, 21, dtype=torch.float64),
+    ],
+)
+def test_masks_are_laid_out_for_the_memory_efficient_kernel(mask: Tensor) -> None:
+    q, k = torch.zeros(2, 4, 5, 8), torch.zeros(2, 4, 21, 8)
+    found = attention_module._aligned(mask, q, k)
+    assert found is not None
+    assert (found.shape, found.dtype) == ((2, 4, 5, 21), torch.float32)
+    assert found.stride(3) == 1
+    assert all(step % 16 == 0 for step in found.stride()[:3])

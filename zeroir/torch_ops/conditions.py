@@ -1,0 +1,40 @@
+"""The conditions under which a model is traced, and under which eager PyTorch must run to compute the same."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator, Iterator
+from unittest import mock
+
+import torch
+from torch.utils import checkpoint
+
+
+@contextlib.contextmanager
+def tracing_conditions() -> Iterator[None]:
+    """Take the branches that a model takes while it is traced.
+
+    * ``torch.compiler.is_compiling()`` says yes: models ask it before they look at the values of tensors, and do
+      something else that is as right but rounds differently. ``is_exporting()`` does not: shapes are what they are, so
+      attention may be called causal where a model for any shape would make a mask.
+    * Probability distributions do not check their parameters, for which they would look at their values.
+    * What a model compiles for itself runs eagerly, as the rest of it.
+    * Activation checkpoints just call their function. What is saved and what is recomputed is the program's to say,
+      and a recomputation in the backward would not run under the mode that the forward ran under.
+    """
+    with (
+        mock.patch.object(torch.compiler, "_is_compiling_flag", True),
+        mock.patch.object(torch.distributions.Distribution, "_validate_args", False),
+        torch.compiler.set_stance("force_eager"),
+        mock.patch.object(checkpoint.CheckpointFunction, "apply", _call),
+        mock.patch.object(checkpoint, "_checkpoint_without_reentrant_generator", _nothing),
+    ):
+        yield
+
+
+def _call(function: Callable[..., object], _: object, *args: object) -> object:
+    return function(*args)
+
+
+def _nothing(*_: object, **__: object) -> Generator[None, None, None]:
+    yield
