@@ -14,13 +14,26 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Final
+from typing import Final, Protocol
 
 import torch.distributed as dist
 
 _INTERVAL_S: Final = 10.0
 _SILENCE_S: Final = 60.0
-_DONE: Final = b"done"
+_DONE: Final = "done"
+
+
+class Store(Protocol):
+    """What is needed of torch's stores, whose types torch does not export."""
+
+    def set(self, key: str, value: str, /) -> None:
+        """Let every rank read the value."""
+
+    def get(self, key: str, /) -> bytes:
+        """The value; waits for one."""
+
+    def check(self, keys: list[str], /) -> bool:
+        """Whether there is a value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +53,7 @@ class Heartbeat:
 
     def __init__(
         self,
-        store: dist.Store,
+        store: Store,
         rank: int,
         world_size: int,
         on_silence: Callable[[int], None],
@@ -61,7 +74,7 @@ class Heartbeat:
         self._is_over.set()
         self._thread.join(self._beat.interval_s)
         with contextlib.suppress(RuntimeError):
-            self._store.set(str(self._rank), _DONE)  # type: ignore[arg-type]
+            self._store.set(str(self._rank), _DONE)
 
     def _run(self) -> None:
         with contextlib.suppress(RuntimeError):
@@ -79,7 +92,7 @@ class Heartbeat:
             was_away = now - ticked > 3 * self._beat.interval_s
             if found != seen or was_away:
                 seen, heard = found, now
-            elif now - heard > self._beat.silence_s and found != _DONE:
+            elif now - heard > self._beat.silence_s and found != _DONE.encode():
                 self._on_silence(self._next)
                 return
             ticked = now
@@ -97,17 +110,21 @@ def watched(rank: int, world_size: int, on_silence: Callable[[int], None]) -> It
     if world_size == 1 or address is None or port is None:
         yield
         return
-    # A connection of its own: the job's may be busy waiting.
-    store = dist.TCPStore(
-        address,
-        int(port),
-        is_master=False,
-        timeout=timedelta(seconds=_SILENCE_S),
-        wait_for_workers=False,
-    )
     run = f"{os.environ.get('TORCHELASTIC_RUN_ID', '')}.{os.environ.get('TORCHELASTIC_RESTART_COUNT', '')}"
-    heartbeat = Heartbeat(
-        dist.PrefixStore(f"zeroir/heartbeat/{run}", store), rank, world_size, on_silence
-    )
+    try:
+        # A connection of its own: the job's may be busy waiting.
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            address,
+            int(port),
+            is_master=False,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=30),
+        )
+        shared: Store = dist.PrefixStore(f"zeroir/heartbeat/{run}", store)  # type: ignore[attr-defined]
+    except RuntimeError:
+        # The job was joined all the same, so it runs; only its timeouts will notice a rank that was stopped.
+        yield
+        return
+    heartbeat = Heartbeat(shared, rank, world_size, on_silence)
     yield
     heartbeat.stop()

@@ -48,6 +48,7 @@ def test_the_reference_learns_more_than_byte_frequencies() -> None:
     assert sum(last) / len(last) < CURVE["unigram_entropy"] - 1
 
 
+@pytest.mark.slow
 def test_the_reference_curve_is_what_pytorch_computes() -> None:
     settings = CURVE["settings"]
     losses, _ = reference_curve.train(

@@ -28,7 +28,7 @@ from zeroir.runtime.lockstep import Lockstep, run_lockstep
     ("world_size", "precisions"),
     [
         pytest.param(2, "fp32", marks=pytest.mark.slow),
-        (3, "fp32,bf16,fp16"),
+        pytest.param(3, "fp32,bf16,fp16", marks=pytest.mark.slow),
         pytest.param(4, "fp32", marks=pytest.mark.slow),
     ],
 )
@@ -51,6 +51,25 @@ def test_all_stages_equal_lockstep_bit_for_bit(
             assert found.keys() == states.keys()
             for key, tensor in found.items():
                 assert torch.equal(tensor, states[key]), f"{name} stage {stage}: {key}"
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_micro_steps_equal_lockstep_bit_for_bit(tmp_path: Path, precision: str) -> None:
+    """Stages 0 and 1 add over micro-steps first, 2 and 3 over ranks first: each equals its own reference."""
+    require_success(Ranks(3, tmp_path, "micro-steps", precision).wait())
+    logical = mlp(precision=precision, clip=0.5, micro_steps=2)
+    for stage in range(4):
+        expected = run_lockstep(
+            lowered(logical, stage, 3),
+            initial=initial_flats(logical),
+            inputs=random_batches(MODEL_STEPS, 3, micro_steps=2),
+        )
+        found = load_file(tmp_path / f"{stage}.safetensors")
+        assert found.pop("losses").tolist() == [losses[0] for losses in expected.losses]
+        for (flat, quantity), value in expected.state.items():
+            assert torch.equal(found[f"{flat}/{quantity}"], value), f"stage {stage}: {flat}"
 
 
 @pytest.mark.slow

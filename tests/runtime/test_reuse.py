@@ -109,9 +109,14 @@ def test_gathered_memory_is_what_the_program_has_live(distance: int) -> None:
     assert live == allocated == (distance + 1) * unit
 
 
-def test_parameters_are_reused_in_order_at_stage_3() -> None:
+def test_parameters_and_gradients_are_reused_in_order_at_stage_3() -> None:
+    """Those whose release something waits for: the bounds on gathers and on full gradients see to it."""
     program = lowered(mlp(blocks=4), 3, 4)
-    gathered = {b.name for b in program.buffers if b.role is Role.GATHERED}
-    inner = {name for name in gathered if name.startswith("blocks")}
-    assert inner
-    assert inner <= buffers_reused_in_order(program) <= gathered
+    bounded = {
+        b.name
+        for b in program.buffers
+        if b.role is Role.GATHERED or (b.role is Role.GRAD and not b.is_persistent)
+    }
+    inner = {name for name in bounded if name.startswith("blocks") and name != "blocks.0.grad_full"}
+    assert {"blocks.1.full", "blocks.1.grad_full"} <= inner
+    assert inner <= buffers_reused_in_order(program) <= bounded

@@ -45,6 +45,23 @@ def stages(precisions: str) -> None:
                 )
 
 
+def micro_steps(precision: str) -> None:
+    """A few steps of two micro-steps each at every stage; rank 0 writes losses and states."""
+    logical = mlp(precision=precision, clip=0.5, micro_steps=2)
+    batches = random_batches(MODEL_STEPS, WORLD_SIZE, micro_steps=2)
+    for stage in range(4):
+        engine = Engine(lowered(logical, stage, WORLD_SIZE))
+        engine.initialise_flats(initial_flats(logical))
+        losses = [engine.step(step[RANK]).loss for step in batches]
+        tensors = {f"{f}/{quantity}": t for (f, quantity), t in engine.full_state().items()}
+        tensors["losses"] = torch.tensor(losses, dtype=torch.float64)
+        engine.close()
+        if RANK == 0:
+            save_file(
+                {k: t.contiguous() for k, t in tensors.items()}, FOLDER / f"{stage}.safetensors"
+            )
+
+
 def model_stages(path: str) -> None:
     """A few steps of a model file at every stage; rank 0 writes losses and states."""
     model_file = load_model_file(path)
@@ -117,6 +134,8 @@ def main() -> None:
         match scenario:
             case "stages":
                 stages(*args)
+            case "micro-steps":
+                micro_steps(*args)
             case "model-stages":
                 model_stages(*args)
             case "steps-for-ever":

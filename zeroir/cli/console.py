@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +21,7 @@ class _Console(Console):
 
 def _console(*, is_stderr: bool) -> Console:
     stream = sys.stderr if is_stderr else sys.stdout
-    width = None if stream.isatty() or "COLUMNS" in os.environ else _PIPE_WIDTH
+    width = None if stream.isatty() else _PIPE_WIDTH
     return _Console(stderr=is_stderr, highlight=False, soft_wrap=True, width=width)
 
 

@@ -16,7 +16,6 @@ def model() -> nn.Module:
             num_key_value_heads=2,
             max_position_embeddings=32,
             attention_dropout=0.0,
-            use_cache=False,
         )
     )
 

@@ -1,0 +1,246 @@
+"""``zeroir run`` when one rank fails: over soon, one sentence from the rank that knows why, the right exit code."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.cli.test_run import DEADLINE, command, environment, worker_of
+from zeroir.cli.app import run_command
+
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
+
+MODEL = """
+import os
+import time
+
+import torch
+from torch import nn
+
+
+def model():
+    return Net()
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(8, 8) for _ in range(2)])
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = torch.relu(block(x)) + x
+        return (x**2).mean()
+
+
+def batch():
+    return (torch.ones(4, 8),)
+
+
+def batches(rank, world_size, seed, start_step=0):
+    step = 0
+    while True:
+        step += 1
+        is_now = rank == int(os.environ["ON"]) and step == 3
+        match os.environ["WHAT"] if is_now else "":
+            case "raise":
+                raise ValueError("the data file\\nis damaged")
+            case "exit":
+                raise SystemExit(5)
+            case "end":
+                return
+            case "shape":
+                yield (torch.ones(3, 8),)
+            case "nan":
+                yield (torch.full((4, 8), float("nan")),)
+            case "interrupt":
+                raise KeyboardInterrupt
+        time.sleep(0.02)
+        yield (torch.ones(4, 8),)
+"""
+
+
+@dataclass(frozen=True)
+class Job:
+    exit_code: int
+    out: str
+    sentences: list[str]
+    """What stands on stderr, line by line."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model file and two programs of it."""
+    path = tmp_path_factory.mktemp("failures")
+    (path / "model.py").write_text(MODEL)
+    for stage in ("2", "3"):
+        options = ["--stage", stage, "--world-size", "2", "-o", str(path / f"stage{stage}.zir")]
+        assert run_command(["compile", str(path / "model.py"), *options]) == 0
+    return path
+
+
+def start(
+    folder: Path, nproc: int, steps: int, what: str = "", on: int = 1
+) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command(
+            "run", "stage3.zir", "--nproc", str(nproc), "--steps", str(steps), "--log-every", "1"
+        ),
+        cwd=folder,
+        env={**environment(), "WHAT": what, "ON": str(on)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def finish(job: subprocess.Popen[str]) -> Job:
+    try:
+        out, err = job.communicate(timeout=DEADLINE)
+    finally:
+        if job.poll() is None:
+            os.killpg(job.pid, signal.SIGKILL)
+    assert "Traceback" not in err, err
+    said = [line for line in err.splitlines() if not line.startswith("Compiled for")]
+    return Job(job.returncode, out, said)
+
+
+@pytest.mark.parametrize(
+    ("what", "exit_code", "sentence"),
+    [
+        (
+            "raise",
+            2,
+            "batches() failed at step 3 (model.py:36): ValueError: the data file is damaged",
+        ),
+        ("exit", 2, "batches() failed at step 3 (model.py:38): SystemExit: 5"),
+        ("end", 2, "batches() ended before step 3: yield for ever, or ask for fewer --steps."),
+        (
+            "shape",
+            2,
+            "The batch's '0' is float32[3, 8], but the program was compiled for float32[4, 8]",
+        ),
+        ("nan", 2, "The loss is nan at step 3: lower the learning rate"),
+        ("interrupt", 130, ""),
+    ],
+)
+@pytest.mark.parametrize(("nproc", "on"), [(2, 0), (3, 1)])
+def test_one_rank_fails(
+    folder: Path, what: str, exit_code: int, sentence: str, nproc: int, on: int
+) -> None:
+    job = finish(start(folder, nproc, 100_000, what, on))
+    assert job.exit_code == exit_code, job.sentences
+    wanted = f"Error on rank {on}: {sentence}"
+    if what == "interrupt":
+        wanted = "Interrupted." if on == 0 else f"Rank {on} was interrupted."
+    assert job.sentences[0].startswith(wanted)
+    # The others may say that they lost it, where they are quicker than the agent that ends them.
+    assert len(job.sentences) <= nproc
+    assert all("another rank" in line for line in job.sentences[1:])
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_is_named(folder: Path, rank: int) -> None:
+    job = start(folder, 2, 100_000)
+    assert job.stdout is not None
+    assert "loss" in job.stdout.readline()
+    os.kill(worker_of(job.pid, rank), signal.SIGKILL)
+    began = time.monotonic()
+    ended = finish(job)
+    assert time.monotonic() - began < 30
+    assert ended.exit_code == 128 + signal.SIGKILL
+    assert ended.sentences[-1] == f"Error: Rank {rank} was killed by SIGKILL."
+    assert len(ended.sentences) <= 2
+
+
+def test_a_reader_that_goes_away_ends_the_job(folder: Path) -> None:
+    """``zeroir run … | head -1``."""
+    job = start(folder, 2, 100_000)
+    assert job.stdout is not None
+    assert "loss" in job.stdout.readline()
+    job.stdout.close()
+    job.stdout = None
+    assert job.stderr is not None
+    err = job.stderr.read()
+    assert job.wait(DEADLINE) == 128 + signal.SIGPIPE
+    assert err.startswith(
+        "Error on rank 0: Training stopped, because what read its output went away"
+    )
+    assert err.count("\n") <= 2
+
+
+def test_a_full_disk_under_the_output_ends_the_job(folder: Path) -> None:
+    with Path("/dev/full").open("w") as full:
+        made = subprocess.run(
+            command("run", "stage3.zir", "--nproc", "2", "--steps", "100000", "--log-every", "1"),
+            cwd=folder,
+            env={**environment(), "WHAT": "", "ON": "0"},
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=DEADLINE,
+            check=False,
+        )
+    assert made.returncode == 2
+    assert "could not be written: No space left on device." in made.stderr
+    assert "Traceback" not in made.stderr
+
+
+OTHER = {
+    "program": ("FILE=stage2.zir", "Error: Rank 1 has another program than rank 0 (digest "),
+    "model": (
+        "cp model.py other.py; echo >> other.py; MORE='--model other.py'",
+        "Error: other.py changed since the program was compiled from it",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", OTHER)
+def test_one_rank_has_another_file(folder: Path, what: str) -> None:
+    """Under torchrun itself, whose summary follows our sentence."""
+    change, sentence = OTHER[what]
+    script = f"""
+        FILE=stage3.zir
+        if [ "$RANK" = 1 ]; then {change}; fi
+        exec {sys.executable} -m zeroir run $FILE $MORE --steps 5
+    """
+    (folder / "rank.sh").write_text(script)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    made = subprocess.run(
+        [*torchrun, "3", "--no-python", "bash", "rank.sh"],
+        cwd=folder,
+        env={**environment(), "WHAT": "", "ON": "0"},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+        check=False,
+    )
+    assert made.returncode != 0
+    said = [line for line in made.stderr.splitlines() if line.startswith("Error")]
+    assert said[0].startswith(sentence)
+    assert len(said) <= 3
+    assert "step" not in made.stdout
+
+
+def test_a_disk_that_is_full_leaves_no_half_program(folder: Path) -> None:
+    script = f"ulimit -f 4; exec {sys.executable} -m zeroir compile model.py -o small.zir"
+    made = subprocess.run(
+        ["bash", "-c", script],
+        cwd=folder,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+        check=False,
+    )
+    assert made.returncode == 2
+    assert made.stderr == "Error: 'small.zir' cannot be written: File too large.\n"
+    assert not [path.name for path in folder.iterdir() if "small" in path.name]

@@ -1,0 +1,56 @@
+"""Models as people have them: traced, they compute what eager PyTorch does; sharded, what eager replicas do."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.eager import assert_equals_eager, traced
+from zeroir.api.check import check_model
+from zeroir.config import make_options
+from zeroir.ir.segment import Ref, Segment
+
+MODELS = Path(__file__).parents[1] / "support" / "models"
+NAMES = ["bert", "convnet", "gpt2", "llama", "t5", "translator", "vit"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_micro_step_equals_eager_pytorch(name: str, precision: str) -> None:
+    assert_equals_eager(MODELS / f"{name}.py", precision=precision)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "precision"), [(3, "fp32"), (2, "fp16")])
+@pytest.mark.parametrize("name", NAMES)
+def test_training_equals_eager_replicas(name: str, stage: int, precision: str) -> None:
+    options = make_options({"stage": stage, "world_size": 3, "precision": precision})
+    comparison = check_model(str(MODELS / f"{name}.py"), options, steps=2, seed=0)
+    assert comparison.is_equal, str(comparison)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("units", ["model.layers.*", "class:LlamaMLP", "min:4000"])
+def test_units_of_a_foreign_model(units: str) -> None:
+    options = make_options({"world_size": 3, "units": units})
+    comparison = check_model(str(MODELS / "llama.py"), options, steps=1, seed=0)
+    assert comparison.is_equal, str(comparison)
+
+
+@pytest.mark.slow
+def test_attention_of_grouped_heads_stays_grouped_and_causal_without_a_mask() -> None:
+    program = traced(MODELS / "llama.py")
+    layer = program.segment_by_name["llama_decoder_layer.forward"]
+    (node,) = [node for node in layer.nodes if node.op == "zeroir.attention.default"]
+    q, k, v, mask, is_causal, _ = node.args
+    assert [shape(layer, each) for each in (q, k, v)] == [(2, 4, 12, 8), *[(2, 2, 12, 8)] * 2]
+    assert (mask, is_causal) == (None, True)
+    layers = {segment.name for segment in program.segments if "layer" in segment.name}
+    assert layers == {"llama_decoder_layer.forward", "llama_decoder_layer.backward"}
+
+
+def shape(segment: Segment, arg: object) -> tuple[int, ...]:
+    assert isinstance(arg, Ref)
+    kind = segment.types()[arg.index]
+    assert kind is not None
+    return kind.shape

@@ -1,0 +1,97 @@
+"""A rank that was stopped is noticed, one that is slow or done is not."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from zeroir.runtime.heartbeat import Beat, Heartbeat
+
+BEAT = Beat(interval_s=0.02, silence_s=0.3)
+
+
+class SharedStore:
+    """Values by key, for the threads of one process."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+        self.is_gone = False
+
+    def set(self, key: str, value: str, /) -> None:
+        if self.is_gone:
+            raise RuntimeError("the connection was closed")
+        self._values[key] = value.encode()
+
+    def get(self, key: str, /) -> bytes:
+        return self._values[key]
+
+    def check(self, keys: list[str], /) -> bool:
+        return all(key in self._values for key in keys)
+
+
+class FrozenStore(SharedStore):
+    """What a rank writes to whose process is stopped: nothing arrives any more."""
+
+    def __init__(self, shared: SharedStore) -> None:
+        super().__init__()
+        self._shared = shared
+        self.is_frozen = False
+
+    def set(self, key: str, value: str, /) -> None:
+        if not self.is_frozen:
+            self._shared.set(key, value)
+
+    def get(self, key: str, /) -> bytes:
+        return self._shared.get(key)
+
+    def check(self, keys: list[str], /) -> bool:
+        return self._shared.check(keys)
+
+
+def test_a_silent_rank_is_noticed_by_the_one_before_it() -> None:
+    shared = SharedStore()
+    stopped = FrozenStore(shared)
+    silent: list[tuple[int, int]] = []
+    is_noticed = threading.Event()
+
+    def notice(by: int, rank: int) -> None:
+        silent.append((by, rank))
+        is_noticed.set()
+
+    beats = [
+        Heartbeat(stopped if rank == 2 else shared, rank, 3, lambda r, by=rank: notice(by, r), BEAT)
+        for rank in range(3)
+    ]
+    time.sleep(2 * BEAT.silence_s)
+    assert not silent
+    stopped.is_frozen = True
+    assert is_noticed.wait(10.0)
+    assert silent == [(1, 2)]
+    for beat in beats:
+        beat.stop()
+
+
+def test_a_rank_that_is_done_or_not_yet_there_is_not_missed() -> None:
+    """The last rank comes late, the first one leaves early."""
+    shared = SharedStore()
+    silent: list[int] = []
+    first = Heartbeat(shared, 0, 3, silent.append, BEAT)
+    second = Heartbeat(shared, 1, 3, silent.append, BEAT)
+    time.sleep(BEAT.silence_s / 2)
+    third = Heartbeat(shared, 2, 3, silent.append, BEAT)
+    first.stop()
+    time.sleep(2 * BEAT.silence_s)
+    assert not silent
+    for beat in (second, third):
+        beat.stop()
+
+
+def test_a_store_that_is_gone_ends_the_watch() -> None:
+    shared = SharedStore()
+    silent: list[int] = []
+    beats = [Heartbeat(shared, rank, 2, silent.append, BEAT) for rank in range(2)]
+    shared.is_gone = True
+    time.sleep(2 * BEAT.silence_s)
+    assert not silent
+    for beat in beats:
+        beat.stop()
