@@ -119,9 +119,9 @@ def finish(job: subprocess.Popen[str]) -> Job:
         (
             "raise",
             2,
-            "batches() failed at step 3 (model.py:36): ValueError: the data file is damaged",
+            "batches() failed at step 3 (model.py:{line}): ValueError: the data file is damaged",
         ),
-        ("exit", 2, "batches() failed at step 3 (model.py:38): SystemExit: 5"),
+        ("exit", 2, "batches() failed at step 3 (model.py:{line}): SystemExit: 5"),
         ("end", 2, "batches() ended before step 3: yield for ever, or ask for fewer --steps."),
         (
             "shape",
@@ -138,7 +138,9 @@ def test_one_rank_fails(
 ) -> None:
     job = finish(start(folder, nproc, 100_000, what, on))
     assert job.exit_code == exit_code, job.sentences
-    wanted = f"Error on rank {on}: {sentence}"
+    lines = MODEL.splitlines()
+    raised = next((i for i, text in enumerate(lines) if f'case "{what}"' in text), 0) + 1
+    wanted = f"Error on rank {on}: {sentence.format(line=raised + 1)}"
     if what == "interrupt":
         wanted = "Interrupted." if on == 0 else f"Rank {on} was interrupted."
     assert job.sentences[0].startswith(wanted)
@@ -169,7 +171,8 @@ def test_a_reader_that_goes_away_ends_the_job(folder: Path) -> None:
     job.stdout.close()
     job.stdout = None
     assert job.stderr is not None
-    err = job.stderr.read()
+    with job.stderr:
+        err = job.stderr.read()
     assert job.wait(DEADLINE) == 128 + signal.SIGPIPE
     assert err.startswith(
         "Error on rank 0: Training stopped, because what read its output went away"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from functools import partial
 
 from zeroir.runtime.heartbeat import Beat, Heartbeat
 
@@ -59,7 +60,7 @@ def test_a_silent_rank_is_noticed_by_the_one_before_it() -> None:
         is_noticed.set()
 
     beats = [
-        Heartbeat(stopped if rank == 2 else shared, rank, 3, lambda r, by=rank: notice(by, r), BEAT)
+        Heartbeat(stopped if rank == 2 else shared, rank, 3, partial(notice, rank), BEAT)
         for rank in range(3)
     ]
     time.sleep(2 * BEAT.silence_s)

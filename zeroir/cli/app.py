@@ -121,9 +121,12 @@ def diff(
     /,
     *,
     stat: Annotated[bool, Parameter(negative=(), help="Only the summary of what changed.")] = False,
+    exit_code: Annotated[
+        bool, Parameter(negative=(), help="Exit with 1 when the programs differ, as for a script.")
+    ] = False,
     as_json: AsJson = False,
 ) -> int:
-    """Show what changes from one program to another; exit 1 when they differ, 0 when they are equal.
+    """Show what changes from one program to another.
 
     Example: zeroir diff gpt2.zir gpt3.zir
     """
@@ -142,7 +145,7 @@ def diff(
     else:
         print_diff(out, "" if stat else text)
         print_diff_summary(out, facts)
-    return 1 if text else 0
+    return 1 if text and exit_code else 0
 
 
 @app.command

@@ -14,13 +14,13 @@ from zeroir.ir.program import LAST_MICRO_STEP, MICRO_STEP, Program
 from zeroir.ir.verify.budget import peak_bytes
 from zeroir.ir.verify.codes import CODES, LAWS, STRUCTURE, Law
 from zeroir.ir.verify.collectives import check_collectives, compare_jobs
-from zeroir.ir.verify.context import Findings
+from zeroir.ir.verify.context import Findings, last_touch
 from zeroir.ir.verify.declarations import check_declarations
 from zeroir.ir.verify.domain import Numbering
 from zeroir.ir.verify.exits import check_exit
 from zeroir.ir.verify.interpreter import Outcome, Run, Shared
 from zeroir.ir.verify.ordering import check_ordering
-from zeroir.ir.verify.reference import content, differences
+from zeroir.ir.verify.reference import content, contributor, differences
 from zeroir.ir.verify.report import PROVED, Finding, Report, VerificationError
 from zeroir.ir.verify.structure import check_structure
 
@@ -140,9 +140,9 @@ def _check_values(program: Program, reference: Program | None, findings: Finding
             Shared.of(reference, numbering, by_node=True), Findings(reference), is_checked=False
         )
         found = differences(program, outcomes, reference, wanted)
-    for sentence, name, line in found:
+    for sentence, name, line, advice in found:
         section = None if name is None else program.section_by_name[name]
-        findings.add("Z406", sentence, section=section, line=line)
+        findings.add("Z406", sentence, section=section, line=line, advice=advice)
 
 
 def _check_micro_steps(program: Program, outcomes: dict[str, Outcome], findings: Findings) -> None:
@@ -156,6 +156,8 @@ def _check_micro_steps(program: Program, outcomes: dict[str, Outcome], findings:
                 "Z402",
                 f"the gradient of {name} has other contributions in the last micro-step than before",
                 section=program.section_by_name[LAST_MICRO_STEP],
+                line=contributor(program, LAST_MICRO_STEP, name),
+                advice="Let micro_step and last_micro_step make the same contributions.",
             )
     if program.loss is None:
         return
@@ -165,4 +167,6 @@ def _check_micro_steps(program: Program, outcomes: dict[str, Outcome], findings:
             "Z402",
             "the last micro-step adds something else to the loss than those before",
             section=program.section_by_name[LAST_MICRO_STEP],
+            line=last_touch(program.section_by_name[LAST_MICRO_STEP], program.loss, is_write=True),
+            advice="Let micro_step and last_micro_step add the same loss.",
         )

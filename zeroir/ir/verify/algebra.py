@@ -84,7 +84,7 @@ def add(left: Value, right: Value, numbering: Numbering, fail: Fail) -> Value:
         fail("Z402", "gradients of different elements are added to one another")
         return POISON
     if isinstance(left, Gradient) or isinstance(right, Gradient):
-        fail("Z402", "something that is no gradient is added to a gradient")
+        fail("Z402", "what no compute op calls a gradient (`grad NAME: …`) is added to a gradient")
         return POISON
     if isinstance(left, Elements) and isinstance(right, Elements):
         is_alike = left.summed == right.summed

@@ -22,7 +22,7 @@ class Findings:
 
     program: Program
     found: list[Finding] = field(default_factory=list)
-    _seen: set[tuple[str, str | None, int | None]] = field(default_factory=set)
+    _seen: set[tuple[str, str | None, int | None, tuple[str, ...]]] = field(default_factory=set)
 
     def add(
         self,
@@ -32,9 +32,15 @@ class Findings:
         section: Section | None = None,
         line: int | None = None,
         buffers: Iterable[str] = (),
+        advice: str = "",
+        is_of_exit: bool = False,
     ) -> None:
-        """Add one finding; of several with one code at one op only the first is kept."""
-        key = (code, None if section is None else section.name, line)
+        """Add one finding; of several with one code at one op only the first is kept.
+
+        What is wrong at a section's exit is not of the op that it points to: then each buffer counts for itself.
+        """
+        buffers = tuple(buffers)
+        key = (code, None if section is None else section.name, line, buffers if is_of_exit else ())
         if line is not None:
             if key in self._seen:
                 return
@@ -60,6 +66,7 @@ class Findings:
                 history=history,
                 sources=sources,
                 buffers=names,
+                advice=advice,
             )
         )
 
@@ -112,6 +119,19 @@ def history_of(section: Section, name: str) -> str:
     if len(events) > 8:
         events = [*events[:4], "...", *events[-3:]]
     return f"%{name}: " + (", ".join(events) or "not touched in this section")
+
+
+def last_touch(section: Section, name: str, *, is_write: bool) -> int | None:
+    """The line of the last op of the section that uses (or writes) a buffer."""
+    found: int | None = None
+    for line, op in enumerate(section.body):
+        seen = effects(op)
+        regions = (*seen.writes, *seen.accumulates)
+        if not is_write:
+            regions = (*regions, *seen.reads)
+        if name in (*seen.allocs, *(region.buffer for region in regions)):
+            found = line
+    return found
 
 
 def verb(op: Op) -> str:

@@ -13,7 +13,7 @@ from zeroir.ir.buffers import Buffer, Region, Role, whole
 from zeroir.ir.contents import GRAD, PARAM, Content, FlatContent, Micro, NamedContent, Zeros
 from zeroir.ir.program import EVALUATE, MICRO_STEP, UPDATE, Holding
 from zeroir.ir.verify import algebra
-from zeroir.ir.verify.context import spell
+from zeroir.ir.verify.context import last_touch, spell
 from zeroir.ir.verify.domain import (
     Elements,
     FlatKey,
@@ -141,13 +141,17 @@ def _check(
                 _fail(run, "Z402", region, f"should be zeros but holds {describe(wrong)}")
 
 
-def _fail(run: Run, code: str, region: Region, sentence: str) -> None:
+def _fail(run: Run, code: str, region: Region, sentence: str, advice: str = "") -> None:
+    """Report at the last op that wrote the buffer: that is where to look."""
     where = spell(region, run.program)
     run.findings.add(
         code,
         f"at the exit of {run.section.name} {where} {sentence}",
         section=run.section,
+        line=last_touch(run.section, region.buffer, is_write=True),
         buffers=(region.buffer,),
+        advice=advice,
+        is_of_exit=True,
     )
 
 
@@ -316,6 +320,12 @@ def _check_kept(run: Run, buffer: Buffer, content: NamedContent, versions: tuple
         return
 
 
+_LOSS_ADVICE = (
+    "Leave this rank's loss, a mean over its batch, to the update, which may sum it over every axis once; "
+    "the engine divides."
+)
+
+
 def _check_loss(run: Run, region: Region) -> None:
     """A micro-step leaves this rank's loss; the update may sum it over every axis, once, or clear it."""
     is_update = run.section.name == UPDATE
@@ -326,19 +336,17 @@ def _check_loss(run: Run, region: Region) -> None:
         summed = value.summed if isinstance(value, Elements | Statistic) else ()
         if not is_update:
             if summed:
-                _fail(run, "Z402", region, "is summed over ranks, which only the update may do")
+                what = "is summed over ranks, which only the update may do"
+                _fail(run, "Z402", region, what, _LOSS_ADVICE)
             return
         if isinstance(content, NamedContent) and value not in (
             Elements(NamedKey(content.name, content.version)),
             Elements(NamedKey(content.name, content.version), summed=run.layout.axes),
         ):
-            what = "more than once over an axis" if len(set(summed)) < len(summed) else None
-            what = what or ("over some axes only" if summed else None)
-            sentence = f"is summed {what}" if what else f"is changed: it holds {describe(value)}"
-            _fail(
-                run,
-                "Z402",
-                region,
-                f"{sentence}; the update may sum the loss over every axis, once",
-            )
+            sentence = f"is changed: it holds {describe(value)}"
+            if len(set(summed)) < len(summed):
+                sentence = "is summed more than once over an axis"
+            elif summed:
+                sentence = "is summed over some axes only, or is another value"
+            _fail(run, "Z402", region, sentence, _LOSS_ADVICE)
         return

@@ -80,7 +80,10 @@ def _slot(value: Value, flat: str, slot: Slot, wanted: Wanted) -> Problem | None
     if not sources:
         if isinstance(value, Zero):
             return None
-        return "Z402", f"nothing contributes to the gradient of {slot.name}"
+        return (
+            "Z402",
+            f"nothing has contributed to the gradient of {slot.name} yet, so it is zeros and nothing else",
+        )
     if isinstance(value, Zero):
         return "Z402", f"the gradient of {slot.name} is zeros: its contributions are lost"
     if isinstance(value, Undefined):

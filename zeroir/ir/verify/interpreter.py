@@ -153,9 +153,11 @@ class Run:
             roundings=self.roundings,
         )
 
-    def fail(self, code: str, sentence: str, *buffers: str) -> None:
+    def fail(self, code: str, sentence: str, *buffers: str, advice: str = "") -> None:
         """Report a finding at the current op."""
-        self.findings.add(code, sentence, section=self.section, line=self.line, buffers=buffers)
+        self.findings.add(
+            code, sentence, section=self.section, line=self.line, buffers=buffers, advice=advice
+        )
 
     def term_name(self, source: int) -> str:
         """A contribution in a sentence."""

@@ -15,7 +15,7 @@ from zeroir.ir.effects import Effects, effects
 from zeroir.ir.mesh import HOST
 from zeroir.ir.ops import Op
 from zeroir.ir.program import EVALUATE, MICRO_STEP, UPDATE, Program, Section
-from zeroir.ir.verify.context import Findings, spell, title
+from zeroir.ir.verify.context import Findings, last_touch, spell, title
 from zeroir.ir.verify.intervals import IntervalMap
 
 ENTRY = -1
@@ -223,7 +223,10 @@ class Ordering:
         if not self._is_before(earlier, stream):
             at = self._when(earlier)
             self._fail(
-                "Z101", f"alloc %{name} may run before its release{at} on another stream", name
+                "Z101",
+                f"alloc %{name} may run before its release{at} on another stream",
+                name,
+                advice=self._order(earlier),
             )
         self.live.add(name)
         numel = self.program.buffer_by_name[name].numel
@@ -242,7 +245,10 @@ class Ordering:
                     other = self.issued[user]
                     who = "a pending op" if other.op is None else f"{title(other.op)} @{other.line}"
                     self._fail(
-                        "Z101", f"release %{name} may run before {who}, which still uses it", name
+                        "Z101",
+                        f"release %{name} may run before {who}, which still uses it",
+                        name,
+                        advice=self._order(user),
                     )
                     return
 
@@ -258,6 +264,7 @@ class Ordering:
                     "Z202",
                     f"the collective on {comm} and {at} on {other} have no order: "
                     "ranks may start them in different orders",
+                    advice=self._order(last),
                 )
                 return
 
@@ -305,7 +312,12 @@ class Ordering:
         where = spell(region, self.program)
         name = region.buffer
         if isinstance(other.op, ops.Alloc):
-            self._fail("Z101", f"{title(op)} may use {where} before its alloc @{other.line}", name)
+            self._fail(
+                "Z101",
+                f"{title(op)} may use {where} before its alloc @{other.line}",
+                name,
+                advice=self._order(earlier),
+            )
             return
         is_pending = other.op is None
         who = (
@@ -317,12 +329,16 @@ class Ordering:
                 f"{title(op)} reads {where} without waiting for {who}, which writes it on "
                 f"another stream",
                 name,
+                advice=self._order(earlier),
             )
             return
         did = "writes" if was_write else "reads"
         does = "reads" if is_read else "writes"
         self._fail(
-            "Z105", f"{title(op)} {does} {where} while {who} {did} it on another stream", name
+            "Z105",
+            f"{title(op)} {does} {where} while {who} {did} it on another stream",
+            name,
+            advice=self._order(earlier),
         )
 
     # --------------------------------------------------------------------------------------------------- exit state
@@ -333,9 +349,13 @@ class Ordering:
         for name in sorted(self.live - set(state.live)):
             self.findings.add(
                 "Z104",
-                f"%{name} is live at the exit of {section.name}, whose exit state does not say so",
+                f"%{name} is not released: it is live at the exit of {section.name}, whose exit state does not "
+                "say so",
                 section=section,
+                line=last_touch(section, name, is_write=False),
                 buffers=(name,),
+                advice=f"Release %{name} after this op, its last use, or name it in the exit state.",
+                is_of_exit=True,
             )
         for name in state.live:
             if name not in self.live:
@@ -415,8 +435,25 @@ class Ordering:
                 buffers=(region.buffer,),
             )
 
-    def _fail(self, code: str, sentence: str, *buffers: str) -> None:
-        self.findings.add(code, sentence, section=self.section, line=self.line, buffers=buffers)
+    def _order(self, earlier: int) -> str:
+        """How to order the op at hand after an earlier one."""
+        other = self.issued[earlier]
+        op = self.section.body[self.line]
+        if isinstance(op, ops.Wait):
+            return ""
+        event = None if other.op is None or isinstance(other.op, ops.Wait) else other.op.event
+        if other.op is None:
+            event = next((e for e, at in self.signallers.items() if at == earlier), None)
+        if event is not None:
+            return f"Put `wait !{event} on={op.stream}` before this op."
+        return (
+            f"Let op {other.line} signal an event, and wait for it on {op.stream} before this op."
+        )
+
+    def _fail(self, code: str, sentence: str, *buffers: str, advice: str = "") -> None:
+        self.findings.add(
+            code, sentence, section=self.section, line=self.line, buffers=buffers, advice=advice
+        )
 
 
 def _overlap(a: Region, b: Region) -> bool:

@@ -18,11 +18,12 @@ Outcomes = Mapping[str, Outcome]
 
 
 class Difference(NamedTuple):
-    """What differs, in which section (None: in the program), and the op to look at."""
+    """What differs, in which section (None: in the program), the op to look at, and what to do."""
 
     sentence: str
     section: str | None = None
     line: int | None = None
+    advice: str = ""
 
 
 def differences(
@@ -53,7 +54,7 @@ def differences(
                     if is_order
                     else f"the gradient of {name} is not made of the values of the logical program",
                     section,
-                    _contributor(program, section, name),
+                    contributor(program, section, name),
                 )
             )
         found += [
@@ -61,6 +62,7 @@ def differences(
                 f"the gradient of flat {flat} is rounded to {dtype}, which the logical program does not do",
                 section,
                 line,
+                f"Let gradients of flat {flat} travel and stay in the dtype that the logical program gives them.",
             )
             for (flat, dtype), line in mine.roundings.items()
             if (flat, dtype) not in theirs.roundings
@@ -75,6 +77,9 @@ def _in_order(contributions: list[int]) -> list[int]:
     return [*sorted(contributions[:2]), *contributions[2:]]
 
 
+_CHANGE_BOTH = "Change the logical program, and lower it again."
+
+
 def _bindings(program: Program, reference: Program) -> list[Difference]:
     """What comes from outside: inputs, module buffers and constants, first values of scalars."""
 
@@ -86,7 +91,10 @@ def _bindings(program: Program, reference: Program) -> list[Difference]:
     theirs = {b.path: (held(reference, b.buffer), b.dtype, b.shape) for b in reference.inputs}
     mine = {b.path: (held(program, b.buffer), b.dtype, b.shape) for b in program.inputs}
     found += [
-        Difference(f"input {path} is bound to another value than in the logical program")
+        Difference(
+            f"input {path} is bound to another value than in the logical program",
+            advice=_CHANGE_BOTH,
+        )
         for path in sorted({*mine, *theirs})
         if mine.get(path) != theirs.get(path)
     ]
@@ -95,20 +103,26 @@ def _bindings(program: Program, reference: Program) -> list[Difference]:
     }
     own = {b.name: (held(program, b.buffer), b.shape, b.data) for b in program.module_buffers}
     found += [
-        Difference(f"module buffer {name} is bound to another value than in the logical program")
+        Difference(
+            f"module buffer {name} is bound to another value than in the logical program",
+            advice=_CHANGE_BOTH,
+        )
         for name in sorted({*own, *buffers})
         if own.get(name) != buffers.get(name)
     ]
     first = {b.buffer: b.values for b in program.scalars}
     found += [
-        Difference(f"%{b.buffer} begins with another value than in the logical program")
+        Difference(
+            f"%{b.buffer} begins with another value than in the logical program",
+            advice=_CHANGE_BOTH,
+        )
         for b in reference.scalars
         if first.get(b.buffer) != b.values
     ]
     return found
 
 
-def _contributor(program: Program, section: str, name: str) -> int | None:
+def contributor(program: Program, section: str, name: str) -> int | None:
     """The first op of the section that contributes to the gradient of a parameter."""
     home = program.parameter_by_name.get(name)
     for line, op in enumerate(program.section_by_name[section].body):
@@ -166,7 +180,12 @@ def _settings(
     told = {key for outcome in wanted.values() for key in outcome.settings}
     for name, outcome in outcomes.items():
         found += [
-            Difference("the update is told something else than in the logical program", name, line)
+            Difference(
+                "the update is told something else than in the logical program",
+                name,
+                line,
+                _CHANGE_BOTH,
+            )
             for key, line in outcome.settings.items()
             if key not in told
         ]
@@ -187,6 +206,7 @@ def _settings(
                 f"{parameter} is updated by another algorithm or other hyper-parameters than in the logical program",
                 section,
                 line,
+                _CHANGE_BOTH,
             )
         )
     return found

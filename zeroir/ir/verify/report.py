@@ -18,7 +18,7 @@ class Finding:
     ``sentence`` says what is wrong. ``section`` and ``line`` point to the op (``line`` counts the ops of the section
     from 0; None where no op is to blame), ``op`` is its text, ``window`` the text of the five lines around it,
     ``history`` what happened to each buffer involved (``%b: allocated @12, gathered @14``), ``sources`` the lines of
-    the model that the op came from.
+    the model that the op came from, ``advice`` what to do in this very case, where more can be said than for the law.
     """
 
     code: str
@@ -30,11 +30,12 @@ class Finding:
     history: tuple[str, ...] = ()
     sources: tuple[str, ...] = ()
     buffers: tuple[str, ...] = ()
+    advice: str = ""
 
     @property
     def remedy(self) -> str:
         """What to do, as one sentence."""
-        return CODES[self.code].remedy
+        return self.advice or CODES[self.code].remedy
 
     @property
     def place(self) -> str:

@@ -25,6 +25,7 @@ from zeroir.ir.verify.domain import (
     rebased,
 )
 from zeroir.ir.verify.gradients import Problem, Wanted, is_zero, locate, measure, wanted_sources
+from zeroir.ir.verify.words import describe
 
 if TYPE_CHECKING:
     from zeroir.ir.verify.interpreter import Run
@@ -209,19 +210,23 @@ def _check_divisor(run: Run, op: ops.Decide) -> None:
     if count < 1:
         run.fail(
             "Z402",
-            f"decide divides by {op.divisor}, but no option micro_steps says how many there are",
+            f"decide divides gradients by {op.divisor}, but no option says for how many micro-steps",
+            advice="Give the header micro_steps=…: the engine takes that many batches a step.",
         )
     elif count > 1 and not run.layout.has_past:
         run.fail(
-            "Z402", f"a step has {count} micro-steps, but the program has no section micro_step"
+            "Z402",
+            f"a step has {count} micro-steps, but the program has no section micro_step",
+            advice="Add the section micro_step, or give the header micro_steps=1.",
         )
     elif op.divisor != world_size * count:
-        ranks = (
-            f"the world size {world_size}"
-            if count == 1
-            else f"{world_size} ranks × {count} micro-steps"
+        ranks = f"the world size {world_size}"
+        ranks = ranks if count == 1 else f"{world_size} ranks × {count} micro-steps"
+        run.fail(
+            "Z402",
+            f"decide divides gradients by {op.divisor} instead of {ranks}",
+            advice=f"Say divisor={world_size * count}: gradients are sums over ranks and micro-steps.",
         )
-        run.fail("Z402", f"decide divides gradients by {op.divisor} instead of {ranks}")
 
 
 def _held(run: Run, region: Region) -> Hashable:
@@ -359,6 +364,7 @@ def _check_group(run: Run, op: ops.OptimizerStep, elements: Cover) -> None:
                     "Z403",
                     f"optimizer_step of group {op.group} updates {slot.name}, which is not in that group",
                     op.param.buffer,
+                    advice="Step the elements of each group by themselves, with the hyper-parameters of their group.",
                 )
                 return
 
@@ -379,11 +385,14 @@ def _check_state(
 ) -> None:
     for _, _, value in _cut(pieces, *interval):
         if value != expected and not algebra.is_poisoned(value):
-            where = spell(op.param, run.program)
+            state = op.states[op.algorithm.state_names.index(name)]
             run.fail(
                 "Z403",
-                f"optimizer_step of {where} does not work on the {name} of the same elements and version",
+                f"optimizer_step of {spell(op.param, run.program)} takes {spell(state, run.program)} as its "
+                f"{name}, which holds {describe(value)}",
                 op.param.buffer,
+                state.buffer,
+                advice=f"Give it {describe(expected)}.",
             )
 
 
@@ -431,8 +440,12 @@ def _check_scalars(run: Run, op: ops.OptimizerStep) -> None:
         )
         return
     if not _is_version(run, op.step, 1):
+        (_, _, value), *_ = run.memory.read(op.step)
         run.fail(
-            "Z405", "optimizer_step reads a step count that decide has not advanced", op.step.buffer
+            "Z405",
+            f"optimizer_step reads {spell(op.step, run.program)}, which is not the count that decide advanced: "
+            f"it holds {describe(value)}",
+            op.step.buffer,
         )
     for region in (op.lr, op.hyper):
         if not _is_version(run, region, 0):
