@@ -158,13 +158,19 @@ SMALL = {
         return self.lstm(self.layer(x)[:, None])[0].square().mean()
 
     def extra(self):
-        self.lstm = nn.LSTM(4, 3, 2, dropout=0.5, bidirectional=True)
+        self.lstm = nn.LSTM(4, 3, 2, dropout=0.5)
     """,
     "a norm by the spectrum": """
         return self.normed(self.layer(x)).square().mean()
 
     def extra(self):
         self.normed = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))
+    """,
+    "a constructor that looks at values": """
+        return (self.layer(x) * self.rates[1]).mean()
+
+    def extra(self):
+        self.rates = [rate.item() for rate in torch.linspace(0, 1, 3)]
     """,
     "checkpoints of both kinds": """
         y = checkpoint(self.layer, x, use_reentrant=True)

@@ -89,17 +89,18 @@ def capture(model_file: ModelFile, precision: Precision, keep_fp32: Sequence[str
 
 
 def _built(model_file: ModelFile) -> nn.Module:
-    """The module without its memory, or with it where its constructor needs the values of tensors.
-
-    Raises:
-        UserError: where it is no module that can be traced and trained.
-    """
+    """The module without its memory, or with it where its constructor needs the values of tensors."""
     try:
         with torch.device("meta"):
             model = model_file.build()
     except UserError:
         model = model_file.build()
-    maker = f"{model_file.name}() in {model_file.path}"
+    _check_trainable(model, f"{model_file.name}() in {model_file.path}")
+    return model
+
+
+def _check_trainable(model: object, maker: str) -> None:
+    """UserError where what the user's function made is no module that can be traced and trained."""
     if not isinstance(model, nn.Module):
         raise UserError(
             f"{maker} returned {type(model).__name__}; it must return a torch.nn.Module whose forward returns the loss."
@@ -125,7 +126,6 @@ def _built(model_file: ModelFile) -> nn.Module:
         raise UserError(
             f"{maker} returned a model without a trainable parameter: none of its parameters requires a gradient."
         )
-    return model
 
 
 def flatten_batch(batch: object, path: str) -> dict[str, Tensor]:
@@ -166,7 +166,7 @@ def _collect(value: object, at: str, found: dict[str, Tensor], path: str) -> Non
         place = f"its element {at}" if at else "it"
         raise UserError(
             f"batch() in {path} must return a tuple or dict of tensors, but {place} is of type "
-            f"{type(value).__name__}."
+            f"{type(value).__name__}; what is no tensor belongs into the model."
         )
     for key, item in children:
         _collect(item, f"{at}.{key}" if at else key, found, path)

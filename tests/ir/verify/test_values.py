@@ -393,6 +393,29 @@ def test_three_contributions_are_added_in_one_order() -> None:
     assert "another order" in report.findings[0].sentence
 
 
+def test_a_call_may_be_repeated_where_the_logical_program_repeats_it() -> None:
+    """As in ``f(x) + f(x)``: the same call, word for word, contributes twice."""
+    case = Case(stage=0, tied=True)
+
+    def repeated(program: Program) -> Program:
+        place = find(
+            program,
+            LAST_MICRO_STEP,
+            lambda op: isinstance(op, ops.Compute) and op.segment == "pre.backward",
+        )
+        op = at(program, place)
+        assert isinstance(op, ops.Compute)
+        return put(program, place, replace(op, event=None), op)
+
+    logical = repeated(case.logical)
+    assert verify(logical).is_valid
+    program = manager.run(logical, for_stage(0, 3))
+    assert verify(program, logical).is_valid
+    assert codes(verify(program, case.logical)) == {"Z406"}
+    assert codes(verify(repeated(case.scheduled), case.logical)) == {"Z406"}
+    assert codes(verify(repeated(case.scheduled))) == {"Z402"}
+
+
 # --------------------------------------------------------------------------------------------------- layouts
 
 

@@ -223,7 +223,8 @@ def _check_gradient(
         )
     problem = measure(run.layout, on_flat, content.flat, wanted)
     if problem is not None:
-        _fail(run, problem[0], region, f"breaks its contract: {problem[1]}")
+        sentence = f"breaks its contract: {problem.sentence}"
+        _fail(run, problem.code, region, sentence, problem.advice)
 
 
 def _check_stale(run: Run, region: Region, on_flat: PieceList, flat: str) -> None:
@@ -346,7 +347,9 @@ def _check_loss(run: Run, region: Region) -> None:
             sentence = f"is changed: it holds {describe(value)}"
             if len(set(summed)) < len(summed):
                 sentence = "is summed more than once over an axis"
-            elif summed:
-                sentence = "is summed over some axes only, or is another value"
+            elif isinstance(value, Elements) and value.key == NamedKey(
+                content.name, content.version
+            ):
+                sentence = "is summed over some axes only"
             _fail(run, "Z402", region, sentence, _LOSS_ADVICE)
         return

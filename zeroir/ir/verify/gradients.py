@@ -24,10 +24,15 @@ from zeroir.ir.verify.domain import (
     Value,
     Zero,
 )
-from zeroir.ir.verify.words import CAUSES
+from zeroir.ir.verify.words import CAUSES, describe
 
-Problem = tuple[str, str]
-"""A code and a sentence."""
+
+class Problem(NamedTuple):
+    """A code, a sentence, and what to do in this case."""
+
+    code: str
+    sentence: str
+    advice: str = ""
 
 
 class Wanted(NamedTuple):
@@ -72,7 +77,11 @@ def _padding(value: Value, flat: str, start: int, stop: int) -> Problem | None:
     if isinstance(value, Zero):
         return None
     what = CAUSES[value.cause] if isinstance(value, Undefined) else "something other than zeros"
-    return "Z402", f"the padding [{start}:{stop}] of the gradient of flat {flat} is {what}"
+    return Problem(
+        "Z402",
+        f"the padding [{start}:{stop}] of the gradient of flat {flat} is {what}",
+        "Fill what lies between and behind the parameters with 0 before the gradient is reduced.",
+    )
 
 
 def _slot(value: Value, flat: str, slot: Slot, wanted: Wanted) -> Problem | None:
@@ -80,18 +89,21 @@ def _slot(value: Value, flat: str, slot: Slot, wanted: Wanted) -> Problem | None
     if not sources:
         if isinstance(value, Zero):
             return None
-        return (
+        return Problem(
             "Z402",
-            f"nothing has contributed to the gradient of {slot.name} yet, so it is zeros and nothing else",
+            f"the gradient of {slot.name} should be zeros here: no compute op contributes to it",
+            f"Fill it with 0, or name the result that is its gradient (`grad {slot.name}: …`).",
         )
     if isinstance(value, Zero):
-        return "Z402", f"the gradient of {slot.name} is zeros: its contributions are lost"
+        return Problem("Z402", f"the gradient of {slot.name} is zeros: its contributions are lost")
     if isinstance(value, Undefined):
-        return "Z402", f"the gradient of {slot.name} is {CAUSES[value.cause]}"
+        return Problem("Z402", f"the gradient of {slot.name} is {CAUSES[value.cause]}")
     if not isinstance(value, Gradient) or value.flat != flat:
-        return "Z402", f"where the gradient of {slot.name} should stand there is something else"
+        return Problem(
+            "Z402", f"where the gradient of {slot.name} should stand there is {describe(value)}"
+        )
     if value.shift or value.strides:
-        return "Z402", f"the gradient of {slot.name} stands at the wrong elements"
+        return Problem("Z402", f"the gradient of {slot.name} stands at the wrong elements")
     return compare_terms(value.terms, sources, slot.name, wanted)
 
 
@@ -103,28 +115,29 @@ def compare_terms(
     for term in terms:
         found[term.source] += term.times
     if LOST_TERM in found:
-        return "Z402", f"the gradient of {name} was scaled, or is one rank's part, not the sum"
+        return Problem(
+            "Z402", f"the gradient of {name} was scaled, or is one rank's part, not the sum"
+        )
     for source, count in sources.items():
         if found[source] < count:
-            return "Z402", f"the gradient of {name} lacks {wanted.name(source)}"
+            return Problem("Z402", f"the gradient of {name} lacks {wanted.name(source)}")
         if found[source] > count:
-            return (
-                "Z402",
-                f"the gradient of {name} holds {wanted.name(source)} {found[source]} times",
+            return Problem(
+                "Z402", f"the gradient of {name} holds {wanted.name(source)} {found[source]} times"
             )
     extra = next((source for source in found if source not in sources), None)
     if extra is not None:
-        return "Z402", f"the gradient of {name} also holds {wanted.name(extra)}"
+        return Problem("Z402", f"the gradient of {name} also holds {wanted.name(extra)}")
     for term in terms:
         for axis in wanted.summed:
             if axis not in term.summed:
-                return "Z404", f"the gradient of {name} is not summed over {axis}"
+                return Problem("Z404", f"the gradient of {name} is not summed over {axis}")
         if len(term.summed) > len(set(term.summed)):
             axis = next(a for a in term.summed if term.summed.count(a) > 1)
-            return "Z402", f"the gradient of {name} is summed over {axis} more than once"
+            return Problem("Z402", f"the gradient of {name} is summed over {axis} more than once")
         axis = next((a for a in term.summed if a not in wanted.summed), "")
         if axis:
-            return "Z402", f"the gradient of {name} is summed over {axis} too early"
+            return Problem("Z402", f"the gradient of {name} is summed over {axis} too early")
     return None
 
 

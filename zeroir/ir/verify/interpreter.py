@@ -46,7 +46,7 @@ from zeroir.ir.verify.domain import (
 from zeroir.ir.verify.memory import Memory
 from zeroir.ir.verify.numbers import Segments
 from zeroir.ir.verify.update import Stepped
-from zeroir.ir.verify.words import CAUSES, describe
+from zeroir.ir.verify.words import ADVICE, CAUSES, describe
 
 Contributions = dict[str, list[int]]
 """Per parameter, the value numbers that contribute to its gradient, in the order in which they are added."""
@@ -94,10 +94,23 @@ class Shared:
     parameters: Mapping[str, tuple[Value, int]]
     gradients: Mapping[str, tuple[str, Slot]]
     groups: Mapping[str, Group]
+    may_repeat: bool
 
     @classmethod
-    def of(cls, program: Program, numbering: Numbering, *, by_node: bool = False) -> Shared:
-        """Prepare runs; with ``by_node`` values are numbered node by node instead of segment by segment."""
+    def of(
+        cls,
+        program: Program,
+        numbering: Numbering,
+        *,
+        by_node: bool = False,
+        may_repeat: bool = True,
+    ) -> Shared:
+        """Prepare runs.
+
+        With ``by_node`` values are numbered node by node instead of segment by segment. With ``may_repeat`` a call
+        that is repeated word for word contributes anew, as when a model adds a module's result to itself; without it
+        the call counts once, and a gradient that holds it twice is wrong.
+        """
         homes = program.parameter_by_name
         return cls(
             program=program,
@@ -110,6 +123,7 @@ class Shared:
             },
             gradients={name: (flat.name, slot) for name, (flat, slot) in homes.items()},
             groups={group.name: Group.of(group) for group in program.groups},
+            may_repeat=may_repeat,
         )
 
 
@@ -250,6 +264,7 @@ class Run:
             code,
             f"{name} reads{part} {where}, which has {CAUSES[hole.cause]}",
             region.buffer,
+            advice=ADVICE[hole.cause],
         )
 
     # ------------------------------------------------------------------------------------------------- collectives
@@ -400,7 +415,7 @@ class Run:
     def _is_parameter(self, name: str, region: Region) -> bool:
         expected, numel = self.shared.parameters[name]
         pieces = self.memory.read(region)
-        if len(pieces) == 1 and pieces[0][2] == expected and region.numel == numel:
+        if not pieces or (len(pieces) == 1 and pieces[0][2] == expected and region.numel == numel):
             return True
         if any(algebra.is_poisoned(value) for _, _, value in pieces):
             return False
@@ -433,11 +448,10 @@ class Run:
                 "update has read it",
                 region.buffer,
             )
-        # One call is one contribution; a call repeated word for word contributes a second time.
         call = (number, (op.arguments, name))
         added = self.contributions.setdefault(slot.name, [])
         self._lines.setdefault(number, self.line)
-        if call not in self._calls:
+        if self.shared.may_repeat or call not in self._calls:
             self._calls.add(call)
             added.append(number)
         pieces: PieceList = [(0, region.numel, value)]
@@ -449,7 +463,7 @@ class Run:
         def fail(code: str, sentence: str) -> None:
             self.fail(code, f"{sentence}, in {spell(region, self.program)}", region.buffer)
 
-        if len(left) > 1 or len(right) > 1:
+        if len(left) != 1 or len(right) != 1:
             found: list[tuple[int, int, Value]] = []
             for a, b, x, y in aligned(left, right):
                 found.append((a, b, algebra.add(x, y, self.numbering, fail)))

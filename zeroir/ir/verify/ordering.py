@@ -207,9 +207,19 @@ class Ordering:
         where = spell(region, self.program)
         if name in self.released:
             at = self._when(self.released[name])
-            self._fail("Z101", f"{title(op)} uses {where} after its release{at}", name)
+            self._fail(
+                "Z101",
+                f"{title(op)} uses {where} after its release{at}",
+                name,
+                advice=f"Move the release behind this op, or this op before the release{at}.",
+            )
         else:
-            self._fail("Z101", f"{title(op)} uses {where} before its alloc", name)
+            self._fail(
+                "Z101",
+                f"{title(op)} uses {where} before its alloc",
+                name,
+                advice=f"Alloc %{name} before this op.",
+            )
         return False
 
     def _when(self, issued: int) -> str:
@@ -218,7 +228,12 @@ class Ordering:
 
     def _alloc(self, name: str, stream: int, me: int) -> None:
         if name in self.live:
-            self._fail("Z104", f"alloc %{name}, which is live already", name)
+            self._fail(
+                "Z104",
+                f"alloc %{name}, which is live already",
+                name,
+                advice=f"Release %{name} first, or drop this alloc.",
+            )
         earlier = self.released.get(name, ENTRY)
         if not self._is_before(earlier, stream):
             at = self._when(earlier)
@@ -235,7 +250,12 @@ class Ordering:
     def _release(self, name: str, stream: int) -> None:
         if name not in self.live:
             word = "a second time" if name in self.released else "without an alloc"
-            self._fail("Z101", f"release %{name} {word}", name)
+            self._fail(
+                "Z101",
+                f"release %{name} {word}",
+                name,
+                advice="Drop this release, or move the alloc.",
+            )
             return
         self.live.discard(name)
         numel = self.program.buffer_by_name[name].numel

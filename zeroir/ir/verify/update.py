@@ -75,7 +75,7 @@ def statistic(run: Run, op: ops.GradNorm | ops.CheckFinite) -> None:
                 continue
             cover, problem = _cover(run, a, b, value)
             if cover is None or problem is not None:
-                sentence = problem[1] if problem else "it reads something that is no gradient"
+                sentence = problem.sentence if problem else "it reads something that is no gradient"
                 where = spell(source, run.program)
                 run.fail(
                     "Z405",
@@ -427,7 +427,12 @@ def _check_gradient(
     consume(run, flat, on_flat)
     problem = measure(run.layout, on_flat, flat, wanted_now(run))
     if problem is not None:
-        run.fail(problem[0], f"optimizer_step reads {where}: {problem[1]}", op.grad.buffer)
+        run.fail(
+            problem.code,
+            f"optimizer_step reads {where}: {problem.sentence}",
+            op.grad.buffer,
+            advice=problem.advice,
+        )
 
 
 def _check_scalars(run: Run, op: ops.OptimizerStep) -> None:

@@ -26,6 +26,13 @@ CAUSES: Final = {
     "torn": "elements whose content differs between ranks in no regular way",
 }
 
+ADVICE: Final = {
+    "unwritten": "Write these elements, or fill them, before this op.",
+    "stale": "Fill them with 0, or let the first contribution of this step write them instead of adding.",
+    "scratch": "Stage in memory that nothing reads afterwards.",
+    "torn": "Gather the slices before this op, or read this rank's slice alone.",
+}
+
 
 def describe(value: Value) -> str:
     """A value in a sentence."""
