@@ -69,10 +69,11 @@ def combine(parts: Sequence[Tensor], reduction: Reduction, destination: Tensor) 
     if not rest:
         destination.copy_(first)
         return
-    wide = accumulation_dtype(first.dtype)
+    # By the destination, not by the parts: a wider wire must not change the sum.
+    wide = accumulation_dtype(destination.dtype)
     match reduction:
         case Reduction.SUM:
-            total = torch.add(first.to(wide), rest[0])
+            total = torch.add(first.to(wide), rest[0].to(wide))
             for part in rest[1:]:
                 total.add_(part)
         case Reduction.MAX:

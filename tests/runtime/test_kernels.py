@@ -23,6 +23,10 @@ from zeroir.runtime.kernels.base import Binding
 from zeroir.runtime.kernels.choice import KernelBackend
 from zeroir.runtime.kernels.eager import EagerKernels
 
+# Inductor leaves files of its cache to the garbage collector.
+COMPILER_WARNINGS = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+
 CPU = torch.device("cpu")
 
 
@@ -188,6 +192,7 @@ def test_an_unknown_operator_is_named() -> None:
 
 
 @pytest.mark.slow
+@COMPILER_WARNINGS
 def test_inductor_writes_a_weight_gradient_straight_into_the_flat() -> None:
     from torch._inductor.utils import run_and_get_code
 
@@ -218,6 +223,7 @@ def test_inductor_writes_a_weight_gradient_straight_into_the_flat() -> None:
 
 
 @pytest.mark.slow
+@COMPILER_WARNINGS
 def test_a_program_trains_alike_with_inductor() -> None:
     program = lowered(mlp(clip=0.5), 3, 1)
     engines = [Engine(program, kernels=kernels) for kernels in KernelBackend]

@@ -119,7 +119,15 @@ def test_a_gradient_that_was_rounded_on_the_wire_is_a_sum_but_not_the_same_numbe
     report = verify(program, FP32.logical)
     assert codes(report) == {"Z406"}
     assert "wire=bf16" in report.findings[0].op
-    assert "rounded to bf16" in report.findings[0].sentence
+    assert "passes through bf16" in report.findings[0].sentence
+
+
+def test_sums_are_taken_in_fp32() -> None:
+    """What travels in F64 is added in F64, and so rounds elsewhere; copies round nowhere."""
+    program = on_wire(FP32.scheduled, LAST_MICRO_STEP, ops.ReduceScatter, DType.F64)
+    assert codes(verify(program, FP32.logical)) == {"Z406"}
+    gathered = on_wire(FP32.scheduled, LAST_MICRO_STEP, ops.AllGather, DType.F64)
+    assert verify(gathered, FP32.logical).is_valid
 
 
 def test_sums_over_micro_steps_travel_in_fp32() -> None:

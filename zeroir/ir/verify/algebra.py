@@ -165,7 +165,7 @@ def represents(wide: DType, narrow: DType) -> bool:
 
 
 def on_wire(value: Value, wire: DType, numbering: Numbering) -> Value:
-    """The value once rounded to a dtype that cannot hold it: a sum of gradients stays one, nothing else does."""
+    """The value once rounded to another dtype: a sum of gradients stays one, nothing else does."""
 
     def leaf(inner: Value) -> Value:
         match inner:

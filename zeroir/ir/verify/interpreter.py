@@ -273,14 +273,19 @@ class Run:
         taken = [(pair, self.take(pair.source, code)) for pair in op.pairs]
         if op.wire_dtype is not None:
             wire = op.wire_dtype
-            taken = [(pair, self._on_wire(pair, pieces, wire)) for pair, pieces in taken]
+            is_sum = isinstance(op, ops.ReduceScatter | ops.AllReduce)
+            taken = [(p, self._on_wire(p, pieces, wire, is_sum=is_sum)) for p, pieces in taken]
         if op.staging is not None:
             self.memory.write(op.staging, [(0, self.memory.numel(op.staging), SCRATCH)])
         return taken
 
-    def _on_wire(self, pair: ops.Pair, pieces: PieceList, wire: DType) -> PieceList:
+    def _on_wire(
+        self, pair: ops.Pair, pieces: PieceList, wire: DType, *, is_sum: bool
+    ) -> PieceList:
         dtype = self.program.buffer_by_name[pair.source.buffer].dtype
-        if algebra.represents(wire, dtype):
+        # Sums are FP32; what travels in F64 is added in F64, which rounds elsewhere.
+        is_finer_sum = is_sum and wire is DType.F64 and dtype is not DType.F64
+        if algebra.represents(wire, dtype) and not is_finer_sum:
             return pieces
         self._note_rounding(pieces, wire)
         return [(a, b, algebra.on_wire(v, wire, self.numbering)) for a, b, v in pieces]

@@ -59,7 +59,7 @@ def differences(
             )
         found += [
             Difference(
-                f"the gradient of flat {flat} is rounded to {dtype}, which the logical program does not do",
+                f"the gradient of flat {flat} passes through {dtype}, which it does not in the logical program",
                 section,
                 line,
                 f"Let gradients of flat {flat} travel and stay in the dtype that the logical program gives them.",
