@@ -172,8 +172,7 @@ def _batches(model_file: ModelFile, rank: int, world_size: int, seed: int) -> It
     generator = torch.Generator().manual_seed(seed * 1_000_003 + rank)
 
     def vary(tensor: Tensor) -> Tensor:
-        if tensor.is_floating_point():
-            return tensor + torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
+        # Shuffled and not disturbed: targets and indices keep the range that the model asks of them.
         order = torch.randperm(tensor.numel(), generator=generator)
         return tensor.flatten()[order].view(tensor.shape)
 
