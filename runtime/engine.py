@@ -28,9 +28,10 @@ from zeroir.runtime.comm.job import (
     is_lost_connection,
     open_job,
 )
-from zeroir.runtime.handlers import Machine, handle
+from zeroir.runtime.handlers import Machine
 from zeroir.runtime.kernels.choice import KernelBackend, open_kernels
 from zeroir.runtime.labels import labels
+from zeroir.runtime.malloc import keep_freed_memory
 from zeroir.runtime.seeds import site_seed
 from zeroir.runtime.state import Factory
 from zeroir.runtime.storage import Memory
@@ -128,9 +129,9 @@ class Executor:
         try:
             if self._is_profiled:
                 with record_function(self._label(op)):
-                    handle(op, self.machine)
+                    self.machine.handle(op)
             else:
-                handle(op, self.machine)
+                self.machine.handle(op)
         except UserError:
             raise
         except Exception as error:
@@ -210,24 +211,24 @@ class Executor:
 
     @cached_property
     def _is_loss_reduced(self) -> bool:
-        """Whether the update leaves the sum over all ranks in the loss."""
+        """Whether the update leaves the sum over all ranks, along every axis, in the loss."""
         section = self._program.section_by_name.get(UPDATE)
-        is_reduced = False
+        summed: set[str] = set()
         for op in () if section is None else section.body:
             match op:
                 case ops.AllReduce():
-                    is_reduced |= any(p.destination.buffer == self._program.loss for p in op.pairs)
+                    if any(p.destination.buffer == self._program.loss for p in op.pairs):
+                        summed.add(self._program.comm_by_name[op.comm].axis)
                 case ops.Fill() if op.destination.buffer == self._program.loss:
-                    is_reduced = False
+                    summed.clear()
                 case _:
                     pass
-        return is_reduced and len(self._program.mesh.axes) == 1
+        axes = {axis.name for axis in self._program.mesh.axes if axis.size > 1}
+        return bool(summed) and axes <= summed
 
     @cached_property
     def _decision(self) -> ops.Decide | None:
-        section = self._program.section_by_name.get(UPDATE)
-        body = () if section is None else section.body
-        return next((op for op in body if isinstance(op, ops.Decide)), None)
+        return next((op for op in self._program.ops() if isinstance(op, ops.Decide)), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -280,6 +281,8 @@ class Engine:
         self.program = program
         self.device = device or torch.device("cpu")
         self.job = open_job(program, backend, self.device, timeout)
+        if self.device.type == "cpu":
+            keep_freed_memory()
         memory = Memory(program, self.job.rank, self.device)
         machine = Machine(
             program=program,

@@ -1,15 +1,21 @@
-"""What each op does to the buffers of the ranks that this process drives."""
+"""What each op does to the buffers of the ranks that this process drives.
+
+An op is prepared when it first runs: its tensors are looked up, its views made, its kernel found. After that a step
+calls what was prepared.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import assert_never
 
 from torch import Tensor
 
 from zeroir.ir import ops
 from zeroir.ir.buffers import Region
+from zeroir.ir.effects import effects
 from zeroir.ir.ops import Mode
 from zeroir.ir.program import Program
 from zeroir.runtime import numerics, optim
@@ -17,6 +23,9 @@ from zeroir.runtime.comm.base import Comm, Launch, Piece
 from zeroir.runtime.kernels.base import Binding, Kernel, Kernels
 from zeroir.runtime.storage import Memory
 from zeroir.runtime.tensors import TORCH_DTYPE
+
+Step = Callable[[], object]
+"""An op with everything about it settled that does not change from step to step."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -30,7 +39,14 @@ class Machine:
     ranks: Sequence[Memory]
     comm: Comm
     kernels: Kernels
+    # By identity: hashing an op costs more than running it, and the program keeps its ops alive.
     _kernel_by_op: dict[int, Kernel] = field(default_factory=dict)
+    _step_by_op: dict[int, Step] = field(default_factory=dict)
+    _launch_by_op: dict[int, Launch] = field(default_factory=dict)
+    _temporary: frozenset[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._temporary = frozenset(b.name for b in self.program.buffers if not b.is_persistent)
 
     def compile(self) -> None:
         """Compile every segment that the program calls, before the first step."""
@@ -40,7 +56,6 @@ class Machine:
 
     def kernel(self, op: ops.Compute) -> Kernel:
         """The kernel of one op of the program."""
-        # By identity: hashing an op costs more than running it, and the program keeps its ops alive.
         found = self._kernel_by_op.get(id(op))
         if found is None:
             segment = self.program.segment_by_name[op.segment]
@@ -48,27 +63,76 @@ class Machine:
             self._kernel_by_op[id(op)] = found
         return found
 
+    def handle(self, op: ops.Op) -> None:
+        """Carry out one op for every local rank. Order is the streams' affair: a ``wait`` does nothing here.
 
-def handle(op: ops.Op, machine: Machine) -> None:
-    """Carry out one op for every local rank. Order is the streams' affair: a ``wait`` does nothing here."""
-    match op:
-        case ops.Wait():
-            pass
-        case (
-            ops.AllGather()
-            | ops.Prefetch()
-            | ops.ReduceScatter()
-            | ops.AllReduce()
-            | ops.Broadcast()
-        ):
-            communicate(op, launch(op, machine), machine.comm)
-        case _:
-            for memory in machine.ranks:
-                _handle_locally(op, memory, machine)
+        Raises:
+            InternalError: where the op uses a buffer that is not allocated.
+        """
+        step = self._step_by_op.get(id(op))
+        if step is None:
+            step = self._step_by_op[id(op)] = self._prepare(op)
+        step()
+
+    def launch(self, op: ops.Collective) -> Launch:
+        """A collective with the tensors of every local rank; InternalError where one is not allocated."""
+        found = self._launch_by_op.get(id(op))
+        if found is None:
+            found = self._launch_by_op[id(op)] = _launch(op, self)
+        names = self._temporaries(op)
+        for memory in self.ranks:
+            memory.require(names)
+        return found
+
+    def _prepare(self, op: ops.Op) -> Step:
+        """Settle an op when it first runs: what it uses is allocated then."""
+        match op:
+            case ops.Wait():
+                return lambda: None
+            case (
+                ops.AllGather()
+                | ops.Prefetch()
+                | ops.ReduceScatter()
+                | ops.AllReduce()
+                | ops.Broadcast()
+            ):
+                return lambda: communicate(op, self.launch(op), self.comm)
+            case ops.Alloc() | ops.Release():
+                steps = [_prepare_locally(op, memory, self) for memory in self.ranks]
+            case _:
+                names = self._temporaries(op)
+                steps = [
+                    _checked(_prepare_locally(op, memory, self), memory, names)
+                    for memory in self.ranks
+                ]
+        if len(steps) == 1:
+            return steps[0]
+
+        def everywhere() -> None:
+            for step in steps:
+                step()
+
+        return everywhere
+
+    def _temporaries(self, op: ops.Op) -> frozenset[str]:
+        found = effects(op)
+        used = {r.buffer for r in (*found.reads, *found.writes, *found.accumulates)}
+        return self._temporary & used
 
 
-def launch(op: ops.Collective, machine: Machine) -> Launch:
-    """A collective with the tensors of every local rank."""
+def _checked(step: Step, memory: Memory, names: frozenset[str]) -> Step:
+    """The step, after the buffers that it uses are found to be allocated."""
+    if not names:
+        return step
+
+    def checked() -> None:
+        memory.require(names)
+        step()
+
+    return checked
+
+
+def _launch(op: ops.Collective, machine: Machine) -> Launch:
     return Launch(
         comm=op.comm,
         pieces=[
@@ -128,39 +192,40 @@ def _overlap(a: Region, b: Region) -> bool:
     return a.buffer == b.buffer and a.offset < b.stop and b.offset < a.stop
 
 
-def _handle_locally(
+def _prepare_locally(
     op: ops.Memory | ops.Compute | ops.Cast | ops.Fill | ops.Scale | ops.Update | ops.Transfer,
     memory: Memory,
     machine: Machine,
-) -> None:
+) -> Step:
     match op:
         case ops.Alloc():
-            memory.alloc(op.buffer, op.stream)
+            return partial(memory.alloc, op.buffer, op.stream)
         case ops.Release():
-            memory.release(op.buffer, op.stream)
+            return partial(memory.release, op.buffer, op.stream)
         case ops.Compute():
-            machine.kernel(op)(
+            return partial(
+                machine.kernel(op),
                 [memory.view(argument.view) for argument in op.arguments],
                 [None if d is None else memory.view(d.view) for d in op.destinations],
             )
         case ops.Cast():
             source, destination = memory.region(op.source), memory.region(op.destination)
             if op.mode is Mode.WRITE:
-                destination.copy_(source, non_blocking=True)
-            else:
-                destination.add_(_narrowed(source, destination))
+                return partial(destination.copy_, source, non_blocking=True)
+            return lambda: _add(source, destination)
         case ops.Fill():
-            memory.region(op.destination).fill_(op.value)
+            return partial(memory.region(op.destination).fill_, op.value)
         case ops.Scale():
-            memory.region(op.region).mul_(memory.region(op.by))
+            return partial(memory.region(op.region).mul_, memory.region(op.by))
         case ops.GradNorm():
             sources = [memory.region(source) for source in op.sources]
-            numerics.sum_of_squares(sources, memory.region(op.destination))
+            return partial(numerics.sum_of_squares, sources, memory.region(op.destination))
         case ops.CheckFinite():
             sources = [memory.region(source) for source in op.sources]
-            numerics.has_overflow(sources, memory.region(op.destination))
+            return partial(numerics.has_overflow, sources, memory.region(op.destination))
         case ops.Decide():
-            numerics.decide(
+            return partial(
+                numerics.decide,
                 step=memory.region(op.step),
                 gradient_divisor=memory.region(op.gradient_divisor),
                 divisor=op.divisor,
@@ -181,9 +246,10 @@ def _handle_locally(
                 divisor=memory.region(op.gradient_divisor),
                 skip=_region(memory, op.skip),
             )
-            optim.update(op.algorithm, operands)
+            return partial(optim.update, op.algorithm, operands)
         case ops.UpdateScale():
-            numerics.update_scale(
+            return partial(
+                numerics.update_scale,
                 memory.region(op.state),
                 memory.region(op.skip),
                 window=op.window,
@@ -192,15 +258,17 @@ def _handle_locally(
                 minimum=op.minimum,
             )
         case ops.ToHost() | ops.ToDevice() | ops.Load() | ops.Store():
-            memory.region(op.destination).copy_(memory.region(op.source), non_blocking=True)
+            return partial(
+                memory.region(op.destination).copy_, memory.region(op.source), non_blocking=True
+            )
         case _:
             assert_never(op)
 
 
-def _narrowed(source: Tensor, destination: Tensor) -> Tensor:
-    """The source in the destination's dtype if that is narrower, because adding happens in the destination's."""
+def _add(source: Tensor, destination: Tensor) -> None:
+    """Add in the destination's dtype."""
     is_wider = source.dtype.itemsize > destination.dtype.itemsize
-    return source.to(destination.dtype) if is_wider else source
+    destination.add_(source.to(destination.dtype) if is_wider else source)
 
 
 def _region(memory: Memory, region: Region | None) -> Tensor | None:

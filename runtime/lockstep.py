@@ -27,7 +27,7 @@ from zeroir.runtime.batch import Batch
 from zeroir.runtime.comm.base import Launch, Piece
 from zeroir.runtime.comm.lockstep import LockstepComm
 from zeroir.runtime.engine import Executor, RankResult
-from zeroir.runtime.handlers import Machine, communicate, launch
+from zeroir.runtime.handlers import Machine, communicate
 from zeroir.runtime.kernels.choice import KernelBackend, open_kernels
 from zeroir.runtime.state import Factory
 from zeroir.runtime.storage import Memory
@@ -257,8 +257,9 @@ class SeededStreams:
                 | ops.Broadcast()
             ):
                 if item.begun is None:
-                    item.begun = self._begin(launch(item.op, self._machine))
+                    item.begun = self._begin(self._machine.launch(item.op))
                     return
+                self._machine.launch(item.op)  # what it uses must still be allocated
                 communicate(item.op, item.begun, self._machine.comm)
             case _:
                 self._execute(item.op)

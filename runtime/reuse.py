@@ -11,6 +11,7 @@ host is.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -79,13 +80,22 @@ def _join(clock: dict[str, int], other: Clock) -> None:
         clock[stream] = max(clock.get(stream, 0), count)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Kept:
+    """A released buffer's tensor, and what must be finished before its memory is free."""
+
+    name: str
+    clock: Clock
+    tensor: Tensor
+
+
 class Reuse:
     """Released tensors of one rank on their way back to the allocator."""
 
     def __init__(self, program: Program) -> None:
         self._program = program
         self._clocks = Clocks()
-        self._kept: dict[str, list[tuple[Clock, Tensor]]] = {}
+        self._kept: dict[str, list[_Kept]] = {}
 
     def issue(self, op: Op) -> None:
         """An op, or a wait, was issued; of a release, after its memory came here."""
@@ -101,16 +111,26 @@ class Reuse:
     def keep(self, name: str, tensor: Tensor, taken_on: str, released_on: str) -> None:
         """Take a released buffer's memory; its last uses are ordered before the next op of ``released_on``."""
         if name in self._ordered:
-            kept = self._kept.setdefault(taken_on, [])
-            kept.append((self._clocks.clock(released_on), tensor))
+            clock = self._clocks.clock(released_on)
+            self._kept.setdefault(taken_on, []).append(_Kept(name=name, clock=clock, tensor=tensor))
         else:
             # Nothing in the program says when: the allocator asks the device.
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
+            tensor.untyped_storage().resize_(0)
+
+    def take_back(self, name: str) -> bool:
+        """Whether a released buffer still has its memory, which it then keeps: it begins anew, after its release."""
+        for kept in self._kept.values():
+            for one in kept:
+                if one.name == name:
+                    kept.remove(one)
+                    return True
+        return False
 
     @property
     def kept_bytes(self) -> int:
         """Bytes that were released and that no stream may use yet."""
-        return sum(tensor.nbytes for kept in self._kept.values() for _, tensor in kept)
+        return sum(one.tensor.nbytes for kept in self._kept.values() for one in kept)
 
     @cached_property
     def _ordered(self) -> frozenset[str]:
@@ -118,9 +138,13 @@ class Reuse:
 
     def _give_back(self) -> None:
         for stream, kept in self._kept.items():
-            if kept:
-                is_after = self._clocks.is_after
-                kept[:] = [(clock, t) for clock, t in kept if not is_after(stream, clock)]
+            still: list[_Kept] = []
+            for one in kept:
+                if self._clocks.is_after(stream, one.clock):
+                    one.tensor.untyped_storage().resize_(0)
+                else:
+                    still.append(one)
+            kept[:] = still
 
 
 def buffers_reused_in_order(program: Program) -> frozenset[str]:

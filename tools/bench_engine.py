@@ -1,0 +1,130 @@
+"""What the engine itself costs: a step's time that no kernel, copy or collective accounts for, per op.
+
+    python -m tools.bench_engine [--model examples/gpt.py] [--steps 30]
+
+One rank runs stages 0 to 3 with the real handlers. Time inside kernels, collectives and the single torch calls of
+fills, casts and the update is measured where they are called and taken off the step; what is left (looking ops up,
+allocating and releasing buffers, signals, waits, handing work to the streams' threads) is divided by the ops of a
+step. ``one thread`` runs every stream in the issuing thread, ``threads`` as training does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+import zeroir
+from zeroir.frontend.entry import load_model_file
+from zeroir.ir import ops
+from zeroir.ir.program import LAST_MICRO_STEP, UPDATE, Program
+from zeroir.ir.segment import Segment
+from zeroir.runtime import state
+from zeroir.runtime.batch import Batch
+from zeroir.runtime.comm.local import LocalComm
+from zeroir.runtime.engine import Executor
+from zeroir.runtime.handlers import Machine
+from zeroir.runtime.kernels.base import Binding, Kernel, Kernels
+from zeroir.runtime.kernels.choice import KernelBackend, open_kernels
+from zeroir.runtime.storage import Memory
+from zeroir.runtime.streams import ThreadStreams
+
+
+@dataclass
+class Clock:
+    """Seconds spent in what is called through it."""
+
+    seconds: list[float] = field(default_factory=list)
+
+    def timed(self, call: Callable[..., None]) -> Callable[..., None]:
+        """The same call, its time recorded."""
+
+        def run(*args: object) -> None:
+            start = time.perf_counter()
+            call(*args)
+            self.seconds.append(time.perf_counter() - start)
+
+        return run
+
+
+@dataclass
+class TimedKernels:
+    """A kernel backend whose kernels' time is recorded."""
+
+    inner: Kernels
+    clock: Clock
+
+    def compile(self, segment: Segment, bindings: Sequence[Binding | None]) -> Kernel:
+        """See ``Kernels.compile``."""
+        return self.clock.timed(self.inner.compile(segment, bindings))
+
+
+class TimedMachine(Machine):
+    """A machine that records the time of collectives and of ops that are one torch call."""
+
+    clock = Clock()
+
+    def handle(self, op: ops.Op) -> None:
+        """See ``Machine.handle``."""
+        match op:
+            case ops.Wait() | ops.Alloc() | ops.Release() | ops.Compute():
+                super().handle(op)
+            case _:
+                self.clock.timed(super().handle)(op)
+
+
+def overhead(
+    program: Program, factory: state.Factory, batch: Batch, steps: int, *, inline: bool
+) -> float:
+    """Median seconds of a step per op that nothing below the engine accounts for."""
+    clock = Clock()
+    device = torch.device("cpu")
+    memory = Memory(program, 0, device)
+    kernels = TimedKernels(open_kernels(KernelBackend.EAGER, device), clock)
+    machine = TimedMachine(program=program, ranks=[memory], comm=LocalComm(), kernels=kernels)
+    machine.clock = clock
+    machine.compile()
+    state.initialise(program, [memory], factory, 0)
+    names = [stream.name for stream in program.streams] if inline else ["compute"]
+    executor = Executor(machine, lambda execute: ThreadStreams(execute, inline=names))
+    sections = program.section_by_name
+    count = len(sections[LAST_MICRO_STEP].body) + len(sections[UPDATE].body)
+    found = []
+    for _ in range(steps):
+        clock.seconds.clear()
+        start = time.perf_counter()
+        executor.step([[batch]])
+        found.append((time.perf_counter() - start - sum(clock.seconds)) / count)
+    executor.close()
+    return median(found[len(found) // 4 :])
+
+
+def main() -> None:
+    """Print a table of the stages."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--model", default="examples/gpt.py")
+    parser.add_argument("--steps", type=int, default=30)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    model_file = load_model_file(arguments.model)
+    table = Table("stage", "ops a step", "one thread, µs per op", "threads, µs per op")
+    for stage in range(4):
+        program = zeroir.compile(arguments.model, stage=stage, world_size=1).program
+        sections = program.section_by_name
+        count = len(sections[LAST_MICRO_STEP].body) + len(sections[UPDATE].body)
+        cells = [
+            f"{1e6 * overhead(program, model_file.model, model_file.batch(), arguments.steps, inline=inline):.1f}"
+            for inline in (True, False)
+        ]
+        table.add_row(str(stage), str(count), *cells)
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,263 @@
+"""A training step of zeroir against PyTorch's and DeepSpeed's own ZeRO, all in one run on this machine's CPU.
+
+    python -m tools.bench_peers [--only NAME ...] [--rounds 9] [--steps 3] [--record FILE]
+
+Every contestant lives in processes of its own, one per rank, with one thread each, which sleep while others are
+measured. A round times each of them once, in an order that changes from round to round; ratios are taken within a
+round, so that what else the machine does hits all alike. ``zeroir 3`` is there twice: how far its copies are apart is
+the noise. All train the same model on the same data with torch's fused AdamW, and their losses are compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+import zeroir
+
+MODEL = Path(__file__).parent / "peers" / "gpt.py"
+NAMES = (
+    "torch alone",
+    "DDP",
+    "ZeroRedundancyOptimizer",
+    "FSDP2",
+    "FSDP2 compiled",
+    "DeepSpeed 1",
+    "DeepSpeed 2",
+    "DeepSpeed 3",
+    "zeroir alone",
+    "zeroir 0",
+    "zeroir 1",
+    "zeroir 2",
+    "zeroir 3",
+    "zeroir 3 again",
+)
+INDUCTOR = ("zeroir alone inductor", "zeroir 1 inductor", "zeroir 3 inductor")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """A ratio of two contestants' steps, or of their memory, that must not be exceeded, and one to aim at."""
+
+    one: str
+    other: str
+    must: float
+    aim: float
+    is_memory: bool = False
+
+
+TARGETS = (
+    Target(one="zeroir 3", other="FSDP2", must=0.80, aim=0.60),
+    Target(one="zeroir 3", other="FSDP2 compiled", must=0.95, aim=0.75),
+    Target(one="zeroir 3", other="DeepSpeed 3", must=0.65, aim=0.50),
+    Target(one="zeroir 3", other="zeroir alone", must=1.25, aim=1.10),
+    Target(one="zeroir 1", other="DDP", must=1.00, aim=0.85),
+    Target(one="zeroir 3", other="FSDP2", must=0.70, aim=0.55, is_memory=True),
+    Target(one="zeroir 3 inductor", other="FSDP2 compiled", must=0.95, aim=0.75),
+    Target(one="zeroir 3 inductor", other="zeroir alone inductor", must=1.25, aim=1.10),
+    Target(one="zeroir 1 inductor", other="DDP", must=1.00, aim=0.85),
+)
+
+
+@dataclass
+class Record:
+    """What was measured of one contestant: seconds a step by round, losses by step, bytes of its largest rank."""
+
+    name: str
+    first_step_seconds: float = 0.0
+    seconds: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    bare_bytes: int = 0
+    peak_bytes: int = 0
+
+    @property
+    def own_bytes(self) -> int:
+        """Peak resident memory above that of a process that has only imported torch and joined the job."""
+        return self.peak_bytes - self.bare_bytes
+
+
+class Contestant:
+    """The processes of one contestant."""
+
+    def __init__(self, name: str, world_size: int, folder: Path) -> None:
+        self.record = Record(name=name)
+        self._ranks: list[subprocess.Popen[str]] = []
+        (folder / name).mkdir()
+        for rank in range(world_size):
+            environment = os.environ | {
+                "OMP_NUM_THREADS": "1",
+                "GLOO_SOCKET_IFNAME": "lo",
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(world_size),
+                "LOCAL_WORLD_SIZE": str(world_size),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": "0",
+            }
+            command = [sys.executable, "-m", "tools.peers.rank", name.removesuffix(" again")]
+            self._ranks.append(
+                subprocess.Popen(
+                    [*command, str(rank), str(world_size), str(folder), str(folder / name)],
+                    env=environment,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=(folder / name / f"{rank}.log").open("w"),
+                    text=True,
+                )
+            )
+        self._logs = folder / name
+
+    def warm_up(self) -> None:
+        """Wait for the first step, which compiles what is compiled."""
+        for report in self._reports():
+            self.record.first_step_seconds = float(str(report["first_step_seconds"]))
+
+    def run(self, steps: int, *, is_measured: bool = True) -> None:
+        """Take steps on every rank."""
+        for rank in self._ranks:
+            assert rank.stdin is not None
+            rank.stdin.write(f"{steps}\n")
+            rank.stdin.flush()
+        reports = self._reports()
+        if is_measured:
+            self.record.seconds.append(max(float(str(report["seconds"])) for report in reports))
+        losses = reports[0]["losses"]
+        assert isinstance(losses, list)
+        self.record.losses += losses
+        self.record.bare_bytes = max(int(str(report["bare_bytes"])) for report in reports)
+        self.record.peak_bytes = max(int(str(report["peak_bytes"])) for report in reports)
+
+    def close(self) -> None:
+        """End the processes."""
+        for rank in self._ranks:
+            rank.kill()
+            rank.wait()
+
+    def _reports(self) -> list[dict[str, object]]:
+        lines = [rank.stdout.readline() if rank.stdout else "" for rank in self._ranks]
+        if not all(lines):
+            log = (self._logs / f"{lines.index('')}.log").read_text()
+            raise SystemExit(f"{self.record.name} failed:\n{log[-3000:]}")
+        return [json.loads(line) for line in lines]
+
+
+def measure(names: Sequence[str], rounds: int, steps: int, world_size: int) -> list[Record]:
+    """Compile zeroir's programs, start everybody, and take turns."""
+    with tempfile.TemporaryDirectory() as text:
+        folder = Path(text)
+        zeroir.compile(MODEL, stage=0, world_size=1).save(folder / "alone.zir")
+        for stage in range(4):
+            compiled = zeroir.compile(MODEL, stage=stage, world_size=world_size)
+            compiled.save(folder / f"stage{stage}.zir")
+        contestants: list[Contestant] = []
+        try:
+            for name in names:
+                contestants.append(Contestant(name, world_size, folder))
+                contestants[-1].warm_up()
+                contestants[-1].run(2, is_measured=False)
+            for number in range(rounds):
+                for turn in range(len(contestants)):
+                    contestants[(turn + number) % len(contestants)].run(steps)
+        finally:
+            for contestant in contestants:
+                contestant.close()
+        return [contestant.record for contestant in contestants]
+
+
+def ratio(target: Target, records: dict[str, Record]) -> float:
+    """The median over rounds of the ratio of two steps, or the ratio of two peaks."""
+    one, other = records[target.one], records[target.other]
+    if target.is_memory:
+        return one.own_bytes / other.own_bytes
+    return median(a / b for a, b in zip(one.seconds, other.seconds, strict=True))
+
+
+def show(records: Sequence[Record], console: Console) -> None:
+    """Two tables: what was measured, and the targets."""
+    by_name = {record.name: record for record in records}
+    table = Table(
+        "contestant", "step ms", "middle half", "first step s", "peak MB above bare", "loss"
+    )
+    for record in records:
+        ordered = sorted(record.seconds)
+        quarter = len(ordered) // 4
+        table.add_row(
+            record.name,
+            f"{1000 * median(ordered):.0f}",
+            f"{1000 * ordered[quarter]:.0f}-{1000 * ordered[-1 - quarter]:.0f}",
+            f"{record.first_step_seconds:.1f}",
+            f"{record.own_bytes / 1e6:.0f}",
+            f"{record.losses[-1]:.6f}",
+        )
+    console.print(table)
+    ratios = Table("ratio", "measured", "must", "aim")
+    for target in TARGETS:
+        if target.one in by_name and target.other in by_name:
+            what = "peak memory" if target.is_memory else "step"
+            ratios.add_row(
+                f"{what}: {target.one} / {target.other}",
+                f"{ratio(target, by_name):.2f}",
+                f"{target.must:.2f}",
+                f"{target.aim:.2f}",
+            )
+    console.print(ratios)
+    if {"zeroir 3", "zeroir 3 again"} <= by_name.keys():
+        pairs = zip(by_name["zeroir 3"].seconds, by_name["zeroir 3 again"].seconds, strict=True)
+        console.print(
+            f"noise floor: two copies of zeroir 3 differ by {median(abs(a / b - 1) for a, b in pairs):.1%}"
+        )
+    ranks = [record for record in records if "alone" not in record.name]
+    if ranks:
+        steps = zip(*(record.losses for record in ranks), strict=True)
+        spread = max(max(of_step) - min(of_step) for of_step in steps)
+        console.print(
+            f"largest difference between losses of one step, all but those alone: {spread:.1e}"
+        )
+
+
+def main() -> int:
+    """Measure, print, and write the record."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--only", nargs="+", choices=[*NAMES, *INDUCTOR])
+    parser.add_argument("--inductor", action="store_true", help="also zeroir with compiled kernels")
+    parser.add_argument("--world-size", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--record", type=Path, help="write what was measured to this JSON file")
+    arguments = parser.parse_args()
+    console = Console()
+    names = arguments.only or [*NAMES, *(INDUCTOR if arguments.inductor else ())]
+    if importlib.util.find_spec("deepspeed") is None:
+        names = [name for name in names if not name.startswith("DeepSpeed")]
+        console.print("deepspeed is not installed, so it is left out: pip install 'zeroir[peers]'")
+    records = measure(names, arguments.rounds, arguments.steps, arguments.world_size)
+    show(records, console)
+    if arguments.record is not None:
+        about = {
+            "command": ["python", "-m", "tools.bench_peers", *sys.argv[1:]],
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "cpus": os.cpu_count(),
+            "world_size": arguments.world_size,
+        }
+        text = json.dumps({"about": about, "records": [asdict(r) for r in records]}, indent=1)
+        arguments.record.write_text(text + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
