@@ -188,6 +188,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._recording = recording
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Nothing is compiled here, and what would see to that imports torch's compiler into every rank.
+        return False
+
     def __torch_dispatch__(
         self,
         func: torch._ops.OpOverload,
@@ -242,7 +247,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if state is not None:
             scratch = tree_map(_scratch, (args, kwargs))
             func(*scratch[0], **scratch[1])  # moves the generator on
-        result = func(*meta_args, **meta_kwargs)
+        # What fills a tensor in place returns it as it was; some meta kernels of such ops import torch's compiler.
+        result = args[0] if _is_in_place(func) else func(*meta_args, **meta_kwargs)
         results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         known = {
             _storage(leaf)
@@ -361,6 +367,15 @@ def _mutated(
         value = args[index] if index < len(args) else kwargs.get(argument.name)
         found += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
     return found
+
+
+def _is_in_place(func: torch._ops.OpOverload) -> bool:
+    """Whether an op returns its first argument, of which it has changed the elements and nothing else."""
+    schema = func._schema
+    if not schema.arguments or len(schema.returns) != 1 or torch.Tag.inplace_view in func.tags:
+        return False
+    own, result = schema.arguments[0].alias_info, schema.returns[0].alias_info
+    return own is not None and own.is_write and result is not None and result.is_write
 
 
 def _without_generator(kwargs: dict[str, object]) -> dict[str, object]:

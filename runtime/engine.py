@@ -31,11 +31,12 @@ from zeroir.runtime.comm.job import (
 from zeroir.runtime.handlers import Machine
 from zeroir.runtime.kernels.choice import KernelBackend, open_kernels
 from zeroir.runtime.labels import labels
-from zeroir.runtime.malloc import keep_freed_memory
+from zeroir.runtime.malloc import keep_freed_memory, return_freed_memory
 from zeroir.runtime.seeds import site_seed
 from zeroir.runtime.state import Factory
 from zeroir.runtime.storage import Memory
 from zeroir.runtime.streams import Execute, Streams, ThreadStreams
+from zeroir.runtime.trace import Clock, HostClock, Recorder, Span, aligned, to_bytes
 
 OpenStreams = Callable[[Execute], Streams]
 
@@ -67,6 +68,8 @@ class Executor:
         self._streams = open_streams(self._execute)
         self._rng_buffers = [b.name for b in self._program.buffers if b.role is Role.RNG]
         self._is_profiled = False
+        self._recorder: Recorder | None = None
+        self._to_record: tuple[int, Recorder] | None = None
         self._labels: dict[int, str] = {}
 
     def step(self, batches: Sequence[Sequence[Batch]]) -> list[RankResult]:
@@ -74,6 +77,10 @@ class Executor:
         counts = {len(micro_batches) for micro_batches in batches}
         (micro_steps,) = counts
         self._require_micro_steps(micro_steps)
+        if self._to_record is not None:
+            step, recorder = self._to_record
+            self._recorder = recorder if step == self.step_count + 1 else None
+            self._streams.record(self._recorder)
         if self.step_count == 0:
             self._establish(LAST_MICRO_STEP if micro_steps == 1 else MICRO_STEP)
         for index in range(micro_steps):
@@ -97,6 +104,14 @@ class Executor:
         self._set_inputs(batches, 0)
         self._run(EVALUATE)
         return self._losses(1)
+
+    def record(self, step: int, recorder: Recorder) -> None:
+        """Show every op of that step, counting from 1, to a recorder."""
+        self._to_record = step, recorder
+
+    def finish(self) -> None:
+        """Return when the streams have done all that was submitted; the device may still be at it."""
+        self._streams.join([])
 
     def close(self) -> None:
         """Stop the streams."""
@@ -129,6 +144,9 @@ class Executor:
         try:
             if self._is_profiled:
                 with record_function(self._label(op)):
+                    self.machine.handle(op)
+            elif self._recorder is not None:
+                with self._recorder.watch(op):
                     self.machine.handle(op)
             else:
                 self.machine.handle(op)
@@ -282,7 +300,7 @@ class Engine:
         self.device = device or torch.device("cpu")
         self.job = open_job(program, backend, self.device, timeout)
         if self.device.type == "cpu":
-            keep_freed_memory()
+            return_freed_memory()
         memory = Memory(program, self.job.rank, self.device)
         machine = Machine(
             program=program,
@@ -292,6 +310,7 @@ class Engine:
         )
         machine.compile()
         self._memory = memory
+        self._recorder: Recorder | None = None
         self._executor = Executor(machine, self._open_streams, seed=seed)
 
     @property
@@ -323,6 +342,8 @@ class Engine:
         Raises:
             UserError: where a batch has another shape or dtype than compiled, or another rank is lost.
         """
+        if self.step_count == 0 and self.device.type == "cpu":
+            keep_freed_memory()
         batches: list[Batch] = batch if isinstance(batch, list) else [batch]
         (result,) = self._executor.step([batches])
         return StepResult(rank=result)
@@ -347,6 +368,23 @@ class Engine:
     def average(self, value: float) -> float:
         """The mean of every rank's value, added in rank order; every rank calls this alike."""
         return self.job.average(value)
+
+    def record(self, step: int) -> None:
+        """Note when every op of that step, counting from 1, begins and ends; ``timelines`` tells."""
+        clock: Clock = HostClock()
+        if self.device.type == "cuda":
+            from zeroir.runtime.cuda import CudaClock
+
+            clock = CudaClock(self.program, self.device)
+        self._recorder = Recorder(clock)
+        self._executor.record(step, self._recorder)
+
+    def timelines(self) -> list[list[Span]] | None:
+        """What was recorded on every rank, on one clock; None on other ranks than 0. Every rank calls this alike."""
+        self._executor.finish()
+        spans = [] if self._recorder is None else self._recorder.spans(self.program)
+        parts = self.job.gather(to_bytes(spans))
+        return None if parts is None else aligned(parts)
 
     def close(self) -> None:
         """Stop the streams and give up the process groups."""

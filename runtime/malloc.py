@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from collections.abc import Mapping
 from typing import Final
 
 # Parameters of mallopt(3), from <malloc.h>.
@@ -16,18 +17,30 @@ _M_TRIM_THRESHOLD: Final = -1
 _M_MMAP_THRESHOLD: Final = -3
 _M_ARENA_MAX: Final = -8
 _LARGEST: Final = 2**31 - 1
+_DEFAULT_MMAP_BYTES: Final = 128 * 1024
+
+
+def return_freed_memory() -> bool:
+    """Let large blocks go back to the kernel when they are freed, however often they come; for what runs only once.
+
+    glibc would otherwise learn from the first of them to keep the next, between which small ones then settle.
+    """
+    return _set({_M_MMAP_THRESHOLD: _DEFAULT_MMAP_BYTES, _M_ARENA_MAX: 1})
 
 
 def keep_freed_memory() -> bool:
-    """Let this process reuse the memory it frees, in one arena for all threads; False where that cannot be asked for.
+    """Let this process reuse the memory that it frees, in one arena for all threads; for training steps.
 
-    The setting holds for the whole process and cannot be taken back.
+    False where the C library cannot be told. The setting holds for the whole process.
     """
+    return _set({_M_TRIM_THRESHOLD: _LARGEST, _M_MMAP_THRESHOLD: _LARGEST, _M_ARENA_MAX: 1})
+
+
+def _set(settings: Mapping[int, int]) -> bool:
     if not sys.platform.startswith("linux"):
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # absent from other C libraries than glibc
     if mallopt is None:
         return False
-    settings = {_M_TRIM_THRESHOLD: _LARGEST, _M_MMAP_THRESHOLD: _LARGEST, _M_ARENA_MAX: 1}
     accepted = {mallopt(name, value) for name, value in settings.items()}
     return accepted == {1}

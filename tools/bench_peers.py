@@ -27,9 +27,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-import zeroir
+from tools.peers.own import variants
 
-MODEL = Path(__file__).parent / "peers" / "gpt.py"
 NAMES = (
     "torch alone",
     "DDP",
@@ -47,6 +46,12 @@ NAMES = (
     "zeroir 3 again",
 )
 INDUCTOR = ("zeroir alone inductor", "zeroir 1 inductor", "zeroir 3 inductor")
+TECHNIQUES = (
+    "zeroir 3",
+    "zeroir 3 again",
+    *(n for n in variants(2) if "without" in n),
+    "zeroir 3 inductor",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +113,7 @@ class Contestant:
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": "0",
             }
-            command = [sys.executable, "-m", "tools.peers.rank", name.removesuffix(" again")]
+            command = [sys.executable, "-m", "tools.peers.rank", name]
             self._ranks.append(
                 subprocess.Popen(
                     [*command, str(rank), str(world_size), str(folder), str(folder / name)],
@@ -159,10 +164,10 @@ def measure(names: Sequence[str], rounds: int, steps: int, world_size: int) -> l
     """Compile zeroir's programs, start everybody, and take turns."""
     with tempfile.TemporaryDirectory() as text:
         folder = Path(text)
-        zeroir.compile(MODEL, stage=0, world_size=1).save(folder / "alone.zir")
-        for stage in range(4):
-            compiled = zeroir.compile(MODEL, stage=stage, world_size=world_size)
-            compiled.save(folder / f"stage{stage}.zir")
+        own = variants(world_size)
+        for name in names:
+            if name in own:
+                own[name].compile().save(folder / f"{name}.zir")
         contestants: list[Contestant] = []
         try:
             for name in names:
@@ -232,8 +237,13 @@ def show(records: Sequence[Record], console: Console) -> None:
 def main() -> int:
     """Measure, print, and write the record."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--only", nargs="+", choices=[*NAMES, *INDUCTOR])
+    parser.add_argument("--only", nargs="+", choices=[*NAMES, *INDUCTOR, *TECHNIQUES])
     parser.add_argument("--inductor", action="store_true", help="also zeroir with compiled kernels")
+    parser.add_argument(
+        "--techniques",
+        action="store_true",
+        help="stage 3 with one technique left out each, instead",
+    )
     parser.add_argument("--world-size", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=3)
@@ -241,6 +251,8 @@ def main() -> int:
     arguments = parser.parse_args()
     console = Console()
     names = arguments.only or [*NAMES, *(INDUCTOR if arguments.inductor else ())]
+    if arguments.techniques:
+        names = list(TECHNIQUES)
     if importlib.util.find_spec("deepspeed") is None:
         names = [name for name in names if not name.startswith("DeepSpeed")]
         console.print("deepspeed is not installed, so it is left out: pip install 'zeroir[peers]'")

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from tools.peers import gpt
@@ -40,10 +41,11 @@ def build(name: str, folder: Path) -> TakeStep:
             return _loop(_fully_sharded(is_compiled=True))
         case ["DeepSpeed", stage]:
             return _deepspeed(int(stage))
-        case ["zeroir", "alone", *options]:
-            return _zeroir(folder / "alone.zir", options, is_alone=True)
-        case ["zeroir", stage, *options]:
-            return _zeroir(folder / f"stage{stage}.zir", options, is_alone=False)
+        case ["zeroir", *_]:
+            # Only here, so that the others' memory has nothing of zeroir in it.
+            from tools.peers import own
+
+            return own.build(folder / f"{name}.zir", own.variants(dist.get_world_size())[name])
         case _:
             raise ValueError(f"there is no contestant {name}")
 
@@ -78,7 +80,6 @@ def _zero_redundancy() -> TakeStep:
 
 
 def _fully_sharded(*, is_compiled: bool) -> nn.Module:
-    import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -115,24 +116,5 @@ def _deepspeed(stage: int) -> TakeStep:
         engine.backward(loss)
         engine.step()
         return loss.detach()
-
-    return step
-
-
-def _zeroir(program: Path, options: list[str], *, is_alone: bool) -> TakeStep:
-    import zeroir
-    from zeroir.api.run import load_model, open_engine
-    from zeroir.runtime.kernels.choice import KernelBackend
-    from zeroir.runtime.train import Place, join_job
-
-    compiled = zeroir.load(program)
-    place = join_job()
-    if is_alone:
-        place = Place(rank=0, world_size=1, device=torch.device("cpu"))
-    chosen = {"kernels": KernelBackend(options[0])} if options else {}
-    engine = open_engine(compiled, load_model(compiled), place, SEED, **chosen)
-
-    def step(batch: Batch) -> Tensor:
-        return torch.tensor(engine.step(batch).loss)
 
     return step

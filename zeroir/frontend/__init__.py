@@ -1,15 +1,12 @@
-"""From a model file to a logical program: load, capture, cut, lower. The only compile-time code that imports torch."""
+"""From a model file to a logical program: load, capture, cut, lower. The only compile-time code that imports torch.
+
+Loading a model file is all that a run needs of it, so the compiler is imported when it is first asked to trace.
+"""
 
 from __future__ import annotations
 
 from zeroir.config import CompileOptions
-from zeroir.errors import UserError
-from zeroir.frontend.capture import capture as capture_model
 from zeroir.frontend.entry import ModelFile, load_model_file
-from zeroir.frontend.lower import lower as lower_calls
-from zeroir.frontend.partition import Run, partition
-from zeroir.frontend.segments import cut
-from zeroir.frontend.units import ROOT, ROOT_PRE, Units, find_units
 from zeroir.ir.program import Program
 
 __all__ = ["ModelFile", "load_model_file", "trace"]
@@ -21,23 +18,6 @@ def trace(model_file: ModelFile, options: CompileOptions) -> Program:
     Raises:
         UserError: where the model cannot be built, traced or cut as the options ask, naming the line.
     """
-    captured = capture_model(model_file, options.precision, options.keep_fp32)
-    units = find_units(captured.module, options.units)
-    canonical = {
-        name: info.name for info in captured.parameters for name in (info.name, *info.aliases)
-    }
-    runs = partition(captured.joint, units, canonical)
-    if options.units is not None and units.labels and all(r.unit not in units.labels for r in runs):
-        raise UserError(
-            f"--units {options.units} names only modules that the model never calls, such as lists; name what they "
-            "contain."
-        )
-    calls = cut(captured.joint, runs, canonical)
-    owners = {info.name: _owner(info.name, units, runs) for info in captured.parameters}
-    return lower_calls(captured, calls, owners, options)
+    from zeroir.frontend.tracing import trace_model
 
-
-def _owner(parameter: str, units: Units, runs: list[Run]) -> str:
-    """The unit of a parameter that nothing uses: its module's, else the root's first."""
-    root = next((run.unit for run in runs if run.unit.startswith(ROOT)), ROOT_PRE)
-    return units.home(parameter) or root
+    return trace_model(model_file, options)

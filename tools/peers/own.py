@@ -1,0 +1,82 @@
+"""Zeroir's own contestants: its stages, its kernels, and stage 3 with one technique left out each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import zeroir
+from tools.peers import gpt
+from zeroir.api.compiled import CompiledProgram
+from zeroir.api.run import load_model
+from zeroir.runtime import engine as engines
+from zeroir.runtime.comm.job import Backend
+from zeroir.runtime.kernels.choice import KernelBackend
+
+SEED = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """How one of zeroir's own contestants is compiled and run: its options, and what it runs with."""
+
+    options: Mapping[str, object]
+    kernels: KernelBackend = KernelBackend.EAGER
+    backend: Backend | None = None
+    keeps_memory: bool = True
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether every process trains by itself."""
+        return self.options["world_size"] == 1
+
+    def compile(self) -> CompiledProgram:
+        """The program of the comparison's GPT."""
+        return zeroir.compile(gpt.__file__, **self.options)
+
+
+def variants(world_size: int) -> dict[str, Variant]:
+    """Zeroir's own contestants: the stages, with compiled kernels, and stage 3 with one technique left out each."""
+    inductor = KernelBackend.INDUCTOR
+    found = {"zeroir alone": Variant(options={"stage": 0, "world_size": 1})}
+    for stage in range(4):
+        found[f"zeroir {stage}"] = Variant(options={"stage": stage, "world_size": world_size})
+    for name, variant in list(found.items()):
+        found[f"{name} inductor"] = replace(variant, kernels=inductor)
+    whole = found["zeroir 3"]
+    found["zeroir 3 again"] = whole
+    without: dict[str, dict[str, object]] = {
+        "select-saved": {"select_saved": False},
+        "prefetch": {"prefetch": 0},
+        "elided gathers": {"elide": False},
+        "overlapped update": {"overlap_update": False},
+        "buckets": {"bucket": 0},
+    }
+    for technique, options in without.items():
+        found[f"zeroir 3 without {technique}"] = replace(
+            whole, options={**whole.options, **options}
+        )
+    found["zeroir 3 without shared memory"] = replace(whole, backend=Backend.GLOO)
+    found["zeroir 3 without kept memory"] = replace(whole, keeps_memory=False)
+    return found
+
+
+def build(program: Path, variant: Variant) -> Callable[[tuple[Tensor, Tensor]], Tensor]:
+    """The step of a compiled program on this rank."""
+    compiled = zeroir.load(program)
+    model_file = load_model(compiled)
+    if not variant.keeps_memory:
+        setattr(engines, "keep_freed_memory", lambda: False)
+    engine = engines.Engine(
+        compiled.program, backend=variant.backend, kernels=variant.kernels, seed=SEED
+    )
+    engine.initialise(model_file.model, SEED)
+
+    def step(batch: tuple[Tensor, Tensor]) -> Tensor:
+        return torch.tensor(engine.step(batch).loss)
+
+    return step

@@ -1,0 +1,45 @@
+"""The stages of a trace: capture, units, runs, segments, program."""
+
+from __future__ import annotations
+
+from zeroir.config import CompileOptions
+from zeroir.errors import UserError
+from zeroir.frontend.capture import FEWEST_EQUAL_CALLS
+from zeroir.frontend.capture import capture as capture_model
+from zeroir.frontend.entry import ModelFile
+from zeroir.frontend.lower import lower as lower_calls
+from zeroir.frontend.partition import Run, partition
+from zeroir.frontend.segments import cut
+from zeroir.frontend.units import ROOT, ROOT_PRE, Units, find_units
+from zeroir.ir.program import Program
+
+
+def trace_model(
+    model_file: ModelFile,
+    options: CompileOptions,
+    *,
+    fewest_equal_calls: int = FEWEST_EQUAL_CALLS,
+) -> Program:
+    """See ``zeroir.frontend.trace``, and ``capture`` for the number of equal calls."""
+    captured = capture_model(
+        model_file, options.precision, options.keep_fp32, fewest_equal_calls=fewest_equal_calls
+    )
+    units = find_units(captured.module, options.units)
+    canonical = {
+        name: info.name for info in captured.parameters for name in (info.name, *info.aliases)
+    }
+    runs = partition(captured.joint, units, canonical)
+    if options.units is not None and units.labels and all(r.unit not in units.labels for r in runs):
+        raise UserError(
+            f"--units {options.units} names only modules that the model never calls, such as lists; name what they "
+            "contain."
+        )
+    calls = cut(captured.joint, runs, canonical)
+    owners = {info.name: _owner(info.name, units, runs) for info in captured.parameters}
+    return lower_calls(captured, calls, owners, options)
+
+
+def _owner(parameter: str, units: Units, runs: list[Run]) -> str:
+    """The unit of a parameter that nothing uses: its module's, else the root's first."""
+    root = next((run.unit for run in runs if run.unit.startswith(ROOT)), ROOT_PRE)
+    return units.home(parameter) or root
