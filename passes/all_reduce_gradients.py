@@ -93,7 +93,7 @@ from typing import ClassVar
 from zeroir.errors import UserError
 from zeroir.ir import ops
 from zeroir.ir.buffers import Region
-from zeroir.ir.mesh import REDUCE, Axis, Communicator
+from zeroir.ir.mesh import DATA_AXIS, REDUCE, Axis, Communicator
 from zeroir.ir.ops import Op
 from zeroir.ir.program import LAST_MICRO_STEP, UPDATE, Program, Section, State
 from zeroir.passes import rewrite
@@ -101,7 +101,7 @@ from zeroir.passes.base import Fact, format_spec
 from zeroir.passes.order import synchronise
 from zeroir.passes.resize import resize
 
-AXIS = "dp"
+AXIS = DATA_AXIS
 REDUCE_COMM = "reduce"
 
 

@@ -20,6 +20,7 @@ from zeroir.ir.program import Program
 class Fact(StrEnum):
     """Something true of a program from the pass that establishes it onwards; its value reads in a sentence."""
 
+    SAVED_SELECTED = "saved values chosen to take fewest bytes"
     GRADIENTS_REDUCED = "gradients summed over all ranks"
     OPTIMIZER_SHARDED = "an optimizer that updates only each rank's shard"
     GRADIENTS_SHARDED = "gradients kept as shards"
@@ -28,6 +29,9 @@ class Fact(StrEnum):
     RELEASED_AFTER_LAST_USE = "buffers released after their last use"
     GATHERED_AHEAD = "parameters gathered a bounded number of units ahead"
     GRADIENTS_BOUNDED = "a bounded number of full gradients"
+    SHARDS_REPLICATED = "shards replicated over groups of ranks"
+    COLLECTIVES_BUCKETED = "small collectives merged"
+    UPDATE_OVERLAPPED = "an update that overlaps the backward"
 
 
 @runtime_checkable

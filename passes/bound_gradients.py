@@ -4,7 +4,7 @@ From stage 2 on a unit's full gradient lives only until it is reduced, but nothi
 the reductions: on a slow network it would run ahead and allocate one full gradient after another, until all of them
 are there at once. Before a unit's full gradient is allocated, compute therefore waits for the release of the one
 ``live`` units before. With ``live=2`` a unit computes its gradient while its predecessor's is reduced. What a unit
-keeps across others, like the gradient of a tied weight, comes on top.
+keeps across others, like the gradient of a tied weight, comes on top. What one launch reduces counts as one unit.
 
 Before ``bound-gradients{live=1}``::
 
@@ -125,15 +125,14 @@ class BoundGradients:
         )
 
     def _rewrite(self, section: Section, program: Program) -> Section:
-        full = {
-            pair.source.buffer
-            for op in section.body
-            if isinstance(op, ops.ReduceScatter)
-            for pair in op.pairs
-            if not program.buffer_by_name[pair.source.buffer].is_persistent
-        }
-        # Gradients that one op completes belong to one unit.
-        completed_by = rewrite.last_writers(section.body)
+        # Gradients that one op completes belong to one unit, and so do those that one launch reduces.
+        writers = rewrite.last_writers(section.body)
+        completed_by: dict[str, int] = {}
+        for op in section.body:
+            if isinstance(op, ops.ReduceScatter):
+                names = [pair.source.buffer for pair in op.pairs]
+                completed_by.update(dict.fromkeys(names, max(writers[name] for name in names)))
+        full = {name for name in completed_by if not program.buffer_by_name[name].is_persistent}
         body = list(section.body)
         released: dict[int, list[int]] = {}
         before: dict[int, list[Op]] = {}

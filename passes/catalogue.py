@@ -6,22 +6,30 @@ from zeroir.errors import UserError
 from zeroir.passes.all_reduce_gradients import AllReduceGradients
 from zeroir.passes.base import Pass, build, split_spec
 from zeroir.passes.bound_gradients import BoundGradients
+from zeroir.passes.bucket import Bucket
 from zeroir.passes.insert_gathers import InsertGathers
 from zeroir.passes.insert_releases import InsertReleases
+from zeroir.passes.overlap_update import OverlapUpdate
 from zeroir.passes.prefetch import Prefetch
+from zeroir.passes.replicate_shards import ReplicateShards
+from zeroir.passes.select_saved import SelectSaved
 from zeroir.passes.shard_gradients import ShardGradients
 from zeroir.passes.shard_optimizer import ShardOptimizer
 from zeroir.passes.shard_parameters import ShardParameters
 
 PASSES: tuple[type[Pass], ...] = (
+    SelectSaved,
     AllReduceGradients,
     ShardOptimizer,
     ShardGradients,
     ShardParameters,
     InsertGathers,
     InsertReleases,
+    Bucket,
     Prefetch,
     BoundGradients,
+    ReplicateShards,
+    OverlapUpdate,
 )
 
 

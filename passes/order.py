@@ -13,7 +13,7 @@ they are signalled. A pass that moves ops begins with ``unordered``, so that no 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from zeroir.ir.effects import Effects, effects
@@ -21,6 +21,7 @@ from zeroir.ir.mesh import HOST
 from zeroir.ir.ops import Op, Wait
 from zeroir.ir.program import Program, Section
 from zeroir.passes import rewrite
+from zeroir.passes.conflicts import Touch, touches
 
 Clock = dict[str, int]
 """For each stream, how many of its ops have surely finished."""
@@ -33,21 +34,14 @@ def synchronise(program: Program) -> Program:
 
 def unordered(program: Program) -> Program:
     """The program without the waits of its sections, but for those on events that are pending at their entry."""
-
-    def rewritten(section: Section) -> Section:
-        pending = {p.event for p in section.entry.pending}
-        body = (op for op in section.body if not isinstance(op, Wait) or op.waited in pending)
-        return replace(section, body=tuple(body))
-
-    return rewrite.map_sections(program, rewritten)
+    return rewrite.map_sections(program, without_waits)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Access:
-    start: int
-    stop: int
-    is_write: bool
-    index: int
+def without_waits(section: Section) -> Section:
+    """See ``unordered``, for one section."""
+    pending = {p.event for p in section.entry.pending}
+    body = (op for op in section.body if not isinstance(op, Wait) or op.waited in pending)
+    return replace(section, body=tuple(body))
 
 
 @dataclass(slots=True)
@@ -68,7 +62,8 @@ class _Orderer:
     body: list[Op | int] = field(default_factory=list)
     """Waits as they are, every other op as its index in ``issued``."""
     clocks: dict[str, Clock] = field(default_factory=dict)
-    accesses: dict[str, list[_Access]] = field(default_factory=dict)
+    accesses: dict[str, list[tuple[Touch, int]]] = field(default_factory=dict)
+    """What is to be waited for, with the index of who touched it."""
     signals: dict[str, int] = field(default_factory=dict)
     last_of_comm: dict[str, int] = field(default_factory=dict)
     idle_waits: dict[str, list[int]] = field(default_factory=dict)
@@ -80,7 +75,8 @@ class _Orderer:
             for holding in self.section.entry.holdings:
                 if holding.after == pending.event:
                     region = holding.region
-                    self._record(region.buffer, region.offset, region.stop, True, index)
+                    touch = Touch(region.buffer, region.offset, region.stop, is_write=True)
+                    self._record(touch, index)
         for op in self.section.body:
             if isinstance(op, Wait):
                 self._keep_wait(op)
@@ -101,8 +97,8 @@ class _Orderer:
         index = self._issue(op, stream, effect.signals[0] if effect.signals else None)
         self.body.append(index)
         self.idle_waits.pop(stream, None)
-        for buffer, start, stop, is_write in self._touches(effect):
-            self._record(buffer, start, stop, is_write, index)
+        for touch in touches(effect, self.program):
+            self._record(touch, index)
         if effect.comm is not None:
             self.last_of_comm[effect.comm] = index
 
@@ -116,10 +112,10 @@ class _Orderer:
 
     def _needed(self, effect: Effects) -> set[int]:
         found = {
-            access.index
-            for buffer, start, stop, is_write in self._touches(effect)
-            for access in self.accesses.get(buffer, ())
-            if (is_write or access.is_write) and access.start < stop and start < access.stop
+            index
+            for touch in touches(effect, self.program)
+            for other, index in self.accesses.get(touch.buffer, ())
+            if touch.is_against(other)
         }
         if effect.comm is not None:
             axis = self.program.comm_by_name[effect.comm].axis
@@ -130,24 +126,15 @@ class _Orderer:
             )
         return found
 
-    def _touches(self, effect: Effects) -> Iterator[tuple[str, int, int, bool]]:
-        """Buffer, range and whether it is written. A rank's slice counts as the whole of what it is cut from."""
-        for region in effect.reads:
-            yield region.buffer, region.offset, region.stop, False
-        for region in (*effect.writes, *effect.accumulates):
-            yield region.buffer, region.offset, region.stop, True
-        for name in (*effect.allocs, *effect.frees):
-            yield name, 0, self.program.buffer_by_name[name].numel, True
-
-    def _record(self, buffer: str, start: int, stop: int, is_write: bool, index: int) -> None:
+    def _record(self, touch: Touch, index: int) -> None:
         # Whoever comes after a write comes after all that the write came after: what it covers can be forgotten.
         kept = [
-            access
-            for access in self.accesses.get(buffer, ())
-            if not (is_write and start <= access.start and access.stop <= stop)
+            (other, at)
+            for other, at in self.accesses.get(touch.buffer, ())
+            if not (touch.is_write and touch.start <= other.start and other.stop <= touch.stop)
         ]
-        kept.append(_Access(start=start, stop=stop, is_write=is_write, index=index))
-        self.accesses[buffer] = kept
+        kept.append((touch, index))
+        self.accesses[touch.buffer] = kept
 
     # ------------------------------------------------------------------------------------------------------ waits
 

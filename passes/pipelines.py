@@ -10,11 +10,15 @@ from zeroir.ir.program import Program
 from zeroir.passes.all_reduce_gradients import AllReduceGradients
 from zeroir.passes.base import Pass
 from zeroir.passes.bound_gradients import BoundGradients
+from zeroir.passes.bucket import Bucket
 from zeroir.passes.catalogue import PASSES, parse_spec
 from zeroir.passes.insert_gathers import InsertGathers
 from zeroir.passes.insert_releases import InsertReleases
 from zeroir.passes.manager import run
+from zeroir.passes.overlap_update import OverlapUpdate
 from zeroir.passes.prefetch import Prefetch
+from zeroir.passes.replicate_shards import ReplicateShards
+from zeroir.passes.select_saved import SelectSaved
 from zeroir.passes.shard_gradients import ShardGradients
 from zeroir.passes.shard_optimizer import ShardOptimizer
 from zeroir.passes.shard_parameters import ShardParameters
@@ -23,10 +27,26 @@ __all__ = ["PASSES", "for_options", "for_stage", "lower", "parse_spec"]
 
 
 def for_stage(
-    stage: int, world_size: int, *, elide: bool = True, distance: int = 1, live: int = 2
+    stage: int,
+    world_size: int,
+    *,
+    replicas: int | None = None,
+    elide: bool = True,
+    bucket: int = 0,
+    distance: int = 1,
+    live: int = 2,
+    overlap_update: bool = False,
+    select: bool = False,
 ) -> tuple[Pass, ...]:
-    """The passes of a ZeRO stage, 0 to 3, on that many ranks."""
-    replicate: tuple[Pass, ...] = (AllReduceGradients(dp=world_size),)
+    """The passes of a ZeRO stage, 0 to 3, on that many ranks.
+
+    With ``replicas`` these are as many groups, each of which holds all shards. Collectives are merged up to
+    ``bucket`` bytes, and with ``overlap_update`` the update runs in the backward. With ``select`` the program is first
+    made to save less for its backward.
+    """
+    if world_size % (replicas or 1):
+        raise UserError(f"{world_size} ranks do not make {replicas} groups of equal size.")
+    replicate: tuple[Pass, ...] = (AllReduceGradients(dp=world_size // (replicas or 1)),)
     shard: tuple[Pass, ...] = (
         ShardOptimizer(),
         ShardGradients(),
@@ -37,15 +57,24 @@ def for_stage(
     gather: tuple[Pass, ...] = (
         InsertGathers(elide=elide),
         InsertReleases(),
-        Prefetch(distance=distance),
     )
+    # Before the bounds on memory, to which a bucket is one unit.
+    merge: tuple[Pass, ...] = (Bucket(bytes=bucket),) if bucket else ()
+    ahead: tuple[Pass, ...] = (Prefetch(distance=distance),)
     # Last, because passes that move ops begin by taking out the waits that are there.
     bound: tuple[Pass, ...] = (BoundGradients(live=live),)
+    # After all others, which know one axis: it only adds to what they made.
+    across: tuple[Pass, ...] = () if replicas is None else (ReplicateShards(replicas=replicas),)
     return (
-        replicate
+        ((SelectSaved(),) if select else ())
+        + replicate
         + shard[:stage]
         + (gather if stage == len(shard) else ())
+        + merge
+        + (ahead if stage == len(shard) else ())
         + (bound if stage >= 2 else ())
+        + across
+        + ((OverlapUpdate(),) if overlap_update else ())
     )
 
 
@@ -54,9 +83,13 @@ def for_options(options: CompileOptions) -> tuple[Pass, ...]:
     return for_stage(
         options.stage,
         options.world_size,
+        replicas=options.replicas,
         elide=options.elide,
         distance=options.prefetch,
+        bucket=options.bucket,
         live=options.live_gradients,
+        overlap_update=options.is_update_overlapped,
+        select=options.select_saved,
     )
 
 

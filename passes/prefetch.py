@@ -3,7 +3,7 @@
 What one compute op is the first to read is gathered together: a *wave*. Before the first op of wave w runs, wave
 w + distance is gathered, under the name ``prefetch``, while w computes. That gather first waits for the release of
 wave w − 1, so that however slow the compute stream is, at most distance + 1 waves are live. ``distance=0`` gathers
-nothing ahead and still holds the gather stream back.
+nothing ahead and still holds the gather stream back. A bucket belongs to the wave of what is first read of it.
 
 Before ``prefetch{distance=1}``::
 
@@ -85,7 +85,7 @@ After::
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from zeroir.errors import UserError
@@ -141,9 +141,9 @@ class Prefetch:
                         body[release], event = rewrite.signalling(body[release], release)
                         found.append(ops.Wait(waited=event, on=wave.stream))
             for gather in wave.gathers:
-                found.append(body[gather.alloc])
+                found.extend(body[alloc] for alloc in gather.allocs)
                 found.append(gather.op if at == wave.first_use else _ahead(gather.op))
-        moved = {i for wave in waves for g in wave.gathers for i in (g.alloc, g.index)}
+        moved = {i for wave in waves for g in wave.gathers for i in (*g.allocs, g.index)}
         found = []
         for index, op in enumerate(body):
             found.extend(before.get(index, ()))
@@ -154,18 +154,18 @@ class Prefetch:
 
 @dataclass(slots=True, kw_only=True)
 class _Gather:
-    """A gather into one buffer, and where it and its buffer's life stand in the body.
+    """A gather into one buffer or a bucket of them, and where it and the buffers' lives stand in the body.
 
-    ``earliest`` is one past the release that ended the buffer's previous life. ``first_use`` and ``release`` are None
-    until they are met; they stay so where nobody reads the buffer, or where it outlives the section.
+    ``earliest`` is one past the last release that ended a previous life of a buffer. ``first_use`` is None until it
+    is met; it stays so where nobody reads what is gathered. ``releases`` lack a buffer that outlives the section.
     """
 
     op: ops.AllGather
-    alloc: int
+    allocs: tuple[int, ...]
     index: int
     earliest: int
     first_use: int | None = None
-    release: int | None = None
+    releases: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,7 +177,7 @@ class _Wave:
 
     @property
     def releases(self) -> tuple[int, ...]:
-        return tuple(sorted(g.release for g in self.gathers if g.release is not None))
+        return tuple(sorted(release for gather in self.gathers for release in gather.releases))
 
     @property
     def stream(self) -> str:
@@ -194,7 +194,7 @@ def _waves(body: Sequence[Op], program: Program) -> tuple[_Wave, ...]:
 
 
 def _gathers(body: Sequence[Op], program: Program) -> list[_Gather]:
-    """The gathers of a section into one buffer each, in program order."""
+    """The gathers of a section into temporary buffers, in program order."""
     found: list[_Gather] = []
     live: dict[str, _Gather] = {}
     allocs: dict[str, int] = {}
@@ -206,13 +206,21 @@ def _gathers(body: Sequence[Op], program: Program) -> list[_Gather]:
             case ops.Release():
                 releases[op.buffer] = index
                 if op.buffer in live:
-                    live.pop(op.buffer).release = index
-            case ops.AllGather(pairs=(ops.Pair(destination=to),)) if to.buffer in allocs:
-                if program.buffer_by_name[to.buffer].role is not Role.GATHERED:
+                    live.pop(op.buffer).releases.append(index)
+            case ops.AllGather():
+                names = [pair.destination.buffer for pair in op.pairs]
+                if any(
+                    name not in allocs or program.buffer_by_name[name].role is not Role.GATHERED
+                    for name in names
+                ):
                     continue
-                earliest = releases.get(to.buffer, -1) + 1
-                gather = _Gather(op=op, alloc=allocs[to.buffer], index=index, earliest=earliest)
-                live[to.buffer] = gather
+                gather = _Gather(
+                    op=op,
+                    allocs=tuple(allocs[name] for name in names),
+                    index=index,
+                    earliest=max(releases.get(name, -1) for name in names) + 1,
+                )
+                live.update(dict.fromkeys(names, gather))
                 found.append(gather)
             case _:
                 for name in rewrite.used_buffers(op) & live.keys():

@@ -2,11 +2,17 @@
 
 Streams that the host or a disk executes keep a worker thread; a device stream that must wait for one of them holds
 back the issuing thread, because CUDA cannot wait for a thread.
+
+What is submitted can be captured as a CUDA graph instead of carried out (``CudaStreams.capture``). How to clean up
+after a capture, and above all after one that fails, torch has no public interface for: what is private of it is here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import contextlib
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from typing import assert_never
 
 import torch
@@ -15,19 +21,67 @@ from zeroir.ir.effects import effects
 from zeroir.ir.mesh import COMPUTE, HOST, Executor
 from zeroir.ir.ops import Op, Wait
 from zeroir.ir.program import Program
-from zeroir.runtime.reuse import Reuse
 from zeroir.runtime.streams import Execute, ThreadStreams
+from zeroir.runtime.trace import HostClock, Mark, Recorder
+
+
+class CudaClock:
+    """Marks moments by events of the device where a stream is the device's, of which the current one is meant."""
+
+    def __init__(self, program: Program, device: torch.device) -> None:
+        self._on_device = frozenset(
+            stream.name for stream in program.streams if stream.executor is Executor.DEVICE
+        )
+        self._host = HostClock()
+        self._first = _timed_event()
+        torch.cuda.synchronize(device)
+        self._first.record()
+        self._first.synchronize()
+        self._first_ns = time.perf_counter_ns()
+
+    def mark(self, stream: str) -> Mark:
+        """See ``Clock.mark``."""
+        if stream not in self._on_device:
+            return self._host.mark(stream)
+        event = _timed_event()
+        event.record()
+
+        def when() -> int:
+            event.synchronize()
+            elapsed_ms: float = self._first.elapsed_time(event)
+            return self._first_ns + round(elapsed_ms * 1e6)
+
+        return when
+
+
+def _timed_event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class CudaGraph:
+    """What was captured, and the stream that it is launched on."""
+
+    graph: torch.cuda.CUDAGraph
+    stream: torch.cuda.Stream
+
+    def replay(self) -> None:
+        """Launch everything that was captured, after what the stream has to do and before what it gets next."""
+        with torch.cuda.stream(self.stream):
+            self.graph.replay()
+
+    def reset(self) -> None:
+        """Give the graph up, once the device has come through with it."""
+        self.stream.synchronize()
+        self.graph.reset()
 
 
 class CudaStreams:
-    """Streams of one process on one CUDA device; ``reuse`` hears of everything that is issued."""
+    """Streams of one process on one CUDA device."""
 
-    def __init__(
-        self, program: Program, device: torch.device, execute: Execute, reuse: Reuse
-    ) -> None:
+    def __init__(self, program: Program, device: torch.device, execute: Execute) -> None:
         self._execute = execute
         self._device = device
-        self._reuse = reuse
         self._streams: dict[str, torch.cuda.Stream] = {}
         on_host: set[str] = set()
         used = {COMPUTE, *(effects(op).stream for op in program.ops())}
@@ -49,6 +103,8 @@ class CudaStreams:
         self._last_signal: dict[str, str | None] = {}
         self._crossing = frozenset(p.event for s in program.sections for p in s.exit.pending)
         self._before_crossing: dict[str, torch.cuda.Event] = {}
+        self._capture_stream: torch.cuda.Stream | None = None
+        self._pool: torch.cuda._POOL_HANDLE | None = None
 
     def stream(self, name: str) -> torch.cuda.Stream:
         """The CUDA stream of that name."""
@@ -65,7 +121,6 @@ class CudaStreams:
                 self._threads.submit(op)
             case _:
                 self._on_device(op)
-        self._reuse.issue(op)
 
     def join(self, pending: Collection[str]) -> None:
         """See ``Streams.join``. The host itself does not wait for the device."""
@@ -80,15 +135,85 @@ class CudaStreams:
             for other, signal in signals.items():
                 if other != name:
                     stream.wait_event(signal)
-        self._reuse.join(pending)
 
     def signal(self, event: str) -> None:
         """See ``Streams.signal``."""
         self._events[event] = self._streams[COMPUTE].record_event()
 
+    def record(self, recorder: Recorder | None) -> None:
+        """See ``Streams.record``; the device's own waits are no thread's."""
+        self._threads.record(recorder)
+
     def close(self) -> None:
         """See ``Streams.close``."""
         self._threads.close()
+
+    def capture(self, issue: Callable[[], None]) -> CudaGraph:
+        """Capture what ``issue`` submits, on all streams, instead of carrying it out. A joint comes before and after.
+
+        The memory that it takes belongs to a pool that the graphs of this object share, so no two may run at once, and
+        what one leaves in that memory is lost with the next. RuntimeError where something cannot be captured; then
+        nothing was carried out.
+        """
+        if self._capture_stream is None:
+            # CUDA captures no default stream, and compute may be one: another takes its place.
+            self._capture_stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            self._pool = torch.cuda.graph_pool_handle()
+        # What was released before is no use to the graph, whose memory is its own.
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+        graph = torch.cuda.CUDAGraph()
+        own, events = self._streams, dict(self._events)
+        self._streams = {**own, COMPUTE: self._capture_stream}
+        try:
+            with torch.cuda.stream(self._capture_stream):
+                # Other threads, such as NCCL's own, may go on calling CUDA.
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                self._fork()
+                issue()
+                self._rejoin()
+                graph.capture_end()
+        except BaseException:
+            self._abandon(graph)
+            raise
+        finally:
+            # An event that was recorded in a capture means nothing outside it.
+            self._streams, self._events = own, events
+            # torch would keep matrix products' scratch memory, which is the graph's, for as long as the process lives.
+            torch._C._cuda_clearCublasWorkspaces()
+        return CudaGraph(graph=graph, stream=own[COMPUTE])
+
+    def _fork(self) -> None:
+        """Let every stream take part in the capture."""
+        begin = self._streams[COMPUTE].record_event()
+        for name, stream in self._streams.items():
+            if name != COMPUTE:
+                stream.wait_event(begin)
+
+    def _rejoin(self) -> None:
+        """Let the capture's first stream come after all others, as its end demands."""
+        for name, stream in self._streams.items():
+            if name != COMPUTE:
+                self._streams[COMPUTE].wait_event(stream.record_event())
+
+    def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
+        """End a capture that failed somewhere, whatever state it is in."""
+        assert self._capture_stream is not None
+        with torch.cuda.stream(self._capture_stream):
+            with contextlib.suppress(RuntimeError):
+                self._rejoin()
+            with contextlib.suppress(RuntimeError):
+                graph.capture_end()
+            index = torch.cuda.current_device()
+        graph.reset()
+        # torch refuses a pool that no graph is left in.
+        pool, self._pool = self._pool, torch.cuda.graph_pool_handle()
+        assert pool is not None
+        try:
+            torch._C._cuda_endAllocateToPool(index, pool)
+        except RuntimeError:
+            return  # torch came as far as that
+        torch._C._cuda_releasePool(index, pool)
 
     def _on_device(self, op: Op) -> None:
         assert not isinstance(op, Wait)

@@ -6,19 +6,21 @@ does, a comm how ranks exchange elements, and kernels how a segment is computed.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cached_property
+from functools import cached_property, partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from zeroir.errors import InternalError, UserError, ZeroirError
+from zeroir.errors import GraphWarning, InternalError, UserError, ZeroirError
 from zeroir.ir import ops
 from zeroir.ir.buffers import Role
-from zeroir.ir.program import EVALUATE, LAST_MICRO_STEP, MICRO_STEP, UPDATE, Program
+from zeroir.ir.program import EVALUATE, LAST_MICRO_STEP, MICRO_STEP, UPDATE, Program, Section
 from zeroir.runtime import state
 from zeroir.runtime.batch import Batch, write_inputs
 from zeroir.runtime.comm.job import (
@@ -38,7 +40,12 @@ from zeroir.runtime.storage import Memory
 from zeroir.runtime.streams import Execute, Streams, ThreadStreams
 from zeroir.runtime.trace import Clock, HostClock, Recorder, Span, aligned, to_bytes
 
+if TYPE_CHECKING:
+    from zeroir.runtime.cuda_graphs import SectionGraphs
+
 OpenStreams = Callable[[Execute], Streams]
+RunSection = Callable[[Section, Callable[[], None]], None]
+"""Carries out a section whose ops the function submits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,12 +67,20 @@ class RankResult:
 class Executor:
     """The loop over a program's sections, for the local ranks of a machine; backends and lockstep share it."""
 
-    def __init__(self, machine: Machine, open_streams: OpenStreams, *, seed: int = 0) -> None:
+    def __init__(
+        self,
+        machine: Machine,
+        open_streams: OpenStreams,
+        *,
+        seed: int = 0,
+        run_section: RunSection | None = None,
+    ) -> None:
         self.machine = machine
         self.step_count = 0
         self.seed = seed
         self._program = machine.program
         self._streams = open_streams(self._execute)
+        self._run_section = run_section
         self._rng_buffers = [b.name for b in self._program.buffers if b.role is Role.RNG]
         self._is_profiled = False
         self._recorder: Recorder | None = None
@@ -126,9 +141,16 @@ class Executor:
         self._is_profiled = torch.autograd.profiler._is_profiler_enabled
         with torch.no_grad():
             self._streams.join([pending.event for pending in section.entry.pending])
-            for op in section.body:
-                self._streams.submit(op)
+            # What is recorded is recorded op by op.
+            if self._run_section is None or self._recorder is not None:
+                self._issue(section)
+            else:
+                self._run_section(section, partial(self._issue, section))
             self._streams.join([pending.event for pending in section.exit.pending])
+
+    def _issue(self, section: Section) -> None:
+        for op in section.body:
+            self._streams.submit(op)
 
     def _establish(self, name: str) -> None:
         """Make the first section's entry state true, which later is the update's doing."""
@@ -280,7 +302,8 @@ class Engine:
     """One rank of a program on this process's device.
 
     The default process group comes first (``train.join_job``), unless the program is for one rank or the backend is
-    ``fake``. Every rank constructs its engine and calls its methods alike.
+    ``fake``. Every rank constructs its engine and calls its methods alike. With ``cuda_graphs`` whole sections are
+    launched as CUDA graphs, where they can be; see ``cuda_graphs``.
 
     Raises:
         UserError: where ranks have different programs, or the job has another world size than the program.
@@ -295,6 +318,7 @@ class Engine:
         kernels: KernelBackend = KernelBackend.EAGER,
         seed: int = 0,
         timeout: timedelta = DEFAULT_TIMEOUT,
+        cuda_graphs: bool = False,
     ) -> None:
         self.program = program
         self.device = device or torch.device("cpu")
@@ -311,7 +335,20 @@ class Engine:
         machine.compile()
         self._memory = memory
         self._recorder: Recorder | None = None
-        self._executor = Executor(machine, self._open_streams, seed=seed)
+        self._graphs: SectionGraphs | None = None
+        self._has_graphs = cuda_graphs and self.device.type == "cuda"
+        if cuda_graphs and not self._has_graphs and self.rank == 0:
+            warnings.warn(
+                f"There are no CUDA graphs on the device {self.device}: ops are issued one by one.",
+                GraphWarning,
+                stacklevel=2,
+            )
+        self._executor = Executor(
+            machine,
+            self._open_streams,
+            seed=seed,
+            run_section=self._run_section if self._has_graphs else None,
+        )
 
     @property
     def rank(self) -> int:
@@ -388,6 +425,8 @@ class Engine:
 
     def close(self) -> None:
         """Stop the streams and give up the process groups."""
+        if self._graphs is not None:
+            self._graphs.close()
         self._executor.close()
         self.job.comm.close()
 
@@ -395,5 +434,14 @@ class Engine:
         if self.device.type == "cuda":
             from zeroir.runtime.cuda import CudaStreams
 
-            return CudaStreams(self.program, self.device, execute, self._memory.reuse)
+            streams = CudaStreams(self.program, self.device, execute)
+            if self._has_graphs:
+                from zeroir.runtime.cuda_graphs import SectionGraphs
+
+                self._graphs = SectionGraphs(self.program, streams, self._memory, self.job)
+            return streams
         return ThreadStreams(execute)
+
+    def _run_section(self, section: Section, issue: Callable[[], None]) -> None:
+        assert self._graphs is not None
+        self._graphs.run(section, issue)

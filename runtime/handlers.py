@@ -53,6 +53,7 @@ class Machine:
         for op in self.program.ops():
             if isinstance(op, ops.Compute):
                 self.kernel(op)
+        self.kernels.finish()
 
     def kernel(self, op: ops.Compute) -> Kernel:
         """The kernel of one op of the program."""
@@ -199,9 +200,9 @@ def _prepare_locally(
 ) -> Step:
     match op:
         case ops.Alloc():
-            return partial(memory.alloc, op.buffer, op.stream)
+            return partial(memory.alloc, op.buffer)
         case ops.Release():
-            return partial(memory.release, op.buffer, op.stream)
+            return partial(memory.release, op.buffer)
         case ops.Compute():
             return partial(
                 machine.kernel(op),

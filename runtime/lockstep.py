@@ -21,6 +21,7 @@ from zeroir.ir import ops
 from zeroir.ir.contents import FlatContent, Micro
 from zeroir.ir.mesh import HOST
 from zeroir.ir.ops import Op
+from zeroir.ir.placement import place_all
 from zeroir.ir.program import Program
 from zeroir.runtime import state
 from zeroir.runtime.batch import Batch
@@ -33,6 +34,7 @@ from zeroir.runtime.state import Factory
 from zeroir.runtime.storage import Memory
 from zeroir.runtime.streams import Execute
 from zeroir.runtime.tensors import poison
+from zeroir.runtime.trace import Recorder
 
 CPU = torch.device("cpu")
 
@@ -49,8 +51,10 @@ class Lockstep:
         kernels: KernelBackend = KernelBackend.EAGER,
     ) -> None:
         self.program = program
+        placements = place_all(program)
         self._memories = [
-            Memory(program, rank, CPU, is_poisoned=True) for rank in range(program.mesh.world_size)
+            Memory(program, rank, CPU, is_poisoned=True, placements=placements)
+            for rank in range(program.mesh.world_size)
         ]
         self._machine = Machine(
             program=program,
@@ -134,13 +138,14 @@ def run_lockstep(
     inputs: Sequence[Sequence[Sequence[Batch]]],
     seed: int = 0,
     schedule_seed: int = 0,
+    kernels: KernelBackend = KernelBackend.EAGER,
 ) -> LockstepResult:
     """Run a program from given values: ``inputs[step][rank][micro_step]`` are batches.
 
     Raises:
         InternalError: where the program uses what is not allocated, waits in a circle, or leaves ranks apart.
     """
-    lockstep = Lockstep(program, seed=seed, schedule_seed=schedule_seed)
+    lockstep = Lockstep(program, seed=seed, schedule_seed=schedule_seed, kernels=kernels)
     lockstep.initialise_flats(initial)
     losses: list[list[float]] = []
     skipped: list[bool] = []
@@ -215,6 +220,9 @@ class SeededStreams:
     def signal(self, event: str) -> None:
         """See ``Streams.signal``."""
         self._events[event] = _Event(is_done=True)
+
+    def record(self, _: Recorder | None) -> None:
+        """See ``Streams.record``: there are no threads, and what time passes means nothing."""
 
     def close(self) -> None:
         """See ``Streams.close``."""

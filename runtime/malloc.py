@@ -39,7 +39,9 @@ def keep_freed_memory() -> bool:
 def _set(settings: Mapping[int, int]) -> bool:
     if not sys.platform.startswith("linux"):
         return False
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # absent from other C libraries than glibc
+    mallopt = getattr(
+        ctypes.CDLL(None), "mallopt", None
+    )  # absent from other C libraries than glibc
     if mallopt is None:
         return False
     accepted = {mallopt(name, value) for name, value in settings.items()}

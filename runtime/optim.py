@@ -50,15 +50,17 @@ def update(algorithm: Algorithm, x: Operands) -> None:
 
 def _sgd(x: Operands) -> None:
     momentum, dampening, nesterov, weight_decay = x.hyper.tolist()
+    # Without momentum there is none to keep, as torch.optim has it; CUDA's kernel refuses it.
+    states = x.states if momentum else ()
     # The first step takes the gradient itself as momentum; a buffer of zeros gives the same unless it is dampened,
     # and only then is it worth asking the device for the step.
-    is_first_step = bool(x.states) and dampening != 0.0 and x.step.item() == 1.0
+    is_first_step = bool(states) and dampening != 0.0 and x.step.item() == 1.0
     torch.ops.aten._fused_sgd_.tensor_lr(
         [x.param],
         [x.grad],
-        list(x.states),
+        list(states),
         weight_decay=weight_decay,
-        momentum=momentum if x.states else 0.0,
+        momentum=momentum if states else 0.0,
         lr=_learning_rate(x),
         dampening=dampening,
         nesterov=bool(nesterov),

@@ -19,7 +19,6 @@ from zeroir.errors import InternalError, UserError
 from zeroir.ir.buffers import Buffer
 from zeroir.ir.contents import GRAD, MASTER, PARAM, FlatContent, Zeros
 from zeroir.ir.layout import used_numel
-from zeroir.ir.mesh import COMPUTE
 from zeroir.ir.program import Flat, ModuleBufferBinding, Program, State
 from zeroir.runtime.comm.base import Comm, Launch, Piece
 from zeroir.runtime.deferred import Recording, build_deferred
@@ -253,7 +252,7 @@ def establish(program: Program, ranks: Sequence[Memory], comm: Comm, entry: Stat
     """
     for name in entry.live:
         for memory in ranks:
-            memory.alloc(name, COMPUTE)
+            memory.alloc(name)
     for holding in entry.holdings:
         content = holding.content
         if holding.region.buffer not in entry.live:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import weakref
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import assert_never
 
@@ -12,21 +13,22 @@ import torch
 from torch import Tensor
 
 from zeroir.errors import InternalError
-from zeroir.ir.buffers import Buffer, Region, Space, View
+from zeroir.ir.buffers import Region, Space, View
+from zeroir.ir.dtypes import DType
+from zeroir.ir.placement import Placement, place_all
 from zeroir.ir.program import Program
-from zeroir.runtime.reuse import Reuse
 from zeroir.runtime.tensors import TORCH_DTYPE, poison
 
 
 class Memory:
     """What one rank holds while a program runs.
 
-    Persistent buffers are allocated, as zeros, with the object; temporary ones by ``alloc``. A temporary buffer stays
-    the same tensor from one ``alloc`` to the next and only its storage comes and goes, so a view of it is made once;
-    whoever keeps one asks ``require`` before each use. With ``is_poisoned`` undefined elements are NaN and a released
-    buffer is overwritten, so that a wrong order of ops shows in the numbers. Buffers on disk are files under
-    ``directory`` (a temporary one by default) mapped into memory. On CUDA, what one stream takes and another releases
-    goes through ``reuse``.
+    Everything is allocated with the object: persistent buffers, as zeros, and one block per space in which temporary
+    buffers have a place each (see ``ir.placement``). ``alloc`` and ``release`` only say what is live, so a view of a
+    buffer is made once; whoever keeps one asks ``require`` before each use. With ``is_poisoned`` undefined elements
+    are NaN and a released buffer is overwritten, so that a wrong order of ops shows in the numbers. Buffers on disk are
+    files under ``directory`` (a temporary one by default) mapped into memory. ``placements`` are the program's, where
+    several ranks are to share their computation.
     """
 
     def __init__(
@@ -37,24 +39,33 @@ class Memory:
         *,
         is_poisoned: bool = False,
         directory: Path | None = None,
+        placements: Mapping[Space, Placement] | None = None,
     ) -> None:
         self.rank = rank
         self.device = device
-        self.reuse = Reuse(program)
         self._mesh = program.mesh
         self._coordinate = program.mesh.coordinate(rank)
-        self._buffers = program.buffer_by_name
         self._is_poisoned = is_poisoned
         self._directory = directory
         self._tensors: dict[str, Tensor] = {}
         self._live: set[str] = set()
-        self._alloc_stream: dict[str, str] = {}
         for buffer in program.buffers:
             if buffer.is_persistent:
-                tensor = self._new(buffer)
-                tensor.zero_()
-                self._tensors[buffer.name] = tensor
+                self._tensors[buffer.name] = self._new(
+                    buffer.space, buffer.numel, buffer.dtype, buffer.name
+                ).zero_()
                 self._live.add(buffer.name)
+        self._persistent = frozenset(self._live)
+        for space, placement in (placements or place_all(program)).items():
+            self._place_temporaries(program, space, placement)
+
+    def _place_temporaries(self, program: Program, space: Space, placement: Placement) -> None:
+        block = self._new(space, placement.size_bytes, DType.U8, f"temporaries.{space}")
+        for name, start in placement.offsets.items():
+            buffer = program.buffer_by_name[name]
+            self._tensors[name] = block[start : start + buffer.size_bytes].view(
+                TORCH_DTYPE[buffer.dtype]
+            )
 
     def is_live(self, name: str) -> bool:
         """Whether the buffer is allocated now."""
@@ -67,6 +78,10 @@ class Memory:
             raise InternalError(
                 f"rank {self.rank} uses buffer %{name}, which is not allocated at that point"
             )
+
+    def settle(self, temporaries: Collection[str]) -> None:
+        """Say which temporary buffers are live now, where ops ran that nobody carried out one by one."""
+        self._live = {*self._persistent, *temporaries}
 
     def buffer(self, name: str) -> Tensor:
         """The whole buffer as a one-dimensional tensor; InternalError when it is not live."""
@@ -85,53 +100,38 @@ class Memory:
         tensor = self.buffer(view.region.buffer)
         return tensor.as_strided(view.shape, view.stride, tensor.storage_offset() + start)
 
-    def alloc(self, name: str, stream: str) -> None:
-        """Begin a temporary buffer on a stream."""
+    def alloc(self, name: str) -> None:
+        """Begin a temporary buffer."""
         if name in self._live:
             raise InternalError(f"rank {self.rank} allocates buffer %{name}, which is live already")
-        tensor = self._tensors.get(name)
-        if tensor is None:
-            tensor = self._tensors[name] = self._new(self._buffers[name])
-        elif not self.reuse.take_back(name):
-            _resize(tensor, tensor.nbytes)
-        if self._is_poisoned:
-            poison(tensor)
         self._live.add(name)
-        self._alloc_stream[name] = stream
+        if self._is_poisoned:
+            poison(self._tensors[name])
 
-    def release(self, name: str, stream: str) -> None:
-        """End a temporary buffer on a stream."""
+    def release(self, name: str) -> None:
+        """End a temporary buffer."""
         tensor = self.buffer(name)
         if self._is_poisoned:
             poison(tensor)
         self._live.remove(name)
-        if tensor.is_cuda and self._alloc_stream[name] != stream:
-            self.reuse.keep(name, tensor, self._alloc_stream[name], stream)
-        elif self._buffers[name].space is not Space.DISK:
-            _resize(tensor, 0)
 
-    def _new(self, buffer: Buffer) -> Tensor:
-        dtype = TORCH_DTYPE[buffer.dtype]
-        match buffer.space:
+    def _new(self, space: Space, numel: int, dtype: DType, name: str) -> Tensor:
+        kind = TORCH_DTYPE[dtype]
+        match space:
             case Space.DEVICE:
-                return torch.empty(buffer.numel, dtype=dtype, device=self.device)
+                return torch.empty(numel, dtype=kind, device=self.device)
             case Space.HOST:
                 is_pinned = self.device.type == "cuda"
-                return torch.empty(buffer.numel, dtype=dtype, pin_memory=is_pinned)
+                return torch.empty(numel, dtype=kind, pin_memory=is_pinned)
             case Space.DISK:
-                path = self._disk() / f"{buffer.name}.bin"
+                path = self._disk() / f"{name}.bin"
                 path.parent.mkdir(parents=True, exist_ok=True)
-                return torch.from_file(str(path), shared=True, size=buffer.numel, dtype=dtype)
+                return torch.from_file(str(path), shared=True, size=numel, dtype=kind)
             case _:
-                assert_never(buffer.space)
+                assert_never(space)
 
     def _disk(self) -> Path:
         if self._directory is None:
             self._directory = Path(tempfile.mkdtemp(prefix="zeroir-"))
             weakref.finalize(self, shutil.rmtree, self._directory, ignore_errors=True)
         return self._directory / f"rank{self.rank}"
-
-
-def _resize(tensor: Tensor, size_bytes: int) -> None:
-    """Give a tensor's storage memory, or take it away; views of it stay valid."""
-    tensor.untyped_storage().resize_(size_bytes)

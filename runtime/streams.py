@@ -15,6 +15,7 @@ import torch
 
 from zeroir.ir.mesh import COMPUTE, HOST
 from zeroir.ir.ops import Op, Wait
+from zeroir.runtime.trace import Recorder
 
 Execute = Callable[[Op], None]
 
@@ -30,6 +31,9 @@ class Streams(Protocol):
 
     def signal(self, event: str) -> None:
         """Count an event as done whose op belongs to a step before the first."""
+
+    def record(self, recorder: Recorder | None) -> None:
+        """Show every wait of a thread to a recorder from now on, or to nobody."""
 
     def close(self) -> None:
         """Stop; what is still queued is dropped."""
@@ -97,14 +101,18 @@ class ThreadStreams:
         self._events: dict[str, Event] = {}
         self._workers: dict[str, _Worker] = {}
         self._failure: BaseException | None = None
+        self._recorder: Recorder | None = None
 
     def submit(self, op: Op) -> None:
         """See ``Streams.submit``."""
         match op:
             case Wait():
                 event = self._events[op.waited]
+                recorder = self._recorder
                 if op.on == HOST or op.on in self._inline:
-                    self._await(event)
+                    self._await(event) if recorder is None else self._watch(op, event, recorder)
+                elif recorder is not None:
+                    self._worker(op.on).put(lambda: self._watch(op, event, recorder))
                 elif not event.is_done:
                     self._worker(op.on).put(lambda: self._await(event))
             case _ if op.stream in self._inline:
@@ -136,6 +144,10 @@ class ThreadStreams:
         """See ``Streams.signal``."""
         self._events[event] = Event(self._condition, is_done=True)
 
+    def record(self, recorder: Recorder | None) -> None:
+        """See ``Streams.record``."""
+        self._recorder = recorder
+
     def call(self, stream: str, task: Callable[[], None]) -> None:
         """Enqueue something that is no op, behind what the stream has to do."""
         self._worker(stream).put(task)
@@ -166,6 +178,10 @@ class ThreadStreams:
                 if self._failure is None:
                     self._failure = error
                 self._condition.notify_all()
+
+    def _watch(self, op: Wait, event: Event, recorder: Recorder) -> None:
+        with recorder.watch(op):
+            self._await(event)
 
     def _await(self, event: Event) -> None:
         if not event.is_done:

@@ -104,3 +104,27 @@ def test_what_is_wrong_is_named(values: dict[str, object], words: str) -> None:
 )
 def test_defaults_are_torchs(values: dict[str, object], hyper: tuple[float, ...]) -> None:
     assert make_options({"world_size": 1, **values}).hyper == hyper
+
+
+@given(replicas=st.integers(1, 64), shards=st.integers(1, 64))
+def test_a_mesh_says_how_many_ranks_there_are(replicas: int, shards: int) -> None:
+    options = make_options({"mesh": f"shard = {shards}, replicate={replicas}"})
+    assert options.mesh == f"replicate={replicas},shard={shards}"
+    assert options.world_size == options.device_mesh.world_size == replicas * shards
+    assert options.replicas == replicas
+    program = Program(mesh=options.device_mesh, options=options.to_pairs())
+    assert options_from_pairs(parse(print_program(program)).options) == options
+    assert make_options({"mesh": options.mesh, "world_size": replicas * shards}) == options
+
+
+def test_another_number_of_ranks_makes_other_groups_of_one_size() -> None:
+    options = make_options({"mesh": "replicate=2,shard=4", "stage": 2})
+    assert options.for_world_size(8) == options
+    assert options.for_world_size(12) == make_options({"mesh": "replicate=3,shard=4", "stage": 2})
+    with pytest.raises(UserError) as caught:
+        options.for_world_size(6)
+    for words in ("replicate=2,shard=4", "a multiple of 4 ranks and not 6", "another --mesh"):
+        assert words in str(caught.value)
+    plain = make_options({"world_size": 2})
+    assert plain.for_world_size(3) == make_options({"world_size": 3})
+    assert plain.replicas is None

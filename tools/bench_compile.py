@@ -1,61 +1,220 @@
-"""Time the compiler on a model file at every ZeRO stage, and the memory that it takes.
+"""Time the compiler at several depths of one block, and the memory that it takes.
 
-python -m tools.bench_compile [--model examples/gpt.py] [--world-size 2] [--precision fp32] [--rounds 3]
+    python -m tools.bench_compile [--model tests/support/models/deep_llama.py] [--depths 8 32 80]
+                                  [--world-size 512] [--stage 3] [--precision bf16]
+
+The model file has a factory ``layers_N`` for each depth N. The first table times the commands as a user starts them,
+each in a process of its own: wall-clock and processor seconds, and the peak of resident memory. The second says
+where the time of a compilation goes. The last column is the law: how much longer the deepest takes than the shallowest.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
-import resource
+import importlib.metadata
+import json
+import os
+import subprocess
 import sys
+import tempfile
 import time
-from statistics import median
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
-from zeroir.config import make_options
-from zeroir.frontend import load_model_file, trace
-from zeroir.ir.verify import verify
-from zeroir.passes.pipelines import lower
+from rich.console import Console
+from rich.table import Table
+
+MODEL = "tests/support/models/deep_llama.py"
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What a process took."""
+
+    wall_seconds: float
+    cpu_seconds: float
+    peak_bytes: int
+
+
+def timed(command: Sequence[str]) -> Run:
+    """Run a command to its end; CalledProcessError where it fails."""
+    start = time.perf_counter()
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+        _, status, usage = os.wait4(process.pid, 0)
+        wall = time.perf_counter() - start
+        process.returncode = os.waitstatus_to_exitcode(status)
+        if process.returncode:
+            log.seek(0)
+            print(log.read().decode(), file=sys.stderr)
+            raise subprocess.CalledProcessError(process.returncode, command)
+    return Run(wall, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024)
+
+
+def commands(arguments: argparse.Namespace, depth: int, path: str) -> dict[str, list[str]]:
+    """The command lines to time, by name."""
+    zeroir = [sys.executable, "-m", "zeroir"]
+    return {
+        "compile": [
+            *zeroir, "compile", f"{arguments.model}:layers_{depth}", "-o", path,
+            "--stage", str(arguments.stage), "--world-size", str(arguments.world_size),
+            "--precision", arguments.precision,
+        ],
+        "verify": [*zeroir, "verify", path],
+        "show": [*zeroir, "show", path],
+    }  # fmt: skip
+
+
+@dataclass
+class Clock:
+    """Processor seconds by phase, so that what else the machine does counts for less."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Add what the block takes to a phase."""
+        start = time.process_time()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.process_time() - start
+
+
+def phases(arguments: argparse.Namespace, depth: int) -> dict[str, float]:
+    """Processor seconds of the phases of a compilation in this process."""
+    clock = Clock()
+    with clock.phase("import zeroir, torch"):
+        import zeroir
+        from zeroir import artifact
+        from zeroir.config import make_options
+        from zeroir.frontend.capture import capture
+        from zeroir.frontend.entry import load_model_file
+        from zeroir.frontend.tracing import program_of
+        from zeroir.ir.text import print_program
+        from zeroir.ir.verify import check, verify
+        from zeroir.passes.pipelines import for_options
+    choices = {
+        "stage": arguments.stage,
+        "world_size": arguments.world_size,
+        "precision": arguments.precision,
+    }
+    options = make_options(choices)
+    with clock.phase("import the model file"):
+        model_file = load_model_file(f"{arguments.model}:layers_{depth}")
+    with clock.phase("capture"):
+        captured = capture(model_file, options.precision, options.keep_fp32)
+    with clock.phase("cut and lower"):
+        logical = replace(program_of(captured, options), options=options.to_pairs())
+    with clock.phase("verify after passes"):
+        check(logical, reference=logical)
+    program = logical
+    for step in for_options(options):
+        with clock.phase("passes"):
+            program = replace(step(program), passes=(*program.passes, step.spec()))
+        with clock.phase("verify after passes"):
+            check(program, reference=logical)
+    with clock.phase("verify the artefact"):
+        verify(program, reference=logical)
+    import torch
+
+    found = artifact.Artifact(
+        logical=logical,
+        scheduled=program,
+        model_path=str(model_file.path),
+        model_factory=model_file.name,
+        model_sha256=model_file.sha256,
+        torch_version=torch.__version__,
+        zeroir_version=zeroir.__version__,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "bench.zir"
+        with clock.phase("write"):
+            artifact.save(found, path)
+        with clock.phase("(read it)"):
+            artifact.load(path)
+    with clock.phase("(print it)"):
+        print_program(program)
+    return clock.seconds
+
+
+def phases_apart(depth: int) -> dict[str, float]:
+    """The phases, measured by this tool in a process of its own."""
+    command = [
+        sys.executable,
+        "-m",
+        "tools.bench_compile",
+        *sys.argv[1:],
+        "--phases-of",
+        str(depth),
+    ]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """A table with a head."""
+    found = Table(*head)
+    for row in rows:
+        found.add_row(*row)
+    return found
 
 
 def main() -> int:
-    """Print one line a stage: median seconds to trace, to lower (verifying after every pass) and to verify."""
+    """Print the tables and the ratio."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--model", default="examples/gpt.py")
-    parser.add_argument("--precision", default="fp32")
-    parser.add_argument("--world-size", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--model", default=MODEL)
+    parser.add_argument("--depths", type=int, nargs="+", default=[8, 32, 80])
+    parser.add_argument("--stage", type=int, default=3)
+    parser.add_argument("--world-size", type=int, default=512)
+    parser.add_argument("--precision", default="bf16")
+    parser.add_argument("--record", type=Path, help="write the first table to this JSON file")
+    parser.add_argument("--phases-of", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    model_file = load_model_file(arguments.model)
-    numel = 0
-    for stage in range(4):
-        values = {
-            "stage": stage,
-            "world_size": arguments.world_size,
-            "precision": arguments.precision,
+    if arguments.phases_of is not None:
+        print(json.dumps(phases(arguments, arguments.phases_of)))
+        return 0
+    depths: list[int] = sorted(arguments.depths)
+    columns = [f"{depth} layers" for depth in depths]
+    with tempfile.TemporaryDirectory() as folder:
+        runs: dict[int, dict[str, Run]] = {depth: {} for depth in depths}
+        for depth in depths:
+            for name, command in commands(arguments, depth, f"{folder}/{depth}.zir").items():
+                runs[depth][name] = timed(command)
+                print(f"{depth} layers: {name} {_cell(runs[depth][name])}", file=sys.stderr)
+        sizes = [f"{Path(folder, f'{depth}.zir').stat().st_size / 1e6:.2f} MB" for depth in depths]
+    rows = [
+        [
+            name,
+            *(_cell(runs[depth][name]) for depth in depths),
+            _ratio(runs[depths[-1]][name], runs[depths[0]][name]),
+        ]
+        for name in runs[depths[0]]
+    ]
+    rows.append(["artefact", *sizes, ""])
+    head = ["wall s / cpu s / peak", *columns, f"{columns[-1]} / {columns[0]}: wall, cpu"]
+    console = Console()
+    console.print(table(head, rows))
+    if arguments.record is not None:
+        about = {
+            "command": ["python", "-m", "tools.bench_compile", *sys.argv[1:]],
+            "torch": importlib.metadata.version("torch"),
         }
-        options = make_options(values)
-        seconds: list[tuple[float, ...]] = []
-        count = 0
-        for _ in range(arguments.rounds):
-            times = [time.perf_counter()]
-            logical = trace(model_file, options)
-            times.append(time.perf_counter())
-            program = lower(logical, options)
-            times.append(time.perf_counter())
-            verify(program, reference=logical)
-            times.append(time.perf_counter())
-            seconds.append(tuple(b - a for a, b in itertools.pairwise(times)))
-            count, numel = sum(1 for _ in program.ops()), logical.parameters_numel
-        tracing, lowering, verifying = (median(column) for column in zip(*seconds, strict=True))
-        print(
-            f"stage {stage}: {count:5d} ops  trace {tracing:.2f} s  lower {lowering:.2f} s"
-            f"  verify {verifying:.2f} s",
-            flush=True,
-        )
-    peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    print(f"{numel:,} parameters, peak memory of the process {peak_bytes / 1e9:.2f} GB")
+        text = json.dumps({"about": about, "head": head, "rows": rows}, indent=1)
+        arguments.record.write_text(text + "\n")
+    parts = [phases_apart(depth) for depth in depths]
+    inside = [[name, *(f"{part[name]:.2f}" for part in parts)] for name in parts[0]]
+    console.print(table(["cpu s of a compilation", *columns], inside))
     return 0
+
+
+def _ratio(many: Run, few: Run) -> str:
+    return f"{many.wall_seconds / few.wall_seconds:.1f}, {many.cpu_seconds / few.cpu_seconds:.1f}"
+
+
+def _cell(run: Run) -> str:
+    return f"{run.wall_seconds:.1f} / {run.cpu_seconds:.1f} / {run.peak_bytes / 1e9:.2f} GB"
 
 
 if __name__ == "__main__":

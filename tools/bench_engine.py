@@ -11,9 +11,11 @@ step. ``one thread`` runs every stream in the issuing thread, ``threads`` as tra
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import median
 
 import torch
@@ -64,6 +66,10 @@ class TimedKernels:
         """See ``Kernels.compile``."""
         return self.clock.timed(self.inner.compile(segment, bindings))
 
+    def finish(self) -> None:
+        """See ``Kernels.finish``."""
+        self.inner.finish()
+
 
 class TimedMachine(Machine):
     """A machine that records the time of collectives and of ops that are one torch call."""
@@ -110,10 +116,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--model", default="examples/gpt.py")
     parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--record", type=Path, help="write the table to this JSON file")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     model_file = load_model_file(arguments.model)
-    table = Table("stage", "ops a step", "one thread, µs per op", "threads, µs per op")
+    head = ["stage", "ops a step", "one thread, µs per op", "threads, µs per op"]
+    table, rows = Table(*head), []
     for stage in range(4):
         program = zeroir.compile(arguments.model, stage=stage, world_size=1).program
         sections = program.section_by_name
@@ -122,8 +130,13 @@ def main() -> None:
             f"{1e6 * overhead(program, model_file.model, model_file.batch(), arguments.steps, inline=inline):.1f}"
             for inline in (True, False)
         ]
-        table.add_row(str(stage), str(count), *cells)
+        rows.append([str(stage), str(count), *cells])
+        table.add_row(*rows[-1])
     Console().print(table)
+    if arguments.record is not None:
+        about = {"torch": torch.__version__, "model": arguments.model}
+        text = json.dumps({"about": about, "head": head, "rows": rows}, indent=1)
+        arguments.record.write_text(text + "\n")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """A training step of zeroir against PyTorch's and DeepSpeed's own ZeRO, all in one run on this machine's CPU.
 
-    python -m tools.bench_peers [--only NAME ...] [--rounds 9] [--steps 3] [--record FILE]
+    python -m tools.bench_peers [peers | stages | techniques] [--only NAME ...] [--rounds 9] [--steps 3] [--record FILE]
 
 Every contestant lives in processes of its own, one per rank, with one thread each, which sleep while others are
 measured. A round times each of them once, in an order that changes from round to round; ratios are taken within a
@@ -29,29 +29,39 @@ from rich.table import Table
 
 from tools.peers.own import variants
 
-NAMES = (
-    "torch alone",
-    "DDP",
-    "ZeroRedundancyOptimizer",
-    "FSDP2",
-    "FSDP2 compiled",
-    "DeepSpeed 1",
-    "DeepSpeed 2",
-    "DeepSpeed 3",
-    "zeroir alone",
-    "zeroir 0",
-    "zeroir 1",
-    "zeroir 2",
-    "zeroir 3",
-    "zeroir 3 again",
-)
-INDUCTOR = ("zeroir alone inductor", "zeroir 1 inductor", "zeroir 3 inductor")
-TECHNIQUES = (
-    "zeroir 3",
-    "zeroir 3 again",
-    *(n for n in variants(2) if "without" in n),
-    "zeroir 3 inductor",
-)
+SETS = {
+    "peers": (
+        "torch alone",
+        "DDP",
+        "FSDP2",
+        "FSDP2 compiled",
+        "DeepSpeed 3",
+        "zeroir alone",
+        "zeroir 1",
+        "zeroir 3",
+        "zeroir 3 again",
+        "zeroir alone inductor",
+        "zeroir 3 inductor",
+    ),
+    "stages": (
+        "DDP",
+        "ZeroRedundancyOptimizer",
+        "DeepSpeed 1",
+        "DeepSpeed 2",
+        "DeepSpeed 3",
+        "zeroir 0",
+        "zeroir 1",
+        "zeroir 2",
+        "zeroir 3",
+    ),
+    "techniques": (
+        "zeroir 3",
+        "zeroir 3 again",
+        *(name for name in variants(2) if "without" in name),
+        "zeroir 3 inductor",
+    ),
+}
+NAMES = tuple(dict.fromkeys(name for names in SETS.values() for name in names))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,22 +247,15 @@ def show(records: Sequence[Record], console: Console) -> None:
 def main() -> int:
     """Measure, print, and write the record."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--only", nargs="+", choices=[*NAMES, *INDUCTOR, *TECHNIQUES])
-    parser.add_argument("--inductor", action="store_true", help="also zeroir with compiled kernels")
-    parser.add_argument(
-        "--techniques",
-        action="store_true",
-        help="stage 3 with one technique left out each, instead",
-    )
+    parser.add_argument("set", nargs="?", choices=SETS, default="peers", help="who takes part")
+    parser.add_argument("--only", nargs="+", choices=NAMES, help="or these")
     parser.add_argument("--world-size", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--record", type=Path, help="write what was measured to this JSON file")
     arguments = parser.parse_args()
     console = Console()
-    names = arguments.only or [*NAMES, *(INDUCTOR if arguments.inductor else ())]
-    if arguments.techniques:
-        names = list(TECHNIQUES)
+    names = list(arguments.only or SETS[arguments.set])
     if importlib.util.find_spec("deepspeed") is None:
         names = [name for name in names if not name.startswith("DeepSpeed")]
         console.print("deepspeed is not installed, so it is left out: pip install 'zeroir[peers]'")

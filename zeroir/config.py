@@ -13,16 +13,22 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 from zeroir.errors import UserError
+from zeroir.ir.mesh import DATA_AXIS, REPLICATE_AXIS, SHARD_AXIS, Axis, Mesh
 from zeroir.ir.ops import Algorithm
 
 Precision = Literal["fp32", "bf16", "fp16"]
+_MOST_RANKS = 1_048_576
 
 
-def default_world_size(_given: dict[str, object]) -> int:
-    """The number of visible GPUs, or 2 without any."""
+def default_world_size(given: dict[str, object]) -> int:
+    """The ranks of the mesh if one is given, else the number of visible GPUs, or 2 without any."""
     # It takes what was given, as pydantic allows, so that nobody calls it for a help text: this import is slow.
+    mesh = given.get("mesh")
+    if isinstance(mesh, str):
+        return _parse_mesh(mesh).world_size
     import torch
 
     return torch.cuda.device_count() or 2
@@ -36,11 +42,18 @@ class CompileOptions(BaseModel):
     stage: Annotated[
         int, Field(ge=0, le=3, description="ZeRO stage: 0 replicates, 1, 2 and 3 shard ever more.")
     ] = 3
+    mesh: Annotated[
+        str | None,
+        Field(
+            description="Hybrid sharding, as replicate=2,shard=4: shards within groups of 4 ranks, gradients also "
+            "summed over the 2 groups. [default: one group]"
+        ),
+    ] = None
     world_size: int = Field(
         ge=1,
-        le=1_048_576,
+        le=_MOST_RANKS,
         default_factory=default_world_size,
-        description="Number of ranks. [default: the visible GPUs, or 2 without any]",
+        description="Number of ranks. [default: those of the mesh, else the visible GPUs, or 2 without any]",
     )
     precision: Annotated[
         Precision, Field(description="Dtype of parameters, activations and gradients.")
@@ -93,6 +106,25 @@ class CompileOptions(BaseModel):
         int,
         Field(ge=1, description="How many units' full gradients may exist at once (stages 2, 3)."),
     ] = 2
+    select_saved: Annotated[
+        bool,
+        Field(
+            description="Save for the backward what takes fewest bytes, and compute cheap values there once more."
+        ),
+    ] = True
+    bucket: Annotated[
+        int,
+        Field(
+            ge=0,
+            description="Bytes up to which neighbouring collectives are merged into one; 0 merges none.",
+        ),
+    ] = 0
+    overlap_update: Annotated[
+        bool,
+        Field(
+            description="Update each unit as soon as its gradient is reduced (without --clip and fp16)."
+        ),
+    ] = True
     elide: Annotated[
         bool,
         Field(
@@ -124,6 +156,20 @@ class CompileOptions(BaseModel):
             return value
         return tuple(part for item in items for part in item.split(",") if part)
 
+    @field_validator("mesh")
+    @classmethod
+    def _in_canonical_order(cls, value: str | None) -> str | None:
+        return None if value is None else _mesh_text(_parse_mesh(value))
+
+    @model_validator(mode="after")
+    def _mesh_fits_world_size(self) -> Self:
+        if self.mesh is not None and _parse_mesh(self.mesh).world_size != self.world_size:
+            ranks = _parse_mesh(self.mesh).world_size
+            raise ValueError(
+                f"--mesh {self.mesh} has {ranks} ranks, but --world-size is {self.world_size}; leave one of them out"
+            )
+        return self
+
     @model_validator(mode="after")
     def _momentum_fits_optimizer(self) -> Self:
         if self.optimizer is not Algorithm.MOMENTUM and (
@@ -133,6 +179,40 @@ class CompileOptions(BaseModel):
         if self.nesterov and (self.dampening or not self.effective_momentum):
             raise ValueError("nesterov needs a momentum above 0 and no dampening")
         return self
+
+    @property
+    def device_mesh(self) -> Mesh:
+        """The axes of the ranks: ``replicate`` and ``shard`` where a mesh is given, else ``dp``."""
+        if self.mesh is not None:
+            return _parse_mesh(self.mesh)
+        return Mesh(axes=(Axis(name=DATA_AXIS, size=self.world_size),))
+
+    @property
+    def replicas(self) -> int | None:
+        """How many groups of ranks hold the same shards; None without a mesh."""
+        return None if self.mesh is None else _parse_mesh(self.mesh).size(REPLICATE_AXIS)
+
+    def for_world_size(self, world_size: int) -> CompileOptions:
+        """The options for another number of ranks. Of a mesh the groups keep their size, and their number changes.
+
+        Raises:
+            UserError: where that many ranks do not make such groups.
+        """
+        mesh = None
+        if self.mesh is not None:
+            shard = self.device_mesh.size(SHARD_AXIS)
+            if world_size % shard:
+                raise UserError(
+                    f"The mesh {self.mesh} has groups of {shard} ranks, so it takes a multiple of {shard} ranks and "
+                    f"not {world_size}: start as many, or compile with another --mesh."
+                )
+            mesh = f"{REPLICATE_AXIS}={world_size // shard},{SHARD_AXIS}={shard}"
+        return make_options({**self.model_dump(), "world_size": world_size, "mesh": mesh})
+
+    @property
+    def is_update_overlapped(self) -> bool:
+        """Whether the update begins in the backward: no decision must wait for all gradients."""
+        return self.overlap_update and self.clip is None and self.precision != "fp16"
 
     @property
     def effective_momentum(self) -> float:
@@ -162,6 +242,41 @@ class CompileOptions(BaseModel):
         return tuple(
             (name, _text(values[name])) for name in sorted(values) if _is_set(values[name])
         )
+
+
+def _parse_mesh(text: str) -> Mesh:
+    """The mesh that a user wrote; a pydantic error says what is wrong with it."""
+    names = (REPLICATE_AXIS, SHARD_AXIS)
+    sizes: dict[str, int] = {}
+    for item in text.split(","):
+        name, _, size = (part.strip() for part in item.partition("="))
+        if name not in names:
+            raise _mesh_error(f"'{name}' is no axis of it")
+        if name in sizes:
+            raise _mesh_error(f"{name} stands there twice")
+        if not (size.isdecimal() and size.isascii() and len(size) <= len(str(_MOST_RANKS))):
+            raise _mesh_error(f"the size of {name} is a number of ranks")
+        sizes[name] = int(size)
+        if sizes[name] < 1:
+            raise _mesh_error(f"the size of {name} is at least 1")
+    for name in names:
+        if name not in sizes:
+            raise _mesh_error(f"{name} is missing")
+    mesh = Mesh(axes=tuple(Axis(name=name, size=sizes[name]) for name in names))
+    if mesh.world_size > _MOST_RANKS:
+        raise _mesh_error(f"it has at most {_MOST_RANKS} ranks")
+    return mesh
+
+
+def _mesh_error(problem: str) -> PydanticCustomError:
+    example = f"{REPLICATE_AXIS}=2,{SHARD_AXIS}=4"
+    return PydanticCustomError(
+        "mesh", "written like {example}: {problem}", {"example": example, "problem": problem}
+    )
+
+
+def _mesh_text(mesh: Mesh) -> str:
+    return ",".join(f"{axis.name}={axis.size}" for axis in mesh.axes)
 
 
 def _is_set(value: object) -> bool:

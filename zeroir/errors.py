@@ -22,6 +22,14 @@ class UserError(ZeroirError):
     exit_code: ClassVar[int] = 2
 
 
+class KernelWarning(UserWarning):
+    """Segments run with other kernels than were asked for; the numbers are as good, the step may be slower."""
+
+
+class GraphWarning(UserWarning):
+    """Sections run op by op that were to be CUDA graphs; the numbers are the same, the step may be slower."""
+
+
 class InternalError(ZeroirError):
     """A defect of zeroir itself, for instance a pass that produced an invalid program."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, assert_never
 
@@ -35,6 +35,10 @@ class Launch:
     wire_dtype: torch.dtype | None = None
 
 
+class LostConnectionError(RuntimeError):
+    """Another rank is gone, or late beyond the timeout."""
+
+
 class Comm(Protocol):
     """Collectives over the communicators of one program.
 
@@ -63,23 +67,32 @@ def to_wire(tensor: Tensor, wire_dtype: torch.dtype | None) -> Tensor:
     return tensor if wire_dtype is None else tensor.to(wire_dtype)
 
 
-def combine(parts: Sequence[Tensor], reduction: Reduction, destination: Tensor) -> None:
-    """Write the combination of equally long parts, in their order, to ``destination``; rounds once."""
-    first, *rest = parts
-    if not rest:
-        destination.copy_(first)
-        return
-    # By the destination, not by the parts: a wider wire must not change the sum.
-    wide = accumulation_dtype(destination.dtype)
+def combine(parts: Iterable[Tensor], reduction: Reduction, destination: Tensor) -> None:
+    """Write the combination of equally long parts, in their order, to ``destination``; rounds once.
+
+    Three parts at most are held at a time. ``destination`` may be the memory of one of them.
+    """
+    fold: Callable[..., Tensor]
     match reduction:
         case Reduction.SUM:
-            total = torch.add(first.to(wide), rest[0].to(wide))
-            for part in rest[1:]:
-                total.add_(part)
+            fold = torch.add
         case Reduction.MAX:
-            total = torch.maximum(first.to(wide), rest[0].to(wide))
-            for part in rest[1:]:
-                torch.maximum(total, part.to(wide), out=total)
+            fold = torch.maximum
         case _:
             assert_never(reduction)
+    # By the destination, not by the parts: a wider wire must not change the sum.
+    wide = accumulation_dtype(destination.dtype)
+    following = iter(parts)
+    total, part = next(following), next(following, None)
+    scratch: Tensor | None = None
+    while part is not None:
+        after = next(following, None)
+        # Two numbers of 16 bits have the same sum, rounded once, whether or not they are widened first.
+        if after is not None or not total.dtype == part.dtype == destination.dtype:
+            total = total.to(wide)
+        if after is None and total.dtype == destination.dtype:
+            fold(total, part, out=destination)
+            return
+        scratch = torch.empty_like(total) if scratch is None else scratch
+        total, part = fold(total, part, out=scratch), after
     destination.copy_(total)

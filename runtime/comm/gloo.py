@@ -1,8 +1,9 @@
 """Collectives over gloo, with sums in rank order.
 
-gloo's own reduce_scatter is an all-reduce and a slice whose order of additions depends on the position in the
-buffer. Here every rank sends each slice to its owner (``all_to_all_single``), who adds in rank order: a third of the
-bytes at four ranks, and the same bits for any layout and any stage.
+gloo's own reduce_scatter is an all-reduce and a slice whose order of additions depends on the position in the buffer,
+and torch copies what the others of its collectives move once more on either side. So every rank sends each other rank
+what is that one's, straight from where it is to where it belongs, and adds in rank order: fewer bytes, fewer copies,
+and the same bits for any layout and any stage.
 """
 
 from __future__ import annotations
@@ -15,11 +16,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from zeroir.ir.ops import Reduction
-from zeroir.runtime.comm.base import Launch, Piece, combine, to_wire
-from zeroir.runtime.comm.collectives import all_gather_flat
+from zeroir.runtime.comm.base import Launch, combine, to_wire
 from zeroir.runtime.comm.groups import Groups
 
-# Below this many elements one all-gather and local adds cost less than two collectives; the bits are the same.
+# Below this many elements one exchange and local adds cost less than two exchanges; the bits are the same.
 _SMALL_NUMEL = 1024
 
 
@@ -30,60 +30,39 @@ class GlooComm:
         self._groups = groups
 
     def all_gather(self, launch: Launch) -> None:
-        """See ``Comm.all_gather``. Several pairs travel as one message."""
-        group, size = self._group(launch)
-        pieces = launch.pieces[0]
-        sources = [to_wire(piece.source, launch.wire_dtype) for piece in pieces]
-        if len(pieces) == 1:
-            piece, source = pieces[0], sources[0]
-            if piece.destination.dtype == source.dtype:
-                all_gather_flat(piece.destination, source, group)
-                return
-        numel = sum(source.numel() for source in sources)
-        gathered = _scratch(launch, size * numel, sources[0])
-        all_gather_flat(gathered, _joined(sources), group)
-        _spread(gathered.view(size, numel), pieces)
+        """See ``Comm.all_gather``."""
+        group = self._groups.by_comm[launch.comm]
+        sources = [to_wire(piece.source, launch.wire_dtype) for piece in launch.pieces[0]]
+        slots = [piece.destination.view(group.size(), -1).unbind() for piece in launch.pieces[0]]
+        _gather(sources, slots, group)
 
     def reduce_scatter(self, launch: Launch, reduction: Reduction) -> None:
-        """See ``Comm.reduce_scatter``. Several pairs travel as one message."""
-        group, size = self._group(launch)
-        pieces = launch.pieces[0]
-        sources = [to_wire(piece.source, launch.wire_dtype) for piece in pieces]
-        # One row per owner, holding that owner's slice of every pair.
-        rows = [source.view(size, -1) for source in sources]
-        outgoing = rows[0] if len(rows) == 1 else torch.cat(rows, dim=1)
-        incoming = _scratch(launch, outgoing.numel(), outgoing).view_as(outgoing)
-        dist.all_to_all_single(incoming, outgoing, group=group)
-        start = 0
-        for piece in pieces:
-            stop = start + piece.destination.numel()
-            parts = [incoming[rank, start:stop] for rank in range(size)]
-            combine(parts, reduction, piece.destination)
-            start = stop
+        """See ``Comm.reduce_scatter``."""
+        group = self._groups.by_comm[launch.comm]
+        rows = [
+            to_wire(piece.source, launch.wire_dtype).view(group.size(), -1).unbind()
+            for piece in launch.pieces[0]
+        ]
+        into = [piece.destination for piece in launch.pieces[0]]
+        _reduce(rows, into, reduction, group, launch.staging[0])
 
     def all_reduce(self, launch: Launch, reduction: Reduction) -> None:
         """See ``Comm.all_reduce``: the reduce_scatter above and an all_gather."""
-        group, size = self._group(launch)
-        pieces = launch.pieces[0]
-        sources = [to_wire(piece.source, launch.wire_dtype) for piece in pieces]
-        numel = sum(source.numel() for source in sources)
-        result_dtype = pieces[0].destination.dtype
-        if numel <= _SMALL_NUMEL:
-            gathered = sources[0].new_empty(size * numel)
-            all_gather_flat(gathered, _joined(sources), group)
-            total = sources[0].new_empty(numel, dtype=result_dtype)
-            combine(gathered.chunk(size), reduction, total)
-        else:
-            total = _all_reduce_flat(_joined(sources), result_dtype, reduction, group, size)
-        start = 0
-        for piece in pieces:
-            stop = start + piece.destination.numel()
-            piece.destination.copy_(total[start:stop])
-            start = stop
+        group = self._groups.by_comm[launch.comm]
+        size, own = group.size(), group.rank()
+        sources = [to_wire(piece.source, launch.wire_dtype) for piece in launch.pieces[0]]
+        destinations = [piece.destination for piece in launch.pieces[0]]
+        if sum(source.numel() for source in sources) <= _SMALL_NUMEL:
+            _reduce([[source] * size for source in sources], destinations, reduction, group, None)
+            return
+        rows = [source.tensor_split(size) for source in sources]
+        slots = [destination.tensor_split(size) for destination in destinations]
+        _reduce(rows, [parts[own] for parts in slots], reduction, group, launch.staging[0])
+        _gather([parts[own] for parts in slots], slots, group)
 
     def broadcast(self, launch: Launch, root: int) -> None:
         """See ``Comm.broadcast``."""
-        group, _ = self._group(launch)
+        group = self._groups.by_comm[launch.comm]
         for piece in launch.pieces[0]:
             message = to_wire(piece.source, launch.wire_dtype).clone()
             dist.broadcast(message, group=group, group_src=root)
@@ -93,44 +72,76 @@ class GlooComm:
         """Destroy the process groups."""
         self._groups.close()
 
-    def _group(self, launch: Launch) -> tuple[ProcessGroup, int]:
-        group = self._groups.by_comm[launch.comm]
-        return group, group.size()
+
+def _gather(
+    sources: Sequence[Tensor], slots: Sequence[Sequence[Tensor]], group: ProcessGroup
+) -> None:
+    """Bring the ``i``-th source of every rank to that rank's place in ``slots[i]``."""
+    arrived = [
+        [slot if _can_receive(slot, source) else _host_memory(slot.numel(), source) for slot in of]
+        for source, of in zip(sources, slots, strict=True)
+    ]
+    _exchange([[source] * group.size() for source in sources], arrived, group)
+    for source, received, of in zip(sources, arrived, slots, strict=True):
+        for at, slot in enumerate(of):
+            message = source if at == group.rank() else received[at]
+            if message.data_ptr() != slot.data_ptr() or message.dtype != slot.dtype:
+                slot.copy_(message)
 
 
-def _all_reduce_flat(
-    source: Tensor, dtype: torch.dtype, reduction: Reduction, group: ProcessGroup, size: int
-) -> Tensor:
-    """The combined sources, in ``dtype``; every element is rounded once, by its owner."""
-    padding = -source.numel() % size
-    if padding:
-        source = torch.nn.functional.pad(source, (0, padding))
-    outgoing = source.view(size, -1)
-    incoming = torch.empty_like(outgoing)
-    dist.all_to_all_single(incoming, outgoing, group=group)
-    own = source.new_empty(outgoing.shape[1], dtype=dtype)
-    combine(list(incoming), reduction, own)
-    total = source.new_empty(source.numel(), dtype=dtype)
-    all_gather_flat(total, own, group)
-    return total
+def _reduce(
+    rows: Sequence[Sequence[Tensor]],
+    into: Sequence[Tensor],
+    reduction: Reduction,
+    group: ProcessGroup,
+    staging: Tensor | None,
+) -> None:
+    """Send every rank its row of each tensor, and combine what all ranks have for this one."""
+    own = group.rank()
+    arrived: list[list[Tensor]] = []
+    used = 0
+    for of in rows:
+        numel = group.size() * of[own].numel()
+        # The program's own scratch where it gives enough.
+        is_enough = staging is not None and used + numel <= staging.numel()
+        if staging is not None and is_enough and _can_receive(staging, of[own]):
+            memory = staging[used : used + numel]
+            used += numel
+        else:
+            memory = _host_memory(numel, of[own])
+        arrived.append(list(memory.view(group.size(), -1).unbind()))
+    _exchange(rows, arrived, group)
+    for of, received, destination in zip(rows, arrived, into, strict=True):
+        received[own] = of[own]
+        combine([part.to(destination.device) for part in received], reduction, destination)
 
 
-def _joined(sources: Sequence[Tensor]) -> Tensor:
-    return sources[0] if len(sources) == 1 else torch.cat(list(sources))
+def _exchange(
+    outgoing: Sequence[Sequence[Tensor]], incoming: Sequence[Sequence[Tensor]], group: ProcessGroup
+) -> None:
+    """Send each other rank its tensors, and receive from it as many; gloo takes them from and to the CPU's memory."""
+    size, own = group.size(), group.rank()
+    others = [(own + step) % size for step in range(1, size)]
+    work = [
+        dist.irecv(tensors[other], group=group, group_src=other)
+        for other in others
+        for tensors in incoming
+        if tensors[other].numel()
+    ]
+    work += [
+        dist.isend(tensors[other].cpu(), group=group, group_dst=other)
+        for other in others
+        for tensors in outgoing
+        if tensors[other].numel()
+    ]
+    for one in work:
+        assert one is not None  # this rank belongs to the group
+        one.wait()
 
 
-def _scratch(launch: Launch, numel: int, like: Tensor) -> Tensor:
-    """Memory for elements of the same dtype, on the same device: the program's own where it gives enough."""
-    staging = launch.staging[0]
-    if staging is not None and staging.dtype == like.dtype and staging.numel() >= numel:
-        return staging[:numel]
-    return like.new_empty(numel)
+def _can_receive(memory: Tensor, message: Tensor) -> bool:
+    return memory.device.type == "cpu" and memory.dtype == message.dtype
 
 
-def _spread(gathered: Tensor, pieces: Sequence[Piece]) -> None:
-    """Copy columns of ``gathered`` (one row per rank) to the pieces' destinations."""
-    start = 0
-    for piece in pieces:
-        stop = start + piece.source.numel()
-        piece.destination.view(gathered.shape[0], -1).copy_(gathered[:, start:stop])
-        start = stop
+def _host_memory(numel: int, like: Tensor) -> Tensor:
+    return torch.empty(numel, dtype=like.dtype)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import StrEnum
-from typing import Final, assert_never
+from functools import partial
+from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -14,7 +18,7 @@ import torch.distributed as dist
 from zeroir.errors import UserError
 from zeroir.ir.program import Program
 from zeroir.ir.text import print_program
-from zeroir.runtime.comm.base import Comm
+from zeroir.runtime.comm.base import Comm, LostConnectionError
 from zeroir.runtime.comm.collectives import all_gather_flat
 from zeroir.runtime.comm.groups import make_groups
 from zeroir.runtime.comm.local import LocalComm
@@ -24,9 +28,10 @@ DEFAULT_TIMEOUT: Final = timedelta(seconds=300)
 
 
 class Backend(StrEnum):
-    """Who carries collectives: nobody (one rank), gloo, NCCL, or a pretended world."""
+    """Who carries collectives: nobody (one rank), the host's memory, gloo, NCCL, or a pretended world."""
 
     LOCAL = "local"
+    PEER_MEMORY = "peer-memory"
     GLOO = "gloo"
     NCCL = "nccl"
     FAKE = "fake"
@@ -43,14 +48,18 @@ class LostPeersError(PeerError):
 def is_lost_connection(error: RuntimeError) -> bool:
     """Whether a backend's error means that another rank is gone or late, and not that it was called wrongly."""
     # gloo says so only in the text: its transport names its own source file.
-    return isinstance(error, dist.DistError) or "/gloo/" in str(error)
+    return isinstance(error, LostConnectionError | dist.DistError) or "/gloo/" in str(error)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One rank's view of the job. ``device`` is where small messages to all ranks must be."""
+    """One rank's view of the job.
+
+    ``backend`` is who carries the program's collectives, ``device`` where small messages to all ranks must be.
+    """
 
     rank: int
+    backend: Backend
     comm: Comm
     is_alone: bool
     device: torch.device
@@ -63,27 +72,44 @@ class Job:
         total = sum(float(one) for one in values.view(-1))
         return total / len(values)
 
+    def gather(self, own: bytes) -> list[bytes] | None:
+        """Every rank's bytes, in rank order, on rank 0; None on the others. Every rank calls this alike."""
+        if self.is_alone:
+            return [own]
+        sizes = _exchange(torch.tensor([len(own)], dtype=torch.int64), self.device).view(-1)
+        padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
+        padded[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+        padded = padded.to(self.device)
+        rows = [torch.empty_like(padded) for _ in sizes] if self.rank == 0 else None
+        with _explained():
+            dist.gather(padded, rows, dst=0)
+        if rows is None:
+            return None
+        return [
+            row[: int(size)].cpu().numpy().tobytes() for row, size in zip(rows, sizes, strict=True)
+        ]
+
 
 def open_job(
     program: Program, backend: Backend | None, device: torch.device, timeout: timedelta
 ) -> Job:
     """Take this process's place among the ranks of the program's mesh; every rank calls this alike.
 
-    Without a backend: none for one rank, NCCL on CUDA, else gloo.
+    Without a backend: none for one rank, NCCL on CUDA, else the memory of the host that all ranks are on, or gloo
+    where there are several hosts or one that forbids its processes to read each other.
 
     Raises:
         UserError: where the job has another world size, or another rank another program.
     """
     world_size = program.mesh.world_size
-    if backend is None:
-        on_device = Backend.NCCL if device.type == "cuda" else Backend.GLOO
-        backend = Backend.LOCAL if world_size == 1 else on_device
+    if backend is None and world_size == 1:
+        backend = Backend.LOCAL
     if backend is Backend.LOCAL:
         if world_size != 1:
             raise UserError(
                 f"The program is for {world_size} ranks, but this process is alone: start it with torchrun."
             )
-        return Job(rank=0, comm=LocalComm(), is_alone=True, device=device)
+        return Job(rank=0, backend=backend, comm=LocalComm(), is_alone=True, device=device)
     if not dist.is_initialized():
         raise UserError("There is no process group: start the job with torchrun.")
     if dist.get_world_size() != world_size:
@@ -91,37 +117,48 @@ def open_job(
             f"The program is for {world_size} ranks, but the job has {dist.get_world_size()}; "
             f"compile it with --world-size {dist.get_world_size()}."
         )
+    backend, comm = _open_comm(program, backend, device, timeout)
     return Job(
         rank=dist.get_rank(),
-        comm=_open_comm(program, backend, device, timeout),
+        backend=backend,
+        comm=comm,
         is_alone=backend is Backend.FAKE,
         device=device,
     )
 
 
 def _open_comm(
-    program: Program, backend: Backend, device: torch.device, timeout: timedelta
-) -> Comm:
-    match backend:
-        case Backend.LOCAL:
-            return LocalComm()
-        case Backend.GLOO:
-            from zeroir.runtime.comm.gloo import GlooComm
+    program: Program, backend: Backend | None, device: torch.device, timeout: timedelta
+) -> tuple[Backend, Comm]:
+    """The backend, chosen where None is asked for, and its collectives."""
+    if backend is Backend.FAKE:
+        from zeroir.runtime.comm.fake import fake_comm
 
-            # Before any group is made: ranks with other programs would make other groups, and hang.
-            require_same_program(program, device)
-            return GlooComm(make_groups(program, "gloo", timeout))
-        case Backend.NCCL:
-            from zeroir.runtime.comm.nccl import NcclComm
+        return backend, fake_comm(program)
+    # Before anything is agreed with the others: ranks with other programs would make other groups, and hang.
+    require_same_program(program, device)
+    if backend is Backend.NCCL or (backend is None and device.type == "cuda"):
+        from zeroir.runtime.comm.nccl import NcclComm
 
-            require_same_program(program, device)
-            return NcclComm(make_groups(program, "nccl", timeout))
-        case Backend.FAKE:
-            from zeroir.runtime.comm.fake import fake_comm
+        return Backend.NCCL, NcclComm(make_groups(program, "nccl", timeout))
+    if backend is not Backend.GLOO:
+        found = None
+        if device.type == "cpu" and sys.platform.startswith("linux"):
+            from zeroir.runtime.comm.peer_memory import open_peer_memory
 
-            return fake_comm(program)
-        case _:
-            assert_never(backend)
+            found = open_peer_memory(
+                program, dist.get_rank(), partial(_exchange_bytes, device=device), timeout
+            )
+        if found is not None:
+            return Backend.PEER_MEMORY, found
+        if backend is Backend.PEER_MEMORY:
+            raise UserError(
+                "The ranks cannot read each other's memory: they are on a GPU or on several hosts, or in a container "
+                "that forbids it; use another backend."
+            )
+    from zeroir.runtime.comm.gloo import GlooComm
+
+    return Backend.GLOO, GlooComm(make_groups(program, "gloo", timeout))
 
 
 def digest(program: Program) -> str:
@@ -135,8 +172,7 @@ def require_same_program(program: Program, device: torch.device) -> None:
     Raises:
         UserError: on every rank, where any two differ; it shows both digests.
     """
-    own = torch.frombuffer(bytearray.fromhex(digest(program)), dtype=torch.uint8)
-    digests = [bytes(row.tolist()).hex() for row in _exchange(own, device)]
+    digests = [found.hex() for found in _exchange_bytes(bytes.fromhex(digest(program)), device)]
     for rank, other in enumerate(digests):
         if other != digests[0]:
             kind = UserError if dist.get_rank() == rank else PeerError
@@ -146,13 +182,27 @@ def require_same_program(program: Program, device: torch.device) -> None:
             )
 
 
+def _exchange_bytes(own: bytes, device: torch.device) -> list[bytes]:
+    """Every rank's bytes, as many on each, in rank order."""
+    rows = _exchange(torch.frombuffer(bytearray(own), dtype=torch.uint8), device)
+    return [bytes(row.tolist()) for row in rows]
+
+
 def _exchange(own: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Every rank's tensor, one row per rank, on the CPU."""
     world = dist.group.WORLD
     assert world is not None
     rows = torch.empty(dist.get_world_size() * own.numel(), dtype=own.dtype, device=device)
-    try:
+    with _explained():
         all_gather_flat(rows, own.to(device), world)
+    return rows.view(dist.get_world_size(), -1).cpu()
+
+
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    """A body that exchanges something between steps: say so where other ranks are lost."""
+    try:
+        yield
     except RuntimeError as error:
         if not is_lost_connection(error):
             raise
@@ -160,4 +210,3 @@ def _exchange(own: torch.Tensor, device: torch.device) -> torch.Tensor:
             f"Rank {dist.get_rank()} lost its peers between steps: another rank stopped or is stuck; "
             "look at the first rank that failed."
         ) from error
-    return rows.view(dist.get_world_size(), -1).cpu()

@@ -37,3 +37,6 @@ class Kernels(Protocol):
 
     def compile(self, segment: Segment, bindings: Sequence[Binding | None]) -> Kernel:
         """The kernel of a segment; equal structures with equal bindings are compiled once."""
+
+    def finish(self) -> None:
+        """Make all kernels ready to run; call it once after the last ``compile``, before the first step."""

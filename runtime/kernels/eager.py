@@ -1,9 +1,10 @@
 """The reference kernels: call torch's operators one by one, writing results where they belong.
 
-An output's last operator writes straight into the destination (its ``out=`` overload), through transposes and
-reshapes between the two, so that a weight gradient is never copied. That is done only where the destination has the
-strides that the operator's own result would have: the same call then gives the same bits. Everything else is computed
-and copied or added. A value is dropped after its last use.
+An output's last operator writes straight into the destination (its ``out=`` overload, or for an embedding's gradient
+an operator of ours), through transposes and reshapes between the two, so that the gradient of a matrix is never
+copied. That is done only where the destination has the strides that the operator's own result would have: the same
+call then gives the same bits. Everything else is computed and copied or added: results of operators that have
+several, such as the vectors that a layer norm's backward yields. A value is dropped after its last use.
 
 A segment's types were recorded on another device perhaps, whose kernels lay their results out differently. That
 matters to a node that looks at a result in another shape, so there it is laid out anew.
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from zeroir.ir.ops import Mode
-from zeroir.ir.segment import Node, Ref, Segment, TensorType
+from zeroir.ir.segment import Node, NodeArg, Ref, Segment, TensorType
 from zeroir.runtime.kernels.base import Binding, Kernel
 from zeroir.runtime.kernels.calls import (
     Resolve,
@@ -47,12 +48,16 @@ class EagerKernels:
             self._compiled[key] = compile_eager(segment, bindings, self._device)
         return self._compiled[key]
 
+    def finish(self) -> None:
+        """See ``Kernels.finish``: there is nothing left to do."""
+
 
 @dataclass(slots=True, kw_only=True)
 class _Step:
     """One call. With ``out`` the call fills ``undo(destinations[out])`` instead of making a tensor.
 
-    ``layouts`` are the values among its results that must have the strides given here.
+    ``is_out_first`` says that it takes that tensor as its first argument, and not as ``out=``. ``layouts`` are the
+    values among its results that must have the strides given here.
     """
 
     function: torch._ops.OpOverload
@@ -62,6 +67,7 @@ class _Step:
     is_multiple: bool
     out: int | None = None
     undo: Undo | None = None
+    is_out_first: bool = False
     layouts: Sequence[tuple[int, tuple[int, ...]]] = ()
     drops: list[int] = field(default_factory=list)
 
@@ -93,8 +99,14 @@ class EagerKernel:
             if step.out is not None:
                 target = destinations[step.out]
                 assert target is not None
-                kwargs["out"] = target if step.undo is None else step.undo(target)
-            result = step.function(*args, **kwargs)
+                filled = target if step.undo is None else step.undo(target)
+                if step.is_out_first:
+                    step.function(filled, *args)
+                    result = filled
+                else:
+                    result = step.function(*args, **kwargs, out=filled)
+            else:
+                result = step.function(*args, **kwargs)
             if step.is_multiple:
                 values[step.first : step.first + len(result)] = result
             else:
@@ -118,7 +130,7 @@ def compile_eager(
     segment: Segment, bindings: Sequence[Binding | None], device: torch.device
 ) -> EagerKernel:
     """Plan the calls of a segment: where each result goes and when each value is dropped."""
-    places = in_place(segment, bindings)
+    places = in_place(segment, bindings, lambda node: _filler(node, device) is not None)
     copied = _copied(segment, bindings)
     reshaped = _reshaped(segment)
     steps: list[_Step] = []
@@ -143,9 +155,10 @@ def compile_eager(
         )
         if first in places:
             step.out, step.undo = places[first]
-            overload = out_overload(function)
-            assert overload is not None
-            step.function = overload
+            filler = _filler(node, device)
+            assert filler is not None
+            step.function, step.is_out_first = filler.function, filler.is_out_first
+            step.args = [resolver(arg, device) for arg in filler.args]
         steps.append(step)
         nodes.append(node)
         first += len(node.results)
@@ -210,10 +223,39 @@ def _plan_drops(inputs: int, nodes: Sequence[Node], steps: Sequence[_Step], kept
 # ---------------------------------------------------------------------------------------- results in place
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Filler:
+    """The call that fills a given tensor with a node's result."""
+
+    function: torch._ops.OpOverload
+    args: tuple[NodeArg, ...]
+    is_out_first: bool = False
+
+
+def _filler(node: Node, device: torch.device) -> _Filler | None:
+    """How to fill a given tensor with the bits that the node's own result would have; None where that cannot be."""
+    if len(node.results) != 1:
+        return None
+    if node.op == "aten.embedding_dense_backward.default" and device.type == "cpu":
+        grad, indices, _, padding_idx, is_scaled = node.args
+        if is_scaled:
+            return None
+        return _Filler(
+            function=torch.ops.zeroir.embedding_gradient.default,
+            args=(grad, indices, padding_idx),
+            is_out_first=True,
+        )
+    overload = out_overload(operator(node.op))
+    return None if overload is None else _Filler(function=overload, args=node.args)
+
+
 def in_place(
-    segment: Segment, bindings: Sequence[Binding | None]
+    segment: Segment, bindings: Sequence[Binding | None], can_fill: Callable[[Node], bool]
 ) -> Mapping[int, tuple[int, Undo | None]]:
-    """Values whose node can fill a destination: value → (output, how the destination becomes that value)."""
+    """Values that can be made in a destination: value → (output, how the destination becomes that value).
+
+    ``can_fill`` says whether a node's results may be made in given tensors.
+    """
     makers: dict[int, Node] = {}
     first = len(segment.inputs)
     for node in segment.nodes:
@@ -232,9 +274,7 @@ def in_place(
         while made in makers and (back := _undo_view(makers[made], types)) is not None:
             made, undo = back
             undos.append(undo)
-        if made not in makers or made in found or len(makers[made].results) != 1:
-            continue
-        if out_overload(operator(makers[made].op)) is None:
+        if made not in makers or made in found or not can_fill(makers[made]):
             continue
         if not _has_layout_of(types[made], undos, kind, binding.stride):
             continue

@@ -1,139 +1,183 @@
-"""Segments compiled by Inductor, with their results written where they belong.
+"""Segments compiled by Inductor, once for every structure and kept on disk between runs.
 
-The segment becomes a graph whose inputs are the arguments *and* the destinations. A matrix product that ends in a
-destination (a weight gradient) is handed to ``zeroir::mm_into``, which writes straight into the view of the flat
-gradient: left to itself Inductor makes the product in a buffer of its own and copies it over. Every other result is a
-``copy_`` or ``add_`` to its destination, which Inductor fuses with what makes the result.
+``compile`` looks a segment up in the cache; ``finish``, or the first call of a kernel, compiles what was missing in
+other processes. This process loads libraries and never imports the compiler. Without a C++ compiler, and for a
+segment that Inductor refuses, the eager kernels take over with one warning.
+
+How far results may be from the eager kernels': Inductor adds in another order, keeps what it fuses in FP32 and has
+its own polynomials for elementary functions. Eager mode rounds every value that passes from one operator to the next,
+with a relative error of at most eps / 2, and a sum in another order is off by a few roundings of its partial sums. Over
+a path of d operators such errors, taken as independent, grow with the root of d. So results may differ by 4 × eps × √d,
+relative to the largest element, which is what ``tolerance`` computes.
 """
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
+from zeroir.errors import KernelWarning
 from zeroir.ir.ops import Mode
-from zeroir.ir.segment import NodeArg, Ref, Segment
+from zeroir.ir.segment import Segment
+from zeroir.runtime.kernels import graph
+from zeroir.runtime.kernels._inductor_private import Library, load_library
 from zeroir.runtime.kernels.base import Binding, Kernel
-from zeroir.runtime.kernels.calls import constant, has_ref, is_multiple, operator
-from zeroir.runtime.kernels.eager import Undo, in_place
+from zeroir.runtime.kernels.cache import KernelCache, cache_folder, kernel_key
+from zeroir.runtime.kernels.compile_pool import Place, compile_missing, has_compiler
+from zeroir.runtime.kernels.compile_worker import Request
+from zeroir.runtime.kernels.eager import EagerKernels
+from zeroir.runtime.tensors import TORCH_DTYPE
 
 
-@torch.library.custom_op("zeroir::mm_into", mutates_args=("out",))
-def mm_into(out: Tensor, a: Tensor, b: Tensor) -> None:
-    """Write the matrix product of ``a`` (n, k) and ``b`` (k, m) into ``out`` (n, m) of any strides."""
-    torch.mm(a, b, out=out)
+def tolerance(segment: Segment) -> float:
+    """How far apart results of two kernel backends may be, relative to the largest element of an output.
+
+    4 × eps × √d, with eps of the narrowest floating dtype in the segment and d operators on its longest path.
+    """
+    depths: list[int] = [0] * len(segment.inputs)
+    for node in segment.nodes:
+        depth = 1 + max((depths[ref.index] for ref in node.refs()), default=0)
+        depths += [depth] * len(node.results)
+    dtypes = {TORCH_DTYPE[kind.dtype] for kind in segment.types() if kind is not None}
+    eps = max((torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point), default=0.0)
+    return 4 * eps * math.sqrt(max(depths, default=0))
 
 
 class InductorKernels:
-    """Segments compiled on one device; a kernel is compiled when it first runs."""
+    """Compiled segments on one device, from a cache under ``folder``."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        folder: Path | None = None,
+        place: Place | None = None,
+    ) -> None:
         self._device = device
-        self._compiled: dict[tuple[str, tuple[Binding | None, ...]], Kernel] = {}
+        self._threads = torch.get_num_threads()
+        self._cache = KernelCache(cache_folder() if folder is None else folder)
+        self._place = Place.from_environment() if place is None else place
+        self._eager = EagerKernels(device)
+        self._kernels: dict[str, InductorKernel] = {}
+        self._missing: dict[str, Request] = {}
 
     def compile(self, segment: Segment, bindings: Sequence[Binding | None]) -> Kernel:
-        """See ``Kernels.compile``."""
-        key = (segment.digest(), tuple(bindings))
-        if key not in self._compiled:
-            graph = build_graph(segment, bindings, self._device)
-            self._compiled[key] = InductorKernel(
-                function=torch.compile(graph, fullgraph=True, dynamic=False),
-                used=tuple(i for i, binding in enumerate(bindings) if binding is not None),
+        """See ``Kernels.compile``. The kernel is whole after ``finish``, which its first call makes good."""
+        key = kernel_key(segment, bindings, self._device, self._threads)
+        found = self._kernels.get(key)
+        if found is not None:
+            return found
+        kernel = InductorKernel(segment, tuple(bindings), self.finish)
+        self._kernels[key] = kernel
+        if not self._load(key, kernel):
+            self._missing[key] = Request(
+                segment=segment,
+                bindings=tuple(bindings),
+                device=str(self._device),
+                threads=self._threads,
+                folder="",
             )
-        return self._compiled[key]
+        return kernel
+
+    def finish(self) -> None:
+        """Compile what the cache lacked, or wait for other processes of this host that do."""
+        missing, self._missing = self._missing, {}
+        if not missing:
+            return
+        if has_compiler():
+            try:
+                errors = compile_missing(missing, self._cache, self._place)
+            except OSError as error:
+                errors = dict.fromkeys(missing, str(error))
+        else:
+            errors = dict.fromkeys(
+                missing, "there is no C++ compiler; install g++ or clang++, or name one in CXX."
+            )
+        for key in missing:
+            if key not in errors and not self._load(key, self._kernels[key]):
+                errors[key] = "what was compiled does not load."
+        for key in errors:
+            kernel = self._kernels[key]
+            kernel.use(self._eager.compile(kernel.segment, kernel.bindings))
+        if errors and self._place.rank == 0:
+            names = sorted({missing[key].segment.name for key in errors})
+            reason = next(iter(errors.values())).splitlines()[0]
+            warnings.warn(
+                f"Eager kernels compute {', '.join(names)}, which could not be compiled: {reason}",
+                KernelWarning,
+                stacklevel=2,
+            )
+
+    def _load(self, key: str, kernel: InductorKernel) -> bool:
+        folder = self._cache.find(key)
+        if folder is None:
+            return False
+        try:
+            kernel.use_library(load_library(folder, self._device))
+        except (OSError, RuntimeError):
+            return False
+        return True
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, eq=False)
 class InductorKernel:
-    """A compiled graph; ``used`` are the outputs that have a destination."""
+    """A segment that runs a library, or the kernel that takes its place; ``finish`` is called if it has neither."""
 
-    function: Callable[..., object]
-    used: tuple[int, ...]
+    segment: Segment
+    bindings: tuple[Binding | None, ...]
+    finish: Callable[[], None]
+    _kernel: Kernel | None = None
+
+    def use(self, kernel: Kernel) -> None:
+        """Run this from now on."""
+        self._kernel = kernel
+
+    def use_library(self, library: Library) -> None:
+        """Run a library from now on."""
+        planned = graph.plan(self.bindings)
+        self._kernel = _LibraryKernel(
+            library=library, plan=planned, segment=self.segment, bindings=self.bindings
+        )
 
     def __call__(self, arguments: Sequence[Tensor], destinations: Sequence[Tensor | None]) -> None:
         """See ``Kernel``."""
-        self.function(*arguments, *(destinations[output] for output in self.used))
+        if self._kernel is None:
+            self.finish()
+        assert self._kernel is not None
+        self._kernel(arguments, destinations)
 
 
-def build_graph(
-    segment: Segment, bindings: Sequence[Binding | None], device: torch.device
-) -> fx.GraphModule:
-    """The segment as a graph of torch operators that fills its destinations and returns nothing."""
-    graph = fx.Graph()
-    values: list[fx.Node] = [graph.placeholder(f"argument_{i}") for i in range(len(segment.inputs))]
-    targets = {
-        output: graph.placeholder(f"destination_{output}")
-        for output, binding in enumerate(bindings)
-        if binding is not None
-    }
-    products = {
-        value: place
-        for value, place in in_place(segment, bindings).items()
-        if _maker(segment, value) == "aten.mm.default"
-    }
-    for node in segment.nodes:
-        function = operator(node.op)
-        args = tuple(_argument(arg, values, device) for arg in node.args)
-        first = len(values)
-        if first in products:
-            output, undo = products[first]
-            out = _undone(graph, targets[output], undo)
-            graph.call_function(torch.ops.zeroir.mm_into.default, (out, *args))
-            values.append(out)
-            continue
-        kwargs = {name: _argument(arg, values, device) for name, arg in node.kwargs}
-        result = graph.call_function(function, args, kwargs)
-        if is_multiple(function):
-            picks = range(len(node.results))
-            values += [graph.call_function(_pick, (result, pick)) for pick in picks]
-        else:
-            values.append(result)
-    written = {output for output, _ in products.values()}
-    for output, (value, binding) in enumerate(zip(segment.outputs, bindings, strict=True)):
-        if binding is None or output in written:
-            continue
-        is_write = binding.mode is Mode.WRITE
-        store = torch.ops.aten.copy_.default if is_write else torch.ops.aten.add_.Tensor
-        graph.call_function(store, (targets[output], values[value]))
-    graph.output(())
-    graph.eliminate_dead_code(is_impure_node=_has_effect)
-    return fx.GraphModule(torch.nn.Module(), graph)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _LibraryKernel:
+    library: Library
+    plan: graph.Plan
+    segment: Segment
+    bindings: tuple[Binding | None, ...]
 
-
-def _has_effect(node: fx.Node) -> bool:
-    """What dead-code elimination must keep: inputs, and whatever writes."""
-    if node.op in ("placeholder", "output"):
-        return True
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
-
-
-def _pick(results: Sequence[Tensor], index: int) -> Tensor:
-    return results[index]
-
-
-def _undone(graph: fx.Graph, target: fx.Node, undo: Undo | None) -> fx.Node:
-    return target if undo is None else graph.call_function(undo, (target,))
-
-
-def _maker(segment: Segment, value: int) -> str:
-    """The operator that makes a value."""
-    first = len(segment.inputs)
-    for node in segment.nodes:
-        if first <= value < first + len(node.results):
-            return node.op
-        first += len(node.results)
-    return ""
-
-
-Argument = fx.node.Argument
-
-
-def _argument(arg: NodeArg, values: Sequence[fx.Node], device: torch.device) -> Argument:
-    if isinstance(arg, Ref):
-        return values[arg.index]
-    if isinstance(arg, tuple) and has_ref(arg):
-        return [_argument(item, values, device) for item in arg]
-    return constant(arg, device)
+    def __call__(self, arguments: Sequence[Tensor], destinations: Sequence[Tensor | None]) -> None:
+        tensors = list(arguments)
+        for output in self.plan.direct:
+            target = destinations[output]
+            assert target is not None
+            tensors.append(target)
+        if not self.plan.scratch:
+            self.library(tensors)
+            return
+        # Made before anything is overwritten, and copied when everything has been read.
+        targets = [destinations[output] for output in self.plan.scratch]
+        made = [torch.empty_like(target) for target in targets if target is not None]
+        self.library([*tensors, *made])
+        for output, target, value in zip(self.plan.scratch, targets, made, strict=True):
+            binding = self.bindings[output]
+            assert target is not None
+            assert binding is not None
+            if binding.mode is Mode.WRITE:
+                target.copy_(value)
+            else:
+                target.add_(value)

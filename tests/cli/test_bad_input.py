@@ -52,6 +52,16 @@ def assert_refused(answer: Answer, *words: str) -> None:
         (["--bogus"], ["--bogus"]),
         (["--keep-fp32", "nothing.*"], ["nothing.*"]),
         (["--units", "nothing.*"], ["nothing.*"]),
+        (["--mesh", "foo=2"], ["--mesh is foo=2", "replicate=2,shard=4", "'foo' is no axis"]),
+        (["--mesh", "replicate=2,shard=0"], ["--mesh", "shard is at least 1"]),
+        (["--mesh", "replicate=2,shard=two"], ["--mesh", "shard is a number of ranks"]),
+        (["--mesh", "replicate=2,shard=2,shard=2"], ["--mesh", "shard stands there twice"]),
+        (["--mesh", "replicate=2"], ["--mesh", "shard is missing"]),
+        (["--mesh", "replicate=2000,shard=2000"], ["--mesh", "at most 1048576 ranks"]),
+        (
+            ["--mesh", "replicate=2,shard=2", "--world-size", "8"],
+            ["--mesh replicate=2,shard=2 has 4 ranks", "--world-size is 8"],
+        ),
     ],
 )
 def test_options(zeroir: Zeroir, tmp_path: Path, arguments: list[str], words: list[str]) -> None:

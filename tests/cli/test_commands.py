@@ -311,7 +311,19 @@ def test_ranks_get_the_command_that_was_given(
 
     monkeypatch.setattr("zeroir.api.run.launch", launch)
     given = ["run", str(programs[3]), "--steps", "5", "--seed", "2", "--log-every", "3"]
-    given += ["--model", "gpt.py", "--allow-model-change", "--json"]
+    given += ["--model", "gpt.py", "--kernels", "inductor"]
+    given += ["--allow-model-change", "--cuda-graphs", "--json"]
     answer = zeroir(*given, "--nproc", "2")
     assert answer.exit_code == 7
     assert launched == [(2, given)]
+
+
+def test_graphs_without_a_gpu_are_a_sentence_and_no_failure(
+    zeroir: Zeroir, programs: dict[int, Path]
+) -> None:
+    answer = zeroir("run", str(programs[3]), "--steps", "1", "--cuda-graphs")
+    assert answer.exit_code == 0
+    assert (
+        "Warning: There are no CUDA graphs on the device cpu: ops are issued one by one.\n"
+        in answer.err
+    )

@@ -6,11 +6,16 @@ import pytest
 
 from tests.support.eager import assert_equals_eager, traced
 from zeroir.api.check import check_model
-from zeroir.config import make_options
+from zeroir.config import CompileOptions, make_options
+from zeroir.frontend import load_model_file, trace
 from zeroir.ir.segment import Ref, Segment
+from zeroir.passes.pipelines import lower
+from zeroir.runtime.lockstep import Lockstep
 
 MODELS = Path(__file__).parents[1] / "support" / "models"
 NAMES = ["bert", "convnet", "gpt2", "llama", "t5", "translator", "vit"]
+HUGGING_FACE = ["gpt2", "bert", "vit", "t5", "llama"]
+RANKS = 3
 
 
 @pytest.mark.slow
@@ -27,6 +32,35 @@ def test_training_equals_eager_replicas(name: str, stage: int, precision: str) -
     options = make_options({"stage": stage, "world_size": 3, "precision": precision})
     comparison = check_model(str(MODELS / f"{name}.py"), options, steps=2, seed=0)
     assert comparison.is_equal, str(comparison)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (1, "bf16"), (2, "fp32")])
+@pytest.mark.parametrize("name", HUGGING_FACE)
+def test_training_at_the_lower_stages_equals_eager_replicas(
+    name: str, stage: int, precision: str
+) -> None:
+    test_training_equals_eager_replicas(name, stage, precision)
+
+
+@pytest.mark.parametrize(
+    "name", ["gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in HUGGING_FACE[1:])]
+)
+def test_every_stage_trains_and_with_the_same_losses(name: str) -> None:
+    model_file = load_model_file(str(MODELS / f"{name}.py"))
+    logical = trace(model_file, options_of(0))
+    batches = [[model_file.batch()]] * RANKS
+    losses: list[list[float]] = []
+    for stage in range(4):
+        lockstep = Lockstep(lower(logical, options_of(stage)), seed=0, schedule_seed=stage)
+        lockstep.initialise(model_file.model, 0)
+        losses.append([float(lockstep.step(batches)[0].loss) for _ in range(6)])
+    assert all(each == losses[0] for each in losses)
+    assert losses[0][-1] < losses[0][0] - 0.05
+
+
+def options_of(stage: int) -> CompileOptions:
+    return make_options({"stage": stage, "world_size": RANKS, "lr": 0.003})
 
 
 @pytest.mark.slow

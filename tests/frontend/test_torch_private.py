@@ -106,3 +106,21 @@ def test_questions_about_values_are_told_apart() -> None:
         module, x = Asks(), torch.ones(3)
     with pytest.raises(private.DATA_DEPENDENT):
         private.joint_graph(mode, module, [x])
+
+
+def test_functions_of_tensors_are_described() -> None:
+    class Halves(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+            return (x * y).clone(), (y > 0).clone()
+
+    def trace() -> private.FunctionGraph:
+        mode = private.fake_mode()
+        with mode:
+            x, y = torch.ones(3, requires_grad=True), torch.ones(3)
+        return private.function_graph(mode, Halves(), [x, y])
+
+    graph = attempt(trace)
+    assert [str(node.target) for node in graph.outputs] == ["aten.clone.default"] * 2
+    assert [node is not None for node in graph.tangents] == [True, False]
+    assert [node is not None for node in graph.gradients] == [True, False]
+    assert not private.are_functions_transformed()

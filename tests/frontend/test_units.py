@@ -47,6 +47,14 @@ def test_a_repeated_class_counts_wherever_it_stands_in_a_list() -> None:
     assert list(find_units(module, None).labels) == names
 
 
+def test_a_pattern_means_what_is_called_rather_than_lists() -> None:
+    module = nn.Module()
+    module.blocks = nn.ModuleList([Block(), Block()])
+    module.head = nn.Linear(4, 4)
+    assert list(find_units(module, "*").labels) == ["blocks.0", "blocks.1", "head"]
+    assert list(find_units(module, "blocks").labels) == ["blocks"]
+
+
 def test_without_repetition_there_are_no_units() -> None:
     module = sequence(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 6))
     assert find_units(module, None).labels == {}

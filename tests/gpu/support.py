@@ -14,6 +14,7 @@ import zeroir
 from examples import gpt
 from zeroir.frontend.entry import ModelFile, load_model_file
 from zeroir.ir.buffers import Buffer, Space
+from zeroir.ir.placement import place_all
 from zeroir.ir.program import Program
 from zeroir.runtime.batch import Batch
 from zeroir.runtime.engine import Engine
@@ -71,9 +72,16 @@ def persistent(program: Program) -> list[Buffer]:
     return [b for b in program.buffers if b.is_persistent and b.space is Space.DEVICE]
 
 
-def rounded_bytes(buffers: list[Buffer]) -> int:
-    """Bytes that the caching allocator gives to buffers of up to 1 MiB each."""
-    return sum(-(-b.size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for b in buffers)
+def held_bytes(program: Program) -> list[int]:
+    """What a rank has allocated on its device: each persistent buffer, and one block for all temporary ones."""
+    sizes = [buffer.size_bytes for buffer in persistent(program)]
+    placement = place_all(program).get(Space.DEVICE)
+    return sizes if placement is None else [*sizes, placement.size_bytes]
+
+
+def rounded_bytes(sizes: list[int]) -> int:
+    """Bytes that the caching allocator gives to allocations of up to 1 MiB each."""
+    return sum(-(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for size in sizes)
 
 
 def requested_bytes() -> int:
@@ -88,3 +96,9 @@ def allocated_bytes() -> int:
     gc.collect()
     torch.cuda.synchronize()
     return torch.cuda.memory_allocated()
+
+
+def reserved_and_allocated() -> tuple[int, int]:
+    """Bytes that the allocator holds, and that it has given out."""
+    torch.cuda.synchronize()
+    return torch.cuda.memory_reserved(), torch.cuda.memory_allocated()

@@ -18,7 +18,6 @@ from zeroir.ir.ops import Op
 from zeroir.ir.program import Pending, Program, Section, State
 from zeroir.runtime.cuda import CudaStreams
 from zeroir.runtime.engine import Engine
-from zeroir.runtime.reuse import Reuse
 
 pytestmark = pytest.mark.gpu
 
@@ -60,7 +59,7 @@ def cells(device: torch.device) -> Iterator[Cells]:
 
 
 def run(program: Program, cells: Cells) -> CudaStreams:
-    streams = CudaStreams(program, cells.cells.device, cells, Reuse(program))
+    streams = CudaStreams(program, cells.cells.device, cells)
     (section,) = program.sections
     streams.join([])
     for op in section.body:
@@ -154,7 +153,7 @@ def test_events_and_waits_map_one_to_one(
 
 def test_only_streams_that_ops_name_exist(device: torch.device) -> None:
     program = lowered(mlp(), 0, 1)
-    streams = CudaStreams(program, device, lambda _: None, Reuse(program))
+    streams = CudaStreams(program, device, lambda _: None)
     assert streams.stream(REDUCE) != streams.stream(COMPUTE)
     with pytest.raises(KeyError):
         streams.stream(GATHER)

@@ -25,17 +25,18 @@ from zeroir.runtime.lockstep import Lockstep, run_lockstep
 
 @pytest.mark.dist
 @pytest.mark.parametrize(
-    ("world_size", "precisions"),
+    ("world_size", "precisions", "backend"),
     [
-        pytest.param(2, "fp32", marks=pytest.mark.slow),
-        pytest.param(3, "fp32,bf16,fp16", marks=pytest.mark.slow),
-        pytest.param(4, "fp32", marks=pytest.mark.slow),
+        pytest.param(2, "fp32", "gloo", marks=pytest.mark.slow),
+        pytest.param(3, "fp32,bf16,fp16", "gloo", marks=pytest.mark.slow),
+        pytest.param(3, "fp32,bf16,fp16", "peer-memory", marks=pytest.mark.slow),
+        pytest.param(4, "fp32", "peer-memory", marks=pytest.mark.slow),
     ],
 )
 def test_all_stages_equal_lockstep_bit_for_bit(
-    tmp_path: Path, world_size: int, precisions: str
+    tmp_path: Path, world_size: int, precisions: str, backend: str
 ) -> None:
-    require_success(Ranks(world_size, tmp_path, "stages", precisions).wait())
+    require_success(Ranks(world_size, tmp_path, "stages", precisions, backend).wait())
     for name in precisions.split(","):
         precision, clip = CASES[name]
         logical = mlp(precision=precision, clip=clip)

@@ -29,6 +29,7 @@ class Case:
     elide: bool
     distance: int
     live: int
+    bucket: int = 0
 
     def logical(self) -> Program:
         return mlp(
@@ -47,6 +48,7 @@ class Case:
             self.stage,
             self.world_size,
             elide=self.elide,
+            bucket=self.bucket,
             distance=self.distance,
             live=self.live,
         )

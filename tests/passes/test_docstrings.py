@@ -20,11 +20,22 @@ from zeroir.ir.program import Program
 from zeroir.ir.text import parse, print_program
 from zeroir.passes import manager
 from zeroir.passes.base import Pass
+from zeroir.passes.bucket import Bucket
+from zeroir.passes.overlap_update import OverlapUpdate
 from zeroir.passes.pipelines import PASSES, for_stage, parse_spec
+from zeroir.passes.select_saved import SelectSaved
 
 LOGICAL = parse((Path(__file__).parent / "example.zir").read_text())
+SAVING = parse((Path(__file__).parent / "saved.zir").read_text())
 # One live gradient, so that two units are enough to see it.
-PIPELINE = for_stage(3, 2, live=1)
+PIPELINE = for_stage(3, 4, replicas=2, live=1)
+EXAMPLES: tuple[tuple[tuple[Pass, ...], Pass], ...] = (
+    ((), SelectSaved()),
+    *((PIPELINE[:index], step) for index, step in enumerate(PIPELINE)),
+    # Passes that a user may ask for, where they stand then.
+    (for_stage(3, 2)[:6], Bucket(bytes=4096)),
+    (for_stage(3, 2, live=1), OverlapUpdate()),
+)
 
 
 def _example(step: Pass) -> tuple[str, str, str]:
@@ -42,13 +53,13 @@ def _completed(example: str, program: Program) -> tuple[Program, Mapping[str, st
     return parse("\n".join({**whole, **shown}.values())), shown
 
 
-@pytest.mark.parametrize("step", PIPELINE, ids=lambda step: step.name)
-def test_the_example_is_real(step: Pass) -> None:
+@pytest.mark.parametrize(("earlier", "step"), EXAMPLES, ids=[step.name for _, step in EXAMPLES])
+def test_the_example_is_real(earlier: tuple[Pass, ...], step: Pass) -> None:
     spec, before_text, after_text = _example(step)
     assert parse_spec(spec) == step
-    earlier = PIPELINE[: PIPELINE.index(step)]
-    before = manager.run(LOGICAL, earlier)
-    after = manager.run(before, [step], reference=LOGICAL)
+    logical = SAVING if isinstance(step, SelectSaved) else LOGICAL
+    before = manager.run(logical, earlier)
+    after = manager.run(before, [step], reference=logical)
     shown_before, before_items = _completed(before_text, before)
     shown_after, after_items = _completed(after_text, after)
     assert shown_before == before
@@ -63,4 +74,4 @@ def test_the_example_is_real(step: Pass) -> None:
 
 
 def test_every_pass_has_an_example() -> None:
-    assert {type(step) for step in PIPELINE} == set(PASSES)
+    assert {type(step) for _, step in EXAMPLES} == set(PASSES)

@@ -24,9 +24,25 @@ def test_a_stage_is_the_one_below_and_more(stage: int) -> None:
 
 def test_options_choose_the_passes() -> None:
     options = make_options(
-        {"stage": 3, "world_size": 6, "elide": False, "prefetch": 2, "live_gradients": 3}
+        {
+            "stage": 3,
+            "world_size": 6,
+            "elide": False,
+            "bucket": 4096,
+            "prefetch": 2,
+            "live_gradients": 3,
+        }
     )
-    assert for_options(options) == for_stage(3, 6, elide=False, distance=2, live=3)
+    assert for_options(options) == for_stage(
+        3,
+        6,
+        elide=False,
+        bucket=4096,
+        distance=2,
+        live=3,
+        overlap_update=True,
+        select=options.select_saved,
+    )
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 5])

@@ -78,8 +78,8 @@ def test_every_pass_has_a_name_of_its_own_and_every_fact_a_source() -> None:
             "The pass `all-reduce-gradients` needs its option `dp`, for instance `all-reduce-gradients{dp=2}`.",
         ),
         (
-            "bucket",
-            "There is no pass `bucket`; the passes are "
+            "merge",
+            "There is no pass `merge`; the passes are "
             + ", ".join(kind.name for kind in PASSES)
             + ".",
         ),

@@ -18,8 +18,22 @@ from zeroir.passes.pipelines import lower
 from zeroir.report.schedule import Fold, Row, fold, schedule
 
 
-def lowered(stage: int, *, micro_steps: int = 1, blocks: int = 3, tied: bool = False) -> Program:
-    options = make_options({"stage": stage, "world_size": 2, "micro_steps": micro_steps})
+def lowered(
+    stage: int,
+    *,
+    micro_steps: int = 1,
+    blocks: int = 3,
+    tied: bool = False,
+    overlap_update: bool = True,
+) -> Program:
+    options = make_options(
+        {
+            "stage": stage,
+            "world_size": 2,
+            "micro_steps": micro_steps,
+            "overlap_update": overlap_update,
+        }
+    )
     return lower(mlp(blocks=blocks, micro_steps=micro_steps, tied=tied), options)
 
 
@@ -93,17 +107,22 @@ def test_folding_loses_no_row_and_changes_none(rows: list[Row]) -> None:
     assert all(row in (None, real) for row, real in zip(shown, numbered, strict=True))
 
 
-def test_a_deep_model_is_as_short_as_a_shallow_one() -> None:
-    items = [list(fold(rows_of(lowered(3, blocks=blocks)))) for blocks in (8, 12)]
+@pytest.mark.parametrize("overlap_update", [False, True])
+def test_a_deep_model_is_as_short_as_a_shallow_one(overlap_update: bool) -> None:
+    items = [
+        list(fold(rows_of(lowered(3, blocks=blocks, overlap_update=overlap_update))))
+        for blocks in (8, 12)
+    ]
     assert len(items[0]) == len(items[1])
-    forward, backward, update = [item for item in items[1] if isinstance(item, Fold)]
+    forward, backward, *update = [item for item in items[1] if isinstance(item, Fold)]
     assert forward.units == tuple(f"blocks.{i}" for i in range(1, 11))
     assert backward.units == tuple(reversed(forward.units))
-    assert update.units == tuple(f"blocks.{i}" for i in range(1, 12))
+    expected = [] if overlap_update else [tuple(f"blocks.{i}" for i in range(1, 12))]
+    assert [one.units for one in update] == expected
 
 
 def test_a_block_of_another_size_is_not_folded() -> None:
-    program = lowered(3, blocks=12)
+    program = lowered(3, blocks=12, overlap_update=False)
     update = program.section_by_name[UPDATE]
     steps = [op for op in update.body if isinstance(op, ops.OptimizerStep)]
     middle = steps[len(steps) // 2]

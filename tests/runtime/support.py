@@ -19,10 +19,10 @@ from zeroir.runtime.batch import Batch
 ROOT = Path(__file__).parents[2]
 
 
-def lowered(logical: Program, stage: int, world_size: int) -> Program:
+def lowered(logical: Program, stage: int, world_size: int, replicas: int | None = None) -> Program:
     """The logical program at a ZeRO stage, passes applied one after the other."""
     program = logical
-    for one in for_stage(stage, world_size):
+    for one in for_stage(stage, world_size, replicas=replicas):
         program = one(program)
     return program
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -13,11 +13,11 @@ from tests.runtime.support import lowered
 from tests.support.programs import mlp
 from zeroir.ir import ops
 from zeroir.ir.buffers import Region
+from zeroir.ir.clocks import Clocks
 from zeroir.ir.mesh import COMPUTE, GATHER, HOST, REDUCE
 from zeroir.ir.ops import Op
 from zeroir.ir.program import Pending, Program, Section, State
-from zeroir.runtime.cuda import CudaStreams
-from zeroir.runtime.reuse import Clocks, Reuse
+from zeroir.runtime.cuda import CudaGraph, CudaStreams
 
 
 @dataclass(eq=False)
@@ -64,8 +64,10 @@ class Driver:
     @contextlib.contextmanager
     def using(cls, stream: Stream) -> Iterator[None]:
         before, cls.current = cls.current, stream
-        yield
-        cls.current = before
+        try:
+            yield
+        finally:
+            cls.current = before
 
 
 @pytest.fixture(autouse=True)
@@ -88,7 +90,7 @@ def run(
         done.append((op, stream, dict(stream.clock)))
         stream.clock[stream.name] = stream.clock.get(stream.name, 0) + 1
 
-    streams = CudaStreams(program, torch.device("cuda"), execute, Reuse(program))
+    streams = CudaStreams(program, torch.device("cuda"), execute)
     clocks = Clocks()
     expected: list[tuple[Op, dict[str, int]]] = []
     for section in program.sections:
@@ -157,7 +159,7 @@ def test_a_wait_for_a_thread_is_no_wait_for_an_old_event_of_the_device(
         if isinstance(op, ops.Fill) and op.stream == "optimizer":
             raise RuntimeError("from the thread")
 
-    streams = CudaStreams(program, torch.device("cuda"), execute, Reuse(program))
+    streams = CudaStreams(program, torch.device("cuda"), execute)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     (gather,), (on_thread, wait) = (section.body for section in sections)
     streams.submit(gather)
@@ -166,3 +168,129 @@ def test_a_wait_for_a_thread_is_no_wait_for_an_old_event_of_the_device(
     with pytest.raises(RuntimeError, match="from the thread"):
         streams.submit(wait)
     streams.close()
+
+
+# --------------------------------------------------------------------------------------------------- captures
+
+
+@dataclass(eq=False)
+class Graph:
+    """What torch is told of a capture; ``end_error`` is raised where it ends."""
+
+    told: list[str] = field(default_factory=list)
+    end_error: Exception | None = None
+    first: Stream | None = None
+
+    def capture_begin(self, pool: object, capture_error_mode: str) -> None:
+        assert pool == (0, 1)
+        assert capture_error_mode == "thread_local"
+        self.told.append("begin")
+        self.first = Driver.current
+
+    def capture_end(self) -> None:
+        assert Driver.current is self.first
+        self.told.append("end")
+        if self.end_error is not None:
+            raise self.end_error
+
+    def replay(self) -> None:
+        self.told.append(f"replay on {Driver.current.name}")
+
+    def reset(self) -> None:
+        self.told.append("reset")
+
+
+@pytest.fixture
+def graph(monkeypatch: pytest.MonkeyPatch) -> Graph:
+    found = Graph()
+
+    def end(*_: object) -> None:
+        if found.end_error is None:
+            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+        found.told.append("end of allocations")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: found)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end, raising=False)
+    released = found.told.append
+    monkeypatch.setattr(
+        torch._C, "_cuda_releasePool", lambda *_: released("release"), raising=False
+    )
+    return found
+
+
+def captured(
+    *body: Op, failure: Exception | None = None
+) -> tuple[CudaStreams, list[tuple[Stream, dict[str, int]]], Callable[[], CudaGraph]]:
+    """Streams, what was carried out where and after what, and the capture of a body that fails at its end."""
+    done: list[tuple[Stream, dict[str, int]]] = []
+
+    def execute(_: Op) -> None:
+        stream = Driver.current
+        done.append((stream, dict(stream.clock)))
+        stream.clock[stream.name] = stream.clock.get(stream.name, 0) + 1
+
+    program = replace(mlp(), sections=(Section(name="last_micro_step", body=body),))
+    streams = CudaStreams(program, torch.device("cuda"), execute)
+
+    def issue() -> None:
+        for op in body:
+            streams.submit(op)
+        if failure is not None:
+            raise failure
+
+    return streams, done, lambda: streams.capture(issue)
+
+
+def stand_in(streams: CudaStreams, name: str) -> Stream:
+    found: object = streams.stream(name)
+    assert isinstance(found, Stream)
+    return found
+
+
+def test_a_capture_forks_to_every_stream_and_ends_after_all(graph: Graph) -> None:
+    streams, done, capture = captured(
+        fill(COMPUTE, "0"), ops.Wait(waited="0", on=GATHER), fill(GATHER), fill(REDUCE)
+    )
+    own = stand_in(streams, COMPUTE)
+    found = capture()
+    (first, _), (gather, after), (reduce, _) = done
+    assert first is graph.first is not own  # which may be a default stream
+    assert (gather, reduce) == (stand_in(streams, GATHER), stand_in(streams, REDUCE))
+    assert after == {first.name: 1}
+    assert first.clock == {first.name: 1, gather.name: 1, reduce.name: 1}
+    assert stand_in(streams, COMPUTE) is own
+    found.replay()
+    assert graph.told == ["begin", "end", f"replay on {own.name}"]
+
+
+def test_events_of_a_capture_are_forgotten(graph: Graph) -> None:
+    """Of the names that a capture used none is an event of the device afterwards."""
+    streams, _, capture = captured(fill(GATHER, "0"))
+    streams.submit(fill(COMPUTE, "1"))
+    capture()
+    assert set(streams._events) == {"1"}
+    assert graph.told == ["begin", "end"]
+
+
+def test_a_capture_that_fails_is_ended_and_what_follows_runs_as_before(graph: Graph) -> None:
+    streams, done, capture = captured(fill(COMPUTE), failure=RuntimeError("not permitted"))
+    own = stand_in(streams, COMPUTE)
+    with pytest.raises(RuntimeError, match="not permitted"):
+        capture()
+    assert graph.told == ["begin", "end", "reset"]
+    streams.submit(fill(COMPUTE))
+    assert done[-1][0] is own
+    assert Driver.current is own
+
+
+def test_a_capture_whose_end_fails_gives_its_memory_back(graph: Graph) -> None:
+    graph.end_error = RuntimeError("invalidated")
+    _, _, capture = captured(fill(COMPUTE))
+    with pytest.raises(RuntimeError, match="invalidated"):
+        capture()
+    assert graph.told == ["begin", "end", "end", "reset", "end of allocations", "release"]

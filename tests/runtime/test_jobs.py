@@ -21,9 +21,16 @@ def wait_until_under_way(ranks: Ranks, folder: Path, deadline_s: float = 60.0) -
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("delay_s", ["0", pytest.param("0.3", marks=pytest.mark.slow)])
-def test_a_killed_rank_stops_the_others(tmp_path: Path, delay_s: str) -> None:
-    ranks = Ranks(WORLD_SIZE, tmp_path, "steps-for-ever", delay_s)
+@pytest.mark.parametrize(
+    ("delay_s", "backend"),
+    [
+        ("0", "peer-memory"),
+        pytest.param("0", "gloo", marks=pytest.mark.slow),
+        pytest.param("0.3", "peer-memory", marks=pytest.mark.slow),
+    ],
+)
+def test_a_killed_rank_stops_the_others(tmp_path: Path, delay_s: str, backend: str) -> None:
+    ranks = Ranks(WORLD_SIZE, tmp_path, "steps-for-ever", delay_s, backend)
     wait_until_under_way(ranks, tmp_path)
     start = time.monotonic()
     ranks.processes[1].kill()
@@ -39,7 +46,7 @@ def test_a_killed_rank_stops_the_others(tmp_path: Path, delay_s: str) -> None:
 
 @pytest.mark.dist
 def test_an_interrupt_stops_every_rank(tmp_path: Path) -> None:
-    ranks = Ranks(WORLD_SIZE, tmp_path, "steps-for-ever", "0")
+    ranks = Ranks(WORLD_SIZE, tmp_path, "steps-for-ever", "0", "peer-memory")
     wait_until_under_way(ranks, tmp_path)
     start = time.monotonic()
     for process in ranks.processes:

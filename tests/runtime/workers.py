@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
@@ -19,20 +20,22 @@ from zeroir.errors import ZeroirError
 from zeroir.frontend import trace
 from zeroir.frontend.entry import load_model_file
 from zeroir.runtime import train
+from zeroir.runtime.comm.job import Backend
 from zeroir.runtime.engine import Engine
+from zeroir.runtime.kernels.choice import KernelBackend
 
 FOLDER = Path(os.environ["TEST_FOLDER"])
 RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
-def stages(precisions: str) -> None:
+def stages(precisions: str, backend: str) -> None:
     """Twenty AdamW steps at every stage; rank 0 writes losses and states."""
     for name in precisions.split(","):
         precision, clip = CASES[name]
         logical = mlp(precision=precision, clip=clip)
         batches = random_batches(STEPS, WORLD_SIZE)
         for stage in range(4):
-            engine = Engine(lowered(logical, stage, WORLD_SIZE))
+            engine = Engine(lowered(logical, stage, WORLD_SIZE), backend=Backend(backend))
             engine.initialise_flats(initial_flats(logical))
             losses = [engine.step(step[RANK]).loss for step in batches]
             tensors = {f"{f}/{quantity}": t for (f, quantity), t in engine.full_state().items()}
@@ -43,6 +46,37 @@ def stages(precisions: str) -> None:
                     {key: t.contiguous() for key, t in tensors.items()},
                     FOLDER / f"{name}.{stage}.safetensors",
                 )
+
+
+def kernels() -> None:
+    """The losses of a few steps with every kernel backend, from one cache for all ranks."""
+    program = lowered(mlp(clip=0.5), 3, WORLD_SIZE)
+    batches = random_batches(MODEL_STEPS, WORLD_SIZE)
+    losses: dict[str, list[float]] = {}
+    for backend in KernelBackend:
+        engine = Engine(program, kernels=backend)
+        engine.initialise_flats(initial_flats(program))
+        losses[backend] = [engine.step(step[RANK]).loss for step in batches]
+        engine.close()
+    (FOLDER / f"kernels.{RANK}.json").write_text(json.dumps(losses))
+
+
+def hybrid(replicas: str, name: str) -> None:
+    """A few steps in groups of ranks at the lowest and the highest stage; rank 0 writes losses and states."""
+    precision, clip = CASES[name]
+    logical = mlp(precision=precision, clip=clip)
+    batches = random_batches(MODEL_STEPS, WORLD_SIZE)
+    for stage in (0, 3):
+        engine = Engine(lowered(logical, stage, WORLD_SIZE, int(replicas)))
+        engine.initialise_flats(initial_flats(logical))
+        losses = [engine.step(step[RANK]).loss for step in batches]
+        tensors = {f"{f}/{quantity}": t for (f, quantity), t in engine.full_state().items()}
+        tensors["losses"] = torch.tensor(losses, dtype=torch.float64)
+        engine.close()
+        if RANK == 0:
+            save_file(
+                {k: t.contiguous() for k, t in tensors.items()}, FOLDER / f"{stage}.safetensors"
+            )
 
 
 def micro_steps(precision: str) -> None:
@@ -82,9 +116,10 @@ def model_stages(path: str) -> None:
             )
 
 
-def steps_for_ever(delay_s: str) -> None:
+def steps_for_ever(delay_s: str, backend: str) -> None:
     """Train until something ends it; a file tells the test that the rank is under way."""
-    engine = Engine(lowered(mlp(), 3, WORLD_SIZE), timeout=timedelta(seconds=60))
+    program = lowered(mlp(), 3, WORLD_SIZE)
+    engine = Engine(program, backend=Backend(backend), timeout=timedelta(seconds=60))
     engine.initialise_flats(initial_flats(mlp()))
     (batches,) = random_batches(1, WORLD_SIZE)
     count = 0
@@ -134,6 +169,10 @@ def main() -> None:
         match scenario:
             case "stages":
                 stages(*args)
+            case "hybrid":
+                hybrid(*args)
+            case "kernels":
+                kernels()
             case "micro-steps":
                 micro_steps(*args)
             case "model-stages":

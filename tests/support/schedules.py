@@ -30,6 +30,8 @@ class Case:
     keep_fp32: bool = False
     elide: bool = True
     distance: int = 1
+    bucket: int = 0
+    overlap_update: bool = False
     blocks: int = field(default=2)
 
     @property
@@ -59,7 +61,15 @@ def _logical(case: Case) -> Program:
 @cache
 def _scheduled(case: Case) -> Program:
     program = case.logical
-    for step in for_stage(case.stage, case.ranks, elide=case.elide, distance=case.distance):
+    passes = for_stage(
+        case.stage,
+        case.ranks,
+        elide=case.elide,
+        bucket=case.bucket,
+        distance=case.distance,
+        overlap_update=case.overlap_update,
+    )
+    for step in passes:
         program = step(program)
     return program
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -70,7 +71,7 @@ def build(program: Path, variant: Variant) -> Callable[[tuple[Tensor, Tensor]], 
     compiled = zeroir.load(program)
     model_file = load_model(compiled)
     if not variant.keeps_memory:
-        setattr(engines, "keep_freed_memory", lambda: False)
+        mock.patch.object(engines, "keep_freed_memory", return_value=False).start()
     engine = engines.Engine(
         compiled.program, backend=variant.backend, kernels=variant.kernels, seed=SEED
     )

@@ -88,8 +88,12 @@ class CompiledProgram:
         artifacts.save(self.artifact, Path(path))
 
     def for_world_size(self, world_size: int) -> CompiledProgram:
-        """The same program lowered again, from its logical program, for another number of ranks."""
-        options = make_options({**self.options.model_dump(), "world_size": world_size})
+        """The same program lowered again, from its logical program, for another number of ranks.
+
+        Raises:
+            UserError: where its mesh has groups that so many ranks do not make.
+        """
+        options = self.options.for_world_size(world_size)
         artifact = replace(self.artifact, scheduled=_lower(self.logical, options))
         return _proved(_examined(artifact, self.path))
 
@@ -105,20 +109,35 @@ class CompiledProgram:
             raise UserError(f"The program has no unit '{unit}'; its units are {known}.")
 
     def engine(
-        self, *, seed: int = 0, model: str | Path | None = None, allow_model_change: bool = False
+        self,
+        *,
+        seed: int = 0,
+        model: str | Path | None = None,
+        allow_model_change: bool = False,
+        kernels: str = "eager",
+        cuda_graphs: bool = False,
     ) -> Engine:
         """An engine for this process, its parameters initialised from the model file.
 
         Under torchrun it is one rank of the job; elsewhere the program is lowered for a world size of 1. The batch of
         ``engine.step(batch)`` has the structure, shapes and dtypes of the model file's ``batch()``. ``model`` names
-        the model file where it has been moved.
+        the model file where it has been moved. ``kernels`` compute the segments: ``eager`` are torch's operators one by
+        one, ``inductor`` compiles each distinct segment once and keeps it on disk. With ``cuda_graphs`` a GPU is given
+        whole sections at once, where they can be captured; elsewhere a warning says why not.
 
         Raises:
             UserError: where the model file is missing or is not the one that was compiled.
         """
         from zeroir.api.run import make_engine
 
-        return make_engine(self, seed=seed, model=model, allow_model_change=allow_model_change)
+        return make_engine(
+            self,
+            seed=seed,
+            model=model,
+            allow_model_change=allow_model_change,
+            kernels=kernels,
+            cuda_graphs=cuda_graphs,
+        )
 
 
 def compile_model(model: str | Path, **options: object) -> CompiledProgram:

@@ -1,8 +1,9 @@
 """N eager PyTorch replicas: what a compiled program must compute.
 
 The replicas share their parameters and each runs forward and backward in eager PyTorch on its own batch. Gradients
-follow the one rounding rule: added in FP32 in rank order, rounded once to the gradient's dtype, divided once in FP32
-by loss scale × world size × micro-steps. The update is torch.optim's, fused, on FP32 master weights.
+follow the one rounding rule: added in FP32 in rank order, rounded once to the gradient's dtype (on a mesh of two axes
+once within each group and once over the groups), divided once in FP32 by loss scale × world size × micro-steps. The
+update is torch.optim's, fused, on FP32 master weights.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ class EagerReplicas:
         module = model_file.model()
         self._options = options
         self._seeds = seeds
+        mesh = options.device_mesh
+        self._groups = mesh.groups(mesh.axes[-1].name)
         self._step = 0
         self._scale = options.initial_loss_scale if options.precision == "fp16" else 1.0
         self._good_steps = 0
@@ -97,17 +100,28 @@ class EagerReplicas:
         """Sum over ranks and micro-steps in the order that the stage prescribes."""
         names = list(partial[0][0])
         if len(partial) == 1:
-            return {name: _sum([rank[name] for rank in partial[0]]) for name in names}
+            return {name: self._over_ranks([rank[name] for rank in partial[0]]) for name in names}
+        ranks = range(len(self.replicas))
         if self._options.stage >= 2:
             return {
-                name: _sum([_sum([rank[name] for rank in micro]).float() for micro in partial])
+                name: _sum(
+                    [
+                        _sum([_sum([micro[r][name] for r in group]).float() for micro in partial])
+                        for group in self._groups
+                    ]
+                )
                 for name in names
             }
-        ranks = range(len(self.replicas))
         return {
-            name: _sum([_sum([micro[rank][name].float() for micro in partial]) for rank in ranks])
+            name: self._over_ranks(
+                [_sum([micro[rank][name].float() for micro in partial]) for rank in ranks]
+            )
             for name in names
         }
+
+    def _over_ranks(self, parts: Sequence[Tensor]) -> Tensor:
+        """The sum within each group of ranks, then over the groups."""
+        return _sum([_sum([parts[rank] for rank in group]) for group in self._groups])
 
     def _update(self, gradients: Mapping[str, Tensor]) -> None:
         if self._optimizer is None:

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import os
 import signal
 import sys
 import traceback
 import uuid
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from zeroir.api.compiled import CompiledProgram, load_program
-from zeroir.errors import UserError, ZeroirError
+from zeroir.artifact import require_writable, write_whole
+from zeroir.errors import GraphWarning, KernelWarning, UserError, ZeroirError
 from zeroir.report.names import counted
 
 if TYPE_CHECKING:
     from zeroir.frontend.entry import ModelFile
     from zeroir.runtime.engine import Engine
+    from zeroir.runtime.kernels.choice import KernelBackend
     from zeroir.runtime.train import Place
 
 
@@ -37,17 +43,23 @@ def run_program(
     model: str | None,
     allow_model_change: bool,
     as_json: bool,
+    trace: Path | None = None,
+    kernels: str = "eager",
+    cuda_graphs: bool = False,
 ) -> None:
     """Train for ``steps`` steps as the rank that torchrun made this process, or alone without torchrun.
 
-    Rank 0 prints. In a job of several ranks a failure is printed by the rank that met it and ends the process at
-    once, since threads may be stuck in a collective with a lost peer.
+    Rank 0 prints, and writes the recorded timeline of the last step to ``trace``. In a job of several ranks a failure
+    is printed by the rank that met it and ends the process at once, since threads may be stuck in a collective with a
+    lost peer.
 
     Raises:
         UserError: alone, or before the job is joined.
     """
     from zeroir.runtime import heartbeat, train
 
+    if trace is not None and os.environ.get("RANK", "0") == "0":
+        require_traceable(trace, path)
     compiled = load_program(path)
     model_file = load_model(compiled, model=model, allow_model_change=allow_model_change)
     place = train.join_job()
@@ -61,7 +73,18 @@ def run_program(
 
     try:
         with heartbeat.watched(place.rank, place.world_size, give_up):
-            _train(compiled, model_file, place, steps, seed, log_every, as_json)
+            _train(
+                compiled,
+                model_file,
+                place,
+                steps,
+                seed,
+                log_every,
+                as_json,
+                trace,
+                kernels,
+                cuda_graphs,
+            )
         train.leave_job()
     except (Exception, KeyboardInterrupt) as error:
         if place.world_size == 1:
@@ -103,13 +126,24 @@ def _train(
     seed: int,
     log_every: int,
     as_json: bool,
+    trace: Path | None,
+    kernels: str,
+    cuda_graphs: bool,
 ) -> None:
     from zeroir.runtime import progress, train
+    from zeroir.runtime.comm.job import PeerError
 
-    compiled, note = fitted(compiled, place.world_size)
+    try:
+        compiled, note = fitted(compiled, place.world_size)
+    except UserError as error:
+        # The same on every rank, and one sentence is enough.
+        if place.rank == 0:
+            raise
+        raise PeerError(str(error)) from error
     if place.rank == 0 and note:
         _say(note)
-    engine = open_engine(compiled, model_file, place, seed)
+    with _warnings_as_sentences():
+        engine = open_engine(compiled, model_file, place, seed, kernels, cuda_graphs=cuda_graphs)
     if model_file.batches is None:
         if place.rank == 0:
             _say(f"{model_file.path} has no batches(): training on batch() again and again.")
@@ -119,9 +153,12 @@ def _train(
             batches = model_file.batches(place.rank, place.world_size, seed, 0)
         except (Exception, SystemExit) as error:
             raise train.model_error("batches()", error) from error
+    if trace is not None:
+        engine.record(steps)
     reporter = progress.reporter(place.rank, steps, as_json=as_json, out=sys.stdout, err=sys.stderr)
     try:
-        train.train(engine, batches, steps=steps, reporter=reporter, log_every=log_every)
+        with _warnings_as_sentences():
+            train.train(engine, batches, steps=steps, reporter=reporter, log_every=log_every)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise ClosedOutputError(
@@ -133,7 +170,28 @@ def _train(
         ) from error
     finally:
         reporter.close()
+    if trace is not None:
+        _write_trace(trace, engine)
     engine.close()
+
+
+def require_traceable(trace: Path, program: Path) -> None:
+    """UserError where the timeline cannot be written, which a user wants to know before training."""
+    require_writable(trace, example="trace.json")
+    if trace.exists() and program.exists() and trace.samefile(program):
+        raise UserError(f"'{trace}' is the program itself: name another file for the timeline.")
+
+
+def _write_trace(path: Path, engine: Engine) -> None:
+    """Gather what every rank recorded; rank 0 writes it."""
+    from zeroir.report.trace import chrome_trace
+
+    ranks = engine.timelines()
+    if ranks is None:
+        return
+    document = chrome_trace(engine.program, ranks, step=engine.step_count)
+    write_whole(path, json.dumps(document, separators=(",", ":")).encode())
+    _say(f"Wrote {path}, the timeline of step {engine.step_count}: open it at ui.perfetto.dev.")
 
 
 def _say(sentence: str) -> None:
@@ -146,6 +204,8 @@ def make_engine(
     seed: int = 0,
     model: str | Path | None = None,
     allow_model_change: bool = False,
+    kernels: str = "eager",
+    cuda_graphs: bool = False,
 ) -> Engine:
     """See ``CompiledProgram.engine``."""
     from zeroir.runtime import train
@@ -153,7 +213,7 @@ def make_engine(
     model_file = load_model(compiled, model=model, allow_model_change=allow_model_change)
     place = train.join_job()
     compiled, _ = fitted(compiled, place.world_size)
-    return open_engine(compiled, model_file, place, seed)
+    return open_engine(compiled, model_file, place, seed, kernels, cuda_graphs=cuda_graphs)
 
 
 def load_model(
@@ -209,7 +269,11 @@ def find_model(compiled: CompiledProgram) -> Path:
 
 
 def fitted(compiled: CompiledProgram, world_size: int) -> tuple[CompiledProgram, str | None]:
-    """The program for this many ranks, lowered again if need be, and a line that says so."""
+    """The program for this many ranks, lowered again if need be, and a line that says so.
+
+    Raises:
+        UserError: where its mesh has groups that so many ranks do not make.
+    """
     compiled_for = compiled.program.mesh.world_size
     if compiled_for == world_size:
         return compiled, None
@@ -218,14 +282,63 @@ def fitted(compiled: CompiledProgram, world_size: int) -> tuple[CompiledProgram,
 
 
 def open_engine(
-    compiled: CompiledProgram, model_file: ModelFile, place: Place, seed: int
+    compiled: CompiledProgram,
+    model_file: ModelFile,
+    place: Place,
+    seed: int,
+    kernels: str = "eager",
+    *,
+    cuda_graphs: bool = False,
 ) -> Engine:
     """An initialised engine at this process's place in the job."""
     from zeroir.runtime.engine import Engine
 
-    engine = Engine(compiled.program, device=place.device, seed=seed)
+    engine = Engine(
+        compiled.program,
+        device=place.device,
+        seed=seed,
+        kernels=kernel_backend(kernels),
+        cuda_graphs=cuda_graphs,
+    )
     engine.initialise(model_file.model, seed)
     return engine
+
+
+def kernel_backend(name: str) -> KernelBackend:
+    """The kernel backend of that name; UserError where there is none."""
+    from zeroir.runtime.kernels.choice import KernelBackend
+
+    try:
+        return KernelBackend(name)
+    except ValueError:
+        raise UserError(
+            f"There are no kernels '{name}': choose {' or '.join(KernelBackend)}."
+        ) from None
+
+
+@contextmanager
+def _warnings_as_sentences() -> Iterator[None]:
+    """Print our own warnings as one sentence each, without the line of code that they come from."""
+    with warnings.catch_warnings():
+        for ours in (KernelWarning, GraphWarning):
+            warnings.simplefilter("always", ours)
+        others = warnings.showwarning
+
+        def show(
+            message: Warning | str,
+            category: type[Warning],
+            filename: str,
+            lineno: int,
+            file: TextIO | None = None,
+            line: str | None = None,
+        ) -> None:
+            if issubclass(category, KernelWarning | GraphWarning):
+                _say(f"Warning: {message}")
+            else:
+                others(message, category, filename, lineno, file, line)
+
+        warnings.showwarning = show
+        yield
 
 
 def launch(nproc: int, arguments: list[str]) -> int:

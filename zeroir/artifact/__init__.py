@@ -7,7 +7,15 @@ for ``zeroir.ir.verify``.
 
 from __future__ import annotations
 
-from zeroir.artifact.file import Artifact, from_bytes, load, require_writable, save, to_bytes
+from zeroir.artifact.file import (
+    Artifact,
+    from_bytes,
+    load,
+    require_writable,
+    save,
+    to_bytes,
+    write_whole,
+)
 from zeroir.artifact.schema import SCHEMA_VERSION, program_digest
 
 __all__ = [
@@ -19,4 +27,5 @@ __all__ = [
     "require_writable",
     "save",
     "to_bytes",
+    "write_whole",
 ]

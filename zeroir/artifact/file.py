@@ -103,12 +103,15 @@ def from_bytes(data: bytes, name: str = "<bytes>") -> Artifact:
     return artifact
 
 
-def require_writable(path: str | Path) -> None:
-    """UserError where no file can be written at the path, before any work is done for it."""
+def require_writable(path: str | Path, *, example: str = "gpt.zir") -> None:
+    """UserError where no file can be written at the path, before any work is done for it.
+
+    ``example`` is what such a file may be called.
+    """
     path = Path(path)
     if path.is_dir():
         raise UserError(
-            f"'{path}' is a folder: name a file to write, for instance {path / 'gpt.zir'}."
+            f"'{path}' is a folder: name a file to write, for instance {path / example}."
         )
     if not path.parent.is_dir():
         raise UserError(f"'{path}' cannot be written: there is no folder '{path.parent}'.")
@@ -122,9 +125,16 @@ def save(artifact: Artifact, path: str | Path) -> None:
     Raises:
         UserError: where the path cannot be written.
     """
-    path = Path(path)
     require_writable(path)
-    data = to_bytes(artifact)
+    write_whole(Path(path), to_bytes(artifact))
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file whole or not at all.
+
+    Raises:
+        UserError: where the path cannot be written.
+    """
     beside = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
     try:
         with beside.open("xb") as file:

@@ -8,7 +8,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from cyclopts import App, CycloptsError, MissingArgumentError, Parameter, UnusedCliTokensError
 from cyclopts.validators import Number
@@ -41,6 +41,12 @@ ProgramFile = Annotated[Path, Parameter(help="A compiled program (.zir).")]
 Options = Annotated[CompileOptions | None, Parameter(name="*")]
 AsJson = Annotated[bool, Parameter(name="--json", negative=(), help="Print one JSON document.")]
 AtLeastOne = Number(gte=1)
+Kernels = Annotated[
+    Literal["eager", "inductor"],
+    Parameter(
+        help="What computes segments: torch's operators one by one, or code compiled once and kept on disk."
+    ),
+]
 
 
 @app.command
@@ -217,6 +223,7 @@ def check(
     options: Options = None,
     steps: Annotated[int, Parameter(validator=AtLeastOne, help="Training steps to compare.")] = 3,
     seed: Annotated[int, Parameter(help="Seed of weights, data, dropout and interleaving.")] = 0,
+    kernels: Kernels = "eager",
     as_json: AsJson = False,
 ) -> int:
     """Run the program on virtual ranks against eager PyTorch replicas; exit 1 and say where they differ.
@@ -227,7 +234,9 @@ def check(
     from zeroir.cli.render import print_comparison
 
     with progress(f"Checking {model}"):
-        comparison = check_model(model, options or CompileOptions(), steps=steps, seed=seed)
+        comparison = check_model(
+            model, options or CompileOptions(), steps=steps, seed=seed, kernels=kernels
+        )
     if as_json:
         print_json(comparison.to_json())
     else:
@@ -256,22 +265,43 @@ def run(
     allow_model_change: Annotated[
         bool, Parameter(negative=(), help="Run although the model file changed since compilation.")
     ] = False,
+    trace: Annotated[
+        Path | None,
+        Parameter(
+            help="Write when every op of the last step began and ended, on all ranks, for ui.perfetto.dev."
+        ),
+    ] = None,
+    kernels: Kernels = "eager",
+    cuda_graphs: Annotated[
+        bool,
+        Parameter(
+            negative=(), help="On a GPU, launch whole sections as CUDA graphs where they can be."
+        ),
+    ] = False,
     as_json: Annotated[
         bool, Parameter(name="--json", negative=(), help="Print one JSON object a line.")
     ] = False,
 ) -> int:
-    """Train a compiled program under torchrun, over NCCL on GPUs and gloo on CPUs.
+    """Train a compiled program under torchrun, over NCCL on GPUs; on CPUs over gloo, or the memory of one host.
 
     Example: torchrun --nproc-per-node 2 -m zeroir run gpt.zir --steps 100
     """
-    from zeroir.api.run import launch, run_program
+    from zeroir.api.run import launch, require_traceable, run_program
 
+    if trace is not None and "RANK" not in os.environ:
+        require_traceable(trace, program)
     if nproc is not None and "RANK" not in os.environ:
         numbers = {"--steps": steps, "--seed": seed, "--log-every": log_every}
-        flags = {"--allow-model-change": allow_model_change, "--json": as_json}
+        flags = {
+            "--allow-model-change": allow_model_change,
+            "--cuda-graphs": cuda_graphs,
+            "--json": as_json,
+        }
         arguments = ["run", str(program)]
         arguments += [text for name, value in numbers.items() for text in (name, str(value))]
         arguments += [] if model is None else ["--model", model]
+        arguments += [] if trace is None else ["--trace", str(trace)]
+        arguments += ["--kernels", kernels]
         return launch(nproc, [*arguments, *(name for name, is_set in flags.items() if is_set)])
     run_program(
         program,
@@ -281,6 +311,9 @@ def run(
         model=model,
         allow_model_change=allow_model_change,
         as_json=as_json,
+        trace=trace,
+        cuda_graphs=cuda_graphs,
+        kernels=kernels,
     )
     return 0
 

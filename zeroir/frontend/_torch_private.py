@@ -1,6 +1,6 @@
 """Everything of torch that the frontend uses and torch does not promise to keep: one place to mend for a new torch.
 
-* ``joint_graph``: AOTAutograd's joint export, its descriptors, and fx's node metadata;
+* ``joint_graph`` and ``function_graph``: AOTAutograd's joint export, its descriptors, and fx's node metadata;
 * ``DATA_DEPENDENT``, ``UNREGISTERED`` and ``is_higher_order``: the exceptions that say that a traced value was asked
   for its data, that a tensor is not the model's, or that a function was handed to an operator such as ``torch.cond``.
 """
@@ -82,6 +82,20 @@ class JointGraph:
     mutations: tuple[tuple[str, torch.fx.Node], ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FunctionGraph:
+    """A traced forward and backward of a function of tensors.
+
+    ``tangents`` are by output, ``gradients`` by input; None where there is none.
+    """
+
+    module: torch.fx.GraphModule
+    inputs: tuple[torch.fx.Node, ...]
+    outputs: tuple[torch.fx.Node, ...]
+    tangents: tuple[torch.fx.Node | None, ...]
+    gradients: tuple[torch.fx.Node | None, ...]
+
+
 class UnknownDescriptorError(Exception):
     """The joint graph has an input or output that the frontend does not know."""
 
@@ -100,19 +114,49 @@ class ParameterChangedError(Exception):
 
 def joint_graph(mode: FakeTensorMode, module: nn.Module, inputs: Sequence[Tensor]) -> JointGraph:
     """Trace forward and backward of a module of fake parameters that returns one scalar."""
+    return _with_descriptors(_exported(mode, module, inputs))
+
+
+def function_graph(
+    mode: FakeTensorMode, module: nn.Module, inputs: Sequence[Tensor]
+) -> FunctionGraph:
+    """Trace forward and backward of a module without parameters that returns a tuple of tensors.
+
+    Raises:
+        UnknownDescriptorError: where it changes its inputs or returns views.
+    """
+    return _as_function(_exported(mode, module, inputs), len(inputs))
+
+
+@contextlib.contextmanager
+def tracer_settings(mode: FakeTensorMode) -> Iterator[None]:
+    """What torch is set to while a model is traced."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         stack.enter_context(mode)
-        stack.enter_context(fx_traceback.preserve_node_meta())
         # oneDNN's own operators are the CPU's alone.
         stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
         # The tracer's tensors ask for the current GPU before any mode hears of it.
         stack.enter_context(mock.patch.object(FunctionalTensor, "cuda", _itself))
         stack.enter_context(_quiet("torch._subclasses.fake_tensor"))
+        yield
+
+
+def _exported(
+    mode: FakeTensorMode, module: nn.Module, inputs: Sequence[Tensor]
+) -> torch.fx.GraphModule:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(tracer_settings(mode))
+        stack.enter_context(fx_traceback.preserve_node_meta())
         joint = aot_export_joint_with_descriptors(stack, module, tuple(inputs))
     _drop_checks(joint.graph_module.graph)
-    return _with_descriptors(joint.graph_module)
+    return joint.graph_module
+
+
+def are_functions_transformed() -> bool:
+    """Whether ``torch.func.vmap``, ``grad`` or another transform is under way."""
+    return bool(torch._C._are_functorch_transforms_active())
 
 
 @contextlib.contextmanager
@@ -228,3 +272,38 @@ def _placeholder(node: torch.fx.Node) -> Placeholder:
             return Placeholder(node=node, is_tangent=True)
         case desc:
             raise UnknownDescriptorError(f"an input of the joint graph is {desc}")
+
+
+def _as_function(module: torch.fx.GraphModule, count: int) -> FunctionGraph:
+    inputs: dict[int, torch.fx.Node] = {}
+    tangents: dict[int, torch.fx.Node] = {}
+    for node in module.graph.find_nodes(op="placeholder"):
+        match node.meta["desc"]:
+            case d.PlainAOTInput(idx=position):
+                inputs[position] = node
+            case d.TangentAOTInput(output=d.PlainAOTOutput(idx=position)):
+                tangents[position] = node
+            case desc:
+                raise UnknownDescriptorError(f"an input of a function's graph is {desc}")
+    outputs: dict[int, torch.fx.Node] = {}
+    gradients: dict[int, torch.fx.Node] = {}
+    (output,) = module.graph.find_nodes(op="output")
+    values: Any = output.args[0]
+    for value, desc in zip(values, output.meta["desc"], strict=True):
+        match desc:
+            case d.PlainAOTOutput(idx=position):
+                outputs[position] = value
+            case d.GradAOTOutput(grad_of=d.PlainAOTInput(idx=position)):
+                if value is not None:
+                    gradients[position] = value
+            case None:
+                pass
+            case _:
+                raise UnknownDescriptorError(f"an output of a function's graph is {desc}")
+    return FunctionGraph(
+        module=module,
+        inputs=tuple(inputs[i] for i in range(count)),
+        outputs=tuple(outputs[i] for i in range(len(outputs))),
+        tangents=tuple(tangents.get(i) for i in range(len(outputs))),
+        gradients=tuple(gradients.get(i) for i in range(count)),
+    )

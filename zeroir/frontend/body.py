@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from zeroir.config import CompileOptions
@@ -65,6 +65,16 @@ class Body:
             for name in (slot.name, *slot.aliases)
         }
         self._inputs = {item.value: item for item in self.captured.joint.inputs}
+        self._module_buffers = {
+            name: info for info in self.captured.buffers for name in (info.name, *info.aliases)
+        }
+        # The last call that reads what each module buffer holds at the beginning.
+        self._last_read = {
+            self._module_buffers[item.name].name: at
+            for at, call in enumerate(self.calls)
+            for source in call.sources
+            if (item := self._inputs.get(source.root)) is not None and item.kind is InputKind.BUFFER
+        }
         self._roots: dict[int, Buffer] = {}
         self._contributed: set[str] = set()
         self._begun: set[str] = set()
@@ -117,7 +127,7 @@ class Body:
             ]
             self._found += [Release(buffer=name, stream=COMPUTE) for name in released]
             if self.is_accumulating:
-                self._finish([flat for flat, end in last_gradient.items() if end == at])
+                self._finish(flat for flat in self.flats if last_gradient.get(flat.name) == at)
         return self._found + self._deferred
 
     def _destination(self, at: int, sink: Sink, kind: TensorType, saved: set[int]) -> Destination:
@@ -137,7 +147,7 @@ class Body:
                 return Destination(view=view, mode=mode)
             case Mutation(buffer=name):
                 target = self._module_buffer(name)
-                if self._is_read_after(at, target):
+                if self._last_read.get(self._module_buffers[name].name, at) > at:
                     target = self._postponed(target)
                 stride = contiguous_stride(kind.shape)
                 view = View(region=whole(target), shape=kind.shape, stride=stride)
@@ -152,20 +162,6 @@ class Body:
         self.buffers[name] = buffer
         self._found.append(Alloc(buffer=name, stream=COMPUTE))
         return buffer
-
-    def _is_read_after(self, at: int, target: Buffer) -> bool:
-        """Whether a later call still reads what a module buffer holds at the beginning."""
-        items = (
-            self._inputs.get(source.root)
-            for call in self.calls[at + 1 :]
-            for source in call.sources
-        )
-        return any(
-            item is not None
-            and item.kind is InputKind.BUFFER
-            and self._module_buffer(item.name) == target
-            for item in items
-        )
 
     def _postponed(self, target: Buffer) -> Buffer:
         """A buffer for the new value of a module buffer, which it replaces when everything else is done."""
@@ -212,7 +208,7 @@ class Body:
                 raise AssertionError("parameters are bound by name")
 
     def _module_buffer(self, name: str) -> Buffer:
-        info = next(info for info in self.captured.buffers if name in (info.name, *info.aliases))
+        info = self._module_buffers[name]
         self._bind(info.name, info, None)
         return self._persistent(f"buffer.{info.name}", info, Role.MODULE_BUFFER)
 
@@ -252,19 +248,18 @@ class Body:
             Fill(destination=region, value=0.0, stream=COMPUTE),
         ]
 
-    def _finish(self, flats: Sequence[str]) -> None:
+    def _finish(self, flats: Iterable[Flat]) -> None:
         """With several micro-steps a flat's complete gradient is added to the FP32 sum."""
-        for flat in self.flats:
-            if flat.name in flats:
-                self._found += [
-                    Cast(
-                        source=_region(f"{flat.name}.grad", 0, flat.padded_numel),
-                        destination=_region(f"{flat.name}.grad_sum", 0, flat.padded_numel),
-                        mode=Mode.ACCUMULATE,
-                        stream=COMPUTE,
-                    ),
-                    Release(buffer=f"{flat.name}.grad", stream=COMPUTE),
-                ]
+        for flat in flats:
+            self._found += [
+                Cast(
+                    source=_region(f"{flat.name}.grad", 0, flat.padded_numel),
+                    destination=_region(f"{flat.name}.grad_sum", 0, flat.padded_numel),
+                    mode=Mode.ACCUMULATE,
+                    stream=COMPUTE,
+                ),
+                Release(buffer=f"{flat.name}.grad", stream=COMPUTE),
+            ]
 
     def _gradient(self, parameter: str) -> Destination:
         flat, slot = self._homes[parameter]

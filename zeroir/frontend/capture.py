@@ -6,6 +6,7 @@ claim to lie on the CPU, and the graph names no device.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -24,30 +25,44 @@ from zeroir.frontend._torch_private import (
     fake_mode,
     is_higher_order,
     joint_graph,
+    tracer_settings,
     whole_operators,
 )
 from zeroir.frontend.entry import ModelFile, explain, where
 from zeroir.frontend.joint import Joint
 from zeroir.frontend.module_tensors import (
+    Lent,
     TensorInfo,
     become_fake,
     lend_buffers,
     register_plain_tensors,
+    return_unchanged,
     take_back,
     tensor_info,
 )
 from zeroir.frontend.precision import Precision, apply_precision, cast_floating, compute_dtype
 from zeroir.frontend.read_graph import read_graph
+from zeroir.frontend.rehearsal import Blocks, Recorder, Recording
+from zeroir.frontend.replay import Plan, Replayer, make_plan
 from zeroir.frontend.tracking import Tracker
+from zeroir.frontend.units import find_units
 from zeroir.torch_ops.conditions import tracing_conditions
 from zeroir.torch_ops.neutral import NeutralOps
 
 MAX_DROPOUT_SITES = 65536
 
+FEWEST_EQUAL_CALLS = 4
+"""Below this many equal calls of blocks, it is no faster to trace one of them by itself."""
+
+_MOST_REPLAYS = 3
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Captured:
-    """A traced model. ``sites`` counts its calls of dropout; ``module`` is the model itself, of fake tensors."""
+    """A traced model. ``sites`` counts its calls of dropout; ``module`` is the model itself, of fake tensors.
+
+    ``replayed`` names the blocks whose calls were not traced one by one, in the order of the calls.
+    """
 
     joint: Joint
     module: nn.Module
@@ -55,10 +70,19 @@ class Captured:
     buffers: tuple[TensorInfo, ...]
     batch: tuple[TensorInfo, ...]
     sites: int
+    replayed: tuple[str, ...] = ()
 
 
-def capture(model_file: ModelFile, precision: Precision, keep_fp32: Sequence[str]) -> Captured:
+def capture(
+    model_file: ModelFile,
+    precision: Precision,
+    keep_fp32: Sequence[str],
+    *,
+    fewest_equal_calls: int = FEWEST_EQUAL_CALLS,
+) -> Captured:
     """Trace the model of a file.
+
+    Blocks that do the same, ``fewest_equal_calls`` times or more, are traced once; what comes out is the same.
 
     Raises:
         UserError: where the model cannot be built or traced, naming the line and what to do.
@@ -76,8 +100,14 @@ def capture(model_file: ModelFile, precision: Precision, keep_fp32: Sequence[str
     with mode:
         inputs = [torch.empty(x.shape, dtype=x.dtype) for x in leaves.values()]
         inputs.append(torch.empty(MAX_DROPOUT_SITES, dtype=torch.int64))
-    graph = _traced(model_file, mode, step, inputs, list(leaves))
-    joint = read_graph(graph, [info.name for info in batch], _LossStep.PREFIX)
+    graph: JointGraph | None = None
+    if len(step.blocks.names) >= fewest_equal_calls:
+        graph = _replayed(mode, step, inputs, fewest_equal_calls)
+    instances = [] if graph is None or step.plan is None else step.plan.instances
+    if graph is None:
+        step.plan = None
+        graph = _traced(model_file, mode, step, inputs, list(leaves))
+    joint = read_graph(graph, [info.name for info in batch], _LossStep.PREFIX, instances)
     return Captured(
         joint=joint,
         module=model,
@@ -85,7 +115,31 @@ def capture(model_file: ModelFile, precision: Precision, keep_fp32: Sequence[str
         buffers=buffers,
         batch=batch,
         sites=step.sites,
+        replayed=tuple(each.recording.block for each in instances if each.template is not None),
     )
+
+
+def _replayed(
+    mode: FakeTensorMode, step: _LossStep, inputs: Sequence[Tensor], fewest_equal_calls: int
+) -> JointGraph | None:
+    """The joint graph with a node for each call of an equal block; None where that cannot be or does not pay."""
+    try:
+        with tracing_conditions():
+            with tracer_settings(mode):
+                recordings = step.rehearse(inputs)
+            step.plan = make_plan(recordings, mode, fewest_equal_calls)
+            for _ in range(_MOST_REPLAYS):
+                if step.plan.is_empty:
+                    return None
+                graph = joint_graph(mode, step, inputs)
+                if step.plan.has_diverged:
+                    return None
+                if not step.plan.misfits:
+                    return graph
+                step.plan.drop_misfits()
+    except Exception:  # noqa: BLE001 - whatever the model or torch raises, they raise without this, too
+        return None
+    return None
 
 
 def _built(model_file: ModelFile) -> nn.Module:
@@ -197,8 +251,11 @@ class _LossStep(nn.Module):
     ) -> None:
         super().__init__()
         tracker.follow(model)
+        self.blocks = Blocks(names=tuple(find_units(model, None).labels))
+        self.blocks.follow(model)
         self.model = model
         self.sites = 0
+        self.plan: Plan | None = None
         self._example = example
         self._tracker = tracker
         self._dtype = dtype
@@ -206,15 +263,38 @@ class _LossStep(nn.Module):
     def forward(self, *inputs: Tensor) -> Tensor:
         self._tracker.restart()
         *tensors, seeds = inputs
-        mode = NeutralOps(seeds, self._tracker.around)
-        with whole_operators(), mode:
-            given = cast_floating(_rebuilt(self._example, list(tensors)), self._dtype)
+        neutral = NeutralOps(seeds, self._tracker.around)
+        with whole_operators(), neutral, contextlib.ExitStack() as stack:
+            if self.plan is not None:
+                replayer = Replayer(self.plan, neutral, self._tracker)
+                stack.enter_context(self.blocks.watched(replayer))
+                stack.enter_context(replayer)
             lent = lend_buffers(self.model)
-            # The loss may be a parameter as it stands.
-            loss = loss_of(call_with(self.model, given)).float().clone()
+            loss = self._loss(tensors)
             take_back(lent)
-        self.sites = mode.sites
+        self.sites = neutral.sites
         return loss
+
+    def rehearse(self, inputs: Sequence[Tensor]) -> list[Recording]:
+        """What each call of a block does, found out without a change of the model's buffers."""
+        *tensors, seeds = inputs
+        neutral = NeutralOps(seeds)
+        known = [*inputs, *self.model.parameters(), *self.model.buffers()]
+        recorder = Recorder(neutral, known)
+        with whole_operators(), neutral, self.blocks.watched(recorder), recorder.own_functions():
+            lent: list[Lent] = []
+            try:
+                with recorder:
+                    lent = lend_buffers(self.model)
+                    self._loss(tensors)
+            finally:
+                return_unchanged(lent)
+        return recorder.recordings()
+
+    def _loss(self, tensors: Sequence[Tensor]) -> Tensor:
+        given = cast_floating(_rebuilt(self._example, list(tensors)), self._dtype)
+        # The loss may be a parameter as it stands.
+        return loss_of(call_with(self.model, given)).float().clone()
 
 
 def call_with(model: nn.Module, batch: object) -> object:

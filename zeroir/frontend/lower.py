@@ -112,19 +112,19 @@ def _flats(
         for source in call.sources:
             if source.parameter is not None:
                 homes.setdefault(source.parameter, call.unit)
-    units = list(dict.fromkeys(call.unit for call in calls))
     for name in infos:
         homes.setdefault(name, owners[name])
-    units += [unit for unit in dict.fromkeys(homes.values()) if unit not in units]
+    names_of: dict[str, list[str]] = {call.unit: [] for call in calls}
+    for name, home in homes.items():
+        names_of.setdefault(home, []).append(name)
     compute = {"fp32": DType.F32, "bf16": DType.BF16, "fp16": DType.F16}[options.precision]
     found: list[Flat] = []
-    for unit in units:
+    for unit, names in names_of.items():
         members: dict[tuple[bool, bool, DType], list[TensorInfo]] = {}
-        for name, home in homes.items():
-            if home == unit:
-                info = infos[name]
-                key = (name not in trained, info.dtype is not compute, info.dtype)
-                members.setdefault(key, []).append(info)
+        for name in names:
+            info = infos[name]
+            key = (name not in trained, info.dtype is not compute, info.dtype)
+            members.setdefault(key, []).append(info)
         for (is_frozen, is_other, dtype), group in sorted(
             members.items(), key=lambda item: item[0]
         ):
@@ -189,8 +189,10 @@ def _state_buffers(flats: Sequence[Flat], options: CompileOptions) -> list[Buffe
 
 def _fingerprint(flats: Sequence[Flat], calls: Sequence[SegmentCall]) -> str:
     """SHA-256 of what the model is: its flats and the calls of its segments, by structure."""
+    segments = {call.segment.name: call.segment for call in calls}
+    digests = {name: segment.digest() for name, segment in segments.items()}
     structure = [
-        (call.unit, call.count, call.segment.digest(), [s.parameter for s in call.sources])
+        (call.unit, call.count, digests[call.segment.name], [s.parameter for s in call.sources])
         for call in calls
     ]
     return hashlib.sha256(repr((flats, structure)).encode()).hexdigest()

@@ -117,6 +117,12 @@ def lend_buffers(model: nn.Module) -> list[Lent]:
     return lent
 
 
+def return_unchanged(lent: Sequence[Lent]) -> None:
+    """Put buffers back in their places and forget what became of their copies."""
+    for item in lent:
+        item.module._buffers[item.name] = item.buffer
+
+
 def take_back(lent: Sequence[Lent]) -> None:
     """Change the buffers whose copies were changed or replaced, and put them back in their places."""
     for item in lent:

@@ -165,13 +165,25 @@ def _add_backward(joint: Joint, runs: list[Run]) -> None:
             continue
         place.update(dict.fromkeys(node.results, at))
     # What depends on no other backward node goes where it is first needed.
+    users = _users(joint, unplaced)
     for node in reversed(unplaced):
-        users = [
-            place[other.results[0]]
-            for other in joint.nodes
-            if other.results[0] in place and set(other.refs()) & set(node.results)
-        ]
-        place.update(dict.fromkeys(node.results, max(users, default=len(runs) - 1)))
+        found_at = (
+            place[user.results[0]]
+            for result in node.results
+            for user in users[result]
+            if user.results[0] in place
+        )
+        place.update(dict.fromkeys(node.results, max(found_at, default=len(runs) - 1)))
     for node in joint.nodes:
         if node.is_backward:
             runs[place[node.results[0]]].backward.append(node)
+
+
+def _users(joint: Joint, nodes: list[JointNode]) -> dict[int, list[JointNode]]:
+    """The nodes that use each result of some nodes."""
+    found: dict[int, list[JointNode]] = {result: [] for node in nodes for result in node.results}
+    if found:
+        for user in joint.nodes:
+            for ref in set(user.refs()) & found.keys():
+                found[ref].append(user)
+    return found

@@ -24,12 +24,16 @@ from zeroir.frontend._torch_private import (
 )
 from zeroir.frontend.flops import flops
 from zeroir.frontend.joint import Alias, InputKind, Joint, JointInput, JointNode
+from zeroir.frontend.replay import Instance
+from zeroir.frontend.template import Template
 from zeroir.frontend.tracking import Note
 from zeroir.ir.allowlist import refusal
 from zeroir.ir.segment import NodeArg, Ref, Symbol, TensorType
 from zeroir.torch_ops.types import IR_DTYPE
 
 aten = torch.ops.aten
+
+_NO_NOTE = Note(calls=(), origin=0, source="")
 
 _COPIES = frozenset(
     {
@@ -43,22 +47,31 @@ _COPIES = frozenset(
 )
 
 
-def read_graph(graph: JointGraph, batch: Sequence[str], prefix: str) -> Joint:
+def read_graph(
+    graph: JointGraph, batch: Sequence[str], prefix: str, instances: Sequence[Instance] = ()
+) -> Joint:
     """The joint graph as plain data. ``batch`` are the paths of the batch's tensors; the seeds come after them.
 
-    ``prefix`` is stripped from the names of parameters and buffers.
+    ``prefix`` is stripped from the names of parameters and buffers. Nodes that stand for a whole block are replaced
+    by what their ``instances`` say.
 
     Raises:
         UserError: where the model uses an operator or element type that programs do not have.
     """
-    reader = _Reader()
+    reader = _Reader(instances)
     for placeholder in graph.placeholders:
         reader.add_input(placeholder, batch, prefix)
     for node in graph.module.graph.nodes:
         if node.op == "get_attr":
             reader.add_constant(node, graph.module)
+        elif node.target is torch.ops.zeroir.block.default:
+            reader.add_constants_of(node)
     for node in graph.module.graph.nodes:
-        if node.op == "call_function":
+        if node.target is torch.ops.zeroir.block.default:
+            reader.add_block(node)
+        elif node.target is torch.ops.zeroir.block_backward.default:
+            reader.add_block_backward(node)
+        elif node.op == "call_function":
             reader.add_node(node)
     joint = Joint(
         inputs=tuple(reader.inputs),
@@ -76,16 +89,37 @@ def read_graph(graph: JointGraph, batch: Sequence[str], prefix: str) -> Joint:
     return _without_dead_nodes(joint)
 
 
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    """What is to be known of a node, wherever it stands."""
+
+    op: torch._ops.OpOverload
+    kinds: tuple[TensorType | None, ...]
+    offsets: tuple[int, ...]
+    is_view: bool
+    is_backward: bool
+    is_gradient_sum: bool
+    flops: int
+
+
 @dataclass
 class _Reader:
+    instances: Sequence[Instance]
     inputs: list[JointInput] = field(default_factory=list)
     nodes: list[JointNode] = field(default_factory=list)
     types: list[TensorType | None] = field(default_factory=list)
     aliases: list[Alias] = field(default_factory=list)
     # Of every fx node the numbers of its results, and whether it has just the one.
     values: dict[fx.Node, tuple[int, ...]] = field(default_factory=dict)
+    constants: dict[tuple[bytes, TensorType], int] = field(default_factory=dict)
     # Of every view the value that it was made from.
     parents: dict[int, int] = field(default_factory=dict)
+    # Templates are read many times.
+    known: dict[fx.Node, _Facts] = field(default_factory=dict)
+    # Of every block the values of its forward, for its backward.
+    forwards: dict[int, dict[fx.Node, tuple[int, ...]]] = field(default_factory=dict)
+    # The notes of the block that is being read.
+    notes: Sequence[Note] = ()
 
     def value(self, node: fx.Node) -> int:
         (index,) = self.values[node]
@@ -110,78 +144,154 @@ class _Reader:
         tensor = known if isinstance(known, Tensor) else tensor
         if tensor.device.type == "meta" or isinstance(tensor, torch._subclasses.FakeTensor):
             raise UserError(
-                f"{_source(node) or 'The model'} uses a tensor of shape {tuple(tensor.shape)} that is no "
+                f"{self._note(node).source or 'The model'} uses a tensor of shape {tuple(tensor.shape)} that is no "
                 "registered buffer of a module; register it with register_buffer."
             )
         dense = tensor.detach().contiguous()
         data = dense.reshape(-1).view(torch.uint8).numpy().tobytes() if dense.numel() else b""
-        for item in self.inputs:
-            if item.data == data and self.types[item.value] == _type(dense, node):
-                self.values[node] = (item.value,)
-                return
-        self._input(node, InputKind.CONSTANT, f"constant.{self._constants()}", dense, data)
-
-    def _constants(self) -> int:
-        return sum(item.kind is InputKind.CONSTANT for item in self.inputs)
+        key = (data, _type(dense, self._note(node).source))
+        if key not in self.constants:
+            self._input(node, InputKind.CONSTANT, f"constant.{len(self.constants)}", dense, data)
+            self.constants[key] = self.value(node)
+        self.values[node] = (self.constants[key],)
 
     def _input(
         self, node: fx.Node, kind: InputKind, name: str, tensor: Tensor, data: bytes | None = None
     ) -> None:
         index = len(self.types)
         self.inputs.append(JointInput(kind=kind, name=name, value=index, data=data))
-        self.types.append(_type(tensor, node))
+        self.types.append(_type(tensor, self._note(node).source))
         self.aliases.append(Alias(root=index, offset=0))
         self.values[node] = (index,)
 
+    def add_constants_of(self, node: fx.Node) -> None:
+        """The constants of a block, where it is the first of its template."""
+        template, instance = self._block(node)
+        self.notes = instance.notes
+        for each in template.graph.module.graph.find_nodes(op="get_attr"):
+            if each not in self.values:
+                self.add_constant(each, template.graph.module)
+        self.notes = ()
+
+    def add_block(self, node: fx.Node) -> None:
+        """The forward of the template that stands behind a node."""
+        template, instance = self._block(node)
+        given = [self.value(each) for each in cast("list[fx.Node]", node.args[0])]
+        seeds = given[len(template.tape.outside) :]
+        self.values.update(
+            (each, (value,)) for each, value in zip(template.graph.inputs, given, strict=False)
+        )
+        self.values.update((each, (seeds[site],)) for each, site in template.seeds.items())
+        self._add_nodes(template, instance, is_backward=False)
+        self.values[node] = tuple(self.value(each) for each in template.outputs)
+        nodes = template.graph.module.graph.nodes
+        self.forwards[self._position(node)] = {
+            each: self.values[each] for each in nodes if each in self.values
+        }
+
+    def add_block_backward(self, node: fx.Node) -> None:
+        """The backward of the template that stands behind a node."""
+        template, instance = self._block(node)
+        self.values.update(self.forwards[self._position(node)])
+        given = [self.value(each) for each in cast("list[fx.Node]", node.args[0])]
+        tangents = [each for each in template.graph.tangents if each is not None]
+        self.values.update((each, (value,)) for each, value in zip(tangents, given, strict=True))
+        self._add_nodes(template, instance, is_backward=True)
+        self.values[node] = tuple(
+            self.value(each) for each in template.graph.gradients[:-1] if each is not None
+        )
+
+    def _add_nodes(self, template: Template, instance: Instance, *, is_backward: bool) -> None:
+        self.notes = instance.notes
+        for node in template.nodes:
+            if node not in template.seeds and template.is_backward[node] == is_backward:
+                self.add_node(node)
+        self.notes = ()
+
+    def _position(self, node: fx.Node) -> int:
+        return cast("int", node.args[1])
+
+    def _block(self, node: fx.Node) -> tuple[Template, Instance]:
+        instance = self.instances[self._position(node)]
+        if instance.template is None:
+            raise InternalError("a block stands in the joint graph without a template")
+        return instance.template, instance
+
+    def _facts(self, node: fx.Node) -> _Facts:
+        found = self.known.get(node)
+        if found is not None:
+            return found
+        op = node.target
+        place = self._note(node)
+        if not isinstance(op, torch._ops.OpOverload):
+            raise UserError(
+                f"{place.source or 'The model'} uses {op}, which zeroir cannot look into; call the function "
+                "in it directly."
+            )
+        _check(op, place.source)
+        tensors = _tensors(node.meta["val"])
+        found = self.known[node] = _Facts(
+            op=op,
+            kinds=tuple(None if x is None else _type(x, place.source) for x in tensors),
+            offsets=tuple(0 if x is None else int(x.storage_offset()) for x in tensors),
+            is_view=op is not aten.view.dtype and op.is_view,
+            is_backward=is_backward(node),
+            is_gradient_sum=is_gradient_sum(node) and op is aten.add.Tensor,
+            flops=flops(op, *_fake_arguments(node), node.meta["val"]),
+        )
+        return found
+
+    def _note(self, node: fx.Node) -> Note:
+        """Where a node comes from; a template's node says which step of which call."""
+        note = note_of(node)
+        if isinstance(note, int):
+            note = self.notes[note]
+        return note if isinstance(note, Note) else _NO_NOTE
+
     def add_node(self, node: fx.Node) -> None:
+        """A call of an operator, unless it changes nothing."""
         if node.target is operator.getitem:
             source, position = cast("tuple[fx.Node, int]", node.args)
             self.values[node] = (self.values[source][position],)
             return
-        op = node.target
-        if not isinstance(op, torch._ops.OpOverload):
-            raise UserError(
-                f"{_source(node) or 'The model'} uses {op}, which zeroir cannot look into; call the function "
-                "in it directly."
-            )
-        _check(op, node)
-        tensors = _tensors(node.meta["val"])
-        parent = self._viewed(op, node)
+        facts = self._facts(node)
         first = self._first(node)
-        if op in _COPIES and first is not None and _is_same(self.types[first], tensors[0], node):
+        parent = first if facts.is_view else None
+        kind = facts.kinds[0] if facts.kinds else None
+        if facts.op in _COPIES and first is not None and kind and self.types[first] == kind:
             self.values[node] = (first,)
             return
-        if parent is not None and len(tensors) == 1 and tensors[0] is not None:
-            undone = self._ancestor(parent, node.meta["val"], tensors[0], node)
+        if parent is not None and len(facts.kinds) == 1 and kind is not None:
+            undone = self._ancestor(parent, kind, facts.offsets[0])
             if undone is not None:
                 self.values[node] = (undone,)
                 return
         results: list[int] = []
-        for tensor in tensors:
+        for made, offset in zip(facts.kinds, facts.offsets, strict=True):
             index = len(self.types)
             results.append(index)
-            self.types.append(None if tensor is None else _type(tensor, node))
-            if parent is None or tensor is None:
+            self.types.append(made)
+            if parent is None or made is None:
                 self.aliases.append(Alias(root=index, offset=0))
             else:
-                self.aliases.append(self._alias(parent, tensor))
+                self.aliases.append(Alias(root=self.aliases[parent].root, offset=offset))
                 self.parents[index] = parent
         self.values[node] = tuple(results)
-        note = note_of(node)
-        args, kwargs = self._arguments(op, node)
+        note = self._note(node)
+        args, kwargs = self._arguments(facts.op, node)
         self.nodes.append(
             JointNode(
-                op=str(op),
+                op=str(facts.op),
                 args=args,
                 kwargs=kwargs,
                 results=tuple(results),
-                is_backward=is_backward(node),
+                is_backward=facts.is_backward,
                 is_view=parent is not None,
-                is_gradient_sum=is_gradient_sum(node) and op is aten.add.Tensor,
-                calls=note.calls if isinstance(note, Note) else None,
-                origin=note.origin if isinstance(note, Note) else None,
-                source=_source(node),
-                flops=flops(op, *_fake_arguments(node), node.meta["val"]),
+                is_gradient_sum=facts.is_gradient_sum,
+                calls=None if note is _NO_NOTE else note.calls,
+                origin=None if note is _NO_NOTE else note.origin,
+                source=note.source,
+                flops=facts.flops,
             )
         )
 
@@ -189,18 +299,9 @@ class _Reader:
         first = node.args[0] if node.args else None
         return self.value(first) if isinstance(first, fx.Node) else None
 
-    def _viewed(self, op: torch._ops.OpOverload, node: fx.Node) -> int | None:
-        """The value whose storage the results look into."""
-        if op is aten.view.dtype or not op.is_view:
-            return None
-        return self._first(node)
-
-    def _alias(self, parent: int, tensor: Tensor) -> Alias:
-        return Alias(root=self.aliases[parent].root, offset=int(tensor.storage_offset()))
-
-    def _ancestor(self, parent: int, _: object, tensor: Tensor, node: fx.Node) -> int | None:
+    def _ancestor(self, parent: int, kind: TensorType, offset: int) -> int | None:
         """The value further up a chain of views that a view equals, if it undoes them."""
-        alias, kind = self._alias(parent, tensor), _type(tensor, node)
+        alias = Alias(root=self.aliases[parent].root, offset=offset)
         at: int | None = parent
         while at is not None:
             if self.aliases[at] == alias and self.types[at] == kind:
@@ -227,7 +328,7 @@ class _Reader:
                 return tuple(self._argument(item, node) for item in arg)
             case torch.dtype():
                 if arg not in IR_DTYPE:
-                    raise UserError(_no_dtype(arg, node))
+                    raise UserError(_no_dtype(arg, self._note(node).source))
                 return IR_DTYPE[arg]
             case torch.device():
                 return Symbol("device")
@@ -237,7 +338,7 @@ class _Reader:
                 return arg
             case _:
                 raise UserError(
-                    f"{_source(node) or 'The model'} passes a {type(arg).__name__} to {node.target}, which "
+                    f"{self._note(node).source or 'The model'} passes a {type(arg).__name__} to {node.target}, which "
                     "programs cannot hold."
                 )
 
@@ -251,23 +352,17 @@ def _without_nothing(op: torch._ops.OpOverload, node: fx.Node) -> tuple[object, 
     return (kept or tensors, *others)
 
 
-def _check(op: torch._ops.OpOverload, node: fx.Node) -> None:
+def _check(op: torch._ops.OpOverload, place: str) -> None:
     if torch.Tag.nondeterministic_seeded in op.tags:
         raise UserError(
-            f"{_source(node) or 'The model'} draws random numbers with {op}; programs have no hidden random "
+            f"{place or 'The model'} draws random numbers with {op}; programs have no hidden random "
             "state, so use torch.nn.functional.dropout or pass the numbers in with the batch."
         )
     if op._schema.is_mutable:
-        raise InternalError(
-            f"the joint graph changes a tensor in place with {op} ({_source(node)})"
-        )
+        raise InternalError(f"the joint graph changes a tensor in place with {op} ({place})")
     refused = refusal(str(op))
     if refused is not None:
-        raise UserError(f"{_source(node) or 'The model'} uses the operator {op}, which {refused}.")
-
-
-def _is_same(kind: TensorType | None, tensor: Tensor | None, node: fx.Node) -> bool:
-    return tensor is not None and kind == _type(tensor, node)
+        raise UserError(f"{place or 'The model'} uses the operator {op}, which {refused}.")
 
 
 def _tensors(value: object) -> list[Tensor | None]:
@@ -278,9 +373,9 @@ def _tensors(value: object) -> list[Tensor | None]:
     raise InternalError(f"a node of the joint graph yields {type(value).__name__}")
 
 
-def _type(tensor: Tensor, node: fx.Node) -> TensorType:
+def _type(tensor: Tensor, place: str) -> TensorType:
     if tensor.dtype not in IR_DTYPE:
-        raise UserError(_no_dtype(tensor.dtype, node))
+        raise UserError(_no_dtype(tensor.dtype, place))
     return TensorType(
         dtype=IR_DTYPE[tensor.dtype],
         shape=tuple(int(size) for size in tensor.shape),
@@ -288,14 +383,8 @@ def _type(tensor: Tensor, node: fx.Node) -> TensorType:
     )
 
 
-def _no_dtype(dtype: torch.dtype, node: fx.Node) -> str:
-    place = _source(node) or "The model"
-    return f"{place} makes a tensor of {dtype}, an element type that programs do not have."
-
-
-def _source(node: fx.Node) -> str:
-    note = note_of(node)
-    return note.source if isinstance(note, Note) else ""
+def _no_dtype(dtype: torch.dtype, place: str) -> str:
+    return f"{place or 'The model'} makes a tensor of {dtype}, an element type that programs do not have."
 
 
 def _attribute(module: object, name: str) -> object:

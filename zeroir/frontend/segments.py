@@ -15,6 +15,7 @@ from zeroir.frontend.joint import Alias, InputKind, Joint, JointNode
 from zeroir.frontend.partition import Run, parameter_of
 from zeroir.ir.buffers import contiguous_stride
 from zeroir.ir.segment import Node, NodeArg, Ref, Segment, Symbol, TensorType
+from zeroir.ir.workspace import eager_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +99,8 @@ class _Cutter:
             *(_Piece(run, False, run.forward) for run in runs),
             *(_Piece(run, True, run.backward) for run in reversed(runs)),
         ]
+        # Segments by name, so that equal ones are built once.
+        self.built: dict[str, list[Segment]] = {}
         self.parents: dict[int, JointNode] = {}
         self.place: dict[int, int] = {}
         for at, piece in enumerate(self.pieces):
@@ -254,6 +257,7 @@ class _Builder:
         self._at = at
         self._nodes: list[JointNode] = []
         self.sources: list[Source] = []
+        self._positions: dict[Source, int] = {}
         # The local name of a value: ("input", i), or the joint graph's number of a result computed here.
         self._inputs: dict[int, int] = {}
         self._made: set[int] = set()
@@ -289,12 +293,22 @@ class _Builder:
             source = cutter.source(value)
         else:
             raise InternalError(f"value {value} of the joint graph is used before it is made")
-        if source not in self.sources:
+        if source not in self._positions:
+            self._positions[source] = len(self.sources)
             self.sources.append(source)
-        self._inputs[value] = self.sources.index(source)
+        self._inputs[value] = self._positions[source]
 
-    def build(self, name: str, outputs: Iterable[int]) -> Segment:
+    def build(self, name: str, values: Iterable[int]) -> Segment:
+        """The segment that yields these values of the joint graph: a known one where there is its like."""
         numbers = self.numbers
+        inputs = tuple(source.type for source in self.sources)
+        outputs = tuple(numbers[value] for value in values)
+        known = self._cutter.built.setdefault(name, [])
+        for segment in known:
+            if (segment.inputs, segment.outputs) == (inputs, outputs) and self._is_made_by(
+                segment.nodes, numbers
+            ):
+                return segment
         nodes = tuple(
             Node(
                 op=node.op,
@@ -308,12 +322,25 @@ class _Builder:
         )
         segment = Segment(
             name=name,
-            inputs=tuple(source.type for source in self.sources),
+            inputs=inputs,
             nodes=nodes,
-            outputs=tuple(numbers[value] for value in outputs),
+            outputs=outputs,
         )
-        is_view = [node.is_view for node in self._nodes]
-        return replace(segment, workspace_bytes=(("eager", _eager_bytes(segment, is_view)),))
+        known.append(replace(segment, workspace_bytes=(("eager", eager_bytes(segment)),)))
+        return known[-1]
+
+    def _is_made_by(self, nodes: Sequence[Node], numbers: Mapping[int, int]) -> bool:
+        """Whether a segment's nodes are those collected here."""
+        types = self._cutter.types
+        return len(nodes) == len(self._nodes) and all(
+            known.op == node.op
+            and known.flops == node.flops
+            and known.source == node.source
+            and known.results == tuple(types[result] for result in node.results)
+            and _is_renumbered(node.args, known.args, numbers)
+            and _is_renumbered(node.kwargs, known.kwargs, numbers)
+            for known, node in zip(nodes, self._nodes, strict=True)
+        )
 
 
 def _renumbered(arg: NodeArg, numbers: Mapping[int, int]) -> NodeArg:
@@ -322,6 +349,23 @@ def _renumbered(arg: NodeArg, numbers: Mapping[int, int]) -> NodeArg:
     if isinstance(arg, tuple):
         return tuple(_renumbered(item, numbers) for item in arg)
     return arg
+
+
+def _is_renumbered(arg: object, known: object, numbers: Mapping[int, int]) -> bool:
+    """Whether an argument, with the segment's numbers, is this one: of the same type, down to the sign of a zero."""
+    if type(arg) is not type(known):
+        return False
+    if isinstance(arg, Ref):
+        assert isinstance(known, Ref)
+        return numbers[arg.index] == known.index
+    if isinstance(arg, tuple):
+        assert isinstance(known, tuple)
+        return len(arg) == len(known) and all(
+            _is_renumbered(a, b, numbers) for a, b in zip(arg, known, strict=True)
+        )
+    if isinstance(arg, float):
+        return repr(arg) == repr(known)
+    return arg == known
 
 
 def _rank(sink: Sink) -> tuple[int, str]:
@@ -356,43 +400,16 @@ def _is_dense(kind: TensorType) -> bool:
     return True
 
 
-def _eager_bytes(segment: Segment, is_view: Sequence[bool]) -> int:
-    """The most memory of a node-by-node execution beyond inputs: results live to their last use, outputs to the end."""
-    count = len(segment.inputs)
-    # A view keeps what it looks into alive.
-    owner = list(range(count))
-    last: dict[int, int] = {}
-    results: list[list[int]] = []
-    for at, node in enumerate(segment.nodes):
-        refs = [ref.index for ref in node.refs()]
-        made = list(range(len(owner), len(owner) + len(node.results)))
-        results.append(made)
-        owner += [owner[refs[0]] if is_view[at] else value for value in made]
-        for value in (*refs, *made):
-            last[owner[value]] = at
-    for value in segment.outputs:
-        last[owner[value]] = len(segment.nodes)
-    types = segment.types()
-    live = peak = 0
-    dying: dict[int, int] = {}
-    for at in range(len(segment.nodes)):
-        for value in results[at]:
-            kind = types[value]
-            if owner[value] == value and kind is not None:
-                live += kind.size_bytes
-                dying[last[value]] = dying.get(last[value], 0) + kind.size_bytes
-        peak = max(peak, live)
-        live -= dying.pop(at, 0)
-    return peak
-
-
 def _shared(calls: tuple[SegmentCall, ...]) -> tuple[SegmentCall, ...]:
     """One segment for all equal ones; different ones of one name are numbered."""
     by_digest: dict[str, Segment] = {}
+    digests: dict[int, str] = {}
     counts: dict[str, int] = {}
     found: list[SegmentCall] = []
     for call in calls:
-        digest = call.segment.digest()
+        if id(call.segment) not in digests:
+            digests[id(call.segment)] = call.segment.digest()
+        digest = digests[id(call.segment)]
         if digest not in by_digest:
             name = call.segment.name
             index = counts.get(name, 0)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from zeroir.config import CompileOptions
 from zeroir.errors import UserError
-from zeroir.frontend.capture import FEWEST_EQUAL_CALLS
-from zeroir.frontend.capture import capture as capture_model
+from zeroir.frontend.capture import Captured, capture
 from zeroir.frontend.entry import ModelFile
 from zeroir.frontend.lower import lower as lower_calls
 from zeroir.frontend.partition import Run, partition
@@ -14,16 +13,13 @@ from zeroir.frontend.units import ROOT, ROOT_PRE, Units, find_units
 from zeroir.ir.program import Program
 
 
-def trace_model(
-    model_file: ModelFile,
-    options: CompileOptions,
-    *,
-    fewest_equal_calls: int = FEWEST_EQUAL_CALLS,
-) -> Program:
-    """See ``zeroir.frontend.trace``, and ``capture`` for the number of equal calls."""
-    captured = capture_model(
-        model_file, options.precision, options.keep_fp32, fewest_equal_calls=fewest_equal_calls
-    )
+def trace_model(model_file: ModelFile, options: CompileOptions) -> Program:
+    """See ``zeroir.frontend.trace``."""
+    return program_of(capture(model_file, options.precision, options.keep_fp32), options)
+
+
+def program_of(captured: Captured, options: CompileOptions) -> Program:
+    """The logical program of a captured model."""
     units = find_units(captured.module, options.units)
     canonical = {
         name: info.name for info in captured.parameters for name in (info.name, *info.aliases)

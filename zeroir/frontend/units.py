@@ -62,6 +62,8 @@ def find_units(module: nn.Module, spec: str | None) -> Units:
                 f"--units {spec} matches no module with parameters; names look like "
                 f"{', '.join(names[:3]) or 'none, for this model has no submodules'}."
             )
+        # Nobody calls a list, so what it contains is meant, unless there is nothing else.
+        found = {name for name in found if not _is_list(module.get_submodule(name))} or found
     return Units(
         labels={
             name: _snake_case(type(module.get_submodule(name)).__name__)
@@ -140,6 +142,10 @@ def _numel(spec: str) -> float:
 
 def _has_parameters(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
+
+
+def _is_list(module: nn.Module) -> bool:
+    return isinstance(module, nn.ModuleList | nn.ModuleDict)
 
 
 def _is_inside(name: str, outer: Iterable[str]) -> bool:

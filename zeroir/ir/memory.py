@@ -44,8 +44,10 @@ def model_state_bytes(program: Program) -> Mapping[str, int]:
     return found
 
 
-def collective_bytes(program: Program) -> Mapping[str, int]:
+def collective_bytes(program: Program, *, axis: str | None = None) -> Mapping[str, int]:
     """Bytes of the full buffers that the collectives of one step with one micro-step handle, by op.
+
+    With ``axis``, of those over that mesh axis alone.
 
     An all_gather counts its destination, and so does a prefetch, which is one; a reduce_scatter,
     all_reduce or broadcast its source. Each counts once, so in the ZeRO paper's terms, where reducing
@@ -57,7 +59,9 @@ def collective_bytes(program: Program) -> Mapping[str, int]:
         if section.name not in (LAST_MICRO_STEP, UPDATE):
             continue
         for op in section.body:
-            if isinstance(op, ops.Collective):
+            if not isinstance(op, ops.Collective):
+                continue
+            if axis is None or program.comm_by_name[op.comm].axis == axis:
                 for key, size in payloads(op, program):
                     found[key] += size
     return found

@@ -64,6 +64,14 @@ class Mesh:
         return tuple(tuple(group) for group in found.values())
 
 
+DATA_AXIS = "dp"
+"""The one axis of plain data parallelism."""
+
+REPLICATE_AXIS = "replicate"
+SHARD_AXIS = "shard"
+"""The two axes of hybrid sharding: what is cut is cut along ``shard``, and is the same all along ``replicate``."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Communicator:
     """A named channel over one mesh axis. Collectives on one communicator run in host launch order."""

@@ -78,6 +78,9 @@ def render_summary(summary: Summary) -> RenderableType:
     grid.add_row("model states", f"{_amounts(states)} per rank")
     grid.add_row("peak buffers", f"{_amounts(peak)} per rank")
     grid.add_row("on the wire", f"{_amounts(traffic)} per step")
+    for axis, own in summary["collective_bytes_by_axis"].items():
+        if len(summary["mesh"]) > 1:
+            grid.add_row(f"… over {axis}", f"{_amounts(own)} per step")
     grid.add_row("laws", Text(laws, style="red" if broken else "green"))
     return _Lines(table=grid, is_foldable=True)
 

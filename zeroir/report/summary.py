@@ -27,6 +27,7 @@ class Summary(TypedDict):
     sections: dict[str, int]
     distinct_segments: int
     collective_bytes: dict[str, int]
+    collective_bytes_by_axis: dict[str, dict[str, int]]
     model_state_bytes_per_rank: dict[str, int]
     peak_bytes_per_rank: dict[str, int]
     laws: dict[str, str]
@@ -47,6 +48,9 @@ def summarise(program: Program, report: Report, *, stage: int, precision: str) -
         sections={section.name: len(section.body) for section in program.sections},
         distinct_segments=len({segment.digest() for segment in program.segments}),
         collective_bytes=dict(collective_bytes(program)),
+        collective_bytes_by_axis={
+            axis.name: dict(collective_bytes(program, axis=axis.name)) for axis in program.mesh.axes
+        },
         model_state_bytes_per_rank=dict(model_state_bytes(program)),
         peak_bytes_per_rank=dict(peak(program).role_bytes),
         laws=dict(report.laws),

@@ -35,8 +35,7 @@ aten = torch.ops.aten
 _LSE_ROW = 32 if torch.version.hip is None else 1
 
 
-@torch.library.custom_op("zeroir::attention", mutates_args=())
-def attention(
+def attend(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None
 ) -> tuple[Tensor, Tensor]:
     """Attention without dropout: the output, shaped as q with v's dim, and the logsumexp of the scaled scores."""
@@ -61,8 +60,7 @@ def attention(
     return _by_length(out), _by_length(lse)
 
 
-@torch.library.custom_op("zeroir::attention_backward", mutates_args=())
-def attention_backward(
+def attend_backward(
     grad: Tensor,
     q: Tensor,
     k: Tensor,
@@ -106,6 +104,12 @@ def attention_backward(
         _by_length(_sum_groups(grad_k, kv_heads)),
         _by_length(_sum_groups(grad_v, kv_heads)),
     )
+
+
+attention = torch.library.custom_op("zeroir::attention", attend, mutates_args=())
+attention_backward = torch.library.custom_op(
+    "zeroir::attention_backward", attend_backward, mutates_args=()
+)
 
 
 @attention.register_fake

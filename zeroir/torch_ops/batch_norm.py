@@ -16,8 +16,7 @@ from torch import Tensor
 aten = torch.ops.aten
 
 
-@torch.library.custom_op("zeroir::batch_norm", mutates_args=())
-def batch_norm(
+def normalise(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
@@ -47,8 +46,7 @@ def batch_norm(
     return _laid_out_as(x, out), batch_mean, batch_invstd, mean, var
 
 
-@torch.library.custom_op("zeroir::batch_norm_backward", mutates_args=())
-def batch_norm_backward(
+def normalise_backward(
     grad: Tensor,
     x: Tensor,
     weight: Tensor | None,
@@ -73,6 +71,12 @@ def batch_norm_backward(
 def _laid_out_as(x: Tensor, result: Tensor) -> Tensor:
     expected = torch.empty_like(x)
     return result if result.stride() == expected.stride() else expected.copy_(result)
+
+
+batch_norm = torch.library.custom_op("zeroir::batch_norm", normalise, mutates_args=())
+batch_norm_backward = torch.library.custom_op(
+    "zeroir::batch_norm_backward", normalise_backward, mutates_args=()
+)
 
 
 @batch_norm.register_fake

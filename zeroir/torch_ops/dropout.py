@@ -14,18 +14,26 @@ _WEYL = 0x9E3779B97F4A7C15
 _MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 
 
-@torch.library.custom_op("zeroir::dropout", mutates_args=())
-def dropout(x: Tensor, p: float, seed: Tensor) -> tuple[Tensor, Tensor]:
+def drop(x: Tensor, p: float, seed: Tensor) -> tuple[Tensor, Tensor]:
     """Zero each element of x with probability p, scale the rest by 1 / (1 − p).
 
     ``seed`` is i64[1], on the host or on x's device. Returns the result, of x's type, and the bool mask of what
     was kept.
     """
+    # A seed on the host is read at launch; no device waits for it.
+    return drop_with(x, p, int(seed) if seed.device.type == "cpu" else seed)
+
+
+def drop_with(x: Tensor, p: float, seed: Tensor | int) -> tuple[Tensor, Tensor]:
+    """What ``dropout`` computes, in plain operators that a compiler can trace; a tensor of seeds is on x's device."""
     mask = (_hash(x.numel(), seed, x.device) >= round(p * 2**_BITS)).view(x.shape)
     # Laid out as x, so that the types do not depend on the device.
     return torch.empty_like(x).copy_(x * mask * _scale(p)), torch.empty_like(
         x, dtype=torch.bool
     ).copy_(mask)
+
+
+dropout = torch.library.custom_op("zeroir::dropout", drop, mutates_args=())
 
 
 @dropout.register_fake
@@ -60,11 +68,10 @@ def _scale(p: float) -> float:
     return 0.0 if p >= 1 else 1 / (1 - p)
 
 
-def _hash(numel: int, seed: Tensor, device: torch.device) -> Tensor:
+def _hash(numel: int, seed: Tensor | int, device: torch.device) -> Tensor:
     """Uniform integers in [0, 2^24), one per position: SplitMix64 (Steele, Lea and Flood, 2014) at (seed, i)."""
     z = torch.arange(1, numel + 1, dtype=torch.int64, device=device)
-    # A seed on the host is read at launch; no device waits for it.
-    z = z.mul_(_signed(_WEYL)).add_(int(seed) if seed.device.type == "cpu" else seed)
+    z = z.mul_(_signed(_WEYL)).add_(seed)
     for shift, factor in _MIX:
         z = z.bitwise_xor_(_shift(z, shift)).mul_(_signed(factor))
     z = z.bitwise_xor_(_shift(z, 31))

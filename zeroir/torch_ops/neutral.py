@@ -163,7 +163,8 @@ class NeutralOps(TorchFunctionMode):
     def _wrapped(self, func: Function) -> Function:
         return func if self._around is None else self._around(func)
 
-    def _seed(self) -> Tensor:
+    def seed(self) -> Tensor:
+        """The seed of the next call of dropout, i64[1]."""
         if self.sites >= self.seeds.numel():
             raise IndexError(f"there are more calls of dropout than the {self.sites} seeds")
         self.sites += 1
@@ -181,7 +182,7 @@ class NeutralOps(TorchFunctionMode):
             raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
         if p == 0 or not (training if train is None else train):
             return input
-        result: Tensor = dropout(input, float(p), self._seed())[0]
+        result: Tensor = dropout(input, float(p), self.seed())[0]
         return input.copy_(result) if inplace else result
 
     def _dropout_channels(

@@ -31,6 +31,8 @@ CASES = st.builds(
     keep_fp32=st.booleans(),
     elide=st.booleans(),
     distance=st.integers(0, 2),
+    bucket=st.sampled_from([0, 0, 10_000]),
+    overlap_update=st.booleans(),
 )
 SETTINGS = settings(
     deadline=None, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow]

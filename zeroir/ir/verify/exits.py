@@ -11,7 +11,7 @@ from dataclasses import replace
 from zeroir.ir import ops
 from zeroir.ir.buffers import Buffer, Region, Role, whole
 from zeroir.ir.contents import GRAD, PARAM, Content, FlatContent, Micro, NamedContent, Zeros
-from zeroir.ir.program import EVALUATE, MICRO_STEP, UPDATE, Holding
+from zeroir.ir.program import EVALUATE, LAST_MICRO_STEP, MICRO_STEP, UPDATE, Holding
 from zeroir.ir.verify import algebra
 from zeroir.ir.verify.context import last_touch, spell
 from zeroir.ir.verify.domain import (
@@ -270,6 +270,7 @@ def _check_scalars(run: Run, outcome: Outcome) -> None:
     """Hyper-parameters and loss scales keep their meaning; one decision advances the step count once."""
     program = run.program
     kept: set[str] = set()
+    counts: set[str] = set()
     advancing: set[str] = set()
     written: set[str] = set()
     for op in program.ops():
@@ -279,7 +280,7 @@ def _check_scalars(run: Run, outcome: Outcome) -> None:
             case ops.UpdateScale():
                 advancing.add(op.state.buffer)
             case ops.Decide():
-                advancing.add(op.step.buffer)
+                counts.add(op.step.buffer)
             case ops.Compute():
                 written |= {d.view.region.buffer for d in op.destinations if d is not None}
                 kept |= {
@@ -289,20 +290,45 @@ def _check_scalars(run: Run, outcome: Outcome) -> None:
                 }
             case _:
                 pass
-    for name in sorted((kept | advancing) - written):
+    for name in sorted((kept | advancing | counts) - written):
         buffer = program.buffer_by_name[name]
         if isinstance(buffer.holds, NamedContent):
-            is_advancing = run.section.name == UPDATE and name in advancing
-            _check_kept(run, buffer, buffer.holds, (0, 1) if is_advancing else (0,))
+            is_advancing = run.section.name == UPDATE and name in advancing | counts
+            versions = (0, 1) if is_advancing else (0,)
+            if run.section.name == LAST_MICRO_STEP and name in counts:
+                versions = (_told_version(run, buffer, buffer.holds),)
+            _check_kept(run, buffer, buffer.holds, versions)
     if program.loss is not None:
         _check_loss(run, whole(program.buffer_by_name[program.loss]))
-    has_steps = any(isinstance(op, ops.Decide) for op in program.ops())
-    if run.section.name == UPDATE and has_steps and not outcome.decisions:
+    if (
+        run.section.name == UPDATE
+        and counts
+        and not outcome.decisions
+        and not _has_advanced(run, counts)
+    ):
         run.findings.add(
             "Z405",
             "the update takes no decision: the step count does not advance",
             section=run.section,
         )
+
+
+def _told_version(run: Run, buffer: Buffer, content: NamedContent) -> int:
+    """How far the exit state says that a step count has advanced: by one where the decision was taken early."""
+    told = replace(content, version=content.version + 1)
+    return int(
+        any(h.region == whole(buffer) and h.content == told for h in run.section.exit.holdings)
+    )
+
+
+def _has_advanced(run: Run, counts: set[str]) -> bool:
+    """Whether a step count is the next one, by a decision of the section before."""
+    names = run.program.buffer_by_name
+    return any(
+        isinstance(value, Elements) and isinstance(value.key, NamedKey) and value.key.version == 1
+        for name in counts
+        for _, _, value in run.memory.read(whole(names[name]))
+    )
 
 
 def _check_kept(run: Run, buffer: Buffer, content: NamedContent, versions: tuple[int, ...]) -> None:

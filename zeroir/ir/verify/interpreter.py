@@ -44,7 +44,7 @@ from zeroir.ir.verify.domain import (
     unpack,
 )
 from zeroir.ir.verify.memory import Memory
-from zeroir.ir.verify.numbers import Segments
+from zeroir.ir.verify.numbers import Operand, Segments
 from zeroir.ir.verify.update import Stepped
 from zeroir.ir.verify.words import ADVICE, CAUSES, describe
 
@@ -380,7 +380,7 @@ class Run:
     # ----------------------------------------------------------------------------------------------------- compute
 
     def _compute(self, op: ops.Compute) -> None:
-        operands: list[Hashable] = []
+        operands: list[Operand] = []
         is_poisoned = False
         for argument in op.arguments:
             region = argument.view.region
@@ -388,20 +388,20 @@ class Run:
             if name is not None:
                 if not self._is_parameter(name, region):
                     is_poisoned = True
-                operands.append(("parameter", self.shared.gradients[name][1].name))
+                operands.append(Operand(("parameter", self.shared.gradients[name][1].name)))
                 continue
             pieces = self.take(region)
             if len(pieces) == 1:
                 value = pieces[0][2]
-                if isinstance(value, Elements) and not value.shift and not value.strides:
-                    operands.append((value.key, value.summed) if value.summed else value.key)
+                if isinstance(value, Elements) and not value.strides:
+                    key = (value.key, value.summed) if value.summed else value.key
+                    operands.append(Operand(key, value.shift))
                     continue
             if any(algebra.is_poisoned(value) for _, _, value in pieces):
                 is_poisoned = True
-            operands.append(tuple(pieces))
-        arguments = tuple(operands)
-        numbers = self.shared.segments.results(op.segment, arguments)
-        for destination, number in zip(op.destinations, numbers, strict=True):
+            operands.append(Operand(tuple(pieces)))
+        results = self.shared.segments.results(op.segment, tuple(operands))
+        for destination, (number, key, shift) in zip(op.destinations, results, strict=True):
             if destination is None:
                 continue
             if destination.gradient is not None:
@@ -409,7 +409,7 @@ class Run:
                 continue
             region = destination.view.region
             numel = self.memory.numel(region)
-            result: Value = POISON if is_poisoned else Elements(number)
+            result: Value = POISON if is_poisoned else Elements(key, shift)
             if destination.mode is Mode.WRITE:
                 self.memory.write(region, [(0, numel, result)])
             else:

@@ -1,0 +1,253 @@
+"""Merge neighbouring small collectives: one launch moves several (source, destination) pairs.
+
+A launch costs a latency that grows with the number of ranks and not with its size: units that are small, or small
+once cut for many ranks, are better moved together. Blocks of megabytes are not, since what travels together overlaps
+less computation and needs more memory at once; so nothing is merged unless asked for. Of each communicator, what follows one another in a
+section and is together at most ``bytes`` bytes (of the full buffers, as they travel) becomes one launch; what is
+larger stays alone. Bytes on the wire and results are what they were.
+
+A gather moves up to the one before it, and its allocs with it, unless its buffer's previous life ends only after the
+unit before the bucket has been gathered: the bucket would have to wait for it and come too late. Other collectives,
+whose sources are not there before, move down to the one after them, and with them what follows from them on their
+stream: releases, and sums over micro-steps. Nothing passes an op that it conflicts with.
+
+The pass stands before those that bound memory, to which a bucket is one unit. ``prefetch{distance}`` so has at most
+distance + 1 buckets of gathered parameters live, and ``bound-gradients{live}`` at most ``live`` of full gradients,
+none larger than the largest unit and ``bytes`` together.
+
+Before ``bucket{bytes=4096}``::
+
+    section last_micro_step {
+      alloc %h  stream=compute
+      alloc %a.full  stream=gather
+      !0 = all_gather %a.param -> %a.full  comm=gather stream=gather
+      wait !0  on=compute
+      compute @a.forward(%x, w: %a.full[0:128]) -> (%h)  unit=a stream=compute
+      !1 = release %a.full  stream=compute
+      alloc %b.full  stream=gather
+      !2 = all_gather %b.param -> %b.full  comm=gather stream=gather
+      wait !2  on=compute
+      compute @b.forward(%h, v: %b.full[0:8]) -> (%loss)  unit=b stream=compute
+      alloc %dh  stream=compute
+      alloc %b.grad_full  stream=compute
+      fill %b.grad_full[8:512] = 0.0  stream=compute
+      !3 = compute @b.backward(%loss_scale[0:1], %h, v: %b.full[0:8]) -> (%dh, grad v: %b.grad_full[0:8])  unit=b stream=compute
+      release %h  stream=compute
+      release %b.full  stream=compute
+      wait !3  on=reduce
+      reduce_scatter %b.grad_full -> %b.grad  comm=reduce stream=reduce
+      release %b.grad_full  stream=reduce
+      alloc %a.grad_full  stream=compute
+      fill %a.grad_full[128:512] = 0.0  stream=compute
+      wait !1  on=gather
+      alloc %a.full  stream=gather
+      !4 = all_gather %a.param -> %a.full  comm=gather stream=gather
+      wait !4  on=compute
+      !5 = compute @a.backward(%dh, %x, w: %a.full[0:128]) -> (grad w: %a.grad_full[0:128])  unit=a stream=compute
+      release %dh  stream=compute
+      release %a.full  stream=compute
+      wait !5  on=reduce
+      reduce_scatter %a.grad_full -> %a.grad  comm=reduce stream=reduce
+      release %a.grad_full  stream=reduce
+      exit %a.grad = grad a @dp reduced=(dp) micro=all
+      exit %b.grad = grad b @dp reduced=(dp) micro=all
+    }
+
+After::
+
+    section last_micro_step {
+      alloc %h  stream=compute
+      alloc %a.full  stream=gather
+      alloc %b.full  stream=gather
+      !0 = all_gather %a.param -> %a.full, %b.param -> %b.full  comm=gather stream=gather
+      wait !0  on=compute
+      compute @a.forward(%x, w: %a.full[0:128]) -> (%h)  unit=a stream=compute
+      !1 = release %a.full  stream=compute
+      compute @b.forward(%h, v: %b.full[0:8]) -> (%loss)  unit=b stream=compute
+      alloc %dh  stream=compute
+      alloc %b.grad_full  stream=compute
+      fill %b.grad_full[8:512] = 0.0  stream=compute
+      compute @b.backward(%loss_scale[0:1], %h, v: %b.full[0:8]) -> (%dh, grad v: %b.grad_full[0:8])  unit=b stream=compute
+      release %h  stream=compute
+      release %b.full  stream=compute
+      alloc %a.grad_full  stream=compute
+      fill %a.grad_full[128:512] = 0.0  stream=compute
+      wait !1  on=gather
+      alloc %a.full  stream=gather
+      !2 = all_gather %a.param -> %a.full  comm=gather stream=gather
+      wait !2  on=compute
+      !3 = compute @a.backward(%dh, %x, w: %a.full[0:128]) -> (grad w: %a.grad_full[0:128])  unit=a stream=compute
+      release %dh  stream=compute
+      release %a.full  stream=compute
+      wait !3  on=reduce
+      reduce_scatter %b.grad_full -> %b.grad, %a.grad_full -> %a.grad  comm=reduce stream=reduce
+      release %b.grad_full  stream=reduce
+      release %a.grad_full  stream=reduce
+      exit %a.grad = grad a @dp reduced=(dp) micro=all
+      exit %b.grad = grad b @dp reduced=(dp) micro=all
+    }
+"""  # noqa: E501
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from zeroir.errors import UserError
+from zeroir.ir import ops
+from zeroir.ir.memory import payloads
+from zeroir.ir.ops import Op
+from zeroir.ir.program import Program, Section
+from zeroir.passes import rewrite
+from zeroir.passes.base import Fact, format_spec, split_spec
+from zeroir.passes.bound_gradients import BoundGradients
+from zeroir.passes.conflicts import Touched
+from zeroir.passes.order import synchronise, unordered
+from zeroir.passes.prefetch import Prefetch
+
+_Mergeable = ops.AllGather | ops.ReduceScatter | ops.AllReduce
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bucket:
+    """Merge neighbouring collectives of together at most ``bytes`` bytes."""
+
+    name: ClassVar[str] = "bucket"
+    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.GRADIENTS_REDUCED})
+    establishes: ClassVar[frozenset[Fact]] = frozenset({Fact.COLLECTIVES_BUCKETED})
+
+    bytes: int
+
+    def __post_init__(self) -> None:
+        if self.bytes < 0:
+            raise UserError(
+                f"The option `bytes` of `{self.name}` is a number of bytes, at least 0, not {self.bytes}."
+            )
+
+    def spec(self) -> str:
+        """The pass as text."""
+        return format_spec(self.name, {"bytes": self.bytes})
+
+    def __call__(self, program: Program) -> Program:
+        """The program with its small collectives merged.
+
+        Raises:
+            UserError: where a pass that bounds memory has run already: its waits would be lost.
+        """
+        for spec in program.passes:
+            if split_spec(spec)[0] in (Prefetch.name, BoundGradients.name):
+                raise UserError(
+                    f"The pass `{self.spec()}` would undo the bound of `{spec}`, which ran before it; "
+                    f"put `{self.name}` first."
+                )
+        program = unordered(program)
+        return synchronise(
+            rewrite.map_sections(program, lambda section: self._rewrite(section, program))
+        )
+
+    def _rewrite(self, section: Section, program: Program) -> Section:
+        pending = {p.event for p in section.exit.pending}
+        body = section.body
+        for comm in program.comms:
+            body = self._merge(body, comm.name, pending, program)
+        return replace(section, body=body)
+
+    def _merge(
+        self, body: tuple[Op, ...], comm: str, pending: set[str], program: Program
+    ) -> tuple[Op, ...]:
+        """The body with the collectives of one communicator merged, each into the one before where that may be."""
+        last: int | None = None
+        # Where the last collective of this bucket and of the one before stood.
+        place = before = -1
+        index = 0
+        while index < len(body):
+            op = body[index]
+            if isinstance(op, _Mergeable) and op.comm == comm and op.event not in pending:
+                found = None if last is None else self._merged(body, (before, last, index), program)
+                if found is None:
+                    before, place, last = place, index, index
+                else:
+                    place = index
+                    body, last = found
+                    index = last
+            elif isinstance(op, ops.Collective) and op.comm == comm:
+                last = None
+            index += 1
+        return body
+
+    def _merged(
+        self, body: tuple[Op, ...], places: tuple[int, int, int], program: Program
+    ) -> tuple[tuple[Op, ...], int] | None:
+        """The body with two collectives as one, and where that stands; None where they must stay apart.
+
+        ``places`` are those of the collective before both, of the first and of the second.
+        """
+        before, first, second = places
+        merged = _as_one(body[first], body[second])
+        if merged is None or sum(size for _, size in payloads(merged, program)) > self.bytes:
+            return None
+        found = None
+        if not _ends_a_life(body[before + 1 : first], body[second]):
+            found = _earlier(body, first, second, merged, program)
+        return found or _later(body, first, second, merged, program)
+
+
+def _as_one(one: Op, other: Op) -> _Mergeable | None:
+    """Both collectives as one launch, if they are of one kind."""
+    if not (isinstance(one, _Mergeable) and isinstance(other, _Mergeable)):
+        return None
+    merged = replace(one, pairs=(*one.pairs, *other.pairs), event=None)
+    is_alike = replace(other, pairs=merged.pairs, event=None) == merged
+    return merged if is_alike and merged.staging is None else None
+
+
+def _ends_a_life(body: Sequence[Op], gather: Op) -> bool:
+    """Whether one of these ops releases what is gathered: with it the bucket would begin only then, too late."""
+    return any(
+        isinstance(op, ops.Release) and op.buffer in rewrite.used_buffers(gather) for op in body
+    )
+
+
+def _earlier(
+    body: Sequence[Op], first: int, second: int, merged: _Mergeable, program: Program
+) -> tuple[tuple[Op, ...], int] | None:
+    """The second collective moves up to the first, and with it the allocs that it needs."""
+    moving = Touched(program)
+    moving.add(body[second], second)
+    allocs: list[int] = []
+    for index in range(second - 1, first - 1, -1):
+        op = body[index]
+        if isinstance(op, ops.Wait):
+            return None
+        if moving.is_against(op):
+            if not isinstance(op, ops.Alloc) or op.stream != merged.stream or index == first:
+                return None
+            allocs.append(index)
+            moving.add(op, index)
+    moved = {*allocs, second}
+    rest = [op for index, op in enumerate(body) if index > first and index not in moved]
+    found = (*body[:first], *(body[index] for index in sorted(allocs)), merged, *rest)
+    return found, first + len(allocs)
+
+
+def _later(
+    body: Sequence[Op], first: int, second: int, merged: _Mergeable, program: Program
+) -> tuple[tuple[Op, ...], int] | None:
+    """The first collective moves down to the second, and what follows from it on its stream comes after."""
+    moving = Touched(program)
+    moving.add(body[first], first)
+    after: list[int] = []
+    for index in range(first + 1, second + 1):
+        op = body[index]
+        if isinstance(op, ops.Wait):
+            return None
+        if moving.is_against(op):
+            if op.stream != merged.stream or index == second:
+                return None
+            after.append(index)
+            moving.add(op, index)
+    moved = {first, *after}
+    kept = [op for index, op in enumerate(body[:second]) if index not in moved]
+    found = (*kept, merged, *(body[index] for index in after), *body[second + 1 :])
+    return found, len(kept)

@@ -1,0 +1,301 @@
+"""Update each flat as soon as its gradient is reduced, while the backward of other units goes on.
+
+Where neither clipping nor loss scaling asks for all gradients first, the update's one decision, which advances the
+step count and gives the divisor, needs none of them: it moves to the beginning of the last micro-step. The update of
+each flat (widening the gradient, the optimizer step, narrowing the master weights, clearing a sum over micro-steps,
+and in stages 1 and 2 gathering the new parameters) follows right behind what it must follow: the reduction of the
+flat's gradient, and whatever last reads the parameters that it replaces. It runs on a stream of its own, so that it
+delays neither the compute stream nor the next reduction. What is left of the update is the loss.
+
+At the joint every parameter, master weight and state is then a version further than at rest, and says so; the
+gradients are used up. A program whose decision rests on a norm, an overflow flag or a loss scale stays as it is.
+
+Memory: the widened gradient of one flat at a time (16-bit, one micro-step) now lives during the backward. With one
+micro-step nothing reads a reduced gradient after its flat's update, so that it need not be persistent any more; it
+still is.
+
+Before ``overlap-update``::
+
+    streams compute:device gather:device reduce:device copy_in:device copy_out:device optimizer:host io:disk
+    section last_micro_step {
+      alloc %h  stream=compute
+      alloc %a.full  stream=gather
+      !0 = all_gather %a.param -> %a.full  comm=gather stream=gather
+      alloc %b.full  stream=gather
+      !1 = prefetch %b.param -> %b.full  comm=gather stream=gather
+      wait !0  on=compute
+      compute @a.forward(%x, w: %a.full[0:128]) -> (%h)  unit=a stream=compute
+      !2 = release %a.full  stream=compute
+      wait !2  on=gather
+      alloc %a.full  stream=gather
+      !3 = prefetch %a.param -> %a.full  comm=gather stream=gather
+      wait !1  on=compute
+      compute @b.forward(%h, v: %b.full[0:8]) -> (%loss)  unit=b stream=compute
+      alloc %dh  stream=compute
+      alloc %b.grad_full  stream=compute
+      fill %b.grad_full[8:512] = 0.0  stream=compute
+      !4 = compute @b.backward(%loss_scale[0:1], %h, v: %b.full[0:8]) -> (%dh, grad v: %b.grad_full[0:8])  unit=b stream=compute
+      release %h  stream=compute
+      release %b.full  stream=compute
+      wait !4  on=reduce
+      reduce_scatter %b.grad_full -> %b.grad  comm=reduce stream=reduce
+      !5 = release %b.grad_full  stream=reduce
+      wait !5  on=compute
+      alloc %a.grad_full  stream=compute
+      fill %a.grad_full[128:512] = 0.0  stream=compute
+      wait !3  on=compute
+      !6 = compute @a.backward(%dh, %x, w: %a.full[0:128]) -> (grad w: %a.grad_full[0:128])  unit=a stream=compute
+      release %dh  stream=compute
+      release %a.full  stream=compute
+      wait !6  on=reduce
+      reduce_scatter %a.grad_full -> %a.grad  comm=reduce stream=reduce
+      release %a.grad_full  stream=reduce
+      exit %a.grad = grad a @dp reduced=(dp) micro=all
+      exit %b.grad = grad b @dp reduced=(dp) micro=all
+    }
+    section update {
+      entry %a.grad = grad a @dp reduced=(dp) micro=all
+      entry %b.grad = grad b @dp reduced=(dp) micro=all
+      all_reduce %loss -> %loss  comm=reduce stream=reduce
+      decide step=%step gradient_divisor=%divisor divisor=2  stream=compute
+      optimizer_step momentum param=%a.param grad=%a.grad states=(%a.momentum_buffer) step=%step lr=%lr hyper=%hyper gradient_divisor=%divisor  group=default stream=compute
+      optimizer_step momentum param=%b.param grad=%b.grad states=(%b.momentum_buffer) step=%step lr=%lr hyper=%hyper gradient_divisor=%divisor  group=default stream=compute
+    }
+
+After::
+
+    streams compute:device gather:device reduce:device copy_in:device copy_out:device optimizer:host io:disk update:device
+    section last_micro_step {
+      decide step=%step gradient_divisor=%divisor divisor=2  stream=update
+      alloc %h  stream=compute
+      alloc %a.full  stream=gather
+      !0 = all_gather %a.param -> %a.full  comm=gather stream=gather
+      alloc %b.full  stream=gather
+      !1 = prefetch %b.param -> %b.full  comm=gather stream=gather
+      wait !0  on=compute
+      compute @a.forward(%x, w: %a.full[0:128]) -> (%h)  unit=a stream=compute
+      !2 = release %a.full  stream=compute
+      wait !2  on=gather
+      alloc %a.full  stream=gather
+      !3 = prefetch %a.param -> %a.full  comm=gather stream=gather
+      wait !1  on=compute
+      compute @b.forward(%h, v: %b.full[0:8]) -> (%loss)  unit=b stream=compute
+      alloc %dh  stream=compute
+      alloc %b.grad_full  stream=compute
+      fill %b.grad_full[8:512] = 0.0  stream=compute
+      !4 = compute @b.backward(%loss_scale[0:1], %h, v: %b.full[0:8]) -> (%dh, grad v: %b.grad_full[0:8])  unit=b stream=compute
+      release %h  stream=compute
+      release %b.full  stream=compute
+      wait !4  on=reduce
+      !5 = reduce_scatter %b.grad_full -> %b.grad  comm=reduce stream=reduce
+      wait !5  on=update
+      optimizer_step momentum param=%b.param grad=%b.grad states=(%b.momentum_buffer) step=%step lr=%lr hyper=%hyper gradient_divisor=%divisor  group=default stream=update
+      !6 = release %b.grad_full  stream=reduce
+      wait !6  on=compute
+      alloc %a.grad_full  stream=compute
+      fill %a.grad_full[128:512] = 0.0  stream=compute
+      wait !3  on=compute
+      !7 = compute @a.backward(%dh, %x, w: %a.full[0:128]) -> (grad w: %a.grad_full[0:128])  unit=a stream=compute
+      release %dh  stream=compute
+      release %a.full  stream=compute
+      wait !7  on=reduce
+      !8 = reduce_scatter %a.grad_full -> %a.grad  comm=reduce stream=reduce
+      wait !8  on=update
+      optimizer_step momentum param=%a.param grad=%a.grad states=(%a.momentum_buffer) step=%step lr=%lr hyper=%hyper gradient_divisor=%divisor  group=default stream=update
+      release %a.grad_full  stream=reduce
+      exit %step = value step version=1
+      exit %a.param = param a @dp version=1
+      exit %a.momentum_buffer = momentum_buffer a @dp version=1
+      exit %b.param = param b @dp version=1
+      exit %b.momentum_buffer = momentum_buffer b @dp version=1
+    }
+    section update {
+      entry %step = value step version=1
+      entry %a.param = param a @dp version=1
+      entry %a.momentum_buffer = momentum_buffer a @dp version=1
+      entry %b.param = param b @dp version=1
+      entry %b.momentum_buffer = momentum_buffer b @dp version=1
+      all_reduce %loss -> %loss  comm=reduce stream=reduce
+    }
+"""  # noqa: E501
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import ClassVar
+
+from zeroir.ir import ops
+from zeroir.ir.buffers import Region, Role
+from zeroir.ir.contents import Content, FlatContent, NamedContent, Zeros
+from zeroir.ir.effects import effects
+from zeroir.ir.mesh import COMPUTE, Executor, Stream
+from zeroir.ir.ops import Op
+from zeroir.ir.program import LAST_MICRO_STEP, UPDATE, Holding, Program, Section, State
+from zeroir.passes import rewrite
+from zeroir.passes.base import Fact, format_spec
+from zeroir.passes.conflicts import Touched
+from zeroir.passes.order import synchronise, without_waits
+
+_Movable = (
+    ops.Decide | ops.OptimizerStep | ops.Alloc | ops.Release | ops.Cast | ops.Fill | ops.AllGather
+)
+
+STREAM = Stream(name="update", executor=Executor.DEVICE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OverlapUpdate:
+    """Update each flat as soon as its gradient is reduced."""
+
+    name: ClassVar[str] = "overlap-update"
+    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.GRADIENTS_REDUCED})
+    establishes: ClassVar[frozenset[Fact]] = frozenset({Fact.UPDATE_OVERLAPPED})
+
+    def spec(self) -> str:
+        """The pass as text."""
+        return format_spec(self.name, {})
+
+    def __call__(self, program: Program) -> Program:
+        """The program with its update in the last micro-step; as it was where a decision rests on all gradients."""
+        last = program.section_by_name.get(LAST_MICRO_STEP)
+        update = program.section_by_name.get(UPDATE)
+        if last is None or update is None or not _is_free(update):
+            return program
+        moved, left = _divided(without_waits(update), program)
+        if not all(_is_on_scalars(op, program) for op in left):
+            return program
+        between = _state_after(last.exit, moved, program)
+        changed = {
+            LAST_MICRO_STEP: replace(last, body=_placed(last, moved, program), exit=between),
+            UPDATE: replace(update, entry=between, body=left),
+        }
+        program = rewrite.map_sections(program, lambda section: changed.get(section.name, section))
+        return synchronise(replace(program, streams=(*program.streams, STREAM)))
+
+
+def _is_free(update: Section) -> bool:
+    """Whether the one decision needs no gradient, and nothing crosses the joint before it."""
+    decisions = [op for op in update.body if isinstance(op, ops.Decide)]
+    return (
+        len(decisions) == 1
+        and all(not _is_global(decision) for decision in decisions)
+        and not (update.entry.live or update.entry.pending or update.exit.pending)
+    )
+
+
+def _is_global(decision: ops.Decide) -> bool:
+    """Whether the decision rests on anything that the micro-steps compute."""
+    rests_on = (decision.overflow, decision.norm, decision.loss_scale, decision.skip)
+    return any(region is not None for region in rests_on)
+
+
+def _divided(update: Section, program: Program) -> tuple[tuple[_Movable, ...], tuple[Op, ...]]:
+    """The ops of the update that may run in the last micro-step, and those that are left."""
+    moved: list[_Movable] = []
+    left: list[Op] = []
+    staying = Touched(program)
+    for index, op in enumerate(update.body):
+        if isinstance(op, _Movable) and _is_of_a_flat(op, program) and not staying.is_against(op):
+            moved.append(op)
+        else:
+            left.append(op)
+            staying.add(op, index)
+    return tuple(moved), tuple(left)
+
+
+def _is_of_a_flat(op: _Movable, program: Program) -> bool:
+    """Whether the op is the decision or part of a flat's update; the loss stays for the engine to read."""
+    if isinstance(op, ops.Decide | ops.OptimizerStep):
+        return True
+    return all(program.buffer_by_name[name].role is not Role.SCALAR for name in _names(op))
+
+
+def _is_on_scalars(op: Op, program: Program) -> bool:
+    """Whether the op concerns scalars alone, as the loss is one."""
+    is_update = isinstance(op, ops.Decide | ops.OptimizerStep)
+    return not is_update and all(
+        program.buffer_by_name[name].role is Role.SCALAR for name in _names(op)
+    )
+
+
+def _names(op: Op) -> frozenset[str]:
+    """The buffers that an op uses, allocates or releases."""
+    found = effects(op)
+    return rewrite.used_buffers(op).union(found.allocs, found.frees)
+
+
+def _placed(last: Section, moved: Iterable[_Movable], program: Program) -> tuple[Op, ...]:
+    """The last micro-step with each op moved right behind the last one that it must follow."""
+    touched = Touched(program)
+    for index, op in enumerate(last.body):
+        touched.add(op, index)
+    after: dict[int, list[Op]] = {}
+    begun: dict[str, ops.Alloc] = {}
+    for op in moved:
+        if isinstance(op, ops.Alloc):
+            begun[op.buffer] = op  # It goes where its buffer is first used.
+            continue
+        allocs = [begun.pop(name) for name in sorted(_names(op) & begun.keys())]
+        together: tuple[_Movable, ...] = (*allocs, op)
+        at = max(touched.against(together), default=-1)
+        for one in together:
+            touched.add(one, at)
+            stream = STREAM.name if one.stream == COMPUTE else one.stream
+            after.setdefault(at, []).append(replace(one, stream=stream, event=None))
+    return (*after.get(-1, ()), *rewrite.insert(last.body, after=after))
+
+
+# ------------------------------------------------------------------------------------------------- what is then held
+
+
+def _state_after(state: State, moved: Iterable[Op], program: Program) -> State:
+    """The state at the joint once these ops have run before it: gradients are used up, versions advance."""
+    held: dict[str, list[Holding]] = {}
+    for holding in state.holdings:
+        if rewrite.complete_gradient(holding) is None:
+            held.setdefault(holding.region.buffer, []).append(holding)
+    for op in moved:
+        for region, content in _results(op, program):
+            others = held.get(region.buffer, ())
+            kept = [h for h in others if not _overlap(h.region, region)]
+            held[region.buffer] = [*kept, Holding(region=region, content=content)]
+    return replace(state, holdings=tuple(chain.from_iterable(held.values())))
+
+
+def _overlap(one: Region, other: Region) -> bool:
+    return one.offset < other.stop and other.offset < one.stop
+
+
+def _results(op: Op, program: Program) -> Iterator[tuple[Region, Content]]:
+    """What an op of the update leaves in persistent buffers."""
+    match op:
+        case ops.Decide():
+            yield from _advanced(op.step, program)
+        case ops.OptimizerStep():
+            for region in (op.param, *op.states):
+                yield from _advanced(region, program)
+        case ops.Cast():
+            yield from _advanced(op.destination, program)
+        case ops.AllGather():
+            for pair in op.pairs:
+                yield from _advanced(pair.destination, program)
+        case ops.Fill():
+            if program.buffer_by_name[op.destination.buffer].is_persistent:
+                yield op.destination, Zeros()
+        case _:
+            pass
+
+
+def _advanced(region: Region, program: Program) -> Iterator[tuple[Region, Content]]:
+    """The next version of what a persistent buffer holds at rest."""
+    match program.buffer_by_name[region.buffer].holds:
+        case FlatContent() as holds:
+            offset = holds.offset + region.offset
+            shard = region.shard or holds.shard
+            yield region, replace(holds, offset=offset, shard=shard, version=holds.version + 1)
+        case NamedContent() as holds:
+            yield region, replace(holds, version=holds.version + 1)
+        case _:
+            pass

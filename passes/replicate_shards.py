@@ -1,0 +1,394 @@
+"""Hybrid sharding: several groups of ranks train as one, each holding all shards once; gradients are summed across.
+
+What the passes before made for the ranks of one axis becomes a program for ``replicas`` such groups: the mesh
+``dp=4`` becomes ``replicate=2 shard=4``. Parameters are cut and gathered over ``shard`` alone, as inside one machine,
+and what crosses from group to group is one all-reduce of what each rank keeps of a gradient, its shard, once that is
+complete. With several micro-steps it is the finished sum that crosses, once a step and in FP32. Where every rank keeps
+the whole gradient (stage 0), the sum over ``shard`` is cut in two, a reduce-scatter before and an all-gather after, so
+that here, too, only shards cross. Collectives over the two axes share ranks and so keep one order; gathers that were
+issued ahead come first, because a compute op waits for them and the sums have time until the update.
+
+Every sum adds in FP32 in rank order and rounds once to the gradient's dtype: over ``shard`` first, then over
+``replicate``. A 16-bit gradient of one micro-step is so rounded once for each axis, at every stage alike; sending
+FP32 across would double the bytes on the slower link.
+
+Each rank judges its slices of every gradient, which are the same in all groups: the norm is summed over ``shard``
+alone, the loss and the overflow flag over both axes. The optimizer's divisor grows by ``replicas``.
+
+Before ``replicate-shards{replicas=2}``::
+
+    mesh dp=2
+    comm gather axis=dp
+    comm reduce axis=dp
+    buffer %a.param : f32[256] device param = param a @dp
+    buffer %a.grad : f32[256] device grad = grad a @dp micro=stale
+    buffer %a.momentum_buffer : f32[256] device state = momentum_buffer a @dp
+    buffer %b.param : f32[256] device param = param b @dp
+    buffer %b.grad : f32[256] device grad = grad b @dp micro=stale
+    buffer %b.momentum_buffer : f32[256] device state = momentum_buffer b @dp
+    section last_micro_step {
+      alloc %h  stream=compute
+      alloc %a.full  stream=gather
+      !0 = all_gather %a.param -> %a.full  comm=gather stream=gather
+      alloc %b.full  stream=gather
+      !1 = prefetch %b.param -> %b.full  comm=gather stream=gather
+      wait !0  on=compute
+      compute @a.forward(%x, w: %a.full[0:128]) -> (%h)  unit=a stream=compute
+      !2 = release %a.full  stream=compute
+      wait !2  on=gather
+      alloc %a.full  stream=gather
+      !3 = prefetch %a.param -> %a.full  comm=gather stream=gather
+      wait !1  on=compute
+      compute @b.forward(%h, v: %b.full[0:8]) -> (%loss)  unit=b stream=compute
+      alloc %dh  stream=compute
+      alloc %b.grad_full  stream=compute
+      fill %b.grad_full[8:512] = 0.0  stream=compute
+      !4 = compute @b.backward(%loss_scale[0:1], %h, v: %b.full[0:8]) -> (%dh, grad v: %b.grad_full[0:8])  unit=b stream=compute
+      release %h  stream=compute
+      release %b.full  stream=compute
+      wait !4  on=reduce
+      reduce_scatter %b.grad_full -> %b.grad  comm=reduce stream=reduce
+      !5 = release %b.grad_full  stream=reduce
+      wait !5  on=compute
+      alloc %a.grad_full  stream=compute
+      fill %a.grad_full[128:512] = 0.0  stream=compute
+      wait !3  on=compute
+      !6 = compute @a.backward(%dh, %x, w: %a.full[0:128]) -> (grad w: %a.grad_full[0:128])  unit=a stream=compute
+      release %dh  stream=compute
+      release %a.full  stream=compute
+      wait !6  on=reduce
+      reduce_scatter %a.grad_full -> %a.grad  comm=reduce stream=reduce
+      release %a.grad_full  stream=reduce
+      exit %a.grad = grad a @dp reduced=(dp) micro=all
+      exit %b.grad = grad b @dp reduced=(dp) micro=all
+    }
+    section update {
+      entry %a.grad = grad a @dp reduced=(dp) micro=all
+      entry %b.grad = grad b @dp reduced=(dp) micro=all
+      all_reduce %loss -> %loss  comm=reduce stream=reduce
+      decide step=%step gradient_divisor=%divisor divisor=2  stream=compute
+      optimizer_step momentum param=%a.param grad=%a.grad states=(%a.momentum_buffer) step=%step lr=%lr hyper=%hyper gradient_divisor=%divisor  group=default stream=compute
+      optimizer_step momentum param=%b.param grad=%b.grad states=(%b.momentum_buffer) step=%step lr=%lr hyper=%hyper gradient_divisor=%divisor  group=default stream=compute
+    }
+
+After::
+
+    mesh replicate=2 shard=2
+    comm gather axis=shard
+    comm reduce axis=shard
+    comm across axis=replicate
+    buffer %a.param : f32[256] device param = param a @shard
+    buffer %a.grad : f32[256] device grad = grad a @shard micro=stale
+    buffer %a.momentum_buffer : f32[256] device state = momentum_buffer a @shard
+    buffer %b.param : f32[256] device param = param b @shard
+    buffer %b.grad : f32[256] device grad = grad b @shard micro=stale
+    buffer %b.momentum_buffer : f32[256] device state = momentum_buffer b @shard
+    section last_micro_step {
+      alloc %h  stream=compute
+      alloc %a.full  stream=gather
+      !0 = all_gather %a.param -> %a.full  comm=gather stream=gather
+      alloc %b.full  stream=gather
+      !1 = prefetch %b.param -> %b.full  comm=gather stream=gather
+      wait !0  on=compute
+      compute @a.forward(%x, w: %a.full[0:128]) -> (%h)  unit=a stream=compute
+      !2 = release %a.full  stream=compute
+      wait !2  on=gather
+      alloc %a.full  stream=gather
+      !3 = prefetch %a.param -> %a.full  comm=gather stream=gather
+      wait !1  on=compute
+      compute @b.forward(%h, v: %b.full[0:8]) -> (%loss)  unit=b stream=compute
+      alloc %dh  stream=compute
+      alloc %b.grad_full  stream=compute
+      fill %b.grad_full[8:512] = 0.0  stream=compute
+      !4 = compute @b.backward(%loss_scale[0:1], %h, v: %b.full[0:8]) -> (%dh, grad v: %b.grad_full[0:8])  unit=b stream=compute
+      release %h  stream=compute
+      release %b.full  stream=compute
+      wait !4  on=reduce
+      reduce_scatter %b.grad_full -> %b.grad  comm=reduce stream=reduce
+      !5 = release %b.grad_full  stream=reduce
+      wait !5  on=compute
+      alloc %a.grad_full  stream=compute
+      fill %a.grad_full[128:512] = 0.0  stream=compute
+      wait !3  on=compute
+      wait !3  on=reduce
+      all_reduce %b.grad -> %b.grad  comm=across stream=reduce
+      !6 = compute @a.backward(%dh, %x, w: %a.full[0:128]) -> (grad w: %a.grad_full[0:128])  unit=a stream=compute
+      release %dh  stream=compute
+      release %a.full  stream=compute
+      wait !6  on=reduce
+      reduce_scatter %a.grad_full -> %a.grad  comm=reduce stream=reduce
+      release %a.grad_full  stream=reduce
+      all_reduce %a.grad -> %a.grad  comm=across stream=reduce
+      exit %a.grad = grad a @shard reduced=(replicate, shard) micro=all
+      exit %b.grad = grad b @shard reduced=(replicate, shard) micro=all
+    }
+    section update {
+      entry %a.grad = grad a @shard reduced=(replicate, shard) micro=all
+      entry %b.grad = grad b @shard reduced=(replicate, shard) micro=all
+      all_reduce %loss -> %loss  comm=reduce stream=reduce
+      all_reduce %loss -> %loss  comm=across stream=reduce
+      decide step=%step gradient_divisor=%divisor divisor=4  stream=compute
+      optimizer_step momentum param=%a.param grad=%a.grad states=(%a.momentum_buffer) step=%step lr=%lr hyper=%hyper gradient_divisor=%divisor  group=default stream=compute
+      optimizer_step momentum param=%b.param grad=%b.grad states=(%b.momentum_buffer) step=%step lr=%lr hyper=%hyper gradient_divisor=%divisor  group=default stream=compute
+    }
+"""  # noqa: E501
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from zeroir.errors import UserError
+from zeroir.ir import ops
+from zeroir.ir.buffers import Region, Role
+from zeroir.ir.contents import GRAD, Content, FlatContent
+from zeroir.ir.mesh import REPLICATE_AXIS, SHARD_AXIS, Axis, Communicator, Mesh
+from zeroir.ir.ops import Mode, Op
+from zeroir.ir.program import LAST_MICRO_STEP, Holding, Program, Section, State
+from zeroir.passes import rewrite
+from zeroir.passes.all_reduce_gradients import AXIS
+from zeroir.passes.base import Fact, format_spec
+from zeroir.passes.conflicts import Touched
+from zeroir.passes.order import synchronise
+
+ACROSS_COMM = "across"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicateShards:
+    """Let ``replicas`` groups of ranks hold the same shards and sum their gradients."""
+
+    name: ClassVar[str] = "replicate-shards"
+    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.GRADIENTS_REDUCED})
+    establishes: ClassVar[frozenset[Fact]] = frozenset({Fact.SHARDS_REPLICATED})
+
+    replicas: int
+
+    def __post_init__(self) -> None:
+        if self.replicas < 1:
+            raise UserError(
+                f"The option `replicas` of `{self.name}` is a number of groups of ranks, at least 1, "
+                f"not {self.replicas}."
+            )
+
+    def spec(self) -> str:
+        """The pass as text."""
+        return format_spec(self.name, {"replicas": self.replicas})
+
+    def __call__(self, program: Program) -> Program:
+        """The program on ``replicas`` times as many ranks."""
+        size = program.mesh.size(AXIS)
+        axes = (Axis(name=REPLICATE_AXIS, size=self.replicas), Axis(name=SHARD_AXIS, size=size))
+        program = replace(_renamed(program), mesh=Mesh(axes=axes))
+        if self.replicas == 1:
+            return program
+        across = Communicator(name=ACROSS_COMM, axis=REPLICATE_AXIS)
+        program = replace(program, comms=(*program.comms, across))
+        return synchronise(
+            rewrite.map_sections(program, lambda section: self._rewrite(section, program))
+        )
+
+    def _rewrite(self, section: Section, program: Program) -> Section:
+        complete = _completed(section, program)
+        norms = {op.destination for op in section.body if isinstance(op, ops.GradNorm)}
+        body = _Body(program)
+        for index, op in enumerate(section.body):
+            match op:
+                case ops.AllReduce() if index in complete:
+                    first, *rest = _in_slices(op)
+                    body.add(first)
+                    body.hold(rest)
+                case ops.AllReduce() if _is_of_scalars(op, program):
+                    body.add(op)
+                    regions = [pair.destination for pair in op.pairs]
+                    for across in _across([r for r in regions if r not in norms], op.stream):
+                        body.add(across)
+                case ops.Decide():
+                    body.add(replace(op, divisor=op.divisor * self.replicas))
+                case ops.ReduceScatter() | ops.Cast() if index in complete:
+                    body.add(op)
+                    body.hold(_across(complete[index], op.stream))
+                case _:
+                    body.add(op)
+        return replace(
+            section,
+            entry=_summed_across(section.entry),
+            body=body.finished(),
+            exit=_summed_across(section.exit),
+        )
+
+
+class _Body:
+    """A section as it grows. What is held, and whatever must follow it, goes before the next compute op.
+
+    A gather that the compute op needs so goes ahead of the sums across, for which nobody waits before the update:
+    collectives over different axes keep to one order.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._body: list[Op] = []
+        self._held: list[Op] = []
+        self._touched = Touched(program)
+
+    def add(self, op: Op) -> None:
+        """The next op."""
+        if isinstance(op, ops.Compute):
+            self._release()
+        if self._touched.is_against(op):
+            self.hold([op])
+        else:
+            self._body.append(op)
+
+    def hold(self, held: Iterable[Op]) -> None:
+        """Ops that have time. Sums of what was completed together, in a bucket, cross together."""
+        for op in held:
+            self._touched.add(op, len(self._held))
+            merged = _merged(self._held[-1], op, self._program) if self._held else None
+            if merged is None:
+                self._held.append(op)
+            else:
+                self._held[-1] = merged
+
+    def finished(self) -> tuple[Op, ...]:
+        """All ops."""
+        self._release()
+        return tuple(self._body)
+
+    def _release(self) -> None:
+        self._body += self._held
+        self._held = []
+        self._touched = Touched(self._program)
+
+
+def _completed(section: Section, program: Program) -> dict[int, list[Region]]:
+    """The ops that complete a gradient of the step on this rank's shard or in full, and where it then stands."""
+    if section.name != LAST_MICRO_STEP:
+        return {}
+    last: dict[str, tuple[int, Region]] = {}
+    for index, op in enumerate(section.body):
+        regions: Sequence[Region] = ()
+        match op:
+            case ops.ReduceScatter() | ops.AllReduce():
+                regions = [pair.destination for pair in op.pairs]
+            case ops.Cast(mode=Mode.ACCUMULATE):
+                regions = [op.destination]
+            case _:
+                continue
+        for region in regions:
+            holds = program.buffer_by_name[region.buffer].holds
+            if isinstance(holds, FlatContent) and holds.quantity == GRAD:
+                last[region.buffer] = (index, region)
+    found: dict[int, list[Region]] = {}
+    for index, region in last.values():
+        found.setdefault(index, []).append(region)
+    return found
+
+
+def _is_of_scalars(op: ops.AllReduce, program: Program) -> bool:
+    return all(program.buffer_by_name[p.destination.buffer].role is Role.SCALAR for p in op.pairs)
+
+
+def _across(regions: Sequence[Region], stream: str) -> Iterator[Op]:
+    if regions:
+        pairs = tuple(ops.Pair(source=region, destination=region) for region in regions)
+        yield ops.AllReduce(pairs=pairs, comm=ACROSS_COMM, stream=stream)
+
+
+def _merged(first: Op, second: Op, program: Program) -> ops.AllReduce | None:
+    """Two sums across as one launch, if they are of one dtype."""
+    if not (isinstance(first, ops.AllReduce) and isinstance(second, ops.AllReduce)):
+        return None
+    pairs = (*first.pairs, *second.pairs)
+    dtypes = {program.buffer_by_name[pair.source.buffer].dtype for pair in pairs}
+    is_alike = replace(second, pairs=first.pairs) == first and len(dtypes) == 1
+    return replace(first, pairs=pairs) if is_alike else None
+
+
+def _in_slices(op: ops.AllReduce) -> Iterator[Op]:
+    """An all-reduce within the group as reduce-scatter and all-gather; in between, slices are summed across."""
+    wholes = [pair.destination for pair in op.pairs]
+    slices = [replace(region, shard=SHARD_AXIS) for region in wholes]
+    yield ops.ReduceScatter(
+        pairs=tuple(
+            ops.Pair(source=pair.source, destination=own)
+            for pair, own in zip(op.pairs, slices, strict=True)
+        ),
+        comm=op.comm,
+        stream=op.stream,
+        reduction=op.reduction,
+        wire_dtype=op.wire_dtype,
+        staging=op.staging,
+    )
+    yield from _across(slices, op.stream)
+    yield ops.AllGather(
+        pairs=tuple(
+            ops.Pair(source=own, destination=region)
+            for own, region in zip(slices, wholes, strict=True)
+        ),
+        comm=op.comm,
+        stream=op.stream,
+        event=op.event,
+    )
+
+
+def _summed_across(state: State) -> State:
+    """The state with its complete gradients summed over the groups, too."""
+
+    def changed(holding: Holding) -> Holding:
+        content = rewrite.complete_gradient(holding)
+        if content is None:
+            return holding
+        return replace(
+            holding, content=replace(content, reduced=(REPLICATE_AXIS, *content.reduced))
+        )
+
+    return replace(state, holdings=tuple(changed(holding) for holding in state.holdings))
+
+
+# -------------------------------------------------------------------------------------------------------- renaming
+
+
+def _renamed(program: Program) -> Program:
+    """The program with its axis under the name that it has among two."""
+
+    def section(old: Section) -> Section:
+        return replace(
+            old,
+            entry=_renamed_state(old.entry),
+            body=tuple(rewrite.map_regions(op, _renamed_region) for op in old.body),
+            exit=_renamed_state(old.exit),
+        )
+
+    return replace(
+        rewrite.map_sections(program, section),
+        comms=tuple(replace(comm, axis=_renamed_axis(comm.axis)) for comm in program.comms),
+        buffers=tuple(
+            replace(buffer, holds=None if buffer.holds is None else _renamed_content(buffer.holds))
+            for buffer in program.buffers
+        ),
+    )
+
+
+def _renamed_axis(axis: str) -> str:
+    return SHARD_AXIS if axis == AXIS else axis
+
+
+def _renamed_region(region: Region) -> Region:
+    return region if region.shard is None else replace(region, shard=_renamed_axis(region.shard))
+
+
+def _renamed_content(content: Content) -> Content:
+    if not isinstance(content, FlatContent):
+        return content
+    shard = None if content.shard is None else _renamed_axis(content.shard)
+    return replace(content, shard=shard, reduced=tuple(map(_renamed_axis, content.reduced)))
+
+
+def _renamed_state(state: State) -> State:
+    holdings = tuple(
+        replace(h, region=_renamed_region(h.region), content=_renamed_content(h.content))
+        for h in state.holdings
+    )
+    return replace(state, holdings=holdings)

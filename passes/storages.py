@@ -1,0 +1,230 @@
+"""The storages of a forward segment: which the backward needs, what they cost to keep, how to make them once more.
+
+A value is a part of a storage: a view is worth what it looks into, and costs nothing once that is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Final, NamedTuple
+
+from zeroir.ir.buffers import contiguous_stride
+from zeroir.ir.definitions import dropout_applied
+from zeroir.ir.segment import Node, Ref, Segment, TensorType
+from zeroir.ir.views import view_offset
+
+CHEAP: Final = frozenset(
+    """
+    _fused_rms_norm _to_copy abs acos acosh add addcdiv addcmul alias arange asin asinh atan atan2 atanh bitwise_and
+    bitwise_not bitwise_or bitwise_xor cat ceil celu clamp clamp_max clamp_min clone constant_pad_nd copy copysign cos
+    cosh div elu eq erf erfc exp exp2 expm1 fill floor floor_divide fmax fmin fmod full full_like ge gelu glu gt
+    hardsigmoid hardswish hardtanh isinf isnan le leaky_relu lerp log log10 log1p log2 logical_and logical_not
+    logical_or logical_xor logit lt masked_fill maximum minimum mish mul native_layer_norm ne neg new_full new_ones
+    new_zeros ones ones_like pow reciprocal relu remainder repeat round rsqrt rsub scalar_tensor sgn sigmoid sign silu
+    sin sinh softplus softshrink sqrt stack sub tan tanh threshold tril triu trunc where xlogy zeros zeros_like
+    """.split()  # noqa: SIM905  a list of them is a page long
+)
+"""ATen's ops that cost little more than reading and writing their tensors once: element by element, moving elements,
+constants, and norms over the last dimensions, which one kernel computes. No matrix products, no other reductions,
+nothing random."""
+
+
+class Use(Enum):
+    """Who reads an output of the forward besides its backward. Others than backwards do not keep it alive for that."""
+
+    BACKWARDS = "backwards"
+    OTHERS = "others"
+    NOBODY = "nobody"
+
+
+class Need(NamedTuple):
+    """An input of the backward that looks at the storage of the forward's value from ``offset`` on."""
+
+    value: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """A forward segment and its backward.
+
+    ``leaves`` says for each input of the forward how many bytes it costs to keep it for the backward, None where it
+    cannot be had there; ``is_parameter`` which of them are parameters. ``uses`` says who else reads each output, and
+    ``needs`` what each input of the backward is of the forward's, None where it is nothing of it.
+    """
+
+    forward: Segment
+    backward: Segment
+    leaves: tuple[int | None, ...]
+    is_parameter: tuple[bool, ...]
+    uses: tuple[Use, ...]
+    needs: tuple[Need | None, ...]
+
+
+class Place(NamedTuple):
+    """A value as a part of a storage."""
+
+    root: int
+    offset: int
+    kind: TensorType
+
+    def is_same(self, other: Place) -> bool:
+        """Whether the two are the same elements in the same order."""
+        return (self.root, self.offset) == (other.root, other.offset) and _layout(
+            self.kind
+        ) == _layout(other.kind)
+
+
+class Recipe(NamedTuple):
+    """Nodes that compute a storage, and the forward's values that they use. ``op`` tells recipes apart."""
+
+    op: tuple[int, int]
+    nodes: tuple[Node, ...]
+    uses: tuple[int, ...]
+
+
+PRODUCT: Final = Ref(-1)
+"""What the first of two nodes of a recipe makes for the second."""
+
+
+class Storages:
+    """The storages of a forward segment, and what may be done to have them in the backward."""
+
+    def __init__(self, pair: Pair) -> None:
+        self.pair = pair
+        forward = pair.forward
+        self.inputs = len(forward.inputs)
+        self.nodes = list(numbered(forward))
+        self.places: list[Place | None] = [
+            Place(i, 0, kind) for i, kind in enumerate(forward.inputs)
+        ]
+        self.makers: dict[int, int] = {}
+        for at, (first, node) in enumerate(self.nodes):
+            self.makers.update(dict.fromkeys(range(first, first + len(node.results)), at))
+            self.places += self._places(first, node)
+        # Of every storage an output that is all of it, one that stays in any case if there is one.
+        self.outputs: dict[int, int] = {}
+        order = sorted(range(len(pair.uses)), key=lambda o: list(Use).index(pair.uses[o]))
+        for position in order:
+            place = self.places[forward.outputs[position]]
+            if place is not None and self.is_all(place):
+                self.outputs.setdefault(place.root, position)
+        self.wanted = self._wanted()
+        self.recipes: dict[int, Recipe | None] = {}
+
+    def _places(self, first: int, node: Node) -> Iterator[Place | None]:
+        source = node.args[0] if node.args else None
+        seen = self.places[source.index] if isinstance(source, Ref) else None
+        for i, kind in enumerate(node.results):
+            offset = None if seen is None else view_offset(node, seen.kind, i)
+            if kind is None:
+                yield None
+            elif seen is None or offset is None:
+                yield Place(first + i, 0, kind)
+            else:
+                yield Place(seen.root, seen.offset + offset, kind)
+
+    def place(self, value: int) -> Place:
+        """A value that is used, as a part of a storage."""
+        found = self.places[value]
+        assert found is not None  # Nothing can use what is undefined.
+        return found
+
+    def is_all(self, place: Place) -> bool:
+        """Whether a value is all of a storage that the segment makes."""
+        whole = self.place(place.root).kind
+        is_as_long = place.offset == 0 and place.kind.numel == whole.numel
+        return place.root >= self.inputs and is_as_long and is_dense(place.kind) and is_dense(whole)
+
+    def _wanted(self) -> dict[int, list[Place]]:
+        """The storages made here that the backward needs, and how it looks at them."""
+        found: dict[int, list[Place]] = {}
+        for need, kind in zip(self.pair.needs, self.pair.backward.inputs, strict=True):
+            if need is not None and self.is_all(place := self.place(need.value)):
+                looked_at = Place(place.root, need.offset, kind)
+                found.setdefault(place.root, []).append(looked_at)
+        return found
+
+    def is_there(self, root: int) -> bool:
+        """Whether a storage is at hand in the backward, whatever is chosen."""
+        if root < self.inputs:
+            return self.pair.leaves[root] == 0
+        return root in self.outputs and self.pair.uses[self.outputs[root]] is Use.BACKWARDS
+
+    def price_bytes(self, root: int) -> int | None:
+        """What keeping a storage costs, None where it cannot be kept."""
+        if root < self.inputs:
+            return self.pair.leaves[root]
+        kind = self.place(root).kind
+        return kind.size_bytes if is_dense(kind) else None
+
+    def recipe(self, root: int) -> Recipe | None:
+        """How to compute a storage once more; None where that is too dear, or it cannot be looked at as is needed."""
+        if root not in self.recipes:
+            self.recipes[root] = self._recipe(root)
+        return self.recipes[root]
+
+    def _recipe(self, root: int) -> Recipe | None:
+        if root < self.inputs or any(self.shown(p) is None for p in self.wanted.get(root, ())):
+            return None
+        at = self.makers[root]
+        first, node = self.nodes[at]
+        namespace, name, _ = node.op.split(".", 2)
+        nodes: tuple[Node, ...] | None = (node,) if namespace == "aten" and name in CHEAP else None
+        if root == first and nodes is None:
+            x = node.args[0] if node.args else None
+            if isinstance(x, Ref) and self.place(x.index).kind == node.results[0]:
+                nodes = dropout_applied(node, Ref(first + 1), PRODUCT)
+        if nodes is None:
+            return None
+        refs = (ref.index for node in nodes for ref in node.refs() if ref != PRODUCT)
+        return Recipe((at, len(nodes)), nodes, tuple(dict.fromkeys(refs)))
+
+    def shown(self, place: Place) -> int | tuple[tuple[int, ...], tuple[int, ...]] | None:
+        """A value that is this place, or a shape and an order of its dimensions that make it of the storage."""
+        for value, other in enumerate(self.places):
+            if other is not None and other.is_same(place):
+                return value
+        kind, whole = place.kind, self.place(place.root).kind
+        order = sorted(range(len(kind.shape)), key=lambda d: (-kind.stride[d], kind.shape[d], d))
+        viewed = TensorType(
+            dtype=kind.dtype,
+            shape=tuple(kind.shape[d] for d in order),
+            stride=tuple(kind.stride[d] for d in order),
+        )
+        is_view = place.offset == 0 and kind.numel == whole.numel
+        if not (is_view and _is_contiguous(whole) and _is_contiguous(viewed)):
+            return None
+        return viewed.shape, tuple(order.index(d) for d in range(len(order)))
+
+
+def numbered(segment: Segment) -> Iterator[tuple[int, Node]]:
+    """Every node with the number of its first result."""
+    first = len(segment.inputs)
+    for node in segment.nodes:
+        yield first, node
+        first += len(node.results)
+
+
+def _layout(kind: TensorType) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and strides, as far as these matter: not those of dimensions of one element."""
+    steps = (step if size > 1 else 0 for size, step in zip(kind.shape, kind.stride, strict=True))
+    return kind.shape, tuple(steps)
+
+
+def _is_contiguous(kind: TensorType) -> bool:
+    return _layout(kind) == _layout(replace(kind, stride=contiguous_stride(kind.shape)))
+
+
+def is_dense(kind: TensorType) -> bool:
+    """Whether every element of a type's storage is one element of the tensor."""
+    expected = 1
+    for step, size in sorted(zip(kind.stride, kind.shape, strict=True)):
+        if size == 1:
+            continue
+        if step != expected:
+            return False
+        expected *= size
+    return True

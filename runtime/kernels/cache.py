@@ -1,0 +1,135 @@
+"""Compiled segments on disk: a folder per key, written whole or not at all, and locks between processes.
+
+A key is a hash of everything that the compiled code depends on. An entry lists its files with their hashes, so that
+one that was cut short or damaged is compiled again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+import torch
+from filelock import FileLock, Timeout
+
+from zeroir import __version__
+from zeroir.ir.segment import Segment
+from zeroir.runtime.kernels.base import Binding
+
+FORMAT: Final = 1
+"""What entries hold and how they are compiled; a change of either is a new number."""
+
+_MANIFEST: Final = "entry.json"
+
+
+def cache_folder() -> Path:
+    """``ZEROIR_CACHE_DIR``, or ``zeroir`` in the user's cache folder (``XDG_CACHE_HOME``, ``~/.cache``)."""
+    named = os.environ.get("ZEROIR_CACHE_DIR")
+    if named:
+        return Path(named).expanduser()
+    home = os.environ.get("XDG_CACHE_HOME")
+    return (Path(home) if home else Path.home() / ".cache") / "zeroir"
+
+
+def kernel_key(
+    segment: Segment, bindings: Sequence[Binding | None], device: torch.device, threads: int
+) -> str:
+    """SHA-256 of what the compiled code of a segment depends on; ``threads`` is how many run its loops."""
+    parts = (
+        FORMAT,
+        __version__,
+        torch.__version__,
+        torch.version.git_version,
+        _machine(device),
+        threads if device.type == "cpu" else 0,
+        segment.digest(),
+        tuple(bindings),
+    )
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def _machine(device: torch.device) -> tuple[object, ...]:
+    """The processor whose instructions the code uses."""
+    if device.type == "cuda":
+        name, capability = (
+            torch.cuda.get_device_name(device),
+            torch.cuda.get_device_capability(device),
+        )
+        return ("cuda", torch.version.cuda, torch.version.hip, name, capability)
+    return (device.type, platform.machine(), torch.backends.cpu.get_cpu_capability(), _cpu_flags())
+
+
+def _cpu_flags() -> str:
+    """The instruction sets of the CPU, for code that is compiled for the very machine it runs on."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+
+
+class KernelCache:
+    """The entries under one folder; OSError from whatever writes, where it cannot be written."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder / "kernels"
+
+    def find(self, key: str) -> Path | None:
+        """The folder of a whole and undamaged entry."""
+        entry = self._folder / key
+        try:
+            manifest = json.loads((entry / _MANIFEST).read_bytes())
+            files = manifest["files"]
+            is_whole = bool(files) and all(_hash(entry / name) == files[name] for name in files)
+        except (OSError, ValueError, TypeError, KeyError):
+            return None
+        return entry if is_whole else None
+
+    @contextmanager
+    def draft(self) -> Iterator[Path]:
+        """A folder beside the entries to compile into; it is gone afterwards."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(
+            prefix="draft-", dir=self._folder, ignore_cleanup_errors=True
+        ) as name:
+            # Within, so that it may be moved away.
+            folder = Path(name) / "entry"
+            folder.mkdir()
+            yield folder
+
+    def keep(self, key: str, draft: Path) -> Path:
+        """Make an entry of a draft, under its lock; a damaged one that stands in the way is removed."""
+        files = {path.name: _hash(path) for path in sorted(draft.iterdir())}
+        (draft / _MANIFEST).write_text(json.dumps({"files": files}))
+        entry = self._folder / key
+        if entry.exists():
+            shutil.rmtree(entry)
+        draft.rename(entry)
+        return entry
+
+    @contextmanager
+    def locked(self, key: str, *, wait: bool) -> Iterator[bool]:
+        """Hold the key's lock while compiling it; without ``wait``, False where another process holds it."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(self._folder / f"{key}.lock")
+        try:
+            lock.acquire(timeout=-1 if wait else 0)
+        except Timeout:
+            yield False
+            return
+        try:
+            yield True
+        finally:
+            lock.release()
+
+
+def _hash(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()

@@ -1,0 +1,155 @@
+"""Compile what is missing: several worker processes at once, and no segment twice on a host.
+
+Every process of a host goes through the missing segments twice. First it compiles those that no other process has
+locked, each process starting at another place; then it waits for the others'. So ranks share the work, and a rank
+that is killed leaves its segment to the next.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from queue import Empty, SimpleQueue
+
+import zeroir
+from zeroir.artifact import schema
+from zeroir.runtime.kernels.cache import KernelCache, cache_folder
+from zeroir.runtime.kernels.compile_worker import Request, receive, send
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where this process stands among those of its host: ranks share the cores that compile."""
+
+    rank: int = 0
+    local_rank: int = 0
+    local_world_size: int = 1
+
+    @classmethod
+    def from_environment(cls) -> Place:
+        """As torchrun says it; alone without torchrun."""
+
+        def number(name: str, default: int) -> int:
+            text = os.environ.get(name, "")
+            return int(text) if text.isdigit() else default
+
+        return cls(
+            rank=number("RANK", 0),
+            local_rank=number("LOCAL_RANK", number("RANK", 0)),
+            local_world_size=max(1, number("LOCAL_WORLD_SIZE", 1)),
+        )
+
+    def workers(self, jobs: int) -> int:
+        """How many processes may compile for this rank."""
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        return max(1, min(jobs, (cores or 1) // self.local_world_size))
+
+
+def has_compiler() -> bool:
+    """Whether there is a C++ compiler: ``CXX``, or one that Inductor looks for."""
+    named = os.environ.get("CXX")
+    return any(shutil.which(name) for name in ([named] if named else ["g++", "clang++"]))
+
+
+def compile_missing(
+    missing: Mapping[str, Request], cache: KernelCache, place: Place
+) -> dict[str, str]:
+    """Compile segments by key into the cache; returns why, for those that could not be."""
+    keys = list(missing)
+    start = place.local_rank * len(keys) // place.local_world_size
+    waiting: SimpleQueue[tuple[str, bool]] = SimpleQueue()
+    for key in keys[start:] + keys[:start]:
+        waiting.put((key, False))
+    errors: dict[str, str] = {}
+
+    def work() -> None:
+        with _Worker() as worker:
+            while True:
+                try:
+                    key, is_second_try = waiting.get_nowait()
+                except Empty:
+                    return
+                with cache.locked(key, wait=is_second_try) as is_locked:
+                    if not is_locked:
+                        waiting.put((key, True))
+                    elif cache.find(key) is None:
+                        with cache.draft() as draft:
+                            error = worker.compile(replace(missing[key], folder=str(draft)))
+                            if error is None:
+                                cache.keep(key, draft)
+                            else:
+                                errors[key] = error
+
+    with ThreadPoolExecutor(place.workers(len(keys))) as threads:
+        futures = [threads.submit(work) for _ in range(place.workers(len(keys)))]
+    for future in futures:
+        future.result()
+    return errors
+
+
+class _Worker:
+    """A process that compiles; it starts with the first request, and anew where it died."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> _Worker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end()
+
+    def compile(self, request: Request) -> str | None:
+        """Why a segment could not be compiled, or None."""
+        if self._process is None:
+            self._process = _start()
+        process = self._process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            send(process.stdin, schema.pack(request))
+            answer = receive(process.stdout)
+        except BrokenPipeError:
+            answer = None
+        if answer is None:
+            self._end()
+            return f"the process that compiles ended with code {process.returncode}"
+        return answer.decode() or None
+
+    def _end(self) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        for stream in (process.stdin, process.stdout):
+            if stream is not None:
+                with suppress(BrokenPipeError):
+                    stream.close()
+        process.wait()
+
+
+def _start() -> subprocess.Popen[bytes]:
+    environment = dict(os.environ)
+    # What Inductor finds out about the compiler, and its headers, serve the next process as well.
+    environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "inductor"))
+    # The worker is a process of its own, and no rank of the job.
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        environment.pop(name, None)
+    home = str(Path(zeroir.__file__).parents[1])
+    environment["PYTHONPATH"] = os.pathsep.join(
+        [home, *filter(None, [environment.get("PYTHONPATH")])]
+    )
+    environment["PYTHONWARNINGS"] = "ignore"
+    return subprocess.Popen(
+        [sys.executable, "-m", "zeroir.runtime.kernels.compile_worker"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env=environment,
+    )

@@ -1,0 +1,90 @@
+"""The process that compiles segments, so that the one that trains never imports the compiler.
+
+It reads requests from its standard input and answers each on its standard output: eight bytes of length, then
+msgpack. An answer is empty, or says why the segment could not be compiled.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import msgpack
+
+from zeroir.artifact import schema
+from zeroir.ir.segment import Segment
+from zeroir.runtime.kernels.base import Binding
+
+_LENGTH_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """Compile a segment into an empty folder, for a device and as many threads as it will run with."""
+
+    segment: Segment
+    bindings: tuple[Binding | None, ...]
+    device: str
+    threads: int
+    folder: str
+
+
+def send(stream: IO[bytes], data: bytes) -> None:
+    """Write one message."""
+    stream.write(len(data).to_bytes(_LENGTH_BYTES, "little") + data)
+    stream.flush()
+
+
+def receive(stream: IO[bytes]) -> bytes | None:
+    """Read one message; None at the end of the stream, also in the middle of one."""
+    header = stream.read(_LENGTH_BYTES)
+    if len(header) < _LENGTH_BYTES:
+        return None
+    size = int.from_bytes(header, "little")
+    data = stream.read(size)
+    return data if len(data) == size else None
+
+
+def compile_segment(request: Request) -> None:
+    """Compile in this process."""
+    import torch
+
+    from zeroir.runtime.kernels import _inductor_private, graph
+    from zeroir.runtime.kernels.decompositions import decompositions
+
+    device = torch.device(request.device)
+    torch.set_num_threads(request.threads)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    _inductor_private.compile_library(
+        graph.build_graph(request.segment, request.bindings, device),
+        graph.input_types(request.segment, request.bindings),
+        decompositions(device),
+        Path(request.folder),
+        device,
+        host_inputs=graph.host_inputs(request.segment),
+    )
+
+
+def main() -> None:
+    """Serve until the standard input ends."""
+    requests = sys.stdin.buffer
+    # What compilers print must not end up among the answers.
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    while (data := receive(requests)) is not None:
+        try:
+            request = schema.decode(Request, msgpack.unpackb(data))
+            assert isinstance(request, Request)
+            compile_segment(request)
+        except Exception as error:  # noqa: BLE001 - the answer says it, and another segment may do better
+            send(answers, (f"{type(error).__name__}: {error}".strip() or "unknown").encode())
+        else:
+            send(answers, b"")
+
+
+if __name__ == "__main__":
+    main()

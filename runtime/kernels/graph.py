@@ -1,0 +1,245 @@
+"""A segment and its destinations as one graph of torch operators, for a compiler.
+
+The graph takes the arguments and then the destinations, and returns nothing. What an output is made of is stored in
+its destination as soon as it exists, and whoever needs it later reads it there, so that no value is in memory twice.
+Matrix products go straight into the destination (``torch_ops.into``): left to itself Inductor makes them in a tensor
+of its own and copies it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import fx
+
+from zeroir.ir.ops import Mode
+from zeroir.ir.segment import Node, NodeArg, Ref, Segment, TensorType
+from zeroir.runtime.kernels.base import Binding
+from zeroir.runtime.kernels.calls import constant, has_ref, is_multiple, operator
+from zeroir.runtime.kernels.eager import Undo, in_place
+
+Argument = fx.node.Argument
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What a segment's graph is given: outputs by number, in the order of its further inputs.
+
+    ``direct`` are the outputs whose destinations the graph fills itself; ``scratch`` those whose destination overlaps
+    with something else of the call, and which are copied or added once everything has been read.
+    """
+
+    direct: tuple[int, ...]
+    scratch: tuple[int, ...]
+
+
+def plan(bindings: Sequence[Binding | None]) -> Plan:
+    """Which outputs are made in their destinations."""
+    bound = [(output, binding) for output, binding in enumerate(bindings) if binding is not None]
+    return Plan(
+        direct=tuple(output for output, binding in bound if binding.is_exclusive),
+        scratch=tuple(output for output, binding in bound if not binding.is_exclusive),
+    )
+
+
+def input_types(segment: Segment, bindings: Sequence[Binding | None]) -> list[TensorType]:
+    """The types of the graph's inputs: arguments, direct destinations, scratch tensors."""
+    kinds = segment.types()
+    planned = plan(bindings)
+    found = list(segment.inputs)
+    for output in (*planned.direct, *planned.scratch):
+        kind, binding = kinds[segment.outputs[output]], bindings[output]
+        assert kind is not None
+        assert binding is not None
+        found.append(replace(kind, stride=binding.stride))
+    return found
+
+
+def host_inputs(segment: Segment) -> frozenset[int]:
+    """The arguments that lie on the host whatever the device: seeds of dropouts."""
+    makers = _makers(segment)
+    found: set[int] = set()
+    for node in segment.nodes:
+        if node.op != "zeroir.dropout.default":
+            continue
+        seed = node.args[2]
+        while isinstance(seed, Ref) and seed.index in makers:
+            seed = makers[seed.index].args[0]
+        if isinstance(seed, Ref):
+            found.add(seed.index)
+    return frozenset(found)
+
+
+def build_graph(
+    segment: Segment, bindings: Sequence[Binding | None], device: torch.device
+) -> fx.GraphModule:
+    """The segment as a graph; its inputs are those of ``input_types``."""
+    return _Builder(segment, bindings, device).build()
+
+
+class _Builder:
+    def __init__(
+        self, segment: Segment, bindings: Sequence[Binding | None], device: torch.device
+    ) -> None:
+        planned = plan(bindings)
+        # A scratch tensor is the call's own, and written whatever becomes of it.
+        self._bindings = [
+            binding
+            if binding is None or binding.is_exclusive
+            else replace(binding, mode=Mode.WRITE, is_exclusive=True)
+            for binding in bindings
+        ]
+        self._segment = segment
+        self._device = device
+        self._graph = fx.Graph()
+        self._values: list[fx.Node] = [
+            self._graph.placeholder(f"argument_{i}") for i in range(len(segment.inputs))
+        ]
+        self._targets = {
+            output: self._graph.placeholder(f"destination_{output}")
+            for output in (*planned.direct, *planned.scratch)
+        }
+        self._written: set[int] = set()
+
+    def build(self) -> fx.GraphModule:
+        segment = self._segment
+        places = in_place(segment, self._bindings, lambda _: True)
+        sums = _sums(segment, self._bindings)
+        for node in segment.nodes:
+            first = len(self._values)
+            if first in sums and node.op == "aten.mm.default":
+                self._add_product(node, *sums[first])
+            elif first in places and self._fill(node, *places[first]):
+                pass
+            else:
+                self._call(node)
+                for index in range(first, len(self._values)):
+                    if index in places:
+                        self._store(index, *places[index])
+        for output, (value, binding) in enumerate(
+            zip(segment.outputs, self._bindings, strict=True)
+        ):
+            if binding is None or output in self._written:
+                continue
+            target, result = self._targets[output], self._values[value]
+            if binding.mode is Mode.ACCUMULATE:
+                result = self._call_function(torch.ops.aten.add.Tensor, target, result)
+            self._call_function(torch.ops.zeroir.store.default, target, result)
+        self._graph.output(())
+        return fx.GraphModule(torch.nn.Module(), self._graph)
+
+    def _call(self, node: Node) -> None:
+        """The node as it stands."""
+        function = operator(node.op)
+        args = tuple(self._argument(arg) for arg in node.args)
+        kwargs = {name: self._argument(arg) for name, arg in node.kwargs}
+        result = self._graph.call_function(function, args, kwargs)
+        if is_multiple(function):
+            picks = range(len(node.results))
+            self._values += [self._graph.call_function(_pick, (result, pick)) for pick in picks]
+        else:
+            self._values.append(result)
+
+    def _fill(self, node: Node, output: int, undo: Undo | None) -> bool:
+        """Make the node's result in the destination, if there is an operator for that."""
+        args = [self._argument(arg) for arg in node.args]
+        into = torch.ops.zeroir
+        match node.op:
+            case "aten.mm.default":
+                function = into.mm_out.default
+            case "aten.bmm.default":
+                function = into.bmm_out.default
+            case "aten.addmm.default":
+                function, named = into.addmm_out.default, dict(node.kwargs)
+                args += [float(_number(named.get(name, 1))) for name in ("beta", "alpha")]
+            case "aten.embedding_dense_backward.default" if node.args[4] is False:
+                self._embedding_gradient(node, self._undone(output, undo))
+                self._written.add(output)
+                return True
+            case _:
+                return False
+        out = self._undone(output, undo)
+        self._call_function(function, out, *args)
+        self._values.append(out)
+        self._written.add(output)
+        return True
+
+    def _embedding_gradient(self, node: Node, out: fx.Node) -> None:
+        grad, indices, _, padding_idx, _ = (self._argument(arg) for arg in node.args)
+        self._call_function(
+            torch.ops.zeroir.embedding_gradient.default, out, grad, indices, padding_idx
+        )
+        self._values.append(out)
+
+    def _add_product(self, node: Node, output: int, undo: Undo | None) -> None:
+        """Add a matrix product to what the destination holds."""
+        out = self._undone(output, undo)
+        args = [self._argument(arg) for arg in node.args]
+        self._call_function(torch.ops.zeroir.addmm_out.default, out, out, *args, 1.0, 1.0)
+        self._values.append(out)
+        self._written.add(output)
+
+    def _store(self, value: int, output: int, undo: Undo | None) -> None:
+        """Keep a value in the destination from now on."""
+        out = self._undone(output, undo)
+        self._call_function(torch.ops.zeroir.store.default, out, self._values[value])
+        self._values[value] = out
+        self._written.add(output)
+
+    def _undone(self, output: int, undo: Undo | None) -> fx.Node:
+        target = self._targets[output]
+        return target if undo is None else self._graph.call_function(undo, (target,))
+
+    def _call_function(self, function: torch._ops.OpOverload, *args: Argument) -> fx.Node:
+        return self._graph.call_function(function, args)
+
+    def _argument(self, arg: NodeArg) -> Argument:
+        if isinstance(arg, Ref):
+            return self._values[arg.index]
+        if isinstance(arg, tuple) and has_ref(arg):
+            return [self._argument(item) for item in arg]
+        return constant(arg, self._device)
+
+
+def _sums(
+    segment: Segment, bindings: Sequence[Binding | None]
+) -> Mapping[int, tuple[int, Undo | None]]:
+    """Values that are only added to one destination: value → (output, how the destination becomes that value)."""
+    written = [
+        replace(one, mode=Mode.WRITE) if one is not None and one.mode is Mode.ACCUMULATE else None
+        for one in bindings
+    ]
+    uses = Counter(ref.index for node in segment.nodes for ref in node.refs())
+    uses.update(segment.outputs)
+    makers = _makers(segment)
+
+    def is_only_for(output: int, made: int) -> bool:
+        value = segment.outputs[output]
+        while value != made and uses[value] == 1:
+            (source,) = makers[value].refs()
+            value = source.index
+        return uses[value] == 1
+
+    found = in_place(segment, written, lambda _: True)
+    return {value: place for value, place in found.items() if is_only_for(place[0], value)}
+
+
+def _makers(segment: Segment) -> Mapping[int, Node]:
+    found: dict[int, Node] = {}
+    first = len(segment.inputs)
+    for node in segment.nodes:
+        found.update(dict.fromkeys(range(first, first + len(node.results)), node))
+        first += len(node.results)
+    return found
+
+
+def _number(arg: NodeArg) -> float:
+    assert isinstance(arg, int | float)
+    return arg
+
+
+def _pick(results: Sequence[fx.Node], index: int) -> fx.Node:
+    return results[index]

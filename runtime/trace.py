@@ -1,0 +1,102 @@
+"""When every op of a step began and ended, on each stream of each rank: what ``zeroir run --trace`` writes down."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import astuple, dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+from zeroir.ir.effects import effects
+from zeroir.ir.ops import Op
+from zeroir.ir.program import Program
+
+Mark = Callable[[], int]
+"""A moment that was marked: its nanoseconds on this machine's monotonic clock, once the device has come to it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One op as it ran: where it stands in the program, and its nanoseconds on a clock that all spans share."""
+
+    section: str
+    index: int
+    start_ns: int
+    end_ns: int
+
+
+class Clock(Protocol):
+    """Marks moments in the order of a stream."""
+
+    def mark(self, stream: str) -> Mark:
+        """The moment at which what the stream was given so far is done."""
+
+
+class HostClock:
+    """For streams whose ops are done when their calls return."""
+
+    def mark(self, _: str) -> Mark:
+        """Now."""
+        now = time.perf_counter_ns()
+        return lambda: now
+
+
+class Recorder:
+    """Sees ops run, from any thread, and keeps when they began and ended."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._seen: list[tuple[Op, Mark, Mark]] = []
+
+    @contextlib.contextmanager
+    def watch(self, op: Op) -> Iterator[None]:
+        """Count the body as the op."""
+        stream = effects(op).stream
+        start = self._clock.mark(stream)
+        yield
+        self._seen.append((op, start, self._clock.mark(stream)))
+
+    def spans(self, program: Program) -> list[Span]:
+        """What was seen, in the order in which it ended; every stream must have come so far."""
+        places = {
+            id(op): (section.name, index)
+            for section in program.sections
+            for index, op in enumerate(section.body)
+        }
+        return [Span(*places[id(op)], start(), end()) for op, start, end in self._seen]
+
+
+def to_bytes(spans: Sequence[Span]) -> bytes:
+    """One rank's spans, and what is needed to place them beside those of other ranks."""
+    wall_ns = time.time_ns() - time.perf_counter_ns()
+    rows = [astuple(span) for span in spans]
+    return json.dumps({"clock": _clock_name(), "wall_ns": wall_ns, "spans": rows}).encode()
+
+
+def aligned(parts: Sequence[bytes]) -> list[list[Span]]:
+    """Every rank's spans on one clock that begins with the first of them, from ``to_bytes`` of every rank.
+
+    Ranks of one machine share its clock; several machines are placed by their wall clocks, as well as those agree.
+    """
+    decoded = [json.loads(part) for part in parts]
+    wall_ns = {part["clock"]: part["wall_ns"] for part in reversed(decoded)}
+    ranks = [
+        [_moved(Span(*row), wall_ns[part["clock"]]) for row in part["spans"]] for part in decoded
+    ]
+    first = min((span.start_ns for spans in ranks for span in spans), default=0)
+    return [[_moved(span, -first) for span in spans] for spans in ranks]
+
+
+def _moved(span: Span, by_ns: int) -> Span:
+    return replace(span, start_ns=span.start_ns + by_ns, end_ns=span.end_ns + by_ns)
+
+
+def _clock_name() -> str:
+    """What only processes with the same monotonic clock have in common."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return str(time.time_ns())

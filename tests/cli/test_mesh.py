@@ -1,0 +1,67 @@
+"""Hybrid sharding on the command line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import zeroir as package
+from tests.cli.conftest import Zeroir
+from tests.cli.test_bad_input import LINE
+from zeroir.api.run import fitted
+from zeroir.errors import UserError
+
+MESH = ("--mesh", "replicate=2,shard=2")
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    path = tmp_path / "line.py"
+    path.write_text(LINE)
+    return path
+
+
+def test_both_axes_are_named_and_accounted_for(zeroir: Zeroir, model: Path) -> None:
+    path = model.parent / "line.zir"
+    facts = zeroir("compile", model, *MESH, "-o", path, "--json").json
+    assert facts["mesh"] == {"replicate": 2, "shard": 2}
+    assert facts["world_size"] == 4
+    assert set(facts["laws"].values()) == {"proved"}
+    program = package.load(path).program
+    full = sum(flat.padded_numel * flat.dtype.itemsize_bytes for flat in program.flats)
+    over = facts["collective_bytes_by_axis"]
+    assert over.keys() == {"replicate", "shard"}
+    assert over["replicate"]["all_reduce"] == full // 2
+    assert over["shard"]["reduce_scatter"] == full
+    assert over["shard"]["all_reduce"] == over["replicate"]["all_gather"] == 0
+
+    shown = zeroir("show", path).out
+    for words in ("mesh replicate=2 shard=2", "over replicate", "over shard"):
+        assert words in shown
+    text = zeroir("show", path, "--text").out
+    assert "comm across axis=replicate" in text
+    assert " mesh=replicate=2,shard=2 " in text.partition("\n")[0].replace('"', "")
+    assert zeroir("verify", path).exit_code == 0
+
+    compiled = package.load(path)
+    other, note = fitted(compiled, 6)
+    assert note == "Compiled for 4 ranks, lowered again for 6."
+    assert [axis.size for axis in other.program.mesh.axes] == [3, 2]
+    assert other.options.mesh == "replicate=3,shard=2"
+    with pytest.raises(UserError, match="a multiple of 2 ranks and not 3"):
+        fitted(compiled, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_ranks_that_make_no_groups_are_told_once(zeroir: Zeroir, model: Path) -> None:
+    path = model.parent / "line.zir"
+    assert zeroir("compile", model, *MESH, "-o", path).exit_code == 0
+    command = [sys.executable, "-m", "zeroir", "run", str(path), "--nproc", "3", "--steps", "1"]
+    made = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert made.returncode == 2
+    assert made.stderr.count("a multiple of 2 ranks and not 3") == 1
+    assert "Traceback" not in made.stderr

@@ -1,0 +1,235 @@
+"""Merged collectives move the same bytes in fewer launches, to the same result, within the bounds on memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.passes import happens
+from tests.passes.numbers import assert_equal, inputs, run
+from tests.passes.strategies import Case, cases
+from tests.support.programs import mlp
+from zeroir.config import make_options
+from zeroir.errors import UserError
+from zeroir.ir import ops
+from zeroir.ir.memory import collective_bytes
+from zeroir.ir.ops import Op
+from zeroir.ir.program import LAST_MICRO_STEP, UPDATE, Program
+from zeroir.passes import manager
+from zeroir.passes.bucket import Bucket
+from zeroir.passes.overlap_update import OverlapUpdate
+from zeroir.passes.pipelines import for_options, for_stage
+
+SIZES = st.integers(1, 40_000)
+"""Up to ten flats of the small programs, each of 1,024 elements a rank."""
+
+
+def _lower(program: Program, stage: int, bucket: int, *, live: int = 2) -> Program:
+    for step in for_stage(stage, 4, bucket=bucket, live=live):
+        program = step(program)
+    return program
+
+
+def _launches(body: Sequence[Op]) -> int:
+    return sum(isinstance(op, ops.Collective) for op in body)
+
+
+def _bytes(program: Program, buffer: str) -> int:
+    return program.buffer_by_name[buffer].size_bytes
+
+
+# -------------------------------------------------------------------------------------------------------- numbers
+
+
+@settings(max_examples=4, deadline=None)
+@given(cases(world_sizes=(1, 3)), SIZES, st.integers(0, 2**16))
+def test_it_computes_the_same(case: Case, size: int, schedule_seed: int) -> None:
+    logical = case.logical()
+    batches = inputs(logical, case.world_size, case.micro_steps)
+    expected = run(case.scheduled(), batches)
+    program = manager.run(logical, replace(case, bucket=size).passes())
+    result = run(program, batches, schedule_seed)
+    assert_equal(result, expected, range(case.world_size), f"stage {case.stage}")
+
+
+@pytest.mark.parametrize(
+    "stage", [2, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 1, 3))]
+)
+def test_with_the_update_in_the_backward_it_computes_the_same(stage: int) -> None:
+    logical = mlp(blocks=3, keep_fp32=True, precision="bf16", optimizer="momentum")
+    batches = inputs(logical, 3, 1)
+    expected = run(manager.run(logical, for_stage(stage, 3)), batches)
+    passes = for_stage(stage, 3, bucket=9_000, overlap_update=True)
+    program = manager.run(logical, passes)
+    assert passes[-1] == OverlapUpdate()
+    assert_equal(run(program, batches, 11), expected, range(3), f"stage {stage}")
+
+
+# ------------------------------------------------------------------------------------------------- bytes, launches
+
+
+@settings(max_examples=8, deadline=None)
+@given(cases(), st.lists(SIZES, min_size=2, max_size=2).map(sorted))
+def test_more_bytes_make_fewer_launches_of_the_same_bytes(case: Case, sizes: list[int]) -> None:
+    programs = [replace(case, bucket=size).scheduled() for size in (0, *sizes)]
+    for smaller, larger in pairwise(programs):
+        assert collective_bytes(larger) == collective_bytes(smaller)
+        for before, after in zip(smaller.sections, larger.sections, strict=True):
+            assert _launches(after.body) <= _launches(before.body)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_all_that_may_be_together_is_in_the_end(stage: int) -> None:
+    """A step's forward and backward, and in stages 1 and 2 its update, each gather or reduce once."""
+    program = _lower(mlp(blocks=3), stage, 10**9)
+    last, update = (program.section_by_name[name].body for name in (LAST_MICRO_STEP, UPDATE))
+    reduced = [op for op in last if isinstance(op, ops.AllReduce | ops.ReduceScatter)]
+    assert [len(op.pairs) for op in reduced] == [5]
+    gathered = [op for op in update if isinstance(op, ops.AllGather)]
+    assert [len(op.pairs) for op in gathered] == ([5] if stage in (1, 2) else [])
+    ahead = [op for op in last if isinstance(op, ops.AllGather | ops.Prefetch)]
+    # The blocks' forward and the head; then the blocks again, the last of which has just been released.
+    assert [len(op.pairs) for op in ahead] == ([5, 3] if stage == 3 else [])
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_what_is_larger_stays_alone(stage: int) -> None:
+    """Two neighbours are one byte too many."""
+    logical = mlp(blocks=3)
+    alone = _lower(logical, stage, 0)
+    two = 2 * 4 * alone.flats[0].padded_numel
+    assert replace(_lower(logical, stage, two - 1), passes=()) == replace(alone, passes=())
+    assert _lower(logical, stage, two) != alone
+
+
+def test_flats_of_one_unit_travel_together_whatever_their_dtype() -> None:
+    program = _lower(mlp(blocks=2, precision="bf16", keep_fp32=True), 3, 6_144)
+    buffers = program.buffer_by_name
+    dtypes = [
+        {buffers[pair.source.buffer].dtype for pair in op.pairs}
+        for op in program.section_by_name[LAST_MICRO_STEP].body
+        if isinstance(op, ops.Collective)
+    ]
+    assert any(len(found) == 2 for found in dtypes)
+
+
+# --------------------------------------------------------------------------------------------------------- memory
+
+
+def _largest_wave(program: Program) -> int:
+    """The most bytes that one compute op is the first to read."""
+    found: dict[int, int] = {}
+    body = program.section_by_name[LAST_MICRO_STEP].body
+    for life in happens.lives(body, program):
+        for first in life.readers[:1]:
+            found[first] = found.get(first, 0) + _bytes(program, life.buffer)
+    return max(found.values())
+
+
+@settings(max_examples=8, deadline=None)
+@given(cases(stages=(3,)).filter(lambda case: case.elide or not case.tied), SIZES)
+def test_gathered_parameters_stay_within_the_bound(case: Case, size: int) -> None:
+    """On no interleaving more than distance + 1 buckets, each of at most a unit and ``size`` bytes.
+
+    What is gathered without being read is beside them, as it is without buckets.
+    """
+    bucket = _largest_wave(case.scheduled()) + size
+    program = replace(case, bucket=size).scheduled()
+    for section in program.sections:
+        masks = happens.before(section.body)
+        lives = [life for life in happens.lives(section.body, program) if life.readers]
+        for number, life in enumerate(lives):
+            live = [e for e in lives[:number] if not masks[life.alloc] >> e.release & 1]
+            total = sum(_bytes(program, one.buffer) for one in (*live, life))
+            assert total <= (case.distance + 1) * bucket
+
+
+@settings(max_examples=8, deadline=None)
+@given(cases(stages=(2, 3)), SIZES)
+def test_full_gradients_stay_within_the_bound(case: Case, size: int) -> None:
+    """Beside those that are kept across other units by choice, on no interleaving more than ``live`` buckets."""
+    program = replace(case, bucket=size).scheduled()
+    for section in program.sections:
+        body = section.body
+        masks = happens.before(body)
+        launches = {
+            pair.source.buffer: index
+            for index, op in enumerate(body)
+            if isinstance(op, ops.ReduceScatter)
+            for pair in op.pairs
+            if not program.buffer_by_name[pair.source.buffer].is_persistent
+        }
+        releases = {
+            op.buffer: i
+            for i, op in enumerate(body)
+            if isinstance(op, ops.Release) and op.buffer in launches
+        }
+        unit = sum(sorted(_bytes(program, name) for name in launches)[-2:])
+        begun: list[str] = []
+        for index, op in enumerate(body):
+            if not (isinstance(op, ops.Alloc) and op.buffer in launches):
+                continue
+            live = [
+                name
+                for name in begun
+                if launches[name] == launches[op.buffer]
+                or (releases[name] < index and not masks[index] >> releases[name] & 1)
+            ]
+            begun.append(op.buffer)
+            total = sum(_bytes(program, name) for name in (*live, op.buffer))
+            assert total <= case.live * (unit + size)
+
+
+@settings(max_examples=8, deadline=None)
+@given(cases(), SIZES)
+def test_what_must_be_ordered_is(case: Case, size: int) -> None:
+    program = replace(case, bucket=size).scheduled()
+    for section in program.sections:
+        assert happens.unordered(section.body, program) == []
+
+
+@pytest.mark.parametrize("size", [7_000, 13_000, 10**6])
+def test_no_bucket_is_gathered_while_nothing_is_computed(size: int) -> None:
+    """But the first, every gather may begin before the computation ahead of its use has ended."""
+    program = _lower(mlp(blocks=8), 3, size)
+    body = program.section_by_name[LAST_MICRO_STEP].body
+    masks = happens.before(body)
+    computes = [i for i, op in enumerate(body) if isinstance(op, ops.Compute)]
+    firsts: dict[int, int] = {}
+    for life in happens.lives(body, program):
+        firsts[life.gather] = min(life.readers[0], firsts.get(life.gather, len(body)))
+    for gather, first in sorted(firsts.items())[1:]:
+        ahead = computes[computes.index(first) - 1]
+        assert not masks[gather] >> ahead & 1
+
+
+# -------------------------------------------------------------------------------------------------------- contract
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_it_comes_before_the_bounds(stage: int) -> None:
+    program = manager.run(mlp(), for_stage(stage, 2))
+    with pytest.raises(
+        UserError, match=r"`bucket\{bytes=9\}` would undo the bound of `.*put `bucket` first"
+    ):
+        manager.run(program, [Bucket(bytes=9)])
+
+
+def test_a_negative_size_is_refused() -> None:
+    with pytest.raises(UserError, match="a number of bytes, at least 0, not -1"):
+        Bucket(bytes=-1)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_option_is_the_pass(stage: int) -> None:
+    def merging(bucket: int) -> list[object]:
+        options = make_options({"stage": stage, "world_size": 2, "bucket": bucket})
+        return [step for step in for_options(options) if isinstance(step, Bucket)]
+
+    assert merging(0) == []
+    assert merging(4096) == [Bucket(bytes=4096)]

@@ -1,0 +1,322 @@
+"""An update that overlaps the backward computes the same, and nothing makes it later than it need be."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.passes import happens
+from tests.passes.numbers import assert_equal, initial, inputs, run
+from tests.passes.strategies import Case, cases
+from tests.passes.test_docstrings import LOGICAL
+from tests.passes.variants import called_twice, frozen
+from tests.support.programs import mlp
+from zeroir.config import make_options
+from zeroir.ir import ops
+from zeroir.ir.ops import Op
+from zeroir.ir.program import LAST_MICRO_STEP, MICRO_STEP, UPDATE, Program, State
+from zeroir.ir.verify import verify
+from zeroir.passes import manager
+from zeroir.passes.order import synchronise, unordered
+from zeroir.passes.overlap_update import STREAM, OverlapUpdate
+from zeroir.passes.pipelines import for_options, for_stage
+from zeroir.runtime.lockstep import Lockstep
+
+
+def _without_global_decision(case: Case) -> Case:
+    precision = "fp32" if case.precision == "fp16" else case.precision
+    return replace(case, precision=precision, clip=None)
+
+
+FREE = cases(world_sizes=(1, 3)).map(_without_global_decision)
+
+
+@cache
+def _overlapped(stage: int, *, tied: bool = False, micro_steps: int = 1) -> Program:
+    logical = mlp(tied=tied, micro_steps=micro_steps, optimizer="momentum")
+    return manager.run(logical, for_stage(stage, 3, overlap_update=True))
+
+
+# -------------------------------------------------------------------------------------------------------- numbers
+
+
+@settings(max_examples=4, deadline=None)
+@given(FREE, st.integers(0, 2**16))
+def test_it_computes_the_same(case: Case, schedule_seed: int) -> None:
+    logical = case.logical()
+    batches = inputs(logical, case.world_size, case.micro_steps)
+    before = manager.run(logical, case.passes())
+    after = manager.run(before, [OverlapUpdate()], reference=logical)
+    expected = run(before, batches)
+    result = run(after, batches, schedule_seed)
+    assert_equal(result, expected, range(case.world_size), f"stage {case.stage}")
+    assert any(value.abs().sum() > 0 for value in result.state.values())
+
+
+FAST = {(0, "adamw", 1), (1, "sgd", 3), (2, "momentum", 1), (3, "adamw", 3)}
+"""One case a stage for every day."""
+
+
+@pytest.mark.parametrize(
+    ("stage", "optimizer", "micro_steps"),
+    [
+        pytest.param(*case, marks=() if case in FAST else pytest.mark.slow)
+        for case in product((0, 1, 2, 3), ("sgd", "momentum", "adamw"), (1, 3))
+    ],
+)
+def test_every_optimizer_computes_the_same_with_tied_weights(
+    stage: int, optimizer: str, micro_steps: int
+) -> None:
+    precision = "bf16" if micro_steps == 3 else "fp32"
+    logical = mlp(tied=True, optimizer=optimizer, micro_steps=micro_steps, precision=precision)
+    batches = inputs(logical, 3, micro_steps)
+    before = manager.run(logical, for_stage(stage, 3))
+    after = manager.run(before, [OverlapUpdate()], reference=logical)
+    assert_equal(run(after, batches, 5), run(before, batches), range(3), optimizer)
+
+
+@pytest.mark.parametrize("make", [frozen, pytest.param(called_twice, marks=pytest.mark.slow)])
+def test_frozen_parameters_and_units_called_twice_train_as_before(make: object) -> None:
+    assert callable(make)
+    logical = make()
+    batches = inputs(logical, 3, 1)
+    expected = run(manager.run(logical, for_stage(0, 3)), batches)
+    for stage in range(4):
+        program = manager.run(logical, for_stage(stage, 3, overlap_update=True))
+        assert_equal(run(program, batches, 3), expected, range(3), f"stage {stage}")
+
+
+@pytest.mark.parametrize(
+    "stage", [3, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 1, 2))]
+)
+def test_groups_of_ranks_with_the_same_shards_compute_the_same(stage: int) -> None:
+    logical = mlp(precision="bf16", keep_fp32=True)
+    batches = inputs(logical, 4, 1)
+    expected = run(manager.run(logical, for_stage(stage, 4, replicas=2)), batches)
+    passes = for_stage(stage, 4, replicas=2, bucket=9_000, overlap_update=True)
+    assert_equal(run(manager.run(logical, passes), batches, 2), expected, range(4), "hybrid")
+
+
+def test_a_step_tells_what_it_told_before() -> None:
+    logical = mlp()
+    batches = inputs(logical, 3, 1)
+    found = []
+    for is_overlapped in (False, True):
+        passes = for_stage(2, 3, overlap_update=is_overlapped)
+        program = manager.run(logical, passes)
+        lockstep = Lockstep(program)
+        lockstep.initialise_flats(initial(program))
+        results = [lockstep.step(step)[0] for step in batches]
+        assert all(r.is_skipped is None and r.grad_norm is None for r in results)
+        found.append([(float(r.loss), float(r.mean_loss or 0)) for r in results])
+    assert found[0] == found[1]
+    assert all(mean > 0 for _, mean in found[0])
+
+
+# ------------------------------------------------------------------------------------------------------- schedule
+
+
+@settings(max_examples=8, deadline=None)
+@given(FREE)
+def test_what_must_be_ordered_is_and_no_wait_is_idle(case: Case) -> None:
+    program = OverlapUpdate()(case.scheduled())
+    body = program.section_by_name[LAST_MICRO_STEP].body
+    assert happens.unordered(body, program) == []
+    assert synchronise(program) == program
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("micro_steps", [1, 3])
+def test_a_step_delays_neither_computation_nor_reduction(stage: int, micro_steps: int) -> None:
+    program = _overlapped(stage, micro_steps=micro_steps)
+    body = program.section_by_name[LAST_MICRO_STEP].body
+    masks = happens.before(body)
+    steps = sum(1 << i for i, op in enumerate(body) if isinstance(op, ops.OptimizerStep))
+    assert steps.bit_count() == len(program.flats)
+    for index, op in enumerate(body):
+        if isinstance(op, ops.Compute | ops.ReduceScatter | ops.AllReduce):
+            assert not masks[index] & steps
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_step_waits_for_its_gradient_and_for_no_other_computation(stage: int, tied: bool) -> None:
+    """Of the backward, all that stands later in the program may still be to come."""
+    program = _overlapped(stage, tied=tied)
+    body = program.section_by_name[LAST_MICRO_STEP].body
+    masks = happens.before(body)
+    computes = [i for i, op in enumerate(body) if isinstance(op, ops.Compute)]
+    for index, op in enumerate(body):
+        if isinstance(op, ops.OptimizerStep):
+            last = max(i for i in computes if _touches_flat(body[i], op, program))
+            assert masks[index] >> last & 1
+            assert not any(masks[index] >> i & 1 for i in computes if i > last)
+
+
+def _touches_flat(compute: Op, step: ops.OptimizerStep, program: Program) -> bool:
+    """Whether a compute op reads the step's parameters or contributes to their gradient."""
+    assert isinstance(compute, ops.Compute)
+    named = [argument.parameter for argument in compute.arguments]
+    named += [d.gradient for d in compute.destinations if d is not None]
+    homes = {program.parameter_by_name[name][0].name for name in named if name is not None}
+    return step.param.buffer.rpartition(".")[0] in homes
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_new_parameters_are_gathered_in_the_backward_too(stage: int) -> None:
+    program = _overlapped(stage)
+    body = program.section_by_name[LAST_MICRO_STEP].body
+    masks = happens.before(body)
+    steps = {op.param.buffer: i for i, op in enumerate(body) if isinstance(op, ops.OptimizerStep)}
+    gathers = {
+        op.pairs[0].destination.buffer: i
+        for i, op in enumerate(body)
+        if isinstance(op, ops.AllGather)
+    }
+    assert steps.keys() == gathers.keys()
+    for name, gather in gathers.items():
+        assert masks[gather] >> steps[name] & 1
+        later = [step for step in steps.values() if step > steps[name]]
+        assert not any(masks[gather] >> step & 1 or masks[step] >> gather & 1 for step in later)
+
+
+@pytest.mark.parametrize("micro_steps", [1, 3])
+def test_only_the_loss_is_left_of_the_update(micro_steps: int) -> None:
+    program = _overlapped(3, micro_steps=micro_steps)
+    left = program.section_by_name[UPDATE].body
+    assert [type(op) for op in left if not isinstance(op, ops.Wait)] == [
+        ops.AllReduce,
+        *([ops.Fill] if micro_steps > 1 else []),
+    ]
+    if micro_steps > 1:
+        before = manager.run(mlp(micro_steps=3, optimizer="momentum"), for_stage(3, 3))
+        assert program.section_by_name[MICRO_STEP] == before.section_by_name[MICRO_STEP]
+
+
+@pytest.mark.parametrize(("precision", "clip"), [("fp32", 1.0), ("fp16", None), ("fp16", 1.0)])
+def test_a_global_decision_comes_before_any_step(precision: str, clip: float | None) -> None:
+    program = manager.run(mlp(precision=precision, clip=clip), for_stage(2, 3))
+    assert OverlapUpdate()(program) == program
+    options = make_options(
+        {"stage": 2, "world_size": 3, "precision": precision, **({"clip": clip} if clip else {})}
+    )
+    assert OverlapUpdate() not in for_options(options)
+
+
+def test_a_user_may_have_the_update_apart() -> None:
+    options = {"stage": 2, "world_size": 3}
+    assert for_options(make_options(options))[-1] == OverlapUpdate()
+    apart = make_options({**options, "overlap_update": False})
+    assert OverlapUpdate() not in for_options(apart)
+
+
+# -------------------------------------------------------------------------------------------------------- mutants
+
+
+def _edited(program: Program, name: str, body: tuple[Op, ...]) -> Program:
+    sections = tuple(replace(s, body=body) if s.name == name else s for s in program.sections)
+    return synchronise(unordered(replace(program, sections=sections)))
+
+
+def _codes(program: Program) -> set[str]:
+    return {finding.code for finding in verify(program).findings}
+
+
+def _moved(program: Program, kind: type, before: type) -> Program:
+    """The first op of a kind in the last micro-step put before the first of another kind."""
+    body = list(unordered(program).section_by_name[LAST_MICRO_STEP].body)
+    op = next(op for op in body if isinstance(op, kind))
+    body.remove(op)
+    at = next(i for i, other in enumerate(body) if isinstance(other, before))
+    return _edited(program, LAST_MICRO_STEP, (*body[:at], op, *body[at:]))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_step_before_the_decision_is_rejected(stage: int) -> None:
+    program = _overlapped(stage)
+    assert verify(program).is_valid
+    body = unordered(program).section_by_name[LAST_MICRO_STEP].body
+    assert isinstance(body[0], ops.Decide)
+    mutant = _edited(program, LAST_MICRO_STEP, (*body[1:], body[0]))
+    assert "Z405" in _codes(mutant)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_step_on_an_unreduced_gradient_is_rejected(stage: int) -> None:
+    reduction = ops.AllReduce if stage == 0 else ops.ReduceScatter
+    assert _codes(_moved(_overlapped(stage), ops.OptimizerStep, reduction)) & {"Z402", "Z404"}
+
+
+def test_a_use_of_the_parameters_after_their_step_is_rejected() -> None:
+    """Stage 0 updates in place what the section computes with."""
+    program = _overlapped(0)
+    body = unordered(program).section_by_name[LAST_MICRO_STEP].body
+    forward = next(op for op in body if isinstance(op, ops.Compute))
+    (output,) = (d.view.region.buffer for d in forward.destinations if d is not None)
+    again: tuple[Op, ...] = (
+        ops.Alloc(buffer=output, stream=forward.stream),
+        forward,
+        ops.Release(buffer=output, stream=forward.stream),
+    )
+    assert _codes(_edited(program, LAST_MICRO_STEP, (*body, *again))) == {"Z401"}
+
+
+def test_a_second_step_or_decision_is_rejected() -> None:
+    program = _overlapped(2)
+    before = manager.run(mlp(optimizer="momentum"), for_stage(2, 3))
+    update = unordered(program).section_by_name[UPDATE].body
+    again = before.section_by_name[UPDATE].body
+    decide = next(op for op in again if isinstance(op, ops.Decide))
+    step = next(op for op in again if isinstance(op, ops.OptimizerStep))
+    assert "Z405" in _codes(_edited(program, UPDATE, (*update, decide)))
+    assert "Z403" in _codes(_edited(program, UPDATE, (*update, step)))
+
+
+@pytest.mark.parametrize("kind", [ops.Decide, ops.OptimizerStep, ops.AllGather])
+def test_what_the_joint_says_must_have_happened(kind: type) -> None:
+    """Without the op, on both sides of the joint what is said to be new is old."""
+    program = _overlapped(1)
+    body = list(unordered(program).section_by_name[LAST_MICRO_STEP].body)
+    body.remove(next(op for op in body if isinstance(op, kind)))
+    assert not verify(_edited(program, LAST_MICRO_STEP, tuple(body))).is_valid
+
+
+def test_a_joint_must_say_what_is_new() -> None:
+    program = _overlapped(3)
+    (last, update) = program.sections
+    for holding in last.exit.holdings:
+        kept = State(holdings=tuple(h for h in last.exit.holdings if h != holding))
+        sections = (replace(last, exit=kept), replace(update, entry=kept))
+        codes = _codes(replace(program, sections=sections))
+        assert codes & {"Z403", "Z405"}, holding.region.buffer
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_an_early_step_of_a_clipped_program_is_rejected(stage: int) -> None:
+    """The norm, the decision and a step, all moved to where the step's own gradient is reduced."""
+    logical = mlp(clip=1.0, optimizer="momentum")
+    program = unordered(manager.run(logical, for_stage(stage, 3)))
+    last, update = (program.section_by_name[name].body for name in (LAST_MICRO_STEP, UPDATE))
+    kinds = (ops.GradNorm, ops.AllReduce, ops.Decide)
+    early = [op for op in update if isinstance(op, kinds)]
+    steps = [op for op in update if isinstance(op, ops.OptimizerStep)]
+    moved = [replace(op, event=None) for op in (*early, *steps)]
+    first = next(
+        i + 1 for i, op in enumerate(last) if isinstance(op, ops.AllReduce | ops.ReduceScatter)
+    )
+    mutant = _edited(program, LAST_MICRO_STEP, (*last[:first], *moved, *last[first:]))
+    mutant = _edited(mutant, UPDATE, tuple(o for o in update if o not in (*early, *steps)))
+    assert "Z405" in _codes(mutant)
+
+
+def test_the_stream_is_declared_and_carries_the_update() -> None:
+    program = _overlapped(2)
+    assert program.streams[-1] == STREAM
+    found = {op.stream for op in program.ops() if isinstance(op, ops.OptimizerStep | ops.Decide)}
+    assert found == {STREAM.name}
+    assert STREAM not in LOGICAL.streams

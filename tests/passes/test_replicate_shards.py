@@ -1,0 +1,278 @@
+"""Hybrid sharding: groups of ranks hold the same shards, and the gradients of a step cross between them once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TypeGuard
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.passes.numbers import assert_equal, inputs, run
+from tests.passes.strategies import Case, cases
+from tests.passes.test_docstrings import LOGICAL
+from tests.support.programs import mlp
+from zeroir.errors import UserError
+from zeroir.ir import ops
+from zeroir.ir.buffers import Region
+from zeroir.ir.dtypes import DType
+from zeroir.ir.memory import collective_bytes
+from zeroir.ir.ops import Op
+from zeroir.ir.program import LAST_MICRO_STEP, MICRO_STEP, UPDATE, Program
+from zeroir.ir.text import parse, print_program
+from zeroir.ir.verify import verify
+from zeroir.passes import manager
+from zeroir.passes.order import synchronise
+from zeroir.passes.pipelines import for_stage
+from zeroir.passes.replicate_shards import ReplicateShards
+
+STAGES = range(4)
+
+
+def hybrid(logical: Program, stage: int, replicas: int, shards: int) -> Program:
+    """The program, not verified after every pass: that is one test's affair."""
+    program = logical
+    for step in for_stage(stage, replicas * shards, replicas=replicas):
+        program = replace(step(program), passes=(*program.passes, step.spec()))
+    return program
+
+
+@settings(max_examples=8, deadline=None)
+@given(cases(), st.integers(1, 3), st.integers(1, 3), st.booleans())
+def test_whatever_the_passes_made_stays_proved(
+    case: Case, replicas: int, shards: int, overlap_update: bool
+) -> None:
+    logical = case.logical()
+    passes = for_stage(
+        case.stage,
+        replicas * shards,
+        replicas=replicas,
+        elide=case.elide,
+        bucket=case.bucket,
+        distance=case.distance,
+        live=case.live,
+        overlap_update=overlap_update,
+    )
+    program = manager.run(logical, passes)
+    assert program.mesh.world_size == replicas * shards
+    assert verify(program, logical).findings == ()
+    text = print_program(program)
+    assert parse(text) == program
+    assert "dp" not in text.replace("all-reduce-gradients{dp=", "")
+
+
+@pytest.mark.parametrize(
+    ("replicas", "shards"),
+    [(2, 3), *(pytest.param(*mesh, marks=pytest.mark.slow) for mesh in [(2, 2), (3, 2)])],
+)
+@pytest.mark.parametrize(
+    ("precision", "clip"), [("fp32", None), ("fp32", 0.5), ("bf16", None), ("fp16", 0.5)]
+)
+def test_every_stage_computes_the_same_bits(
+    replicas: int, shards: int, precision: str, clip: float | None
+) -> None:
+    logical = mlp(blocks=1, precision=precision, clip=clip)
+    world_size = replicas * shards
+    batches = inputs(logical, world_size, 1)
+    expected = run(hybrid(logical, 0, replicas, shards), batches)
+    for stage in STAGES[1:]:
+        result = run(hybrid(logical, stage, replicas, shards), batches, schedule_seed=stage)
+        assert_equal(result, expected, range(world_size), f"stage {stage}")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_micro_steps_add_over_ranks_or_micro_steps_first(precision: str) -> None:
+    logical = mlp(blocks=1, precision=precision, clip=0.5, micro_steps=3)
+    batches = inputs(logical, 6, 3)
+    found = [run(hybrid(logical, stage, 2, 3), batches, schedule_seed=stage) for stage in STAGES]
+    assert_equal(found[1], found[0], range(6), "stage 1")
+    assert_equal(found[3], found[2], range(6), "stage 3")
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_one_group_is_plain_data_parallelism(stage: int) -> None:
+    logical = mlp(blocks=1, precision="bf16", clip=0.5)
+    plain = print_program(manager.run(logical, for_stage(stage, 3)))
+    one = print_program(hybrid(logical, stage, 1, 3))
+    for old, new in (
+        ("pass replicate-shards{replicas=1}\n", ""),
+        ("mesh replicate=1 shard=3\n", "mesh dp=3\n"),
+        ("axis=shard\n", "axis=dp\n"),
+        ("@shard", "@dp"),
+        ("reduced=(shard)", "reduced=(dp)"),
+    ):
+        one = one.replace(old, new)
+    # Columns of the text are as wide as what stands in them.
+    assert [line.split() for line in one.split("\n")] == [
+        line.split() for line in plain.split("\n")
+    ]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_groups_of_one_rank_are_plain_replicas(stage: int) -> None:
+    # Without clipping: norms are added up by shards there, and by whole gradients here.
+    logical = mlp(blocks=1, precision="fp16")
+    batches = inputs(logical, 3, 1)
+    expected = run(manager.run(logical, for_stage(0, 3)), batches)
+    result = run(hybrid(logical, stage, 3, 1), batches, schedule_seed=stage)
+    assert_equal(result, expected, range(3), f"stage {stage}")
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("micro_steps", [1, 3])
+def test_only_shards_cross_and_only_once_a_step(stage: int, micro_steps: int) -> None:
+    logical = mlp(blocks=1, precision="bf16", micro_steps=micro_steps)
+    program = hybrid(logical, stage, 2, 4)
+    over = {axis.name: collective_bytes(program, axis=axis.name) for axis in program.mesh.axes}
+    kept_bytes = (DType.F32 if micro_steps > 1 else DType.BF16).itemsize_bytes
+    numel = sum(flat.padded_numel for flat in program.flats)
+    assert over["replicate"]["all_reduce"] == numel // 4 * kept_bytes
+    assert over["replicate"]["all_gather"] == over["replicate"]["reduce_scatter"] == 0
+    assert over["shard"]["all_reduce"] == 0
+    total = collective_bytes(program)
+    assert {key: sum(own[key] for own in over.values()) for key in total} == total
+    if micro_steps > 1:
+        section = program.section_by_name[MICRO_STEP]
+        assert not any(isinstance(op, ops.AllReduce) for op in section.body)
+
+
+@pytest.mark.parametrize("micro_steps", [1, 3])
+def test_what_is_reduced_in_one_launch_crosses_in_one(micro_steps: int) -> None:
+    logical = mlp(blocks=3, precision="bf16", micro_steps=micro_steps)
+    program = logical
+    for step in for_stage(2, 6, replicas=2, bucket=4 * 768 * 2):
+        program = step(program)
+    body = program.section_by_name[LAST_MICRO_STEP].body
+    within = [len(op.pairs) for op in body if isinstance(op, ops.ReduceScatter)]
+    assert max(within) > 1
+    assert [len(op.pairs) for op in body if is_across(op)] == within
+    assert verify(program, logical).findings == ()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_update_in_the_backward_changes_no_bit(stage: int) -> None:
+    logical = mlp(blocks=1, precision="bf16")
+    batches = inputs(logical, 6, 1)
+    expected = run(hybrid(logical, stage, 2, 3), batches)
+    program = manager.run(logical, for_stage(stage, 6, replicas=2, overlap_update=True))
+    assert any(
+        isinstance(op, ops.OptimizerStep) for op in program.section_by_name[LAST_MICRO_STEP].body
+    )
+    for schedule_seed in range(2):
+        assert_equal(run(program, batches, schedule_seed), expected, range(6), f"stage {stage}")
+
+
+def test_shards_are_cut_for_a_group_and_not_for_all_ranks() -> None:
+    logical = mlp()
+    plain, program = manager.run(logical, for_stage(3, 4)), hybrid(logical, 3, 2, 4)
+    own = {b.name: b.numel for b in plain.buffers}
+    assert {b.name: b.numel for b in program.buffers} == own
+
+
+# --------------------------------------------------------------------------------------------------------- mutants
+
+
+def mutant(program: Program, section: str, change: Callable[[Op], tuple[Op, ...]]) -> Program:
+    def changed(body: tuple[Op, ...]) -> tuple[Op, ...]:
+        return tuple(new for op in body for new in change(op))
+
+    sections = tuple(
+        replace(one, body=changed(one.body)) if one.name == section else one
+        for one in program.sections
+    )
+    assert sections != program.sections
+    return replace(program, sections=sections)
+
+
+def codes(program: Program, logical: Program) -> set[str]:
+    return {finding.code for finding in verify(program, logical).findings}
+
+
+def is_across(op: Op) -> TypeGuard[ops.AllReduce]:
+    return isinstance(op, ops.AllReduce) and op.comm == "across"
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("micro_steps", [1, 2])
+def test_sums_that_do_not_cross_are_noticed(stage: int, micro_steps: int) -> None:
+    logical = mlp(blocks=1, micro_steps=micro_steps)
+    program = hybrid(logical, stage, 2, 2)
+    broken = mutant(program, LAST_MICRO_STEP, lambda op: () if is_across(op) else (op,))
+    assert codes(broken, logical) == {"Z404"}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_sums_that_cross_twice_are_noticed(stage: int) -> None:
+    logical = mlp(blocks=1)
+    program = hybrid(logical, stage, 2, 2)
+    again = mutant(
+        program,
+        LAST_MICRO_STEP,
+        lambda op: (op, replace(op, event=None)) if is_across(op) else (op,),
+    )
+    assert codes(again, logical) == {"Z402"}
+
+
+def test_gathers_among_ranks_that_hold_the_same_are_noticed() -> None:
+    def astray(op: Op) -> tuple[Op, ...]:
+        if isinstance(op, ops.AllGather | ops.Prefetch):
+            return (replace(op, comm="across"),)
+        return (op,)
+
+    # In order again, so that all that is wrong is who gathers.
+    broken = synchronise(mutant(hybrid(LOGICAL, 3, 2, 2), LAST_MICRO_STEP, astray))
+    assert codes(broken, LOGICAL) == {"Z401"}
+
+
+@pytest.mark.parametrize(("scalar", "code"), [("norm", "Z405"), ("loss", "Z402")])
+def test_scalars_are_combined_over_the_axes_that_they_differ_along(scalar: str, code: str) -> None:
+    """The norm is the same in all groups and must not be added up; the loss is each rank's own and must be."""
+    logical = mlp(blocks=1, precision="fp16", clip=0.5)
+    region = Region(buffer=scalar, offset=0, numel=1)
+    own = ops.Pair(source=region, destination=region)
+
+    def toggled(op: Op) -> tuple[Op, ...]:
+        if not is_across(op):
+            return (op,)
+        rest = tuple(pair for pair in op.pairs if pair != own)
+        return (replace(op, pairs=rest if rest != op.pairs else (*op.pairs, own)),)
+
+    program = hybrid(logical, 2, 2, 2)
+    assert codes(program, logical) == set()
+    assert codes(synchronise(mutant(program, UPDATE, toggled)), logical) == {code}
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_no_wait_can_be_left_out(stage: int) -> None:
+    program = hybrid(LOGICAL, stage, 2, 2)
+    for at, section in enumerate(program.sections):
+        for index, op in enumerate(section.body):
+            if isinstance(op, ops.Wait):
+                sections = list(program.sections)
+                body = (*section.body[:index], *section.body[index + 1 :])
+                sections[at] = replace(section, body=body)
+                assert codes(replace(program, sections=tuple(sections)), LOGICAL), (at, index)
+
+
+def test_communicators_of_two_axes_are_kept_in_order() -> None:
+    """Without the waits that only they need, ranks could start a gather and a sum across in different orders."""
+    program = hybrid(LOGICAL, 3, 2, 2)
+    body = program.section_by_name[LAST_MICRO_STEP].body
+    waits = [op for op in body if isinstance(op, ops.Wait)]
+    found = set[str]()
+    for wait in waits:
+        broken = mutant(program, LAST_MICRO_STEP, lambda op: () if op == wait else (op,))  # noqa: B023  called at once
+        found |= codes(broken, LOGICAL)
+    assert "Z202" in found
+
+
+def test_groups_are_equal_and_at_least_one() -> None:
+    with pytest.raises(UserError, match="7 ranks do not make 2 groups of equal size"):
+        for_stage(3, 7, replicas=2)
+    with pytest.raises(UserError, match="`replicas` of `replicate-shards` is a number of groups"):
+        ReplicateShards(replicas=0)
+    program = hybrid(LOGICAL, 1, 2, 2)
+    with pytest.raises(UserError, match="a second time"):
+        manager.run(program, [ReplicateShards(replicas=2)])

@@ -1,0 +1,57 @@
+"""Real processes: every backend gives the bits of the reference semantics, and says what goes wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.runtime.support import Ranks, require_success
+
+pytestmark = pytest.mark.dist
+
+MODULE = "tests.runtime.comm_workers"
+
+
+@pytest.mark.parametrize(
+    ("world_size", "every"),
+    [
+        pytest.param(2, 1, marks=pytest.mark.slow),
+        (3, 5),
+        pytest.param(3, 1, marks=pytest.mark.slow),
+        pytest.param(4, 1, marks=pytest.mark.slow),
+    ],
+)
+def test_every_collective_equals_lockstep_bit_for_bit(
+    tmp_path: Path, world_size: int, every: int
+) -> None:
+    """Sums and maxima of three floating types, converted on the wire or not, in place or not, whatever their sizes.
+
+    One case in ``every`` is tried.
+    """
+    results = Ranks(world_size, tmp_path, "equal", str(every), module=MODULE).wait()
+    require_success(results)
+    assert [out for _, out, _ in results] == ["peer-memory gloo\n"] * world_size
+
+
+@pytest.mark.slow
+def test_every_collective_along_an_axis_equals_lockstep(tmp_path: Path) -> None:
+    require_success(Ranks(4, tmp_path, "equal-on-mesh", module=MODULE).wait())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["size", "call"])
+def test_ranks_at_different_collectives_say_so(tmp_path: Path, what: str) -> None:
+    require_success(Ranks(3, tmp_path, "mismatch", what, module=MODULE).wait())
+
+
+@pytest.mark.slow
+def test_a_killed_rank_is_missed_at_once(tmp_path: Path) -> None:
+    results = Ranks(3, tmp_path, "death", module=MODULE).wait()
+    assert results[1][0] == -9
+    require_success([results[0], results[2]])
+
+
+@pytest.mark.slow
+def test_ranks_of_several_hosts_take_gloo(tmp_path: Path) -> None:
+    require_success(Ranks(2, tmp_path, "strangers", module=MODULE).wait())

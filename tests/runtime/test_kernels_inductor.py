@@ -1,0 +1,404 @@
+"""Compiled segments compute what the eager kernels do, are made once, and are loaded without the compiler.
+
+Compiling takes seconds a segment, so the tests of one model share a cache.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import zeroir
+from tests.runtime.support import (
+    ROOT,
+    Ranks,
+    initial_flats,
+    lowered,
+    random_batches,
+    require_success,
+)
+from tests.support.programs import mlp
+from zeroir.api.run import kernel_backend, load_model
+from zeroir.errors import KernelWarning, UserError
+from zeroir.ir.buffers import contiguous_stride
+from zeroir.ir.dtypes import DType
+from zeroir.ir.ops import Compute, Mode
+from zeroir.ir.segment import Node, Ref, Segment, TensorType
+from zeroir.runtime import engine as engine_module
+from zeroir.runtime.engine import Engine
+from zeroir.runtime.handlers import bindings
+from zeroir.runtime.kernels import graph
+from zeroir.runtime.kernels.base import Binding, Kernel
+from zeroir.runtime.kernels.cache import KernelCache, cache_folder, kernel_key
+from zeroir.runtime.kernels.choice import KernelBackend
+from zeroir.runtime.kernels.eager import EagerKernels
+from zeroir.runtime.kernels.inductor import InductorKernels, tolerance
+from zeroir.runtime.lockstep import run_lockstep
+
+CPU = torch.device("cpu")
+MODELS = {
+    "example": (ROOT / "examples" / "gpt.py", "fp32"),
+    "llama": (ROOT / "tests" / "support" / "models" / "llama.py", "bf16"),
+    "convnet": (ROOT / "tests" / "support" / "models" / "convnet.py", "fp32"),
+    "gpt2": (ROOT / "tests" / "support" / "models" / "gpt2.py", "fp32"),
+}
+LOSS_BOUND = {"fp32": 1e-5, "bf16": 2**-6}
+"""Relative differences of losses in a few steps: in FP32 what an optimizer that looks at signs makes of roundings, in
+bf16 a few roundings."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A segment as a step called it, with what it read, held before and wrote."""
+
+    segment: Segment
+    bindings: tuple[Binding | None, ...]
+    arguments: list[Tensor]
+    before: list[Tensor | None]
+    after: list[Tensor | None]
+
+
+@dataclass
+class Recording:
+    """Eager kernels that keep the first call of everything they compile."""
+
+    calls: list[Call] = field(default_factory=list)
+    inner: EagerKernels = field(default_factory=lambda: EagerKernels(CPU))
+    seen: dict[tuple[str, tuple[Binding | None, ...]], Kernel] = field(default_factory=dict)
+
+    def compile(self, segment: Segment, bindings: Sequence[Binding | None]) -> Kernel:
+        key = (segment.digest(), tuple(bindings))
+        kernel, is_recorded = self.inner.compile(segment, bindings), key in self.seen
+
+        def run(arguments: Sequence[Tensor], destinations: Sequence[Tensor | None]) -> None:
+            nonlocal is_recorded
+            if is_recorded:
+                kernel(arguments, destinations)
+                return
+            is_recorded = True
+            read, before = [held(one) for one in arguments], copies(destinations)
+            kernel(arguments, destinations)
+            after = copies(destinations)
+            self.calls.append(Call(segment, tuple(bindings), read, before, after))
+
+        return self.seen.setdefault(key, run)
+
+    def finish(self) -> None:
+        pass
+
+
+def held(tensor: Tensor) -> Tensor:
+    """A copy with the same strides."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).copy_(tensor)
+
+
+def copies(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+    return [None if tensor is None else held(tensor) for tensor in tensors]
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A cache of compiled segments for the tests of this module."""
+    given = os.environ.get("ZEROIR_TEST_KERNEL_CACHE")
+    folder = Path(given) if given else tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ZEROIR_CACHE_DIR", str(folder))
+        yield folder
+
+
+def open_engine(compiled: zeroir.CompiledProgram, kernels: KernelBackend) -> Engine:
+    engine = Engine(compiled.program, kernels=kernels)
+    engine.initialise(load_model(compiled).model, seed=0)
+    return engine
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.usefixtures("cache")
+@pytest.mark.parametrize("name", MODELS)
+def test_every_segment_and_whole_steps_agree_with_eager(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, precision = MODELS[name]
+    compiled = zeroir.compile(path, stage=3, world_size=1, precision=precision)
+    model_file = load_model(compiled)
+    batch = model_file.batch()
+    recording = Recording()
+    with monkeypatch.context() as patch:
+        patch.setattr(engine_module, "open_kernels", lambda *_: recording)
+        engine = open_engine(compiled, KernelBackend.EAGER)
+        losses = [engine.step(batch).loss for _ in range(4)]
+        engine.close()
+
+    inductor = InductorKernels(CPU)
+    kernels = [inductor.compile(call.segment, call.bindings) for call in recording.calls]
+    inductor.finish()
+    assert len(kernels) >= 4
+    for call, kernel in zip(recording.calls, kernels, strict=True):
+        destinations = copies(call.before)
+        kernel(call.arguments, destinations)
+        bound = tolerance(call.segment)
+        for found, expected in zip(destinations, call.after, strict=True):
+            if found is None or expected is None:
+                continue
+            difference = (found.double() - expected.double()).abs().max()
+            largest = expected.double().abs().max()
+            assert difference <= bound * largest, (call.segment.name, found.shape, bound)
+
+    engine = open_engine(compiled, KernelBackend.INDUCTOR)
+    found_losses = [engine.step(batch).loss for _ in range(4)]
+    engine.close()
+    assert found_losses == pytest.approx(losses, rel=LOSS_BOUND[precision])
+    assert found_losses[-1] < found_losses[0]
+
+
+TOLERANT_STEPS = 3
+LOADING = """
+import sys, json, torch
+import tests.runtime.test_kernels_inductor as here
+engine = here.mlp_engine(here.KernelBackend.INDUCTOR)
+losses = [engine.step(batch).loss for ((batch,),) in here.random_batches(here.TOLERANT_STEPS, 1)]
+engine.close()
+compiler = [m for m in sys.modules if m.startswith(("torch._inductor", "torch._dynamo"))]
+print(json.dumps({"losses": losses, "compiler": compiler}))
+"""
+
+
+def mlp_engine(kernels: KernelBackend) -> Engine:
+    program = lowered(mlp(clip=0.5), 3, 1)
+    engine = Engine(program, kernels=kernels)
+    engine.initialise_flats(initial_flats(program))
+    return engine
+
+
+def mlp_losses(kernels: KernelBackend) -> list[float]:
+    engine = mlp_engine(kernels)
+    losses = [engine.step(batch).loss for ((batch,),) in random_batches(TOLERANT_STEPS, 1)]
+    engine.close()
+    return losses
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_kernels_are_compiled_once_elsewhere_and_kept(cache: Path) -> None:
+    """A cold process trains without importing the compiler, and the entries it leaves are used as they are."""
+    expected = mlp_losses(KernelBackend.EAGER)
+    entries: list[dict[str, int]] = []
+    for _ in range(2):
+        result = subprocess.run(
+            [sys.executable, "-W", "error", "-c", LOADING],
+            cwd=ROOT,
+            env={**os.environ, "ZEROIR_CACHE_DIR": str(cache)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert result.returncode == 0, result.stderr
+        found = json.loads(result.stdout.splitlines()[-1])
+        assert found["compiler"] == []
+        assert found["losses"] == pytest.approx(expected, rel=1e-5)
+        entries.append({str(p): p.stat().st_mtime_ns for p in cache.rglob("kernel.so")})
+    assert entries[0]
+    assert entries[0] == entries[1]
+    assert not list(cache.rglob("draft-*"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_damaged_entry_is_compiled_again(cache: Path) -> None:
+    expected = mlp_losses(KernelBackend.INDUCTOR)
+    damaged = next(iter(cache.rglob("kernel.so")))
+    # Written anew and not over what this process has mapped.
+    content = damaged.read_bytes()
+    damaged.unlink()
+    damaged.write_bytes(content[: len(content) // 2])
+    assert mlp_losses(KernelBackend.INDUCTOR) == expected
+    assert len(damaged.read_bytes()) > len(content) // 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.usefixtures("cache")
+def test_lockstep_ranks_agree_with_eager() -> None:
+    program = lowered(mlp(clip=0.5), 3, 3)
+    batches = random_batches(TOLERANT_STEPS, 3)
+    runs = [
+        run_lockstep(program, initial=initial_flats(program), inputs=batches, kernels=kernels)
+        for kernels in KernelBackend
+    ]
+    for found, expected in zip(runs[1].losses, runs[0].losses, strict=True):
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.timeout(900)
+def test_two_ranks_share_the_work_and_agree_with_eager(tmp_path: Path) -> None:
+    """Two processes start with nothing: each segment is compiled by one of them and run by both."""
+    ranks = Ranks(2, tmp_path, "kernels", environment={"ZEROIR_CACHE_DIR": str(tmp_path / "cache")})
+    require_success(ranks.wait(timeout_s=800))
+    for rank in range(2):
+        found = json.loads((tmp_path / f"kernels.{rank}.json").read_text())
+        assert found["inductor"] == pytest.approx(found["eager"], rel=1e-5)
+    assert not list(tmp_path.rglob("draft-*"))
+
+
+# --------------------------------------------------------------------------------------- without compiling
+
+
+def test_without_a_compiler_eager_kernels_take_over_with_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ZEROIR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.warns(KernelWarning, match=r"no C\+\+ compiler") as caught:
+        found = mlp_losses(KernelBackend.INDUCTOR)
+    assert len(caught) == 1
+    assert found == mlp_losses(KernelBackend.EAGER)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setenv("RANK", "1")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert mlp_losses(KernelBackend.INDUCTOR) == found
+
+
+def test_unknown_kernels_are_named() -> None:
+    with pytest.raises(UserError, match="choose eager or inductor"):
+        kernel_backend("fast")
+
+
+def test_an_entry_is_whole_or_is_not_found(tmp_path: Path) -> None:
+    cache = KernelCache(tmp_path)
+    assert cache.find("key") is None
+    with cache.draft() as draft:
+        (draft / "kernel.so").write_bytes(b"code")
+        entry = cache.keep("key", draft)
+    assert cache.find("key") == entry
+    assert [path.name for path in (tmp_path / "kernels").iterdir()] == ["key"]
+    (entry / "kernel.so").write_bytes(b"cod")
+    assert cache.find("key") is None
+    with cache.draft() as draft:
+        (draft / "kernel.so").write_bytes(b"other")
+        cache.keep("key", draft)
+    assert cache.find("key") == entry
+    (entry / "entry.json").write_text("{")
+    assert cache.find("key") is None
+
+
+def test_a_lock_is_held_by_one(tmp_path: Path) -> None:
+    cache = KernelCache(tmp_path)
+    with cache.locked("key", wait=False) as first:
+        assert first
+        with cache.locked("key", wait=False) as second:
+            assert not second
+    with cache.locked("key", wait=True) as third:
+        assert third
+
+
+def test_keys_tell_apart_what_changes_the_code() -> None:
+    program = mlp()
+    one, other = (program.segment_by_name[name] for name in ("block.forward", "block.backward"))
+    outputs = len(one.outputs)
+    written = Binding(mode=Mode.WRITE, stride=(1,), is_exclusive=True)
+    keys = {
+        kernel_key(one, [None] * outputs, CPU, 1),
+        kernel_key(one, [written] * outputs, CPU, 1),
+        kernel_key(one, [None] * outputs, CPU, 2),
+        kernel_key(other, [None] * outputs, CPU, 1),
+    }
+    assert len(keys) == 4
+    renamed = replace(one, name="another")
+    assert kernel_key(renamed, [None] * outputs, CPU, 1) in keys
+
+
+def test_the_cache_is_where_the_environment_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ZEROIR_CACHE_DIR", str(tmp_path / "own"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cache_folder() == tmp_path / "own"
+    monkeypatch.delenv("ZEROIR_CACHE_DIR")
+    assert cache_folder() == tmp_path / "xdg" / "zeroir"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert cache_folder() == Path.home() / ".cache" / "zeroir"
+
+
+def run_graph(
+    segment: Segment,
+    bindings: Sequence[Binding | None],
+    arguments: Sequence[Tensor],
+    destinations: Sequence[Tensor],
+) -> None:
+    """The graph that a compiler would get, by torch's operators."""
+    graph.build_graph(segment, bindings, CPU)(*arguments, *destinations)
+
+
+def test_the_graph_fills_destinations_like_the_eager_kernels() -> None:
+    """Each segment of a program, by the graph alone: stores, products in place and views undone."""
+    program = mlp(clip=0.5)
+    checked = 0
+    for op in program.ops():
+        if not isinstance(op, Compute):
+            continue
+        segment, how = program.segment_by_name[op.segment], bindings(op)
+        arguments = [torch.randn(one.shape) for one in segment.inputs]
+        kinds = graph.input_types(segment, how)[len(segment.inputs) :]
+        found = [torch.zeros(one.shape) for one in kinds]
+        expected = [torch.zeros(one.shape) for one in kinds]
+        run_graph(segment, how, arguments, found)
+        planned = graph.plan(how)
+        targets: list[Tensor | None] = [None] * len(how)
+        for output, tensor in zip((*planned.direct, *planned.scratch), expected, strict=True):
+            targets[output] = tensor
+        EagerKernels(CPU).compile(segment, how)(arguments, targets)
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other)
+        checked += 1
+    assert checked >= 4
+
+
+def test_a_product_is_added_to_what_the_destination_holds() -> None:
+    """dW += dyᵀ x, through the transposes that autograd writes, without a tensor of its size."""
+
+    def kind(*shape: int) -> TensorType:
+        return TensorType(dtype=DType.F32, shape=shape, stride=contiguous_stride(shape))
+
+    flipped = TensorType(dtype=DType.F32, shape=(3, 5), stride=(1, 3))
+    segment = Segment(
+        name="gradient",
+        inputs=(kind(8, 5), kind(8, 3)),
+        nodes=(
+            Node(
+                op="aten.t.default",
+                args=(Ref(1),),
+                results=(replace(flipped, shape=(3, 8), stride=(1, 3)),),
+            ),
+            Node(op="aten.mm.default", args=(Ref(2), Ref(0)), results=(kind(3, 5),)),
+            Node(
+                op="aten.t.default",
+                args=(Ref(3),),
+                results=(replace(flipped, shape=(5, 3), stride=(1, 5)),),
+            ),
+            Node(op="aten.t.default", args=(Ref(4),), results=(kind(3, 5),)),
+        ),
+        outputs=(5,),
+    )
+    how = [Binding(mode=Mode.ACCUMULATE, stride=(5, 1), is_exclusive=True)]
+    dy, x, held_before = torch.randn(8, 5), torch.randn(8, 3), torch.randn(3, 5)
+    found = held_before.clone()
+    run_graph(segment, how, [dy, x], [found])
+    torch.testing.assert_close(found, held_before + x.t() @ dy)
+    called = [node.target for node in graph.build_graph(segment, how, CPU).graph.nodes]
+    assert torch.ops.zeroir.addmm_out.default in called
+    assert torch.ops.zeroir.store.default not in called

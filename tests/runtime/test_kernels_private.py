@@ -1,0 +1,103 @@
+"""What the runtime uses of Inductor's internals; when a new torch changes them, these tests say so and name it."""
+
+from __future__ import annotations
+
+import math
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+import torch
+
+from tests.runtime.support import ROOT
+from tests.support.programs import mlp
+from zeroir.ir.ops import Compute
+from zeroir.runtime.handlers import bindings
+from zeroir.runtime.kernels import _inductor_private as private
+from zeroir.runtime.kernels import graph
+from zeroir.runtime.kernels.decompositions import decompositions
+from zeroir.runtime.kernels.eager import EagerKernels
+
+T = TypeVar("T")
+CPU = torch.device("cpu")
+DIM = 96
+
+
+def attempt(step: Callable[[], T]) -> T:
+    """Run a step of the private interface; a failure names the torch that changed it."""
+    try:
+        return step()
+    except Exception as error:  # noqa: BLE001 - whatever a new torch raises
+        pytest.fail(f"torch {torch.__version__} changed what the kernels rely on: {error!r}")
+
+
+def test_tensors_become_handles() -> None:
+    tensors = [torch.ones(2), torch.ones(3)]
+    handles = attempt(lambda: torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors(tensors))
+    assert all(private._pointer(handle, None) for handle in handles)
+    back = [torch._C._aoti.alloc_tensor_by_stealing_from_void_ptr(handle) for handle in handles]
+    assert all(one.data_ptr() == other.data_ptr() for one, other in zip(back, tensors, strict=True))
+
+
+def test_loading_needs_no_compiler() -> None:
+    code = (
+        "import sys, zeroir.runtime.kernels.inductor\n"
+        "sys.exit(any(m.startswith(('torch._inductor', 'torch._dynamo')) for m in sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_generated_code_copies_nothing_of_a_parameters_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A weight's gradient is made by the product in the destination, and no memory of its size is asked for."""
+    program = mlp(dim=DIM, features=64, batch=32)
+    op = next(
+        op for op in program.ops() if isinstance(op, Compute) and op.segment == "block.backward"
+    )
+    segment, how = program.segment_by_name[op.segment], bindings(op)
+    sources: dict[str, str] = {}
+    keep = private._keep_only_what_runs
+
+    def read_first(folder: Path) -> None:
+        sources.update({path.name: path.read_text() for path in folder.glob("*.cpp")})
+        keep(folder)
+
+    monkeypatch.setattr(private, "_keep_only_what_runs", read_first)
+    kinds = graph.input_types(segment, how)
+    built = graph.build_graph(segment, how, CPU)
+    attempt(lambda: private.compile_library(built, kinds, decompositions(CPU), tmp_path, CPU))
+
+    (wrapper,) = (text for name, text in sources.items() if ".wrapper." in name)
+    (kernel,) = (text for name, text in sources.items() if ".kernel." in name)
+    assert "aoti_torch_cpu_mm_out(arg" in wrapper
+    arrays = {
+        name: math.prod(int(number) for number in re.findall(r"(\d+)L", numbers))
+        for name, numbers in re.findall(r"int64_t (int_array_\d+)\[\] = \{([^}]*)\}", wrapper)
+    }
+    made = [
+        arrays[name]
+        for name in re.findall(r"aoti_torch_empty_strided\(\d+, (int_array_\d+)", wrapper)
+    ]
+    assert made
+    assert DIM * DIM not in made
+    assert f"{DIM * DIM}L" not in kernel
+    assert sorted(path.name for path in tmp_path.iterdir()) == [private.LIBRARY]
+
+    library = attempt(lambda: private.load_library(tmp_path, CPU))
+    arguments = [torch.randn(one.shape) for one in segment.inputs]
+    found, expected = ([torch.zeros(one.shape) for one in kinds[len(arguments) :]] for _ in "ab")
+    with torch.no_grad():
+        library([*arguments, *found])
+    EagerKernels(CPU).compile(segment, how)(arguments, expected)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)

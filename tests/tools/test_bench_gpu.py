@@ -1,0 +1,124 @@
+"""The comparison on a GPU: what it says without one, and the arithmetic behind its table."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+import zeroir
+from tools import bench_gpu
+from tools.bench_gpu import Record, World
+from tools.peers import gpu_gpt
+from tools.peers.gpu import Measurement
+from zeroir.runtime.engine import Engine
+
+ROOT = Path(__file__).parents[2]
+LAYERS, WIDTH, HEADS, LENGTH, BATCH = 2, 64, 4, 32, 2
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(gpu_gpt.VARIABLE, f"{LAYERS}x{WIDTH}x{HEADS}x{LENGTH}x{BATCH}")
+
+
+def test_without_a_gpu_it_says_so_in_one_sentence() -> None:
+    found = subprocess.run(
+        [sys.executable, "-W", "error", "-m", "tools.bench_gpu", "--nccl-ranks", "2"],
+        cwd=ROOT,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (found.returncode, found.stdout) == (2, "")
+    assert (
+        found.stderr
+        == "There is no CUDA device here: run the comparison on a machine with a GPU.\n"
+    )
+
+
+@pytest.mark.slow
+def test_its_flops_are_those_of_matrix_products_and_attention() -> None:
+    """The model trains, and its program counts two FLOPs a multiply and three products a weight."""
+    compiled = zeroir.compile(gpu_gpt.__file__, stage=3, world_size=1, precision="bf16")
+    logical = compiled.artifact.logical
+    tokens = LENGTH * BATCH
+    in_products = LAYERS * 12 * WIDTH**2 + WIDTH * gpu_gpt.VOCABULARY
+    scores = LAYERS * BATCH * LENGTH**2 * WIDTH  # multiplies of one product over all heads
+    # Attention is two products forward and five backward, of which torch counts the scores' again.
+    assert bench_gpu.step_flops(logical) == 6 * in_products * tokens + 2 * (2 + 5) * scores
+    assert logical.parameters_numel == sum(p.numel() for p in gpu_gpt.model().parameters())
+    engine = Engine(compiled.program)
+    engine.initialise(gpu_gpt.model, 0)
+    loss = engine.step(gpu_gpt.batch()).loss
+    engine.close()
+    assert loss == pytest.approx(torch.log(torch.tensor(gpu_gpt.VOCABULARY)).item(), rel=0.05)
+
+
+def test_a_card_is_known_by_the_longest_name_in_its_devices() -> None:
+    for name, peak in {
+        "NVIDIA H100 80GB HBM3": 989.5e12,
+        "NVIDIA H100 PCIe": 756.5e12,
+        "NVIDIA H200": 989.5e12,
+        "NVIDIA H200 NVL": 835.5e12,
+        "NVIDIA L40S": 362.05e12,
+        "NVIDIA L4": 121e12,
+        "Tesla T4": None,
+    }.items():
+        assert bench_gpu.peak_flops(name) == peak
+
+
+def test_the_table_shows_ratios_of_medians_in_one_world() -> None:
+    def record(name: str, world: World, seconds: float) -> Record:
+        found = Measurement(
+            seconds=[seconds, 2 * seconds, seconds / 2],
+            losses=[9.0],
+            allocated_bytes=10**9,
+            reserved_bytes=2 * 10**9,
+        )
+        slower = Measurement(seconds=[0.0, 0.0, 0.0], losses=[8.0], allocated_bytes=1)
+        return Record(contestant=name, world=world).joined([found, slower])
+
+    alone, real = World(size=1, is_real=False), World(size=2, is_real=True)
+    out = io.StringIO()
+    bench_gpu.show(
+        [
+            record("zeroir 3", alone, 0.9),
+            record("FSDP2 compiled", alone, 1.0),
+            record("zeroir 3", real, 0.5),
+            Record(contestant="FSDP2", world=real, error="out of memory"),
+        ],
+        flops=10**12,
+        peak=1e13,
+        tokens=100,
+        console=Console(file=out, width=200),
+    )
+    ours, theirs, several, failed = out.getvalue().splitlines()[3:-1]
+    assert "0.900" in ours
+    assert "11.1%" in ours
+    assert "2.000" in ours
+    assert "1.000" in theirs
+    assert "2 NCCL ranks" in several
+    assert "400" in several  # both ranks' tokens
+    assert "40.0%" in several
+    assert "failed" in failed
+
+
+def test_only_ranks_that_share_a_gpu_change_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("NCCL_MAX_CTAS", raising=False)
+    assert bench_gpu.environment(World(size=64, is_real=False)) == {}
+    assert bench_gpu.environment(World(size=2, is_real=True)) == {
+        "NCCL_MULTI_RANK_GPU_ENABLE": "1",
+        "NCCL_NVLS_ENABLE": "0",
+        "NCCL_MAX_CTAS": "4",
+    }

@@ -1,0 +1,116 @@
+"""Write the tables of docs/performance.md from the records of the runs that measured them.
+
+    python -m tools.performance_page
+
+Every table stands between two comments that name its record, ``<!-- record peers.json -->`` and ``<!-- end -->``;
+what is between them is replaced. Nothing there is typed by hand.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+
+from tools.bench_peers import TARGETS, Record, ratio
+
+PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
+RECORDS = PAGE.parent / "records"
+_PLACE = re.compile(
+    r"(<!-- record (?P<name>[a-z-]+)\.json(?P<part> [a-z]+)? -->\n).*?(<!-- end -->)", re.DOTALL
+)
+
+
+def rendered(page: str, records: Path = RECORDS) -> str:
+    """The page with every table made from its record."""
+
+    def table(match: re.Match[str]) -> str:
+        record = json.loads((records / f"{match['name']}.json").read_text())
+        maker = _TABLES[match["name"] + (match["part"] or "")]
+        return f"{match[1]}\n{maker(record)}\n\n{match[4]}"
+
+    return _PLACE.sub(table, page)
+
+
+def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _contestants(record: Mapping[str, object]) -> dict[str, Record]:
+    found = record["records"]
+    assert isinstance(found, list)
+    return {item["name"]: Record(**item) for item in found}
+
+
+def _peers(record: Mapping[str, object]) -> str:
+    rows = []
+    for name, one in _contestants(record).items():
+        ordered = sorted(one.seconds)
+        quarter = len(ordered) // 4
+        rows.append(
+            [
+                name,
+                f"{1000 * median(ordered):.0f}",
+                f"{1000 * ordered[quarter]:.0f} to {1000 * ordered[-1 - quarter]:.0f}",
+                f"{one.first_step_seconds:.1f}",
+                f"{one.own_bytes / 1e6:.0f}",
+            ]
+        )
+    return _markdown(["", "step, ms", "middle half", "first step, s", "peak MB above bare"], rows)
+
+
+def _ratios(record: Mapping[str, object]) -> str:
+    found = _contestants(record)
+    rows = [
+        [
+            ("peak memory: " if target.is_memory else "step: ") + f"{target.one} / {target.other}",
+            f"{ratio(target, found):.2f}",
+            f"{target.must:.2f}",
+            f"{target.aim:.2f}",
+        ]
+        for target in TARGETS
+        if target.one in found and target.other in found
+    ]
+    return _markdown(["ratio", "measured", "must be at most", "aim"], rows)
+
+
+def _techniques(record: Mapping[str, object]) -> str:
+    found = _contestants(record)
+    whole = found["zeroir 3"]
+    rows = []
+    for name, one in found.items():
+        steps = median(a / b for a, b in zip(one.seconds, whole.seconds, strict=True))
+        rows.append([name, f"{steps:.2f}", f"{one.own_bytes / whole.own_bytes:.2f}"])
+    return _markdown(["", "step / zeroir 3", "peak memory / zeroir 3"], rows)
+
+
+def _rows(record: Mapping[str, object]) -> str:
+    """A record that is a table already."""
+    head, rows = record["head"], record["rows"]
+    assert isinstance(head, list)
+    assert isinstance(rows, list)
+    return _markdown(head, rows)
+
+
+_TABLES: Mapping[str, Callable[[Mapping[str, object]], str]] = {
+    "peers": _peers,
+    "peers ratios": _ratios,
+    "stages": _peers,
+    "techniques": _techniques,
+    "engine": _rows,
+    "compile": _rows,
+}
+
+
+def main() -> int:
+    """Rewrite the page."""
+    PAGE.write_text(rendered(PAGE.read_text()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

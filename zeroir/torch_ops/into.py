@@ -1,0 +1,52 @@
+"""Operators that fill a given tensor, for graphs whose results have a place before they exist.
+
+A compiler that traces ``torch.mm(a, b, out=view)`` makes the product in a tensor of its own and copies it. These
+operators say that they write ``out``, and nothing else, so that the product lands in the view. The names and
+arguments of the products are those of torch's C functions for ahead-of-time compiled code (``aoti_torch_cpu_mm_out``),
+which compiled code calls in their stead.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+@torch.library.custom_op("zeroir::mm_out", mutates_args=("out",))
+def mm_out(out: Tensor, a: Tensor, b: Tensor) -> None:
+    """Write the product of ``a`` (n, k) and ``b`` (k, m) into ``out`` (n, m)."""
+    torch.mm(a, b, out=out)
+
+
+@torch.library.custom_op("zeroir::addmm_out", mutates_args=("out",))
+def addmm_out(out: Tensor, bias: Tensor, a: Tensor, b: Tensor, beta: float, alpha: float) -> None:
+    """Write ``beta`` × ``bias`` + ``alpha`` × the product of ``a`` and ``b`` into ``out``; bias may be out itself."""
+    torch.addmm(bias, a, b, beta=beta, alpha=alpha, out=out)
+
+
+@torch.library.custom_op("zeroir::bmm_out", mutates_args=("out",))
+def bmm_out(out: Tensor, a: Tensor, b: Tensor) -> None:
+    """Write the products of the matrices of ``a`` (batch, n, k) and ``b`` (batch, k, m) into ``out``."""
+    torch.bmm(a, b, out=out)
+
+
+@torch.library.custom_op("zeroir::store", mutates_args=("out",))
+def store(out: Tensor, value: Tensor) -> None:
+    """Copy ``value`` to ``out``; a compiler may compute it there in the first place, for nobody else reads it."""
+    out.copy_(value)
+
+
+@torch.library.custom_op("zeroir::embedding_gradient", mutates_args=("out",))
+def embedding_gradient(out: Tensor, grad: Tensor, indices: Tensor, padding_idx: int) -> None:
+    """Write the gradient of an embedding's weight into ``out`` (rows, dim).
+
+    Row r becomes the sum, in order, of those ``grad`` (…, dim) whose index in ``indices`` (…) is r; the row
+    ``padding_idx`` is zero, unless that is negative. On the CPU these are the bits of
+    ``aten.embedding_dense_backward`` without scaling by frequency.
+    """
+    out.zero_()
+    # Of 64-bit indices and 16-bit elements torch adds up a row's contributions in FP32.
+    rows = indices.flatten().int() if out.dtype.itemsize == 2 else indices.flatten()
+    out.index_add_(0, rows, grad.reshape(-1, grad.shape[-1]))
+    if padding_idx >= 0:
+        out[padding_idx].zero_()
