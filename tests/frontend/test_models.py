@@ -44,7 +44,7 @@ def test_training_at_the_lower_stages_equals_eager_replicas(
 
 
 @pytest.mark.parametrize(
-    "name", ["gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in HUGGING_FACE[1:])]
+    "name", [pytest.param(name, marks=pytest.mark.slow) for name in HUGGING_FACE]
 )
 def test_every_stage_trains_and_with_the_same_losses(name: str) -> None:
     model_file = load_model_file(str(MODELS / f"{name}.py"))

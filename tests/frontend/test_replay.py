@@ -298,7 +298,7 @@ TRAPS: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
     "hooked": (lambda: Hooked(lambda _: Block()), names(*range(LAYERS))),
     "noting": (lambda: Noting(lambda _: Notebook()), names(1, 2, 3, 4)),
 }
-FAST = {"counting", "collected", "noting"}
+FAST = {"counting"}
 
 
 @pytest.mark.parametrize(

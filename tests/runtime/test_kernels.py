@@ -215,14 +215,11 @@ def test_the_gradient_of_an_embedding_is_made_in_the_flat(dtype: torch.dtype) ->
 MODELS = ROOT / "tests" / "support" / "models"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize(
     "path",
-    [
-        ROOT / "examples" / "gpt.py",
-        pytest.param(MODELS / "llama.py", marks=pytest.mark.slow),
-        pytest.param(MODELS / "gpt2.py", marks=pytest.mark.slow),
-    ],
+    [ROOT / "examples" / "gpt.py", MODELS / "llama.py", MODELS / "gpt2.py"],
     ids=lambda path: path.stem,
 )
 def test_no_gradient_of_a_matrix_is_copied(path: Path, stage: int) -> None:

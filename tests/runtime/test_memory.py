@@ -46,7 +46,7 @@ def test_at_rest_a_rank_holds_its_persistent_buffers_and_a_place_for_temporary_o
     assert found == expected
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "fp16"])
 @pytest.mark.parametrize("stage", range(4))
 def test_steps_leave_nothing_behind(stage: int, precision: str) -> None:
     """In lockstep, whose one thread the profiler sees whole."""

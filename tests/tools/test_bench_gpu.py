@@ -28,6 +28,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(gpu_gpt.VARIABLE, f"{LAYERS}x{WIDTH}x{HEADS}x{LENGTH}x{BATCH}")
 
 
+@pytest.mark.slow
 def test_without_a_gpu_it_says_so_in_one_sentence() -> None:
     found = subprocess.run(
         [sys.executable, "-W", "error", "-m", "tools.bench_gpu", "--nccl-ranks", "2"],

@@ -55,7 +55,6 @@ def variants(world_size: int) -> dict[str, Variant]:
         "prefetch": {"prefetch": 0},
         "elided gathers": {"elide": False},
         "overlapped update": {"overlap_update": False},
-        "buckets": {"bucket": 0},
     }
     for technique, options in without.items():
         found[f"zeroir 3 without {technique}"] = replace(

@@ -67,6 +67,7 @@ def test_a_mutant_that_differs_is_rejected(case: Case, kind: str, seed: int) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @settings(SETTINGS, max_examples=3000)
 @given(case=CASES, kind=st.sampled_from(sorted(MUTATIONS)), seed=st.integers(0, 10**9))
 def test_many_mutants_that_differ_are_rejected(case: Case, kind: str, seed: int) -> None:

@@ -1,0 +1,132 @@
+"""No matrix parameter and no gradient of one is copied by a kernel: counted in torch's dispatcher during a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import zeroir
+from zeroir.frontend.entry import load_model_file
+from zeroir.ir.buffers import Role
+from zeroir.ir.program import Program
+from zeroir.ir.segment import Segment
+from zeroir.runtime import state
+from zeroir.runtime.comm.local import LocalComm
+from zeroir.runtime.engine import Executor
+from zeroir.runtime.handlers import Machine
+from zeroir.runtime.kernels.base import Binding, Kernel
+from zeroir.runtime.kernels.eager import EagerKernels
+from zeroir.runtime.storage import Memory
+from zeroir.runtime.streams import ThreadStreams
+
+ROOT = Path(__file__).parents[2]
+CPU = torch.device("cpu")
+aten = torch.ops.aten
+COPIES = (aten.copy_.default, aten.clone.default, aten._to_copy.default, aten.cat.default)
+FLAT_ROLES = (Role.PARAM, Role.GATHERED, Role.GRAD)
+
+
+@dataclass
+class Watch:
+    """Copies of as many elements as a matrix parameter has, to or from memory of flats, and calls seen in all."""
+
+    program: Program
+    memory: Memory
+    copies: list[str] = field(default_factory=list)
+    calls: int = 0
+
+    def __post_init__(self) -> None:
+        slots = [slot for flat in self.program.flats for slot in flat.slots]
+        self.sizes = {slot.numel for slot in slots if len(slot.shape) > 1}
+        self.flats = [b.name for b in self.program.buffers if b.role in FLAT_ROLES]
+
+    def see(self, function: object, arguments: Sequence[object]) -> None:
+        self.calls += 1
+        if function not in COPIES:
+            return
+        for tensor in arguments:
+            if isinstance(tensor, Tensor) and tensor.numel() in self.sizes and self.is_flat(tensor):
+                self.copies.append(f"{function} of {list(tensor.shape)}")
+
+    def is_flat(self, tensor: Tensor) -> bool:
+        live = [self.memory.buffer(name) for name in self.flats if self.memory.is_live(name)]
+        start = tensor.data_ptr()
+        return any(b.data_ptr() <= start < b.data_ptr() + b.nbytes for b in live)
+
+
+class Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.watch = watch
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., object],
+        types: Sequence[type],
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
+        self.watch.see(func, [*args, *(kwargs or {}).values()])
+        return func(*args, **(kwargs or {}))
+
+
+class WatchedKernels:
+    """Eager kernels, each of which runs under the watch; with ``is_clumsy`` every weight gradient is copied."""
+
+    def __init__(self, watch: Watch, *, is_clumsy: bool) -> None:
+        self.inner, self.watch, self.is_clumsy = EagerKernels(CPU), watch, is_clumsy
+
+    def compile(self, segment: Segment, bindings: Sequence[Binding | None]) -> Kernel:
+        kernel = self.inner.compile(segment, bindings)
+
+        def run(arguments: Sequence[Tensor], destinations: Sequence[Tensor | None]) -> None:
+            with Mode(self.watch):
+                kernel(arguments, destinations)
+                for tensor in destinations if self.is_clumsy else ():
+                    if tensor is not None:
+                        tensor.copy_(tensor.clone())
+
+        return run
+
+    def finish(self) -> None:
+        self.inner.finish()
+
+
+def watched(path: Path, stage: int, *, is_clumsy: bool = False) -> Watch:
+    program = zeroir.compile(path, stage=stage, world_size=1).program
+    model_file = load_model_file(str(path))
+    memory = Memory(program, 0, CPU)
+    watch = Watch(program, memory)
+    kernels = WatchedKernels(watch, is_clumsy=is_clumsy)
+    machine = Machine(program=program, ranks=[memory], comm=LocalComm(), kernels=kernels)
+    machine.compile()
+    state.initialise(program, [memory], model_file.model, 0)
+    executor = Executor(machine, ThreadStreams)
+    executor.step([[model_file.batch()]])
+    executor.close()
+    return watch
+
+
+@pytest.mark.parametrize("stage", [*(pytest.param(n, marks=pytest.mark.slow) for n in range(3)), 3])
+@pytest.mark.parametrize(
+    "model",
+    [
+        "examples/gpt.py",
+        pytest.param("tests/support/models/llama.py", marks=pytest.mark.slow),
+        pytest.param("tests/support/models/gpt2.py", marks=pytest.mark.slow),
+    ],
+)
+def test_no_matrix_is_copied(model: str, stage: int) -> None:
+    found = watched(ROOT / model, stage)
+    assert found.calls > 100
+    assert found.copies == []
+
+
+def test_a_copy_is_seen() -> None:
+    assert watched(ROOT / "examples" / "gpt.py", 3, is_clumsy=True).copies

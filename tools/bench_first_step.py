@@ -1,0 +1,103 @@
+"""How long the first step takes with compiled kernels and an empty cache, at several depths of one block.
+
+    python -m tools.bench_first_step [--depths 2 32] [--record FILE]
+
+Equal layers share their kernels, so a deep model should wait for the compiler no longer than a shallow one. Every
+depth runs in a process of its own with a cache of its own: once cold, once warm.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+MODEL = """
+import sys
+sys.path.insert(0, {root!r})
+from tools.peers import gpt
+
+gpt.LAYERS = {layers}
+model, batch, batches = gpt.model, gpt.batch, gpt.batches
+"""
+
+
+def first_step_seconds(path: Path) -> float:
+    """Seconds from a compiled program to the end of its first step, in this process."""
+    import zeroir
+    from zeroir.api.run import load_model
+    from zeroir.runtime.engine import Engine
+    from zeroir.runtime.kernels.choice import KernelBackend
+
+    compiled = zeroir.load(path)
+    model_file = load_model(compiled)
+    start = time.perf_counter()
+    engine = Engine(compiled.program, kernels=KernelBackend.INDUCTOR)
+    engine.initialise(model_file.model, 0)
+    engine.step(model_file.batch())
+    return time.perf_counter() - start
+
+
+def measure(layers: int, folder: Path) -> tuple[float, float]:
+    """Seconds of the first step with an empty cache, and with a full one."""
+    import zeroir
+
+    model = folder / f"gpt{layers}.py"
+    model.write_text(MODEL.format(root=str(Path(__file__).parents[1]), layers=layers))
+    path = folder / f"{layers}.zir"
+    zeroir.compile(model, stage=3, world_size=1).save(path)
+    environment = os.environ | {"ZEROIR_CACHE_DIR": str(folder / f"cache{layers}")}
+    command = [sys.executable, "-m", "tools.bench_first_step", "--program", str(path)]
+    found = [
+        float(subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE).stdout)
+        for _ in range(2)
+    ]
+    return found[0], found[1]
+
+
+def main() -> int:
+    """Print a table of the depths and the ratio of the last to the first."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--depths", type=int, nargs="+", default=[2, 32])
+    parser.add_argument("--record", type=Path, help="write the table to this JSON file")
+    parser.add_argument("--program", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.program is not None:
+        print(first_step_seconds(arguments.program))
+        return 0
+    with tempfile.TemporaryDirectory() as folder:
+        found = {layers: measure(layers, Path(folder)) for layers in arguments.depths}
+    few, many = found[arguments.depths[0]], found[arguments.depths[-1]]
+    head = ["layers", "first step with an empty cache, s", "with a full one, s"]
+    rows = [[str(layers), *(f"{s:.1f}" for s in seconds)] for layers, seconds in found.items()]
+    rows.append(
+        [
+            "ratio of the last to the first",
+            *(f"{b / a:.2f}" for a, b in zip(few, many, strict=True)),
+        ]
+    )
+    table = Table(*head)
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)
+    if arguments.record is not None:
+        about = {
+            "command": ["python", "-m", "tools.bench_first_step", *sys.argv[1:]],
+            "torch": importlib.metadata.version("torch"),
+        }
+        text = json.dumps({"about": about, "head": head, "rows": rows}, indent=1)
+        arguments.record.write_text(text + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
