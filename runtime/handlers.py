@@ -42,7 +42,7 @@ class Machine:
     # By identity: hashing an op costs more than running it, and the program keeps its ops alive.
     _kernel_by_op: dict[int, Kernel] = field(default_factory=dict)
     _step_by_op: dict[int, Step] = field(default_factory=dict)
-    _launch_by_op: dict[int, Launch] = field(default_factory=dict)
+    _launch_by_op: dict[int, tuple[Launch, frozenset[str]]] = field(default_factory=dict)
     _temporary: frozenset[str] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -79,11 +79,11 @@ class Machine:
         """A collective with the tensors of every local rank; InternalError where one is not allocated."""
         found = self._launch_by_op.get(id(op))
         if found is None:
-            found = self._launch_by_op[id(op)] = _launch(op, self)
-        names = self._temporaries(op)
+            found = self._launch_by_op[id(op)] = (_launch(op, self), self._temporaries(op))
+        what, names = found
         for memory in self.ranks:
             memory.require(names)
-        return found
+        return what
 
     def _prepare(self, op: ops.Op) -> Step:
         """Settle an op when it first runs: what it uses is allocated then."""
