@@ -13,6 +13,7 @@ import contextlib
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 from typing import assert_never
 
 import torch
@@ -21,7 +22,7 @@ from zeroir.ir.effects import effects
 from zeroir.ir.mesh import COMPUTE, HOST, Executor
 from zeroir.ir.ops import Op, Wait
 from zeroir.ir.program import Program
-from zeroir.runtime.streams import Execute, ThreadStreams
+from zeroir.runtime.streams import Task, ThreadStreams
 from zeroir.runtime.trace import HostClock, Mark, Recorder
 
 
@@ -79,8 +80,7 @@ class CudaGraph:
 class CudaStreams:
     """Streams of one process on one CUDA device."""
 
-    def __init__(self, program: Program, device: torch.device, execute: Execute) -> None:
-        self._execute = execute
+    def __init__(self, program: Program, device: torch.device) -> None:
         self._device = device
         self._streams: dict[str, torch.cuda.Stream] = {}
         on_host: set[str] = set()
@@ -98,7 +98,7 @@ class CudaStreams:
                 case _:
                     assert_never(stream.executor)
         self._host_streams = frozenset(on_host)
-        self._threads = ThreadStreams(self._on_host, inline=())
+        self._threads = ThreadStreams(inline=())
         self._events: dict[str, torch.cuda.Event] = {}
         self._last_signal: dict[str, str | None] = {}
         self._crossing = frozenset(p.event for s in program.sections for p in s.exit.pending)
@@ -110,17 +110,16 @@ class CudaStreams:
         """The CUDA stream of that name."""
         return self._streams[name]
 
-    def submit(self, op: Op) -> None:
-        """See ``Streams.submit``."""
+    def bind(self, op: Op, run: Task) -> Task:
+        """See ``Streams.bind``."""
         match op:
             case Wait():
-                self._wait(op)
+                return lambda: self._wait(op)
             case _ if op.stream in self._host_streams:
-                # Another section may have used the name for an event of the device.
-                self._events.pop(op.event or "", None)
-                self._threads.submit(op)
+                enqueue = self._threads.bind(op, partial(self._on_host, run))
+                return lambda: self._hand_over(op.event, enqueue)
             case _:
-                self._on_device(op)
+                return lambda: self._on_device(op.stream, op.event, run)
 
     def join(self, pending: Collection[str]) -> None:
         """See ``Streams.join``. The host itself does not wait for the device."""
@@ -215,23 +214,27 @@ class CudaStreams:
             return  # torch came as far as that
         torch._C._cuda_releasePool(index, pool)
 
-    def _on_device(self, op: Op) -> None:
-        assert not isinstance(op, Wait)
-        stream = self._streams[op.stream]
-        if op.event in self._crossing and self._last_signal.get(op.stream) not in self._crossing:
+    def _on_device(self, name: str, event: str | None, run: Task) -> None:
+        stream = self._streams[name]
+        if event in self._crossing and self._last_signal.get(name) not in self._crossing:
             # A joint leaves out the op that crosses it, but not what its stream does before.
-            self._before_crossing[op.stream] = stream.record_event()
+            self._before_crossing[name] = stream.record_event()
         with torch.cuda.stream(stream):
-            self._execute(op)
-        self._last_signal[op.stream] = op.event
-        if op.event is not None:
-            self._events[op.event] = stream.record_event()
+            run()
+        self._last_signal[name] = event
+        if event is not None:
+            self._events[event] = stream.record_event()
+
+    def _hand_over(self, event: str | None, enqueue: Task) -> None:
+        # Another section may have used the name for an event of the device.
+        self._events.pop(event or "", None)
+        enqueue()
 
     def _wait(self, op: Wait) -> None:
         event = self._events.get(op.waited)
         if event is None:  # signalled by the host or the disk
             on = op.on if op.on in self._host_streams else HOST
-            self._threads.submit(Wait(waited=op.waited, on=on))
+            self._threads.bind(Wait(waited=op.waited, on=on), _nothing)()
         elif op.on == HOST:
             event.synchronize()
         elif op.on in self._host_streams:
@@ -240,6 +243,10 @@ class CudaStreams:
         else:
             self._streams[op.on].wait_event(event)
 
-    def _on_host(self, op: Op) -> None:
+    def _on_host(self, run: Task) -> None:
         torch.cuda.set_device(self._device)
-        self._execute(op)
+        run()
+
+
+def _nothing() -> None:
+    pass

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property, partial
@@ -21,6 +22,7 @@ from zeroir.errors import GraphWarning, InternalError, UserError, ZeroirError
 from zeroir.ir import ops
 from zeroir.ir.buffers import Role
 from zeroir.ir.program import EVALUATE, LAST_MICRO_STEP, MICRO_STEP, UPDATE, Program, Section
+from zeroir.ir.spans import Span
 from zeroir.runtime import state
 from zeroir.runtime.batch import Batch, write_inputs
 from zeroir.runtime.comm.job import (
@@ -37,13 +39,13 @@ from zeroir.runtime.malloc import keep_freed_memory, return_freed_memory
 from zeroir.runtime.seeds import site_seed
 from zeroir.runtime.state import Factory
 from zeroir.runtime.storage import Memory
-from zeroir.runtime.streams import Execute, Streams, ThreadStreams
-from zeroir.runtime.trace import Clock, HostClock, Recorder, Span, aligned, to_bytes
+from zeroir.runtime.streams import Streams, Task, ThreadStreams
+from zeroir.runtime.trace import Clock, HostClock, Recorder, aligned, to_bytes
 
 if TYPE_CHECKING:
     from zeroir.runtime.cuda_graphs import SectionGraphs
 
-OpenStreams = Callable[[Execute], Streams]
+Watch = Callable[[ops.Op], AbstractContextManager[object]]
 RunSection = Callable[[Section, Callable[[], None]], None]
 """Carries out a section whose ops the function submits."""
 
@@ -70,7 +72,7 @@ class Executor:
     def __init__(
         self,
         machine: Machine,
-        open_streams: OpenStreams,
+        streams: Streams,
         *,
         seed: int = 0,
         run_section: RunSection | None = None,
@@ -79,13 +81,13 @@ class Executor:
         self.step_count = 0
         self.seed = seed
         self._program = machine.program
-        self._streams = open_streams(self._execute)
+        self._streams = streams
         self._run_section = run_section
         self._rng_buffers = [b.name for b in self._program.buffers if b.role is Role.RNG]
-        self._is_profiled = False
         self._recorder: Recorder | None = None
         self._to_record: tuple[int, Recorder] | None = None
         self._labels: dict[int, str] = {}
+        self._tasks: dict[tuple[str, bool], list[Task]] = {}
 
     def step(self, batches: Sequence[Sequence[Batch]]) -> list[RankResult]:
         """One training step: ``batches[rank][micro_step]`` for the local ranks; one result per local rank."""
@@ -138,7 +140,6 @@ class Executor:
             raise UserError(
                 f"The program has no {name} section; compile it for this many micro-steps."
             )
-        self._is_profiled = torch.autograd.profiler._is_profiler_enabled
         with torch.no_grad():
             self._streams.join([pending.event for pending in section.entry.pending])
             # What is recorded is recorded op by op.
@@ -149,8 +150,21 @@ class Executor:
             self._streams.join([pending.event for pending in section.exit.pending])
 
     def _issue(self, section: Section) -> None:
-        for op in section.body:
-            self._streams.submit(op)
+        if self._recorder is not None:
+            tasks = self._bound(section, self._recorder.watch)
+        else:
+            is_named = torch.autograd.profiler._is_profiler_enabled
+            found = self._tasks.get((section.name, is_named))
+            if found is None:
+                found = self._bound(section, self._named if is_named else None)
+                self._tasks[section.name, is_named] = found
+            tasks = found
+        for task in tasks:
+            task()
+
+    def _bound(self, section: Section, watch: Watch | None) -> list[Task]:
+        """What submits the ops of a section, each to be carried out in the context that ``watch`` has for it."""
+        return [self._streams.bind(op, self._task(op, watch)) for op in section.body]
 
     def _establish(self, name: str) -> None:
         """Make the first section's entry state true, which later is the update's doing."""
@@ -162,20 +176,25 @@ class Executor:
         for pending in section.entry.pending:
             self._streams.signal(pending.event)
 
-    def _execute(self, op: ops.Op) -> None:
-        try:
-            if self._is_profiled:
-                with record_function(self._label(op)):
-                    self.machine.handle(op)
-            elif self._recorder is not None:
-                with self._recorder.watch(op):
-                    self.machine.handle(op)
-            else:
-                self.machine.handle(op)
-        except UserError:
-            raise
-        except Exception as error:
-            raise self._explained(op, error) from error
+    def _task(self, op: ops.Op, watch: Watch | None) -> Task:
+        step = self.machine.prepare(op)
+
+        def run() -> None:
+            try:
+                if watch is None:
+                    step()
+                else:
+                    with watch(op):
+                        step()
+            except UserError:
+                raise
+            except Exception as error:
+                raise self._explained(op, error) from error
+
+        return run
+
+    def _named(self, op: ops.Op) -> record_function:
+        return record_function(self._label(op))
 
     def _explained(self, op: ops.Op, error: Exception) -> ZeroirError:
         """What went wrong in an op, where, and what to do if the user can do something."""
@@ -345,7 +364,7 @@ class Engine:
             )
         self._executor = Executor(
             machine,
-            self._open_streams,
+            self._open_streams(),
             seed=seed,
             run_section=self._run_section if self._has_graphs else None,
         )
@@ -430,17 +449,17 @@ class Engine:
         self._executor.close()
         self.job.comm.close()
 
-    def _open_streams(self, execute: Execute) -> Streams:
+    def _open_streams(self) -> Streams:
         if self.device.type == "cuda":
             from zeroir.runtime.cuda import CudaStreams
 
-            streams = CudaStreams(self.program, self.device, execute)
+            streams = CudaStreams(self.program, self.device)
             if self._has_graphs:
                 from zeroir.runtime.cuda_graphs import SectionGraphs
 
                 self._graphs = SectionGraphs(self.program, streams, self._memory, self.job)
             return streams
-        return ThreadStreams(execute)
+        return ThreadStreams()
 
     def _run_section(self, section: Section, issue: Callable[[], None]) -> None:
         assert self._graphs is not None

@@ -1,7 +1,6 @@
 """What each op does to the buffers of the ranks that this process drives.
 
-An op is prepared when it first runs: its tensors are looked up, its views made, its kernel found. After that a step
-calls what was prepared.
+An op is prepared once: its tensors are looked up, its views made, its kernel found. A step calls what was prepared.
 """
 
 from __future__ import annotations
@@ -41,7 +40,6 @@ class Machine:
     kernels: Kernels
     # By identity: hashing an op costs more than running it, and the program keeps its ops alive.
     _kernel_by_op: dict[int, Kernel] = field(default_factory=dict)
-    _step_by_op: dict[int, Step] = field(default_factory=dict)
     _launch_by_op: dict[int, tuple[Launch, frozenset[str]]] = field(default_factory=dict)
     _temporary: frozenset[str] = field(init=False)
 
@@ -64,29 +62,11 @@ class Machine:
             self._kernel_by_op[id(op)] = found
         return found
 
-    def handle(self, op: ops.Op) -> None:
-        """Carry out one op for every local rank. Order is the streams' affair: a ``wait`` does nothing here.
+    def prepare(self, op: ops.Op) -> Step:
+        """What carries out one op for every local rank. Order is the streams' affair: a ``wait`` does nothing here.
 
-        Raises:
-            InternalError: where the op uses a buffer that is not allocated.
+        It raises InternalError where the op uses a buffer that is not allocated by then.
         """
-        step = self._step_by_op.get(id(op))
-        if step is None:
-            step = self._step_by_op[id(op)] = self._prepare(op)
-        step()
-
-    def launch(self, op: ops.Collective) -> Launch:
-        """A collective with the tensors of every local rank; InternalError where one is not allocated."""
-        found = self._launch_by_op.get(id(op))
-        if found is None:
-            found = self._launch_by_op[id(op)] = (_launch(op, self), self._temporaries(op))
-        what, names = found
-        for memory in self.ranks:
-            memory.require(names)
-        return what
-
-    def _prepare(self, op: ops.Op) -> Step:
-        """Settle an op when it first runs: what it uses is allocated then."""
         match op:
             case ops.Wait():
                 return lambda: None
@@ -114,6 +94,16 @@ class Machine:
                 step()
 
         return everywhere
+
+    def launch(self, op: ops.Collective) -> Launch:
+        """A collective with the tensors of every local rank; InternalError where one is not allocated."""
+        found = self._launch_by_op.get(id(op))
+        if found is None:
+            found = self._launch_by_op[id(op)] = (_launch(op, self), self._temporaries(op))
+        what, names = found
+        for memory in self.ranks:
+            memory.require(names)
+        return what
 
     def _temporaries(self, op: ops.Op) -> frozenset[str]:
         found = effects(op)

@@ -32,7 +32,7 @@ from zeroir.runtime.handlers import Machine, communicate
 from zeroir.runtime.kernels.choice import KernelBackend, open_kernels
 from zeroir.runtime.state import Factory
 from zeroir.runtime.storage import Memory
-from zeroir.runtime.streams import Execute
+from zeroir.runtime.streams import Task
 from zeroir.runtime.tensors import poison
 from zeroir.runtime.trace import Recorder
 
@@ -65,7 +65,7 @@ class Lockstep:
         generator = random.Random(schedule_seed)
         self._executor = Executor(
             self._machine,
-            lambda execute: SeededStreams(self._machine, execute, generator),
+            SeededStreams(self._machine, generator),
             seed=seed,
         )
 
@@ -176,6 +176,7 @@ class _Item:
     """A queued op: the event it signals or waits for, and what a collective that has begun will do."""
 
     op: Op
+    run: Task
     event: _Event
     begun: Launch | None = None
 
@@ -183,27 +184,29 @@ class _Item:
 class SeededStreams:
     """Streams as queues, of which a seeded choice takes the next head that is ready."""
 
-    def __init__(self, machine: Machine, execute: Execute, generator: random.Random) -> None:
+    def __init__(self, machine: Machine, generator: random.Random) -> None:
         self._machine = machine
-        self._execute = execute
         self._random = generator
         self._queues: dict[str, deque[_Item]] = {}
         self._events: dict[str, _Event] = {}
 
-    def submit(self, op: Op) -> None:
-        """See ``Streams.submit``: ops wait in their queues until the host waits or a joint comes."""
+    def bind(self, op: Op, run: Task) -> Task:
+        """See ``Streams.bind``: ops wait in their queues until the host waits or a joint comes."""
+        return lambda: self._submit(op, run)
+
+    def _submit(self, op: Op, run: Task) -> None:
         match op:
             case ops.Wait():
                 event = self._events[op.waited]
                 if op.on == HOST:
                     self._run_until([event])
                 else:
-                    self._enqueue(op.on, _Item(op=op, event=event))
+                    self._enqueue(op.on, _Item(op=op, run=run, event=event))
             case _:
                 event = _Event()
                 if op.event is not None:
                     self._events[op.event] = event
-                self._enqueue(op.stream, _Item(op=op, event=event))
+                self._enqueue(op.stream, _Item(op=op, run=run, event=event))
 
     def join(self, pending: Collection[str]) -> None:
         """See ``Streams.join``."""
@@ -270,7 +273,7 @@ class SeededStreams:
                 self._machine.launch(item.op)  # what it uses must still be allocated
                 communicate(item.op, item.begun, self._machine.comm)
             case _:
-                self._execute(item.op)
+                item.run()
         queue.popleft()
         item.event.is_done = True
 

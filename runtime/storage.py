@@ -90,14 +90,14 @@ class Memory:
         return self._tensors[name]
 
     def region(self, region: Region) -> Tensor:
-        """The elements that the region names on this rank, as a one-dimensional tensor."""
+        """The elements that the region names on this rank, as a 1-d tensor, live or not; see ``require``."""
         start, stop = region.local_range(self._mesh, self._coordinate)
-        return self.buffer(region.buffer)[start:stop]
+        return self._tensors[region.buffer][start:stop]
 
     def view(self, view: View) -> Tensor:
-        """The strided tensor that the view names on this rank."""
+        """The strided tensor that the view names on this rank; live or not, see ``require``."""
         start, _ = view.region.local_range(self._mesh, self._coordinate)
-        tensor = self.buffer(view.region.buffer)
+        tensor = self._tensors[view.region.buffer]
         return tensor.as_strided(view.shape, view.stride, tensor.storage_offset() + start)
 
     def alloc(self, name: str) -> None:

@@ -14,17 +14,20 @@ from typing import Final, Protocol
 import torch
 
 from zeroir.ir.mesh import COMPUTE, HOST
-from zeroir.ir.ops import Op, Wait
+from zeroir.ir.ops import Alloc, Op, Release, Wait
 from zeroir.runtime.trace import Recorder
 
-Execute = Callable[[Op], None]
+Task = Callable[[], None]
 
 
 class Streams(Protocol):
     """Runs ops in the order that their streams and waits demand."""
 
-    def submit(self, op: Op) -> None:
-        """Enqueue the op on its stream; a ``wait`` orders a stream or the host."""
+    def bind(self, op: Op, run: Task) -> Task:
+        """What enqueues the op on its stream, each time that it is called, where ``run`` carries it out.
+
+        A ``wait`` orders a stream or the host, and ``run`` does nothing.
+        """
 
     def join(self, pending: Collection[str]) -> None:
         """Order everything later, on every stream, after everything before, but for the ops that signal ``pending``."""
@@ -40,39 +43,29 @@ class Streams(Protocol):
 
 
 class Event:
-    """Something that happens once: an op is done, or it failed."""
+    """Something that happens once: an op is done."""
 
-    __slots__ = ("_condition", "_is_done", "error")
+    __slots__ = ("is_done",)
 
-    def __init__(self, condition: threading.Condition, *, is_done: bool = False) -> None:
-        self._condition = condition
-        self._is_done = is_done
-        self.error: BaseException | None = None
+    def __init__(self, *, is_done: bool = False) -> None:
+        self.is_done = is_done
 
-    @property
-    def is_done(self) -> bool:
-        """Whether the op is done."""
-        return self._is_done
 
-    def set(self) -> None:
-        """The op is done."""
-        with self._condition:
-            self._is_done = True
-            self._condition.notify_all()
+_DONE: Final = Event(is_done=True)
 
 
 class _Worker:
     """A stream's thread and queue."""
 
-    def __init__(self, name: str, run: Callable[[Callable[[], None]], None]) -> None:
-        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+    def __init__(self, name: str, run: Callable[[Task], None]) -> None:
+        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._run = run
         self.issued: list[Event] = []
         # A daemon: a thread that is stuck in a collective must not keep a failed process alive.
         self._thread = threading.Thread(target=self._loop, name=f"zeroir-{name}", daemon=True)
         self._thread.start()
 
-    def put(self, task: Callable[[], None] | None) -> None:
+    def put(self, task: Task | None) -> None:
         """Enqueue a task; None ends the thread."""
         self._tasks.put(task)
 
@@ -94,8 +87,7 @@ _STOP_TIMEOUT_S: Final = 5.0
 class ThreadStreams:
     """Streams of one process on the CPU; a stream's failure reaches the issuing thread, even while that waits."""
 
-    def __init__(self, execute: Execute, inline: Iterable[str] = (COMPUTE,)) -> None:
-        self._execute = execute
+    def __init__(self, inline: Iterable[str] = (COMPUTE,)) -> None:
         self._inline = frozenset(inline)
         self._condition = threading.Condition()
         self._events: dict[str, Event] = {}
@@ -103,30 +95,20 @@ class ThreadStreams:
         self._failure: BaseException | None = None
         self._recorder: Recorder | None = None
 
-    def submit(self, op: Op) -> None:
-        """See ``Streams.submit``."""
+    def bind(self, op: Op, run: Task) -> Task:
+        """See ``Streams.bind``."""
         match op:
+            case Wait() if op.on == HOST or op.on in self._inline:
+                return lambda: self._wait_here(op)
             case Wait():
-                event = self._events[op.waited]
-                recorder = self._recorder
-                if op.on == HOST or op.on in self._inline:
-                    self._await(event) if recorder is None else self._watch(op, event, recorder)
-                elif recorder is not None:
-                    self._worker(op.on).put(lambda: self._watch(op, event, recorder))
-                elif not event.is_done:
-                    self._worker(op.on).put(lambda: self._await(event))
+                return lambda: self._wait_there(op)
+            case Alloc() | Release() if op.stream in self._inline and op.event is None:
+                # Nothing to order, and a failure elsewhere is noticed by the next op that computes.
+                return run
             case _ if op.stream in self._inline:
-                self._raise_failure()
-                self._execute(op)
-                if op.event is not None:
-                    self._events[op.event] = Event(self._condition, is_done=True)
+                return self._inline_task(op.event, run)
             case _:
-                event = Event(self._condition)
-                if op.event is not None:
-                    self._events[op.event] = event
-                worker = self._worker(op.stream)
-                worker.issued.append(event)
-                worker.put(lambda: self._carry_out(op, event))
+                return lambda: self._enqueue(op.stream, op.event, run)
 
     def join(self, pending: Collection[str]) -> None:
         """See ``Streams.join``."""
@@ -138,17 +120,18 @@ class ThreadStreams:
                     self._await(event)
                     break
             worker.issued = [event for event in worker.issued if not event.is_done]
-        self._raise_failure()
+        if self._failure is not None:
+            raise self._failure
 
     def signal(self, event: str) -> None:
         """See ``Streams.signal``."""
-        self._events[event] = Event(self._condition, is_done=True)
+        self._events[event] = _DONE
 
     def record(self, recorder: Recorder | None) -> None:
         """See ``Streams.record``."""
         self._recorder = recorder
 
-    def call(self, stream: str, task: Callable[[], None]) -> None:
+    def call(self, stream: str, task: Task) -> None:
         """Enqueue something that is no op, behind what the stream has to do."""
         self._worker(stream).put(task)
 
@@ -164,11 +147,46 @@ class ThreadStreams:
             self._workers[stream] = _Worker(stream, self._guarded)
         return self._workers[stream]
 
-    def _carry_out(self, op: Op, event: Event) -> None:
-        self._execute(op)
-        event.set()
+    def _inline_task(self, name: str | None, run: Task) -> Task:
+        def carry_out() -> None:
+            if self._failure is not None:
+                raise self._failure
+            run()
+            if name is not None:
+                self._events[name] = _DONE
 
-    def _guarded(self, task: Callable[[], None]) -> None:
+        return carry_out
+
+    def _enqueue(self, stream: str, name: str | None, run: Task) -> None:
+        event = Event()
+        if name is not None:
+            self._events[name] = event
+        worker = self._worker(stream)
+        worker.issued.append(event)
+
+        def carry_out() -> None:
+            run()
+            with self._condition:
+                event.is_done = True
+                self._condition.notify_all()
+
+        worker.put(carry_out)
+
+    def _wait_here(self, op: Wait) -> None:
+        event = self._events[op.waited]
+        if self._recorder is None:
+            self._await(event)
+        else:
+            self._watch(op, event, self._recorder)
+
+    def _wait_there(self, op: Wait) -> None:
+        event, recorder = self._events[op.waited], self._recorder
+        if recorder is not None:
+            self._worker(op.on).put(lambda: self._watch(op, event, recorder))
+        elif not event.is_done:
+            self._worker(op.on).put(lambda: self._await(event))
+
+    def _guarded(self, task: Task) -> None:
         if self._failure is not None:
             return  # a failed program stops; what is queued must not touch memory any more
         try:
@@ -187,8 +205,5 @@ class ThreadStreams:
         if not event.is_done:
             with self._condition:
                 self._condition.wait_for(lambda: event.is_done or self._failure is not None)
-        self._raise_failure()
-
-    def _raise_failure(self) -> None:
         if self._failure is not None:
             raise self._failure

@@ -6,26 +6,17 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Protocol
 
 from zeroir.ir.effects import effects
 from zeroir.ir.ops import Op
 from zeroir.ir.program import Program
+from zeroir.ir.spans import Span
 
 Mark = Callable[[], int]
 """A moment that was marked: its nanoseconds on this machine's monotonic clock, once the device has come to it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """One op as it ran: where it stands in the program, and its nanoseconds on a clock that all spans share."""
-
-    section: str
-    index: int
-    start_ns: int
-    end_ns: int
 
 
 class Clock(Protocol):

@@ -31,7 +31,7 @@ from zeroir.runtime import state
 from zeroir.runtime.batch import Batch
 from zeroir.runtime.comm.local import LocalComm
 from zeroir.runtime.engine import Executor
-from zeroir.runtime.handlers import Machine
+from zeroir.runtime.handlers import Machine, Step
 from zeroir.runtime.kernels.base import Binding, Kernel, Kernels
 from zeroir.runtime.kernels.choice import KernelBackend, open_kernels
 from zeroir.runtime.storage import Memory
@@ -44,7 +44,7 @@ class Clock:
 
     seconds: list[float] = field(default_factory=list)
 
-    def timed(self, call: Callable[..., None]) -> Callable[..., None]:
+    def timed(self, call: Callable[..., object]) -> Callable[..., None]:
         """The same call, its time recorded."""
 
         def run(*args: object) -> None:
@@ -76,13 +76,14 @@ class TimedMachine(Machine):
 
     clock = Clock()
 
-    def handle(self, op: ops.Op) -> None:
-        """See ``Machine.handle``."""
+    def prepare(self, op: ops.Op) -> Step:
+        """See ``Machine.prepare``."""
+        step = super().prepare(op)
         match op:
             case ops.Wait() | ops.Alloc() | ops.Release() | ops.Compute():
-                super().handle(op)
+                return step
             case _:
-                self.clock.timed(super().handle)(op)
+                return self.clock.timed(step)
 
 
 def overhead(
@@ -98,7 +99,7 @@ def overhead(
     machine.compile()
     state.initialise(program, [memory], factory, 0)
     names = [stream.name for stream in program.streams] if inline else ["compute"]
-    executor = Executor(machine, lambda execute: ThreadStreams(execute, inline=names))
+    executor = Executor(machine, ThreadStreams(inline=names))
     sections = program.section_by_name
     count = len(sections[LAST_MICRO_STEP].body) + len(sections[UPDATE].body)
     found = []

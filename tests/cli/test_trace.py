@@ -14,7 +14,7 @@ from tests.runtime.timelines import overlapping, require_program_order
 from zeroir.api import load_program
 from zeroir.cli.app import run_command
 from zeroir.ir.program import LAST_MICRO_STEP, UPDATE
-from zeroir.runtime.trace import Span
+from zeroir.ir.spans import Span
 
 
 def timelines(trace: dict[str, Any]) -> list[list[Span]]:

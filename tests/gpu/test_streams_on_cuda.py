@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import pytest
 import torch
@@ -59,12 +60,16 @@ def cells(device: torch.device) -> Iterator[Cells]:
 
 
 def run(program: Program, cells: Cells) -> CudaStreams:
-    streams = CudaStreams(program, cells.cells.device, cells)
+    streams = CudaStreams(program, cells.cells.device)
     (section,) = program.sections
     streams.join([])
     for op in section.body:
-        streams.submit(op)
+        submit(streams, op, cells)
     return streams
+
+
+def submit(streams: CudaStreams, op: Op, cells: Cells) -> None:
+    streams.bind(op, partial(cells, op))()
 
 
 def test_every_stream_is_one_of_its_own_and_compute_the_current_one(cells: Cells) -> None:
@@ -84,7 +89,7 @@ def test_streams_run_side_by_side_until_a_wait(cells: Cells) -> None:
     streams = run(program, cells)
     assert not streams.stream(GATHER).query()  # the host waited for compute alone
     assert streams.stream(COMPUTE).query()
-    streams.submit(ops.Wait(waited="0", on=COMPUTE))
+    submit(streams, ops.Wait(waited="0", on=COMPUTE), cells)
     assert cells.cells[:2].tolist() == [1.0, 2.0]  # read on compute, after the wait
 
 
@@ -103,7 +108,7 @@ def test_a_joint_orders_what_stands_before_an_op_that_crosses_it(cells: Cells) -
     streams.stream(COMPUTE).synchronize()
     assert copy.item() == 1.0
     assert not streams.stream(GATHER).query()
-    streams.submit(ops.Wait(waited="0", on=COMPUTE))
+    submit(streams, ops.Wait(waited="0", on=COMPUTE), cells)
     assert cells.cells[1].item() == 1.0
 
 
@@ -112,8 +117,8 @@ def test_an_event_of_the_host_is_not_mistaken_for_one_of_the_device(cells: Cells
     program = program_of(fill(0, 2.0, GATHER, "0"), ops.Wait(waited="0", on=COMPUTE))
     streams = run(program, cells)
     streams.join([])
-    streams.submit(fill(1, 1.0, "optimizer", "0"))
-    streams.submit(ops.Wait(waited="0", on=HOST))
+    submit(streams, fill(1, 1.0, "optimizer", "0"), cells)
+    submit(streams, ops.Wait(waited="0", on=HOST), cells)
     assert cells.seen["optimizer"]
     streams.close()
 
@@ -153,7 +158,7 @@ def test_events_and_waits_map_one_to_one(
 
 def test_only_streams_that_ops_name_exist(device: torch.device) -> None:
     program = lowered(mlp(), 0, 1)
-    streams = CudaStreams(program, device, lambda _: None)
+    streams = CudaStreams(program, device)
     assert streams.stream(REDUCE) != streams.stream(COMPUTE)
     with pytest.raises(KeyError):
         streams.stream(GATHER)

@@ -107,7 +107,7 @@ def watched(path: Path, stage: int, *, is_clumsy: bool = False) -> Watch:
     machine = Machine(program=program, ranks=[memory], comm=LocalComm(), kernels=kernels)
     machine.compile()
     state.initialise(program, [memory], model_file.model, 0)
-    executor = Executor(machine, ThreadStreams)
+    executor = Executor(machine, ThreadStreams())
     executor.step([[model_file.batch()]])
     executor.close()
     return watch

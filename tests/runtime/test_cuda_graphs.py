@@ -199,9 +199,7 @@ def training(program: Program, job: Job | None = None) -> Iterator[Training]:
     graphs = SectionGraphs(program, device, memory, job)
     # As on a device, handlers run in the thread that issues.
     inline = [stream.name for stream in program.streams]
-    executor = Executor(
-        machine, lambda execute: ThreadStreams(execute, inline), run_section=graphs.run
-    )
+    executor = Executor(machine, ThreadStreams(inline), run_section=graphs.run)
     initialise_flats(program, [memory], initial_flats(program))
     yield Training(executor, graphs, device, memory)
     graphs.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import pytest
 import torch
@@ -90,7 +91,7 @@ def run(
         done.append((op, stream, dict(stream.clock)))
         stream.clock[stream.name] = stream.clock.get(stream.name, 0) + 1
 
-    streams = CudaStreams(program, torch.device("cuda"), execute)
+    streams = CudaStreams(program, torch.device("cuda"))
     clocks = Clocks()
     expected: list[tuple[Op, dict[str, int]]] = []
     for section in program.sections:
@@ -100,7 +101,7 @@ def run(
                     if not isinstance(op, ops.Wait):
                         expected.append((op, dict(clocks.clock(op.stream))))
                     clocks.issue(op)
-                    streams.submit(op)
+                    streams.bind(op, partial(execute, op))()
             names = [one.event for one in pending]
             streams.join(names)
             clocks.join(names)
@@ -159,14 +160,14 @@ def test_a_wait_for_a_thread_is_no_wait_for_an_old_event_of_the_device(
         if isinstance(op, ops.Fill) and op.stream == "optimizer":
             raise RuntimeError("from the thread")
 
-    streams = CudaStreams(program, torch.device("cuda"), execute)
+    streams = CudaStreams(program, torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     (gather,), (on_thread, wait) = (section.body for section in sections)
-    streams.submit(gather)
+    streams.bind(gather, partial(execute, gather))()
     streams.join([])
-    streams.submit(on_thread)
+    streams.bind(on_thread, partial(execute, on_thread))()
     with pytest.raises(RuntimeError, match="from the thread"):
-        streams.submit(wait)
+        streams.bind(wait, partial(execute, wait))()
     streams.close()
 
 
@@ -229,17 +230,17 @@ def captured(
     """Streams, what was carried out where and after what, and the capture of a body that fails at its end."""
     done: list[tuple[Stream, dict[str, int]]] = []
 
-    def execute(_: Op) -> None:
+    def execute() -> None:
         stream = Driver.current
         done.append((stream, dict(stream.clock)))
         stream.clock[stream.name] = stream.clock.get(stream.name, 0) + 1
 
     program = replace(mlp(), sections=(Section(name="last_micro_step", body=body),))
-    streams = CudaStreams(program, torch.device("cuda"), execute)
+    streams = CudaStreams(program, torch.device("cuda"))
 
     def issue() -> None:
         for op in body:
-            streams.submit(op)
+            streams.bind(op, execute)()
         if failure is not None:
             raise failure
 
@@ -271,20 +272,21 @@ def test_a_capture_forks_to_every_stream_and_ends_after_all(graph: Graph) -> Non
 def test_events_of_a_capture_are_forgotten(graph: Graph) -> None:
     """Of the names that a capture used none is an event of the device afterwards."""
     streams, _, capture = captured(fill(GATHER, "0"))
-    streams.submit(fill(COMPUTE, "1"))
+    streams.bind(fill(COMPUTE, "1"), lambda: None)()
     capture()
     assert set(streams._events) == {"1"}
     assert graph.told == ["begin", "end"]
 
 
 def test_a_capture_that_fails_is_ended_and_what_follows_runs_as_before(graph: Graph) -> None:
-    streams, done, capture = captured(fill(COMPUTE), failure=RuntimeError("not permitted"))
+    streams, _, capture = captured(fill(COMPUTE), failure=RuntimeError("not permitted"))
     own = stand_in(streams, COMPUTE)
     with pytest.raises(RuntimeError, match="not permitted"):
         capture()
     assert graph.told == ["begin", "end", "reset"]
-    streams.submit(fill(COMPUTE))
-    assert done[-1][0] is own
+    ran_on: list[Stream] = []
+    streams.bind(fill(COMPUTE), lambda: ran_on.append(Driver.current))()
+    assert ran_on == [own]
     assert Driver.current is own
 
 

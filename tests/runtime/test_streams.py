@@ -32,6 +32,18 @@ def fill(value: float, stream: str, event: str | None = None) -> ops.Fill:
     return ops.Fill(destination=region, value=value, stream=stream, event=event)
 
 
+class Streams(ThreadStreams):
+    """Threads that a recorder sees the ops of."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder_of_ops = recorder
+
+    def submit(self, op: ops.Op) -> None:
+        """Enqueue an op once."""
+        self.bind(op, lambda: self._recorder_of_ops(op))()
+
+
 def fail() -> None:
     raise RuntimeError("no more")
 
@@ -39,7 +51,7 @@ def fail() -> None:
 def test_a_wait_orders_two_streams() -> None:
     gate = threading.Event()
     recorder = Recorder({1.0: lambda: gate.wait(10)})
-    streams = ThreadStreams(recorder)
+    streams = Streams(recorder)
     streams.submit(fill(1.0, "gather", "0"))
     streams.submit(ops.Wait(waited="0", on="reduce"))
     streams.submit(fill(2.0, "reduce", "1"))
@@ -55,7 +67,7 @@ def test_a_wait_orders_two_streams() -> None:
 def test_a_joint_leaves_pending_events_alone() -> None:
     gate = threading.Event()
     recorder = Recorder({2.0: lambda: gate.wait(10)})
-    streams = ThreadStreams(recorder)
+    streams = Streams(recorder)
     streams.submit(fill(1.0, "gather"))
     streams.submit(fill(2.0, "gather", "0"))
     streams.join(["0"])
@@ -71,7 +83,7 @@ def test_a_joint_leaves_pending_events_alone() -> None:
 
 def test_a_failure_wakes_whoever_waits_for_another_stream() -> None:
     stuck = threading.Event()
-    streams = ThreadStreams(Recorder({1.0: lambda: stuck.wait(30), 2.0: fail}))
+    streams = Streams(Recorder({1.0: lambda: stuck.wait(30), 2.0: fail}))
     streams.submit(fill(1.0, "gather", "0"))
     streams.submit(fill(2.0, "reduce"))
     start = time.monotonic()
@@ -84,7 +96,7 @@ def test_a_failure_wakes_whoever_waits_for_another_stream() -> None:
 
 def test_nothing_runs_after_a_failure() -> None:
     recorder = Recorder({1.0: fail})
-    streams = ThreadStreams(recorder)
+    streams = Streams(recorder)
     streams.submit(fill(1.0, "gather", "0"))
     streams.submit(fill(2.0, "gather"))
     with pytest.raises(RuntimeError, match="no more"):

@@ -11,9 +11,10 @@ from tests.runtime.timelines import require_program_order
 from tests.support.programs import mlp
 from zeroir.ir import ops
 from zeroir.ir.program import LAST_MICRO_STEP, MICRO_STEP, UPDATE
+from zeroir.ir.spans import Span
 from zeroir.report.trace import chrome_trace
 from zeroir.runtime.engine import Engine
-from zeroir.runtime.trace import Span, aligned, to_bytes
+from zeroir.runtime.trace import aligned, to_bytes
 
 
 @pytest.mark.parametrize("stage", range(4))

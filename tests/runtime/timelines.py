@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from zeroir.ir import ops
 from zeroir.ir.effects import effects
 from zeroir.ir.program import Program
-from zeroir.runtime.trace import Span
+from zeroir.ir.spans import Span
 
 
 def require_program_order(program: Program, sections: Sequence[str], spans: Sequence[Span]) -> None:

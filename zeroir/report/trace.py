@@ -14,9 +14,9 @@ from zeroir.ir.effects import effects
 from zeroir.ir.memory import payloads
 from zeroir.ir.mesh import HOST
 from zeroir.ir.program import Program
+from zeroir.ir.spans import Span
 from zeroir.report.names import format_bytes
 from zeroir.runtime.labels import labels
-from zeroir.runtime.trace import Span
 
 Event = Mapping[str, object]
 

@@ -1,0 +1,23 @@
+"""When an op of a step begins and ends: the same record whether the step was observed or simulated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One op in time: where it stands in the program, and its nanoseconds on a clock that all spans share.
+
+    A step of several micro-steps has a span for each time that an op runs.
+    """
+
+    section: str
+    index: int
+    start_ns: int
+    end_ns: int
+
+    @property
+    def duration_ns(self) -> int:
+        """How long the op takes."""
+        return self.end_ns - self.start_ns
