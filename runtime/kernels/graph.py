@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
+from zeroir.ir.dtypes import DType
 from zeroir.ir.ops import Mode
 from zeroir.ir.segment import Node, NodeArg, Ref, Segment, TensorType
 from zeroir.runtime.kernels.base import Binding
@@ -110,11 +111,10 @@ class _Builder:
         sums = _sums(segment, self._bindings)
         for node in segment.nodes:
             first = len(self._values)
-            if first in sums and node.op == "aten.mm.default":
-                self._add_product(node, *sums[first])
-            elif first in places and self._fill(node, *places[first]):
-                pass
-            else:
+            is_done = (first in sums and self._add(node, *sums[first])) or (
+                first in places and self._fill(node, *places[first])
+            )
+            if not is_done:
                 self._call(node)
                 for index in range(first, len(self._values)):
                     if index in places:
@@ -174,13 +174,30 @@ class _Builder:
         )
         self._values.append(out)
 
-    def _add_product(self, node: Node, output: int, undo: Undo | None) -> None:
-        """Add a matrix product to what the destination holds."""
-        out = self._undone(output, undo)
+    def _add(self, node: Node, output: int, undo: Undo | None) -> bool:
+        """Add the node's result to what the destination holds, if that can be done in place."""
         args = [self._argument(arg) for arg in node.args]
-        self._call_function(torch.ops.zeroir.addmm_out.default, out, out, *args, 1.0, 1.0)
+        match node.op:
+            case "aten.mm.default":
+                out = self._undone(output, undo)
+                self._call_function(torch.ops.zeroir.addmm_out.default, out, out, *args, 1.0, 1.0)
+            case "aten.embedding_dense_backward.default" if _adds_rows(node):
+                out = self._undone(output, undo)
+                self._add_rows(out, *args[:2], padding=_number(node.args[3]))
+            case _:
+                return False
         self._values.append(out)
         self._written.add(output)
+        return True
+
+    def _add_rows(self, out: fx.Node, grad: Argument, rows: Argument, *, padding: float) -> None:
+        """Add each row of a gradient to that row of the destination which was looked up, but for the padding's."""
+        aten = torch.ops.aten
+        if padding >= 0:
+            is_padding = self._call_function(aten.eq.Scalar, rows, padding)
+            everywhere = self._call_function(aten.unsqueeze.default, is_padding, -1)
+            grad = self._call_function(aten.masked_fill.Scalar, grad, everywhere, 0.0)
+        self._call_function(aten.index_put_.default, out, [rows], grad, True)
 
     def _store(self, value: int, output: int, undo: Undo | None) -> None:
         """Keep a value in the destination from now on."""
@@ -234,6 +251,12 @@ def _makers(segment: Segment) -> Mapping[int, Node]:
         found.update(dict.fromkeys(range(first, first + len(node.results)), node))
         first += len(node.results)
     return found
+
+
+def _adds_rows(node: Node) -> bool:
+    """Whether an embedding's gradient may be added row by row: each sum is rounded, which 16 bits would not bear."""
+    (kind,) = node.results
+    return node.args[4] is False and kind is not None and kind.dtype is DType.F32
 
 
 def _number(arg: NodeArg) -> float:

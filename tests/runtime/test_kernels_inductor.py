@@ -215,9 +215,21 @@ def test_kernels_are_compiled_once_elsewhere_and_kept(cache: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_damaged_entry_is_compiled_again(cache: Path) -> None:
-    expected = mlp_losses(KernelBackend.INDUCTOR)
-    damaged = next(iter(cache.rglob("kernel.so")))
+def test_a_damaged_entry_is_compiled_again(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlp_losses(KernelBackend.INDUCTOR)
+    used: list[Path] = []
+    find = KernelCache.find
+
+    def noted(self: KernelCache, key: str) -> Path | None:
+        entry = find(self, key)
+        used.extend([] if entry is None else [entry])
+        return entry
+
+    with monkeypatch.context() as patch:
+        patch.setattr(KernelCache, "find", noted)
+        expected = mlp_losses(KernelBackend.INDUCTOR)
+    damaged = used[0] / "kernel.so"
+    assert damaged.is_relative_to(cache)
     # Written anew and not over what this process has mapped.
     content = damaged.read_bytes()
     damaged.unlink()
@@ -401,4 +413,33 @@ def test_a_product_is_added_to_what_the_destination_holds() -> None:
     torch.testing.assert_close(found, held_before + x.t() @ dy)
     called = [node.target for node in graph.build_graph(segment, how, CPU).graph.nodes]
     assert torch.ops.zeroir.addmm_out.default in called
+    assert torch.ops.zeroir.store.default not in called
+
+
+@pytest.mark.parametrize("padding", [-1, 2])
+def test_rows_are_added_to_what_the_destination_holds(padding: int) -> None:
+    """An embedding's gradient is added where it was looked up, the padding's left out, without a table of its own."""
+    dy, rows, held_before = torch.randn(3, 4, 5), torch.randint(0, 6, (3, 4)), torch.randn(6, 5)
+    table = TensorType(dtype=DType.F32, shape=(6, 5), stride=(5, 1))
+    segment = Segment(
+        name="gradient",
+        inputs=(
+            TensorType(dtype=DType.F32, shape=(3, 4, 5), stride=(20, 5, 1)),
+            TensorType(dtype=DType.I64, shape=(3, 4), stride=(4, 1)),
+        ),
+        nodes=(
+            Node(
+                op="aten.embedding_dense_backward.default",
+                args=(Ref(0), Ref(1), 6, padding, False),
+                results=(table,),
+            ),
+        ),
+        outputs=(2,),
+    )
+    how = [Binding(mode=Mode.ACCUMULATE, stride=(5, 1), is_exclusive=True)]
+    found = held_before.clone()
+    run_graph(segment, how, [dy, rows], [found])
+    gradient = torch.ops.aten.embedding_dense_backward(dy, rows, 6, padding, False)
+    torch.testing.assert_close(found, held_before + gradient)
+    called = [node.target for node in graph.build_graph(segment, how, CPU).graph.nodes]
     assert torch.ops.zeroir.store.default not in called
