@@ -3,6 +3,10 @@ BIN := .venv/bin
 STAMP := .venv/.stamp
 # One thread per process: ranks and test workers share the cores between them.
 export OMP_NUM_THREADS ?= 1
+# Hundreds of processes of the tests import the same modules: byte code is kept, whatever the user's shell says.
+unexport PYTHONDONTWRITEBYTECODE
+# Neighbouring tests share what they set up, so a worker keeps a run of them until the other has nothing to do.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo check test gpu format clean
@@ -30,10 +34,10 @@ check: setup  ## format, lint, types, import rules and the fast tests
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python -m pytest -q -n 2 -m "not slow and not gpu"
+	$(PYTEST) -q -m "not slow and not gpu"
 
 test: setup  ## the whole suite, as continuous integration runs it
-	$(BIN)/python -m pytest -n 2 -m "not gpu"
+	ZEROIR_TEST_EXAMPLES=all $(PYTEST) -m "not gpu"
 
 gpu: setup  ## the tests that need a CUDA device
 	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \

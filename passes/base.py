@@ -1,8 +1,9 @@
 """What a pass is: a frozen dataclass whose fields are its options, its contract, and a pure function on programs.
 
 A pass is written ``name`` or ``name{option=value, option=value}``; ``prefetch{distance=1}`` is the pass `Prefetch`
-with ``distance`` 1. ``requires`` and ``establishes`` are facts about a program that the manager checks before a pass
-runs, so that a pipeline in the wrong order is refused with one sentence instead of producing a broken program.
+with ``distance`` 1, and an option of several names has ``|`` between them. ``requires`` and ``establishes`` are facts
+about a program that the manager checks before a pass runs, so that a pipeline in the wrong order is refused with one
+sentence instead of producing a broken program.
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ class Fact(StrEnum):
     """Something true of a program from the pass that establishes it onwards; its value reads in a sentence."""
 
     SAVED_SELECTED = "saved values chosen to take fewest bytes"
+    UNITS_RECOMPUTED = "forwards of units issued again before their backward"
     GRADIENTS_REDUCED = "gradients summed over all ranks"
     OPTIMIZER_SHARDED = "an optimizer that updates only each rank's shard"
     GRADIENTS_SHARDED = "gradients kept as shards"
     PARAMETERS_SHARDED = "parameters kept as shards"
     GATHERED_PER_RUN = "parameters gathered before each run of uses"
+    UNITS_UNSHARDED = "parameters of units kept from forward to backward"
     RELEASED_AFTER_LAST_USE = "buffers released after their last use"
     GATHERED_AHEAD = "parameters gathered a bounded number of units ahead"
     GRADIENTS_BOUNDED = "a bounded number of full gradients"
@@ -54,12 +57,19 @@ class Pass(Protocol):
 _SPEC = re.compile(r"(?P<name>[a-z][a-z0-9-]*)(?:\{(?P<options>[^{}]*)\})?")
 
 
-def format_spec(name: str, options: Mapping[str, int | bool]) -> str:
+OptionValue = int | bool | tuple[str, ...]
+
+
+def format_spec(name: str, options: Mapping[str, OptionValue]) -> str:
     """The text of a pass with these options."""
     if not options:
         return name
-    values = ", ".join(f"{key}={str(value).lower()}" for key, value in options.items())
+    values = ", ".join(f"{key}={_text(value)}" for key, value in options.items())
     return f"{name}{{{values}}}"
+
+
+def _text(value: OptionValue) -> str:
+    return "|".join(value) if isinstance(value, tuple) else str(value).lower()
 
 
 def split_spec(text: str) -> tuple[str, Mapping[str, str]]:
@@ -87,12 +97,17 @@ def build(kind: type[Pass], options: Mapping[str, str]) -> Pass:
         if key not in known:
             has = f"its options are {', '.join(known)}" if known else "it has none"
             raise UserError(f"The pass `{kind.name}` has no option `{key}`; {has}.")
-    values: dict[str, int | bool] = {}
+    values: dict[str, OptionValue] = {}
     for field in fields:
         if field.name in options:
-            values[field.name] = _value(
-                kind.name, field.name, options[field.name], is_bool=hints[field.name] is bool
-            )
+            text = options[field.name]
+            if hints[field.name] == tuple[str, ...]:
+                values[field.name] = tuple(
+                    part for item in text.split("|") if (part := item.strip())
+                )
+            else:
+                is_bool = hints[field.name] is bool
+                values[field.name] = _value(kind.name, field.name, text, is_bool=is_bool)
         elif field.default is dataclasses.MISSING:
             raise UserError(
                 f"The pass `{kind.name}` needs its option `{field.name}`, "

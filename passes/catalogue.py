@@ -10,26 +10,32 @@ from zeroir.passes.bucket import Bucket
 from zeroir.passes.insert_gathers import InsertGathers
 from zeroir.passes.insert_releases import InsertReleases
 from zeroir.passes.overlap_update import OverlapUpdate
+from zeroir.passes.plan_memory import PlanMemory
 from zeroir.passes.prefetch import Prefetch
+from zeroir.passes.recompute import Recompute
 from zeroir.passes.replicate_shards import ReplicateShards
 from zeroir.passes.select_saved import SelectSaved
 from zeroir.passes.shard_gradients import ShardGradients
 from zeroir.passes.shard_optimizer import ShardOptimizer
 from zeroir.passes.shard_parameters import ShardParameters
+from zeroir.passes.unshard import Unshard
 
 PASSES: tuple[type[Pass], ...] = (
     SelectSaved,
+    Recompute,
     AllReduceGradients,
     ShardOptimizer,
     ShardGradients,
     ShardParameters,
     InsertGathers,
+    Unshard,
     InsertReleases,
     Bucket,
     Prefetch,
     BoundGradients,
     ReplicateShards,
     OverlapUpdate,
+    PlanMemory,
 )
 
 

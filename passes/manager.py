@@ -9,8 +9,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from zeroir.errors import InternalError, UserError
+from zeroir.ir.placement import unplanned
 from zeroir.ir.program import Program
-from zeroir.ir.verify import check
+from zeroir.ir.verify import Reference, check
 from zeroir.passes.base import Fact, Pass, listed
 from zeroir.passes.catalogue import PASSES, parse_spec
 
@@ -38,15 +39,17 @@ def steps(
     check_contracts(program, passes)
     if reference is None and not program.passes:
         reference = program
-    check(program, reference=reference)
+    logical = None if reference is None else Reference(reference)
+    check(program, reference=logical)
     for step in passes:
-        program = _apply(step, program, reference)
+        program = _apply(step, program, logical)
         yield step, program
 
 
-def _apply(step: Pass, program: Program, reference: Program | None) -> Program:
+def _apply(step: Pass, program: Program, reference: Reference | None) -> Program:
     try:
-        after = step(program)
+        # A plan is for the ops and buffers as they were.
+        after = step(unplanned(program))
     except UserError:
         raise
     except Exception as error:

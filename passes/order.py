@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from zeroir.ir.effects import Effects, effects
+from zeroir.ir.effects import effects
 from zeroir.ir.mesh import HOST
 from zeroir.ir.ops import Op, Wait
 from zeroir.ir.program import Program, Section
@@ -91,13 +91,14 @@ class _Orderer:
     def _place(self, op: Op) -> None:
         effect = effects(op)
         stream = effect.stream
-        for index in sorted(self._needed(effect), reverse=True):
+        touched = tuple(touches(effect, self.program))
+        for index in sorted(self._needed(effect.comm, touched), reverse=True):
             if not self._is_ordered(index, stream):
                 self._wait(index, stream)
         index = self._issue(op, stream, effect.signals[0] if effect.signals else None)
         self.body.append(index)
         self.idle_waits.pop(stream, None)
-        for touch in touches(effect, self.program):
+        for touch in touched:
             self._record(touch, index)
         if effect.comm is not None:
             self.last_of_comm[effect.comm] = index
@@ -110,31 +111,32 @@ class _Orderer:
             self.signals[event] = len(self.issued) - 1
         return len(self.issued) - 1
 
-    def _needed(self, effect: Effects) -> set[int]:
+    def _needed(self, comm: str | None, touched: tuple[Touch, ...]) -> set[int]:
         found = {
             index
-            for touch in touches(effect, self.program)
+            for touch in touched
             for other, index in self.accesses.get(touch.buffer, ())
             if touch.is_against(other)
         }
-        if effect.comm is not None:
-            axis = self.program.comm_by_name[effect.comm].axis
+        if comm is not None:
+            axis = self.program.comm_by_name[comm].axis
             found.update(
                 index
-                for comm, index in self.last_of_comm.items()
-                if comm == effect.comm or self.program.comm_by_name[comm].axis != axis
+                for other, index in self.last_of_comm.items()
+                if other == comm or self.program.comm_by_name[other].axis != axis
             )
         return found
 
     def _record(self, touch: Touch, index: int) -> None:
-        # Whoever comes after a write comes after all that the write came after: what it covers can be forgotten.
-        kept = [
-            (other, at)
-            for other, at in self.accesses.get(touch.buffer, ())
-            if not (touch.is_write and touch.start <= other.start and other.stop <= touch.stop)
-        ]
-        kept.append((touch, index))
-        self.accesses[touch.buffer] = kept
+        known = self.accesses.setdefault(touch.buffer, [])
+        if touch.is_write:
+            # Whoever comes after a write comes after all that the write came after: what it covers can be forgotten.
+            known[:] = [
+                (other, at)
+                for other, at in known
+                if other.start < touch.start or touch.stop < other.stop
+            ]
+        known.append((touch, index))
 
     # ------------------------------------------------------------------------------------------------------ waits
 

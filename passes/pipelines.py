@@ -16,12 +16,15 @@ from zeroir.passes.insert_gathers import InsertGathers
 from zeroir.passes.insert_releases import InsertReleases
 from zeroir.passes.manager import run
 from zeroir.passes.overlap_update import OverlapUpdate
+from zeroir.passes.plan_memory import PlanMemory
 from zeroir.passes.prefetch import Prefetch
+from zeroir.passes.recompute import Recompute
 from zeroir.passes.replicate_shards import ReplicateShards
 from zeroir.passes.select_saved import SelectSaved
 from zeroir.passes.shard_gradients import ShardGradients
 from zeroir.passes.shard_optimizer import ShardOptimizer
 from zeroir.passes.shard_parameters import ShardParameters
+from zeroir.passes.unshard import Unshard
 
 __all__ = ["PASSES", "for_options", "for_stage", "lower", "parse_spec"]
 
@@ -37,12 +40,17 @@ def for_stage(
     live: int = 2,
     overlap_update: bool = False,
     select: bool = False,
+    recompute: tuple[str, ...] = (),
+    unshard: tuple[str, ...] = (),
+    budget: int | None = None,
 ) -> tuple[Pass, ...]:
     """The passes of a ZeRO stage, 0 to 3, on that many ranks.
 
     With ``replicas`` these are as many groups, each of which holds all shards. Collectives are merged up to
     ``bucket`` bytes, and with ``overlap_update`` the update runs in the backward. With ``select`` the program is first
-    made to save less for its backward.
+    made to save less for its backward. The units that ``recompute`` names are computed once more before their backward,
+    and those of ``unshard`` are gathered once. With a ``budget`` in bytes parameters are gathered as early as it allows
+    instead of ``distance`` units ahead.
     """
     if world_size % (replicas or 1):
         raise UserError(f"{world_size} ranks do not make {replicas} groups of equal size.")
@@ -56,17 +64,22 @@ def for_stage(
         raise UserError(f"There is no stage {stage}; the ZeRO stages are 0, 1, 2 and 3.")
     gather: tuple[Pass, ...] = (
         InsertGathers(elide=elide),
+        *((Unshard(units=unshard),) if unshard else ()),
         InsertReleases(),
     )
     # Before the bounds on memory, to which a bucket is one unit.
     merge: tuple[Pass, ...] = (Bucket(bytes=bucket),) if bucket else ()
-    ahead: tuple[Pass, ...] = (Prefetch(distance=distance),)
+    ahead: tuple[Pass, ...] = (Prefetch(distance=distance),) if budget is None else ()
     # Last, because passes that move ops begin by taking out the waits that are there.
     bound: tuple[Pass, ...] = (BoundGradients(live=live),)
     # After all others, which know one axis: it only adds to what they made.
     across: tuple[Pass, ...] = () if replicas is None else (ReplicateShards(replicas=replicas),)
+    # After whatever takes memory: it uses what is left, and lets the waits of others stand.
+    early: tuple[Pass, ...] = () if budget is None else (Prefetch(budget=budget),)
     return (
         ((SelectSaved(),) if select else ())
+        # After it, so that what is computed once more makes only what is then still saved.
+        + ((Recompute(units=recompute),) if recompute else ())
         + replicate
         + shard[:stage]
         + (gather if stage == len(shard) else ())
@@ -75,21 +88,28 @@ def for_stage(
         + (bound if stage >= 2 else ())
         + across
         + ((OverlapUpdate(),) if overlap_update else ())
+        + (early if stage == len(shard) else ())
     )
 
 
 def for_options(options: CompileOptions) -> tuple[Pass, ...]:
-    """The passes that a user's choices amount to."""
-    return for_stage(
-        options.stage,
-        options.world_size,
-        replicas=options.replicas,
-        elide=options.elide,
-        distance=options.prefetch,
-        bucket=options.bucket,
-        live=options.live_gradients,
-        overlap_update=options.is_update_overlapped,
-        select=options.select_saved,
+    """The passes that a user's choices amount to; the last one plans the memory of what the others made."""
+    return (
+        *for_stage(
+            options.stage,
+            options.world_size,
+            replicas=options.replicas,
+            elide=options.elide,
+            distance=options.prefetch,
+            bucket=options.bucket,
+            live=options.live_gradients,
+            overlap_update=options.is_update_overlapped,
+            select=options.select_saved,
+            recompute=options.recompute,
+            unshard=options.unshard,
+            budget=options.prefetch_budget_bytes,
+        ),
+        PlanMemory(),
     )
 
 

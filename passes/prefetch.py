@@ -5,6 +5,9 @@ w + distance is gathered, under the name ``prefetch``, while w computes. That ga
 wave w − 1, so that however slow the compute stream is, at most distance + 1 waves are live. ``distance=0`` gathers
 nothing ahead and still holds the gather stream back. A bucket belongs to the wave of what is first read of it.
 
+With ``prefetch{budget=BYTES}`` no distance is fixed: each gather is issued as early as the device memory that buffers
+take stays within the budget (``early``). It then stands after all passes that take memory, whose waits it keeps.
+
 Before ``prefetch{distance=1}``::
 
     section last_micro_step {
@@ -85,156 +88,99 @@ After::
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from zeroir.errors import UserError
 from zeroir.ir import ops
-from zeroir.ir.buffers import Role
 from zeroir.ir.ops import Op
 from zeroir.ir.program import Program, Section
 from zeroir.passes import rewrite
 from zeroir.passes.base import Fact, format_spec
+from zeroir.passes.early import as_early_as_fits
 from zeroir.passes.order import synchronise, unordered
+from zeroir.passes.waves import Wave, ahead, find_waves, without_gather_waits
+
+_DEFAULT_DISTANCE = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefetch:
-    """Gather ``distance`` waves ahead."""
+    """Gather ``distance`` waves ahead, or as early as a ``budget`` of device memory, in bytes, allows."""
 
     name: ClassVar[str] = "prefetch"
     requires: ClassVar[frozenset[Fact]] = frozenset({Fact.RELEASED_AFTER_LAST_USE})
     establishes: ClassVar[frozenset[Fact]] = frozenset({Fact.GATHERED_AHEAD})
 
-    distance: int = 1
+    distance: int = _DEFAULT_DISTANCE
+    budget: int | None = None
 
     def __post_init__(self) -> None:
         if self.distance < 0:
             raise UserError(
                 f"The option `distance` of `{self.name}` is a number of units, at least 0, not {self.distance}."
             )
+        if self.budget is None:
+            return
+        if self.budget < 0:
+            raise UserError(
+                f"The option `budget` of `{self.name}` is a number of bytes, at least 0, not {self.budget}."
+            )
+        if self.distance != _DEFAULT_DISTANCE:
+            raise UserError(
+                f"The pass `{self.name}` takes a distance or a budget, not both; leave one of them out."
+            )
 
     def spec(self) -> str:
         """The pass as text."""
+        if self.budget is not None:
+            return format_spec(self.name, {"budget": self.budget})
         return format_spec(self.name, {"distance": self.distance})
 
     def __call__(self, program: Program) -> Program:
         """The program with its gathers issued ahead."""
-        program = unordered(program)
-        return synchronise(
-            rewrite.map_sections(program, lambda section: self._rewrite(section, program))
-        )
-
-    def _rewrite(self, section: Section, program: Program) -> Section:
-        body = list(section.body)
-        waves = _waves(body, program)
-        before: dict[int, list[Op]] = {}
-        at = 0
-        for number, wave in enumerate(waves):
-            target = waves[max(number - self.distance, 0)].first_use
-            # Never before an earlier life of the same buffer has ended, and always in the order of use.
-            at = max(at, target, *(gather.earliest for gather in wave.gathers))
-            found = before.setdefault(at, [])
-            if number > self.distance:
-                for release in waves[number - self.distance - 1].releases:
-                    if release < at:
-                        body[release], event = rewrite.signalling(body[release], release)
-                        found.append(ops.Wait(waited=event, on=wave.stream))
-            for gather in wave.gathers:
-                found.extend(body[alloc] for alloc in gather.allocs)
-                found.append(gather.op if at == wave.first_use else _ahead(gather.op))
-        moved = {i for wave in waves for g in wave.gathers for i in (*g.allocs, g.index)}
-        found = []
-        for index, op in enumerate(body):
-            found.extend(before.get(index, ()))
-            if index not in moved:
-                found.append(op)
-        return replace(section, body=tuple(found))
+        if self.budget is None:
+            return _at_distance(unordered(program), self.distance)
+        # Other waits bound what others take.
+        held_back = _at_distance(rewrite.map_sections(program, without_gather_waits), 0)
+        return as_early_as_fits(held_back, self.budget)
 
 
-@dataclass(slots=True, kw_only=True)
-class _Gather:
-    """A gather into one buffer or a bucket of them, and where it and the buffers' lives stand in the body.
-
-    ``earliest`` is one past the last release that ended a previous life of a buffer. ``first_use`` is None until it
-    is met; it stays so where nobody reads what is gathered. ``releases`` lack a buffer that outlives the section.
-    """
-
-    op: ops.AllGather
-    allocs: tuple[int, ...]
-    index: int
-    earliest: int
-    first_use: int | None = None
-    releases: list[int] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Wave:
-    """The gathers whose buffers the compute op at ``first_use`` is the first to read."""
-
-    first_use: int
-    gathers: tuple[_Gather, ...]
-
-    @property
-    def releases(self) -> tuple[int, ...]:
-        return tuple(sorted(release for gather in self.gathers for release in gather.releases))
-
-    @property
-    def stream(self) -> str:
-        return self.gathers[0].op.stream
-
-
-def _waves(body: Sequence[Op], program: Program) -> tuple[_Wave, ...]:
-    """The waves of a section in order of use. A gather that nobody reads stays where it is."""
-    found: dict[int, list[_Gather]] = {}
-    for gather in _gathers(body, program):
-        if gather.first_use is not None:
-            found.setdefault(gather.first_use, []).append(gather)
-    return tuple(_Wave(first_use=use, gathers=tuple(found[use])) for use in sorted(found))
-
-
-def _gathers(body: Sequence[Op], program: Program) -> list[_Gather]:
-    """The gathers of a section into temporary buffers, in program order."""
-    found: list[_Gather] = []
-    live: dict[str, _Gather] = {}
-    allocs: dict[str, int] = {}
-    releases: dict[str, int] = {}
-    for index, op in enumerate(body):
-        match op:
-            case ops.Alloc():
-                allocs[op.buffer] = index
-            case ops.Release():
-                releases[op.buffer] = index
-                if op.buffer in live:
-                    live.pop(op.buffer).releases.append(index)
-            case ops.AllGather():
-                names = [pair.destination.buffer for pair in op.pairs]
-                if any(
-                    name not in allocs or program.buffer_by_name[name].role is not Role.GATHERED
-                    for name in names
-                ):
-                    continue
-                gather = _Gather(
-                    op=op,
-                    allocs=tuple(allocs[name] for name in names),
-                    index=index,
-                    earliest=max(releases.get(name, -1) for name in names) + 1,
-                )
-                live.update(dict.fromkeys(names, gather))
-                found.append(gather)
-            case _:
-                for name in rewrite.used_buffers(op) & live.keys():
-                    if live[name].first_use is None:
-                        live[name].first_use = index
-    return found
-
-
-def _ahead(op: ops.AllGather) -> ops.Prefetch:
-    return ops.Prefetch(
-        pairs=op.pairs,
-        comm=op.comm,
-        stream=op.stream,
-        event=op.event,
-        wire_dtype=op.wire_dtype,
-        staging=op.staging,
+def _at_distance(program: Program, distance: int) -> Program:
+    return synchronise(
+        rewrite.map_sections(program, lambda section: _moved(section, program, distance))
     )
+
+
+def _moved(section: Section, program: Program, distance: int) -> Section:
+    body = list(section.body)
+    waves = find_waves(body, program)
+    before: dict[int, list[Op]] = {}
+    at = 0
+    for number, wave in enumerate(waves):
+        target = waves[max(number - distance, 0)].first_use
+        # Never before an earlier life of the same buffer has ended, and always in the order of use.
+        at = max(at, target, *(gather.earliest for gather in wave.gathers))
+        found = before.setdefault(at, [])
+        if number > distance:
+            found.extend(_holding_back(body, waves[number - distance - 1], wave.stream, at))
+        for gather in wave.gathers:
+            found.extend(body[alloc] for alloc in gather.allocs)
+            found.append(gather.op if at == wave.first_use else ahead(gather.op))
+    moved = {i for wave in waves for g in wave.gathers for i in (*g.allocs, g.index)}
+    left: list[Op] = []
+    for index, op in enumerate(body):
+        left.extend(before.get(index, ()))
+        if index not in moved:
+            left.append(op)
+    return replace(section, body=tuple(left))
+
+
+def _holding_back(body: list[Op], wave: Wave, stream: str, at: int) -> Sequence[Op]:
+    """Waits of a stream for the releases of a wave before ``at``; these signal from now on."""
+    found: list[Op] = []
+    for release in wave.releases:
+        if release < at:
+            body[release], event = rewrite.signalling(body[release], release)
+            found.append(ops.Wait(waited=event, on=stream))
+    return found

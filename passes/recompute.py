@@ -1,351 +1,178 @@
-"""What of a forward segment to save for its backward, and what to compute there once more: a minimum cut.
+"""Compute a unit's forward once more before its backward, instead of keeping what it saves: activation checkpointing.
 
-Every storage that the backward needs is either kept, at the price of its bytes, or computed again from others that are
-there. The cheapest choice is a minimum cut of a graph in which a storage is an edge with its bytes as capacity, and a
-cheap op a node that hands on what its operands are; among choices of equal bytes the one with the fewest ops wins. The
-network is that of PyTorch's ``min_cut_rematerialization_partition`` (torch/_functorch/partitioners.py), with the cost
-of computing in the network instead of in rules about it.
-"""
+A forward then keeps only what others need: the loss, new running statistics, and outputs that other forwards or the
+backwards of other units read. What only its own backward reads is made by the forward issued again, as a ``compute`` of
+its own just before that backward, and lives from there on. The second run is cut down to these values, so that the
+last matrix product of a block, whose result nobody asks for, is not computed twice. It reads what the first run read:
+activations stay until then, seeds of dropout are the same, and where the forward changes running statistics the new ones
+wait in a buffer until they have been read for the last time. So every bit stays the same, and every statistic changes
+once. A unit that is called twice, or whose forward is several segments, is computed once more call by call, segment by
+segment. A segment that would keep more bytes than it frees, or whose backward follows at once, stays as it is.
+
+It goes well with ``select-saved``, which stands before it: that pass lets a backward compute cheap values itself, each
+just before its use, so that fewer bytes come to life when the forward is issued again. In the other order all that a
+unit saves would be there at once, for ``select-saved`` looks at what reaches from forwards to backwards.
+
+Before ``recompute{units=a}``::
+
+    buffer %m : f32[32] device saved
+    segment @a.forward($0: f32[4,16], $1: f32[16,8]) {
+      $2 = aten.mm.default($0, $1) : f32[4,8]
+      $3 = aten.mul.Tensor($2, $2) : f32[4,8]
+      return ($3, $2)
+    }
+    section last_micro_step {
+      alloc %h  stream=compute
+      alloc %m  stream=compute
+      compute @a.forward(%x, w: %a.param[0:128]) -> (%h, %m)  unit=a stream=compute
+      compute @b.forward(%h, v: %b.param[0:8]) -> (%loss)  unit=b stream=compute
+      alloc %dh  stream=compute
+      compute @b.backward(%loss_scale[0:1], %h, v: %b.param[0:8]) -> (%dh, grad v: %b.grad[0:8])  unit=b stream=compute
+      release %h  stream=compute
+      compute @a.backward(%dh, %m, %x) -> (grad w: %a.grad[0:128])  unit=a stream=compute
+      release %dh  stream=compute
+      release %m  stream=compute
+      exit %a.grad = grad a micro=all
+      exit %b.grad = grad b micro=all
+    }
+
+After::
+
+    buffer %m : f32[32] device activation
+    segment @a.forward($0: f32[4,16], $1: f32[16,8]) workspace eager=256 {
+      $2 = aten.mm.default($0, $1) : f32[4,8]
+      $3 = aten.mul.Tensor($2, $2) : f32[4,8]
+      return ($3)
+    }
+    segment @a.recompute($0: f32[4,16], $1: f32[16,8]) workspace eager=128 {
+      $2 = aten.mm.default($0, $1) : f32[4,8]
+      return ($2)
+    }
+    section last_micro_step {
+      alloc %h  stream=compute
+      compute @a.forward(%x, w: %a.param[0:128]) -> (%h)  unit=a stream=compute
+      compute @b.forward(%h, v: %b.param[0:8]) -> (%loss)  unit=b stream=compute
+      alloc %dh  stream=compute
+      compute @b.backward(%loss_scale[0:1], %h, v: %b.param[0:8]) -> (%dh, grad v: %b.grad[0:8])  unit=b stream=compute
+      release %h  stream=compute
+      alloc %m  stream=compute
+      compute @a.recompute(%x, w: %a.param[0:128]) -> (%m)  unit=a stream=compute
+      compute @a.backward(%dh, %m, %x) -> (grad w: %a.grad[0:128])  unit=a stream=compute
+      release %dh  stream=compute
+      release %m  stream=compute
+      exit %a.grad = grad a micro=all
+      exit %b.grad = grad b micro=all
+    }
+"""  # noqa: E501
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Final
+from itertools import chain, count
+from typing import ClassVar
 
-import networkx
-
-from zeroir.ir.buffers import contiguous_stride
-from zeroir.ir.segment import Node, NodeArg, Ref, Segment, TensorType
-from zeroir.ir.workspace import eager_bytes
-from zeroir.passes.storages import PRODUCT, Pair, Place, Recipe, Storages, Use, numbered
-
-
-@dataclass(frozen=True, slots=True)
-class Given:
-    """An input of the new backward that is the old one's at this position."""
-
-    position: int
-
-
-@dataclass(frozen=True, slots=True)
-class Input:
-    """An input of the new backward that is an input of the forward, from ``offset`` elements on."""
-
-    position: int
-    offset: int
-
-
-@dataclass(frozen=True, slots=True)
-class Output:
-    """An input of the new backward that is an output of the new forward, from ``offset`` elements on."""
-
-    position: int
-    offset: int
-
-
-Source = Given | Input | Output
+from zeroir.errors import UserError
+from zeroir.ir import ops
+from zeroir.ir.buffers import Buffer
+from zeroir.ir.ops import Op
+from zeroir.ir.program import Program
+from zeroir.ir.segment import Segment
+from zeroir.passes.base import Fact, format_spec
+from zeroir.passes.reissue import Body, Call, Pruner
+from zeroir.passes.units import ALL_REPEATED, check_patterns, matching
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
-    """The new segments, under the names of the old ones.
+class Recompute:
+    """Issue the forwards of these units again before their backwards; by default those of all repeated units."""
 
-    ``inputs`` and ``outputs`` are where those of the forward were before, None for a new output; ``sources`` is what
-    the inputs of the backward are.
-    """
+    name: ClassVar[str] = "recompute"
+    requires: ClassVar[frozenset[Fact]] = frozenset()
+    establishes: ClassVar[frozenset[Fact]] = frozenset({Fact.UNITS_RECOMPUTED})
 
-    forward: Segment
-    backward: Segment
-    inputs: tuple[int, ...]
-    outputs: tuple[int | None, ...]
-    sources: tuple[Source, ...]
+    units: tuple[str, ...] = (ALL_REPEATED,)
 
+    def __post_init__(self) -> None:
+        check_patterns(self.units, self.name)
 
-def choose(pair: Pair) -> Choice | None:
-    """The choice that saves fewest bytes; None where nothing is to be computed once more."""
-    storages = Storages(pair)
-    computed = _computed(storages)
-    if not computed and not _is_unread(pair):
-        return None
-    return _Rewriter(pair, storages, computed).choice()
+    def spec(self) -> str:
+        """The pass as text."""
+        return format_spec(self.name, {"units": self.units})
 
+    def __call__(self, program: Program) -> Program:
+        """The program with what these units save made anew in the backward.
 
-def _is_unread(pair: Pair) -> bool:
-    """Whether the forward yields something that nobody reads any more."""
-    read = {need.value for need in pair.needs if need is not None}
-    outputs = zip(pair.forward.outputs, pair.uses, strict=True)
-    return any(use is Use.NOBODY and value not in read for value, use in outputs)
-
-
-# ------------------------------------------------------------------------------------------------------------ cut
-
-
-def _computed(storages: Storages) -> frozenset[int]:
-    """The storages to compute once more: those on the near side of the minimum cut that something needs."""
-    graph = networkx.DiGraph()
-    graph.add_nodes_from((_SOURCE, _SINK))
-    wanted = [root for root in storages.wanted if not storages.is_there(root)]
-    graph.add_edges_from((("kept", root), _SINK) for root in wanted)
-    # An op counts less than any byte, all of them together do.
-    unit = 2 * len(storages.nodes) + 1
-    pending, seen = list(wanted), set(wanted)
-    while pending:
-        root = pending.pop()
-        price, recipe = storages.price_bytes(root), storages.recipe(root)
-        limit = {} if price is None else {"capacity": price * unit}
-        graph.add_edge(("made", root), ("kept", root), **limit)
-        if recipe is None:
-            graph.add_edge(_SOURCE, ("made", root))
-            continue
-        op = ("op", recipe.op)
-        graph.add_edge(op, ("made", root))
-        graph.add_edge(_SOURCE, op, capacity=len(recipe.nodes))
-        for operand in _operands(storages, recipe):
-            graph.add_edge(("kept", operand), op)
-            if operand not in seen:
-                seen.add(operand)
-                pending.append(operand)
-    _, (_, near) = networkx.minimum_cut(graph, _SOURCE, _SINK)
-    found: set[int] = set()
-    pending = wanted
-    while pending:
-        root = pending.pop()
-        recipe = storages.recipe(root)
-        if recipe is not None and root not in found and ("made", root) in near:
-            found.add(root)
-            pending += _operands(storages, recipe)
-    return frozenset(found)
-
-
-_SOURCE: Final = "source"
-_SINK: Final = "sink"
-
-
-def _operands(storages: Storages, recipe: Recipe) -> list[int]:
-    """The storages that a recipe needs and that are not there anyway."""
-    roots = dict.fromkeys(storages.place(value).root for value in recipe.uses)
-    return [root for root in roots if not storages.is_there(root)]
-
-
-# ------------------------------------------------------------------------------------------------------- rewriting
-
-
-_Key = tuple[str, int]
-"""A value of the new backward: an input of its own, one of the old backward's, one of the forward's, or a product."""
-
-
-class _Rewriter:
-    """Makes the segments of a choice."""
-
-    def __init__(self, pair: Pair, storages: Storages, computed: frozenset[int]) -> None:
-        self._pair = pair
-        self._storages = storages
-        self._computed = computed
-        self._saved = self._find_saved()
-        self._ends = self._find_ends()
-        self._positions = {
-            storages.place(value).root: position
-            for position, (value, old) in reversed(list(enumerate(self._ends)))
-            if old is None or storages.outputs.get(storages.place(value).root) == old
-        }
-        self._sources: dict[tuple[Source, TensorType], _Key] = {}
-        self._nodes: list[tuple[Node, Mapping[int, _Key], Sequence[_Key]]] = []
-        self._made: set[_Key] = set()
-
-    def choice(self) -> Choice:
-        """The new segments."""
-        forward, inputs = self._forward()
-        return Choice(
-            forward=forward,
-            backward=self._backward(),
-            inputs=inputs,
-            outputs=tuple(old for _, old in self._ends),
-            sources=tuple(source for source, _ in self._sources),
-        )
-
-    # --------------------------------------------------------------------------------------------------- forward
-
-    def _find_saved(self) -> frozenset[int]:
-        """The storages made by the forward that the new backward reads."""
-        storages = self._storages
-        used = {storages.place(v).root for root in self._computed for v in self._recipe(root).uses}
-        return (
-            frozenset(
-                root
-                for root in used | storages.wanted.keys() - self._computed
-                if root >= storages.inputs
+        Raises:
+            UserError: where a pattern names no unit, or the work is shared among ranks already.
+        """
+        if any(isinstance(op, ops.Collective | ops.Wait | ops.Transfer) for op in program.ops()):
+            raise UserError(
+                f"The pass `{self.name}` works on a program for one device; put it before the passes that share "
+                "the work among ranks."
             )
-            - self._computed
+        units = matching(self.units, program, self.spec())
+        pruner = Pruner()
+        bodies: dict[tuple[Op, ...], Body] = {}
+        for section in program.sections:
+            if section.body not in bodies:
+                bodies[section.body] = Body(program, section.body, units, pruner)
+        if not any(body.is_changed for body in bodies.values()):
+            return program
+        made: dict[str, Buffer] = {}
+        for body in bodies.values():
+            made |= body.buffers()
+        names = _Names(program)
+        calls = {old: tuple(body.ops()) for old, body in bodies.items()}
+        names.settle(chain.from_iterable(calls.values()))
+        rewritten = {old: tuple(names.named(op) for op in found) for old, found in calls.items()}
+        known = [made.pop(buffer.name, buffer) for buffer in program.buffers]
+        return replace(
+            program,
+            buffers=(*known, *made.values()),
+            segments=names.segments,
+            sections=tuple(replace(s, body=rewritten[s.body]) for s in program.sections),
         )
 
-    def _recipe(self, root: int) -> Recipe:
-        found = self._storages.recipe(root)
-        assert found is not None  # Only what has one is computed.
-        return found
 
-    def _find_ends(self) -> list[tuple[int, int | None]]:
-        """The new outputs of the forward, and where they were before."""
-        storages = self._storages
-        kept: list[tuple[int, int | None]] = []
-        for position, value in enumerate(self._pair.forward.outputs):
-            place = storages.places[value]
-            is_for_backward = (
-                self._pair.uses[position] is Use.NOBODY
-                and place is not None
-                and storages.is_all(place)
-            )
-            if not is_for_backward or (
-                place is not None
-                and place.root in self._saved
-                and storages.outputs[place.root] == position
-            ):
-                kept.append((value, position))
-        kept += [(root, None) for root in self._saved if root not in storages.outputs]
-        return sorted(kept, key=lambda end: (end[0], -1 if end[1] is None else end[1]))
+class _Names:
+    """The segments that are called, in the order of their first calls, each under a name of its own."""
 
-    def _forward(self) -> tuple[Segment, tuple[int, ...]]:
-        """The forward with its new outputs and without what they do not need, and the inputs that are left."""
-        old = self._pair.forward
-        needed = {value for value, _ in self._ends}
-        nodes: list[tuple[int, Node]] = []
-        for first, node in reversed(self._storages.nodes):
-            if needed.intersection(range(first, first + len(node.results))):
-                nodes.append((first, node))
-                needed.update(ref.index for ref in node.refs())
-        inputs = tuple(i for i in range(len(old.inputs)) if i in needed)
-        numbers = {value: i for i, value in enumerate(inputs)}
-        for first, node in reversed(nodes):
-            for i in range(len(node.results)):
-                numbers[first + i] = len(numbers)
-        segment = replace(
-            old,
-            inputs=tuple(old.inputs[i] for i in inputs),
-            nodes=tuple(_renumbered(node, numbers) for _, node in reversed(nodes)),
-            outputs=tuple(numbers[value] for value, _ in self._ends),
-        )
-        return _measured(segment), inputs
+    def __init__(self, program: Program) -> None:
+        self._known = program.segment_by_name
+        self._names: dict[tuple[str, str], str] = {}
+        self._segments: list[Segment] = []
 
-    # -------------------------------------------------------------------------------------------------- backward
+    def settle(self, found: Iterable[Op | Call]) -> None:
+        """Take in all calls."""
+        called: dict[tuple[str, str], Segment] = {}
+        for item in found:
+            if isinstance(item, Call):
+                called.setdefault(_key(item.segment), item.segment)
+        taken = {segment.name for segment in called.values() if self._is_as_before(segment)}
+        for key, segment in called.items():
+            name = segment.name
+            if not self._is_as_before(segment):
+                wishes = (name if i == 0 else f"{name}.{i}" for i in count())
+                name = next(wish for wish in wishes if wish not in taken)
+                taken.add(name)
+            self._names[key] = name
+            self._segments.append(replace(segment, name=name))
 
-    def _backward(self) -> Segment:
-        """The backward, with what is computed once more before its first use."""
-        old = self._pair.backward
-        # What it reads as before comes first, in the order of before.
-        for value, need in enumerate(self._pair.needs):
-            if need is None or self._storages.place(need.value).root not in self._computed:
-                self._old(value)
-        for first, node in numbered(old):
-            keys = {ref.index: self._old(ref.index) for ref in node.refs()}
-            self._add(node, keys, [("backward", first + i) for i in range(len(node.results))])
-        ends = [self._old(value) for value in old.outputs]
-        numbers = {key: i for i, key in enumerate(self._sources.values())}
-        nodes: list[Node] = []
-        for node, uses, results in self._nodes:
-            nodes.append(_renumbered(node, {index: numbers[key] for index, key in uses.items()}))
-            for key in results:
-                numbers[key] = len(numbers)
-        segment = replace(
-            old,
-            inputs=tuple(kind for _, kind in self._sources),
-            nodes=tuple(nodes),
-            outputs=tuple(numbers[key] for key in ends),
-        )
-        return _measured(segment)
+    def _is_as_before(self, segment: Segment) -> bool:
+        return self._known.get(segment.name) is segment
 
-    def _old(self, value: int) -> _Key:
-        """A value of the old backward."""
-        old, storages = self._pair.backward, self._storages
-        if value >= len(old.inputs):
-            return ("backward", value)
-        need, kind = self._pair.needs[value], old.inputs[value]
-        if need is None:
-            return self._source(Given(value), kind)
-        place = storages.place(need.value)
-        if place.root in storages.wanted:
-            return self._looked_at(Place(place.root, need.offset, kind))
-        if place.root < storages.inputs:
-            return self._source(Input(place.root, need.offset), kind)
-        return self._source(Given(value), kind)
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """The segments under their names."""
+        return tuple(self._segments)
 
-    def _looked_at(self, place: Place) -> _Key:
-        """A part of a storage that the forward makes."""
-        if place.root not in self._computed:
-            return self._source(Output(self._positions[place.root], place.offset), place.kind)
-        shown = self._storages.shown(place)
-        if isinstance(shown, int):
-            return self._forwards(shown)
-        assert shown is not None  # Else it would have no recipe.
-        shape, order = shown
-        kind = TensorType(dtype=place.kind.dtype, shape=shape, stride=contiguous_stride(shape))
-        viewed = self._between(
-            "aten.view.default", (Ref(0), shape), self._forwards(place.root), kind
-        )
-        if order == tuple(range(len(order))):
-            return viewed
-        return self._between("aten.permute.default", (Ref(0), order), viewed, place.kind)
-
-    def _forwards(self, value: int) -> _Key:
-        """A value of the forward."""
-        storages = self._storages
-        key = ("forward", value)
-        if key in self._made:
-            return key
-        place = storages.place(value)
-        if place.root not in self._computed:
-            is_whole = place.is_same(storages.place(place.root))
-            if place.root >= storages.inputs:
-                return self._source(Output(self._positions[place.root], place.offset), place.kind)
-            if is_whole or not self._pair.is_parameter[place.root]:
-                return self._source(Input(place.root, place.offset), place.kind)
-        elif value == place.root:
-            nodes = self._recipe(value).nodes
-            if len(nodes) > 1:
-                return self._chain(value, nodes)
-        first, node = storages.nodes[storages.makers[value]]
-        keys = {ref.index: self._forwards(ref.index) for ref in node.refs()}
-        self._add(node, keys, [("forward", first + i) for i in range(len(node.results))])
-        return key
-
-    def _chain(self, value: int, nodes: Sequence[Node]) -> _Key:
-        """A value that two nodes compute together."""
-        one, other = nodes
-        product, key = ("product", value), ("forward", value)
-        self._add(one, {ref.index: self._forwards(ref.index) for ref in one.refs()}, [product])
-        uses = (ref.index for ref in other.refs() if ref != PRODUCT)
-        others = {index: self._forwards(index) for index in uses}
-        self._add(other, {**others, PRODUCT.index: product}, [key])
-        return key
-
-    def _between(self, op: str, args: tuple[NodeArg, ...], source: _Key, kind: TensorType) -> _Key:
-        key = ("between", len(self._nodes))
-        self._add(Node(op=op, args=args, results=(kind,)), {0: source}, [key])
-        return key
-
-    def _source(self, source: Source, kind: TensorType) -> _Key:
-        return self._sources.setdefault((source, kind), ("input", len(self._sources)))
-
-    def _add(self, node: Node, keys: Mapping[int, _Key], results: Sequence[_Key]) -> None:
-        self._nodes.append((node, keys, results))
-        self._made.update(results)
+    def named(self, item: Op | Call) -> Op:
+        """The op, calling its segment by name."""
+        if isinstance(item, Call):
+            return replace(item.op, segment=self._names[_key(item.segment)])
+        return item
 
 
-def _renumbered(node: Node, numbers: Mapping[int, int]) -> Node:
-    return replace(
-        node,
-        args=tuple(_renumbered_arg(arg, numbers) for arg in node.args),
-        kwargs=tuple((name, _renumbered_arg(arg, numbers)) for name, arg in node.kwargs),
-    )
-
-
-def _renumbered_arg(arg: NodeArg, numbers: Mapping[int, int]) -> NodeArg:
-    if isinstance(arg, Ref):
-        return Ref(numbers[arg.index])
-    if isinstance(arg, tuple):
-        return tuple(_renumbered_arg(item, numbers) for item in arg)
-    return arg
-
-
-def _measured(segment: Segment) -> Segment:
-    """The segment with the memory that it takes now."""
-    return replace(segment, workspace_bytes=(("eager", eager_bytes(segment)),))
+def _key(segment: Segment) -> tuple[str, str]:
+    return segment.name, segment.digest()

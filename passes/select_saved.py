@@ -2,7 +2,7 @@
 
 A trace saves whatever autograd saved. But the result of an activation function, a norm or a cast costs as many bytes
 as a matrix product's and next to nothing to compute, and often enough what it was computed from is there anyway. For
-each forward and its backward a minimum cut finds the fewest bytes from which the backward gets by (``recompute``); equal
+each forward and its backward a minimum cut finds the fewest bytes from which the backward gets by (``min_cut``); equal
 units are looked at once. What the forward need not save any more is not an output of it any more, and the backward
 begins with what it computes again, each value just before its first use. It is computed by the same ops from the same
 values, seeds of dropout included, so every bit stays the same; no random number is drawn twice. Parameters are never
@@ -91,7 +91,7 @@ from zeroir.ir.ops import Argument, Compute, Destination, Mode, Op
 from zeroir.ir.program import Program, Section
 from zeroir.ir.segment import Segment, TensorType
 from zeroir.passes.base import Fact
-from zeroir.passes.recompute import Choice, Given, Input, Output, Source, choose
+from zeroir.passes.min_cut import Choice, Given, Input, Output, Source, choose
 from zeroir.passes.storages import Need, Pair, Use
 
 

@@ -442,6 +442,12 @@ class Engine:
         parts = self.job.gather(to_bytes(spans))
         return None if parts is None else aligned(parts)
 
+    def finish(self) -> None:
+        """Return when this rank's device has done all that it was given."""
+        self._executor.finish()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
     def close(self) -> None:
         """Stop the streams and give up the process groups."""
         if self._graphs is not None:

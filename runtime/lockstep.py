@@ -21,7 +21,7 @@ from zeroir.ir import ops
 from zeroir.ir.contents import FlatContent, Micro
 from zeroir.ir.mesh import HOST
 from zeroir.ir.ops import Op
-from zeroir.ir.placement import place_all
+from zeroir.ir.placement import placements
 from zeroir.ir.program import Program
 from zeroir.runtime import state
 from zeroir.runtime.batch import Batch
@@ -51,9 +51,9 @@ class Lockstep:
         kernels: KernelBackend = KernelBackend.EAGER,
     ) -> None:
         self.program = program
-        placements = place_all(program)
+        placed = placements(program)
         self._memories = [
-            Memory(program, rank, CPU, is_poisoned=True, placements=placements)
+            Memory(program, rank, CPU, is_poisoned=True, placed=placed)
             for rank in range(program.mesh.world_size)
         ]
         self._machine = Machine(
@@ -238,14 +238,17 @@ class SeededStreams:
         # Half of the time one stream runs as far as it can before the next, which no coin would ever do.
         order = self._random.sample(list(self._queues), len(self._queues))
         is_greedy = self._random.random() < 0.5
-        remaining = [event for event in events if not event.is_done]
-        while remaining:
+        remaining = list(events)
+        while True:
+            while remaining and remaining[-1].is_done:
+                remaining.pop()
+            if not remaining:
+                return
             ready = [name for name in order if self._is_ready(self._queues[name])]
             if not ready:
                 waiting = [q[0].op for q in self._queues.values() if q]
                 raise InternalError(f"streams wait for each other in a circle: {waiting}")
             self._advance(self._queues[ready[0] if is_greedy else self._random.choice(ready)])
-            remaining = [event for event in remaining if not event.is_done]
 
     @staticmethod
     def _is_ready(queue: deque[_Item]) -> bool:

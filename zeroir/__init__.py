@@ -4,7 +4,9 @@ The public API is loaded on first use, so that ``import zeroir`` costs nothing a
 
 * ``zeroir.compile(model, stage=3, ...)`` compiles a model file and returns a ``CompiledProgram``;
 * ``zeroir.load(path)`` reads one from disk;
-* ``print(program)`` shows its schedule, ``program.engine()`` runs it.
+* ``print(program)`` shows its schedule, ``program.engine()`` runs it;
+* ``zeroir.simulate(program, "dgx-h100")`` predicts its step, ``zeroir.estimate(7.5e9, world_size=64)`` needs none;
+* ``zeroir.plan(model, "dgx-h100", memory="80GB")`` chooses the options with which a step is shortest.
 """
 
 from __future__ import annotations
@@ -16,10 +18,22 @@ if TYPE_CHECKING:
     from zeroir.api import CompiledProgram
     from zeroir.api import compile_model as compile  # noqa: A004
     from zeroir.api import load_program as load
+    from zeroir.api.costs import estimate, simulate
+    from zeroir.api.plan import plan
     from zeroir.config import CompileOptions
     from zeroir.errors import InternalError, UserError
 
-__all__ = ["CompileOptions", "CompiledProgram", "InternalError", "UserError", "compile", "load"]
+__all__ = [
+    "CompileOptions",
+    "CompiledProgram",
+    "InternalError",
+    "UserError",
+    "compile",
+    "estimate",
+    "load",
+    "plan",
+    "simulate",
+]
 
 __version__ = "0.1.0"
 
@@ -29,7 +43,10 @@ _HOMES = {
     "InternalError": ("zeroir.errors", "InternalError"),
     "UserError": ("zeroir.errors", "UserError"),
     "compile": ("zeroir.api", "compile_model"),
+    "estimate": ("zeroir.api.costs", "estimate"),
     "load": ("zeroir.api", "load_program"),
+    "plan": ("zeroir.api.plan", "plan"),
+    "simulate": ("zeroir.api.costs", "simulate"),
 }
 
 

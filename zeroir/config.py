@@ -16,6 +16,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from zeroir.errors import UserError
+from zeroir.ir.amounts import parse_bytes
 from zeroir.ir.mesh import DATA_AXIS, REPLICATE_AXIS, SHARD_AXIS, Axis, Mesh
 from zeroir.ir.ops import Algorithm
 
@@ -102,6 +103,27 @@ class CompileOptions(BaseModel):
     prefetch: Annotated[
         int, Field(ge=0, description="How many units ahead parameters are gathered (stage 3).")
     ] = 1
+    prefetch_budget: Annotated[
+        str | None,
+        Field(
+            description="Gather parameters as early as this much device memory allows, such as 80GB, instead of "
+            "--prefetch units ahead (stage 3). [default: none]"
+        ),
+    ] = None
+    unshard: Annotated[
+        tuple[str, ...],
+        Field(
+            description="Units, or patterns of them, whose parameters stay from forward to backward instead of being "
+            "gathered twice; * is all repeated ones (stage 3)."
+        ),
+    ] = ()
+    recompute: Annotated[
+        tuple[str, ...],
+        Field(
+            description="Units, or patterns of them, that are computed once more before their backward instead of "
+            "keeping what it needs (activation checkpointing); * is all repeated ones."
+        ),
+    ] = ()
     live_gradients: Annotated[
         int,
         Field(ge=1, description="How many units' full gradients may exist at once (stages 2, 3)."),
@@ -125,6 +147,13 @@ class CompileOptions(BaseModel):
             description="Update each unit as soon as its gradient is reduced (without --clip and fp16)."
         ),
     ] = True
+    memory_budget: Annotated[
+        str | None,
+        Field(
+            description="Device memory of a rank, such as 80GB: a program that needs more is refused (Z301). "
+            "[default: no budget]"
+        ),
+    ] = None
     elide: Annotated[
         bool,
         Field(
@@ -148,13 +177,23 @@ class CompileOptions(BaseModel):
         1.0
     )
 
-    @field_validator("keep_fp32", mode="before")
+    @field_validator("keep_fp32", "unshard", "recompute", mode="before")
     @classmethod
     def _split_at_commas(cls, value: object) -> object:
         items = [value] if isinstance(value, str) else value
         if not isinstance(items, list | tuple) or not all(isinstance(i, str) for i in items):
             return value
         return tuple(part for item in items for part in item.split(",") if part)
+
+    @field_validator("memory_budget", "prefetch_budget")
+    @classmethod
+    def _is_an_amount(cls, value: str | None) -> str | None:
+        if value is not None:
+            try:
+                parse_bytes(value)
+            except UserError as error:
+                raise PydanticCustomError("amount", "{problem}", {"problem": str(error)}) from None
+        return value
 
     @field_validator("mesh")
     @classmethod
@@ -213,6 +252,11 @@ class CompileOptions(BaseModel):
     def is_update_overlapped(self) -> bool:
         """Whether the update begins in the backward: no decision must wait for all gradients."""
         return self.overlap_update and self.clip is None and self.precision != "fp16"
+
+    @property
+    def prefetch_budget_bytes(self) -> int | None:
+        """Device memory within which gathers are issued early; None where ``prefetch`` says how early."""
+        return None if self.prefetch_budget is None else parse_bytes(self.prefetch_budget)
 
     @property
     def effective_momentum(self) -> float:
@@ -309,13 +353,13 @@ def options_from_pairs(pairs: Iterable[tuple[str, str]]) -> CompileOptions:
         raise UserError(explain_validation(error)) from None
 
 
-def explain_validation(error: ValidationError) -> str:
+def explain_validation(error: ValidationError, *, command: str = "compile") -> str:
     """One sentence on the first thing that is wrong with options: which, what was given, what is expected."""
     first = error.errors(include_url=False)[0]
     if not first["loc"]:
         return f"These options do not go together: {first['msg'].removeprefix('Value error, ')}."
     name = str(first["loc"][0]).replace("_", "-")
     if first["type"] == "extra_forbidden":
-        return f"There is no option --{name}; `zeroir compile --help` lists them."
+        return f"There is no option --{name}; `zeroir {command} --help` lists them."
     expected = first["msg"].removeprefix("Input should be ")
     return f"--{name} is {first['input']!s}, but should be {expected}."

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import msgpack
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.examples import examples
 from tests.support.programs import mlp
 from zeroir import artifact as artifacts
 from zeroir.artifact import SCHEMA_VERSION, Artifact
@@ -45,13 +46,14 @@ def framed(body: object, major: int = MAJOR, minor: int = MINOR) -> bytes:
     return head + hashlib.sha256(head + packed).digest() + packed
 
 
-def body_of(artifact: Artifact) -> dict[str, object]:
-    body = msgpack.unpackb(artifacts.to_bytes(artifact)[20 + 32 :])
+BYTES = artifacts.to_bytes(make())
+
+
+def body_of_bytes() -> dict[str, object]:
+    """What the envelope of ``BYTES`` holds, to be spoilt."""
+    body = msgpack.unpackb(BYTES[20 + 32 :])
     assert isinstance(body, dict)
     return body
-
-
-BYTES = artifacts.to_bytes(make())
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
@@ -87,14 +89,14 @@ def test_the_digest_of_a_program_follows_its_contents() -> None:
 
 
 @given(st.integers(0, len(BYTES) - 1))
-@settings(max_examples=200, deadline=None)
+@examples(200)
 def test_any_truncation_is_refused(length: int) -> None:
     with pytest.raises(UserError, match=r"cut off|not a zeroir program"):
         artifacts.from_bytes(BYTES[:length], "gpt.zir")
 
 
 @given(st.integers(0, 8 * len(BYTES) - 1))
-@settings(max_examples=300, deadline=None)
+@examples(300)
 def test_any_flipped_bit_is_refused(bit: int) -> None:
     damaged = bytearray(BYTES)
     damaged[bit // 8] ^= 1 << bit % 8
@@ -127,22 +129,24 @@ def first_op(body: dict[str, object]) -> list[object]:
     return op
 
 
+PLAIN = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**63)
+    | st.floats()
+    | st.text()
+    | st.binary(),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
 @given(st.data())
-@settings(max_examples=200, deadline=None)
+@examples(200)
 def test_a_wrong_body_in_a_right_envelope_is_refused_or_read(data: st.DataObject) -> None:
-    plain = st.recursive(
-        st.none()
-        | st.booleans()
-        | st.integers(-(2**63), 2**63)
-        | st.floats()
-        | st.text()
-        | st.binary(),
-        lambda inner: (
-            st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
-        ),
-        max_leaves=6,
-    )
-    body = body_of(make())
+    body = body_of_bytes()
     spoilt: object = body
     while True:
         if isinstance(spoilt, dict) and spoilt and data.draw(st.booleans()):
@@ -150,13 +154,13 @@ def test_a_wrong_body_in_a_right_envelope_is_refused_or_read(data: st.DataObject
             if isinstance(spoilt[key], dict | list) and data.draw(st.booleans()):
                 spoilt = spoilt[key]
                 continue
-            spoilt[key] = data.draw(plain)
+            spoilt[key] = data.draw(PLAIN)
         elif isinstance(spoilt, list) and spoilt:
             index = data.draw(st.integers(0, len(spoilt) - 1))
             if isinstance(spoilt[index], dict | list) and data.draw(st.booleans()):
                 spoilt = spoilt[index]
                 continue
-            spoilt[index] = data.draw(plain)
+            spoilt[index] = data.draw(PLAIN)
         break
     with contextlib.suppress(UserError):
         artifacts.from_bytes(framed(body), "gpt.zir")
@@ -203,7 +207,7 @@ def deep(depth: int) -> list[object]:
 def test_what_the_schema_does_not_know_is_named(
     spoil: Callable[[dict[str, object]], object], expected: str
 ) -> None:
-    body = body_of(make())
+    body = body_of_bytes()
     spoil(body)
     with pytest.raises(UserError, match=expected) as caught:
         artifacts.from_bytes(framed(body), "gpt.zir")
@@ -212,7 +216,7 @@ def test_what_the_schema_does_not_know_is_named(
 
 
 def test_a_newer_minor_schema_is_read_where_its_fields_are_known() -> None:
-    body = body_of(make())
+    body = body_of_bytes()
     assert artifacts.from_bytes(framed(body, minor=MINOR + 1)) == make()
     body["colour"] = 1
     with pytest.raises(UserError, match=r"unknown field 'colour' of Artifact; upgrade zeroir"):

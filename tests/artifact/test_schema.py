@@ -8,9 +8,10 @@ import math
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 
 from tests.support.arbitrary import programs
+from tests.support.examples import examples
 from tests.support.programs import mlp
 from zeroir.artifact import SCHEMA_VERSION, Artifact
 from zeroir.artifact.schema import decode, describe, encode
@@ -22,7 +23,7 @@ LOCK = Path(__file__).parents[1] / "data" / "schema_lock.json"
 
 
 @given(programs())
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(60, suppress_health_check=[HealthCheck.too_slow])
 def test_any_program_survives(program: Program) -> None:
     decoded = decode(Program, encode(program))
     assert decoded == program

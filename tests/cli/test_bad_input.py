@@ -136,7 +136,10 @@ def test_text_goes_with_a_section_alone(zeroir: Zeroir, programs: dict[int, Path
     assert_refused(zeroir("show", programs[3], "--text", "--json"), "--text")
 
 
-@pytest.mark.parametrize("arguments", [[], ["--text"], ["--json"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [[], *(pytest.param([flag], marks=pytest.mark.slow) for flag in ("--text", "--json"))],
+)
 def test_a_reader_that_goes_away_is_no_error(
     programs: dict[int, Path], arguments: list[str]
 ) -> None:

@@ -60,7 +60,10 @@ def test_compile_tells_what_it_made(zeroir: Zeroir, tmp_path: Path) -> None:
     assert (tmp_path / "gpt.zir").exists()
 
 
-@pytest.mark.parametrize(("stage", "gathered"), [(0, 0), (1, 1), (2, 1), (3, 2)])
+@pytest.mark.parametrize(
+    ("stage", "gathered"),
+    [*(pytest.param(n, min(n, 1), marks=pytest.mark.slow) for n in range(3)), (3, 2)],
+)
 def test_wire_bytes_are_those_of_the_paper(
     zeroir: Zeroir, tmp_path: Path, stage: int, gathered: int
 ) -> None:
@@ -208,6 +211,7 @@ def test_every_law_is_explained(zeroir: Zeroir, code: str) -> None:
     assert zeroir("explain", code, "--json").json["code"] == code
 
 
+@pytest.mark.slow
 def test_check_compares_with_eager(zeroir: Zeroir) -> None:
     answer = zeroir("check", GPT, "--stage", "3", "--world-size", "4", "--steps", "2", "--json")
     assert answer.exit_code == 0, answer.err

@@ -21,7 +21,8 @@ MODELS: dict[str, str | Path] = {
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("model", MODELS)
 def test_equal_to_eager_replicas(zeroir: Zeroir, model: str, stage: int) -> None:
-    precision = ("fp32", "bf16", "fp16", "fp32")[stage]
+    # A CPU has no fast product in fp16, so the larger model goes without.
+    precision = ("fp32", "bf16", "bf16" if model == "gpt" else "fp16", "fp32")[stage]
     options = ["--stage", str(stage), "--precision", precision, "--world-size", "3"]
     answer = zeroir("check", MODELS[model], *options, "--steps", "3", "--json")
     assert answer.exit_code == 0, answer.out + answer.err
@@ -33,7 +34,7 @@ def test_equal_to_eager_replicas(zeroir: Zeroir, model: str, stage: int) -> None
 @pytest.mark.parametrize("stage", [1, 3])
 def test_accumulation_equals_eager_replicas(zeroir: Zeroir, stage: int, micro_steps: int) -> None:
     options = ["--stage", str(stage), "--micro-steps", str(micro_steps), "--precision", "bf16"]
-    answer = zeroir("check", MODELS["gpt"], *options, "--world-size", "3", "--steps", "2", "--json")
+    answer = zeroir("check", MODELS["llama"], *options, "--world-size", "3", "--json")
     assert answer.exit_code == 0, answer.out + answer.err
 
 
@@ -49,8 +50,9 @@ def test_every_optimizer_equals_torch(zeroir: Zeroir, optimizer: str) -> None:
 @pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.parametrize("model", ["llama", "traps"])
-def test_trains_on_processes(model: str, tmp_path: Path) -> None:
-    succeed("compile", MODELS[model], "--world-size", "2", "-o", "model.zir", cwd=tmp_path)
+def test_trains_on_processes(zeroir: Zeroir, model: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.zir"
+    assert zeroir("compile", MODELS[model], "--world-size", "2", "-o", path).exit_code == 0
     lines = succeed(
         "run", "model.zir", "--nproc", "2", "--steps", "3", "--log-every", "1", cwd=tmp_path
     )

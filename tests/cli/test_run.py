@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import GPT
+from tests.cli.conftest import GPT, Zeroir
 from zeroir.cli.app import run_command
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
@@ -66,15 +66,15 @@ def test_training_follows_the_reference_curve(program: Path, tmp_path: Path) -> 
     assert sum(losses[-10:]) / 10 < reference["unigram_entropy"]
 
 
-def test_accumulation_on_processes_equals_lockstep(tmp_path: Path) -> None:
+def test_accumulation_on_processes_equals_lockstep(zeroir: Zeroir, tmp_path: Path) -> None:
     options = ["--micro-steps", "2", "--world-size", "3", "--precision", "bf16"]
-    made = run("compile", GPT, *options, "-o", "gpt.zir", cwd=tmp_path)
-    assert made.returncode == 0, made.stderr
+    path = tmp_path / "gpt.zir"
+    assert zeroir("compile", GPT, *options, "-o", path).exit_code == 0
     arguments = ["--nproc", "3", "--steps", "3", "--log-every", "1", "--json"]
     made = run("run", "gpt.zir", *arguments, cwd=tmp_path)
     assert made.returncode == 0, made.stderr
     losses = [json.loads(line)["loss"] for line in made.stdout.splitlines()]
-    checked = json.loads(run("check", GPT, *options, "--json", cwd=tmp_path).stdout)
+    checked = zeroir("check", GPT, *options, "--json").json
     assert checked["is_equal"]
     assert losses == [pytest.approx(sum(ranks) / 3, rel=1e-6) for ranks in checked["losses"]]
 
@@ -88,22 +88,10 @@ def test_torchrun_with_another_world_size(program: Path, tmp_path: Path) -> None
     assert "loss" in made.stdout
 
 
-def test_a_diverging_loss_stops_every_rank(tmp_path: Path) -> None:
+def test_a_diverging_loss_stops_every_rank(zeroir: Zeroir, tmp_path: Path) -> None:
     path = tmp_path / "gpt.zir"
-    made = run(
-        "compile",
-        GPT,
-        "--world-size",
-        "2",
-        "--optimizer",
-        "sgd",
-        "--lr",
-        "1e30",
-        "-o",
-        path,
-        cwd=tmp_path,
-    )
-    assert made.returncode == 0, made.stderr
+    options = ["--world-size", "2", "--optimizer", "sgd", "--lr", "1e30"]
+    assert zeroir("compile", GPT, *options, "-o", path).exit_code == 0
     made = run("run", path, "--nproc", "2", "--steps", "20", cwd=tmp_path)
     assert made.returncode == 2
     assert "The loss is" in made.stderr

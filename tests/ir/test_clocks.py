@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from tests.support.clocks import Clocks
 from zeroir.ir import ops
 from zeroir.ir.buffers import Region
-from zeroir.ir.clocks import Clocks
 from zeroir.ir.mesh import HOST
 
 

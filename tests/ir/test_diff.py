@@ -7,9 +7,10 @@ import re
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.examples import examples
 from tests.support.programs import mlp
 from zeroir.ir.diff import diff, normalised_lines, summary
 from zeroir.ir.ops import Alloc, Op, Release, Wait
@@ -138,7 +139,7 @@ def patched(lines: list[str], text: str) -> list[str]:
 
 
 @given(st.data())
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_as_many_ops_are_added_and_removed_as_lines_change(data: st.DataObject) -> None:
     program = mlp(blocks=1)
     body = list(program.sections[0].body)
@@ -159,3 +160,15 @@ def test_the_summary_names_buffers_and_bytes() -> None:
     assert counted.old_model_state_bytes["param"] == 2 * counted.new_model_state_bytes["param"]
     assert counted.to_json()["buffers_added"] == list(counted.buffers_added)
     assert "model state bytes  12,288 → 12,288" in str(counted)
+
+
+def test_where_buffers_stand_shows_only_where_nothing_else_differs() -> None:
+    old, new = mlp(), mlp(clip=1.0)
+    moved = [
+        b if b.is_persistent else dataclasses.replace(b, offset=512 * at)
+        for at, b in enumerate(old.buffers)
+    ]
+    planned = dataclasses.replace(old, buffers=tuple(moved))
+    assert diff(planned, new) == diff(old, new)
+    assert "offset=" in diff(old, planned)
+    assert diff(planned, planned) == ""

@@ -9,10 +9,11 @@ import typing
 from collections.abc import Callable
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from tests.support.arbitrary import NODE_ARGS, arbitrary, op_types, programs
+from tests.support.examples import examples
 from tests.support.programs import mlp
 from zeroir.errors import UserError
 from zeroir.ir.buffers import Buffer, Region, Role, Space, View
@@ -35,7 +36,7 @@ def assert_round_trips(program: Program) -> None:
 
 
 @given(programs())
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(60, suppress_health_check=[HealthCheck.too_slow])
 def test_any_program_round_trips(program: Program) -> None:
     assert_round_trips(program)
     assert parse(print_program(program)) == program
@@ -47,7 +48,7 @@ def test_any_op_round_trips(kind: type) -> None:
     operation = typing.cast(st.SearchStrategy[Op], arbitrary(kind))
 
     @given(operation, buffers)
-    @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @examples(30, suppress_health_check=[HealthCheck.too_slow])
     def law(op: Op, declared: list[Buffer]) -> None:
         section = Section(name="update", body=(op, op))
         program = Program(mesh=MESH, buffers=tuple(declared), sections=(section,))
@@ -57,7 +58,7 @@ def test_any_op_round_trips(kind: type) -> None:
 
 
 @given(NODE_ARGS)
-@settings(max_examples=200, deadline=None)
+@examples(200)
 def test_any_node_argument_round_trips(arg: NodeArg) -> None:
     node = Node(op="aten.relu.default", args=(arg,), kwargs=(("key", arg),), results=())
     program = Program(
@@ -205,7 +206,7 @@ def test_an_error_points_at_its_place(
 
 
 @given(st.data())
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_a_damaged_text_is_refused_or_read_but_never_crashes(data: st.DataObject) -> None:
     text = print_program(mlp(blocks=1, precision="fp16"))
     position = data.draw(st.integers(0, len(text) - 1))

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from tests.passes import happens
 from tests.passes.strategies import Case, cases
+from tests.support.examples import examples
 from tests.support.programs import mlp
 from zeroir.ir.program import LAST_MICRO_STEP
 from zeroir.passes.pipelines import for_stage
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(cases(stages=(2, 3)))
 def test_no_more_units_than_allowed_are_live(case: Case) -> None:
     program = case.scheduled()

@@ -7,12 +7,13 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.passes import happens
 from tests.passes.numbers import assert_equal, inputs, run
 from tests.passes.strategies import Case, cases
+from tests.support.examples import examples
 from tests.support.programs import mlp
 from zeroir.config import make_options
 from zeroir.errors import UserError
@@ -46,7 +47,7 @@ def _bytes(program: Program, buffer: str) -> int:
 # -------------------------------------------------------------------------------------------------------- numbers
 
 
-@settings(max_examples=4, deadline=None)
+@examples(4)
 @given(cases(world_sizes=(1, 3)), SIZES, st.integers(0, 2**16))
 def test_it_computes_the_same(case: Case, size: int, schedule_seed: int) -> None:
     logical = case.logical()
@@ -73,7 +74,7 @@ def test_with_the_update_in_the_backward_it_computes_the_same(stage: int) -> Non
 # ------------------------------------------------------------------------------------------------- bytes, launches
 
 
-@settings(max_examples=8, deadline=None)
+@examples(8)
 @given(cases(), st.lists(SIZES, min_size=2, max_size=2).map(sorted))
 def test_more_bytes_make_fewer_launches_of_the_same_bytes(case: Case, sizes: list[int]) -> None:
     programs = [replace(case, bucket=size).scheduled() for size in (0, *sizes)]
@@ -131,7 +132,7 @@ def _largest_wave(program: Program) -> int:
     return max(found.values())
 
 
-@settings(max_examples=8, deadline=None)
+@examples(8)
 @given(cases(stages=(3,)).filter(lambda case: case.elide or not case.tied), SIZES)
 def test_gathered_parameters_stay_within_the_bound(case: Case, size: int) -> None:
     """On no interleaving more than distance + 1 buckets, each of at most a unit and ``size`` bytes.
@@ -149,7 +150,7 @@ def test_gathered_parameters_stay_within_the_bound(case: Case, size: int) -> Non
             assert total <= (case.distance + 1) * bucket
 
 
-@settings(max_examples=8, deadline=None)
+@examples(8)
 @given(cases(stages=(2, 3)), SIZES)
 def test_full_gradients_stay_within_the_bound(case: Case, size: int) -> None:
     """Beside those that are kept across other units by choice, on no interleaving more than ``live`` buckets."""
@@ -185,7 +186,7 @@ def test_full_gradients_stay_within_the_bound(case: Case, size: int) -> None:
             assert total <= case.live * (unit + size)
 
 
-@settings(max_examples=8, deadline=None)
+@examples(8)
 @given(cases(), SIZES)
 def test_what_must_be_ordered_is(case: Case, size: int) -> None:
     program = replace(case, bucket=size).scheduled()

@@ -23,18 +23,26 @@ from zeroir.passes.base import Pass
 from zeroir.passes.bucket import Bucket
 from zeroir.passes.overlap_update import OverlapUpdate
 from zeroir.passes.pipelines import PASSES, for_stage, parse_spec
+from zeroir.passes.plan_memory import PlanMemory
+from zeroir.passes.recompute import Recompute
 from zeroir.passes.select_saved import SelectSaved
+from zeroir.passes.unshard import Unshard
 
 LOGICAL = parse((Path(__file__).parent / "example.zir").read_text())
 SAVING = parse((Path(__file__).parent / "saved.zir").read_text())
+KEEPING = parse((Path(__file__).parent / "kept.zir").read_text())
+LOGICALS: Mapping[type[Pass], Program] = {SelectSaved: SAVING, Recompute: KEEPING}
 # One live gradient, so that two units are enough to see it.
 PIPELINE = for_stage(3, 4, replicas=2, live=1)
 EXAMPLES: tuple[tuple[tuple[Pass, ...], Pass], ...] = (
     ((), SelectSaved()),
+    ((), Recompute(units=("a",))),
     *((PIPELINE[:index], step) for index, step in enumerate(PIPELINE)),
     # Passes that a user may ask for, where they stand then.
     (for_stage(3, 2)[:6], Bucket(bytes=4096)),
     (for_stage(3, 2, live=1), OverlapUpdate()),
+    (for_stage(3, 2)[:5], Unshard(units=("a",))),
+    (for_stage(3, 2), PlanMemory()),
 )
 
 
@@ -57,7 +65,7 @@ def _completed(example: str, program: Program) -> tuple[Program, Mapping[str, st
 def test_the_example_is_real(earlier: tuple[Pass, ...], step: Pass) -> None:
     spec, before_text, after_text = _example(step)
     assert parse_spec(spec) == step
-    logical = SAVING if isinstance(step, SelectSaved) else LOGICAL
+    logical = LOGICALS.get(type(step), LOGICAL)
     before = manager.run(logical, earlier)
     after = manager.run(before, [step], reference=logical)
     shown_before, before_items = _completed(before_text, before)

@@ -5,25 +5,30 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.passes.numbers import assert_equal, inputs, run
 from tests.passes.strategies import Case, cases
 from tests.passes.test_docstrings import LOGICAL
+from tests.support.examples import examples
 from tests.support.programs import mlp
 from zeroir.passes import manager
 from zeroir.passes.pipelines import for_stage
 from zeroir.runtime.lockstep import LockstepResult
 
 
-@settings(max_examples=12, deadline=None)
+@examples(12)
 @given(cases(stages=(3,), world_sizes=(1, 3)), st.integers(0, 2**16))
 def test_every_pass_preserves_the_numbers(case: Case, schedule_seed: int) -> None:
     logical = case.logical()
     batches = inputs(logical, case.world_size, case.micro_steps)
     expected: LockstepResult | None = None
+    before = logical
     for step, program in manager.steps(logical, case.passes()):
+        if expected is not None and replace(program, passes=()) == replace(before, passes=()):
+            continue  # The pass had nothing to do.
+        before = program
         result = run(program, batches, schedule_seed)
         is_other_order = step.name == "shard-gradients" and case.micro_steps > 1
         if expected is None or is_other_order:
@@ -33,7 +38,7 @@ def test_every_pass_preserves_the_numbers(case: Case, schedule_seed: int) -> Non
         assert any(value.abs().sum() > 0 for value in result.state.values())
 
 
-@settings(max_examples=8, deadline=None)
+@examples(8)
 @given(cases(world_sizes=(1, 4)), st.integers(0, 2**16))
 def test_ranks_that_see_the_same_batch_do_what_one_device_does(
     case: Case, schedule_seed: int

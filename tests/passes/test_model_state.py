@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.examples import examples
 from tests.support.programs import mlp
 from zeroir.ir.layout import padded_numel, used_numel
 from zeroir.ir.memory import model_state_bytes
@@ -26,7 +27,7 @@ def _expected(stage: int, world_size: int, numel: int, sizes: tuple[int, int, in
     return whole * numel + sharded * numel // world_size
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     st.integers(0, 3),
     st.one_of(st.integers(1, 1024), st.sampled_from([1, 2, 3, 7, 64, 1000, 1023, 1024])),

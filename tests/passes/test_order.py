@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 
 from tests.passes import happens
 from tests.passes.strategies import Case, cases
+from tests.support.examples import examples
 from zeroir.ir import ops
 from zeroir.ir.buffers import Buffer, Region, Role, Space
 from zeroir.ir.contents import NamedContent
@@ -16,7 +17,7 @@ from zeroir.ir.program import Holding, Pending, Program, Section, State
 from zeroir.passes.order import synchronise, unordered
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(cases())
 def test_what_must_be_ordered_is(case: Case) -> None:
     program = case.scheduled()
@@ -24,7 +25,7 @@ def test_what_must_be_ordered_is(case: Case) -> None:
         assert happens.unordered(section.body, program) == []
 
 
-@settings(max_examples=10, deadline=None)
+@examples(10)
 @given(cases())
 def test_without_any_one_wait_something_breaks(case: Case) -> None:
     """Order, or the bound on how many units are gathered, or have full gradients, at once."""
@@ -39,7 +40,7 @@ def test_without_any_one_wait_something_breaks(case: Case) -> None:
                 ), f"{section.name}: wait {index} does nothing"
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(cases())
 def test_waits_and_events_are_canonical(case: Case) -> None:
     program = case.scheduled()

@@ -7,7 +7,7 @@ from functools import cache
 from itertools import product
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.passes import happens
@@ -15,6 +15,7 @@ from tests.passes.numbers import assert_equal, initial, inputs, run
 from tests.passes.strategies import Case, cases
 from tests.passes.test_docstrings import LOGICAL
 from tests.passes.variants import called_twice, frozen
+from tests.support.examples import examples
 from tests.support.programs import mlp
 from zeroir.config import make_options
 from zeroir.ir import ops
@@ -45,7 +46,7 @@ def _overlapped(stage: int, *, tied: bool = False, micro_steps: int = 1) -> Prog
 # -------------------------------------------------------------------------------------------------------- numbers
 
 
-@settings(max_examples=4, deadline=None)
+@examples(4)
 @given(FREE, st.integers(0, 2**16))
 def test_it_computes_the_same(case: Case, schedule_seed: int) -> None:
     logical = case.logical()
@@ -121,7 +122,7 @@ def test_a_step_tells_what_it_told_before() -> None:
 # ------------------------------------------------------------------------------------------------------- schedule
 
 
-@settings(max_examples=8, deadline=None)
+@examples(8)
 @given(FREE)
 def test_what_must_be_ordered_is_and_no_wait_is_idle(case: Case) -> None:
     program = OverlapUpdate()(case.scheduled())
@@ -210,7 +211,7 @@ def test_a_global_decision_comes_before_any_step(precision: str, clip: float | N
 
 def test_a_user_may_have_the_update_apart() -> None:
     options = {"stage": 2, "world_size": 3}
-    assert for_options(make_options(options))[-1] == OverlapUpdate()
+    assert for_options(make_options(options))[-2] == OverlapUpdate()
     apart = make_options({**options, "overlap_update": False})
     assert OverlapUpdate() not in for_options(apart)
 

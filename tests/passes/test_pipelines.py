@@ -9,6 +9,7 @@ from zeroir.config import make_options, options_from_pairs
 from zeroir.ir.verify import verify
 from zeroir.passes.bound_gradients import BoundGradients
 from zeroir.passes.pipelines import for_options, for_stage, lower
+from zeroir.passes.plan_memory import PlanMemory
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -33,7 +34,8 @@ def test_options_choose_the_passes() -> None:
             "live_gradients": 3,
         }
     )
-    assert for_options(options) == for_stage(
+    *chosen, last = for_options(options)
+    assert tuple(chosen) == for_stage(
         3,
         6,
         elide=False,
@@ -43,6 +45,7 @@ def test_options_choose_the_passes() -> None:
         overlap_update=True,
         select=options.select_saved,
     )
+    assert last == PlanMemory()
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 5])

@@ -7,12 +7,13 @@ from dataclasses import replace
 from typing import TypeGuard
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.passes.numbers import assert_equal, inputs, run
 from tests.passes.strategies import Case, cases
 from tests.passes.test_docstrings import LOGICAL
+from tests.support.examples import examples
 from tests.support.programs import mlp
 from zeroir.errors import UserError
 from zeroir.ir import ops
@@ -39,7 +40,7 @@ def hybrid(logical: Program, stage: int, replicas: int, shards: int) -> Program:
     return program
 
 
-@settings(max_examples=8, deadline=None)
+@examples(8)
 @given(cases(), st.integers(1, 3), st.integers(1, 3), st.booleans())
 def test_whatever_the_passes_made_stays_proved(
     case: Case, replicas: int, shards: int, overlap_update: bool

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.passes.numbers import assert_equal, inputs, run
@@ -16,18 +16,20 @@ from tests.passes.strategies import Case, cases
 from tests.passes.test_docstrings import SAVING
 from tests.support import compiled
 from tests.support.eager import traced
+from tests.support.examples import examples
 from zeroir.api.check import check_model
-from zeroir.api.compiled import compile_with
-from zeroir.config import CompileOptions, make_options
+from zeroir.config import make_options
 from zeroir.errors import UserError
+from zeroir.frontend import ModelFile, load_model_file, trace
 from zeroir.ir import ops
 from zeroir.ir.buffers import Role
 from zeroir.ir.program import LAST_MICRO_STEP, Program
 from zeroir.ir.text import parse, print_program
 from zeroir.ir.verify import verify
 from zeroir.passes import manager
-from zeroir.passes.pipelines import for_stage
+from zeroir.passes.pipelines import for_stage, lower
 from zeroir.passes.select_saved import SelectSaved
+from zeroir.runtime.lockstep import Lockstep
 
 ROOT = Path(__file__).parents[2]
 MODELS = ROOT / "tests" / "support" / "models"
@@ -105,11 +107,6 @@ def test_laws_of_every_model(path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_torch_is_where_it_was() -> None:
-    assert not compiled.UNAVAILABLE, compiled.UNAVAILABLE
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("path", COMPARED, ids=lambda path: path.stem)
 def test_no_more_is_saved_than_by_torch_compile(path: Path) -> None:
     assert saved_by_effects(SelectSaved()(traced(path))) <= compiled.saved_bytes(path)
@@ -129,18 +126,13 @@ def test_no_more_is_saved_than_by_torch_compile(path: Path) -> None:
 def test_bits_do_not_change(name: str, precision: str, micro_steps: int) -> None:
     """Losses, parameters and module buffers, dropout included, are those without the pass at every stage."""
     expected: list[torch.Tensor] = []
+    model_file = load_model_file(str(MODELS / f"{name}.py"))
+    choices = {"world_size": 3, "precision": precision, "micro_steps": micro_steps}
+    logical = trace(model_file, make_options(choices))
     for stage in (0, 2, 3):
         for select in (False, True):
-            made = make_options(
-                {
-                    "stage": stage,
-                    "world_size": 3,
-                    "select_saved": select,
-                    "precision": precision,
-                    "micro_steps": micro_steps,
-                }
-            )
-            found = _trained(MODELS / f"{name}.py", made)
+            made = make_options({**choices, "stage": stage, "select_saved": select})
+            found = _trained(model_file, lower(logical, made), micro_steps)
             # With several micro-steps stages 0 and 1 add in another order than 2 and 3.
             if not expected or (stage == 2 and not select):
                 expected = found
@@ -149,20 +141,15 @@ def test_bits_do_not_change(name: str, precision: str, micro_steps: int) -> None
                 assert torch.equal(mine, theirs)
 
 
-def _trained(path: Path, options: CompileOptions) -> list[torch.Tensor]:
-    from zeroir.api.run import load_model
-    from zeroir.runtime.lockstep import Lockstep
-
-    program = compile_with(path, options)
-    model_file = load_model(program)
-    lockstep = Lockstep(program.program, seed=3, schedule_seed=1)
+def _trained(model_file: ModelFile, program: Program, micro_steps: int) -> list[torch.Tensor]:
+    lockstep = Lockstep(program, seed=3, schedule_seed=1)
     lockstep.initialise(model_file.model, 3)
     found: list[torch.Tensor] = []
     for _ in range(2):
-        batches = [[model_file.batch() for _ in range(options.micro_steps)] for _ in range(3)]
+        batches = [[model_file.batch() for _ in range(micro_steps)] for _ in range(3)]
         found += [result.loss.clone() for result in lockstep.step(batches)]
     found += [value for _, value in sorted(lockstep.full_state().items())]
-    names = sorted(b.name for b in program.program.buffers if b.role is Role.MODULE_BUFFER)
+    names = sorted(b.name for b in program.buffers if b.role is Role.MODULE_BUFFER)
     for rank in range(3):
         found += [lockstep.buffers(rank)[name].clone() for name in names]
     return found
@@ -177,7 +164,7 @@ def test_dropout_equals_eager_replicas() -> None:
 # ---------------------------------------------------------------------------------------------------- made programs
 
 
-@settings(max_examples=6, deadline=None)
+@examples(6)
 @given(cases(world_sizes=(1, 3)), st.integers(0, 2**16))
 def test_every_stage_computes_the_same_after_it(case: Case, schedule_seed: int) -> None:
     logical = case.logical()

@@ -54,7 +54,7 @@ def test_every_pass_has_a_name_of_its_own_and_every_fact_a_source() -> None:
         ),
         (
             "prefetch{depth=1}",
-            "The pass `prefetch` has no option `depth`; its options are distance.",
+            "The pass `prefetch` has no option `depth`; its options are distance, budget.",
         ),
         ("shard-optimizer{dp=2}", "The pass `shard-optimizer` has no option `dp`; it has none."),
         (

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from tests.passes import happens
 from tests.passes.strategies import Case, cases
+from tests.support.examples import examples
 from tests.support.programs import mlp
 from zeroir.ir import ops
 from zeroir.ir.buffers import Role
@@ -26,7 +27,7 @@ def _psi_bytes(program: Program) -> int:
     return sum(flat.padded_numel * flat.dtype.itemsize_bytes for flat in program.flats)
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(cases())
 def test_bytes_on_the_wire(case: Case) -> None:
     program = case.scheduled()
@@ -49,14 +50,14 @@ def test_bytes_on_the_wire(case: Case) -> None:
         assert sent["reduce_scatter"] == psi
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(cases())
 def test_every_stage_prints_and_parses(case: Case) -> None:
     program = case.scheduled()
     assert parse(print_program(program)) == program
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(cases())
 def test_a_gradient_is_reduced_as_soon_as_it_is_complete(case: Case) -> None:
     """No compute op that does not contribute to it must finish before its reduction may begin."""
@@ -156,7 +157,7 @@ def test_without_elision_everything_is_gathered_twice() -> None:
     assert found == [f"{unit}.full" for unit in (*units, *reversed(units))]
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(cases(stages=(3,)))
 def test_a_gathered_buffer_is_released_after_its_last_reader(case: Case) -> None:
     program = case.scheduled()
@@ -167,7 +168,7 @@ def test_a_gathered_buffer_is_released_after_its_last_reader(case: Case) -> None
             assert all(isinstance(op, ops.Release | ops.Wait) for op in between)
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(cases(stages=(2, 3)))
 def test_no_full_gradient_outlives_its_reduction(case: Case) -> None:
     program = case.scheduled()

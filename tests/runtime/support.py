@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from tests.support.zygote import Forked, zygote
 from zeroir.ir.program import Program
 from zeroir.passes.pipelines import for_stage
 from zeroir.runtime.batch import Batch
@@ -70,24 +68,23 @@ class Ranks:
         module: str = "tests.runtime.workers",
         environment: Mapping[str, str] | None = None,
     ) -> None:
+        for rank in range(world_size):
+            zygote(rank)  # All of them import at once.
         self.processes = [
-            subprocess.Popen(
-                [sys.executable, "-W", "error", "-m", module, *args],
-                cwd=ROOT,
-                env={
-                    **os.environ,
+            Forked(
+                rank,
+                module,
+                args,
+                {
                     **(environment or {}),
                     "RANK": str(rank),
                     "WORLD_SIZE": str(world_size),
                     "LOCAL_WORLD_SIZE": str(world_size),
                     "GLOO_SOCKET_IFNAME": "lo",
                     "OMP_NUM_THREADS": "1",
-                    "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
                     "TEST_FOLDER": str(folder),
                 },
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
+                folder / f"rank{rank}",
             )
             for rank in range(world_size)
         ]
@@ -97,14 +94,14 @@ class Ranks:
         deadline = time.monotonic() + timeout_s
         found: list[tuple[int, str, str]] = []
         for process in self.processes:
-            try:
-                out, err = process.communicate(timeout=max(deadline - time.monotonic(), 0.1))
-            except subprocess.TimeoutExpired:
+            code = process.wait(deadline)
+            if code is None:
                 for other in self.processes:
                     other.kill()
-                out, err = process.communicate()
-                raise AssertionError(f"a rank did not end in {timeout_s} s: {out}{err}") from None
-            found.append((process.returncode, out, err))
+                process.wait(deadline + 10)
+            out, err = process.output()
+            assert code is not None, f"a rank did not end in {timeout_s} s: {out}{err}"
+            found.append((code, out, err))
         return found
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import zeroir
+from tests.support.stages import scheduled
 from zeroir.frontend.entry import load_model_file
 from zeroir.ir.buffers import Role
 from zeroir.ir.program import Program
@@ -99,7 +99,7 @@ class WatchedKernels:
 
 
 def watched(path: Path, stage: int, *, is_clumsy: bool = False) -> Watch:
-    program = zeroir.compile(path, stage=stage, world_size=1).program
+    program = scheduled(path, stage, 1)
     model_file = load_model_file(str(path))
     memory = Memory(program, 0, CPU)
     watch = Watch(program, memory)

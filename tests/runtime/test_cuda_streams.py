@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from tests.runtime.support import lowered
+from tests.support.clocks import Clocks
 from tests.support.programs import mlp
 from zeroir.ir import ops
 from zeroir.ir.buffers import Region
-from zeroir.ir.clocks import Clocks
 from zeroir.ir.mesh import COMPUTE, GATHER, HOST, REDUCE
 from zeroir.ir.ops import Op
 from zeroir.ir.program import Pending, Program, Section, State

@@ -76,6 +76,7 @@ def test_every_tensor_equals_that_of_a_whole_module(factory: Callable[[], nn.Mod
         assert torch.equal(recording.materialise(found[name]), value.detach()), name
 
 
+@pytest.mark.slow
 def test_hugging_face_models_can_be_deferred() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(

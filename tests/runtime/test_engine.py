@@ -274,6 +274,7 @@ print("done")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_one_rank_of_a_pretended_world_runs_every_stage() -> None:
     result = subprocess.run(

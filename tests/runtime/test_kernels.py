@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import zeroir
 from tests.runtime.support import ROOT
 from tests.support.programs import mlp
+from tests.support.stages import scheduled
 from zeroir.errors import UserError
 from zeroir.ir.buffers import Role, contiguous_stride
 from zeroir.ir.dtypes import DType
@@ -224,7 +224,7 @@ MODELS = ROOT / "tests" / "support" / "models"
 )
 def test_no_gradient_of_a_matrix_is_copied(path: Path, stage: int) -> None:
     """Vectors may be: torch's backward of a layer norm makes its own, and has no other way to the same bits."""
-    program = zeroir.compile(path, stage=stage, world_size=2).program
+    program = scheduled(path, stage, 2)
     gradients = {b.name for b in program.buffers if b.role is Role.GRAD}
     found = 0
     for op in program.ops():

@@ -50,7 +50,6 @@ MODELS = {
     "example": (ROOT / "examples" / "gpt.py", "fp32"),
     "llama": (ROOT / "tests" / "support" / "models" / "llama.py", "bf16"),
     "convnet": (ROOT / "tests" / "support" / "models" / "convnet.py", "fp32"),
-    "gpt2": (ROOT / "tests" / "support" / "models" / "gpt2.py", "fp32"),
 }
 LOSS_BOUND = {"fp32": 1e-5, "bf16": 2**-6}
 """Relative differences of losses in a few steps: in FP32 what an optimizer that looks at signs makes of roundings, in

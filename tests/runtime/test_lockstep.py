@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.runtime.support import initial_flats, lowered, random_batches
+from tests.support.examples import examples
 from tests.support.programs import mlp
 from zeroir.errors import InternalError, UserError
 from zeroir.ir import ops
@@ -50,7 +51,7 @@ def is_equal(a: LockstepResult, b: LockstepResult) -> bool:
 EXPECTED = run(PROGRAMS[0])
 
 
-@settings(max_examples=12, deadline=None)
+@examples(12)
 @given(stage=st.integers(0, 3), schedule_seed=st.integers(0, 2**32))
 def test_every_stage_and_every_schedule_gives_the_same_bits(stage: int, schedule_seed: int) -> None:
     assert is_equal(run(PROGRAMS[stage], schedule_seed), EXPECTED)

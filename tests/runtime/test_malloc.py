@@ -31,6 +31,7 @@ print(json.dumps([accepted, returned, faults(10), sum(SIZES)]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's allocator")
 def test_training_reuses_pages_and_what_comes_before_gives_them_back() -> None:
     done = subprocess.run(

@@ -6,13 +6,14 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.examples import examples
 from zeroir.runtime import numerics
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(
     overflows=st.lists(st.booleans(), max_size=30),
     window=st.integers(1, 5),

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 
 from zeroir.ir.buffers import Buffer, Region, Role, Space, View, contiguous_stride
 from zeroir.ir.contents import FlatContent, Micro, NamedContent
@@ -594,6 +595,7 @@ def dense(name: str, shape: tuple[int, ...], offset: int = 0) -> View:
     return View(region=region, shape=shape, stride=contiguous_stride(shape))
 
 
+@cache
 def mlp(
     blocks: int = 3,
     dim: int = 8,

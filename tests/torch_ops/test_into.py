@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.examples import examples
 from zeroir.torch_ops import addmm_out, bmm_out, embedding_gradient, mm_out, store
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(
     rows=st.integers(1, 9),
     dim=st.integers(1, 20),

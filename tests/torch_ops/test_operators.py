@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
 
+from tests.support.examples import examples
 from zeroir.torch_ops import attention, attention_backward, dropout, neutral_ops
 from zeroir.torch_ops.attention import _math_backward, _math_forward
 
@@ -130,7 +131,7 @@ def test_batch_norm_is_torchs(training: bool, shape: tuple[int, ...], tracks: bo
 
 
 @given(st.integers(-(2**63), 2**63 - 1), st.sampled_from([0.0, 0.1, 0.5, 0.9, 1.0]))
-@settings(max_examples=25, deadline=None)
+@examples(25)
 def test_dropout_keeps_its_share_and_scales_it(seed: int, p: float) -> None:
     x = torch.ones(40_000)
     out, mask = dropout(x, p, torch.tensor([seed]))
@@ -210,10 +211,10 @@ def test_the_calls_of_cudas_kernels_fit_torchs_shape_functions(
     is_flash = backend is SDPBackend.FLASH_ATTENTION
     mask = None if is_flash else torch.empty(1, 1, length, length, dtype=torch.bool, device="meta")
     q, k, v = meta(4, length), meta(2, length), meta(2, length)
-    out, lse = attention_module.attention._init_fn(q, k, v, mask, is_flash, 0.25)
+    out, lse = attention_module.attend(q, k, v, mask, is_flash, 0.25)
     assert (out.shape, out.stride()) == (q.shape, q.stride())
     assert (lse.shape, lse.dtype) == ((2, 4, length), torch.float32)
-    grads = attention_module.attention_backward._init_fn(
+    grads = attention_module.attend_backward(
         torch.empty_like(out), q, k, v, mask, out, lse, is_flash, 0.25
     )
     for grad, x in zip(grads, (q, k, v), strict=True):

@@ -11,6 +11,7 @@ from zeroir import artifact as artifacts
 from zeroir.artifact import Artifact
 from zeroir.config import CompileOptions, make_options, options_from_pairs
 from zeroir.errors import InternalError, UserError
+from zeroir.ir.amounts import parse_bytes
 from zeroir.ir.program import Program
 from zeroir.ir.text import print_program, print_section
 from zeroir.ir.verify import Report, VerificationError
@@ -97,6 +98,23 @@ class CompiledProgram:
         artifact = replace(self.artifact, scheduled=_lower(self.logical, options))
         return _proved(_examined(artifact, self.path))
 
+    def after_pass(self, number: int) -> CompiledProgram:
+        """The program as it was after so many passes; 0 is before any, on one device.
+
+        Raises:
+            UserError: where there are not so many, or this version's passes make another program.
+        """
+        from zeroir.report.passes import programs_after_passes
+
+        if not 0 <= number <= len(self.program.passes):
+            count = counted(len(self.program.passes), "pass", "passes")
+            raise UserError(
+                f"There is no pass {number}: {count} made the program, and 0 is before them."
+            )
+        programs = programs_after_passes(self.logical, self.program)
+        artifact = replace(self.artifact, scheduled=programs[number])
+        return _proved(_examined(artifact, self.path))
+
     def require(self, *, section: str | None = None, unit: str | None = None) -> None:
         """Raise UserError, naming those that exist, where a section or unit does not."""
         sections = [one.name for one in self.program.sections]
@@ -151,6 +169,16 @@ def compile_model(model: str | Path, **options: object) -> CompiledProgram:
 
 def compile_with(model: str | Path, options: CompileOptions) -> CompiledProgram:
     """Compile a model file with validated options."""
+    artifact = capture(model, options)
+    try:
+        scheduled = _lower(artifact.logical, options)
+    except VerificationError as error:
+        raise InternalError(f"The traced program is broken before any pass. {error}") from error
+    return _proved(_examined(replace(artifact, scheduled=scheduled), None))
+
+
+def capture(model: str | Path, options: CompileOptions) -> Artifact:
+    """The logical program of a model file, scheduled for one device."""
     import torch
 
     from zeroir import __version__
@@ -158,20 +186,22 @@ def compile_with(model: str | Path, options: CompileOptions) -> CompiledProgram:
 
     model_file = entry.load_model_file(str(model))
     logical = replace(trace(model_file, options), options=options.to_pairs())
-    try:
-        scheduled = _lower(logical, options)
-    except VerificationError as error:
-        raise InternalError(f"The traced program is broken before any pass. {error}") from error
-    artifact = Artifact(
+    return Artifact(
         logical=logical,
-        scheduled=scheduled,
+        scheduled=logical,
         model_path=str(model_file.path),
         model_factory=model_file.name,
         model_sha256=model_file.sha256,
         torch_version=torch.__version__,
         zeroir_version=__version__,
     )
-    return _proved(_examined(artifact, None))
+
+
+def lowered(artifact: Artifact, options: CompileOptions) -> CompiledProgram:
+    """A captured model as ``compile_with`` makes it with these options, which leave alone what was captured."""
+    logical = replace(artifact.logical, options=options.to_pairs())
+    scheduled = _lower(logical, options)
+    return _proved(_examined(replace(artifact, logical=logical, scheduled=scheduled), None))
 
 
 def load_program(path: str | Path) -> CompiledProgram:
@@ -197,9 +227,19 @@ def _lower(logical: Program, options: CompileOptions) -> Program:
 def _examined(
     artifact: Artifact, path: Path | None, budget_bytes: int | None = None
 ) -> CompiledProgram:
+    budget = artifact.scheduled.option.get("memory_budget")
+    if budget_bytes is None and budget is not None:
+        budget_bytes = parse_bytes(budget)
     report = verify_program(
         artifact.scheduled, reference=artifact.logical, budget_bytes=budget_bytes
     )
+    if budget_bytes is not None and any(f.code == "Z301" for f in report.findings):
+        from zeroir.api.budget import advice
+
+        options = options_from_pairs(artifact.scheduled.options)
+        remedy = advice(artifact.logical, options, budget_bytes)
+        findings = (replace(f, advice=remedy) if f.code == "Z301" else f for f in report.findings)
+        report = replace(report, findings=tuple(findings))
     return CompiledProgram(artifact=artifact, report=report, path=path)
 
 

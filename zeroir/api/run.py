@@ -23,6 +23,7 @@ from zeroir.report.names import counted
 
 if TYPE_CHECKING:
     from zeroir.frontend.entry import ModelFile
+    from zeroir.runtime.batch import Batch
     from zeroir.runtime.engine import Engine
     from zeroir.runtime.kernels.choice import KernelBackend
     from zeroir.runtime.train import Place
@@ -64,13 +65,6 @@ def run_program(
     model_file = load_model(compiled, model=model, allow_model_change=allow_model_change)
     place = train.join_job()
 
-    def give_up(silent: int) -> None:
-        _say(
-            f"Error: Rank {silent} has given no sign of life for a minute: it was stopped, or its machine cannot be "
-            "reached."
-        )
-        train.abandon_job(UserError.exit_code)
-
     try:
         with heartbeat.watched(place.rank, place.world_size, give_up):
             _train(
@@ -89,10 +83,21 @@ def run_program(
     except (Exception, KeyboardInterrupt) as error:
         if place.world_size == 1:
             raise
-        _fail(error, place.rank)
+        fail(error, place.rank)
 
 
-def _fail(error: BaseException, rank: int) -> NoReturn:
+def give_up(silent: int) -> NoReturn:
+    """Say that a rank of a job is silent, and stop."""
+    from zeroir.runtime import train
+
+    _say(
+        f"Error: Rank {silent} has given no sign of life for a minute: it was stopped, or its machine cannot be "
+        "reached."
+    )
+    train.abandon_job(UserError.exit_code)
+
+
+def fail(error: BaseException, rank: int) -> NoReturn:
     """Say once why this rank of a job stops, and stop."""
     from zeroir.runtime import train
     from zeroir.runtime.comm.job import PeerError
@@ -142,22 +147,16 @@ def _train(
         raise PeerError(str(error)) from error
     if place.rank == 0 and note:
         _say(note)
-    with _warnings_as_sentences():
+    with warnings_as_sentences():
         engine = open_engine(compiled, model_file, place, seed, kernels, cuda_graphs=cuda_graphs)
-    if model_file.batches is None:
-        if place.rank == 0:
-            _say(f"{model_file.path} has no batches(): training on batch() again and again.")
-        batches = train.repeat_batch(model_file.batch)
-    else:
-        try:
-            batches = model_file.batches(place.rank, place.world_size, seed, 0)
-        except (Exception, SystemExit) as error:
-            raise train.model_error("batches()", error) from error
+    if model_file.batches is None and place.rank == 0:
+        _say(f"{model_file.path} has no batches(): training on batch() again and again.")
+    batches = open_batches(model_file, place, seed)
     if trace is not None:
         engine.record(steps)
     reporter = progress.reporter(place.rank, steps, as_json=as_json, out=sys.stdout, err=sys.stderr)
     try:
-        with _warnings_as_sentences():
+        with warnings_as_sentences():
             train.train(engine, batches, steps=steps, reporter=reporter, log_every=log_every)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -173,6 +172,22 @@ def _train(
     if trace is not None:
         _write_trace(trace, engine)
     engine.close()
+
+
+def open_batches(model_file: ModelFile, place: Place, seed: int) -> Iterator[Batch]:
+    """This rank's data: what the model file offers, or its example batch again and again.
+
+    Raises:
+        UserError: where the model file's ``batches`` fails.
+    """
+    from zeroir.runtime import train
+
+    if model_file.batches is None:
+        return train.repeat_batch(model_file.batch)
+    try:
+        return model_file.batches(place.rank, place.world_size, seed, 0)
+    except (Exception, SystemExit) as error:
+        raise train.model_error("batches()", error) from error
 
 
 def require_traceable(trace: Path, program: Path) -> None:
@@ -317,7 +332,7 @@ def kernel_backend(name: str) -> KernelBackend:
 
 
 @contextmanager
-def _warnings_as_sentences() -> Iterator[None]:
+def warnings_as_sentences() -> Iterator[None]:
     """Print our own warnings as one sentence each, without the line of code that they come from."""
     with warnings.catch_warnings():
         for ours in (KernelWarning, GraphWarning):

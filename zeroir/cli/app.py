@@ -8,15 +8,14 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from cyclopts import App, CycloptsError, MissingArgumentError, Parameter, UnusedCliTokensError
-from cyclopts.validators import Number
-from pydantic import ValidationError
 
 from zeroir import __version__
-from zeroir.cli.console import err, out, print_json, progress
-from zeroir.config import CompileOptions, explain_validation
+from zeroir.cli import looks
+from zeroir.cli.arguments import AsJson, AtLeastOne, Kernels, ProgramFile
+from zeroir.cli.console import err, out, print_json
 from zeroir.errors import UserError, ZeroirError
 
 
@@ -34,56 +33,6 @@ app = App(
     suppress_keyboard_interrupt=False,
 )
 
-Model = Annotated[
-    str, Parameter(help="MODEL.PY or MODEL.PY:FACTORY; the file defines model() and batch().")
-]
-ProgramFile = Annotated[Path, Parameter(help="A compiled program (.zir).")]
-Options = Annotated[CompileOptions | None, Parameter(name="*")]
-AsJson = Annotated[bool, Parameter(name="--json", negative=(), help="Print one JSON document.")]
-AtLeastOne = Number(gte=1)
-Kernels = Annotated[
-    Literal["eager", "inductor"],
-    Parameter(
-        help="What computes segments: torch's operators one by one, or code compiled once and kept on disk."
-    ),
-]
-
-
-@app.command
-def compile(  # noqa: A001 - the command's name is the field's word
-    model: Model,
-    /,
-    *,
-    output: Annotated[
-        Path | None,
-        Parameter(name=["-o", "--output"], help="Where to write. [default: MODEL.zir, here]"),
-    ] = None,
-    options: Options = None,
-    as_json: AsJson = False,
-) -> int:
-    """Trace a model, place every collective for the stage, prove the schedule, and write a program.
-
-    Example: zeroir compile examples/gpt.py --stage 3 --world-size 4 -o gpt.zir
-    """
-    from zeroir.api import compile_with
-    from zeroir.artifact import require_writable
-    from zeroir.cli.render import print_summary
-
-    source = Path(model.partition(":")[0])
-    path = Path(f"{source.stem}.zir") if output is None else output
-    require_writable(path)
-    if path.exists() and source.exists() and path.samefile(source):
-        raise UserError(f"'{path}' is the model file itself: name another file to write.")
-    with progress(f"Compiling {model}"):
-        compiled = compile_with(model, options or CompileOptions())
-        compiled.save(path)
-    if as_json:
-        print_json({"path": str(path), **compiled.summary()})
-    else:
-        print_summary(out, compiled.summary())
-        out.print(f"Wrote {path}.", markup=False)
-    return 0
-
 
 @app.command
 def show(
@@ -92,10 +41,26 @@ def show(
     *,
     section: Annotated[str | None, Parameter(help="Only this section.")] = None,
     unit: Annotated[str | None, Parameter(help="Only the ops of this unit.")] = None,
+    unfold: Annotated[
+        bool, Parameter(negative=(), help="Print every row where equal blocks would be folded.")
+    ] = False,
     text: Annotated[
         bool,
         Parameter(negative=(), help="Print the program in the IR's text, all of it or a section."),
     ] = False,
+    passes: Annotated[
+        bool,
+        Parameter(
+            negative=(), help="Print what each pass changed: ops, bytes on the wire, peak memory."
+        ),
+    ] = False,
+    after_pass: Annotated[
+        int | None,
+        Parameter(
+            name="--pass",
+            help="The program as it was after this pass of those that --passes numbers; 0 is before any.",
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> int:
     """Print the communication schedule of a compiled program.
@@ -106,17 +71,27 @@ def show(
     from zeroir.cli.render import print_schedule, print_summary, schedule_json
 
     compiled = load_program(program)
+    if after_pass is not None:
+        compiled = compiled.after_pass(after_pass)
+    if passes:
+        if text or unfold or section or unit or after_pass is not None:
+            raise UserError("--passes goes with --json alone.")
+        return looks.show_passes(compiled, as_json=as_json)
     compiled.require(section=section, unit=unit)
-    if text and (as_json or unit is not None):
-        raise UserError("--text goes with --section alone, not with --unit or --json.")
+    if text and (as_json or unfold or unit is not None):
+        raise UserError(
+            "--text goes with --section and --pass, not with --unit, --unfold or --json."
+        )
     if text:
         sys.stdout.write(compiled.text(section=section))
     elif as_json:
         rows = schedule_json(compiled.program, section=section, unit=unit)
         print_json({**compiled.summary(), "schedule": rows})
     else:
+        if after_pass is not None:
+            looks.print_pass(compiled)
         print_summary(out, compiled.summary())
-        print_schedule(out, compiled.program, section=section, unit=unit)
+        print_schedule(out, compiled.program, section=section, unit=unit, is_unfolded=unfold)
     return 0
 
 
@@ -216,35 +191,6 @@ def explain(
 
 
 @app.command
-def check(
-    model: Model,
-    /,
-    *,
-    options: Options = None,
-    steps: Annotated[int, Parameter(validator=AtLeastOne, help="Training steps to compare.")] = 3,
-    seed: Annotated[int, Parameter(help="Seed of weights, data, dropout and interleaving.")] = 0,
-    kernels: Kernels = "eager",
-    as_json: AsJson = False,
-) -> int:
-    """Run the program on virtual ranks against eager PyTorch replicas; exit 1 and say where they differ.
-
-    Example: zeroir check examples/gpt.py --stage 3 --world-size 4
-    """
-    from zeroir.api.check import check_model
-    from zeroir.cli.render import print_comparison
-
-    with progress(f"Checking {model}"):
-        comparison = check_model(
-            model, options or CompileOptions(), steps=steps, seed=seed, kernels=kernels
-        )
-    if as_json:
-        print_json(comparison.to_json())
-    else:
-        print_comparison(out, comparison)
-    return 0 if comparison.is_equal else 1
-
-
-@app.command
 def run(
     program: ProgramFile,
     /,
@@ -318,17 +264,28 @@ def run(
     return 0
 
 
+# Imported when they are asked for: what they take is slow to load.
+app.command("zeroir.cli.compiling:compile", name="compile")
+app.command("zeroir.cli.compiling:check", name="check")
+app.command("zeroir.cli.costs:simulate", name="simulate")
+app.command("zeroir.cli.costs:estimate", name="estimate")
+app.command("zeroir.cli.plan:plan", name="plan")
+app.command("zeroir.cli.profile:profile", name="profile")
+app.command("zeroir.cli.looks:export", name="export")
+app.command("zeroir.cli.looks:report", name="report")
+
+
 def run_command(arguments: Sequence[str]) -> int:
     """Carry out one command line and return its exit code; errors are printed, never raised."""
     try:
+        if arguments[:1] in ([], ["--help"], ["-h"]):
+            app.resolved_commands()  # what lists them says what each is for
         result = app(
             list(arguments), exit_on_error=False, print_error=False, result_action="return_value"
         )
         sys.stdout.flush()
     except CycloptsError as error:
         return _fail(2, _explain_usage(error))
-    except ValidationError as error:
-        return _fail(2, explain_validation(error))
     except ZeroirError as error:
         return _fail(error.exit_code, str(error))
     except KeyboardInterrupt:
@@ -338,6 +295,8 @@ def run_command(arguments: Sequence[str]) -> int:
         _abandon_stdout()
         return 0
     except Exception as error:  # noqa: BLE001 - the last resort, which must not look like a finding (exit code 1)
+        if (sentence := _explain_options(error)) is not None:
+            return _fail(2, sentence)
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
             _abandon_stdout()
             return _fail(2, f"Not everything could be written: {error.strerror}.")
@@ -356,9 +315,20 @@ def _fail(exit_code: int, sentence: str) -> int:
     return exit_code
 
 
+def _explain_options(error: BaseException | None) -> str | None:
+    """What is wrong with options, where pydantic says so; it is not loaded for commands that take none."""
+    if "pydantic" not in sys.modules:
+        return None
+    from pydantic import ValidationError
+
+    from zeroir.config import explain_validation
+
+    return explain_validation(error) if isinstance(error, ValidationError) else None
+
+
 def _explain_usage(error: CycloptsError) -> str:
-    if isinstance(error.__cause__, ValidationError):
-        return explain_validation(error.__cause__)
+    if (explained := _explain_options(error.__cause__)) is not None:
+        return explained
     command = " ".join(["zeroir", *(error.command_chain or ())])
     match error:
         case UnusedCliTokensError(unused_tokens=[first, *_]):

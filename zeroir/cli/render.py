@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 
 from rich.console import Console
@@ -12,7 +13,14 @@ from zeroir.ir.diff import DiffSummary
 from zeroir.ir.explain import CODES
 from zeroir.ir.program import Program
 from zeroir.ir.verify import Finding, Report
-from zeroir.report.render import render_laws, render_report, render_schedule, render_summary
+from zeroir.report.passes import PassRow
+from zeroir.report.render import (
+    render_laws,
+    render_passes,
+    render_report,
+    render_schedule,
+    render_summary,
+)
 from zeroir.report.schedule import schedule
 from zeroir.report.summary import Summary
 
@@ -25,10 +33,20 @@ def print_summary(out: Console, summary: Summary) -> None:
 
 
 def print_schedule(
-    out: Console, program: Program, *, section: str | None, unit: str | None
+    out: Console,
+    program: Program,
+    *,
+    section: str | None,
+    unit: str | None,
+    is_unfolded: bool = False,
 ) -> None:
-    """Print the folded schedule."""
-    out.print(render_schedule(program, section=section, unit=unit))
+    """Print the schedule, equal blocks folded unless all are asked for."""
+    out.print(render_schedule(program, section=section, unit=unit, is_unfolded=is_unfolded))
+
+
+def print_passes(out: Console, rows: Sequence[PassRow]) -> None:
+    """Print what each pass changed."""
+    out.print(render_passes(rows))
 
 
 def schedule_json(

@@ -44,7 +44,8 @@ class Buffer:
 
     A buffer with a resting content (``holds``) is persistent: it is live outside every section, and at each joint
     between sections holds that content unless the section's state says otherwise. A buffer without one is
-    temporary: an ``alloc`` begins and a ``release`` ends it.
+    temporary: an ``alloc`` begins and a ``release`` ends it. ``offset`` is where a temporary buffer stands in the
+    memory of its space that all of them share, in bytes, once a program is planned.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Buffer:
     space: Space
     role: Role
     holds: Content | None = None
+    offset: int | None = None
 
     @property
     def is_persistent(self) -> bool:

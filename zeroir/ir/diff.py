@@ -1,8 +1,9 @@
 """What changes from one program to another, in the words of the canonical text.
 
-Three things would drown a change in noise, so they are taken out first: ops lose their numbers;
-events are named after the op that signals them, so that an inserted op renames none; and segments
-that compute the same in both programs, by their digest, show their first line only.
+Four things would drown a change in noise, so they are taken out first: ops lose their numbers;
+events are named after the op that signals them, so that an inserted op renames none; segments
+that compute the same in both programs, by their digest, show their first line only; and where
+buffers stand in memory shows only where nothing else differs.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from difflib import SequenceMatcher
 from zeroir.ir import ops
 from zeroir.ir.effects import effects
 from zeroir.ir.memory import collective_bytes, model_state_bytes
+from zeroir.ir.placement import unplanned
 from zeroir.ir.program import Holding, Pending, Program, Section, State
 from zeroir.ir.text.lexical import name
 from zeroir.ir.text.names import Names
@@ -34,6 +36,7 @@ def diff(
 
     Each hunk names the section, or the part of the header, that it stands in.
     """
+    old, new = _without_noise(old, new)
     old_blocks, new_blocks = _blocks(old, new), _blocks(new, old)
     lines: list[str] = []
     old_start = new_start = 0
@@ -85,7 +88,14 @@ def _span(start: int, length: int) -> str:
 
 def normalised_lines(program: Program, other: Program) -> list[str]:
     """The lines that :func:`diff` compares with those of ``other``."""
+    program, other = _without_noise(program, other)
     return [line for lines in _blocks(program, other).values() for line in lines]
+
+
+def _without_noise(old: Program, new: Program) -> tuple[Program, Program]:
+    """Both without the places of their buffers, unless they differ in nothing else."""
+    bare = unplanned(old), unplanned(new)
+    return bare if bare[0] != bare[1] else (old, new)
 
 
 def _blocks(program: Program, other: Program) -> dict[str, list[str]]:

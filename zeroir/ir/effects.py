@@ -6,17 +6,15 @@ handled right by all of them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import assert_never
+from typing import NamedTuple, assert_never
 
 from zeroir.ir import ops
 from zeroir.ir.buffers import Region
 from zeroir.ir.ops import Mode
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Effects:
-    """One op's effects.
+class Effects(NamedTuple):
+    """One op's effects; a named tuple, because they are worked out anew wherever they are asked for.
 
     ``reads``, ``writes`` and ``accumulates`` (a read and a write that keeps what was there) are regions; ``allocs`` and
     ``frees`` buffer names; ``signals`` and ``waits`` event names; ``comm`` a communicator. ``stream`` is what the

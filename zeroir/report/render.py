@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from io import StringIO
 
@@ -16,6 +16,7 @@ from zeroir.ir.memory import COLLECTIVE_KEYS
 from zeroir.ir.program import Program, Section
 from zeroir.ir.verify import PROVED, Report
 from zeroir.report.names import counted, format_bytes, format_flops, shortened
+from zeroir.report.passes import PassRow
 from zeroir.report.schedule import Fold, Row, fold, schedule
 from zeroir.report.summary import Summary
 
@@ -23,6 +24,16 @@ UNBOUNDED_WIDTH = 10_000
 """The width, in columns, at which nothing folds."""
 
 _STREAM_STYLES = {"compute": "green", "gather": "cyan", "reduce": "magenta"}
+_OP_STYLES = {
+    "compute": "bold",
+    "prefetch": "bold cyan",
+    "all_gather": "cyan",
+    "reduce_scatter": "magenta",
+    "all_reduce": "magenta",
+    "broadcast": "cyan",
+    "optimizer_step": "bold yellow",
+    "release": "dim",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,15 +105,19 @@ def _amounts(amounts: dict[str, int]) -> str:
 
 
 def render_schedule(
-    program: Program, *, section: str | None = None, unit: str | None = None
+    program: Program,
+    *,
+    section: str | None = None,
+    unit: str | None = None,
+    is_unfolded: bool = False,
 ) -> RenderableType:
-    """One table a section, equal blocks folded."""
+    """One table a section, equal blocks folded unless all are asked for."""
     chosen = [one for one in program.sections if section in (None, one.name)]
-    tables = (_table(program, one, unit) for one in chosen)
+    tables = (_table(program, one, unit, is_unfolded) for one in chosen)
     return Group(*(_Lines(table=table, is_foldable=False) for table in tables))
 
 
-def _table(program: Program, section: Section, unit: str | None) -> Table:
+def _table(program: Program, section: Section, unit: str | None, is_unfolded: bool) -> Table:
     table = Table(
         title=f"\n{section.name}",
         title_justify="left",
@@ -116,13 +131,15 @@ def _table(program: Program, section: Section, unit: str | None) -> Table:
     table.add_column("unit")
     table.add_column("what")
     table.add_column("size", justify="right")
-    for item in fold(schedule(program, section, unit=unit)):
+    rows = schedule(program, section, unit=unit)
+    for item in rows if is_unfolded else fold(rows):
         if isinstance(item, Fold):
             table.add_row(*_folded(item), style="dim italic")
             continue
         stream = Text(item.stream, style=_STREAM_STYLES.get(item.stream, "yellow"))
         units = ", ".join(item.units)
-        table.add_row(str(item.line), stream, item.op, units, item.detail, _size(item))
+        op = Text(item.op, style=_OP_STYLES.get(item.op, ""))
+        table.add_row(str(item.line), stream, op, units, Text(item.detail), _size(item))
     return table
 
 
@@ -136,6 +153,40 @@ def _size(row: Row) -> str:
     if row.payload_bytes:
         return format_bytes(row.payload_bytes)
     return format_flops(row.flops) if row.flops else ""
+
+
+def render_passes(rows: Sequence[PassRow]) -> RenderableType:
+    """What each pass changed: ops that came and went, bytes on the wire, the peak of the buffers."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for name in ("pass", "ops", "on the wire", "peak buffers"):
+        table.add_column(name, justify="right", style="dim" if name == "pass" else "")
+    table.add_column("what it is")
+    table.add_column("ops added and removed")
+    before: PassRow | None = None
+    for row in rows:
+        changes = Text(" ").join(
+            [
+                *(Text(f"+{count} {name}", style="green") for name, count in row.added.items()),
+                *(Text(f"-{count} {name}", style="red") for name, count in row.removed.items()),
+            ]
+        )
+        table.add_row(
+            str(row.number),
+            f"{row.ops:,}",
+            _changed(row.wire_bytes, None if before is None else before.wire_bytes),
+            _changed(row.peak_bytes, None if before is None else before.peak_bytes),
+            Text(row.spec or "the logical program, on one device"),
+            changes,
+        )
+        before = row
+    return _Lines(table=table, is_foldable=False)
+
+
+def _changed(count: int, before: int | None) -> Text:
+    """Bytes; green where they are fewer than before, red where more, dim where the same."""
+    if before is None or count == before:
+        return Text(format_bytes(count), style="" if before is None else "dim")
+    return Text(format_bytes(count), style="green" if count < before else "red")
 
 
 def render_report(report: Report) -> RenderableType:

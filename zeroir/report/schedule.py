@@ -54,7 +54,7 @@ class Fold:
 
 def schedule(program: Program, section: Section, *, unit: str | None = None) -> list[Row]:
     """The rows of a section, of one unit or of all."""
-    owners = _owners(program)
+    owners = buffer_owners(program)
     rows = (_row(program, owners, line, op) for line, op in enumerate(section.body))
     return [row for row in rows if row is not None and (unit is None or unit in row.units)]
 
@@ -93,7 +93,7 @@ def _shape(row: Row) -> tuple[object, ...]:
     return (row.op, row.stream, units, detail, row.payload_bytes, row.flops)
 
 
-def _owners(program: Program) -> dict[str, str]:
+def buffer_owners(program: Program) -> dict[str, str]:
     """The unit of each buffer: its flat's, as far as contents and computes tell, else its first writer's."""
     flats, homes = program.flat_by_name, program.parameter_by_name
     owners = {

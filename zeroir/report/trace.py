@@ -1,4 +1,4 @@
-"""A recorded step in the format that Perfetto and Chrome's tracing page read.
+"""A recorded or simulated step in the format that Perfetto and Chrome's tracing page read.
 
 https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU describes it: a process per rank, a
 thread per stream, a complete event (``X``) per op, and an arrow (``s`` to ``f``) from what signals an event to what
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from zeroir.cost.simulate import Simulation
 from zeroir.ir import ops
 from zeroir.ir.effects import effects
 from zeroir.ir.memory import payloads
@@ -21,15 +22,39 @@ from zeroir.runtime.labels import labels
 Event = Mapping[str, object]
 
 
+def simulated_trace(program: Program, simulation: Simulation) -> dict[str, object]:
+    """The trace of a simulated step: a process for each class of ranks that behave alike, named after its first."""
+    classes = simulation.classes
+    names = [
+        f"rank {one.ranks[0]}" + (f" and {len(one.ranks) - 1} alike" if one.ranks[1:] else "")
+        for one in classes
+    ]
+    trace = chrome_trace(program, [one.spans for one in classes], step=1, names=names)
+    trace["otherData"] = {
+        "machine": simulation.machine,
+        "ranks": simulation.world_size,
+        "fingerprint": program.fingerprint,
+    }
+    return trace
+
+
 def chrome_trace(
-    program: Program, ranks: Sequence[Sequence[Span]], *, step: int
+    program: Program,
+    ranks: Sequence[Sequence[Span]],
+    *,
+    step: int,
+    names: Sequence[str] | None = None,
 ) -> dict[str, object]:
-    """The trace of one step as a JSON document; ``ranks`` are every rank's spans on one clock."""
-    names = labels(program)
+    """The trace of one step as a JSON document; ``ranks`` are every rank's spans on one clock.
+
+    ``names`` are what the processes are called, where they are not simply the ranks.
+    """
+    ops_labels = labels(program)
+    called = [f"rank {rank}" for rank in range(len(ranks))] if names is None else names
     events: list[Event] = []
     for rank, spans in enumerate(ranks):
-        events += _headings(program, rank)
-        events += _events(program, names, rank, spans)
+        events += _headings(program, rank, called[rank])
+        events += _events(program, ops_labels, rank, spans)
     return {
         "traceEvents": events,
         "displayTimeUnit": "ms",
@@ -37,8 +62,8 @@ def chrome_trace(
     }
 
 
-def _headings(program: Program, rank: int) -> Iterator[Event]:
-    yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
+def _headings(program: Program, rank: int, called: str) -> Iterator[Event]:
+    yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": called}}
     yield {"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}}
     for name, thread in _threads(program).items():
         place = {"pid": rank, "tid": thread}

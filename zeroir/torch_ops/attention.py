@@ -29,6 +29,8 @@ from torch.backends.cuda import (
 )
 from torch.nn.attention import SDPBackend
 
+from zeroir.torch_ops.define import define, fake
+
 aten = torch.ops.aten
 
 # CUDA's memory-efficient kernel reads the logarithms of a head in rows of this many, ROCm's as they are.
@@ -106,13 +108,11 @@ def attend_backward(
     )
 
 
-attention = torch.library.custom_op("zeroir::attention", attend, mutates_args=())
-attention_backward = torch.library.custom_op(
-    "zeroir::attention_backward", attend_backward, mutates_args=()
-)
+attention = define("zeroir::attention", attend)
+attention_backward = define("zeroir::attention_backward", attend_backward)
 
 
-@attention.register_fake
+@fake("zeroir::attention")
 def _(q: Tensor, _: Tensor, v: Tensor, *__: object) -> tuple[Tensor, Tensor]:
     batch, heads, length = q.shape[:3]
     out = q.new_empty(batch, length, heads, v.shape[3]).transpose(1, 2)
@@ -120,7 +120,7 @@ def _(q: Tensor, _: Tensor, v: Tensor, *__: object) -> tuple[Tensor, Tensor]:
     return out, q.new_empty(batch, length, heads, dtype=accumulated).transpose(1, 2)
 
 
-@attention_backward.register_fake
+@fake("zeroir::attention_backward")
 def _(_: Tensor, q: Tensor, k: Tensor, v: Tensor, *__: object) -> tuple[Tensor, Tensor, Tensor]:
     def like(x: Tensor) -> Tensor:
         batch, heads, length, dim = x.shape
@@ -152,7 +152,7 @@ def _backward(
     return (*grads, None, None, None)
 
 
-attention.register_autograd(_backward, setup_context=_setup_context)
+torch.library.register_autograd("zeroir::attention", _backward, setup_context=_setup_context)
 
 
 def _prepare(

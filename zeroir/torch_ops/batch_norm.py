@@ -13,6 +13,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from zeroir.torch_ops.define import define, fake
+
 aten = torch.ops.aten
 
 
@@ -73,13 +75,11 @@ def _laid_out_as(x: Tensor, result: Tensor) -> Tensor:
     return result if result.stride() == expected.stride() else expected.copy_(result)
 
 
-batch_norm = torch.library.custom_op("zeroir::batch_norm", normalise, mutates_args=())
-batch_norm_backward = torch.library.custom_op(
-    "zeroir::batch_norm_backward", normalise_backward, mutates_args=()
-)
+batch_norm = define("zeroir::batch_norm", normalise)
+batch_norm_backward = define("zeroir::batch_norm_backward", normalise_backward)
 
 
-@batch_norm.register_fake
+@fake("zeroir::batch_norm")
 def _(
     x: Tensor, _: object, __: object, running_mean: Tensor | None, ___: object, training: bool,
     *____: object,
@@ -96,7 +96,7 @@ def _(
     )
 
 
-@batch_norm_backward.register_fake
+@fake("zeroir::batch_norm_backward")
 def _(_: Tensor, x: Tensor, weight: Tensor | None, *__: object) -> tuple[Tensor, Tensor, Tensor]:
     if weight is None:
         return torch.empty_like(x), x.new_empty(0), x.new_empty(0)
@@ -138,4 +138,4 @@ def _backward(
     )
 
 
-batch_norm.register_autograd(_backward, setup_context=_setup_context)
+torch.library.register_autograd("zeroir::batch_norm", _backward, setup_context=_setup_context)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from zeroir.torch_ops.define import define, fake
+
 _BITS = 24
 _WEYL = 0x9E3779B97F4A7C15
 _MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
@@ -33,10 +35,10 @@ def drop_with(x: Tensor, p: float, seed: Tensor | int) -> tuple[Tensor, Tensor]:
     ).copy_(mask)
 
 
-dropout = torch.library.custom_op("zeroir::dropout", drop, mutates_args=())
+dropout = define("zeroir::dropout", drop)
 
 
-@dropout.register_fake
+@fake("zeroir::dropout")
 def _(x: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x), torch.empty_like(x, dtype=torch.bool)
 
@@ -61,7 +63,7 @@ def _backward(
     return grad * mask * _scale(ctx.p), None, None  # type: ignore[attr-defined]
 
 
-dropout.register_autograd(_backward, setup_context=_setup_context)
+torch.library.register_autograd("zeroir::dropout", _backward, setup_context=_setup_context)
 
 
 def _scale(p: float) -> float:

@@ -11,33 +11,30 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from zeroir.torch_ops.define import define
 
-@torch.library.custom_op("zeroir::mm_out", mutates_args=("out",))
-def mm_out(out: Tensor, a: Tensor, b: Tensor) -> None:
+
+def _mm_out(out: Tensor, a: Tensor, b: Tensor) -> None:
     """Write the product of ``a`` (n, k) and ``b`` (k, m) into ``out`` (n, m)."""
     torch.mm(a, b, out=out)
 
 
-@torch.library.custom_op("zeroir::addmm_out", mutates_args=("out",))
-def addmm_out(out: Tensor, bias: Tensor, a: Tensor, b: Tensor, beta: float, alpha: float) -> None:
+def _addmm_out(out: Tensor, bias: Tensor, a: Tensor, b: Tensor, beta: float, alpha: float) -> None:
     """Write ``beta`` × ``bias`` + ``alpha`` × the product of ``a`` and ``b`` into ``out``; bias may be out itself."""
     torch.addmm(bias, a, b, beta=beta, alpha=alpha, out=out)
 
 
-@torch.library.custom_op("zeroir::bmm_out", mutates_args=("out",))
-def bmm_out(out: Tensor, a: Tensor, b: Tensor) -> None:
+def _bmm_out(out: Tensor, a: Tensor, b: Tensor) -> None:
     """Write the products of the matrices of ``a`` (batch, n, k) and ``b`` (batch, k, m) into ``out``."""
     torch.bmm(a, b, out=out)
 
 
-@torch.library.custom_op("zeroir::store", mutates_args=("out",))
-def store(out: Tensor, value: Tensor) -> None:
+def _store(out: Tensor, value: Tensor) -> None:
     """Copy ``value`` to ``out``; a compiler may compute it there in the first place, for nobody else reads it."""
     out.copy_(value)
 
 
-@torch.library.custom_op("zeroir::embedding_gradient", mutates_args=("out",))
-def embedding_gradient(out: Tensor, grad: Tensor, indices: Tensor, padding_idx: int) -> None:
+def _embedding_gradient(out: Tensor, grad: Tensor, indices: Tensor, padding_idx: int) -> None:
     """Write the gradient of an embedding's weight into ``out`` (rows, dim).
 
     Row r becomes the sum, in order, of those ``grad`` (…, dim) whose index in ``indices`` (…) is r; the row
@@ -50,3 +47,10 @@ def embedding_gradient(out: Tensor, grad: Tensor, indices: Tensor, padding_idx: 
     out.index_add_(0, rows, grad.reshape(-1, grad.shape[-1]))
     if padding_idx >= 0:
         out[padding_idx].zero_()
+
+
+mm_out = define("zeroir::mm_out", _mm_out, mutates=("out",))
+addmm_out = define("zeroir::addmm_out", _addmm_out, mutates=("out",))
+bmm_out = define("zeroir::bmm_out", _bmm_out, mutates=("out",))
+store = define("zeroir::store", _store, mutates=("out",))
+embedding_gradient = define("zeroir::embedding_gradient", _embedding_gradient, mutates=("out",))

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
+from tests.support.examples import examples
 from zeroir.ir.buffers import Buffer, Region, Role, Space
 from zeroir.ir.dtypes import DType
 from zeroir.ir.mesh import Axis, Mesh
@@ -175,7 +176,7 @@ BROADCAST_SLICE_OF_A_SLICE = (
 )
 
 
-@settings(max_examples=250, deadline=None)
+@examples(250)
 @example(GATHERED_SLICE_OF_A_SLICE)
 @example(BROADCAST_SLICE_OF_A_SLICE)
 @given(programs())
@@ -184,7 +185,7 @@ def test_what_the_abstract_memory_claims_every_rank_holds(case: tuple[Mesh, list
 
 
 @pytest.mark.slow
-@settings(max_examples=3000, deadline=None)
+@examples(3000)
 @given(programs())
 def test_what_the_abstract_memory_claims_holds_for_many(case: tuple[Mesh, list[Step]]) -> None:
     check_claims(*case)

@@ -234,8 +234,17 @@ class _ProgramParser:
         numel = self._numel()
         space = self.scanner.member(Space, "where the buffer lives")
         role = self.scanner.member(Role, "the buffer's role")
+        offset = scan.integer() if scan.accept("offset=") else None
         holds = self._content() if scan.accept("=") else None
-        buffer = Buffer(name=name, dtype=dtype, numel=numel, space=space, role=role, holds=holds)
+        buffer = Buffer(
+            name=name,
+            dtype=dtype,
+            numel=numel,
+            space=space,
+            role=role,
+            holds=holds,
+            offset=offset,
+        )
         self.buffers.append(buffer)
         self.numels[name] = numel
 

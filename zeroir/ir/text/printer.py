@@ -99,6 +99,8 @@ def _flat_lines(flat: Flat) -> Iterator[str]:
 def _buffer_line(buffer: Buffer, program: Program) -> str:
     line = f"buffer %{name(buffer.name)} : {buffer.dtype.value}[{buffer.numel}]"
     line += f" {buffer.space.value} {buffer.role.value}"
+    if buffer.offset is not None:
+        line += f" offset={buffer.offset}"
     holds = buffer.holds
     if holds is None:
         return line

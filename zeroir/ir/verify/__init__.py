@@ -11,7 +11,8 @@ from collections.abc import Sequence
 
 from zeroir.ir.buffers import whole
 from zeroir.ir.program import LAST_MICRO_STEP, MICRO_STEP, Program
-from zeroir.ir.verify.budget import peak_bytes
+from zeroir.ir.verify.arenas import check_arenas
+from zeroir.ir.verify.budget import check_budget
 from zeroir.ir.verify.codes import CODES, LAWS, STRUCTURE, Law
 from zeroir.ir.verify.collectives import check_collectives, compare_jobs
 from zeroir.ir.verify.context import Findings, last_touch
@@ -31,6 +32,7 @@ __all__ = [
     "STRUCTURE",
     "Finding",
     "Law",
+    "Reference",
     "Report",
     "VerificationError",
     "check",
@@ -38,21 +40,42 @@ __all__ = [
     "verify_job",
 ]
 
-_ORDER_LAWS = ("Z101", "Z103", "Z104", "Z105", "Z201", "Z202")
+_ORDER_LAWS = ("Z101", "Z103", "Z104", "Z105", "Z106", "Z201", "Z202")
 _VALUE_LAWS = ("Z102", "Z401", "Z402", "Z403", "Z404", "Z405", "Z406")
 
 
+class Reference:
+    """A logical program that several programs are verified against; what it computes is worked out once."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.numbering = Numbering()
+        """Of the values of this program and of those that are compared with it."""
+        self._outcomes: dict[bool, dict[str, Outcome]] = {}
+
+    def outcomes(self, *, by_node: bool) -> dict[str, Outcome]:
+        """What its sections compute, with values numbered node by node or segment by segment."""
+        if by_node not in self._outcomes:
+            shared = Shared.of(self.program, self.numbering, by_node=by_node)
+            findings = Findings(self.program)
+            self._outcomes[by_node] = _outcomes(shared, findings, is_checked=False)
+        return self._outcomes[by_node]
+
+
 def verify(
-    program: Program, reference: Program | None = None, budget_bytes: int | None = None
+    program: Program,
+    reference: Program | Reference | None = None,
+    budget_bytes: int | None = None,
 ) -> Report:
     """Examine a program.
 
     ``reference`` is the logical program that it came from: then Z406 proves that every gradient contribution, the loss
     and the settings of the update are those of the reference. ``budget_bytes`` is the device memory of one rank: then
-    Z301 proves that the buffers fit, in program order, workspaces of segments left out.
+    Z301 proves that what rests there, the arena of temporary buffers and the declared workspaces of segments fit it.
     """
     unasked = {"Z406"} if reference is None else set()
     unasked |= {"Z301"} if budget_bytes is None else set()
+    unasked |= {"Z106"} if all(buffer.offset is None for buffer in program.buffers) else set()
     asked = tuple(code for code in LAWS if code not in unasked)
     unexamined: dict[str, str] = {}
     findings = Findings(program)
@@ -66,17 +89,24 @@ def verify(
     check_collectives(program, findings)
     if not findings.found:
         check_ordering(program, findings)
-    _check_budget(program, findings, budget_bytes)
+    if not findings.found:
+        check_arenas(program, findings)
+    if budget_bytes is not None and not findings.found:
+        check_budget(program, findings, budget_bytes)
     if any(finding.code != "Z301" for finding in findings.found):
         why = "not examined: the order of ops is broken"
-        unexamined |= dict.fromkeys(_VALUE_LAWS, why)
+        unexamined |= dict.fromkeys((*_VALUE_LAWS, "Z301"), why)
         return Report(findings=tuple(findings.found), asked=asked, unexamined=unexamined)
+    if isinstance(reference, Program):
+        reference = Reference(reference)
     _check_values(program, reference, findings)
     return Report(findings=tuple(findings.found), asked=asked, unexamined=unexamined)
 
 
 def check(
-    program: Program, reference: Program | None = None, budget_bytes: int | None = None
+    program: Program,
+    reference: Program | Reference | None = None,
+    budget_bytes: int | None = None,
 ) -> None:
     """Raise what ``verify`` finds.
 
@@ -97,21 +127,6 @@ def verify_job(programs: Sequence[Program]) -> Report:
     return Report(findings=tuple(findings.found), asked=("Z201",))
 
 
-def _check_budget(program: Program, findings: Findings, budget_bytes: int | None) -> None:
-    if budget_bytes is None:
-        return
-    peak, name, line = peak_bytes(program)
-    if peak <= budget_bytes:
-        return
-    section = program.section_by_name.get(name)
-    findings.add(
-        "Z301",
-        f"buffers take {peak:,} bytes on the device, the budget is {budget_bytes:,}",
-        section=section,
-        line=line if section is not None else None,
-    )
-
-
 def _outcomes(shared: Shared, findings: Findings, *, is_checked: bool) -> dict[str, Outcome]:
     found: dict[str, Outcome] = {}
     for section in shared.program.sections:
@@ -122,10 +137,10 @@ def _outcomes(shared: Shared, findings: Findings, *, is_checked: bool) -> dict[s
     return found
 
 
-def _check_values(program: Program, reference: Program | None, findings: Findings) -> None:
+def _check_values(program: Program, reference: Reference | None, findings: Findings) -> None:
     # A pass may have cut segments anew: then only what is inside them can be compared.
-    is_recut = reference is not None and _digests(program) != _digests(reference)
-    numbering = Numbering()
+    is_recut = reference is not None and _digests(program) != _digests(reference.program)
+    numbering = Numbering() if reference is None else reference.numbering
     # A program for one rank, and a logical program, say themselves what contributes how often.
     may_repeat = reference is not None or program.mesh.world_size == 1
     shared = Shared.of(program, numbering, by_node=is_recut, may_repeat=may_repeat)
@@ -133,10 +148,8 @@ def _check_values(program: Program, reference: Program | None, findings: Finding
     _check_micro_steps(program, outcomes, findings)
     if reference is None or findings.found:
         return
-    wanted = _outcomes(
-        Shared.of(reference, numbering, by_node=is_recut), Findings(reference), is_checked=False
-    )
-    found = differences(program, outcomes, reference, wanted)
+    wanted = reference.outcomes(by_node=is_recut)
+    found = differences(program, outcomes, reference.program, wanted)
     for sentence, name, line, advice in found:
         section = None if name is None else program.section_by_name[name]
         findings.add("Z406", sentence, section=section, line=line, advice=advice)

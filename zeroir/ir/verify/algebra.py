@@ -279,20 +279,21 @@ def reduced(value: Value, how: Combination) -> Value:
             if how.reduction is not Reduction.SUM:
                 how.fail("Z402", "gradients are combined by their maximum instead of their sum")
                 return POISON
-            terms = tuple(
-                t._replace(summed=tuple(sorted((*t.summed, how.axis)))) for t in value.terms
-            )
+            terms = tuple(t._replace(summed=(*t.summed, how.axis)) for t in value.terms)
             return replace(value, terms=terms)
         case Statistic():
+            is_sum = how.reduction is Reduction.SUM
+            summed = (*value.summed, how.axis)
             return replace(
                 value,
-                summed=tuple(sorted((*value.summed, how.axis))),
-                is_sum=value.is_sum and how.reduction is Reduction.SUM,
+                # A maximum is the same in any order.
+                summed=summed if is_sum else tuple(sorted(summed)),
+                is_sum=value.is_sum and is_sum,
             )
         case Elements(key=int() | NamedKey()) if how.reduction is Reduction.SUM and not any(
             axis == how.axis for axis, _ in value.strides
         ):
-            return replace(value, summed=tuple(sorted((*value.summed, how.axis))))
+            return replace(value, summed=(*value.summed, how.axis))
         case Elements() | Decision():
             key = moved(value, -value.shift) if isinstance(value, Elements) else value
             number = how.numbering.of((how.reduction, how.axis, key))

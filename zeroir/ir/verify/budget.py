@@ -1,28 +1,27 @@
-"""The device memory that buffers take, in program order."""
+"""The memory that a rank's device must have, in words that name who is to blame."""
 
 from __future__ import annotations
 
-from zeroir.ir import ops
-from zeroir.ir.buffers import Space
+from zeroir.ir.footprint import footprint
 from zeroir.ir.program import Program
+from zeroir.ir.verify.context import Findings
 
 
-def peak_bytes(program: Program) -> tuple[int, str, int]:
-    """The most device memory that buffers take in program order, and where: ``(bytes, section, line)``."""
-    by_name = program.buffer_by_name
-    device = {b.name: b.size_bytes for b in program.buffers if b.space is Space.DEVICE}
-    resting = sum(device.get(b.name, 0) for b in program.buffers if b.is_persistent)
-    peak = (resting, "", 0)
-    for section in program.sections:
-        live = resting + sum(device.get(name, 0) for name in section.entry.live if name in by_name)
-        for line, op in enumerate(section.body):
-            match op:
-                case ops.Alloc():
-                    live += device.get(op.buffer, 0)
-                case ops.Release():
-                    live -= device.get(op.buffer, 0)
-                case _:
-                    continue
-            if live > peak[0]:
-                peak = (live, section.name, line)
-    return peak
+def check_budget(program: Program, findings: Findings, budget_bytes: int) -> None:
+    """Prove that what rests on the device, the temporary buffers' arena and the workspaces fit a budget (Z301)."""
+    needed = footprint(program)
+    if needed.total_bytes <= budget_bytes:
+        return
+    fullest = needed.fullest
+    section = program.section_by_name.get(fullest.section)
+    roles = ", ".join(f"{role} {size:,}" for role, size in fullest.role_bytes.items())
+    culprit = f" in unit {fullest.unit}" if fullest.unit else ""
+    culprit += f" ({fullest.source})" if fullest.source else ""
+    findings.add(
+        "Z301",
+        f"the device needs {needed.total_bytes:,} bytes, the budget is {budget_bytes:,}: "
+        f"{needed.resting_bytes:,} rest there, temporary buffers take {needed.arena_bytes:,} and workspaces "
+        f"{needed.scratch_bytes:,}; it is fullest{culprit} with {roles}",
+        section=section,
+        line=fullest.index if section is not None and fullest.index >= 0 else None,
+    )

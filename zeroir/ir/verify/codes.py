@@ -79,6 +79,10 @@ LAWS: Final[Mapping[str, Law]] = {
         title="race",
         remedy="Signal an event after the first op and wait for it on the stream of the second.",
     ),
+    "Z106": Law(
+        title="two live buffers in one place",
+        remedy="Plan the memory anew (`plan-memory`), or leave the offsets out: then the runtime plans it.",
+    ),
     "Z201": Law(
         title="collectives differ between ranks",
         remedy="Let every rank issue the same collectives with sizes that fit the axis.",

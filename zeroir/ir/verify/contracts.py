@@ -62,8 +62,11 @@ class Layout:
 
     @cached_property
     def axes(self) -> tuple[str, ...]:
-        """The axes over which a gradient must be summed: those with more than one rank."""
-        return tuple(sorted(name for name, size in self.sizes.items() if size > 1))
+        """The axes over which a gradient must be summed, those with more than one rank, in that order: innermost first.
+
+        Another order of sums would round otherwise.
+        """
+        return tuple(name for name, size in reversed(self.sizes.items()) if size > 1)
 
     @cached_property
     def has_past(self) -> bool:
@@ -108,8 +111,8 @@ class Layout:
         return ((content.shard, numel),)
 
     def reduced(self, content: FlatContent) -> tuple[str, ...]:
-        """The axes of more than one rank over which the gradient is summed."""
-        return tuple(sorted(axis for axis in content.reduced if self.sizes.get(axis, 1) > 1))
+        """The axes of more than one rank over which the gradient is summed, in that order."""
+        return tuple(axis for axis in self.axes if axis in content.reduced)
 
     def _gradients(self, content: FlatContent) -> Pieces:
         summed = self.reduced(content)

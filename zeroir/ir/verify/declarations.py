@@ -27,6 +27,7 @@ def check_declarations(program: Program, findings: Findings) -> None:
     _check_flats(program, findings)
     for buffer in program.buffers:
         _check_buffer(program, buffer, findings)
+    _check_plan(program, findings)
     for segment in program.segments:
         _check_segment(segment, findings)
     _check_bindings(program, findings)
@@ -103,11 +104,36 @@ def _check_flats(program: Program, findings: Findings) -> None:
 def _check_buffer(program: Program, buffer: Buffer, findings: Findings) -> None:
     if buffer.numel < 0:
         findings.add("Z003", f"buffer %{buffer.name} has {buffer.numel} elements")
+    if buffer.offset is not None:
+        _check_offset(buffer, buffer.offset, findings)
     if buffer.holds is None:
         return
     sentence = _content_problem(program, buffer.holds, buffer.numel)
     if sentence is not None:
         findings.add("Z008", f"buffer %{buffer.name} {sentence}", buffers=(buffer.name,))
+
+
+def _check_offset(buffer: Buffer, offset: int, findings: Findings) -> None:
+    if buffer.is_persistent:
+        sentence = "outlives the sections, and only temporary buffers have an offset"
+    elif offset < 0 or offset % buffer.dtype.itemsize_bytes:
+        size = buffer.dtype.itemsize_bytes
+        sentence = f"stands at byte {offset}, which is not a multiple of its elements' {size}"
+    else:
+        return
+    findings.add("Z008", f"buffer %{buffer.name} {sentence}", buffers=(buffer.name,))
+
+
+def _check_plan(program: Program, findings: Findings) -> None:
+    """A plan has a place for every temporary buffer."""
+    temporary = [buffer for buffer in program.buffers if not buffer.is_persistent]
+    missing = [buffer.name for buffer in temporary if buffer.offset is None]
+    if missing and len(missing) < len(temporary):
+        findings.add(
+            "Z008",
+            f"buffer %{missing[0]} has no offset, though other temporary buffers have one",
+            buffers=(missing[0],),
+        )
 
 
 def _content_problem(program: Program, content: Content, numel: int) -> str | None:

@@ -55,7 +55,7 @@ class Poison:
 
 @dataclass(frozen=True, slots=True)
 class Elements:
-    """Elements of a quantity, of a named content or of a computed value; ``summed`` over these axes."""
+    """Elements of a quantity, of a named content or of a computed value; ``summed`` over these axes, in that order."""
 
     key: Key
     shift: int = 0
@@ -64,7 +64,7 @@ class Elements:
 
 
 class Term(NamedTuple):
-    """A contribution to a gradient: its value number (or PAST, ALL), the axes summed over, how often it was added."""
+    """A contribution to a gradient: its value number (or PAST, ALL), the axes summed over in order, how often added."""
 
     source: int
     summed: tuple[str, ...]

@@ -377,5 +377,7 @@ def _check_loss(run: Run, region: Region) -> None:
                 content.name, content.version
             ):
                 sentence = "is summed over some axes only"
+                if set(summed) == set(run.layout.axes):
+                    sentence = f"is summed over {' and then '.join(summed)}, not innermost first"
             _fail(run, "Z402", region, sentence, _LOSS_ADVICE)
         return

@@ -138,6 +138,13 @@ def compare_terms(
         axis = next((a for a in term.summed if a not in wanted.summed), "")
         if axis:
             return Problem("Z402", f"the gradient of {name} is summed over {axis} too early")
+        if term.summed != wanted.summed:
+            order = " and then ".join(term.summed)
+            return Problem(
+                "Z402",
+                f"the gradient of {name} is summed over {order}, which rounds otherwise than "
+                f"innermost first: {' and then '.join(wanted.summed)}",
+            )
     return None
 
 

@@ -71,7 +71,8 @@ class Report:
     def laws(self) -> Mapping[str, str]:
         """Each law's code: ``proved``, the first finding's sentence, or why it was not examined.
 
-        Z301 is there only where a budget was given, Z406 only where a logical program was.
+        Z106 is there only where the program is planned, Z301 where a budget was given, and Z406 where a logical
+        program was.
         """
         said = {code: self.unexamined.get(code, PROVED) for code in self.asked}
         for finding in reversed(self.findings):

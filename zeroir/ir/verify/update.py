@@ -119,6 +119,9 @@ def _statistic_problem(run: Run, region: Region, kind: str) -> str | None:
             return f"{name} is this rank's part of the {kind}: it is not combined over {axis}"
         if kind == NORM and times and (times > 1 or not all(cuts)):
             return f"{name} counts gradients more than once over {axis}"
+    in_order = tuple(axis for axis in run.layout.axes if axis in value.summed)
+    if kind == NORM and value.summed != in_order:
+        return f"{name} is summed over {' and then '.join(value.summed)}, not innermost first"
     if kind == NORM and not value.is_sum:
         return f"{name} is combined by its maximum instead of its sum"
     return _coverage_problem(run, value, name)

@@ -1,4 +1,4 @@
-"""What every stream comes after at a point of a section: vector clocks over streams, from issued ops and waits."""
+"""A judge of order: what every stream comes after at a point of a section, by vector clocks over ops and waits."""
 
 from __future__ import annotations
 

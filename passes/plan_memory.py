@@ -1,0 +1,61 @@
+"""Give every temporary buffer its place in memory: an offset in the one block that those of its space share.
+
+Buffers share bytes where one surely ends before the other begins, by streams and events and not by the program's text
+(see ``zeroir.ir.placement``); the verifier proves it anew (Z106). The runtime allocates the block once, so nothing is
+fragmented and what a rank takes is known before it starts. The plan is for the ops as they stand: whatever pass runs
+afterwards is handed the program without it.
+
+Before ``plan-memory``::
+
+    buffer %a.full : f32[512] device gathered
+    buffer %a.grad_full : f32[512] device grad
+    buffer %b.full : f32[512] device gathered
+    buffer %b.grad_full : f32[512] device grad
+    buffer %h : f32[32] device saved
+    buffer %dh : f32[32] device activation
+
+After::
+
+    buffer %a.full : f32[512] device gathered offset=0
+    buffer %a.grad_full : f32[512] device grad offset=2048
+    buffer %b.full : f32[512] device gathered offset=2048
+    buffer %b.grad_full : f32[512] device grad offset=4096
+    buffer %h : f32[32] device saved offset=6144
+    buffer %dh : f32[32] device activation offset=6656
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from zeroir.ir.placement import place_all
+from zeroir.ir.program import Program
+from zeroir.passes.base import Fact, format_spec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanMemory:
+    """See the module."""
+
+    name: ClassVar[str] = "plan-memory"
+    requires: ClassVar[frozenset[Fact]] = frozenset()
+    establishes: ClassVar[frozenset[Fact]] = frozenset()
+
+    def spec(self) -> str:
+        """The pass as text."""
+        return format_spec(self.name, {})
+
+    def __call__(self, program: Program) -> Program:
+        """The program with a place for every temporary buffer."""
+        offsets: Mapping[str, int] = {
+            name: offset
+            for placement in place_all(program).values()
+            for name, offset in placement.offsets.items()
+        }
+        buffers = tuple(
+            buffer if buffer.is_persistent else replace(buffer, offset=offsets[buffer.name])
+            for buffer in program.buffers
+        )
+        return replace(program, buffers=buffers)

@@ -1,0 +1,174 @@
+"""Keep a unit's gathered parameters from their first use to their last: no release after the forward, no second gather.
+
+Of every flat of these units only the first gather of a section and the last release are left, which `insert-releases`
+then puts behind the last use. That costs the memory of the whole flat from forward to backward and saves its second
+all-gather; with all units it is what FSDP calls ``reshard_after_forward=False``, and 2Ψ go over the wire instead of 3Ψ.
+Every micro-step still gathers anew.
+
+Before ``unshard{units=a}``::
+
+    section last_micro_step {
+      alloc %h  stream=compute
+      alloc %a.full  stream=gather
+      !0 = all_gather %a.param -> %a.full  comm=gather stream=gather
+      wait !0  on=compute
+      compute @a.forward(%x, w: %a.full[0:128]) -> (%h)  unit=a stream=compute
+      alloc %b.full  stream=gather
+      !1 = all_gather %b.param -> %b.full  comm=gather stream=gather
+      wait !1  on=compute
+      compute @b.forward(%h, v: %b.full[0:8]) -> (%loss)  unit=b stream=compute
+      alloc %dh  stream=compute
+      alloc %b.grad_full  stream=compute
+      fill %b.grad_full[8:512] = 0.0  stream=compute
+      !2 = compute @b.backward(%loss_scale[0:1], %h, v: %b.full[0:8]) -> (%dh, grad v: %b.grad_full[0:8])  unit=b stream=compute
+      wait !2  on=reduce
+      reduce_scatter %b.grad_full -> %b.grad  comm=reduce stream=reduce
+      release %b.grad_full  stream=reduce
+      release %h  stream=compute
+      alloc %a.grad_full  stream=compute
+      fill %a.grad_full[128:512] = 0.0  stream=compute
+      !3 = release %a.full  stream=compute
+      wait !3  on=gather
+      alloc %a.full  stream=gather
+      !4 = all_gather %a.param -> %a.full  comm=gather stream=gather
+      wait !4  on=compute
+      !5 = compute @a.backward(%dh, %x, w: %a.full[0:128]) -> (grad w: %a.grad_full[0:128])  unit=a stream=compute
+      wait !5  on=reduce
+      reduce_scatter %a.grad_full -> %a.grad  comm=reduce stream=reduce
+      release %a.grad_full  stream=reduce
+      release %dh  stream=compute
+      release %a.full  stream=compute
+      release %b.full  stream=compute
+      exit %a.grad = grad a @dp reduced=(dp) micro=all
+      exit %b.grad = grad b @dp reduced=(dp) micro=all
+    }
+
+After::
+
+    section last_micro_step {
+      alloc %h  stream=compute
+      alloc %a.full  stream=gather
+      !0 = all_gather %a.param -> %a.full  comm=gather stream=gather
+      wait !0  on=compute
+      compute @a.forward(%x, w: %a.full[0:128]) -> (%h)  unit=a stream=compute
+      alloc %b.full  stream=gather
+      !1 = all_gather %b.param -> %b.full  comm=gather stream=gather
+      wait !1  on=compute
+      compute @b.forward(%h, v: %b.full[0:8]) -> (%loss)  unit=b stream=compute
+      alloc %dh  stream=compute
+      alloc %b.grad_full  stream=compute
+      fill %b.grad_full[8:512] = 0.0  stream=compute
+      !2 = compute @b.backward(%loss_scale[0:1], %h, v: %b.full[0:8]) -> (%dh, grad v: %b.grad_full[0:8])  unit=b stream=compute
+      wait !2  on=reduce
+      reduce_scatter %b.grad_full -> %b.grad  comm=reduce stream=reduce
+      release %b.grad_full  stream=reduce
+      release %h  stream=compute
+      alloc %a.grad_full  stream=compute
+      fill %a.grad_full[128:512] = 0.0  stream=compute
+      !3 = compute @a.backward(%dh, %x, w: %a.full[0:128]) -> (grad w: %a.grad_full[0:128])  unit=a stream=compute
+      wait !3  on=reduce
+      reduce_scatter %a.grad_full -> %a.grad  comm=reduce stream=reduce
+      release %a.grad_full  stream=reduce
+      release %dh  stream=compute
+      release %a.full  stream=compute
+      release %b.full  stream=compute
+      exit %a.grad = grad a @dp reduced=(dp) micro=all
+      exit %b.grad = grad b @dp reduced=(dp) micro=all
+    }
+"""  # noqa: E501
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from zeroir.errors import UserError
+from zeroir.ir import ops
+from zeroir.ir.buffers import Role
+from zeroir.ir.ops import Op
+from zeroir.ir.program import UPDATE, Program, Section
+from zeroir.passes import rewrite
+from zeroir.passes.base import Fact, format_spec, split_spec
+from zeroir.passes.bound_gradients import BoundGradients
+from zeroir.passes.order import synchronise, unordered
+from zeroir.passes.prefetch import Prefetch
+from zeroir.passes.units import ALL_REPEATED, check_patterns, matching
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unshard:
+    """Keep the parameters of these units, by default of all repeated ones, once they are gathered."""
+
+    name: ClassVar[str] = "unshard"
+    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.GATHERED_PER_RUN})
+    establishes: ClassVar[frozenset[Fact]] = frozenset({Fact.UNITS_UNSHARDED})
+
+    units: tuple[str, ...] = (ALL_REPEATED,)
+
+    def __post_init__(self) -> None:
+        check_patterns(self.units, self.name)
+
+    def spec(self) -> str:
+        """The pass as text."""
+        return format_spec(self.name, {"units": self.units})
+
+    def __call__(self, program: Program) -> Program:
+        """The program with one gather of each of these units' flats in a section.
+
+        Raises:
+            UserError: where a pattern names no unit, or a pass that bounds memory has run already.
+        """
+        for spec in program.passes:
+            if split_spec(spec)[0] in (Prefetch.name, BoundGradients.name):
+                raise UserError(
+                    f"The pass `{self.spec()}` would undo the bound of `{spec}`, which ran before it; "
+                    f"put `{self.name}` first."
+                )
+        units = matching(self.units, program, self.spec())
+        params = rewrite.param_buffers(program)
+        kept = {
+            pair.destination.buffer
+            for op in program.ops()
+            if isinstance(op, ops.AllGather)
+            for pair in op.pairs
+            if program.buffer_by_name[pair.destination.buffer].role is Role.GATHERED
+            and pair.source.buffer in params
+            and params[pair.source.buffer].unit in units
+        }
+        program = unordered(program)
+        return synchronise(
+            rewrite.map_sections(program, lambda section: _gathered_once(section, kept))
+        )
+
+
+def _gathered_once(section: Section, kept: set[str]) -> Section:
+    if section.name == UPDATE:
+        return section
+    return replace(section, body=tuple(_ops(section, kept)))
+
+
+def _ops(section: Section, kept: set[str]) -> Iterator[Op]:
+    last_release = {
+        op.buffer: index
+        for index, op in enumerate(section.body)
+        if isinstance(op, ops.Release) and op.buffer in kept
+    }
+    begun: set[str] = set()
+    gathered: set[str] = set()
+    for index, op in enumerate(section.body):
+        match op:
+            case ops.Alloc() if op.buffer in begun:
+                continue
+            case ops.Alloc() if op.buffer in kept:
+                begun.add(op.buffer)
+                yield op
+            case ops.Release() if last_release.get(op.buffer, index) != index:
+                continue
+            case ops.AllGather():
+                pairs = tuple(p for p in op.pairs if p.destination.buffer not in gathered)
+                gathered.update(p.destination.buffer for p in pairs if p.destination.buffer in kept)
+                if pairs:
+                    yield replace(op, pairs=pairs)
+            case _:
+                yield op

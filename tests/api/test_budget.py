@@ -1,0 +1,84 @@
+"""A budget of memory is law, and what is said where a program breaks it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import zeroir
+from tests.support.programs import mlp
+from zeroir import artifact as artifacts
+from zeroir.api.budget import advice, alternatives
+from zeroir.api.compiled import load_program, load_unverified
+from zeroir.artifact import Artifact
+from zeroir.config import CompileOptions, make_options
+from zeroir.errors import UserError
+from zeroir.ir.footprint import footprint
+from zeroir.ir.program import Program
+from zeroir.ir.verify import VerificationError
+from zeroir.passes.pipelines import lower
+
+LOGICAL = mlp(blocks=4, dim=32)
+
+
+def options(**values: object) -> CompileOptions:
+    return make_options({"stage": 0, "world_size": 4, **values})
+
+
+def needed(**values: object) -> int:
+    return footprint(lower(LOGICAL, options(**values))).total_bytes
+
+
+def saved(program: Program, path: Path) -> Path:
+    artifacts.save(
+        Artifact(
+            logical=LOGICAL,
+            scheduled=program,
+            model_path="model.py",
+            model_sha256="0" * 64,
+            torch_version="2.13.0",
+            zeroir_version=zeroir.__version__,
+        ),
+        path,
+    )
+    return path
+
+
+def test_the_cheapest_options_that_fit_come_first_and_are_measured() -> None:
+    budget = needed(stage=2)
+    found = alternatives(LOGICAL, options(), budget)
+    assert found[0].changes == {"stage": 2}
+    assert len(found) == 3
+    for one in found:
+        assert one.footprint.total_bytes == needed(**one.changes) <= budget
+    assert "--stage 2 needs" in advice(LOGICAL, options(), budget)
+
+
+def test_more_ranks_where_nothing_else_helps() -> None:
+    least = needed(stage=3, live_gradients=1, prefetch=0)
+    (found,) = alternatives(LOGICAL, options(stage=3), least - 1)
+    assert found.changes["world_size"] in (8, 16, 32, 64, 128, 256)
+    (found,) = alternatives(LOGICAL, options(), 1)
+    assert found.footprint.total_bytes > 1
+    assert advice(LOGICAL, options(), 1).startswith("No other options fit; --stage 3")
+
+
+def test_a_program_that_breaks_its_budget_is_refused_with_names(tmp_path: Path) -> None:
+    program = lower(LOGICAL, options(memory_budget="64kB"))
+    path = saved(program, tmp_path / "a.zir")
+    with pytest.raises(VerificationError) as caught:
+        load_program(path)
+    text = str(caught.value)
+    for words in ("Z301", "the budget is 64,000", "state ", "param ", "in unit ", "--stage "):
+        assert words in text
+    fitting = replace(program, options=options(memory_budget="80GB").to_pairs())
+    assert load_program(saved(fitting, tmp_path / "b.zir")).report.laws["Z301"] == "proved"
+    # What is asked for now goes before what was asked for then.
+    assert load_unverified(path, budget_bytes=10**9).report.is_valid
+
+
+def test_a_budget_that_is_no_amount() -> None:
+    with pytest.raises(UserError, match=r"--memory-budget.*'lots'.*80GB"):
+        options(memory_budget="lots")

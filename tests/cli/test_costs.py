@@ -1,0 +1,150 @@
+"""``zeroir simulate`` and ``zeroir estimate``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import zeroir as package
+from tests.cli.conftest import Zeroir
+from zeroir.cost.machine import Machine, load_machine, to_toml
+from zeroir.errors import UserError
+from zeroir.ir import ops
+from zeroir.ir.program import LAST_MICRO_STEP
+
+
+def test_a_step_is_simulated(zeroir: Zeroir, programs: dict[int, Path], tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    answer = zeroir("simulate", programs[3], "--machine", "dgx-h100", "--trace", trace)
+    assert answer.exit_code == 0
+    for word in ("step", "exposed communication", "MFU", "gather", "critical path", "node link"):
+        assert word in answer.out
+    assert str(trace) in answer.err
+    assert {event["ph"] for event in json.loads(trace.read_text())["traceEvents"]} >= {"X", "M"}
+
+
+def test_a_simulation_as_json_is_the_apis(zeroir: Zeroir, programs: dict[int, Path]) -> None:
+    found = zeroir("simulate", programs[3], "--straggler", "1.5", "--json").json
+    same = package.simulate(programs[3], straggler=1.5)
+    assert found["step_seconds"] == same.step_s
+    assert found["exposed_communication_seconds"] == same.exposed_s
+    assert [(one["first_rank"], one["ranks"]) for one in found["classes"]] == [(0, 1), (1, 3)]
+    path = found["critical_path"]
+    assert sum(item["seconds"] for item in path) == pytest.approx(found["step_seconds"])
+    assert (
+        package.simulate(package.load(programs[3]), load_machine("dgx-h100"), straggler=1.5) == same
+    )
+
+
+def test_what_was_measured_is_said(
+    zeroir: Zeroir, programs: dict[int, Path], tmp_path: Path
+) -> None:
+    program = package.load(programs[3]).program
+    plain = package.simulate(programs[3])
+    assert plain.measured.segments == 0
+    known = load_machine("dgx-h100").model_dump()
+    known["segments"] = {
+        segment.digest(): {"seconds": 1.0, "source": "made up"} for segment in program.segments
+    }
+    mine = tmp_path / "mine.toml"
+    mine.write_text(to_toml(Machine.model_validate(known)))
+    found = zeroir("simulate", programs[3], "--machine", mine, "--json").json
+    measured = found["measured"]
+    assert measured["segments"] == measured["of_segments"] > 0
+    assert measured["collectives"] == 0 < measured["of_collectives"]
+    calls = sum(isinstance(op, ops.Compute) for op in program.section_by_name[LAST_MICRO_STEP].body)
+    assert calls <= found["step_seconds"] < calls + 0.1
+    assert "measured" in zeroir("simulate", programs[3], "--machine", mine).out
+
+
+def test_a_machine_of_ones_own(zeroir: Zeroir, programs: dict[int, Path], tmp_path: Path) -> None:
+    text = to_toml(load_machine("cpu-local"))
+    mine = tmp_path / "mine.toml"
+    mine.write_text(text.replace('name = "cpu-local"', 'name = "mine"', 1))
+    assert zeroir("simulate", programs[2], "--machine", mine, "--json").json["machine"] == "mine"
+    mine.write_text(text.replace("latency_s", "lateness_s", 1))
+    answer = zeroir("simulate", programs[2], "--machine", mine)
+    assert answer.exit_code == 2
+    assert "node_link.lateness_s" in answer.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--machine", "abacus"], "choose 8x4090-pcie"),
+        (["--straggler", "0.5"], "at least 1 times"),
+        (["--micro-steps", "2"], "compile it with --micro-steps 2"),
+        (["--micro-steps", "0"], "micro-steps"),
+    ],
+)
+def test_what_cannot_be_simulated_is_refused(
+    arguments: list[str], reason: str, zeroir: Zeroir, programs: dict[int, Path]
+) -> None:
+    answer = zeroir("simulate", programs[2], *arguments)
+    assert answer.exit_code == 2
+    assert reason in answer.err
+    assert "Traceback" not in answer.err
+
+
+def test_a_timeline_never_replaces_the_program(zeroir: Zeroir, programs: dict[int, Path]) -> None:
+    answer = zeroir("simulate", programs[2], "--trace", programs[2])
+    assert answer.exit_code == 2
+    assert "is the program itself" in answer.err
+
+
+def test_the_headline_of_zero_is_printed(zeroir: Zeroir) -> None:
+    answer = zeroir("estimate", "--params", "7.5e9", "--world-size", "64")
+    assert answer.exit_code == 0
+    for figure in ("120.0 GB", "31.4 GB", "16.6 GB", "1.9 GB", "2Ψ × 63/64", "3Ψ × 63/64"):
+        assert figure in answer.out
+
+
+def test_an_estimate_as_json_is_the_apis(zeroir: Zeroir) -> None:
+    shape = ["--layers", "40", "--hidden", "4096", "--heads", "32", "--seq", "2048"]
+    more = ["--batch", "8", "--recompute", "--offload", "optimizer", "--no-master"]
+    found = zeroir("estimate", "--params", "7e9", *shape, *more, "--json").json
+    same = package.estimate(
+        7e9,
+        layers=40,
+        hidden=4096,
+        heads=32,
+        seq=2048,
+        batch=8,
+        recompute=True,
+        offload="optimizer",
+        master=False,
+    )
+    assert found["options"] == same.options.model_dump()
+    for row, stage in zip(found["stages"], same.stages, strict=True):
+        assert row["total_bytes"] == stage.total_bytes
+        assert row["host_bytes"] == stage.host_bytes > 0
+    assert found["activations"]["layers_bytes"] == 8 * 2048 * 4096 * 40 * 2
+    text = zeroir("estimate", "--params", "7e9", *shape, *more).out
+    for word in ("whole units", "activations", "on the host", "one layer, made again"):
+        assert word in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ([], "--params"),
+        (["--params", "many"], "params"),
+        (["--params", "0"], "--params is 0"),
+        (["--params", "1e9", "--optimizer", "lion"], "optimizer"),
+        (["--params", "1e9", "--hidden", "8"], "activations need"),
+    ],
+)
+def test_a_wrong_estimate_is_refused_in_a_sentence(
+    arguments: list[str], reason: str, zeroir: Zeroir
+) -> None:
+    answer = zeroir("estimate", *arguments)
+    assert answer.exit_code == 2
+    assert reason in answer.err
+    assert len(answer.err.strip().splitlines()) == 1
+
+
+def test_the_api_refuses_what_it_does_not_know() -> None:
+    with pytest.raises(UserError, match="zeroir estimate --help"):
+        package.estimate(1e9, wings=2)

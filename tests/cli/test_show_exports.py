@@ -1,0 +1,106 @@
+"""``zeroir export`` and ``zeroir report`` as a user meets them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import zeroir as package
+from tests.cli.conftest import Zeroir
+from tests.report.torch_judges import flight_recorder_verdicts
+
+
+@pytest.mark.parametrize("kind", ["chrome", "memory-snapshot", "graphviz"])
+def test_one_file_is_written(
+    zeroir: Zeroir, programs: dict[int, Path], tmp_path: Path, kind: str
+) -> None:
+    path = tmp_path / "out"
+    answer = zeroir("export", programs[3], "--format", kind, "-o", path)
+    assert (answer.exit_code, answer.err) == (0, "")
+    assert answer.out == f"Wrote {path}.\n"
+    assert path.stat().st_size > 1000
+    again = zeroir("export", programs[3], "--format", kind, "-o", path, "--json").json
+    assert again == {"format": kind, "paths": [str(path)]}
+
+
+def test_the_simulated_step_as_a_trace(
+    zeroir: Zeroir, programs: dict[int, Path], tmp_path: Path
+) -> None:
+    path = tmp_path / "trace.json"
+    chosen = ["--format", "chrome", "--machine", "dgx-a100-80g", "-o", path]
+    assert zeroir("export", programs[3], *chosen).exit_code == 0
+    trace: dict[str, Any] = json.loads(path.read_text())
+    assert trace["otherData"]["machine"] == "dgx-a100-80g"
+    ops = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    program = package.load(programs[3]).program
+    assert len(ops) == sum(1 for _ in program.ops())
+    (name,) = {e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"}
+    assert name == "rank 0 and 3 alike"
+
+
+def test_a_folder_of_dumps_that_torch_finds_consistent(
+    zeroir: Zeroir, programs: dict[int, Path], tmp_path: Path
+) -> None:
+    folder = tmp_path / "dumps"
+    answer = zeroir("export", programs[3], "--format", "flight-recorder", "-o", folder)
+    assert answer.exit_code == 0, answer.err
+    assert sorted(path.name for path in folder.iterdir()) == [f"rank_{rank}" for rank in range(4)]
+    verdicts = flight_recorder_verdicts(folder)
+    assert verdicts
+    assert all(verdicts)
+    again = zeroir("export", programs[3], "--format", "flight-recorder", "-o", folder)
+    assert again.exit_code == 2
+    assert "is not an empty folder" in again.err
+
+
+@pytest.mark.parametrize("command", ["export", "report"])
+def test_the_program_itself_is_never_overwritten(
+    zeroir: Zeroir, programs: dict[int, Path], command: str
+) -> None:
+    flags = ["--format", "graphviz"] if command == "export" else []
+    before = programs[3].read_bytes()
+    answer = zeroir(command, programs[3], *flags, "-o", programs[3])
+    assert answer.exit_code == 2
+    assert "is the program itself" in answer.err
+    assert programs[3].read_bytes() == before
+
+
+def test_what_does_not_go_together_is_refused(
+    zeroir: Zeroir, programs: dict[int, Path], tmp_path: Path
+) -> None:
+    chosen = ["--format", "memory-snapshot", "--section", "update", "-o", tmp_path / "x"]
+    answer = zeroir("export", programs[3], *chosen)
+    assert answer.exit_code == 2
+    assert "--format graphviz alone" in answer.err
+    unknown = zeroir("report", programs[3], "--machine", "abacus", "-o", tmp_path / "x.html")
+    assert unknown.exit_code == 2
+    assert "abacus" in unknown.err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_a_report_is_one_page(zeroir: Zeroir, programs: dict[int, Path], tmp_path: Path) -> None:
+    path = tmp_path / "gpt.html"
+    answer = zeroir("report", programs[3], "-o", path, "--memory-budget", "20MB", "--json")
+    assert answer.exit_code == 0, answer.err
+    assert answer.json == {
+        "path": str(path),
+        "machine": "dgx-h100",
+        "memory_budget_bytes": 20_000_000,
+    }
+    page = path.read_text()
+    assert "stage 3, fp32" in page
+    assert 'class="tile bad"' in page  # the peak is above this budget
+
+
+def test_without_its_library_a_report_says_what_to_install(
+    zeroir: Zeroir, programs: dict[int, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "bokeh", None)
+    answer = zeroir("report", programs[3], "-o", tmp_path / "gpt.html")
+    assert answer.exit_code == 2
+    assert "pip install 'zeroir[report]'" in answer.err

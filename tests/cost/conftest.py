@@ -1,0 +1,7 @@
+"""What tests of commands share."""
+
+from __future__ import annotations
+
+from tests.cli.conftest import programs, zeroir
+
+__all__ = ["programs", "zeroir"]

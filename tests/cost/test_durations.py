@@ -1,0 +1,119 @@
+"""What ops take by themselves, against figures worked out by hand."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import pytest
+
+from tests.cost.support import machine
+from tests.support.programs import SegmentBuilder, mlp, tensor
+from zeroir.cost.durations import Durations, node_bytes, segment_cost
+from zeroir.ir import ops
+from zeroir.ir.dtypes import DType
+from zeroir.ir.segment import Node, Ref, Segment, TensorType
+from zeroir.passes.pipelines import for_stage
+
+
+def product() -> Segment:
+    """A view, a matrix product of 2·8·16·4 operations, and a cast of its 8 × 4 results."""
+    builder = SegmentBuilder("s", [tensor(DType.F32, 8, 16), tensor(DType.F32, 4, 16)])
+    made = builder.mm(Ref(0), builder.t(Ref(1)))
+    return builder.build(builder.cast(made, DType.BF16))
+
+
+def test_a_node_takes_the_longer_of_arithmetic_and_traffic_and_its_launch() -> None:
+    flops, traffic, cast = 2 * 8 * 16 * 4, 4 * (8 * 16 + 16 * 4 + 8 * 4), (4 + 2) * 8 * 4
+    slow = machine(flops_per_s=1e3, memory_bytes_per_s=1e6, launch_s=0.25)
+    assert segment_cost(product(), slow).seconds == pytest.approx(
+        flops / 1e3 + cast / 1e6 + 2 * 0.25
+    )
+    fast = machine(flops_per_s=1e9, memory_bytes_per_s=1e3, launch_s=0.25)
+    assert segment_cost(product(), fast).seconds == pytest.approx(
+        traffic / 1e3 + cast / 1e3 + 2 * 0.25
+    )
+    assert segment_cost(product(), fast).flops == {DType.F32: flops}
+
+
+def test_a_measured_segment_takes_what_was_measured() -> None:
+    measured = {product().digest(): {"seconds": 7.5, "source": "made up"}}
+    found = segment_cost(product(), machine(segments=measured))
+    assert found.seconds == 7.5
+    assert found.flops == segment_cost(product(), machine()).flops
+    other = machine(segments={"another": {"seconds": 7.5, "source": "made up"}})
+    assert segment_cost(product(), other) == segment_cost(product(), machine())
+
+
+def test_an_expanded_operand_is_read_once_and_an_embedding_reads_what_it_picks() -> None:
+    expanded = TensorType(dtype=DType.F32, shape=(100, 8), stride=(0, 1))
+    out = tensor(DType.F32, 100, 8)
+    add = Node(op="aten.add.Tensor", args=(Ref(0), Ref(0)), results=(out,))
+    assert node_bytes(add, (expanded, out)) == 4 * (8 + 800)
+    table, rows = tensor(DType.F32, 5000, 8), tensor(DType.I64, 2)
+    picked = tensor(DType.F32, 2, 8)
+    pick = Node(op="aten.embedding.default", args=(Ref(0), Ref(1)), results=(picked,))
+    assert node_bytes(pick, (table, rows, picked)) == 64 + 16 + 64
+
+
+def test_what_moves_elements_takes_their_bytes() -> None:
+    """Adam reads the gradient, and reads and writes the parameter and two moments, each of 4 × 256 bytes."""
+    program = mlp(blocks=1, dim=8, precision="fp32", optimizer="adam")
+    of = machine(memory_bytes_per_s=1e6, launch_s=1.0)
+    durations = Durations(program, of)
+    step = next(op for op in program.ops() if isinstance(op, ops.OptimizerStep))
+    scalars = 4 + 8 + 32 + 4  # step, lr, hyper, gradient divisor
+    assert durations.seconds(step) == pytest.approx(1.0 + (7 * 1024 + scalars) / 1e6)
+
+
+def test_accumulating_adds_a_kernel() -> None:
+    """The loss of a micro-step is added to those before: three times 4 bytes."""
+    program = mlp(blocks=1, micro_steps=2)
+    post = next(
+        op for op in program.ops() if isinstance(op, ops.Compute) and op.segment == "post.forward"
+    )
+    of = machine(memory_bytes_per_s=1e6, launch_s=1.0)
+    alone = segment_cost(program.segment_by_name["post.forward"], of).seconds
+    assert Durations(program, of).seconds(post) == pytest.approx(alone + 1.0 + 12e-6)
+
+
+def test_every_op_has_a_duration() -> None:
+    program = mlp(blocks=2, precision="fp16", clip=1.0, micro_steps=2, tied=True)
+    for step in for_stage(3, 4):
+        program = step(program)
+    durations = Durations(program, machine(memory_bytes_per_s=1e9))
+    seen = set()
+    for op in program.ops():
+        if not isinstance(op, get_args(ops.Collective)):
+            assert durations.seconds(op) >= 0
+            seen.add(type(op))
+    assert {ops.Cast, ops.Fill, ops.GradNorm, ops.CheckFinite, ops.Decide} <= seen
+    assert {ops.UpdateScale, ops.OptimizerStep, ops.Compute} <= seen
+
+
+def test_transfers_take_the_links_of_the_host_and_the_disk() -> None:
+    program = mlp(blocks=1)
+    link = {
+        "name": "up",
+        "bytes_per_s": {"value": 1e6, "source": "made up"},
+        "fraction": {"value": 0.5, "source": "made up"},
+        "latency_s": {"value": 1.0, "source": "made up"},
+    }
+    disk = {
+        "read_bytes_per_s": {"value": 1e3, "source": "made up"},
+        "write_bytes_per_s": {"value": 1e2, "source": "made up"},
+        "latency_s": {"value": 2.0, "source": "made up"},
+    }
+    durations = Durations(program, machine(host_link=link, disk=disk))
+    flat = program.flats[0]
+    region = next(
+        op.param for op in program.ops() if isinstance(op, ops.OptimizerStep)
+    )  # 4 bytes an element
+    size = 4 * flat.padded_numel
+    for kind, expected in (
+        (ops.ToHost, 1 + size / 5e5),
+        (ops.ToDevice, 1 + size / 5e5),
+        (ops.Load, 2 + size / 1e3),
+        (ops.Store, 2 + size / 1e2),
+    ):
+        op = kind(source=region, destination=region, stream="io")
+        assert durations.seconds(op) == pytest.approx(expected)

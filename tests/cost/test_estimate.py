@@ -1,0 +1,230 @@
+"""Estimates against the ZeRO paper's figures (tests/data/zero_memory.json says which) and published formulas."""
+
+from __future__ import annotations
+
+import json
+from decimal import Decimal
+from pathlib import Path
+from typing import get_args
+
+import pytest
+from pydantic import ValidationError
+
+from tests.support.programs import mlp
+from zeroir.cost.estimate import (
+    COMMUNICATED_PER_PARAMETER,
+    Estimate,
+    EstimateOptions,
+    Optimizer,
+    activation_bytes,
+    estimate,
+    optimizer_bytes_per_parameter,
+    states_per_parameter,
+)
+from zeroir.ir.memory import collective_bytes, model_state_bytes
+from zeroir.passes.pipelines import for_stage
+
+PAPER = json.loads(
+    (Path(__file__).parents[1] / "data" / "zero_memory.json").read_text(), parse_float=Decimal
+)
+SIZES = {"7.5B": 7.5e9, "128B": 128e9, "1T": 1e12}
+GB = 10**9
+
+
+def of(**options: object) -> Estimate:
+    return estimate(EstimateOptions.model_validate(options))
+
+
+def gigabytes(params: float, world_size: int) -> list[float]:
+    found = of(params=params, world_size=world_size, precision="fp16", optimizer="adam")
+    return [stage.model_states_bytes / GB for stage in found.stages]
+
+
+def require_printed(exact: float, printed: Decimal | int) -> None:
+    """The paper rounds some figures and cuts others off: less than one of the last digit is between them."""
+    unit = Decimal(1).scaleb(int(Decimal(printed).as_tuple().exponent))
+    assert abs(Decimal(exact) - printed) < unit, (exact, printed)
+
+
+def test_the_headline_of_the_paper() -> None:
+    headline = PAPER["headline"]
+    found = gigabytes(float(headline["params"]), headline["world_size"])
+    for stage, exact in enumerate(found):
+        require_printed(exact, headline["gb"][f"stage{stage}"])
+
+
+@pytest.mark.parametrize("row", PAPER["table_gb"], ids=lambda row: str(row["world_size"]))
+def test_the_table_of_the_paper(row: dict[str, object]) -> None:
+    assert PAPER["table_columns"] == ["stage1", "stage2", "stage3"]
+    world_size = row["world_size"]
+    assert isinstance(world_size, int)
+    for name, params in SIZES.items():
+        printed = row[name]
+        assert isinstance(printed, list)
+        for exact, figure in zip(gigabytes(params, world_size)[1:], printed, strict=True):
+            require_printed(exact, figure)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_the_formulas_of_the_paper(stage: int) -> None:
+    formula = PAPER["formulas"][f"stage{stage}"]
+    for count, ranks in ((1e6, 1), (1e9, 16)):
+        exact = eval(formula, {}, {"P": count, "N": ranks, "K": 12})  # noqa: S307  arithmetic that the file states
+        found = of(params=count, world_size=ranks).stages[stage]
+        assert found.model_states_bytes == exact
+
+
+def test_the_communication_of_the_paper() -> None:
+    table = PAPER["communication_elements_per_step_in_units_of_P"]
+    assert table.pop("note") == "times (N-1)/N on a ring"
+    assert {f"stage{stage}": n for stage, n in COMMUNICATED_PER_PARAMETER.items()} == table
+    for stage in of(params=1e9, world_size=4).stages:
+        assert stage.sent_bytes == table[f"stage{stage.stage}"] * 2e9 * 3 / 4
+
+
+def test_the_states_of_optimizers() -> None:
+    table = dict(PAPER["optimizer_states_per_parameter"])
+    assert table.pop("shampoo_adafactor").startswith("1 to 6")
+    names: dict[str, Optimizer] = {
+        "sgd": "sgd",
+        "sgd_momentum": "momentum",
+        "adam": "adam",
+        "adamw": "adamw",
+        "adam_fp32_master": "adam-fp32-master",
+    }
+    assert {key: states_per_parameter(name)[0] for key, name in names.items()} == table
+    assert states_per_parameter("adafactor")[0] == 1
+    assert states_per_parameter("shampoo")[1] == 6
+    for optimizer in get_args(Optimizer):
+        low, high = states_per_parameter(optimizer)
+        assert low <= high
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"optimizer": "sgd"}, 4),
+        ({"optimizer": "sgd", "master": False}, 0),
+        ({"optimizer": "momentum"}, 8),
+        ({"optimizer": "adamw"}, 12),
+        ({"optimizer": "adamw", "master": False}, 8),
+        ({"optimizer": "adamw", "precision": "fp32"}, 8),
+        ({"optimizer": "adam-fp32-master"}, 12),
+        ({"optimizer": "adam-fp32-master", "precision": "fp32"}, 12),
+        ({"optimizer": "adafactor"}, 8),
+        ({"optimizer": "shampoo"}, 28),
+    ],
+)
+def test_what_an_optimizer_keeps(options: dict[str, object], expected: int) -> None:
+    found = EstimateOptions.model_validate({"params": 1e9, **options})
+    assert optimizer_bytes_per_parameter(found) == expected
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adamw"])
+def test_an_estimate_is_what_a_program_has(stage: int, precision: str, optimizer: str) -> None:
+    """In padded elements, without eliding a gather."""
+    program = mlp(blocks=2, dim=16, precision=precision, optimizer=optimizer)
+    for step in for_stage(stage, 4, elide=False):
+        program = step(program)
+    count = sum(flat.padded_numel for flat in program.flats)
+    found = of(params=count, world_size=4, precision=precision, optimizer=optimizer).stages[stage]
+    assert found.model_states_bytes == sum(model_state_bytes(program).values())
+    traffic = collective_bytes(program)
+    total = traffic["all_gather"] + traffic["reduce_scatter"] + 2 * traffic["all_reduce"]
+    item = 4 if precision == "fp32" else 2
+    # What is summed in FP32 travels in the gradient's dtype, so that elements are bytes over the item size.
+    assert total == found.communicated_per_parameter * count * item
+
+
+SEVEN_BILLION = {
+    "params": 7e9,
+    "precision": "fp16",
+    "layers": 40,
+    "hidden": 4096,
+    "heads": 32,
+    "seq": 2048,
+}
+
+
+@pytest.mark.parametrize("row", PAPER["rule_of_thumb_7b_fp16"]["rows"], ids=str)
+def test_the_rule_of_thumb_is_an_estimate_without_master_weights_and_with_recomputation(
+    row: dict[str, Decimal],
+) -> None:
+    """Its activations are a third less than the inputs of all layers, which it calls "about"."""
+    options = {**SEVEN_BILLION, "batch": row["batch"], "master": False, "recompute": True}
+    found = of(**options)
+    stage = found.stages[0]
+    assert stage.params_bytes + stage.optimizer_bytes == row["static"] * GB
+    assert stage.gradients_bytes == row["gradient_peak"] * GB
+    assert found.activations is not None
+    kept = found.activations.layers_bytes
+    assert kept == 2048 * 4096 * row["batch"] * 40 * 2
+    assert row["activations"] * GB < kept < row["activations"] * GB * Decimal("1.4")
+    parts = row["static"] + row["activations"] + row["gradient_peak"]
+    require_printed(float(parts), row["total"])
+    # With the master weights of mixed precision, and without recomputation, it is far from enough.
+    exact = of(**SEVEN_BILLION, batch=row["batch"]).stages[0]
+    assert exact.model_states_bytes == 112 * GB
+    assert exact.total_bytes > row["total"] * GB
+
+
+def test_activations_are_those_of_the_published_formula() -> None:
+    """sbh (34 + 5 as/h) a layer, with s = 2048, b = 2, h = 4096, a = 32."""
+    s, b, h, a, layers = 2048, 2, 4096, 32, 40
+    base = {**SEVEN_BILLION, "batch": b}
+    plain = activation_bytes(EstimateOptions.model_validate(base))
+    flash = activation_bytes(EstimateOptions.model_validate({**base, "flash": True}))
+    again = activation_bytes(EstimateOptions.model_validate({**base, "recompute": True}))
+    assert plain is not None
+    assert flash is not None
+    assert again is not None
+    layer = s * b * h * 34 + 5 * a * s * s * b
+    assert plain.total_bytes == layers * layer
+    assert flash.total_bytes == layers * s * b * h * 34
+    assert (again.layers_bytes, again.recomputed_bytes) == (layers * 2 * s * b * h, layer)
+    logits = activation_bytes(EstimateOptions.model_validate({**base, "vocab": 50_000}))
+    assert logits is not None
+    assert logits.outside_bytes == 5 * s * b * h + 4 * s * b * 50_000
+    single = activation_bytes(EstimateOptions.model_validate({**base, "precision": "fp32"}))
+    assert single is not None
+    assert single.total_bytes == layers * (s * b * h * 66 + 9 * a * s * s * b)
+
+
+def test_offloading_moves_to_the_host_what_it_takes_from_the_device() -> None:
+    base = {"params": 1e9, "world_size": 4, "layers": 10}
+    plain, optimizer, params = (
+        of(**base, offload=offload) for offload in ("none", "optimizer", "parameters")
+    )
+    for before, after in zip(plain.stages, optimizer.stages, strict=True):
+        assert before.host_bytes == before.moved_bytes == 0
+        assert after.host_bytes == before.optimizer_bytes
+        assert after.total_bytes == before.total_bytes - before.optimizer_bytes
+        assert after.moved_bytes == 2 * 2e9 / (1 if before.stage == 0 else 4)
+    assert params.stages[:3] == optimizer.stages[:3]
+    assert params.stages[3].params_bytes == 0
+    assert params.stages[3].host_bytes == plain.stages[3].optimizer_bytes + 2e9 / 4
+
+
+def test_whole_units_stand_beside_the_shards() -> None:
+    """Two of ten layers: 2 · 2e9 / 10 bytes of gradients from stage 2 on, and of parameters at stage 3."""
+    found = of(params=1e9, world_size=4, layers=10).stages
+    assert [stage.gradients_in_flight_bytes for stage in found] == [0, 0, 4e8, 4e8]
+    assert [stage.gathered_bytes for stage in found] == [0, 0, 0, 4e8]
+    assert found[3].total_bytes == found[3].model_states_bytes + 8e8
+    assert of(params=1e9).stages[3].gathered_bytes is None
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"hidden": 8, "seq": 8, "layers": 2}, "--heads"),
+        ({"heads": 8}, "--layers, --hidden, --seq"),
+        ({"vocab": 8}, "--layers, --hidden, --seq, --heads"),
+        ({"hidden": 8, "flash": True}, "--layers, --seq"),
+    ],
+)
+def test_half_a_shape_is_refused(options: dict[str, object], expected: str) -> None:
+    with pytest.raises(ValidationError, match=f"activations need {expected} as well"):
+        of(params=1e9, **options)

@@ -1,0 +1,114 @@
+"""Laws of the search, on made-up spaces."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Sequence
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zeroir.cost.search import Family, Outcome, Point, search
+
+SIZES = st.lists(st.integers(1, 9), min_size=1, max_size=3)
+
+
+@st.composite
+def spaces(draw: st.DrawFn) -> tuple[list[Family], dict[tuple[int, Point], Outcome], int]:
+    """Families with the outcome of every point, and a bound that none falls below."""
+    families: list[Family] = []
+    table: dict[tuple[int, Point], Outcome] = {}
+    for number in range(draw(st.integers(1, 3))):
+        sizes = tuple(draw(SIZES))
+        seed = draw(st.integers(0, 2**32))
+        points = list(itertools.product(*map(range, sizes)))
+        starts = tuple(dict.fromkeys(draw(st.lists(st.sampled_from(points), min_size=1))))
+        families.append(Family(sizes=sizes, starts=starts))
+        for point in points:
+            digest = hash((seed, point)) & 0xFFFF
+            missing = max(0, digest % 97 - 50)
+            table[number, point] = Outcome(
+                missing_bytes=missing,
+                needed_bytes=digest % 97,
+                step_ns=0 if missing else 100 + digest % 50,
+            )
+    return families, table, draw(st.integers(1, 400))
+
+
+def neighbours(families: Sequence[Family], number: int, point: Point) -> list[tuple[int, Point]]:
+    return [
+        (number, (*point[:axis], value, *point[axis + 1 :]))
+        for axis, size in enumerate(families[number].sizes)
+        for value in (point[axis] - 1, point[axis] + 1)
+        if 0 <= value < size
+    ]
+
+
+@settings(max_examples=25, deadline=None)
+@given(spaces())
+def test_a_search_tries_nothing_twice_and_keeps_the_best_that_it_tried(
+    space: tuple[list[Family], dict[tuple[int, Point], Outcome], int],
+) -> None:
+    families, table, most_tried = space
+    asked: Counter[tuple[int, Point]] = Counter()
+
+    def evaluate(number: int, point: Point) -> Outcome:
+        asked[number, point] += 1
+        return table[number, point]
+
+    found = search(families, evaluate, lambda *_: 100, most_tried=most_tried)
+    assert max(asked.values()) == 1
+    assert len(asked) <= max(most_tried, len(families))
+    assert dict(found.tried) == {key: table[key] for key in asked}
+    keys = {key: outcome.key for key, outcome in found.tried.items()}
+    assert keys[found.winner, found.best[found.winner]] == min(keys.values())
+    for number, point in enumerate(found.best):
+        assert keys[number, point] == min(key for (of, _), key in keys.items() if of == number)
+
+
+@settings(max_examples=25, deadline=None)
+@given(spaces())
+def test_no_neighbour_of_what_a_finished_search_finds_is_better(
+    space: tuple[list[Family], dict[tuple[int, Point], Outcome], int],
+) -> None:
+    families, table, _ = space
+    found = search(families, lambda *key: table[key], lambda *_: 0, most_tried=10**6)
+    assert found.is_finished
+    best = table[found.winner, found.best[found.winner]]
+    for key in neighbours(families, found.winner, found.best[found.winner]):
+        assert table[key].key >= best.key
+
+
+@settings(max_examples=25, deadline=None)
+@given(spaces(), st.data())
+def test_a_bound_spares_work_and_loses_nothing(
+    space: tuple[list[Family], dict[tuple[int, Point], Outcome], int], data: st.DataObject
+) -> None:
+    """With bounds that hold, families that are cut off have nothing better."""
+    families, table, _ = space
+    slack = data.draw(st.integers(0, 20))
+
+    def bound_ns(number: int, point: Point | None) -> int:
+        points = [point] if point is not None else [p for of, p in table if of == number]
+        return min(table[number, p].step_ns for p in points) - slack
+
+    found = search(families, lambda *key: table[key], bound_ns, most_tried=10**6)
+    best = table[found.winner, found.best[found.winner]]
+    for number in found.cut_off:
+        fitting = [o.step_ns for (of, _), o in table.items() if of == number and o.fits]
+        assert all(step_ns >= best.step_ns for step_ns in fitting)
+
+
+def test_one_axis_is_traded_for_another() -> None:
+    """Two axes save the same memory; descent alone spends it on the first, the second is worth more."""
+    family = Family(sizes=(4, 4), starts=((0, 0),))
+
+    def evaluate(_: int, point: Point) -> Outcome:
+        needed = sum(point)
+        missing = max(0, needed - 3)
+        step_ns = 0 if missing else 100 - 5 * point[0] - 9 * point[1]
+        return Outcome(missing_bytes=missing, needed_bytes=needed, step_ns=step_ns)
+
+    found = search([family], evaluate, lambda *_: 0, most_tried=100)
+    assert found.best == ((0, 3),)

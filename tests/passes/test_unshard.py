@@ -1,0 +1,116 @@
+"""Units that stay gathered: one all-gather instead of two, no release in between, and the same numbers."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.passes import happens
+from tests.passes.numbers import assert_equal, inputs, run
+from tests.passes.strategies import Case, cases
+from tests.passes.variants import called_twice
+from tests.support.examples import examples
+from tests.support.programs import mlp
+from zeroir.errors import UserError
+from zeroir.ir.memory import collective_bytes
+from zeroir.ir.program import LAST_MICRO_STEP, Program
+from zeroir.passes import manager
+from zeroir.passes.pipelines import for_stage
+from zeroir.passes.unshard import Unshard
+
+ALL = ("*", "root.*")
+
+
+def psi_bytes(program: Program, *units: str) -> int:
+    """Bytes of the flats of these units, of all without any."""
+    return sum(
+        flat.padded_numel * flat.dtype.itemsize_bytes
+        for flat in program.flats
+        if not units or flat.unit in units
+    )
+
+
+@examples(16)
+@given(cases(stages=(3,)), st.sampled_from([None, 1, 2]))
+def test_with_all_units_two_psi_go_over_the_wire(case: Case, replicas: int | None) -> None:
+    """As with FSDP's reshard_after_forward=False, whether unread gathers are left out or not."""
+    world_size = case.world_size * (replicas or 1)
+    program = case.logical()
+    for step in for_stage(
+        3, world_size, replicas=replicas, elide=case.elide, bucket=case.bucket, unshard=ALL
+    ):
+        program = step(program)
+    axis = "dp" if replicas is None else "shard"
+    sent = collective_bytes(program, axis=axis)
+    assert sent["all_gather"] == psi_bytes(program)
+    if case.micro_steps == 1:
+        assert sent["reduce_scatter"] == psi_bytes(program)
+    for section in program.sections:
+        names = [life.buffer for life in happens.lives(section.body, program)]
+        assert len(names) == len(set(names))
+
+
+def test_only_the_units_that_are_named() -> None:
+    logical = mlp(blocks=3)
+    program = manager.run(logical, for_stage(3, 4, elide=False, unshard=("blocks.1",)))
+    psi = psi_bytes(program)
+    assert collective_bytes(program)["all_gather"] == 2 * psi - psi_bytes(program, "blocks.1")
+    body = program.section_by_name[LAST_MICRO_STEP].body
+    lives = [life for life in happens.lives(body, program) if life.buffer == "blocks.1.full"]
+    assert [len(life.readers) for life in lives] == [2]
+    assert lives[0].release > lives[0].readers[-1]
+
+
+@examples(4)
+@given(cases(stages=(3,), world_sizes=(3, 3)), st.sampled_from([ALL, ("blocks.0",)]), st.booleans())
+def test_numbers_are_the_same(case: Case, units: tuple[str, ...], recompute: bool) -> None:
+    logical = case.logical()
+    batches = inputs(logical, 3, case.micro_steps)
+    expected = run(manager.run(logical, case.passes()), batches)
+    passes = for_stage(
+        3,
+        3,
+        elide=case.elide,
+        distance=case.distance,
+        live=case.live,
+        unshard=units,
+        recompute=("*",) if recompute else (),
+    )
+    result = run(manager.run(logical, passes), batches, schedule_seed=7)
+    assert_equal(result, expected, range(3), "unsharded")
+
+
+def test_over_groups_of_ranks() -> None:
+    logical = mlp(blocks=2, micro_steps=2)
+    batches = inputs(logical, 4, 2)
+    programs = [
+        manager.run(logical, for_stage(3, 4, replicas=2, unshard=units)) for units in ((), ALL)
+    ]
+    expected, result = (run(program, batches) for program in programs)
+    assert_equal(result, expected, range(4), "unsharded in groups")
+
+
+def test_a_unit_that_is_called_twice_is_gathered_once() -> None:
+    program = manager.run(called_twice(), for_stage(3, 2, unshard=("blocks.0",)))
+    body = program.section_by_name[LAST_MICRO_STEP].body
+    lives = [life for life in happens.lives(body, program) if life.buffer == "blocks.0.full"]
+    assert [len(life.readers) for life in lives] == [4]
+
+
+def test_buckets_hold_what_is_still_gathered() -> None:
+    passes = for_stage(3, 2, bucket=1 << 20, unshard=("blocks.0", "root.*"))
+    program = manager.run(mlp(blocks=3), passes)
+    assert collective_bytes(program)["all_gather"] == psi_bytes(program) + psi_bytes(
+        program, "blocks.1", "blocks.2"
+    )
+
+
+def test_it_stands_before_what_bounds_memory() -> None:
+    with pytest.raises(UserError, match=r"would undo the bound of `prefetch\{distance=1\}`"):
+        manager.run(mlp(blocks=1), (*for_stage(3, 2), Unshard()))
+
+
+def test_a_name_of_no_unit_is_refused() -> None:
+    with pytest.raises(UserError, match=r"`unshard\{units=layers\.\*\}` names no unit with"):
+        manager.run(mlp(blocks=1), for_stage(3, 2, unshard=("layers.*",)))

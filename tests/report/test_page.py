@@ -1,0 +1,276 @@
+"""The page of a report: what it says, and what it does in a browser."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.report.browser import open_browser
+from tests.support.programs import mlp
+from zeroir.config import make_options
+from zeroir.cost.machine import load_machine
+from zeroir.cost.simulate import Simulation, simulate
+from zeroir.ir.memory import peak
+from zeroir.ir.program import Program
+from zeroir.ir.verify import verify
+from zeroir.passes.pipelines import for_stage, lower
+from zeroir.report.page.facts import memory_curve, step_ops, unit_facts
+from zeroir.report.page.html import report_html
+from zeroir.report.step import step_sections
+from zeroir.report.summary import summarise
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+BUDGET_BYTES = 40_000
+WIDTH = 1400
+
+
+@cache
+def program(micro_steps: int = 1) -> Program:
+    options = make_options({"stage": 3, "world_size": 4, "micro_steps": micro_steps})
+    return lower(mlp(blocks=3, dim=32, micro_steps=micro_steps), options)
+
+
+@cache
+def simulated(micro_steps: int = 1) -> Simulation:
+    return simulate(program(micro_steps), load_machine("dgx-h100"))
+
+
+def page_of(made: Program, name: str, *, budget_bytes: int | None = BUDGET_BYTES) -> str:
+    report = verify(made)
+    return report_html(
+        made,
+        report,
+        summarise(made, report, stage=3, precision="fp32"),
+        simulate(made, load_machine("dgx-h100")),
+        name=name,
+        budget_bytes=budget_bytes,
+    )
+
+
+@pytest.mark.parametrize("micro_steps", [1, 3])
+def test_every_op_of_the_step_has_its_time_and_memory(micro_steps: int) -> None:
+    made = program(micro_steps)
+    found = step_ops(made, simulated(micro_steps))
+    assert len(found) == sum(len(section.body) for section in step_sections(made))
+    (one,) = simulated(micro_steps).classes
+    assert sorted((s.start_ns, s.end_ns) for o in found for s in o.spans) == sorted(
+        (span.start_ns, span.end_ns) for span in one.spans
+    )
+    assert any(any(one.is_critical) for one in found)
+    curve = memory_curve(made)
+    assert curve.peak_bytes == max(one.used_bytes for one in found) >= peak(made).total_bytes
+    assert [name for _, name in curve.joints] == [s.name for s in step_sections(made)]
+
+
+def test_units_share_the_parameters() -> None:
+    units = unit_facts(program(), step_ops(program(), simulated()))
+    assert sum(unit.parameters_numel for unit in units) == program().parameters_numel
+    assert all(unit.flops > 0 and unit.reduced_bytes > 0 for unit in units)
+
+
+@pytest.mark.slow
+def test_the_page_holds_all_it_needs_and_no_markup_of_others() -> None:
+    text = page_of(program(), 'a "<b>&amp;</b>" name')
+    assert "&lt;b&gt;" in text
+    assert "<b>&amp;" not in text.partition("<script")[0]
+    own = re.sub(r"<script>.*?</script>", "", text, flags=re.DOTALL)
+    assert not re.search(r"(src|href)=[\"'](?!data:)", own)
+    assert "<!--slot:" not in text
+
+
+@contextmanager
+def opened(browser: Browser, path: Path, scheme: Any = "light") -> Iterator[Page]:  # noqa: ANN401
+    """The page in a window of its own, where every error and every request but for the file itself is one too many."""
+    context = browser.new_context(color_scheme=scheme, viewport={"width": WIDTH, "height": 1500})
+    page = context.new_page()
+    troubles: list[str] = []
+    page.on("pageerror", lambda error: troubles.append(str(error)))
+    page.on("console", lambda m: troubles.append(m.text) if m.type == "error" else None)
+    page.on(
+        "request",
+        lambda r: None if r.url.startswith(("file:", "data:")) else troubles.append(r.url),
+    )
+    page.goto(path.as_uri())
+    page.evaluate("zeroir.ready")
+    yield page
+    assert not troubles
+    context.close()
+
+
+def marked(page: Page) -> dict[str, Any]:
+    """The row that is marked, and where the marks stand in the charts."""
+    found: dict[str, Any] = page.evaluate(
+        """() => {
+            const { timeMark, memoryMark } = zeroir.models;
+            const line = document.querySelector("#rows .marked");
+            return {
+                row: line && Number(line.dataset.row),
+                time: timeMark.visible && [timeMark.left, timeMark.right],
+                memory: memoryMark.visible && memoryMark.left,
+            };
+        }"""
+    )
+    return found
+
+
+def centre_of(page: Page, chart: str, x: float, y: float) -> tuple[float, float]:
+    """Where in the window a point of a chart is, given in the chart's own coordinates."""
+    found: list[float] = page.evaluate(
+        """([name, x, y]) => {
+            const model = zeroir.models[name];
+            const view = Bokeh.index.get_one(model);
+            const frame = view.frame;
+            const box = view.el.getBoundingClientRect();
+            return [box.left + frame.x_scale.compute(x), box.top + frame.y_scale.compute(y)];
+        }""",
+        [chart, x, y],
+    )
+    return found[0], found[1]
+
+
+@pytest.mark.slow
+def test_the_page_in_a_browser(tmp_path: Path) -> None:
+    path = tmp_path / "mlp.html"
+    path.write_text(page_of(program(), "mlp.zir"), encoding="utf-8")
+    found = step_ops(program(), simulated())
+    with open_browser() as browser:
+        with opened(browser, path) as page:
+            _require_links(page, found)
+            _require_filter(page, found)
+            light = page.screenshot(path=tmp_path / "light.png")
+        with opened(browser, path, "dark") as page:
+            dark = page.screenshot(path=tmp_path / "dark.png")
+            shades = {"dark": _shades(page)}
+            page.emulate_media(color_scheme="light")
+            shades["light"] = _shades(page)
+    assert light != dark
+    # In both, what is written differs enough from what it is written on (WCAG asks for 4.5).
+    for scheme, contrasts in shades.items():
+        assert contrasts, scheme
+        assert min(contrasts) >= 4.5, (scheme, contrasts)
+
+
+def _require_links(page: Page, found: list[Any]) -> None:
+    """Pointing at a row marks both charts, and pointing into a chart the row and the other chart."""
+    wanted = next(i for i, one in enumerate(found) if one.op == "compute" and one.index > 3)
+    page.evaluate("row => zeroir.mark(row)", wanted)
+    page.locator(f'#rows .row[data-row="{wanted}"]').hover()
+    page.wait_for_function("document.querySelector('#rows .marked:hover')")
+    span = found[wanted].spans[0]
+    at_row = marked(page)
+    assert at_row["row"] == wanted
+    assert at_row["time"] == [span.start_ns / 1000, span.end_ns / 1000]
+    assert at_row["memory"] == wanted
+    page.mouse.move(5, 5)
+    page.wait_for_function(
+        "!document.querySelector('#rows .marked') && !zeroir.models.timeMark.visible"
+    )
+    other = next(i for i, one in enumerate(found) if one.op == "compute" and i > wanted)
+    span = found[other].spans[0]
+    lane = page.evaluate("zeroir.data.lanes.findIndex(one => one.stream === 'compute')")
+    middle_us = (span.start_ns + span.end_ns) / 2000
+    page.mouse.move(*centre_of(page, "timeline", middle_us, -lane))
+    page.wait_for_function(
+        "row => document.querySelector(`#rows .marked[data-row='${row}']`)", arg=other
+    )
+    assert marked(page)["memory"] == other
+    assert f"@{found[other].detail.split(' ')[0].lstrip('@')}" in page.inner_text("#detail")
+    page.mouse.move(*centre_of(page, "memory", wanted + 0.5, 0.1))
+    page.wait_for_function(
+        "row => document.querySelector(`#rows .marked[data-row='${row}']`)", arg=wanted
+    )
+    assert marked(page)["time"] == at_row["time"]
+
+
+def _require_filter(page: Page, found: list[Any]) -> None:
+    """The filter leaves the rows that hold every word, and the head sorts them."""
+    page.fill("#filter", "reduce_scatter LAST_micro")
+    kept = [i for i, one in enumerate(found) if one.op == "reduce_scatter"]
+    assert kept
+    rows = page.locator("#rows .row")
+    assert [int(rows.nth(i).get_attribute("data-row") or -1) for i in range(rows.count())] == kept
+    assert page.inner_text("#count") == f"{len(kept)} of {len(found)}"
+    page.wait_for_function(
+        "kept => zeroir.models.spans.data.alpha.filter(a => a > 0.4).length === kept", arg=len(kept)
+    )
+    page.locator("#head span", has_text="size").click()
+    sizes = [
+        found[int(rows.nth(i).get_attribute("data-row") or -1)].size_bytes
+        for i in range(rows.count())
+    ]
+    assert sizes == sorted(sizes, reverse=True)
+    page.fill("#filter", "")
+    assert page.inner_text("#count") == f"{len(found)}"
+
+
+def _shades(page: Page) -> list[float]:
+    """The contrast of the page's inks with what is behind them, by the formula of WCAG 2."""
+    contrasts: list[float] = page.evaluate(
+        """() => {
+            const light = (text) => {
+                const [r, g, b] = text.match(/[\\d.]+/g).slice(0, 3).map((v) => v / 255)
+                    .map((v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4));
+                return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+            };
+            const behind = (one) => {
+                while (one && getComputedStyle(one).backgroundColor.match(/, 0\\)$/)) one = one.parentElement;
+                return light(getComputedStyle(one || document.body).backgroundColor);
+            };
+            return ["h1", "h2", ".tile span", ".tile b", "td", "th", "td.proved", "#detail", "#rows .row", "#head"]
+                .map((selector) => document.querySelector(selector))
+                .map((one) => [light(getComputedStyle(one).color), behind(one)].sort((a, b) => b - a))
+                .map(([high, low]) => (high + 0.05) / (low + 0.05));
+        }"""
+    )
+    # The charts hear of the scheme after the page's style has changed.
+    page.wait_for_function(
+        """() => getComputedStyle(document.documentElement).getPropertyValue("--ink").trim() ===
+            zeroir.models.timeline.below[0].major_label_text_color"""
+    )
+    return contrasts
+
+
+@pytest.mark.slow
+def test_a_deep_program_stays_fluid(tmp_path: Path) -> None:
+    """Only rows in sight are in the page, and pointing and scrolling redraw neither chart nor table as a whole."""
+    made = mlp(blocks=40, dim=16)
+    for step in for_stage(3, 4):
+        made = step(made)
+    (tmp_path / "deep.html").write_text(
+        page_of(made, "deep.zir", budget_bytes=None), encoding="utf-8"
+    )
+    with open_browser() as browser, opened(browser, tmp_path / "deep.html") as page:
+        count = page.evaluate("zeroir.data.ops.op.length")
+        assert count > 500
+        assert page.locator("#rows .row").count() < 60
+        page.evaluate("document.getElementById('ops').scrollTop = 24 * 400")
+        page.wait_for_function("document.querySelector('#rows .row[data-row=\"405\"]')")
+        assert page.locator("#rows .row").count() < 60
+        drawn = page.evaluate(
+            """async () => {
+                let drawn = 0;
+                const view = Bokeh.index.get_one(zeroir.models.timeline);
+                const glyphs = [...view.all_renderer_views].filter((one) => one.glyph);
+                for (const one of glyphs) {
+                    const paint = one.paint.bind(one);
+                    one.paint = (...given) => { drawn += 1; return paint(...given); };
+                }
+                for (let row = 0; row < 20; row += 1) {
+                    zeroir.mark(row * 20);
+                    await new Promise((next) => requestAnimationFrame(() => setTimeout(next, 0)));
+                }
+                const marking = drawn;
+                zeroir.models.timeline.x_range.end /= 2;
+                await new Promise((next) => requestAnimationFrame(() => setTimeout(next, 100)));
+                return [glyphs.length, marking, drawn > 0];
+            }"""
+        )
+        assert drawn == [1, 0, True]

@@ -1,0 +1,106 @@
+"""Which other options would fit a memory budget, cheapest first: the logical program lowered anew and measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from zeroir.config import CompileOptions
+from zeroir.ir.footprint import Footprint, footprint
+from zeroir.ir.program import Program
+from zeroir.report.names import format_bytes
+
+_ENOUGH = 3
+_MOST_TIMES = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alternative:
+    """Options that differ from those of a program, by name, and what a rank's device must hold with them."""
+
+    changes: Mapping[str, int | bool]
+    footprint: Footprint
+
+    def __str__(self) -> str:
+        flags = [
+            f"--{'no-' if value is False else ''}{name.replace('_', '-')}"
+            + ("" if isinstance(value, bool) else f" {value}")
+            for name, value in self.changes.items()
+        ]
+        return f"{' '.join(flags)} needs {format_bytes(self.footprint.total_bytes)}"
+
+
+def alternatives(
+    logical: Program, options: CompileOptions, budget_bytes: int
+) -> tuple[Alternative, ...]:
+    """Up to three that fit, cheapest first; if none does, the one that needs least.
+
+    What costs no communication comes first: fewer full gradients at once, saving less for the backward, stages up to 2.
+    Then what exposes or adds some: no prefetch, stage 3. More ranks come last. Programs are measured, not verified.
+    """
+    fitting: list[Alternative] = []
+    least: Alternative | None = None
+    for changes in _candidates(options):
+        found = Alternative(
+            changes=changes, footprint=footprint(_lowered(logical, options, changes))
+        )
+        if found.footprint.total_bytes <= budget_bytes:
+            fitting.append(found)
+        if least is None or found.footprint.total_bytes < least.footprint.total_bytes:
+            least = found
+        if len(fitting) == _ENOUGH or (fitting and "world_size" in changes):
+            break
+    if fitting or least is None:
+        return tuple(fitting)
+    return (least,)
+
+
+def advice(logical: Program, options: CompileOptions, budget_bytes: int) -> str:
+    """What to do about a program that does not fit, in a sentence."""
+    found = alternatives(logical, options, budget_bytes)
+    if not found:
+        return "Use more ranks, a lower precision or a smaller batch."
+    if found[0].footprint.total_bytes > budget_bytes:
+        return f"No other options fit; {found[0]}. Use a lower precision or a smaller batch."
+    return f"Compile with other options: {'; '.join(map(str, found))}."
+
+
+def _candidates(options: CompileOptions) -> Iterator[Mapping[str, int | bool]]:
+    stage = options.stage
+    lean: dict[str, int | bool] = {}
+    if not options.select_saved:
+        lean["select_saved"] = True
+        yield dict(lean)
+    if stage >= 2 and options.live_gradients > 1:
+        yield {**lean, "live_gradients": 1}
+    for higher in range(stage + 1, 3):
+        yield {**lean, "stage": higher}
+    if stage < 2:
+        yield {**lean, "stage": 2, "live_gradients": 1}
+    if stage < 3:
+        yield {**lean, "stage": 3}
+    bare = {**lean, **({"stage": 3} if stage < 3 else {})}
+    if options.live_gradients > 1:
+        bare["live_gradients"] = 1
+    if options.prefetch:
+        if stage == 3:
+            yield {**lean, "prefetch": 0}
+        bare["prefetch"] = 0
+    if bare:
+        yield bare
+    times = 2
+    while options.mesh is None and times <= _MOST_TIMES:
+        yield {**bare, "world_size": options.world_size * times}
+        times *= 2
+
+
+def _lowered(
+    logical: Program, options: CompileOptions, changes: Mapping[str, int | bool]
+) -> Program:
+    from zeroir.passes.pipelines import for_options
+
+    chosen = options.model_copy(update=dict(changes))
+    program = replace(logical, options=chosen.to_pairs())
+    for step in for_options(chosen):
+        program = step(program)
+    return program

@@ -1,0 +1,48 @@
+"""What a step takes, before anybody runs it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from zeroir.api.compiled import CompiledProgram, load_program
+from zeroir.config import explain_validation
+from zeroir.cost.estimate import Estimate, EstimateOptions
+from zeroir.cost.estimate import estimate as estimate_with
+from zeroir.cost.machine import Machine, load_machine
+from zeroir.cost.simulate import Simulation
+from zeroir.cost.simulate import simulate as simulate_program
+from zeroir.errors import UserError
+
+
+def simulate(
+    program: CompiledProgram | str | Path,
+    machine: Machine | str | Path = "dgx-h100",
+    *,
+    straggler: float | None = None,
+    micro_steps: int | None = None,
+) -> Simulation:
+    """Simulate a training step of a program, or of the one in a ``.zir`` file, on a machine.
+
+    ``machine`` is one that zeroir describes, by its name, or a TOML file. With ``straggler``, rank 0's own work takes
+    that many times as long. ``micro_steps`` are those that the program was compiled for unless given.
+
+    Raises:
+        UserError: where the program or the machine is missing or wrong, or they do not go together.
+    """
+    compiled = program if isinstance(program, CompiledProgram) else load_program(program)
+    known = machine if isinstance(machine, Machine) else load_machine(machine)
+    return simulate_program(compiled.program, known, straggler=straggler, micro_steps=micro_steps)
+
+
+def estimate(params: float, **options: object) -> Estimate:
+    """What training that many parameters takes at every stage; the keywords are ``EstimateOptions``' fields.
+
+    Raises:
+        UserError: where an option is wrong.
+    """
+    try:
+        return estimate_with(EstimateOptions.model_validate({"params": params, **options}))
+    except ValidationError as error:
+        raise UserError(explain_validation(error, command="estimate")) from None

@@ -1,0 +1,22 @@
+"""What several commands take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
+from cyclopts.validators import Number
+
+Model = Annotated[
+    str, Parameter(help="MODEL.PY or MODEL.PY:FACTORY; the file defines model() and batch().")
+]
+ProgramFile = Annotated[Path, Parameter(help="A compiled program (.zir).")]
+AsJson = Annotated[bool, Parameter(name="--json", negative=(), help="Print one JSON document.")]
+AtLeastOne = Number(gte=1)
+Kernels = Annotated[
+    Literal["eager", "inductor"],
+    Parameter(
+        help="What computes segments: torch's operators one by one, or code compiled once and kept on disk."
+    ),
+]

@@ -1,0 +1,78 @@
+"""The commands that take a model: they alone need its options, which take long to load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from zeroir.cli.arguments import AsJson, AtLeastOne, Kernels, Model
+from zeroir.cli.console import out, print_json, progress
+from zeroir.config import CompileOptions
+from zeroir.errors import UserError
+
+Options = Annotated[CompileOptions | None, Parameter(name="*")]
+
+
+def compile(  # noqa: A001 - the command's name is the field's word
+    model: Model,
+    /,
+    *,
+    output: Annotated[
+        Path | None,
+        Parameter(name=["-o", "--output"], help="Where to write. [default: MODEL.zir, here]"),
+    ] = None,
+    options: Options = None,
+    as_json: AsJson = False,
+) -> int:
+    """Trace a model, place every collective for the stage, prove the schedule, and write a program.
+
+    Example: zeroir compile examples/gpt.py --stage 3 --world-size 4 -o gpt.zir
+    """
+    from zeroir.api import compile_with
+    from zeroir.artifact import require_writable
+    from zeroir.cli.render import print_summary
+
+    source = Path(model.partition(":")[0])
+    path = Path(f"{source.stem}.zir") if output is None else output
+    require_writable(path)
+    if path.exists() and source.exists() and path.samefile(source):
+        raise UserError(f"'{path}' is the model file itself: name another file to write.")
+    with progress(f"Compiling {model}"):
+        compiled = compile_with(model, options or CompileOptions())
+        compiled.save(path)
+    if as_json:
+        print_json({"path": str(path), **compiled.summary()})
+    else:
+        print_summary(out, compiled.summary())
+        out.print(f"Wrote {path}.", markup=False)
+    return 0
+
+
+def check(
+    model: Model,
+    /,
+    *,
+    options: Options = None,
+    steps: Annotated[int, Parameter(validator=AtLeastOne, help="Training steps to compare.")] = 3,
+    seed: Annotated[int, Parameter(help="Seed of weights, data, dropout and interleaving.")] = 0,
+    kernels: Kernels = "eager",
+    as_json: AsJson = False,
+) -> int:
+    """Run the program on virtual ranks against eager PyTorch replicas; exit 1 and say where they differ.
+
+    Example: zeroir check examples/gpt.py --stage 3 --world-size 4
+    """
+    from zeroir.api.check import check_model
+    from zeroir.cli.render import print_comparison
+
+    with progress(f"Checking {model}"):
+        comparison = check_model(
+            model, options or CompileOptions(), steps=steps, seed=seed, kernels=kernels
+        )
+    if as_json:
+        print_json(comparison.to_json())
+    else:
+        print_comparison(out, comparison)
+    return 0 if comparison.is_equal else 1

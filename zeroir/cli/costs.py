@@ -1,0 +1,88 @@
+"""Commands that say what a step takes before anybody runs it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+from cyclopts.validators import Number
+
+from zeroir.cli.console import err, out, print_json
+from zeroir.cost.estimate import EstimateOptions
+from zeroir.errors import UserError
+
+AsJson = Annotated[bool, Parameter(name="--json", negative=(), help="Print one JSON document.")]
+
+
+def simulate(
+    program: Annotated[Path, Parameter(help="A compiled program (.zir).")],
+    /,
+    *,
+    machine: Annotated[
+        str,
+        Parameter(
+            help="The machine: 8x4090-pcie, cpu-local, dgx-a100-80g, dgx-h100, hgx-h200, or a TOML file."
+        ),
+    ] = "dgx-h100",
+    straggler: Annotated[
+        float | None, Parameter(help="Rank 0's own work takes this many times as long.")
+    ] = None,
+    micro_steps: Annotated[
+        int | None,
+        Parameter(
+            validator=Number(gte=1), help="Micro-steps of the step. [default: those compiled for]"
+        ),
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        Parameter(help="Write when every op begins and ends, for ui.perfetto.dev."),
+    ] = None,
+    as_json: AsJson = False,
+) -> int:
+    """Predict how long a step of a compiled program takes on a machine, and what bounds it.
+
+    Example: zeroir simulate gpt.zir --machine dgx-a100-80g --straggler 1.2
+    """
+    from zeroir.api import load_program
+    from zeroir.api.costs import simulate as simulate_program
+    from zeroir.artifact import require_writable, write_whole
+    from zeroir.report.costs import render_simulation, simulation_json
+    from zeroir.report.trace import simulated_trace
+
+    if trace is not None:
+        require_writable(trace, example="trace.json")
+        if trace.exists() and program.exists() and trace.samefile(program):
+            raise UserError(f"'{trace}' is the program itself: name another file for the timeline.")
+    compiled = load_program(program)
+    found = simulate_program(compiled, machine, straggler=straggler, micro_steps=micro_steps)
+    if as_json:
+        print_json(simulation_json(compiled.program, found))
+    else:
+        out.print(render_simulation(compiled.program, found))
+    if trace is not None:
+        document = simulated_trace(compiled.program, found)
+        write_whole(trace, json.dumps(document, separators=(",", ":")).encode())
+        err.print(f"Wrote {trace}: open it at ui.perfetto.dev.", markup=False)
+    return 0
+
+
+def estimate(
+    *,
+    options: Annotated[EstimateOptions, Parameter(name="*")],
+    as_json: AsJson = False,
+) -> int:
+    """Estimate memory, communication and activations of training at every ZeRO stage, without a model.
+
+    Example: zeroir estimate --params 7.5e9 --world-size 64
+    """
+    from zeroir.cost.estimate import estimate as estimate_with
+    from zeroir.report.costs import estimate_json, render_estimate
+
+    found = estimate_with(options)
+    if as_json:
+        print_json(estimate_json(found))
+    else:
+        out.print(render_estimate(found))
+    return 0

@@ -1,0 +1,92 @@
+"""A plan as a person reads it in a terminal, and as a program does."""
+
+from __future__ import annotations
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from zeroir.api.plan import Candidate, Plan, words
+from zeroir.report.costs import format_seconds
+from zeroir.report.names import counted, format_bytes
+
+_SHOWN: int = 12
+
+
+def render_plan(plan: Plan, *, is_unfolded: bool = False) -> RenderableType:
+    """What was chosen, how sure it is, and what lost; the dozen that came closest unless all are asked for."""
+    chosen = plan.chosen
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim")
+    grid.add_column()
+    grid.add_row("machine", f"{plan.machine}, {counted(plan.world_size, 'rank')}")
+    grid.add_row("memory", f"{format_bytes(plan.budget_bytes)} a rank")
+    ended = "" if plan.is_finished else ", as many as were allowed"
+    grid.add_row("tried", f"{plan.tried:,} of {counted(plan.choices, 'choice')}{ended}")
+    grid.add_row("chosen", words(chosen.settings))
+    step_s = (chosen.step_ns or 0) / 1e9
+    grid.add_row("step", f"{format_seconds(step_s)}, {_bounded(chosen)}")
+    grid.add_row("needs", f"{format_bytes(chosen.needed_bytes)}, most {chosen.culprit}")
+    grid.add_row(
+        "no choice below",
+        f"{format_seconds(plan.bound_ns / 1e9)} ({plan.bound_ns / 1e9 / step_s:.0%} of the step): "
+        "the segments alone, or the bytes alone",
+    )
+    table = Table(
+        title=Text("\nwhat lost", style="bold"),
+        title_justify="left",
+        box=None,
+        padding=(0, 2, 0, 0),
+    )
+    for name in ("options", "step", "memory", "why"):
+        table.add_column(name, justify="right" if name in ("step", "memory") else "left")
+    shown = plan.alternatives if is_unfolded else plan.alternatives[:_SHOWN]
+    for alternative in shown:
+        one = alternative.candidate
+        table.add_row(
+            words(one.settings),
+            "-" if one.step_ns is None else format_seconds(one.step_ns / 1e9),
+            format_bytes(one.needed_bytes),
+            alternative.why,
+        )
+    parts: list[RenderableType] = [grid]
+    if shown:
+        parts.append(table)
+    rest = len(plan.alternatives) - len(shown)
+    if rest:
+        parts.append(Text(f"… and {rest:,} more: --all prints them."))
+    return Group(*parts)
+
+
+def plan_json(plan: Plan) -> dict[str, object]:
+    """All of it but the program."""
+    return {
+        "machine": plan.machine,
+        "world_size": plan.world_size,
+        "memory_bytes": plan.budget_bytes,
+        "tried": plan.tried,
+        "choices": plan.choices,
+        "is_finished": plan.is_finished,
+        "bound_seconds": plan.bound_ns / 1e9,
+        "chosen": _candidate_json(plan.chosen),
+        "options": plan.compiled.options.model_dump(mode="json"),
+        "alternatives": [
+            {**_candidate_json(one.candidate), "why": one.why} for one in plan.alternatives
+        ],
+    }
+
+
+def _candidate_json(candidate: Candidate) -> dict[str, object]:
+    return {
+        "settings": dict(candidate.settings),
+        "needed_bytes": candidate.needed_bytes,
+        "fullest": candidate.culprit,
+        "step_seconds": None if candidate.step_ns is None else candidate.step_ns / 1e9,
+        "exposed_communication_seconds": candidate.exposed_ns / 1e9,
+        "critical_path": dict(candidate.bounded_by),
+    }
+
+
+def _bounded(candidate: Candidate) -> str:
+    what, share = candidate.bounded_by[0]
+    return f"bound by {what} ({share:.0%} of it)"

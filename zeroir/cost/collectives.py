@@ -1,0 +1,166 @@
+"""What a collective takes: alpha-beta times of rings, with the bus-bandwidth factors of nccl-tests.
+
+The factors are those of https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md: of a full buffer of S
+bytes, every one of n ranks sends S(n-1)/n in an all-gather or a reduce-scatter, 2S(n-1)/n in an all-reduce, and S in a
+broadcast. A ring over several nodes leaves each node once, by as many network adapters as ranks of the group share the
+node; so a rank sends 1/g of its bytes over the network, where g ranks share a node, and the rest within the node. The
+two go on at once, and the slower decides. A small all-reduce goes along a double binary tree where that is faster.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from zeroir.cost.machine import CollectiveKind, Link, Machine, MeasuredCollective
+from zeroir.errors import UserError
+
+
+class Wire(StrEnum):
+    """What bytes between ranks travel over."""
+
+    NODE_LINK = "node_link"
+    NETWORK = "network"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ring:
+    """Where the ranks of a group stand: how many, on how many nodes, and the fewest and most on one of them."""
+
+    ranks: int
+    nodes: int
+    fewest: int
+    most: int
+
+
+def ring_of(ranks: Sequence[int], node_ranks: int) -> Ring:
+    """The ring of a group of ranks; rank r stands on node r // ``node_ranks``."""
+    counts = Counter(rank // node_ranks for rank in ranks)
+    return Ring(
+        ranks=len(ranks),
+        nodes=len(counts),
+        fewest=min(counts.values()),
+        most=max(counts.values()),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transfer:
+    """What one collective asks of each of its ranks.
+
+    ``seconds`` = ``latency_s`` + ``transfer_s`` when nothing else uses the wires. ``bytes_by_wire`` are what a rank
+    sends, and ``demand_by_wire`` is how much of each wire's bandwidth that takes meanwhile, at most 1.
+    """
+
+    latency_s: float
+    transfer_s: float
+    bytes_by_wire: Mapping[Wire, float]
+    demand_by_wire: Mapping[Wire, float]
+    is_measured: bool = False
+
+    @property
+    def seconds(self) -> float:
+        """From the moment at which the last rank has come."""
+        return self.latency_s + self.transfer_s
+
+
+def transfer(machine: Machine, kind: CollectiveKind, ring: Ring, payload_bytes: int) -> Transfer:
+    """What a collective over the ring takes; ``payload_bytes`` are those of the full buffers.
+
+    Raises:
+        UserError: where the ring leaves a node of a machine without a network.
+    """
+    sent = _sent_bytes(kind, ring.ranks, payload_bytes)
+    measured = _measured(machine, kind, ring)
+    if ring.ranks == 1:
+        # One rank only copies, which is a read and a write.
+        latency_s, transfer_s = 0.0, 2 * payload_bytes / machine.memory.reached_bytes_per_s
+        if measured is not None:
+            latency_s, transfer_s = measured.alpha_s, measured.beta_s_per_byte * payload_bytes
+        return Transfer(
+            latency_s=latency_s,
+            transfer_s=transfer_s,
+            bytes_by_wire={},
+            demand_by_wire={},
+            is_measured=measured is not None,
+        )
+    bytes_by_wire = _bytes_by_wire(ring, sent)
+    busy = {
+        wire: count / _link(machine, wire).reached_bytes_per_s
+        for wire, count in bytes_by_wire.items()
+    }
+    latency_s, transfer_s = _latency_s(machine, kind, ring), max(busy.values())
+    if kind == "all_reduce":
+        tree_latency_s = _tree_latency_s(machine, ring)
+        tree_transfer_s = transfer_s * ring.ranks / (ring.ranks - 1)
+        if tree_latency_s + tree_transfer_s < latency_s + transfer_s:
+            latency_s, transfer_s = tree_latency_s, tree_transfer_s
+            bytes_by_wire = _bytes_by_wire(ring, 2 * payload_bytes)
+    if measured is not None:
+        latency_s, transfer_s = measured.alpha_s, measured.beta_s_per_byte * payload_bytes
+    slowest = max(busy.values())
+    return Transfer(
+        latency_s=latency_s,
+        transfer_s=transfer_s,
+        bytes_by_wire=bytes_by_wire,
+        demand_by_wire={wire: time / slowest for wire, time in busy.items() if slowest},
+        is_measured=measured is not None,
+    )
+
+
+def _sent_bytes(kind: CollectiveKind, ranks: int, payload_bytes: int) -> float:
+    match kind:
+        case "all_gather" | "reduce_scatter":
+            return payload_bytes * (ranks - 1) / ranks
+        case "all_reduce":
+            return 2 * payload_bytes * (ranks - 1) / ranks
+        case "broadcast":
+            return payload_bytes
+
+
+def _bytes_by_wire(ring: Ring, sent: float) -> Mapping[Wire, float]:
+    """The bytes of the rank that sends most over each wire."""
+    if ring.nodes == 1:
+        return {Wire.NODE_LINK: sent}
+    found = {Wire.NETWORK: sent / ring.fewest}
+    if ring.most > 1:
+        found[Wire.NODE_LINK] = sent * (ring.most - 1) / ring.most
+    return found
+
+
+def _latency_s(machine: Machine, kind: CollectiveKind, ring: Ring) -> float:
+    """Until the first byte has come all the way around."""
+    inside, between = ring.ranks - ring.nodes, ring.nodes - 1
+    once = inside * machine.node_link.latency_s.value
+    if between:
+        once += between * _link(machine, Wire.NETWORK).latency_s.value
+    return 2 * once if kind == "all_reduce" else once
+
+
+def _tree_latency_s(machine: Machine, ring: Ring) -> float:
+    """Up and down a tree."""
+    once = math.ceil(math.log2(ring.most)) * machine.node_link.latency_s.value
+    if ring.nodes > 1:
+        once += math.ceil(math.log2(ring.nodes)) * _link(machine, Wire.NETWORK).latency_s.value
+    return 2 * once
+
+
+def _link(machine: Machine, wire: Wire) -> Link:
+    if wire is Wire.NODE_LINK:
+        return machine.node_link
+    if machine.network is None:
+        raise UserError(
+            f"The machine {machine.name} has no network, so it takes at most {machine.node_ranks} ranks: "
+            "choose another one, or compile for fewer ranks."
+        )
+    return machine.network
+
+
+def _measured(machine: Machine, kind: CollectiveKind, ring: Ring) -> MeasuredCollective | None:
+    for found in machine.collectives:
+        if (found.kind, found.ranks, found.nodes) == (kind, ring.ranks, ring.nodes):
+            return found
+    return None

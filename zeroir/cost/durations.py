@@ -1,0 +1,228 @@
+"""What each op takes on a machine when nothing holds it up.
+
+A node of a segment takes the longer of its arithmetic and its memory traffic, plus the launch of its kernel: the
+roofline model (Williams et al. 2009), node by node, as eager kernels run. What only moves or updates elements takes
+its bytes. What a profile measured takes the place of that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final, assert_never
+
+from zeroir.cost.collectives import Ring, Transfer, transfer
+from zeroir.cost.machine import CollectiveKind, Machine
+from zeroir.ir import ops
+from zeroir.ir.buffers import Region
+from zeroir.ir.dtypes import DType
+from zeroir.ir.effects import effects
+from zeroir.ir.memory import payloads
+from zeroir.ir.mesh import HOST, Executor
+from zeroir.ir.ops import Mode
+from zeroir.ir.program import Program
+from zeroir.ir.segment import Node, Segment, TensorType
+from zeroir.ir.views import is_view
+
+_PICKING: Final = frozenset(
+    {
+        "aten.embedding.default",
+        "aten.gather.default",
+        "aten.index.Tensor",
+        "aten.index_select.default",
+    }
+)
+"""Nodes that read of an operand no more than what they yield."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SegmentCost:
+    """One call of a segment: its seconds, and its floating-point operations by the dtype they are done in."""
+
+    seconds: float
+    flops: Mapping[DType, int]
+    is_measured: bool = False
+
+
+def segment_cost(segment: Segment, machine: Machine) -> SegmentCost:
+    """What one call of a segment takes."""
+    types = segment.types()
+    seconds = 0.0
+    flops: dict[DType, int] = {}
+    for node in segment.nodes:
+        if is_view(node.op):
+            continue
+        dtype = _dtype(node, types)
+        flops[dtype] = flops.get(dtype, 0) + node.flops
+        arithmetic_s = node.flops / machine.compute.flops_per_s(dtype)
+        traffic_s = node_bytes(node, types) / machine.memory.reached_bytes_per_s
+        seconds += max(arithmetic_s, traffic_s) + machine.compute.kernel_launch_s.value
+    # The digest is as much work as all of the above, so it is only asked for where something was measured.
+    measured = machine.segments.get(segment.digest()) if machine.segments else None
+    return SegmentCost(
+        seconds=seconds if measured is None else measured.seconds,
+        flops={dtype: count for dtype, count in flops.items() if count},
+        is_measured=measured is not None,
+    )
+
+
+def node_bytes(node: Node, types: tuple[TensorType | None, ...]) -> int:
+    """Bytes that a node reads and writes: every operand once, and every result."""
+    written = sum(result.size_bytes for result in node.results if result is not None)
+    read = 0
+    for index in dict.fromkeys(ref.index for ref in node.refs()):
+        kind = types[index]
+        if kind is not None:
+            size = _touched_bytes(kind)
+            read += min(size, written) if node.op in _PICKING else size
+    return read + written
+
+
+def _touched_bytes(kind: TensorType) -> int:
+    """Bytes of the elements that a tensor has; an expanded one has them only once."""
+    sizes = (size for size, step in zip(kind.shape, kind.stride, strict=True) if step)
+    return math.prod(sizes) * kind.dtype.itemsize_bytes
+
+
+def _dtype(node: Node, types: tuple[TensorType | None, ...]) -> DType:
+    """What a node computes in: the dtype of its first operand of floating-point numbers."""
+    for ref in node.refs():
+        kind = types[ref.index]
+        if kind is not None and kind.dtype.is_floating:
+            return kind.dtype
+    return DType.F32
+
+
+class Durations:
+    """The times of a program's ops on a machine."""
+
+    def __init__(self, program: Program, machine: Machine) -> None:
+        self._program = program
+        self._machine = machine
+        self._segments: dict[str, SegmentCost] = {}
+        self._executors = {stream.name: stream.executor for stream in program.streams}
+        self._transfers: dict[tuple[CollectiveKind, Ring, int], Transfer] = {}
+        self._measured = {(one.name, one.stream): one for one in machine.ops}
+
+    def segment(self, name: str) -> SegmentCost:
+        """What one call of the segment of that name takes."""
+        found = self._segments.get(name)
+        if found is None:
+            found = segment_cost(self._program.segment_by_name[name], self._machine)
+            self._segments[name] = found
+        return found
+
+    @property
+    def segments(self) -> tuple[SegmentCost, ...]:
+        """Those that were asked for so far."""
+        return tuple(self._segments.values())
+
+    @property
+    def transfers(self) -> tuple[Transfer, ...]:
+        """Those that were asked for so far: of each kind, ring and size."""
+        return tuple(self._transfers.values())
+
+    def collective(self, op: ops.Collective, ring: Ring) -> Transfer:
+        """What a collective takes among the ranks of a ring."""
+        key = collective_kind(op), ring, sum(size for _, size in payloads(op, self._program))
+        found = self._transfers.get(key)
+        if found is None:
+            found = transfer(self._machine, *key)
+            self._transfers[key] = found
+        return found
+
+    def seconds(self, op: ops.Op) -> float:
+        """What an op takes that is no collective. A wait takes no time of its own, unless it was measured."""
+        machine = self._machine
+        if not isinstance(op, ops.Compute):
+            measured = self._measured.get((ops.op_name(type(op)), effects(op).stream))
+            if measured is not None:
+                return measured.alpha_s + measured.beta_s_per_byte * self.traffic_bytes(op)
+        match op:
+            case ops.Alloc() | ops.Release() | ops.Wait():
+                return 0.0
+            case (
+                ops.AllGather()
+                | ops.Prefetch()
+                | ops.ReduceScatter()
+                | ops.AllReduce()
+                | ops.Broadcast()
+            ):
+                raise ValueError("what a collective takes depends on the ranks")
+            case ops.Compute():
+                cost = self.segment(op.segment)
+                # A call that was measured had added its results already.
+                return cost.seconds + (0.0 if cost.is_measured else self._added_s(op))
+            case (
+                ops.Cast()
+                | ops.Fill()
+                | ops.Scale()
+                | ops.GradNorm()
+                | ops.CheckFinite()
+                | ops.Decide()
+                | ops.OptimizerStep()
+                | ops.UpdateScale()
+            ):
+                return self._elementwise_s(op)
+            case ops.ToHost() | ops.ToDevice():
+                link = machine.host_link
+                return link.latency_s.value + self._bytes(op.source) / link.reached_bytes_per_s
+            case ops.Load():
+                disk = machine.disk
+                return disk.latency_s.value + self._bytes(op.source) / disk.read_bytes_per_s.value
+            case ops.Store():
+                disk = machine.disk
+                return disk.latency_s.value + self._bytes(op.source) / disk.write_bytes_per_s.value
+            case _:
+                assert_never(op)
+
+    def _added_s(self, op: ops.Compute) -> float:
+        """Adding results to what destinations hold: a kernel that reads both and writes one."""
+        added = [
+            destination.view.region
+            for destination in op.destinations
+            if destination is not None and destination.mode is Mode.ACCUMULATE
+        ]
+        return sum(self._kernel_s(3 * self._bytes(region), op.stream) for region in added)
+
+    def traffic_bytes(self, op: ops.Op) -> int:
+        """Bytes that an op reads and writes."""
+        effect = effects(op)
+        once = sum(self._bytes(region) for region in (*effect.reads, *effect.writes))
+        twice = sum(self._bytes(region) for region in effect.accumulates)
+        return once + 2 * twice
+
+    def _elementwise_s(self, op: ops.Op) -> float:
+        return self._kernel_s(self.traffic_bytes(op), effects(op).stream)
+
+    def _kernel_s(self, traffic_bytes: int, stream: str) -> float:
+        machine = self._machine
+        executor = Executor.HOST if stream == HOST else self._executors[stream]
+        match executor:
+            case Executor.DEVICE:
+                launch_s = machine.compute.kernel_launch_s.value
+                return launch_s + traffic_bytes / machine.memory.reached_bytes_per_s
+            case Executor.HOST | Executor.DISK:
+                return traffic_bytes / machine.host.bytes_per_s.value
+            case _:
+                assert_never(executor)
+
+    def _bytes(self, region: Region) -> int:
+        buffer = self._program.buffer_by_name[region.buffer]
+        return region.local_numel(self._program.mesh) * buffer.dtype.itemsize_bytes
+
+
+def collective_kind(op: ops.Collective) -> CollectiveKind:
+    """The kind of a collective, by which it is timed; a prefetch is an all-gather."""
+    match op:
+        case ops.AllGather() | ops.Prefetch():
+            return "all_gather"
+        case ops.ReduceScatter():
+            return "reduce_scatter"
+        case ops.AllReduce():
+            return "all_reduce"
+        case ops.Broadcast():
+            return "broadcast"
+        case _:
+            assert_never(op)

@@ -1,0 +1,248 @@
+"""What training takes, from a few numbers and without a model: memory, communication, activations.
+
+Model states and communication follow the ZeRO paper (Rajbhandari et al. 2020, §3.1, §5 and §7), activations
+Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", §4. A program knows all of
+this exactly, so that an estimate is for before there is one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Final, Literal, Self, assert_never
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from zeroir.config import Precision
+
+Optimizer = Literal["sgd", "momentum", "adam", "adamw", "adam-fp32-master", "adafactor", "shampoo"]
+Offload = Literal["none", "optimizer", "parameters"]
+
+STAGES: Final = (0, 1, 2, 3)
+COMMUNICATED_PER_PARAMETER: Final = {0: 2, 1: 2, 2: 2, 3: 3}
+"""Elements that a rank sends in a step for each parameter, times (N-1)/N on a ring, by stage.
+
+Reducing everywhere is a reduce-scatter and an all-gather, of Ψ each; stage 3 gathers the parameters twice.
+"""
+
+_STATE_BYTES: Final = 4
+_UNITS_HELD: Final = 2
+"""Units whose parameters are gathered, and whose gradients are whole, at once: the compiler's defaults."""
+
+
+class EstimateOptions(BaseModel):
+    """What an estimate starts from. The descriptions are the command line's help."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    params: Annotated[float, Field(ge=1, description="Number of parameters, as 7.5e9.")]
+    world_size: Annotated[int, Field(ge=1, description="Number of ranks.")] = 1
+    optimizer: Annotated[Optimizer, Field(description="The update rule.")] = "adamw"
+    precision: Annotated[
+        Precision, Field(description="Dtype of parameters, activations and gradients.")
+    ] = "bf16"
+    master: Annotated[
+        bool, Field(description="Whether the optimizer keeps an FP32 copy of 16-bit parameters.")
+    ] = True
+    layers: Annotated[int | None, Field(ge=1, description="Transformer layers.")] = None
+    hidden: Annotated[int | None, Field(ge=1, description="Width of a layer.")] = None
+    heads: Annotated[int | None, Field(ge=1, description="Attention heads.")] = None
+    seq: Annotated[int | None, Field(ge=1, description="Tokens of a sequence.")] = None
+    batch: Annotated[int, Field(ge=1, description="Sequences of a rank's micro-batch.")] = 1
+    vocab: Annotated[
+        int | None, Field(ge=1, description="Entries of the vocabulary, for the logits.")
+    ] = None
+    recompute: Annotated[
+        bool, Field(description="Keep the input of each layer alone, and compute the layer again.")
+    ] = False
+    flash: Annotated[
+        bool, Field(description="Attention that keeps no scores (or computes them again).")
+    ] = False
+    offload: Annotated[
+        Offload,
+        Field(description="What the host keeps: the optimizer's, or also stage 3's parameters."),
+    ] = "none"
+
+    @model_validator(mode="after")
+    def _shape_is_whole(self) -> Self:
+        given = {"layers": self.layers, "hidden": self.hidden, "seq": self.seq}
+        needed = {**given, "heads": self.heads}
+        if not self.flash and not self.recompute:
+            given = needed
+        absent = [name for name, value in given.items() if value is None]
+        asked = [name for name, value in needed.items() if value is not None]
+        asked += [] if self.vocab is None else ["vocab"]
+        # Layers alone say how large a unit is.
+        if absent and set(asked) - {"layers"}:
+            raise ValueError(
+                f"activations need {', '.join(f'--{name}' for name in absent)} as well"
+            )
+        return self
+
+    @property
+    def itemsize_bytes(self) -> int:
+        """Bytes of a parameter, a gradient, or an element of an activation."""
+        return 4 if self.precision == "fp32" else 2
+
+
+def states_per_parameter(optimizer: Optimizer) -> tuple[int, int]:
+    """The fewest and the most FP32 numbers that an optimizer keeps for each parameter.
+
+    Adafactor keeps the first moment, and of the second only the sums of rows and columns, which hardly count. Shampoo
+    keeps, of an m × n parameter, m × m and n × n statistics, and besides these their roots, a moment and a diagonal
+    accumulator where an implementation has them; the numbers are those of square parameters.
+    """
+    match optimizer:
+        case "sgd":
+            return 0, 0
+        case "momentum" | "adafactor":
+            return 1, 1
+        case "adam" | "adamw":
+            return 2, 2
+        case "adam-fp32-master":
+            return 3, 3
+        case "shampoo":
+            return 2, 6
+        case _:
+            assert_never(optimizer)
+
+
+def optimizer_bytes_per_parameter(options: EstimateOptions) -> int:
+    """K of the ZeRO paper: the bytes that the optimizer keeps for each parameter, master weights included."""
+    numbers = states_per_parameter(options.optimizer)[1]
+    is_low = options.itemsize_bytes < _STATE_BYTES
+    if is_low and options.master and options.optimizer != "adam-fp32-master":
+        numbers += 1
+    return _STATE_BYTES * numbers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageEstimate:
+    """Bytes of one rank at a stage.
+
+    ``gathered_bytes`` (stage 3) and ``gradients_in_flight_bytes`` (stages 2 and 3) are whole units beside the shards;
+    they are None where the number of layers is unknown. ``host_bytes`` is what offloading moves to the host, which the
+    others do not count, and ``moved_bytes`` what a step copies between the two for that. ``sent_bytes`` is what a rank
+    sends on a ring in a step.
+    """
+
+    stage: int
+    params_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    gathered_bytes: int | None
+    gradients_in_flight_bytes: int | None
+    activations_bytes: int | None
+    host_bytes: int
+    moved_bytes: int
+    communicated_per_parameter: int
+    sent_bytes: int
+
+    @property
+    def model_states_bytes(self) -> int:
+        """Parameters, gradients and the optimizer's, on the device."""
+        return self.params_bytes + self.gradients_bytes + self.optimizer_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        """All that is known to be on the device."""
+        unknown = (self.gathered_bytes, self.gradients_in_flight_bytes, self.activations_bytes)
+        return self.model_states_bytes + sum(size for size in unknown if size is not None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Activations:
+    """What a forward keeps for its backward, in bytes of one rank.
+
+    ``layers_bytes`` is kept by all layers; ``recomputed_bytes`` is what one layer makes again while its backward runs;
+    ``outside_bytes`` is kept by the embedding, the last norm, and the logits, where the vocabulary is known.
+    """
+
+    layers_bytes: int
+    recomputed_bytes: int
+    outside_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """All three."""
+        return self.layers_bytes + self.recomputed_bytes + self.outside_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """What training with the options takes, stage by stage."""
+
+    options: EstimateOptions
+    optimizer_bytes_per_parameter: int
+    full_gradient_bytes: int
+    activations: Activations | None
+    stages: tuple[StageEstimate, ...]
+
+
+def activation_bytes(options: EstimateOptions) -> Activations | None:
+    """Activations of a transformer's layers, of the published formula; None where its shape is unknown.
+
+    In 16 bits a layer keeps sbh (34 + 5 as/h) bytes, of which 2sbh are the masks of dropouts and as²b the mask of the
+    attention's, a byte an element; with attention that keeps no scores, 34 sbh; with recomputation its input, 2sbh.
+    Outside the layers, with a vocabulary of v: sbh for the mask of the embedding's dropout, 2sbh each for the input of
+    the last norm and of the output layer, and 4sbv for the FP32 logits.
+    """
+    if options.layers is None or options.hidden is None or options.seq is None:
+        return None
+    item = options.itemsize_bytes
+    tokens = options.seq * options.batch
+    layer = tokens * options.hidden * (16 * item + 2)
+    if not options.flash and options.heads is not None:
+        layer += options.heads * options.seq * tokens * (2 * item + 1)
+    outside = 0
+    if options.vocab is not None:
+        outside = tokens * options.hidden * (1 + 2 * item) + 4 * tokens * options.vocab
+    kept = tokens * options.hidden * item if options.recompute else layer
+    return Activations(
+        layers_bytes=options.layers * kept,
+        recomputed_bytes=layer if options.recompute else 0,
+        outside_bytes=outside,
+    )
+
+
+def estimate(options: EstimateOptions) -> Estimate:
+    """What training takes at every stage."""
+    activations = activation_bytes(options)
+    return Estimate(
+        options=options,
+        optimizer_bytes_per_parameter=optimizer_bytes_per_parameter(options),
+        full_gradient_bytes=round(options.itemsize_bytes * options.params),
+        activations=activations,
+        stages=tuple(_stage(stage, options, activations) for stage in STAGES),
+    )
+
+
+def _stage(stage: int, options: EstimateOptions, activations: Activations | None) -> StageEstimate:
+    count, ranks, item = options.params, options.world_size, options.itemsize_bytes
+    params = item * count / (ranks if stage >= 3 else 1)
+    gradients = item * count / (ranks if stage >= 2 else 1)
+    optimizer = optimizer_bytes_per_parameter(options) * count / (ranks if stage >= 1 else 1)
+    # What a rank updates: its gradients go to the host, and its new parameters come back.
+    updated = item * count / (ranks if stage >= 1 else 1)
+    host = moved = 0.0
+    if options.offload != "none":
+        host, optimizer, moved = optimizer, 0.0, 2 * updated
+    if options.offload == "parameters" and stage == 3:
+        # The shards are copied to the device for each of the two gathers.
+        host, params, moved = host + params, 0.0, moved + params
+    whole_units = None
+    if options.layers is not None:
+        whole_units = round(item * count * min(_UNITS_HELD, options.layers) / options.layers)
+    sent = COMMUNICATED_PER_PARAMETER[stage] * item * count * (ranks - 1) / ranks
+    return StageEstimate(
+        stage=stage,
+        params_bytes=round(params),
+        gradients_bytes=round(gradients),
+        optimizer_bytes=round(optimizer),
+        gathered_bytes=whole_units if stage >= 3 else 0,
+        gradients_in_flight_bytes=whole_units if stage >= 2 else 0,
+        activations_bytes=None if activations is None else activations.total_bytes,
+        host_bytes=round(host),
+        moved_bytes=round(moved),
+        communicated_per_parameter=COMMUNICATED_PER_PARAMETER[stage],
+        sent_bytes=round(sent),
+    )

@@ -1,0 +1,306 @@
+"""What a machine can do, as a TOML file says it: every figure with the source it comes from.
+
+Rates and sizes are those of one accelerator, which is one rank; a link's are those of one accelerator in one
+direction. A figure that nobody can look up says that it is an assumption. What a profile measured stands in the same
+file and takes the place of what would be computed: seconds of a segment by its digest, and the latency and the time
+per byte of a collective by its kind, its ranks and the nodes they are on, and of any other op by its name and stream.
+"""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+)
+from pydantic_core import ErrorDetails, PydanticCustomError
+
+from zeroir.errors import UserError
+from zeroir.ir.dtypes import DType
+
+CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "broadcast"]
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Figure(_Model):
+    """A number, in the unit that its name ends in, and where it comes from."""
+
+    value: float
+    source: Annotated[str, Field(min_length=1)]
+
+
+def _require(is_met: bool, expected: str, figure: Figure) -> Figure:
+    if math.isnan(figure.value) or not is_met:
+        raise PydanticCustomError("figure", "{expected}", {"expected": expected})
+    return figure
+
+
+Positive = Annotated[
+    Figure, AfterValidator(lambda figure: _require(figure.value > 0, "a value above 0", figure))
+]
+NotNegative = Annotated[
+    Figure,
+    AfterValidator(lambda figure: _require(figure.value >= 0, "a value of at least 0", figure)),
+]
+Fraction = Annotated[
+    Figure,
+    AfterValidator(
+        lambda figure: _require(0 < figure.value <= 1, "a value above 0, and at most 1", figure)
+    ),
+]
+Count = Annotated[
+    Figure,
+    AfterValidator(
+        lambda figure: _require(
+            figure.value >= 1 and figure.value.is_integer(), "a whole value of at least 1", figure
+        )
+    ),
+]
+
+
+class Compute(_Model):
+    """The arithmetic of an accelerator. ``fraction`` is what matrix products reach of the dense peak."""
+
+    fraction: Fraction
+    kernel_launch_s: NotNegative
+    dense_flops_per_s: Mapping[DType, Positive]
+
+    @field_validator("dense_flops_per_s")
+    @classmethod
+    def _has_f32(cls, value: Mapping[DType, Figure]) -> Mapping[DType, Figure]:
+        if DType.F32 not in value:
+            raise PydanticCustomError("figure", "a table with f32, which stands for what is absent")
+        return value
+
+    def peak_flops_per_s(self, dtype: DType) -> float:
+        """The dense peak of products of this dtype; of f32 where the machine has no figure."""
+        return self.dense_flops_per_s.get(dtype, self.dense_flops_per_s[DType.F32]).value
+
+    def flops_per_s(self, dtype: DType) -> float:
+        """What is reached of it."""
+        return self.peak_flops_per_s(dtype) * self.fraction.value
+
+
+class Memory(_Model):
+    """The memory of an accelerator. ``fraction`` is what kernels reach of its bandwidth."""
+
+    size_bytes: Positive
+    bytes_per_s: Positive
+    fraction: Fraction
+
+    @property
+    def reached_bytes_per_s(self) -> float:
+        """Bytes read or written per second."""
+        return self.bytes_per_s.value * self.fraction.value
+
+
+class Link(_Model):
+    """A way for bytes, of one accelerator and in one direction. ``fraction`` is what transfers reach of it."""
+
+    name: str
+    bytes_per_s: Positive
+    fraction: Fraction
+    latency_s: NotNegative
+
+    @property
+    def reached_bytes_per_s(self) -> float:
+        """Bytes sent per second."""
+        return self.bytes_per_s.value * self.fraction.value
+
+
+class Host(_Model):
+    """The side that issues ops, and carries out those of streams of the host.
+
+    ``issue_s`` passes between the issues of two ops. Where ``computes``, the thread that issues ops also carries out
+    those of the stream ``compute``, as on a CPU, so that nothing is issued meanwhile.
+    """
+
+    bytes_per_s: Positive
+    issue_s: NotNegative
+    computes: bool = False
+
+
+class Disk(_Model):
+    """The storage that ``load`` and ``store`` reach."""
+
+    read_bytes_per_s: Positive
+    write_bytes_per_s: Positive
+    latency_s: NotNegative
+
+
+class MeasuredSegment(_Model):
+    """What one call of a segment takes."""
+
+    seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    source: Annotated[str, Field(min_length=1)]
+
+
+class MeasuredCollective(_Model):
+    """What a collective of ``ranks`` ranks on ``nodes`` nodes takes: alpha + beta × the bytes of its full buffer."""
+
+    kind: CollectiveKind
+    ranks: Annotated[int, Field(ge=1)]
+    nodes: Annotated[int, Field(ge=1)]
+    alpha_s: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    beta_s_per_byte: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    source: Annotated[str, Field(min_length=1)]
+
+
+class MeasuredOp(_Model):
+    """What an op of a name takes on a stream: alpha + beta × the bytes that it reads and writes."""
+
+    name: Annotated[str, Field(min_length=1)]
+    stream: Annotated[str, Field(min_length=1)]
+    alpha_s: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    beta_s_per_byte: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    source: Annotated[str, Field(min_length=1)]
+
+
+class Machine(_Model):
+    """See the module's docstring. A machine without ``network`` is a single node."""
+
+    name: Annotated[str, Field(min_length=1)]
+    accelerator: Annotated[str, Field(min_length=1)]
+    accelerators_per_node: Count
+    compute: Compute
+    memory: Memory
+    node_link: Link
+    network: Link | None = None
+    host_link: Link
+    host: Host
+    disk: Disk
+    segments: Mapping[str, MeasuredSegment] = {}
+    collectives: tuple[MeasuredCollective, ...] = ()
+    ops: tuple[MeasuredOp, ...] = ()
+
+    @property
+    def node_ranks(self) -> int:
+        """Ranks of one node."""
+        return int(self.accelerators_per_node.value)
+
+
+def machine_names() -> tuple[str, ...]:
+    """The machines that zeroir describes."""
+    files = resources.files("zeroir.cost") / "machines"
+    return tuple(
+        sorted(
+            file.name.removesuffix(".toml")
+            for file in files.iterdir()
+            if file.name.endswith(".toml")
+        )
+    )
+
+
+def load_machine(name: str | Path) -> Machine:
+    """A machine that zeroir describes, by its name, or one that a TOML file does, by its path.
+
+    Raises:
+        UserError: where there is none, or the file does not describe one; it names the file, the key, and what is
+            expected.
+    """
+    known = machine_names()
+    if isinstance(name, str) and name in known:
+        file = resources.files("zeroir.cost") / "machines" / f"{name}.toml"
+        return parse_machine(file.read_text(encoding="utf-8"), f"{name}.toml")
+    path = Path(name)
+    if path.suffix != ".toml" and not path.is_file():
+        raise UserError(
+            f"There is no machine '{name}': choose {', '.join(known)}, or name a TOML file."
+        )
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"The machine file {path} cannot be read: {error.strerror}.") from None
+    except UnicodeDecodeError:
+        raise UserError(f"The machine file {path} is no text: name a TOML file.") from None
+    return parse_machine(text, str(path))
+
+
+def parse_machine(text: str, name: str) -> Machine:
+    """The machine that a TOML text describes; ``name`` stands for the text in errors."""
+    try:
+        return Machine.model_validate(tomllib.loads(text))
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"The machine file {name} is no TOML: {error}.") from None
+    except ValidationError as error:
+        found = error.errors(include_url=False)
+        # A key that is misspelt is missing, too, and says more about the mistake.
+        unknown = [one for one in found if one["type"] == "extra_forbidden"]
+        raise UserError(_explained(name, [*unknown, *found][0])) from None
+
+
+def _explained(name: str, first: ErrorDetails) -> str:
+    key = ".".join(str(part) for part in first["loc"] if part != "[key]")
+    expected = first["msg"].removeprefix("Input should be ")
+    match first["type"]:
+        case "missing":
+            return f"The machine file {name} has no '{key}': add it, as `dgx-h100` has it."
+        case "extra_forbidden":
+            return (
+                f"The machine file {name} has a key '{key}' that means nothing here: take it out."
+            )
+        case "model_type":
+            return (
+                f"In the machine file {name}, '{key}' is {first['input']!r}, but should be a table; a figure is "
+                'written { value = 1.0, source = "where it comes from" }.'
+            )
+        case "figure" if isinstance(first["input"], dict):
+            given = first["input"].get("value")
+            return f"In the machine file {name}, '{key}' is {given}, but should be {expected}."
+        case _:
+            return f"In the machine file {name}, '{key}' is {first['input']!r}, but should be {expected}."
+
+
+def to_toml(machine: Machine) -> str:
+    """The text that ``parse_machine`` reads as this machine."""
+    plain = machine.model_dump(mode="json", exclude_none=True)
+    lines: list[str] = []
+    _write_table(lines, "", plain)
+    return "\n".join(lines).lstrip("\n") + "\n"
+
+
+def _write_table(lines: list[str], path: str, table: Mapping[str, object]) -> None:
+    later: list[tuple[str, Mapping[str, object], bool]] = []
+    for key, value in table.items():
+        match value:
+            case dict() if "value" not in value:
+                later.append((f"{path}{_key(key)}", value, False))
+            case list():
+                later += [(f"{path}{_key(key)}", item, True) for item in value]
+            case _:
+                lines.append(f"{_key(key)} = {_literal(value)}")
+    for name, inner, is_item in later:
+        if is_item or any(not isinstance(v, dict) or "value" in v for v in inner.values()):
+            lines.extend(("", f"[[{name}]]" if is_item else f"[{name}]"))
+        _write_table(lines, f"{name}.", inner)
+
+
+def _key(key: str) -> str:
+    is_bare = key.replace("_", "").replace("-", "").isalnum() and key.isascii()
+    return key if is_bare else _literal(key)
+
+
+def _literal(value: object) -> str:
+    match value:
+        case bool():
+            return str(value).lower()
+        case dict():
+            return "{ " + ", ".join(f"{_key(k)} = {_literal(v)}" for k, v in value.items()) + " }"
+        case str():
+            escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+            return '"' + "".join(c if c >= " " else f"\\u{ord(c):04x}" for c in escaped) + '"'
+        case _:
+            return repr(value)

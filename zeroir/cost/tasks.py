@@ -1,0 +1,178 @@
+"""A step of a program as tasks and what each of them comes after, the same for every rank.
+
+A task is an op, the issue of an op by the host, or a joint between sections. It comes after the one before it on its
+stream, what it waits for, the collective before it on its communicator, its own issue, and the joint before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from zeroir.errors import UserError
+from zeroir.ir import ops
+from zeroir.ir.effects import effects
+from zeroir.ir.mesh import COMPUTE, HOST
+from zeroir.ir.ops import Op
+from zeroir.ir.program import LAST_MICRO_STEP, MICRO_STEP, UPDATE, Program, Section
+
+
+class Kind(Enum):
+    """What a task is."""
+
+    RUN = auto()
+    ISSUE = auto()
+    JOINT = auto()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One task. ``after`` are the tasks that it comes after, and ``stream_before`` is the op before it on its stream.
+
+    A joint has no op of its own and stands at the index after its section's last.
+    """
+
+    kind: Kind
+    section: str
+    index: int
+    op: Op | None
+    stream: str
+    after: tuple[int, ...]
+    stream_before: int | None = None
+
+
+def require_micro_steps(program: Program, micro_steps: int | None) -> int:
+    """The micro-steps of a step to simulate: those that the program was compiled for unless others are given.
+
+    Raises:
+        UserError: where the program has no section for them.
+    """
+    count = int(program.option.get("micro_steps", "1")) if micro_steps is None else micro_steps
+    if count < 1:
+        raise UserError(f"A step has at least one micro-step, and not {count}.")
+    if count > 1 and MICRO_STEP not in program.section_by_name:
+        raise UserError(
+            f"The program has no section for {count} micro-steps: compile it with --micro-steps {count}."
+        )
+    return count
+
+
+def step_tasks(
+    program: Program, micro_steps: int, *, is_issuing: bool, host_computes: bool
+) -> list[Task]:
+    """The tasks of a training step, each after all those that it comes after.
+
+    With ``is_issuing`` the host takes time to issue an op, and with ``host_computes`` it issues nothing while it
+    carries out an op of the stream ``compute``, or waits at a joint.
+    """
+    builder = _Builder(is_issuing=is_issuing, host_computes=host_computes)
+    names = [*[MICRO_STEP] * (micro_steps - 1), LAST_MICRO_STEP, UPDATE]
+    sections = [program.section_by_name[name] for name in names if name in program.section_by_name]
+    for number, section in enumerate(sections):
+        if number:
+            builder.join(sections[number - 1])
+        for index, op in enumerate(section.body):
+            builder.add(section.name, index, op)
+    return builder.tasks
+
+
+class _Builder:
+    def __init__(self, *, is_issuing: bool, host_computes: bool) -> None:
+        self.tasks: list[Task] = []
+        self._is_issuing = is_issuing
+        self._host_computes = host_computes
+        self._on_stream: dict[str, list[int]] = {}
+        self._signals: dict[str, int] = {}
+        self._on_comm: dict[str, int] = {}
+        self._host: int | None = None
+        self._joint: int | None = None
+        self._joined: set[str] = set()
+
+    def add(self, section: str, index: int, op: Op) -> None:
+        """The next op of a section."""
+        effect = effects(op)
+        stream = effect.stream
+        if self._is_issuing:
+            issue = Task(
+                kind=Kind.ISSUE,
+                section=section,
+                index=index,
+                op=op,
+                stream=HOST,
+                after=_present(self._host),
+            )
+            self._host = self._append(issue)
+        own = self._on_stream.setdefault(stream, [])
+        before = own[-1] if own else None
+        after = [before, self._host]
+        if stream not in self._joined:
+            # Later ops of the stream come after this one anyway.
+            after.append(self._joint)
+            self._joined.add(stream)
+        # An event that nothing has signalled belongs to the step before.
+        after += [self._signals.get(event) for event in effect.waits]
+        if effect.comm is not None:
+            after.append(self._on_comm.get(effect.comm))
+        task = Task(
+            kind=Kind.RUN,
+            section=section,
+            index=index,
+            op=op,
+            stream=stream,
+            after=_present(*after),
+            stream_before=before,
+        )
+        number = self._append(task)
+        own.append(number)
+        for event in effect.signals:
+            self._signals[event] = number
+        if effect.comm is not None:
+            self._on_comm[effect.comm] = number
+        is_waited_for_by_host = isinstance(op, ops.Wait) and op.on == HOST
+        if is_waited_for_by_host or (self._host_computes and stream == COMPUTE):
+            self._host = number
+
+    def join(self, section: Section) -> None:
+        """The joint after a section: everything later comes after everything before, but for what is pending."""
+        pending = {self._signals.get(one.event) for one in section.exit.pending}
+        last: list[int] = []
+        for own in self._on_stream.values():
+            # A stream is done in order, so what stands for it is the op before the first that is pending.
+            first = next((at for at, task in enumerate(own) if task in pending), len(own))
+            last += own[:first][-1:]
+        if self._joint is not None:
+            last.append(self._joint)
+        task = Task(
+            kind=Kind.JOINT,
+            section=section.name,
+            index=len(section.body),
+            op=None,
+            stream=HOST,
+            after=tuple(last),
+        )
+        self._joint = self._append(task)
+        self._joined = set()
+        if self._host_computes:
+            self._host = self._joint
+        # What an event of the section before is called, another one may be called as well.
+        self._signals = {
+            event: number for event, number in self._signals.items() if number in pending
+        }
+
+    def _append(self, task: Task) -> int:
+        self.tasks.append(task)
+        return len(self.tasks) - 1
+
+
+def _present(*numbers: int | None) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(number for number in numbers if number is not None))
+
+
+def followers(tasks: Sequence[Task]) -> list[list[int]]:
+    """For each task those that come right after it."""
+    found: list[list[int]] = [[] for _ in tasks]
+    for number, task in enumerate(tasks):
+        for before in task.after:
+            found[before].append(number)
+    return found

@@ -1,0 +1,25 @@
+"""Amounts of memory as people write them."""
+
+from __future__ import annotations
+
+import re
+
+from zeroir.errors import UserError
+
+_AMOUNT = re.compile(
+    r"(?P<number>[0-9]+(\.[0-9]*)?(e[0-9]{1,2})?) *((?P<prefix>[kmgt])(?P<binary>i?))?b?",
+    re.IGNORECASE,
+)
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes of ``80GB``, ``512 MiB`` or a bare number of bytes.
+
+    Raises:
+        UserError: where the text is no such amount.
+    """
+    found = _AMOUNT.fullmatch(text.strip())
+    if found is None:
+        raise UserError(f"'{text}' is no amount of memory; write it as 80GB, 512MiB or 1e9.")
+    base = 1024 if found["binary"] else 1000
+    return int(float(found["number"]) * base ** " kmgt".index((found["prefix"] or " ").lower()))

@@ -1,0 +1,296 @@
+"""Predictions as a person reads them in a terminal, and as a program does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from zeroir.cost.estimate import Activations, Estimate, StageEstimate, states_per_parameter
+from zeroir.cost.simulate import ClassResult, PathItem, Simulation
+from zeroir.ir import ops
+from zeroir.ir.program import Program
+from zeroir.report.names import counted, format_bytes
+
+_SHOWN_ITEMS = 8
+
+
+def format_seconds(seconds: float) -> str:
+    """A time in the unit that suits it: ``1.234 s``, ``56.7 ms``, ``8.9 µs``."""
+    if seconds >= 1:
+        return f"{seconds:.3f} s"
+    return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.1f} µs"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PathShare:
+    """All items of a critical path that are alike: how many, and their seconds together."""
+
+    what: str
+    count: int
+    seconds: float
+
+
+def path_shares(program: Program, simulation: Simulation) -> list[PathShare]:
+    """The critical path by what its items are, the largest first."""
+    counts: dict[str, int] = {}
+    total_ns: dict[str, int] = {}
+    for item in simulation.critical_path:
+        what = _what(program, item)
+        counts[what] = counts.get(what, 0) + 1
+        total_ns[what] = total_ns.get(what, 0) + item.duration_ns
+    shares = [
+        PathShare(what=what, count=count, seconds=total_ns[what] / 1e9)
+        for what, count in counts.items()
+    ]
+    return sorted(shares, key=lambda share: (-share.seconds, share.what))
+
+
+def _what(program: Program, item: PathItem) -> str:
+    if item.is_issue:
+        return "the host's issuing ops"
+    op = program.section_by_name[item.section].body[item.index]
+    match op:
+        case ops.Compute():
+            return f"compute @{op.segment}"
+        case (
+            ops.AllGather()
+            | ops.Prefetch()
+            | ops.ReduceScatter()
+            | ops.AllReduce()
+            | ops.Broadcast()
+        ):
+            return f"{ops.op_name(type(op))} comm={op.comm}"
+        case _:
+            return ops.op_name(type(op))
+
+
+def render_simulation(program: Program, simulation: Simulation) -> RenderableType:
+    """The step's time, what it is made of, and what bounds it."""
+    grid = _grid()
+    grid.add_row("machine", f"{simulation.machine}, {counted(simulation.world_size, 'rank')}")
+    steps = counted(simulation.micro_steps, "micro-step")
+    slow = "" if simulation.straggler == 1 else f", rank 0 slower by {simulation.straggler:g}"
+    grid.add_row("step", f"{format_seconds(simulation.step_s)} ({steps}{slow})")
+    grid.add_row("exposed communication", _share(simulation.exposed_s, simulation.step_s))
+    grid.add_row("MFU", f"{simulation.flops_utilisation:.1%} of the dense peak")
+    found = simulation.measured
+    if found.segments or found.collectives:
+        grid.add_row(
+            "measured",
+            f"{found.segments} of {counted(found.of_segments, 'segment')}, "
+            f"{found.collectives} of {counted(found.of_collectives, 'collective')}",
+        )
+    parts: list[RenderableType] = [grid]
+    is_alone = len(simulation.classes) == 1
+    parts += [_class_table(one, simulation, is_alone=is_alone) for one in simulation.classes]
+    parts.append(_path_table(program, simulation))
+    return Group(*parts)
+
+
+def _class_table(one: ClassResult, simulation: Simulation, *, is_alone: bool) -> Table:
+    if is_alone:
+        who = "every rank"
+    elif one.is_straggler:
+        who = f"rank {one.ranks[0]}, the straggler"
+    else:
+        others = len(one.ranks) - 1
+        who = f"rank {one.ranks[0]}" + (f", and {others:,} like it" if others else "")
+    table = _table(f"\n{who}", "stream", "busy")
+    for stream, busy_s in one.busy_s.items():
+        table.add_row(stream, _share(busy_s, simulation.step_s))
+    for wire, count in one.bytes_by_wire.items():
+        table.add_row(f"over the {wire.replace('_', ' ')}", f"{format_bytes(round(count))} sent")
+    return table
+
+
+def _path_table(program: Program, simulation: Simulation) -> Table:
+    table = _table("\ncritical path", "what", "times", "seconds")
+    shares = path_shares(program, simulation)
+    for share in shares[:_SHOWN_ITEMS]:
+        table.add_row(share.what, f"{share.count:,}", _share(share.seconds, simulation.step_s))
+    rest = shares[_SHOWN_ITEMS:]
+    if rest:
+        seconds = sum(share.seconds for share in rest)
+        times = sum(share.count for share in rest)
+        table.add_row("everything else", f"{times:,}", _share(seconds, simulation.step_s))
+    return table
+
+
+def _share(seconds: float, of: float) -> str:
+    return f"{format_seconds(seconds)} ({seconds / of if of else 0:.1%})"
+
+
+def simulation_json(program: Program, simulation: Simulation) -> dict[str, object]:
+    """All of it."""
+    return {
+        "machine": simulation.machine,
+        "world_size": simulation.world_size,
+        "micro_steps": simulation.micro_steps,
+        "straggler": simulation.straggler,
+        "step_seconds": simulation.step_s,
+        "exposed_communication_seconds": simulation.exposed_s,
+        "flops_per_rank": simulation.flops,
+        "mfu": simulation.flops_utilisation,
+        "measured": asdict(simulation.measured),
+        "classes": [
+            {
+                "first_rank": one.ranks[0],
+                "ranks": len(one.ranks),
+                "is_straggler": one.is_straggler,
+                "busy_seconds": dict(one.busy_s),
+                "exposed_communication_seconds": one.exposed_s,
+                "bytes_sent_by_wire": dict(one.bytes_by_wire),
+            }
+            for one in simulation.classes
+        ],
+        "critical_path": [
+            {
+                "section": item.section,
+                "index": item.index,
+                "what": _what(program, item),
+                "rank": simulation.classes[item.rank_class].ranks[0],
+                "seconds": item.duration_ns / 1e9,
+            }
+            for item in simulation.critical_path
+        ],
+    }
+
+
+def render_estimate(estimate: Estimate) -> RenderableType:
+    """Memory and communication stage by stage, and the activations where the shape is known."""
+    options = estimate.options
+    low, high = states_per_parameter(options.optimizer)
+    per, optimizer = options.itemsize_bytes, estimate.optimizer_bytes_per_parameter
+    states = f"{low}" if low == high else f"{low} to {high}"
+    # Beyond the optimizer's own numbers, which are at most that many, there is the master weight.
+    master = ", and the FP32 master weight" if optimizer > 4 * high else ""
+    grid = _grid()
+    grid.add_row("parameters", f"{options.params:,.0f}, {options.precision}")
+    grid.add_row("ranks", f"{options.world_size:,}")
+    grid.add_row("optimizer", f"{options.optimizer}: {states} FP32 numbers a parameter{master}")
+    grid.add_row(
+        "a parameter takes", f"{per} + {per} + {optimizer} bytes (weight, gradient, optimizer)"
+    )
+    grid.add_row("a full gradient", format_bytes(estimate.full_gradient_bytes))
+    parts: list[RenderableType] = [grid, _memory_table(estimate)]
+    parts.append(_communication_table(estimate))
+    if estimate.activations is not None:
+        parts.append(_activations_grid(estimate.activations))
+    return Group(*parts)
+
+
+def _memory_table(estimate: Estimate) -> Table:
+    is_offloaded = estimate.options.offload != "none"
+    title = "\nmemory of a rank"
+    table = _table(title, "stage", "weights", "gradients", "optimizer", "model states")
+    has_units = estimate.options.layers is not None
+    if has_units:
+        table.add_column("whole units", justify="right")
+    if estimate.activations is not None:
+        table.add_column("activations", justify="right")
+    if has_units or estimate.activations is not None:
+        table.add_column("together", justify="right")
+    if is_offloaded:
+        table.add_column("on the host", justify="right")
+        table.add_column("moved a step", justify="right")
+    for stage in estimate.stages:
+        row = [
+            str(stage.stage),
+            format_bytes(stage.params_bytes),
+            format_bytes(stage.gradients_bytes),
+            format_bytes(stage.optimizer_bytes),
+            format_bytes(stage.model_states_bytes),
+        ]
+        if has_units:
+            row.append(format_bytes(_whole_units(stage)))
+        if stage.activations_bytes is not None:
+            row.append(format_bytes(stage.activations_bytes))
+        if has_units or stage.activations_bytes is not None:
+            row.append(format_bytes(stage.total_bytes))
+        if is_offloaded:
+            row += [format_bytes(stage.host_bytes), format_bytes(stage.moved_bytes)]
+        table.add_row(*row)
+    return table
+
+
+def _whole_units(stage: StageEstimate) -> int:
+    return (stage.gathered_bytes or 0) + (stage.gradients_in_flight_bytes or 0)
+
+
+def _communication_table(estimate: Estimate) -> Table:
+    table = _table("\ncommunication of a step", "stage", "elements", "sent by a rank")
+    ranks = estimate.options.world_size
+    for stage in estimate.stages:
+        elements = f"{stage.communicated_per_parameter}Ψ × {ranks - 1:,}/{ranks:,}"
+        table.add_row(str(stage.stage), elements, format_bytes(stage.sent_bytes))
+    return table
+
+
+def _activations_grid(activations: Activations) -> Table:
+    table = _table("\nactivations", "what", "size")
+    table.add_row("kept by the layers", format_bytes(activations.layers_bytes))
+    if activations.recomputed_bytes:
+        table.add_row("one layer, made again", format_bytes(activations.recomputed_bytes))
+    if activations.outside_bytes:
+        table.add_row("embedding and logits", format_bytes(activations.outside_bytes))
+    return table
+
+
+def estimate_json(estimate: Estimate) -> dict[str, object]:
+    """All of it."""
+    activations = estimate.activations
+    return {
+        "options": estimate.options.model_dump(),
+        "optimizer_bytes_per_parameter": estimate.optimizer_bytes_per_parameter,
+        "full_gradient_bytes": estimate.full_gradient_bytes,
+        "activations": None if activations is None else _activations_json(activations),
+        "stages": [_stage_json(stage) for stage in estimate.stages],
+    }
+
+
+def _activations_json(activations: Activations) -> Mapping[str, int]:
+    return {
+        "layers_bytes": activations.layers_bytes,
+        "recomputed_bytes": activations.recomputed_bytes,
+        "outside_bytes": activations.outside_bytes,
+        "total_bytes": activations.total_bytes,
+    }
+
+
+def _stage_json(stage: StageEstimate) -> Mapping[str, int | None]:
+    return {
+        "stage": stage.stage,
+        "params_bytes": stage.params_bytes,
+        "gradients_bytes": stage.gradients_bytes,
+        "optimizer_bytes": stage.optimizer_bytes,
+        "model_states_bytes": stage.model_states_bytes,
+        "gathered_bytes": stage.gathered_bytes,
+        "gradients_in_flight_bytes": stage.gradients_in_flight_bytes,
+        "activations_bytes": stage.activations_bytes,
+        "total_bytes": stage.total_bytes,
+        "host_bytes": stage.host_bytes,
+        "moved_bytes": stage.moved_bytes,
+        "communicated_per_parameter": stage.communicated_per_parameter,
+        "sent_bytes": stage.sent_bytes,
+    }
+
+
+def _grid() -> Table:
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim")
+    grid.add_column()
+    return grid
+
+
+def _table(title: str, first: str, *others: str) -> Table:
+    table = Table(
+        title=Text(title, style="bold"), title_justify="left", box=None, padding=(0, 2, 0, 0)
+    )
+    table.add_column(first)
+    for name in others:
+        table.add_column(name, justify="right")
+    return table

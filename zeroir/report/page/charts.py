@@ -1,0 +1,211 @@
+"""The two charts of the page, as Bokeh's JSON: the streams over time, and memory over the ops of the step.
+
+Bokeh draws on a canvas, on which ten thousand rectangles stay fluid, marks in a layer above without drawing them anew,
+and its script can stand inside a page that is opened without a network. It is imported here alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
+
+from zeroir.errors import UserError
+from zeroir.report.page.facts import MemoryCurve, StepOp
+
+if TYPE_CHECKING:
+    from bokeh.plotting import figure
+
+LANE_HEIGHT_PX: Final = 30
+KIND_COLOURS: Final = {
+    "compute": "#3f9f63",
+    "gather": "#3b82c4",
+    "reduce": "#9b5fc0",
+    "update": "#d98032",
+    "transfer": "#2aa198",
+    "memory": "#8b8f98",
+    "wait": "#b0b4bc",
+}
+"""Readable on white and on near black."""
+
+ROLE_COLOURS: Final = {
+    "param": "#3b82c4",
+    "master": "#27568a",
+    "grad": "#9b5fc0",
+    "state": "#d98032",
+    "gathered": "#6fb1e8",
+    "activation": "#7cc08f",
+    "saved": "#3f9f63",
+    "input": "#c9b458",
+    "scalar": "#a08f80",
+    "module_buffer": "#8a7f2e",
+    "constant": "#b5a99a",
+    "rng": "#cf6679",
+    "staging": "#2aa198",
+    "workspace": "#c4566e",
+}
+
+
+def require_bokeh() -> None:
+    """UserError where the library that draws is not installed."""
+    try:
+        import bokeh  # noqa: F401
+    except ImportError:
+        raise UserError(
+            "A report is drawn by bokeh, which is not installed: pip install 'zeroir[report]'."
+        ) from None
+
+
+def script() -> str:
+    """Bokeh's own code, to stand inside the page."""
+    from bokeh.resources import Resources
+
+    return "\n".join(Resources(mode="inline", components=["bokeh"]).js_raw)
+
+
+def timeline(found: Sequence[StepOp], lanes: Sequence[tuple[int, str, str]]) -> dict[str, object]:
+    """The streams over simulated time; ``lanes`` are a class of ranks, a stream and a label each, from the top."""
+    from bokeh.embed import json_item
+    from bokeh.models import ColumnDataSource, FixedTicker, Range1d
+    from bokeh.models.annotations import BoxAnnotation
+    from bokeh.plotting import figure
+
+    lane_of = {(one, stream): number for number, (one, stream, _) in enumerate(lanes)}
+    columns: dict[str, list[object]] = {
+        name: []
+        for name in ("left", "right", "top", "bottom", "colour", "alpha", "edge", "row", "lane")
+    }
+    for row, one in enumerate(found):
+        for rank_class, span in enumerate(one.spans):
+            if span.duration_ns == 0:
+                continue
+            lane = lane_of[rank_class, one.stream]
+            is_wait = one.kind == "wait"
+            half = 0.06 if is_wait else 0.38
+            columns["left"].append(span.start_ns / 1000)
+            columns["right"].append(span.end_ns / 1000)
+            columns["top"].append(-lane + half)
+            columns["bottom"].append(-lane - half)
+            columns["colour"].append(KIND_COLOURS[one.kind])
+            columns["alpha"].append(0.5 if is_wait else 0.9)
+            columns["edge"].append(
+                "#d03a3a" if one.is_critical[rank_class] and not is_wait else KIND_COLOURS[one.kind]
+            )
+            columns["row"].append(row)
+            columns["lane"].append(lane)
+    end_us = max((span.end_ns for one in found for span in one.spans), default=0) / 1000
+    chart = figure(
+        name="timeline",
+        height=LANE_HEIGHT_PX * len(lanes) + 70,
+        sizing_mode="stretch_width",
+        x_range=Range1d(start=-0.01 * end_us, end=1.01 * end_us),
+        y_range=Range1d(start=-len(lanes) + 0.4, end=0.6),
+        x_axis_label="simulated time, µs",
+        tools="xpan,xwheel_zoom,xbox_zoom,reset",
+        active_drag="xpan",
+        active_scroll="xwheel_zoom",
+    )
+    source = ColumnDataSource(columns, name="spans")
+    chart.quad(
+        left="left",
+        right="right",
+        top="top",
+        bottom="bottom",
+        fill_color="colour",
+        fill_alpha="alpha",
+        line_color="edge",
+        line_alpha="alpha",
+        line_width=1,
+        source=source,
+    )
+    chart.yaxis.ticker = FixedTicker(ticks=[-number for number in range(len(lanes))])
+    chart.yaxis.major_label_overrides = {
+        -number: label for number, (_, _, label) in enumerate(lanes)
+    }
+    chart.ygrid.visible = False
+    chart.add_layout(BoxAnnotation(name="time-mark", level="overlay", visible=False))
+    _plain(chart)
+    return dict(json_item(chart))
+
+
+def memory(curve: MemoryCurve, *, budget_bytes: int | None, ops_count: int) -> dict[str, object]:
+    """Memory over the ops of a step, stacked by role, in GB or MB by its size, with the budget as a line."""
+    from bokeh.embed import json_item
+    from bokeh.models import ColumnDataSource, Range1d
+    from bokeh.models.annotations import BoxAnnotation, Label, Span
+    from bokeh.plotting import figure
+
+    highest = curve.peak_bytes
+    is_budget_near = budget_bytes is not None and budget_bytes <= 4 * highest
+    top = max(highest, budget_bytes if budget_bytes is not None and is_budget_near else 0)
+    unit, name = _unit(top)
+    chart = figure(
+        name="memory",
+        height=320,
+        sizing_mode="stretch_width",
+        x_range=Range1d(start=-0.01 * ops_count, end=1.01 * ops_count),
+        y_range=Range1d(start=0, end=1.08 * top / unit or 1),
+        x_axis_label="op of the step, in program order",
+        y_axis_label=f"{name} on one rank",
+        tools="xpan,xwheel_zoom,xbox_zoom,reset",
+        active_drag="xpan",
+        active_scroll="xwheel_zoom",
+    )
+    columns: dict[str, Sequence[object]] = {"at": list(curve.at)}
+    floor = [0.0] * len(curve.at)
+    for number, sizes in enumerate(curve.roles.values()):
+        ceiling = [low + size / unit for low, size in zip(floor, sizes, strict=True)]
+        columns[f"low_{number}"], columns[f"high_{number}"] = floor, ceiling
+        floor = ceiling
+    source = ColumnDataSource(columns, name="live")
+    for number, role in enumerate(curve.roles):
+        chart.varea_step(
+            x="at",
+            y1=f"low_{number}",
+            y2=f"high_{number}",
+            step_mode="after",
+            fill_color=ROLE_COLOURS[role],
+            fill_alpha=0.85,
+            source=source,
+        )
+    for at, section in curve.joints:
+        chart.add_layout(Span(location=at, dimension="height", line_dash="dotted", name="joint"))
+        chart.add_layout(
+            Label(
+                x=at,
+                y=1.075 * top / unit,
+                text=f" {section} ",
+                text_align="right" if at > 0.85 * ops_count else "left",
+                text_baseline="top",
+                text_font_size="11px",
+                name="joint-label",
+            )
+        )
+    if budget_bytes is not None and is_budget_near:
+        chart.add_layout(
+            Span(
+                location=budget_bytes / unit,
+                dimension="width",
+                line_color="#d03a3a",
+                line_width=2,
+                line_dash="dashed",
+                name="budget",
+            )
+        )
+    chart.add_layout(BoxAnnotation(name="memory-mark", level="overlay", visible=False))
+    _plain(chart)
+    return dict(json_item(chart))
+
+
+def _plain(chart: figure) -> None:
+    """Without colours of its own where the page's light or dark ones are to show through."""
+    chart.background_fill_color = None
+    chart.border_fill_color = None
+    chart.outline_line_color = None
+    chart.toolbar.logo = None
+
+
+def _unit(count: int) -> tuple[float, str]:
+    for size, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if count >= size:
+            return size, name
+    return 1.0, "B"

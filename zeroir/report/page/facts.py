@@ -1,0 +1,234 @@
+"""What stands on the page of a report: a step's ops with their times and memory, units, volumes, laws and options."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import assert_never
+
+from zeroir.cost.simulate import ClassResult, Simulation
+from zeroir.ir import ops
+from zeroir.ir.buffers import Role
+from zeroir.ir.effects import effects
+from zeroir.ir.live_bytes import live_bytes
+from zeroir.ir.memory import payloads
+from zeroir.ir.ops import op_name
+from zeroir.ir.program import EVALUATE, Program
+from zeroir.ir.spans import Span
+from zeroir.report.names import shortened
+from zeroir.report.origins import op_source
+from zeroir.report.schedule import buffer_owners
+from zeroir.report.step import step_sections
+from zeroir.runtime.labels import labels
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOp:
+    """One op of a step, where it runs and what it moves, computes, allocates or frees.
+
+    ``spans`` has its time on each class of ranks, ``is_critical`` whether that is on the critical path. ``used_bytes``
+    are those of the device's buffers after it, and what a segment takes beyond them while it runs.
+    """
+
+    section: str
+    index: int
+    op: str
+    kind: str
+    stream: str
+    units: tuple[str, ...]
+    detail: str
+    source: str
+    size_bytes: int
+    flops: int
+    spans: tuple[Span, ...]
+    is_critical: tuple[bool, ...]
+    used_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryCurve:
+    """Bytes on one rank's device over a step, at the ops where they change.
+
+    ``roles[r][i]`` are live from op number ``at[i]`` until op number ``at[i + 1]``; the role ``workspace`` is what
+    segments take while they run. ``joints`` are the numbers at which sections begin, with their names.
+    """
+
+    at: Sequence[int]
+    roles: Mapping[str, Sequence[int]]
+    joints: Sequence[tuple[int, str]]
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes of all roles together."""
+        return max((sum(column) for column in zip(*self.roles.values(), strict=True)), default=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitFacts:
+    """A unit: its parameters, what a step computes for it on one rank, and its collectives' full buffers."""
+
+    name: str
+    parameters_numel: int
+    flops: int
+    gathered_bytes: int
+    reduced_bytes: int
+
+
+def step_ops(program: Program, simulation: Simulation) -> list[StepOp]:
+    """Every op of a step in program order."""
+    names, owners = labels(program), buffer_owners(program)
+    critical = {
+        (item.section, item.index, item.rank_class)
+        for item in simulation.critical_path
+        if not item.is_issue
+    }
+    times = [_spans(one) for one in simulation.classes]
+    curves = {
+        one.name: live_bytes(program, one).totals
+        for one in program.sections
+        if one.name != EVALUATE
+    }
+    seen: Counter[tuple[str, int]] = Counter()
+    found: list[StepOp] = []
+    for section in step_sections(program):
+        for index, op in enumerate(section.body):
+            place = (section.name, index)
+            found.append(
+                StepOp(
+                    section=section.name,
+                    index=index,
+                    op=op_name(type(op)),
+                    kind=op_kind(op),
+                    stream=effects(op).stream,
+                    units=_units(op, owners),
+                    detail=names[id(op)].partition(" ")[2].partition(" ")[2],
+                    source=op_source(program, op),
+                    size_bytes=_size_bytes(program, op),
+                    flops=_flops(program, op),
+                    spans=tuple(of_class[place][seen[place]] for of_class in times),
+                    is_critical=tuple((*place, one) in critical for one in range(len(times))),
+                    used_bytes=curves[section.name][index + 1],
+                )
+            )
+            seen[place] += 1
+    return found
+
+
+def memory_curve(program: Program) -> MemoryCurve:
+    """The memory of a step in program order."""
+    at: list[int] = []
+    columns: list[dict[str, int]] = []
+    joints: list[tuple[int, str]] = []
+    number = 0
+    for section in step_sections(program):
+        joints.append((number, section.name))
+        curve = live_bytes(program, section)
+        for index in range(len(section.body)):
+            column = {role.value: curve.roles[role][index + 1] for role in curve.roles}
+            column[Role.WORKSPACE.value] = (
+                column.get(Role.WORKSPACE.value, 0) + curve.workspace[index + 1]
+            )
+            if not columns or column != columns[-1]:
+                at.append(number)
+                columns.append(column)
+            number += 1
+    if columns:
+        at.append(number)
+        columns.append(columns[-1])
+    used = [r.value for r in Role if any(column.get(r.value, 0) for column in columns)]
+    return MemoryCurve(
+        at=at,
+        roles={role: [column.get(role, 0) for column in columns] for role in used},
+        joints=joints,
+    )
+
+
+def unit_facts(program: Program, found: Sequence[StepOp]) -> list[UnitFacts]:
+    """The units in the order of their first use."""
+    numels: Counter[str] = Counter()
+    for flat in program.flats:
+        numels[flat.unit] += flat.numel
+    flops: Counter[str] = Counter()
+    moved: dict[str, Counter[str]] = {"gather": Counter(), "reduce": Counter()}
+    for one in found:
+        for unit in one.units:
+            flops[unit] += one.flops
+            if one.kind in moved:
+                moved[one.kind][unit] += one.size_bytes
+    return [
+        UnitFacts(
+            name=name,
+            parameters_numel=numel,
+            flops=flops[name],
+            gathered_bytes=moved["gather"][name],
+            reduced_bytes=moved["reduce"][name],
+        )
+        for name, numel in numels.items()
+    ]
+
+
+def op_kind(op: ops.Op) -> str:
+    """What an op is coloured as."""
+    match op:
+        case ops.Compute():
+            return "compute"
+        case ops.AllGather() | ops.Prefetch() | ops.Broadcast():
+            return "gather"
+        case ops.ReduceScatter() | ops.AllReduce():
+            return "reduce"
+        case ops.GradNorm() | ops.CheckFinite() | ops.Decide():
+            return "update"
+        case ops.OptimizerStep() | ops.UpdateScale():
+            return "update"
+        case ops.ToHost() | ops.ToDevice() | ops.Load() | ops.Store():
+            return "transfer"
+        case ops.Cast() | ops.Fill() | ops.Scale():
+            return "memory"
+        case ops.Alloc() | ops.Release():
+            return "memory"
+        case ops.Wait():
+            return "wait"
+        case _:
+            assert_never(op)
+
+
+def _spans(one: ClassResult) -> dict[tuple[str, int], list[Span]]:
+    found: dict[tuple[str, int], list[Span]] = {}
+    for span in one.spans:
+        found.setdefault((span.section, span.index), []).append(span)
+    return found
+
+
+def _units(op: ops.Op, owners: Mapping[str, str]) -> tuple[str, ...]:
+    if isinstance(op, ops.Compute):
+        return (op.unit,)
+    effect = effects(op)
+    regions = (*effect.reads, *effect.writes, *effect.accumulates)
+    names = (*effect.allocs, *effect.frees, *(region.buffer for region in regions))
+    found = list(dict.fromkeys(owners[name] for name in names if name in owners))
+    return tuple(shortened(found)) if len(found) > 1 else tuple(found)
+
+
+def _size_bytes(program: Program, op: ops.Op) -> int:
+    buffers = program.buffer_by_name
+    match op:
+        case (
+            ops.AllGather()
+            | ops.Prefetch()
+            | ops.ReduceScatter()
+            | ops.AllReduce()
+            | ops.Broadcast()
+        ):
+            return sum(size for _, size in payloads(op, program))
+        case ops.Alloc() | ops.Release():
+            return buffers[op.buffer].size_bytes
+        case ops.ToHost() | ops.ToDevice() | ops.Load() | ops.Store():
+            itemsize_bytes = buffers[op.source.buffer].dtype.itemsize_bytes
+            return op.source.local_numel(program.mesh) * itemsize_bytes
+        case _:
+            return 0
+
+
+def _flops(program: Program, op: ops.Op) -> int:
+    return program.segment_by_name[op.segment].flops if isinstance(op, ops.Compute) else 0

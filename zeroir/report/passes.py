@@ -1,0 +1,69 @@
+"""What each pass did to a program: run again from the logical program, which an artefact keeps."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from zeroir.errors import UserError
+from zeroir.ir.memory import collective_bytes, peak
+from zeroir.ir.ops import op_name
+from zeroir.ir.program import Program
+from zeroir.passes.catalogue import parse_spec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassRow:
+    """A program after a pass, and how it differs from the one before.
+
+    Number 0 is the logical program, whose ``spec`` is empty. ``added`` and ``removed`` count ops by keyword, as far as
+    there are more or fewer of them than before; an op that only moves counts in neither. ``wire_bytes`` are those of
+    the full buffers that collectives handle in a step, ``peak_bytes`` those of the device's buffers on one rank.
+    """
+
+    number: int
+    spec: str
+    ops: int
+    added: dict[str, int]
+    removed: dict[str, int]
+    wire_bytes: int
+    peak_bytes: int
+
+
+def programs_after_passes(logical: Program, scheduled: Program) -> list[Program]:
+    """The logical program and the program after each pass, the last of which is the scheduled one.
+
+    Raises:
+        UserError: where the passes of this version of zeroir make something else of it.
+    """
+    programs = [replace(logical, options=scheduled.options)]
+    for spec in scheduled.passes:
+        after = parse_spec(spec)(programs[-1])
+        programs.append(replace(after, passes=(*programs[-1].passes, spec)))
+    if programs[-1] != scheduled:
+        raise UserError(
+            "The passes of this version of zeroir make another program of the same model, so what they did cannot be "
+            "told; compile the model again."
+        )
+    return programs
+
+
+def pass_rows(programs: Sequence[Program]) -> list[PassRow]:
+    """A row for each of ``programs_after_passes``."""
+    counts = [Counter(op_name(type(op)) for op in program.ops()) for program in programs]
+    before = [counts[0], *counts]
+    return [
+        PassRow(
+            number=number,
+            spec=program.passes[-1] if program.passes else "",
+            ops=own.total(),
+            added=dict(sorted((own - earlier).items())),
+            removed=dict(sorted((earlier - own).items())),
+            wire_bytes=sum(collective_bytes(program).values()),
+            peak_bytes=peak(program).total_bytes,
+        )
+        for number, (program, own, earlier) in enumerate(
+            zip(programs, counts, before, strict=False)
+        )
+    ]
