@@ -1,0 +1,92 @@
+"""Steps of an engine as they are timed and recorded for a profile: on all ranks at once, in rounds that take turns."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Final
+
+from zeroir.ir.ops import Op
+from zeroir.ir.spans import Span
+from zeroir.runtime.batch import Batch
+from zeroir.runtime.engine import Engine
+from zeroir.runtime.trace import HostClock, Recorder
+
+WARM_UP: Final = 3
+"""Steps that nobody looks at: kernels are made, memory is first touched."""
+
+_PLAIN: Final = 2
+_TRIES: Final = 50
+_WATCHED: Final = 40
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recording:
+    """What rank 0 knows after the rounds.
+
+    ``seconds`` are of steps that nobody recorded, one for each round; ``steps`` the spans of the others, by rank.
+    ``watch_s`` is what recording adds to each op outside its span.
+    """
+
+    seconds: Sequence[float]
+    steps: Sequence[Sequence[Sequence[Span]]]
+    watch_s: float
+
+    @property
+    def step_s(self) -> float:
+        """The median of the steps that nobody recorded."""
+        return median(self.seconds)
+
+    @property
+    def noise(self) -> float:
+        """How far the medians of the odd and of the even rounds are apart, as a fraction of the step."""
+        if len(self.seconds) < 2:
+            return 0.0
+        return abs(median(self.seconds[::2]) - median(self.seconds[1::2])) / self.step_s
+
+
+def record(engine: Engine, batches: Iterator[Batch], *, rounds: int) -> Recording | None:
+    """Take steps, some timed and some recorded in turns; None on other ranks than 0. Every rank calls this alike."""
+    micro_steps = int(engine.program.option.get("micro_steps", "1"))
+
+    def step() -> None:
+        engine.step([next(batches) for _ in range(micro_steps)])
+
+    for _ in range(WARM_UP):
+        step()
+    seconds: list[float] = []
+    steps: list[Sequence[Sequence[Span]]] = []
+    for _ in range(rounds):
+        engine.average(0.0)  # so that all ranks begin at once
+        start = time.perf_counter()
+        for _ in range(_PLAIN):
+            step()
+        engine.finish()
+        seconds.append((time.perf_counter() - start) / _PLAIN)
+        engine.record(engine.step_count + 1)
+        step()
+        spans = engine.timelines()
+        if spans is not None:
+            steps.append(spans)
+    if engine.rank:
+        return None
+    return Recording(seconds=seconds, steps=steps, watch_s=watch_s(engine))
+
+
+def watch_s(engine: Engine) -> float:
+    """What a recorder takes for each op outside the op's own span: the median of many tries."""
+    program = engine.program
+    op: Op = next(op for section in program.sections for op in section.body)
+    found: list[float] = []
+    for _ in range(_TRIES):
+        recorder = Recorder(HostClock())
+        start = time.perf_counter_ns()
+        for _ in range(_WATCHED):
+            with recorder.watch(op):
+                pass
+        total_ns = time.perf_counter_ns() - start
+        inside_ns = sum(span.duration_ns for span in recorder.spans(program))
+        found.append(max(total_ns - inside_ns, 0) / _WATCHED / 1e9)
+    return median(found)

@@ -1,0 +1,206 @@
+"""Predicted against measured step times: four models at stages 0 to 3 on two ranks, in rounds that take turns.
+
+    python tools/bench_predict.py [--rounds 3] [--steps 20] [--models examples/gpt.py …] [--json]
+
+In every round each program is profiled (`zeroir profile`): a job takes steps that nobody records, which are measured,
+and in turns with them others that are recorded, from which the step is predicted. Another job, which only trains, shows
+how far two jobs are apart. The table has medians over rounds; the noise floor is how far those of odd and even
+rounds within a job are apart. Nothing else should run on the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+
+import zeroir
+
+MODELS = (
+    "examples/gpt.py",
+    "tests/support/models/llama.py",
+    "tests/support/models/convnet.py",
+    "tests/support/models/gpt2.py",
+)
+STAGES = (0, 1, 2, 3)
+RANKS = 2
+WARM_UP = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """Seconds of a step of one program in one round: measured, predicted, and measured by another job."""
+
+    model: str
+    stage: int
+    measured_s: float
+    predicted_s: float
+    other_s: float
+    noise: float
+
+    @property
+    def error(self) -> float:
+        """How far the prediction is off, as a fraction of the measured step."""
+        return self.predicted_s / self.measured_s - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """Medians over the rounds of one program."""
+
+    model: str
+    stage: int
+    measured_s: float
+    predicted_s: float
+    other_s: float
+    error: float
+    noise: float
+
+
+def main() -> None:
+    """Compile, profile and train in rounds, and print the table; or, as a rank, time the steps of one program."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--models", nargs="+", default=list(MODELS))
+    parser.add_argument("--stages", nargs="+", type=int, default=list(STAGES))
+    parser.add_argument("--kernels", choices=("eager", "inductor"), default="eager")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--rank-of", type=Path, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.rank_of is not None:
+        time_steps(given.rank_of, given.steps, given.kernels)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        rounds = measure(
+            Path(folder), given.models, given.stages, given.rounds, given.steps, given.kernels
+        )
+    rows = [
+        summary([one for one in rounds if (one.model, one.stage) == place])
+        for place in dict.fromkeys((one.model, one.stage) for one in rounds)
+    ]
+    if given.json:
+        print(json.dumps([asdict(row) for row in rows], indent=2))
+    else:
+        print_table(rows)
+
+
+def measure(
+    folder: Path, models: list[str], stages: list[int], rounds: int, steps: int, kernels: str
+) -> list[Round]:
+    """Every program in every round."""
+    programs = {
+        (model, stage): folder / f"{number}_{stage}.zir"
+        for number, model in enumerate(models)
+        for stage in stages
+    }
+    for (model, stage), path in programs.items():
+        zeroir.compile(model, stage=stage, world_size=RANKS).save(path)
+    found: list[Round] = []
+    for number, ((model, stage), path) in itertools.product(range(rounds), programs.items()):
+        machine = folder / f"{path.stem}.toml"
+        profile = ["-m", "zeroir", "profile", str(path), "--output", str(machine)]
+        told = start([*profile, "--rounds", str(steps), "--kernels", kernels, "--json"])
+        profiled = json.loads(told)
+        timed = [__file__, "--rank-of", str(path), "--steps", str(steps), "--kernels", kernels]
+        found.append(
+            Round(
+                model=model,
+                stage=stage,
+                measured_s=profiled["step_seconds"],
+                predicted_s=zeroir.simulate(path, machine).step_s,
+                other_s=float(start(timed)),
+                noise=profiled["noise"],
+            )
+        )
+        one = found[-1]
+        print(
+            f"round {number + 1}: {model} at stage {stage}: {one.measured_s * 1e3:.2f} ms, "
+            f"predicted {one.predicted_s * 1e3:.2f} ms ({one.error:+.1%})",
+            file=sys.stderr,
+        )
+    return found
+
+
+def start(arguments: list[str]) -> str:
+    """What a job of torchrun prints."""
+    threads = str(max(1, (os.cpu_count() or 1) // RANKS))
+    script = arguments[1:] if arguments[0] == "-m" else arguments
+    result = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(RANKS)),
+            *(("-m", *script) if arguments[0] == "-m" else script),
+        ],
+        env=os.environ | {"OMP_NUM_THREADS": threads},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    return result.stdout
+
+
+def time_steps(path: Path, steps: int, kernels: str) -> None:
+    """As a rank: the median of the seconds of a step, printed by rank 0."""
+    from zeroir.api.run import load_model, open_batches, open_engine
+    from zeroir.runtime import train
+
+    compiled = zeroir.load(path)
+    place = train.join_job()
+    model_file = load_model(compiled)
+    engine = open_engine(compiled, model_file, place, 0, kernels)
+    batches = open_batches(model_file, place, 0)
+    seconds: list[float] = []
+    for _ in range(WARM_UP + steps):
+        batch = next(batches)
+        engine.finish()
+        begin = time.perf_counter()
+        engine.step(batch)
+        engine.finish()
+        seconds.append(time.perf_counter() - begin)
+    engine.close()
+    train.leave_job()
+    if place.rank == 0:
+        print(median(seconds[WARM_UP:]))
+
+
+def summary(rounds: list[Round]) -> Row:
+    """The medians of one program's rounds."""
+    return Row(
+        model=rounds[0].model,
+        stage=rounds[0].stage,
+        measured_s=median(one.measured_s for one in rounds),
+        predicted_s=median(one.predicted_s for one in rounds),
+        other_s=median(one.other_s for one in rounds),
+        error=median(one.error for one in rounds),
+        noise=median(one.noise for one in rounds),
+    )
+
+
+def print_table(rows: list[Row]) -> None:
+    """The table in Markdown, and the median of all errors."""
+    print("| model | stage | measured | predicted | error | noise floor | another job |")
+    print("|---|---:|---:|---:|---:|---:|---:|")
+    for row in rows:
+        print(
+            f"| {Path(row.model).stem} | {row.stage} | {row.measured_s * 1e3:.2f} ms "
+            f"| {row.predicted_s * 1e3:.2f} ms | {row.error:+.1%} | {row.noise:.1%} "
+            f"| {row.other_s * 1e3:.2f} ms |"
+        )
+    worst = max(rows, key=lambda row: abs(row.error))
+    middle = median(abs(row.error) for row in rows)
+    print(
+        f"\nThe median error is {middle:.1%}, the worst {worst.error:+.1%} ({Path(worst.model).stem}, stage "
+        f"{worst.stage}); the median noise floor is {median(row.noise for row in rows):.1%}."
+    )
+
+
+if __name__ == "__main__":
+    main()

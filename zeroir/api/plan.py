@@ -1,0 +1,470 @@
+"""The fastest way to train a model on a machine: options searched for the lowest simulated step that fits its memory.
+
+The model is captured once. Every choice of options lowers its logical program, measures what a rank's device must hold,
+and simulates the step where that fits; the chosen program alone is verified, and the budget is law for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Final
+
+from zeroir.api.compiled import CompiledProgram, capture, lowered
+from zeroir.config import CompileOptions, make_options
+from zeroir.cost.bounds import compute_bound_s, wire_bound_s
+from zeroir.cost.machine import Machine, load_machine
+from zeroir.cost.search import Family, Outcome, Point, search
+from zeroir.cost.simulate import simulate
+from zeroir.errors import UserError
+from zeroir.ir import ops
+from zeroir.ir.amounts import parse_bytes
+from zeroir.ir.footprint import FullestMoment, footprint
+from zeroir.ir.mesh import REPLICATE_AXIS, SHARD_AXIS
+from zeroir.ir.program import Program
+from zeroir.passes.base import Fact, Pass
+from zeroir.passes.pipelines import for_options
+from zeroir.report.costs import format_seconds, path_shares
+from zeroir.report.names import counted, format_bytes
+
+MOST_TRIED: Final = 500
+"""Choices that a search tries at most, unless told otherwise."""
+
+Value = int | bool | str | None
+
+EARLY: Final = "early"
+"""The value of ``prefetch`` for gathers that are as early as the memory allows."""
+
+_PREFETCH: Final = (0, 1, 2, 3, 4, EARLY)
+_LIVE_GRADIENTS: Final = (1, 2, 3, 4)
+_BUCKET_BYTES: Final = (0, 25_000_000, 100_000_000, 400_000_000)
+_KEPT_PROGRAMS: Final = 64
+_ALL: Final = "*"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dimension:
+    """One option that is chosen: its values, and by their index those of most speed, by default, and of least memory.
+
+    The values of ``recompute`` and ``unshard`` count units, those of ``prefetch`` too, or are ``early``.
+    """
+
+    name: str
+    values: tuple[Value, ...]
+    fast: int
+    usual: int
+    lean: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Region:
+    """Choices of one stage and one mesh."""
+
+    stage: int
+    mesh: str | None
+    dimensions: tuple[Dimension, ...]
+
+    @property
+    def size(self) -> int:
+        """How many choices these are."""
+        count = 1
+        for dimension in self.dimensions:
+            count *= len(dimension.values)
+        return count
+
+    def settings(self, point: Point) -> Mapping[str, Value]:
+        """What a point of the grid chooses, by option."""
+        chosen = {d.name: d.values[at] for d, at in zip(self.dimensions, point, strict=True)}
+        return {"stage": self.stage, "mesh": self.mesh, **chosen}
+
+    def values(self, name: str) -> tuple[Value, ...]:
+        """The values of a dimension; none where there is no such one."""
+        return next((d.values for d in self.dimensions if d.name == name), ())
+
+    @property
+    def starts(self) -> tuple[Point, ...]:
+        """Where to begin: with what takes least time by itself, with what is usual, with what takes least memory."""
+        starts = (
+            tuple(d.fast for d in self.dimensions),
+            tuple(d.usual for d in self.dimensions),
+            tuple(d.lean for d in self.dimensions),
+        )
+        return tuple(dict.fromkeys(starts))
+
+    @property
+    def family(self) -> Family:
+        """The grid."""
+        return Family(sizes=tuple(len(d.values) for d in self.dimensions), starts=self.starts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A choice that was tried: what it needs on a rank's device, and what its step takes where that fits.
+
+    ``culprit`` says where it needs most. ``bounded_by`` are the parts of the critical path, largest first, as shares of
+    the step.
+    """
+
+    settings: Mapping[str, Value]
+    needed_bytes: int
+    culprit: str
+    step_ns: int | None
+    exposed_ns: int
+    bounded_by: tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alternative:
+    """A choice that lost, and why, in words."""
+
+    candidate: Candidate
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What was chosen, compiled and proved, and what lost.
+
+    ``alternatives`` are the best of every other stage and mesh, and what differs from the chosen one in one option,
+    fastest first, then what does not fit. No choice among all ``choices`` can take less than ``bound_ns``.
+    ``is_finished`` is false where the search ended because it had tried enough.
+    """
+
+    compiled: CompiledProgram
+    machine: str
+    world_size: int
+    budget_bytes: int
+    chosen: Candidate
+    alternatives: tuple[Alternative, ...]
+    tried: int
+    choices: int
+    bound_ns: int
+    is_finished: bool
+
+
+def plan(
+    model: str | Path,
+    machine: Machine | str | Path = "dgx-h100",
+    *,
+    memory: str | None = None,
+    most_tried: int = MOST_TRIED,
+    **options: object,
+) -> Plan:
+    """The options of ``zeroir.compile`` with which a model's step is shortest on a machine, within its memory.
+
+    ``memory`` is what a rank's device has, such as ``80GB``; the machine's unless given. The keywords are
+    ``CompileOptions``' fields: what is given is kept, and the rest of what decides over speed and memory is chosen.
+
+    Raises:
+        UserError: where the model, the machine or an option is wrong, or where nothing fits.
+    """
+    return plan_with(model, machine, make_options(options), memory=memory, most_tried=most_tried)
+
+
+def plan_with(
+    model: str | Path,
+    machine: Machine | str | Path,
+    options: CompileOptions,
+    *,
+    memory: str | None = None,
+    most_tried: int = MOST_TRIED,
+) -> Plan:
+    """As ``plan``, with validated options, of which those that were set are kept."""
+    known = machine if isinstance(machine, Machine) else load_machine(machine)
+    amount = memory or options.memory_budget
+    budget_bytes = int(known.memory.size_bytes.value) if amount is None else parse_bytes(amount)
+    captured = capture(model, options)
+    planner = Planner(captured.logical, options, known, budget_bytes)
+    found = planner.search(most_tried)
+    compiled = lowered(captured, planner.options(found.chosen.settings))
+    return Plan(
+        compiled=compiled,
+        machine=known.name,
+        world_size=options.world_size,
+        budget_bytes=budget_bytes,
+        chosen=found.chosen,
+        alternatives=found.alternatives,
+        tried=found.tried,
+        choices=sum(region.size for region in planner.regions),
+        bound_ns=found.bound_ns,
+        is_finished=found.is_finished,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """The outcome of a search, before the chosen program is compiled; see ``Plan``."""
+
+    chosen: Candidate
+    alternatives: tuple[Alternative, ...]
+    tried: int
+    bound_ns: int
+    is_finished: bool
+
+
+class Planner:
+    """The space of choices for a logical program on a machine, and what each of them comes to.
+
+    What is set in ``options`` is kept, and the rest is chosen.
+    """
+
+    def __init__(
+        self, logical: Program, options: CompileOptions, machine: Machine, budget_bytes: int
+    ) -> None:
+        self._logical = logical
+        budget = {"memory_budget": str(budget_bytes)}
+        self._base = options.model_copy(update=budget)
+        self._machine = machine
+        self._budget_bytes = budget_bytes
+        self._units = repeated_units(logical)
+        self._after = lru_cache(maxsize=_KEPT_PROGRAMS)(self._run_passes)
+        self._compute_ns: dict[tuple[Pass, ...], int] = {}
+        self._wire_ns: dict[int, int] = {}
+        self._candidates: dict[tuple[int, Point], Candidate] = {}
+        self.regions = regions(options, logical)
+
+    def search(self, most_tried: int = MOST_TRIED) -> Choice:
+        """Find the best choice.
+
+        Raises:
+            UserError: where nothing fits; it names what comes closest, and what it lacks.
+        """
+        families = [region.family for region in self.regions]
+        found = search(families, self.evaluate, self.bound_ns, most_tried=most_tried)
+        at = found.winner, found.best[found.winner]
+        chosen = self._candidates[at]
+        if chosen.step_ns is None:
+            raise UserError(
+                f"Nothing fits {format_bytes(self._budget_bytes)}: the closest is {words(chosen.settings)}, which "
+                f"{self._lack(chosen)}. Use more ranks, a lower precision or a smaller batch."
+            )
+        others = {
+            key: self._candidates[key]
+            for key in found.tried
+            if key != at and (key[1] == found.best[key[0]] or _is_beside(key, at))
+        }
+        cut_off = {number: self.bound_ns(number, None) for number in found.cut_off}
+        ranked = sorted(others.items(), key=lambda item: (found.tried[item[0]].key, item[0]))
+        return Choice(
+            chosen=chosen,
+            alternatives=tuple(
+                Alternative(candidate=one, why=self._why(one, chosen.step_ns, cut_off.get(key[0])))
+                for key, one in ranked
+            ),
+            tried=len(found.tried),
+            bound_ns=min(
+                self.bound_ns(number, None)
+                for number, family in enumerate(families)
+                if not found.tried[number, family.starts[0]].is_hopeless
+            ),
+            is_finished=found.is_finished,
+        )
+
+    def options(self, settings: Mapping[str, Value]) -> CompileOptions:
+        """The options that make such a choice."""
+        values: dict[str, object] = dict(settings)
+        if values.get("prefetch") == EARLY:
+            values |= {"prefetch": 0, "prefetch_budget": self._base.memory_budget}
+        # Of equal units the first save longest, and the last are soonest used again.
+        if isinstance(count := values.get("recompute"), int):
+            values["recompute"] = self._named(self._units[:count])
+        if isinstance(count := values.get("unshard"), int):
+            values["unshard"] = self._named(self._units[len(self._units) - count :])
+        return make_options({**self._base.model_dump(), **values})
+
+    def evaluate(self, number: int, point: Point) -> Outcome:
+        """Lower a choice of a region, measure it, and simulate it where it fits."""
+        settings = self.regions[number].settings(point)
+        options = self.options(settings)
+        program = replace(self._after(for_options(options)), options=options.to_pairs())
+        needed = footprint(program)
+        missing_bytes = max(0, needed.total_bytes - self._budget_bytes)
+        if missing_bytes:
+            candidate = Candidate(
+                settings=settings,
+                needed_bytes=needed.total_bytes,
+                culprit=_culprit(program, needed.fullest),
+                step_ns=None,
+                exposed_ns=0,
+                bounded_by=(),
+            )
+        else:
+            simulation = simulate(program, self._machine)
+            shares: dict[str, float] = {}
+            for share in path_shares(program, simulation):
+                what = "the segments" if share.what.startswith("compute ") else share.what
+                shares[what] = shares.get(what, 0.0) + share.seconds / simulation.step_s
+            candidate = Candidate(
+                settings=settings,
+                needed_bytes=needed.total_bytes,
+                culprit=_culprit(program, needed.fullest),
+                step_ns=simulation.step_ns,
+                exposed_ns=round(simulation.exposed_s * 1e9),
+                bounded_by=tuple(sorted(shares.items(), key=lambda item: (-item[1], item[0]))),
+            )
+        self._candidates[number, point] = candidate
+        return Outcome(
+            missing_bytes=missing_bytes,
+            needed_bytes=needed.total_bytes,
+            step_ns=candidate.step_ns or 0,
+            is_hopeless=needed.resting_bytes > self._budget_bytes,
+        )
+
+    def bound_ns(self, number: int, point: Point | None) -> int:
+        """What the step of a choice, or of every choice of a region, does not fall below.
+
+        Its segments depend on what is saved and computed again, not on how the rest is scheduled; to compute a unit
+        again only adds to them. What travels is least where nothing is gathered twice that need not be.
+        """
+        region = self.regions[number]
+        if point is None:
+            start = region.settings(region.starts[0])
+            return min(
+                self._bound_ns(number, {**start, "select_saved": value})
+                for value in region.values("select_saved") or (self._base.select_saved,)
+            )
+        return self._bound_ns(number, region.settings(point))
+
+    def _bound_ns(self, number: int, settings: Mapping[str, Value]) -> int:
+        passes = for_options(self.options(settings))
+        local = passes[: _first_reduction(passes)]
+        if local not in self._compute_ns:
+            program = replace(self._after(local), options=self._base.to_pairs())
+            self._compute_ns[local] = int(compute_bound_s(program, self._machine) * 1e9)
+        if number not in self._wire_ns:
+            region = self.regions[number]
+            options = self.options(region.settings(region.starts[0]))
+            program = replace(self._after(for_options(options)), options=options.to_pairs())
+            self._wire_ns[number] = int(wire_bound_s(program, self._machine) * 1e9)
+        return max(self._compute_ns[local], self._wire_ns[number])
+
+    def _run_passes(self, passes: tuple[Pass, ...]) -> Program:
+        """The logical program after these passes, not verified."""
+        return passes[-1](self._after(passes[:-1])) if passes else self._logical
+
+    def _named(self, units: Sequence[str]) -> tuple[str, ...]:
+        """Patterns that name these units."""
+        return (_ALL,) if units and len(units) == len(self._units) else tuple(units)
+
+    def _lack(self, candidate: Candidate) -> str:
+        missing = format_bytes(candidate.needed_bytes - self._budget_bytes)
+        return f"needs {format_bytes(candidate.needed_bytes)}, {missing} too many, most {candidate.culprit}"
+
+    def _why(self, candidate: Candidate, best_ns: int, cut_off_ns: int | None) -> str:
+        if candidate.step_ns is None:
+            return f"does not fit: {self._lack(candidate)}"
+        slower = candidate.step_ns / best_ns - 1
+        what, share = candidate.bounded_by[0]
+        text = f"{slower:.1%} slower" if slower >= 0.0005 else "as fast"
+        text += f", bound by {what} ({share:.0%} of the step)"
+        if cut_off_ns is not None:
+            text += f"; at this stage and mesh no step is below {format_seconds(cut_off_ns / 1e9)}"
+        return text
+
+
+def _first_reduction(passes: Sequence[Pass]) -> int:
+    """How many passes come before the first that is about ranks."""
+    for count, one in enumerate(passes):
+        if Fact.GRADIENTS_REDUCED in one.establishes:
+            return count
+    return len(passes)
+
+
+def _is_beside(key: tuple[int, Point], at: tuple[int, Point]) -> bool:
+    """Whether two points of a family differ along one axis alone."""
+    same_family = key[0] == at[0]
+    return same_family and sum(a != b for a, b in zip(key[1], at[1], strict=True)) == 1
+
+
+def _culprit(program: Program, fullest: FullestMoment) -> str:
+    """Where a program holds most."""
+    place = f"in {fullest.section}" if fullest.section else "of what rests there"
+    if fullest.section and fullest.index >= 0:
+        op = program.section_by_name[fullest.section].body[fullest.index]
+        what = f" %{op.buffer}" if isinstance(op, ops.Alloc) else ""
+        place = f"at `{ops.op_name(type(op))}{what}` ({fullest.section}:{fullest.index})"
+    place += f" of unit {fullest.unit}" if fullest.unit else ""
+    return place + (f" ({fullest.source})" if fullest.source else "")
+
+
+def words(settings: Mapping[str, Value]) -> str:
+    """A choice in short: ``stage 3, prefetch 2``; what is off is left out."""
+    said: list[str] = []
+    for name, value in settings.items():
+        match name, value:
+            case "stage", _:
+                said.append(f"stage {value}")
+            case "mesh", str():
+                said.append(value)
+            case "bucket", int() if value:
+                said.append(f"buckets of {format_bytes(value)}")
+            case "recompute" | "unshard", int() if value:
+                said.append(f"{name} {counted(value, 'unit')}")
+            case _, bool():
+                said.append(f"{'' if value else 'no-'}{name.replace('_', '-')}")
+            case _, None | 0:
+                pass
+            case _:
+                said.append(f"{name.replace('_', ' ')} {value}")
+    return ", ".join(said)
+
+
+def repeated_units(program: Program) -> tuple[str, ...]:
+    """The units that a model repeats, such as its blocks, in the order of their first use."""
+    units = dict.fromkeys(op.unit for op in program.ops() if isinstance(op, ops.Compute))
+    return tuple(unit for unit in units if not unit.startswith("root."))
+
+
+def regions(options: CompileOptions, logical: Program) -> tuple[Region, ...]:
+    """All choices that leave alone what is set in the options."""
+    is_set = options.model_fields_set
+    stages = (options.stage,) if "stage" in is_set else (0, 1, 2, 3)
+    found: list[Region] = []
+    for stage in stages:
+        meshes = [options.mesh] if "mesh" in is_set else _meshes(stage, options.world_size)
+        dimensions = tuple(
+            one
+            for one in _dimensions(stage, logical)
+            if one.name not in is_set and not (one.name == "prefetch" and options.prefetch_budget)
+        )
+        found += [Region(stage=stage, mesh=mesh, dimensions=dimensions) for mesh in meshes]
+    return tuple(found)
+
+
+def _meshes(stage: int, world_size: int) -> list[str | None]:
+    """One group, and where something is sharded every way to make equal groups of ranks."""
+    found: list[str | None] = [None]
+    if stage:
+        found += [
+            f"{REPLICATE_AXIS}={world_size // shard},{SHARD_AXIS}={shard}"
+            for shard in range(2, world_size)
+            if world_size % shard == 0
+        ]
+    return found
+
+
+def _dimensions(stage: int, logical: Program) -> tuple[Dimension, ...]:
+    """What is to be chosen at a stage."""
+    counts = tuple(range(len(repeated_units(logical)) + 1))
+    # Beyond what there is, all buckets are alike.
+    whole_bytes = 4 * logical.parameters_numel
+    sizes = tuple(
+        size
+        for at, size in enumerate(_BUCKET_BYTES)
+        if not at or _BUCKET_BYTES[at - 1] < whole_bytes
+    )
+    saved = Dimension(name="select_saved", values=(False, True), fast=0, usual=1, lean=1)
+    again = Dimension(name="recompute", values=counts, fast=0, usual=0, lean=len(counts) - 1)
+    bucket = Dimension(name="bucket", values=sizes, fast=min(2, len(sizes) - 1), usual=0, lean=0)
+    live = Dimension(name="live_gradients", values=_LIVE_GRADIENTS, fast=3, usual=1, lean=0)
+    ahead = Dimension(name="prefetch", values=_PREFETCH, fast=2, usual=1, lean=0)
+    whole = Dimension(name="unshard", values=counts, fast=len(counts) - 1, usual=0, lean=0)
+    return (
+        saved,
+        again,
+        bucket,
+        *((live,) if stage >= 2 else ()),
+        *((ahead, whole) if stage == 3 else ()),
+    )

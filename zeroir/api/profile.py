@@ -1,0 +1,129 @@
+"""Measure a machine with a program's own steps, on all its ranks at once, so that its simulated step is as long."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from zeroir.api.compiled import CompiledProgram, load_program
+from zeroir.api.run import (
+    fail,
+    fitted,
+    give_up,
+    load_model,
+    open_batches,
+    open_engine,
+    warnings_as_sentences,
+)
+from zeroir.artifact import write_whole
+from zeroir.cost.machine import Machine, load_machine, to_toml
+from zeroir.cost.profile import measured_machine
+from zeroir.cost.simulate import simulate
+
+if TYPE_CHECKING:
+    from zeroir.runtime.train import Place
+
+ROUNDS = 20
+"""Rounds of a profile unless told otherwise."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """What a profile found: the machine, the steps that it timed, and the step that the machine predicts.
+
+    ``step_s`` is the median of the steps that were not recorded, and ``noise`` how far the medians of the odd and of
+    the even rounds are apart, as a fraction of it.
+    """
+
+    machine: Machine
+    rounds: int
+    step_s: float
+    noise: float
+    predicted_s: float
+
+    def to_json(self) -> dict[str, object]:
+        """The profile without the machine's figures."""
+        return {
+            "machine": self.machine.name,
+            "rounds": self.rounds,
+            "step_seconds": self.step_s,
+            "noise": self.noise,
+            "predicted_step_seconds": self.predicted_s,
+            "segments": len(self.machine.segments),
+            "collectives": len(self.machine.collectives),
+            "ops": len(self.machine.ops),
+        }
+
+
+def profile_program(
+    path: Path,
+    *,
+    output: Path,
+    machine: str = "cpu-local",
+    rounds: int = ROUNDS,
+    seed: int = 0,
+    model: str | None = None,
+    allow_model_change: bool = False,
+    kernels: str = "eager",
+) -> Profile | None:
+    """Profile as the rank that torchrun made this process, or alone; rank 0 writes the machine and returns the profile.
+
+    What is not measured, such as the size of memory, is that of ``machine``. In a job of several ranks a failure ends
+    the process, as in ``run_program``.
+
+    Raises:
+        UserError: alone, or before the job is joined.
+    """
+    from zeroir.runtime import heartbeat, train
+
+    base = load_machine(machine)
+    compiled = load_program(path)
+    load_model(compiled, model=model, allow_model_change=allow_model_change)
+    place = train.join_job()
+    try:
+        with heartbeat.watched(place.rank, place.world_size, give_up):
+            found = _profile(
+                compiled, place, base, output.stem, rounds, seed, model, allow_model_change, kernels
+            )
+            if found is not None:
+                write_whole(output, to_toml(found.machine).encode())
+        train.leave_job()
+    except (Exception, KeyboardInterrupt) as error:
+        if place.world_size == 1:
+            raise
+        fail(error, place.rank)
+    return found
+
+
+def _profile(
+    compiled: CompiledProgram,
+    place: Place,
+    base: Machine,
+    name: str,
+    rounds: int,
+    seed: int,
+    model: str | None,
+    allow_model_change: bool,
+    kernels: str,
+) -> Profile | None:
+    from zeroir.runtime import profile
+
+    model_file = load_model(compiled, model=model, allow_model_change=allow_model_change)
+    compiled, _ = fitted(compiled, place.world_size)
+    with warnings_as_sentences():
+        engine = open_engine(compiled, model_file, place, seed, kernels)
+    recording = profile.record(engine, open_batches(model_file, place, seed), rounds=rounds)
+    engine.close()
+    if recording is None:
+        return None
+    measured = measured_machine(
+        compiled.program, recording.steps, base, name=name, watch_s=recording.watch_s
+    )
+    return Profile(
+        machine=measured,
+        rounds=rounds,
+        step_s=recording.step_s,
+        noise=recording.noise,
+        predicted_s=simulate(compiled.program, measured).step_s,
+    )

@@ -1,0 +1,71 @@
+"""The command that chooses options."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from zeroir.cli.arguments import AsJson, AtLeastOne, Model
+from zeroir.cli.compiling import Options
+from zeroir.cli.console import out, print_json, progress
+from zeroir.config import CompileOptions
+from zeroir.errors import UserError
+
+
+def plan(
+    model: Model,
+    /,
+    *,
+    machine: Annotated[
+        str,
+        Parameter(
+            help="The machine: 8x4090-pcie, cpu-local, dgx-a100-80g, dgx-h100, hgx-h200, or a TOML file."
+        ),
+    ] = "dgx-h100",
+    memory: Annotated[
+        str | None,
+        Parameter(help="Device memory of a rank, such as 80GB. [default: the machine's]"),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        Parameter(name=["-o", "--output"], help="Where to write the program. [default: nowhere]"),
+    ] = None,
+    options: Options = None,
+    most_tried: Annotated[
+        int, Parameter(validator=AtLeastOne, help="How many choices to try at most.")
+    ] = 500,
+    all_: Annotated[
+        bool, Parameter(name="--all", negative=(), help="Print everything that was ranked.")
+    ] = False,
+    as_json: AsJson = False,
+) -> int:
+    """Choose the options with which a model's step is shortest on a machine, within its memory.
+
+    What decides over speed and memory and is not given is chosen: the stage, the mesh, and the options of the schedule.
+
+    Example: zeroir plan examples/gpt.py --machine dgx-h100 --world-size 64 --memory 80GB -o gpt.zir
+    """
+    from zeroir.api.plan import plan_with
+    from zeroir.artifact import require_writable
+    from zeroir.cli.render_plan import plan_json, render_plan
+
+    source = Path(model.partition(":")[0])
+    if output is not None:
+        require_writable(output)
+        if output.exists() and source.exists() and output.samefile(source):
+            raise UserError(f"'{output}' is the model file itself: name another file to write.")
+    with progress(f"Planning {model}"):
+        found = plan_with(
+            model, machine, options or CompileOptions(), memory=memory, most_tried=most_tried
+        )
+        if output is not None:
+            found.compiled.save(output)
+    if as_json:
+        print_json(plan_json(found))
+        return 0
+    out.print(render_plan(found, is_unfolded=all_))
+    if output is not None:
+        out.print(f"Wrote {output}.", markup=False)
+    return 0
