@@ -1,293 +1,37 @@
-"""Run a program on this process's ranks: for each op, in order, the handler of its type.
-
-No decision is made here: what is not in the program does not happen. Streams say when an op runs, handlers what it
-does, a comm how ranks exchange elements, and kernels how a segment is computed.
-"""
+"""One rank of a program on this process's device, as a user drives it: initialise, step, evaluate, look at state."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
-from zeroir.errors import GraphWarning, InternalError, UserError, ZeroirError
-from zeroir.ir import ops
-from zeroir.ir.buffers import Role
-from zeroir.ir.program import EVALUATE, LAST_MICRO_STEP, MICRO_STEP, UPDATE, Program, Section
+from zeroir.errors import GraphWarning
+from zeroir.ir.program import Program, Section
 from zeroir.ir.spans import Span
 from zeroir.runtime import state
-from zeroir.runtime.batch import Batch, write_inputs
+from zeroir.runtime.batch import Batch
 from zeroir.runtime.comm.job import (
     DEFAULT_TIMEOUT,
     Backend,
-    LostPeersError,
-    is_lost_connection,
     open_job,
 )
+from zeroir.runtime.executor import Executor, RankResult
 from zeroir.runtime.handlers import Machine
 from zeroir.runtime.kernels.choice import KernelBackend, open_kernels
-from zeroir.runtime.labels import labels
 from zeroir.runtime.malloc import keep_freed_memory, return_freed_memory
-from zeroir.runtime.seeds import site_seed
 from zeroir.runtime.state import Factory
 from zeroir.runtime.storage import Memory
-from zeroir.runtime.streams import Streams, Task, ThreadStreams
+from zeroir.runtime.streams import Streams, ThreadStreams
 from zeroir.runtime.trace import Clock, HostClock, Recorder, aligned, to_bytes
 
 if TYPE_CHECKING:
     from zeroir.runtime.cuda_graphs import SectionGraphs
-
-Watch = Callable[[ops.Op], AbstractContextManager[object]]
-RunSection = Callable[[Section, Callable[[], None]], None]
-"""Carries out a section whose ops the function submits."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankResult:
-    """What one rank knows after a step.
-
-    ``loss`` is f32[]: the mean over the step's micro-batches of this rank; ``mean_loss`` that over all ranks, or None
-    where the program does not reduce it. ``is_skipped`` and ``grad_norm`` are f32[], or None where the program takes
-    no such decision; the norm is of the averaged, unscaled gradient, before clipping. Reading a value waits for the
-    device.
-    """
-
-    loss: Tensor
-    mean_loss: Tensor | None
-    is_skipped: Tensor | None
-    grad_norm: Tensor | None
-
-
-class Executor:
-    """The loop over a program's sections, for the local ranks of a machine; backends and lockstep share it."""
-
-    def __init__(
-        self,
-        machine: Machine,
-        streams: Streams,
-        *,
-        seed: int = 0,
-        run_section: RunSection | None = None,
-    ) -> None:
-        self.machine = machine
-        self.step_count = 0
-        self.seed = seed
-        self._program = machine.program
-        self._streams = streams
-        self._run_section = run_section
-        self._rng_buffers = [b.name for b in self._program.buffers if b.role is Role.RNG]
-        self._recorder: Recorder | None = None
-        self._to_record: tuple[int, Recorder] | None = None
-        self._labels: dict[int, str] = {}
-        self._tasks: dict[tuple[str, bool], list[Task]] = {}
-
-    def step(self, batches: Sequence[Sequence[Batch]]) -> list[RankResult]:
-        """One training step: ``batches[rank][micro_step]`` for the local ranks; one result per local rank."""
-        counts = {len(micro_batches) for micro_batches in batches}
-        (micro_steps,) = counts
-        self._require_micro_steps(micro_steps)
-        if self._to_record is not None:
-            step, recorder = self._to_record
-            self._recorder = recorder if step == self.step_count + 1 else None
-            self._streams.record(self._recorder)
-        if self.step_count == 0:
-            self._establish(LAST_MICRO_STEP if micro_steps == 1 else MICRO_STEP)
-        for index in range(micro_steps):
-            is_last = index == micro_steps - 1
-            self._set_inputs([micro_batches[index] for micro_batches in batches], index)
-            self._run(LAST_MICRO_STEP if is_last else MICRO_STEP)
-        # The update may reduce the loss over ranks, or clear it for the next step.
-        losses = self._losses(micro_steps)
-        scales = [self._loss_scale(memory) for memory in self.machine.ranks]
-        self._run(UPDATE)
-        self.step_count += 1
-        return [
-            self._result(memory, loss, scale)
-            for memory, loss, scale in zip(self.machine.ranks, losses, scales, strict=True)
-        ]
-
-    def evaluate(self, batches: Sequence[Batch]) -> list[Tensor]:
-        """The loss (f32[]) of one batch per local rank, by the program's ``evaluate`` section."""
-        if EVALUATE not in self._program.section_by_name:
-            raise UserError("The program has no evaluate section; compile it with one.")
-        self._set_inputs(batches, 0)
-        self._run(EVALUATE)
-        return self._losses(1)
-
-    def record(self, step: int, recorder: Recorder) -> None:
-        """Show every op of that step, counting from 1, to a recorder."""
-        self._to_record = step, recorder
-
-    def finish(self) -> None:
-        """Return when the streams have done all that was submitted; the device may still be at it."""
-        self._streams.join([])
-
-    def close(self) -> None:
-        """Stop the streams."""
-        self._streams.close()
-
-    def _run(self, name: str) -> None:
-        section = self._program.section_by_name.get(name)
-        if section is None:
-            raise UserError(
-                f"The program has no {name} section; compile it for this many micro-steps."
-            )
-        with torch.no_grad():
-            self._streams.join([pending.event for pending in section.entry.pending])
-            # What is recorded is recorded op by op.
-            if self._run_section is None or self._recorder is not None:
-                self._issue(section)
-            else:
-                self._run_section(section, partial(self._issue, section))
-            self._streams.join([pending.event for pending in section.exit.pending])
-
-    def _issue(self, section: Section) -> None:
-        if self._recorder is not None:
-            tasks = self._bound(section, self._recorder.watch)
-        else:
-            is_named = torch.autograd.profiler._is_profiler_enabled
-            found = self._tasks.get((section.name, is_named))
-            if found is None:
-                found = self._bound(section, self._named if is_named else None)
-                self._tasks[section.name, is_named] = found
-            tasks = found
-        for task in tasks:
-            task()
-
-    def _bound(self, section: Section, watch: Watch | None) -> list[Task]:
-        """What submits the ops of a section, each to be carried out in the context that ``watch`` has for it."""
-        return [self._streams.bind(op, self._task(op, watch)) for op in section.body]
-
-    def _establish(self, name: str) -> None:
-        """Make the first section's entry state true, which later is the update's doing."""
-        section = self._program.section_by_name.get(name)
-        if section is None:
-            return
-        with torch.no_grad():
-            state.establish(self._program, self.machine.ranks, self.machine.comm, section.entry)
-        for pending in section.entry.pending:
-            self._streams.signal(pending.event)
-
-    def _task(self, op: ops.Op, watch: Watch | None) -> Task:
-        step = self.machine.prepare(op)
-
-        def run() -> None:
-            try:
-                if watch is None:
-                    step()
-                else:
-                    with watch(op):
-                        step()
-            except UserError:
-                raise
-            except Exception as error:
-                raise self._explained(op, error) from error
-
-        return run
-
-    def _named(self, op: ops.Op) -> record_function:
-        return record_function(self._label(op))
-
-    def _explained(self, op: ops.Op, error: Exception) -> ZeroirError:
-        """What went wrong in an op, where, and what to do if the user can do something."""
-        place = f"{self._label(op)} of step {self.step_count + 1}"
-        if isinstance(error, RuntimeError) and is_lost_connection(error):
-            return LostPeersError(
-                f"Rank {self.machine.ranks[0].rank} lost its peers in {place}: another rank stopped or is stuck; "
-                "look at the first rank that failed."
-            )
-        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
-            return UserError(
-                f"Memory ran out in {place}: use more ranks, a higher stage, a lower precision or a smaller batch."
-            )
-        if isinstance(error, IndexError):
-            return UserError(f"The batch does not suit the model: {error}, in {place}.")
-        return InternalError(f"{place}: {error}")
-
-    def _label(self, op: ops.Op) -> str:
-        """Where an op stands in the program's text, for profiles and errors."""
-        if not self._labels:
-            self._labels = labels(self._program)
-        return self._labels.get(id(op), type(op).__name__)
-
-    def _set_inputs(self, batches: Sequence[Batch], micro_step: int) -> None:
-        for memory, batch in zip(self.machine.ranks, batches, strict=True):
-            write_inputs(self._program, memory, batch)
-            for name in self._rng_buffers:
-                sites = memory.buffer(name)
-                seeds = [
-                    site_seed(self.seed, self.step_count, micro_step, memory.rank, site)
-                    for site in range(sites.numel())
-                ]
-                sites.copy_(torch.tensor(seeds, dtype=sites.dtype))
-
-    def _require_micro_steps(self, micro_steps: int) -> None:
-        compiled = int(self._program.option.get("micro_steps", micro_steps))
-        if micro_steps != compiled:
-            raise UserError(
-                f"A step of this program takes {compiled} micro-batches, but got {micro_steps}; "
-                "pass a list of as many batches, or compile with another --micro-steps."
-            )
-
-    def _losses(self, micro_steps: int) -> list[Tensor]:
-        if self._program.loss is None:
-            raise UserError("The program names no loss; compile it again.")
-        name = self._program.loss
-        return [memory.buffer(name)[0].clone() / micro_steps for memory in self.machine.ranks]
-
-    def _loss_scale(self, memory: Memory) -> Tensor | None:
-        """The loss scale of this step, before the update may change it."""
-        decide = self._decision
-        if decide is None or decide.loss_scale is None:
-            return None
-        return memory.region(decide.loss_scale)[0].clone()
-
-    def _result(self, memory: Memory, loss: Tensor, scale: Tensor | None) -> RankResult:
-        decide = self._decision
-        mean_loss = None
-        if self._is_loss_reduced and self._program.loss is not None:
-            mean_loss = memory.buffer(self._program.loss)[0] / self._program.mesh.world_size
-        if decide is None:
-            return RankResult(loss=loss, mean_loss=mean_loss, is_skipped=None, grad_norm=None)
-        skip, norm = decide.skip, None
-        if decide.norm is not None:
-            divisor = decide.divisor if scale is None else decide.divisor * scale
-            norm = memory.region(decide.norm)[0].sqrt() / divisor
-        return RankResult(
-            loss=loss,
-            mean_loss=mean_loss,
-            is_skipped=None if skip is None else memory.region(skip)[0].clone(),
-            grad_norm=norm,
-        )
-
-    @cached_property
-    def _is_loss_reduced(self) -> bool:
-        """Whether the update leaves the sum over all ranks, along every axis, in the loss."""
-        section = self._program.section_by_name.get(UPDATE)
-        summed: set[str] = set()
-        for op in () if section is None else section.body:
-            match op:
-                case ops.AllReduce():
-                    if any(p.destination.buffer == self._program.loss for p in op.pairs):
-                        summed.add(self._program.comm_by_name[op.comm].axis)
-                case ops.Fill() if op.destination.buffer == self._program.loss:
-                    summed.clear()
-                case _:
-                    pass
-        axes = {axis.name for axis in self._program.mesh.axes if axis.size > 1}
-        return bool(summed) and axes <= summed
-
-    @cached_property
-    def _decision(self) -> ops.Decide | None:
-        return next((op for op in self._program.ops() if isinstance(op, ops.Decide)), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,7 +27,7 @@ from zeroir.runtime import state
 from zeroir.runtime.batch import Batch
 from zeroir.runtime.comm.base import Launch, Piece
 from zeroir.runtime.comm.lockstep import LockstepComm
-from zeroir.runtime.engine import Executor, RankResult
+from zeroir.runtime.executor import Executor, RankResult
 from zeroir.runtime.handlers import Machine, communicate
 from zeroir.runtime.kernels.choice import KernelBackend, open_kernels
 from zeroir.runtime.state import Factory

@@ -30,7 +30,7 @@ from zeroir.ir.segment import Segment
 from zeroir.runtime import state
 from zeroir.runtime.batch import Batch
 from zeroir.runtime.comm.local import LocalComm
-from zeroir.runtime.engine import Executor
+from zeroir.runtime.executor import Executor
 from zeroir.runtime.handlers import Machine, Step
 from zeroir.runtime.kernels.base import Binding, Kernel, Kernels
 from zeroir.runtime.kernels.choice import KernelBackend, open_kernels

@@ -10,7 +10,8 @@ import pytest
 import zeroir
 from tests.cost.support import machine
 from tests.support.programs import mlp
-from zeroir.api.plan import Planner, Value, regions, words
+from zeroir.api.choices import Value, regions, words
+from zeroir.api.plan import Planner
 from zeroir.config import CompileOptions, make_options
 from zeroir.cost.machine import Machine
 from zeroir.cost.search import Outcome, Point, search

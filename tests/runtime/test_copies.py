@@ -18,7 +18,7 @@ from zeroir.ir.program import Program
 from zeroir.ir.segment import Segment
 from zeroir.runtime import state
 from zeroir.runtime.comm.local import LocalComm
-from zeroir.runtime.engine import Executor
+from zeroir.runtime.executor import Executor
 from zeroir.runtime.handlers import Machine
 from zeroir.runtime.kernels.base import Binding, Kernel
 from zeroir.runtime.kernels.eager import EagerKernels

@@ -29,7 +29,8 @@ from zeroir.ir.program import (
 from zeroir.runtime.batch import Batch
 from zeroir.runtime.comm.job import Backend, Job, open_job
 from zeroir.runtime.cuda_graphs import WARM_UP, SectionGraphs, why_not
-from zeroir.runtime.engine import Engine, Executor
+from zeroir.runtime.engine import Engine
+from zeroir.runtime.executor import Executor
 from zeroir.runtime.handlers import Machine
 from zeroir.runtime.kernels.choice import KernelBackend, open_kernels
 from zeroir.runtime.state import initialise_flats

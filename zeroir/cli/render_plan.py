@@ -6,7 +6,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from zeroir.api.plan import Candidate, Plan, words
+from zeroir.api.choices import words
+from zeroir.api.plan import Candidate, Plan
 from zeroir.report.costs import format_seconds
 from zeroir.report.names import counted, format_bytes
 
