@@ -191,8 +191,10 @@ class CompileOptions(BaseModel):
         if value is not None:
             try:
                 parse_bytes(value)
-            except UserError as error:
-                raise PydanticCustomError("amount", "{problem}", {"problem": str(error)}) from None
+            except UserError:
+                raise PydanticCustomError(
+                    "amount", "an amount of memory, such as 80GB, 512MiB or 1e9"
+                ) from None
         return value
 
     @field_validator("mesh")

@@ -57,12 +57,21 @@ def test_the_cheapest_options_that_fit_come_first_and_are_measured() -> None:
 
 
 def test_more_ranks_where_nothing_else_helps() -> None:
-    least = needed(stage=3, live_gradients=1, prefetch=0)
+    least = needed(stage=3, live_gradients=1, prefetch=0, recompute=("*",))
     (found,) = alternatives(LOGICAL, options(stage=3), least - 1)
     assert found.changes["world_size"] in (8, 16, 32, 64, 128, 256)
     (found,) = alternatives(LOGICAL, options(), 1)
     assert found.footprint.total_bytes > 1
     assert advice(LOGICAL, options(), 1).startswith("No other options fit; --stage 3")
+
+
+def test_computing_again_is_proposed_where_it_helps() -> None:
+    bare = {"stage": 3, "live_gradients": 1, "prefetch": 0}
+    again = {**bare, "recompute": ("*",)}
+    assert needed(**again) < needed(**bare)
+    (found, *_) = alternatives(LOGICAL, options(), needed(**bare) - 1)
+    assert found.changes in ({"recompute": ("*",)}, again)
+    assert "--recompute '*' needs" in str(found)
 
 
 def test_a_program_that_breaks_its_budget_is_refused_with_names(tmp_path: Path) -> None:
@@ -80,5 +89,9 @@ def test_a_program_that_breaks_its_budget_is_refused_with_names(tmp_path: Path) 
 
 
 def test_a_budget_that_is_no_amount() -> None:
-    with pytest.raises(UserError, match=r"--memory-budget.*'lots'.*80GB"):
-        options(memory_budget="lots")
+    for name in ("memory_budget", "prefetch_budget"):
+        flag = f"--{name.replace('_', '-')}"
+        with pytest.raises(
+            UserError, match=rf"^{flag} is lots, but should be an amount of memory, .*\.$"
+        ):
+            options(**{name: "lots"})

@@ -13,21 +13,30 @@ from zeroir.report.names import format_bytes
 _ENOUGH = 3
 _MOST_TIMES = 64
 
+Value = int | bool | tuple[str, ...]
+"""Of an option that is proposed: a number, a switch, or patterns of units."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alternative:
     """Options that differ from those of a program, by name, and what a rank's device must hold with them."""
 
-    changes: Mapping[str, int | bool]
+    changes: Mapping[str, Value]
     footprint: Footprint
 
     def __str__(self) -> str:
-        flags = [
-            f"--{'no-' if value is False else ''}{name.replace('_', '-')}"
-            + ("" if isinstance(value, bool) else f" {value}")
-            for name, value in self.changes.items()
-        ]
-        return f"{' '.join(flags)} needs {format_bytes(self.footprint.total_bytes)}"
+        flags = " ".join(_flag(name.replace("_", "-"), v) for name, v in self.changes.items())
+        return f"{flags} needs {format_bytes(self.footprint.total_bytes)}"
+
+
+def _flag(name: str, value: Value) -> str:
+    match value:
+        case bool():
+            return f"--{'' if value else 'no-'}{name}"
+        case tuple():
+            return f"--{name} '{','.join(value)}'"
+        case _:
+            return f"--{name} {value}"
 
 
 def alternatives(
@@ -36,7 +45,8 @@ def alternatives(
     """Up to three that fit, cheapest first; if none does, the one that needs least.
 
     What costs no communication comes first: fewer full gradients at once, saving less for the backward, stages up to 2.
-    Then what exposes or adds some: no prefetch, stage 3. More ranks come last. Programs are measured, not verified.
+    Then what exposes or adds some: no prefetch, stage 3; then computing every unit's forward twice. More ranks come
+    last. Programs are measured, not verified.
     """
     fitting: list[Alternative] = []
     least: Alternative | None = None
@@ -65,9 +75,9 @@ def advice(logical: Program, options: CompileOptions, budget_bytes: int) -> str:
     return f"Compile with other options: {'; '.join(map(str, found))}."
 
 
-def _candidates(options: CompileOptions) -> Iterator[Mapping[str, int | bool]]:
+def _candidates(options: CompileOptions) -> Iterator[Mapping[str, Value]]:
     stage = options.stage
-    lean: dict[str, int | bool] = {}
+    lean: dict[str, Value] = {}
     if not options.select_saved:
         lean["select_saved"] = True
         yield dict(lean)
@@ -87,16 +97,18 @@ def _candidates(options: CompileOptions) -> Iterator[Mapping[str, int | bool]]:
             yield {**lean, "prefetch": 0}
         bare["prefetch"] = 0
     if bare:
-        yield bare
+        yield dict(bare)
+    if not options.recompute:
+        yield {**lean, "recompute": ("*",)}
+        bare["recompute"] = ("*",)
+        yield dict(bare)
     times = 2
     while options.mesh is None and times <= _MOST_TIMES:
         yield {**bare, "world_size": options.world_size * times}
         times *= 2
 
 
-def _lowered(
-    logical: Program, options: CompileOptions, changes: Mapping[str, int | bool]
-) -> Program:
+def _lowered(logical: Program, options: CompileOptions, changes: Mapping[str, Value]) -> Program:
     from zeroir.passes.pipelines import for_options
 
     chosen = options.model_copy(update=dict(changes))
