@@ -9,7 +9,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check test gpu format clean
+.PHONY: help setup demo check test gpu bench format clean
 
 help:
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
@@ -45,6 +45,15 @@ gpu: setup  ## the tests that need a CUDA device
 	else \
 	  echo "No CUDA device was found, so the GPU tests were not run."; \
 	fi
+
+bench: setup  ## measure everything on docs/performance.md anew, on an idle machine
+	$(BIN)/python -m tools.bench_peers peers --record docs/records/peers.json
+	$(BIN)/python -m tools.bench_peers stages --record docs/records/stages.json
+	$(BIN)/python -m tools.bench_peers techniques --record docs/records/techniques.json
+	$(BIN)/python -m tools.bench_engine --record docs/records/engine.json
+	$(BIN)/python -m tools.bench_compile --record docs/records/compile.json
+	$(BIN)/python -m tools.bench_first_step --record docs/records/first-step.json
+	$(BIN)/python -m tools.performance_page
 
 format: setup  ## rewrite the sources in the house format
 	$(BIN)/ruff format .
