@@ -7,12 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.cli.conftest import GPT, Zeroir
 from tests.cost.support import machine
 from tests.passes.strategies import Case, cases
+from tests.support.examples import examples
 from zeroir.cost.machine import Machine, load_machine, parse_machine, to_toml
 from zeroir.cost.profile import Step, fit, measured_machine, typical
 from zeroir.cost.simulate import Simulation, simulate
@@ -60,7 +61,7 @@ def profiled(program: Program, truth: Machine) -> tuple[int, Simulation]:
     return step.step_ns, simulate(program, measured)
 
 
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(case=cases(world_sizes=(1, 3)))
 def test_a_profile_of_a_simulated_step_predicts_that_step(case: Case) -> None:
     """On a machine that issues ops in no time, for the simulation does not tell when a wait was issued."""

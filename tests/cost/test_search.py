@@ -6,9 +6,10 @@ import itertools
 from collections import Counter
 from collections.abc import Sequence
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.examples import examples
 from zeroir.cost.search import Family, Outcome, Point, search
 
 SIZES = st.lists(st.integers(1, 9), min_size=1, max_size=3)
@@ -45,7 +46,7 @@ def neighbours(families: Sequence[Family], number: int, point: Point) -> list[tu
     ]
 
 
-@settings(max_examples=25, deadline=None)
+@examples(100)
 @given(spaces())
 def test_a_search_tries_nothing_twice_and_keeps_the_best_that_it_tried(
     space: tuple[list[Family], dict[tuple[int, Point], Outcome], int],
@@ -67,7 +68,7 @@ def test_a_search_tries_nothing_twice_and_keeps_the_best_that_it_tried(
         assert keys[number, point] == min(key for (of, _), key in keys.items() if of == number)
 
 
-@settings(max_examples=25, deadline=None)
+@examples(100)
 @given(spaces())
 def test_no_neighbour_of_what_a_finished_search_finds_is_better(
     space: tuple[list[Family], dict[tuple[int, Point], Outcome], int],
@@ -80,7 +81,7 @@ def test_no_neighbour_of_what_a_finished_search_finds_is_better(
         assert table[key].key >= best.key
 
 
-@settings(max_examples=25, deadline=None)
+@examples(100)
 @given(spaces(), st.data())
 def test_a_bound_spares_work_and_loses_nothing(
     space: tuple[list[Family], dict[tuple[int, Point], Outcome], int], data: st.DataObject

@@ -139,7 +139,7 @@ def test_where_all_but_arithmetic_is_free_a_step_takes_its_arithmetic(case: Case
     )
     assert found.flops == flops
     assert found.step_ns == flops * 1000
-    assert found.flops_utilisation == pytest.approx(1.0)
+    assert found.mfu == found.hfu == pytest.approx(1.0)
     assert found.exposed_s == 0.0
 
 
@@ -234,6 +234,19 @@ def test_prefetching_hides_what_arithmetic_can_hide() -> None:
     assert steps[0].step_ns > steps[1].step_ns >= steps[2].step_ns
     assert steps[0].exposed_s > steps[1].exposed_s
     assert steps[0].flops == steps[1].flops
+
+
+def test_what_is_computed_again_is_work_for_the_machine_and_not_for_the_model() -> None:
+    logical = mlp(blocks=4, dim=16)
+    program = logical
+    for step in for_stage(3, 4, recompute=("*",)):
+        program = step(program)
+    on = machine(flops_per_s=1e6)
+    found, plain = simulate(program, on, logical=logical), simulate(logical, on)
+    assert found.hfu > found.mfu > 0
+    assert found.mfu * found.step_ns == pytest.approx(plain.mfu * plain.step_ns)
+    assert found.hfu * found.step_ns == pytest.approx(1e3 * found.flops)
+    assert found.flops > plain.flops
 
 
 @pytest.mark.parametrize("computes", [False, True])

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 
 from tests.passes import happens
 from tests.passes.strategies import Case, cases
+from tests.support.examples import examples
 from tests.support.programs import mlp
 from zeroir.ir import ops
 from zeroir.ir.program import LAST_MICRO_STEP, Program
@@ -19,7 +20,7 @@ def _lower(program: Program, distance: int, *, elide: bool = True) -> Program:
     return program
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(cases(stages=(3,)))
 def test_at_most_distance_plus_one_units_are_live(case: Case) -> None:
     """On no interleaving of the streams, however slow the compute stream is."""

@@ -33,7 +33,13 @@ def simulate(
     """
     compiled = program if isinstance(program, CompiledProgram) else load_program(program)
     known = machine if isinstance(machine, Machine) else load_machine(machine)
-    return simulate_program(compiled.program, known, straggler=straggler, micro_steps=micro_steps)
+    return simulate_program(
+        compiled.program,
+        known,
+        logical=compiled.logical,
+        straggler=straggler,
+        micro_steps=micro_steps,
+    )
 
 
 def estimate(params: float, **options: object) -> Estimate:

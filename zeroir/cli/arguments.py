@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 from cyclopts import Parameter
 from cyclopts.validators import Number
@@ -14,6 +14,13 @@ Model = Annotated[
 ProgramFile = Annotated[Path, Parameter(help="A compiled program (.zir).")]
 AsJson = Annotated[bool, Parameter(name="--json", negative=(), help="Print one JSON document.")]
 AtLeastOne = Number(gte=1)
+Machine = Annotated[
+    str,
+    Parameter(
+        help="The machine: 8x4090-pcie, cpu-local, dgx-a100-80g, dgx-h100, hgx-h200, or a TOML file."
+    ),
+]
+DEFAULT_MACHINE: Final = "dgx-h100"
 Kernels = Annotated[
     Literal["eager", "inductor"],
     Parameter(

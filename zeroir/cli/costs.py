@@ -7,32 +7,25 @@ from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
-from cyclopts.validators import Number
 
+from zeroir.cli.arguments import DEFAULT_MACHINE, AsJson, AtLeastOne, Machine
 from zeroir.cli.console import err, out, print_json
 from zeroir.cost.estimate import EstimateOptions
 from zeroir.errors import UserError
-
-AsJson = Annotated[bool, Parameter(name="--json", negative=(), help="Print one JSON document.")]
 
 
 def simulate(
     program: Annotated[Path, Parameter(help="A compiled program (.zir).")],
     /,
     *,
-    machine: Annotated[
-        str,
-        Parameter(
-            help="The machine: 8x4090-pcie, cpu-local, dgx-a100-80g, dgx-h100, hgx-h200, or a TOML file."
-        ),
-    ] = "dgx-h100",
+    machine: Machine = DEFAULT_MACHINE,
     straggler: Annotated[
         float | None, Parameter(help="Rank 0's own work takes this many times as long.")
     ] = None,
     micro_steps: Annotated[
         int | None,
         Parameter(
-            validator=Number(gte=1), help="Micro-steps of the step. [default: those compiled for]"
+            validator=AtLeastOne, help="Micro-steps of the step. [default: those compiled for]"
         ),
     ] = None,
     trace: Annotated[

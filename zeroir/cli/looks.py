@@ -4,25 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final, Literal, assert_never
+from typing import TYPE_CHECKING, Annotated, Literal, assert_never
 
 from cyclopts import Parameter
 
+from zeroir.cli.arguments import DEFAULT_MACHINE, AsJson, Machine
 from zeroir.cli.console import out, print_json
 from zeroir.errors import UserError
 
 if TYPE_CHECKING:
     from zeroir.api import CompiledProgram
 
-DEFAULT_MACHINE: Final = "dgx-h100"
-
-Machine = Annotated[
-    str,
-    Parameter(
-        help="The machine that the step is simulated on: a name that zeroir knows, or a TOML file."
-    ),
-]
-AsJson = Annotated[bool, Parameter(name="--json", negative=(), help="Print one JSON document.")]
 Format = Literal["chrome", "memory-snapshot", "flight-recorder", "graphviz"]
 
 
@@ -119,7 +111,7 @@ def _export(
             from zeroir.cost.simulate import simulate
             from zeroir.report.trace import simulated_trace
 
-            simulation = simulate(program, load_machine(machine))
+            simulation = simulate(program, load_machine(machine), logical=compiled.logical)
             content = json.dumps(simulated_trace(program, simulation)).encode()
         case _:
             assert_never(kind)
@@ -168,7 +160,7 @@ def report(
         compiled.program,
         compiled.report,
         compiled.summary(),
-        simulate(compiled.program, known),
+        simulate(compiled.program, known, logical=compiled.logical),
         name=program.name,
         budget_bytes=int(budget),
     )

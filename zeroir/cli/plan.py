@@ -7,7 +7,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from zeroir.cli.arguments import AsJson, AtLeastOne, Model
+from zeroir.cli.arguments import DEFAULT_MACHINE, AsJson, AtLeastOne, Machine, Model
 from zeroir.cli.compiling import Options
 from zeroir.cli.console import out, print_json, progress
 from zeroir.config import CompileOptions
@@ -18,12 +18,7 @@ def plan(
     model: Model,
     /,
     *,
-    machine: Annotated[
-        str,
-        Parameter(
-            help="The machine: 8x4090-pcie, cpu-local, dgx-a100-80g, dgx-h100, hgx-h200, or a TOML file."
-        ),
-    ] = "dgx-h100",
+    machine: Machine = DEFAULT_MACHINE,
     memory: Annotated[
         str | None,
         Parameter(help="Device memory of a rank, such as 80GB. [default: the machine's]"),

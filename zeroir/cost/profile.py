@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import fmean
+from statistics import fmean, linear_regression
 from typing import assert_never
 
 from zeroir.cost.collectives import Ring, ring_of
@@ -152,17 +152,14 @@ def _key(one: MeasuredOp) -> tuple[str, str]:
 
 def fit(sizes_bytes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
     """Alpha and beta, neither below 0, for which alpha + beta × bytes is nearest, by least squares."""
-    mean_x, mean_y = fmean(sizes_bytes), fmean(seconds)
-    spread = sum((x - mean_x) ** 2 for x in sizes_bytes)
-    if not spread:
-        return max(mean_y, 0.0), 0.0
-    pairs = list(zip(sizes_bytes, seconds, strict=True))
-    beta = sum((x - mean_x) * (y - mean_y) for x, y in pairs) / spread
-    alpha_s = mean_y - beta * mean_x
+    mean_s = max(fmean(seconds), 0.0)
+    if len(set(sizes_bytes)) == 1:
+        return mean_s, 0.0
+    beta, alpha_s = linear_regression(sizes_bytes, seconds)
     if beta < 0:
-        return max(mean_y, 0.0), 0.0
+        return mean_s, 0.0
     if alpha_s < 0:
-        return 0.0, max(sum(x * y for x, y in pairs) / sum(x * x for x, _ in pairs), 0.0)
+        return 0.0, max(linear_regression(sizes_bytes, seconds, proportional=True).slope, 0.0)
     return alpha_s, beta
 
 

@@ -99,8 +99,13 @@ class _Search:
 
     def run(self) -> Found:
         numbers = range(len(self._families))
-        for number in numbers:
-            self._look(number)
+        # One of every family, whatever the limit; only then may others of the same family take from it.
+        for number, family in enumerate(self._families):
+            self._tried[number, family.starts[0]] = self._evaluate(number, family.starts[0])
+        for number, family in enumerate(self._families):
+            if not self._outcome(number).is_hopeless:
+                for point in family.starts[1:]:
+                    self._try(number, point)
         cut_off: set[int] = set()
         for number in sorted(numbers, key=self._rank):
             known = self._outcome(number)
@@ -126,13 +131,6 @@ class _Search:
             tried=self._tried,
             is_finished=self._is_finished,
         )
-
-    def _look(self, number: int) -> None:
-        """Try the starts of a family, the first in any case."""
-        first, *others = self._families[number].starts
-        self._tried[number, first] = outcome = self._evaluate(number, first)
-        for point in () if outcome.is_hopeless else others:
-            self._try(number, point)
 
     def _try(self, number: int, point: Point) -> Outcome | None:
         """What a point comes to; None where it cannot be the family's best, or enough was tried."""

@@ -67,8 +67,8 @@ class Simulation:
     """A simulated step. ``classes`` are in the order of their first ranks.
 
     The durations of ``critical_path``, in the order of time, add up to ``step_ns``: an op of it could not begin before
-    the one before it had ended. ``flops`` are a rank's, recomputation included, and ``flops_utilisation`` relates the
-    time that they take at the dense peak to the step.
+    the one before it had ended. ``flops`` are a rank's, recomputation included. ``hfu`` relates the time that they take
+    at the dense peak to the step, and ``mfu`` that of the model's own, without recomputation.
     """
 
     machine: str
@@ -79,7 +79,8 @@ class Simulation:
     classes: tuple[ClassResult, ...]
     critical_path: tuple[PathItem, ...]
     flops: int
-    flops_utilisation: float
+    mfu: float
+    hfu: float
     measured: Measured
 
     @property
@@ -97,10 +98,14 @@ def simulate(
     program: Program,
     machine: Machine,
     *,
+    logical: Program | None = None,
     straggler: float | None = None,
     micro_steps: int | None = None,
 ) -> Simulation:
     """Simulate a training step; with ``straggler``, rank 0's own work takes that many times as long.
+
+    ``logical`` is the program before any pass: what is beyond its floating-point operations is recomputation. Without
+    it nothing is taken for that.
 
     Raises:
         UserError: where the machine is too small, the program is not made for so many micro-steps, or the factor is
@@ -121,6 +126,10 @@ def simulate(
     lines = run(tasks, classes, timings)
     step_ns = max((end_ns for line in lines for end_ns in line.end_ns), default=0)
     flops, ideal_s = _flops(tasks, durations, machine)
+    model_s = ideal_s
+    if logical is not None:
+        model = step_tasks(logical, count, is_issuing=False, host_computes=False)
+        _, model_s = _flops(model, Durations(logical, machine), machine)
     return Simulation(
         machine=machine.name,
         world_size=program.mesh.world_size,
@@ -133,7 +142,8 @@ def simulate(
         ),
         critical_path=_critical_path(tasks, lines),
         flops=flops,
-        flops_utilisation=ideal_s * _NS / step_ns if step_ns else 0.0,
+        mfu=model_s * _NS / step_ns if step_ns else 0.0,
+        hfu=ideal_s * _NS / step_ns if step_ns else 0.0,
         measured=Measured(
             segments=sum(cost.is_measured for cost in durations.segments),
             of_segments=len(durations.segments),

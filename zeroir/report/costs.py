@@ -76,7 +76,8 @@ def render_simulation(program: Program, simulation: Simulation) -> RenderableTyp
     slow = "" if simulation.straggler == 1 else f", rank 0 slower by {simulation.straggler:g}"
     grid.add_row("step", f"{format_seconds(simulation.step_s)} ({steps}{slow})")
     grid.add_row("exposed communication", _share(simulation.exposed_s, simulation.step_s))
-    grid.add_row("MFU", f"{simulation.flops_utilisation:.1%} of the dense peak")
+    again = "" if simulation.hfu <= simulation.mfu else f", HFU {simulation.hfu:.1%}"
+    grid.add_row("MFU", f"{simulation.mfu:.1%} of the dense peak{again}")
     found = simulation.measured
     if found.segments or found.collectives:
         grid.add_row(
@@ -134,7 +135,8 @@ def simulation_json(program: Program, simulation: Simulation) -> dict[str, objec
         "step_seconds": simulation.step_s,
         "exposed_communication_seconds": simulation.exposed_s,
         "flops_per_rank": simulation.flops,
-        "mfu": simulation.flops_utilisation,
+        "mfu": simulation.mfu,
+        "hfu": simulation.hfu,
         "measured": asdict(simulation.measured),
         "classes": [
             {

@@ -164,7 +164,7 @@ def _headline(
             else "",
             False,
         ),
-        ("flops utilisation", _percent(simulation.flops_utilisation), "of the dense peak", False),
+        ("MFU", _percent(simulation.mfu), "of the dense peak", False),
         ("peak memory", format_bytes(curve.peak_bytes), share or "with workspaces", is_over),
         ("on the wire", format_bytes(traffic), "full buffers, a step", False),
     ]
