@@ -16,32 +16,24 @@ from zeroir.ir.contents import GRAD, PARAM
 from zeroir.ir.dtypes import DType
 from zeroir.ir.ops import Mode, Op
 from zeroir.ir.program import OptimizerGroup, Program, Section, Slot
-from zeroir.ir.verify import algebra, update
+from zeroir.ir.verify import algebra, transfers, update
 from zeroir.ir.verify.context import Findings, spell, title
 from zeroir.ir.verify.contracts import Layout
 from zeroir.ir.verify.domain import (
     ALL_TERM,
     PAST_TERM,
     POISON,
-    SCRATCH,
     ZERO,
     Elements,
     FlatKey,
     Gradient,
     Numbering,
     PieceList,
-    Slice,
     Term,
     Undefined,
     Value,
     Zero,
     aligned,
-    at_coordinate,
-    coalesced,
-    moved,
-    simplify,
-    spread,
-    unpack,
 )
 from zeroir.ir.verify.memory import Memory
 from zeroir.ir.verify.numbers import Operand, Segments
@@ -150,7 +142,7 @@ class Run:
         self.decided: dict[int, bool] = {}
         self._calls: set[tuple[int, Hashable]] = set()
         self._lines: dict[int, int] = {}
-        self._flats = dict(self.program.flat_by_name)
+        self.flats = dict(self.program.flat_by_name)
         self._enter()
 
     def run(self) -> Outcome:
@@ -182,6 +174,12 @@ class Run:
         line = self._lines.get(source)
         return "a contribution" if line is None else f"the contribution of op {line}"
 
+    def note_rounding(self, pieces: PieceList, target: DType) -> None:
+        """Remember which gradients lose digits here."""
+        for _, _, value in pieces:
+            for flat in algebra.rounded_flats(value, target, self.flats):
+                self.roundings.setdefault((flat, target), self.line)
+
     # ------------------------------------------------------------------------------------------------- entry state
 
     def _enter(self) -> None:
@@ -212,11 +210,11 @@ class Run:
             case ops.Release():
                 self.memory.forget(op.buffer)
             case ops.AllGather() | ops.Prefetch():
-                self._gather(op)
+                transfers.gather(self, op)
             case ops.ReduceScatter() | ops.AllReduce():
-                self._reduce(op)
+                transfers.reduce(self, op)
             case ops.Broadcast():
-                self._broadcast(op)
+                transfers.broadcast(self, op)
             case ops.Compute():
                 self._compute(op)
             case ops.Cast():
@@ -266,116 +264,6 @@ class Run:
             region.buffer,
             advice=ADVICE[hole.cause],
         )
-
-    # ------------------------------------------------------------------------------------------------- collectives
-
-    def _sources(self, op: ops.Collective, code: str) -> list[tuple[ops.Pair, PieceList]]:
-        taken = [(pair, self.take(pair.source, code)) for pair in op.pairs]
-        if op.wire_dtype is not None:
-            wire = op.wire_dtype
-            is_sum = isinstance(op, ops.ReduceScatter | ops.AllReduce)
-            taken = [(p, self._on_wire(p, pieces, wire, is_sum=is_sum)) for p, pieces in taken]
-        if op.staging is not None:
-            self.memory.write(op.staging, [(0, self.memory.numel(op.staging), SCRATCH)])
-        return taken
-
-    def _on_wire(
-        self, pair: ops.Pair, pieces: PieceList, wire: DType, *, is_sum: bool
-    ) -> PieceList:
-        dtype = self.program.buffer_by_name[pair.source.buffer].dtype
-        # Sums are FP32; what travels in F64 is added in F64, which rounds elsewhere.
-        is_finer_sum = is_sum and wire is DType.F64 and dtype is not DType.F64
-        if algebra.represents(wire, dtype) and not is_finer_sum:
-            return pieces
-        self._note_rounding(pieces, wire)
-        return [(a, b, algebra.on_wire(v, wire, self.numbering)) for a, b, v in pieces]
-
-    def _note_rounding(self, pieces: PieceList, target: DType) -> None:
-        """Remember which gradients lose digits here."""
-        for _, _, value in pieces:
-            for flat in algebra.rounded_flats(value, target, self._flats):
-                self.roundings.setdefault((flat, target), self.line)
-
-    def _gather(self, op: ops.AllGather | ops.Prefetch) -> None:
-        axis = self.program.comm_by_name[op.comm].axis
-        size = self.sizes[axis]
-        is_double = size > 1
-        results: list[tuple[Region, PieceList]] = []
-        for pair, pieces in self._sources(op, "Z103"):
-            numel = self.memory.numel(pair.source)
-            result = pieces
-            if size > 1:
-
-                def seen(value: Value, rank: int) -> Value:
-                    return algebra.from_rank(value, axis, rank, self.numbering)
-
-                is_alike = all(seen(v, 0) == v for _, _, v in pieces)
-                result = spread(pieces, axis, size, numel, numel, None if is_alike else seen)
-            results.append((pair.destination, result))
-            is_double = (
-                is_double
-                and coalesced(self.memory.read(pair.destination)) == coalesced(result)
-                and not any(algebra.is_poisoned(v) for _, _, v in result)
-            )
-        if is_double and op.pairs:
-            where = ", ".join(spell(pair.destination, self.program) for pair in op.pairs)
-            self.fail(
-                "Z102",
-                f"{title(op)} fills {where}, which holds exactly that content already",
-                *(pair.destination.buffer for pair in op.pairs),
-            )
-        for region, pieces in results:
-            self.memory.write(region, pieces)
-
-    def _reduce(self, op: ops.ReduceScatter | ops.AllReduce) -> None:
-        axis = self.program.comm_by_name[op.comm].axis
-        size = self.sizes[axis]
-        results: list[tuple[Region, PieceList]] = []
-        for pair, pieces in self._sources(op, "Z402"):
-            if size > 1:
-                name = spell(pair.source, self.program)
-                buffer = pair.source.buffer
-
-                def fail(code: str, sentence: str, name: str = name, buffer: str = buffer) -> None:
-                    self.fail(code, f"{sentence} ({name})", buffer)
-
-                how = algebra.Combination(axis, op.reduction, self.numbering, fail)
-                total = coalesced([(a, b, algebra.reduced(v, how)) for a, b, v in pieces])
-                if isinstance(op, ops.ReduceScatter):
-                    numel = self.memory.numel(pair.destination)
-                    total = unpack(self._slice(total, axis, numel), numel)
-                results.append((pair.destination, total))
-            else:
-                results.append((pair.destination, pieces))
-        for region, pieces in results:
-            self.memory.write(region, pieces)
-
-    def _slice(self, pieces: PieceList, axis: str, numel: int) -> Value:
-        """This rank's slice of pieces over ``[0, numel × size)``."""
-        array: list[tuple[int, int, Value]] = []
-        for a, b, value in pieces:
-            # One level of arrays is enough: open packed pieces.
-            for x, y, inner in unpack(moved(value, a), b - a):
-                array.append((a + x, a + y, moved(inner, -a)))
-        sizes = tuple(self.sizes.items())
-        return simplify(Slice(tuple(array), 0, ((axis, numel),)), numel, sizes)
-
-    def _broadcast(self, op: ops.Broadcast) -> None:
-        axis = self.program.comm_by_name[op.comm].axis
-        for pair, pieces in self._sources(op, "Z103"):
-            result = pieces
-            if self.sizes[axis] > 1:
-                result = [
-                    (
-                        a,
-                        b,
-                        algebra.from_rank(
-                            at_coordinate(v, axis, op.root), axis, op.root, self.numbering
-                        ),
-                    )
-                    for a, b, v in pieces
-                ]
-            self.memory.write(pair.destination, result)
 
     # ----------------------------------------------------------------------------------------------------- compute
 
@@ -482,12 +370,12 @@ class Run:
     def _cast(self, op: ops.Cast) -> None:
         buffers = self.program.buffer_by_name
         source, target = buffers[op.source.buffer], buffers[op.destination.buffer]
-        rule = algebra.CastRule(source.dtype, target.dtype, self._flats, self.numbering)
+        rule = algebra.CastRule(source.dtype, target.dtype, self.flats, self.numbering)
         is_sum = op.mode is Mode.ACCUMULATE
         code = "Z402" if is_sum or self._is_gradient(op.source) else "Z103"
         taken = self.take(op.source, code)
         if not algebra.represents(target.dtype, source.dtype):
-            self._note_rounding(taken, target.dtype)
+            self.note_rounding(taken, target.dtype)
         pieces: PieceList = [(a, b, algebra.cast(v, rule)) for a, b, v in taken]
         if is_sum:
             pieces = self._added(self.memory.read(op.destination), pieces, op.destination)
