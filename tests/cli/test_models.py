@@ -49,16 +49,15 @@ def test_every_optimizer_equals_torch(zeroir: Zeroir, optimizer: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.dist
-@pytest.mark.parametrize("model", ["llama", "traps"])
-def test_trains_on_processes(zeroir: Zeroir, model: str, tmp_path: Path) -> None:
+def test_trains_on_processes(zeroir: Zeroir, tmp_path: Path) -> None:
     path = tmp_path / "model.zir"
-    assert zeroir("compile", MODELS[model], "--world-size", "2", "-o", path).exit_code == 0
+    assert zeroir("compile", MODELS["llama"], "--world-size", "2", "-o", path).exit_code == 0
     lines = succeed(
         "run", "model.zir", "--nproc", "2", "--steps", "3", "--log-every", "1", cwd=tmp_path
     )
     losses = [float(line.split("loss")[1].split()[0]) for line in lines]
     assert len(losses) == 3
-    # Both repeat their one example batch or learn tiny data, so the loss falls.
+    # It repeats its one example batch, so the loss falls.
     assert losses[-1] < losses[0]
 
 

@@ -67,7 +67,7 @@ def test_training_follows_the_reference_curve(program: Path, tmp_path: Path) -> 
 
 
 def test_accumulation_on_processes_equals_lockstep(zeroir: Zeroir, tmp_path: Path) -> None:
-    options = ["--micro-steps", "2", "--world-size", "3", "--precision", "bf16"]
+    options = ["--micro-steps", "2", "--world-size", "3"]
     path = tmp_path / "gpt.zir"
     assert zeroir("compile", GPT, *options, "-o", path).exit_code == 0
     arguments = ["--nproc", "3", "--steps", "3", "--log-every", "1", "--json"]
