@@ -96,9 +96,9 @@ from typing import ClassVar
 
 from zeroir.errors import UserError
 from zeroir.ir import ops
-from zeroir.ir.memory import payloads
 from zeroir.ir.ops import Op
 from zeroir.ir.program import Program, Section
+from zeroir.ir.traffic import payloads
 from zeroir.passes import rewrite
 from zeroir.passes.base import Fact, format_spec, split_spec
 from zeroir.passes.bound_gradients import BoundGradients

@@ -8,8 +8,8 @@ never ahead of a gather that is needed before it. There it waits for the compute
 than the count says. Hence no order in which the streams may run takes more than the budget, or than the program took
 before where that is more.
 
-Bytes are those of buffers on the device, as `zeroir.ir.memory.peak` and Z301 count them: the workspace of segments
-comes on top.
+Bytes are those of buffers on the device, as `zeroir.ir.memory.curve.peak` counts them: the workspace of segments, and
+what is lost between buffers that have a place each, come on top.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from itertools import accumulate
 
 from zeroir.ir import ops
 from zeroir.ir.buffers import Space
-from zeroir.ir.lifetimes import Lifetimes
+from zeroir.ir.memory.lifetimes import Lifetimes
 from zeroir.ir.mesh import COMPUTE, HOST
 from zeroir.ir.ops import Op
 from zeroir.ir.program import Program, Section

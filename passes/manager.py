@@ -9,9 +9,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from zeroir.errors import InternalError, UserError
-from zeroir.ir.placement import unplanned
+from zeroir.ir.memory.placement import unplanned
 from zeroir.ir.program import Program
 from zeroir.ir.verify import Reference, check
+from zeroir.ir.workspace import corrected
 from zeroir.passes.base import Fact, Pass, listed
 from zeroir.passes.catalogue import PASSES, parse_spec
 
@@ -46,16 +47,22 @@ def steps(
         yield step, program
 
 
+def apply(step: Pass, program: Program) -> Program:
+    """The program after a pass, which its list of passes names last; it is not verified."""
+    # A plan is for the ops and buffers as they were.
+    after = step(unplanned(program))
+    # A pass may bind the outputs of a segment otherwise, which changes what a kernel must hold itself.
+    return replace(corrected(after), passes=(*program.passes, step.spec()))
+
+
 def _apply(step: Pass, program: Program, reference: Reference | None) -> Program:
     try:
-        # A plan is for the ops and buffers as they were.
-        after = step(unplanned(program))
+        after = apply(step, program)
     except UserError:
         raise
     except Exception as error:
         message = f"The pass `{step.spec()}` failed: {type(error).__name__}: {error}"
         raise InternalError(message) from error
-    after = replace(after, passes=(*program.passes, step.spec()))
     try:
         check(after, reference=reference)
     except UserError as error:

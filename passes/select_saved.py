@@ -50,7 +50,7 @@ After::
       $4 = aten.mean.default($3) : f32[]
       return ($4)
     }
-    segment @b.backward($0: f32[], $1: f32[4,8], $2: f32[8,1]) workspace eager=304 {
+    segment @b.backward($0: f32[], $1: f32[4,8], $2: f32[8,1]) workspace eager=272 {
       $3 = aten.expand.default($0, [4, 1]) : f32[4,1;0,0]
       $4 = aten.mul.Tensor($3, 0.25) : f32[4,1]
       $5 = aten.t.default($2) : f32[1,8;1,1]

@@ -13,15 +13,18 @@ from typing import assert_never
 from torch import Tensor
 
 from zeroir.ir import ops
+from zeroir.ir.bindings import bindings
 from zeroir.ir.buffers import Region
 from zeroir.ir.effects import effects
 from zeroir.ir.ops import Mode
 from zeroir.ir.program import Program
 from zeroir.runtime import numerics, optim
 from zeroir.runtime.comm.base import Comm, Launch, Piece
-from zeroir.runtime.kernels.base import Binding, Kernel, Kernels
+from zeroir.runtime.kernels.base import Kernel, Kernels
 from zeroir.runtime.storage import Memory
 from zeroir.runtime.tensors import TORCH_DTYPE
+
+__all__ = ["Machine", "Step", "bindings", "communicate"]
 
 Step = Callable[[], object]
 """An op with everything about it settled that does not change from step to step."""
@@ -155,32 +158,6 @@ def communicate(op: ops.Collective, what: Launch, comm: Comm) -> None:
             comm.broadcast(what, op.root)
         case _:
             assert_never(op)
-
-
-def bindings(op: ops.Compute) -> list[Binding | None]:
-    """How each output of a call meets its destination."""
-    touched = [argument.view.region.buffer for argument in op.arguments]
-    touched += [d.view.region.buffer for d in op.destinations if d is not None]
-    found: list[Binding | None] = []
-    for destination in op.destinations:
-        if destination is None:
-            found.append(None)
-            continue
-        view = destination.view
-        is_shared = touched.count(view.region.buffer) > 1 and any(
-            _overlap(view.region, other)
-            for other in [
-                *(argument.view.region for argument in op.arguments),
-                *(d.view.region for d in op.destinations if d and d is not destination),
-            ]
-        )
-        found.append(Binding(mode=destination.mode, stride=view.stride, is_exclusive=not is_shared))
-    return found
-
-
-def _overlap(a: Region, b: Region) -> bool:
-    """Whether two regions may share an element; slices of a mesh axis count with what they are cut from."""
-    return a.buffer == b.buffer and a.offset < b.stop and b.offset < a.stop
 
 
 def _prepare_locally(

@@ -19,9 +19,9 @@ from torch import Tensor
 from zeroir.errors import InternalError
 from zeroir.ir import ops
 from zeroir.ir.contents import FlatContent, Micro
+from zeroir.ir.memory.placement import places_to_run
 from zeroir.ir.mesh import HOST
 from zeroir.ir.ops import Op
-from zeroir.ir.placement import placements
 from zeroir.ir.program import Program
 from zeroir.runtime import state
 from zeroir.runtime.batch import Batch
@@ -51,7 +51,7 @@ class Lockstep:
         kernels: KernelBackend = KernelBackend.EAGER,
     ) -> None:
         self.program = program
-        placed = placements(program)
+        placed = places_to_run(program)
         self._memories = [
             Memory(program, rank, CPU, is_poisoned=True, placed=placed)
             for rank in range(program.mesh.world_size)

@@ -6,22 +6,19 @@ Everything stays on the device and waits for nobody.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
 
 import torch
 from torch import Tensor
 
-# Squares are summed in pieces of this many elements, counted from the start of a region: the bits depend on the
-# region alone, and the scratch memory does not grow with it.
-_CHUNK_NUMEL: Final = 1 << 20
+from zeroir.ir.op_scratch import SQUARES_CHUNK_NUMEL
 
 
 def sum_of_squares(sources: Sequence[Tensor], destination: Tensor) -> None:
     """Write the FP32 sum of squares, piece by piece in order, to an f32[1]."""
     total = torch.zeros_like(destination)
     for source in sources:
-        for start in range(0, source.numel(), _CHUNK_NUMEL):
-            piece = source[start : start + _CHUNK_NUMEL]
+        for start in range(0, source.numel(), SQUARES_CHUNK_NUMEL):
+            piece = source[start : start + SQUARES_CHUNK_NUMEL]
             total.add_(piece.to(torch.float32).square().sum())
     destination.copy_(total)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from zeroir.errors import InternalError
 from zeroir.ir.buffers import Region, Space, View
 from zeroir.ir.dtypes import DType
-from zeroir.ir.placement import Placement, placements
+from zeroir.ir.memory.placement import Placement, places_to_run
 from zeroir.ir.program import Program
 from zeroir.runtime.tensors import TORCH_DTYPE, poison
 
@@ -24,7 +24,7 @@ class Memory:
     """What one rank holds while a program runs.
 
     Everything is allocated with the object: persistent buffers, as zeros, and one block per space in which temporary
-    buffers have a place each: the program's plan, or where it has none one made here (see ``ir.placement``). ``alloc``
+    buffers have a place each: the program's plan, or where it has none such as are found at once. ``alloc``
     and ``release`` only say what is live, so a view of a buffer is made once; whoever keeps one asks ``require`` before
     each use. With ``is_poisoned`` undefined elements are NaN and a released buffer is overwritten, so that a wrong
     order of ops shows in the numbers. Buffers on disk are files under ``directory`` (a temporary one by default) mapped
@@ -56,7 +56,7 @@ class Memory:
                 ).zero_()
                 self._live.add(buffer.name)
         self._persistent = frozenset(self._live)
-        for space, placement in (placements(program) if placed is None else placed).items():
+        for space, placement in (places_to_run(program) if placed is None else placed).items():
             self._place_temporaries(program, space, placement)
 
     def _place_temporaries(self, program: Program, space: Space, placement: Placement) -> None:

@@ -20,28 +20,36 @@ FRACTIONS = st.floats(min_value=0, max_value=math.nextafter(1, 0))
 PATTERNS = st.text(st.sampled_from("abz019_.*?[]"), min_size=1)
 
 OPTIONS = st.builds(
-    lambda values, momentum: make_options({**values, **momentum}),
+    lambda *parts: make_options({name: one for part in parts for name, one in part.items()}),
     st.fixed_dictionaries(
         {"world_size": st.integers(1, 1024)},
         optional={
-            "stage": st.integers(0, 3),
-            "precision": st.sampled_from(["fp32", "bf16", "fp16"]),
             "micro_steps": st.integers(1, 64),
             "units": PATTERNS,
             "keep_fp32": st.lists(PATTERNS),
             "lr": POSITIVE,
-            "beta1": FRACTIONS,
-            "eps": POSITIVE,
             "weight_decay": FRACTIONS,
             "clip": POSITIVE,
-            "prefetch": st.integers(0, 8),
             "elide": st.booleans(),
-            "initial_loss_scale": POSITIVE,
         },
     ),
     st.one_of(
-        st.fixed_dictionaries({"optimizer": st.sampled_from(["sgd", "adam", "adamw"])}),
+        st.just({"optimizer": "sgd"}),
+        st.fixed_dictionaries(
+            {"optimizer": st.sampled_from(["adam", "adamw"])},
+            optional={"beta1": FRACTIONS, "eps": POSITIVE},
+        ),
         st.fixed_dictionaries({"optimizer": st.just("momentum"), "momentum": FRACTIONS}),
+    ),
+    st.one_of(
+        st.fixed_dictionaries(
+            {"precision": st.just("fp16")}, optional={"initial_loss_scale": POSITIVE}
+        ),
+        st.fixed_dictionaries({"precision": st.sampled_from(["fp32", "bf16"])}),
+    ),
+    st.one_of(
+        st.fixed_dictionaries({"stage": st.integers(0, 2)}),
+        st.fixed_dictionaries({"stage": st.just(3)}, optional={"prefetch": st.integers(0, 8)}),
     ),
 )
 
@@ -50,6 +58,54 @@ OPTIONS = st.builds(
 def test_options_survive_a_program_and_its_text(options: CompileOptions) -> None:
     program = Program(mesh=Mesh(axes=(Axis(name="dp", size=1),)), options=options.to_pairs())
     assert options_from_pairs(parse(print_program(program)).options) == options
+
+
+IN_VAIN: list[tuple[dict[str, object], str]] = [
+    (
+        {"stage": 0, "live_gradients": 1},
+        "--live-gradients 1 needs --stage 2 or 3, but the stage is 0",
+    ),
+    (
+        {"stage": 1, "live_gradients": 4},
+        "--live-gradients 4 needs --stage 2 or 3, but the stage is 1",
+    ),
+    ({"stage": 0, "prefetch": 2}, "--prefetch 2 needs --stage 3, but the stage is 0"),
+    ({"stage": 2, "prefetch": 2}, "--prefetch 2 needs --stage 3, but the stage is 2"),
+    ({"stage": 1, "prefetch_budget": "1GB"}, "--prefetch-budget 1GB needs --stage 3"),
+    ({"stage": 2, "unshard": ["a", "b"]}, "--unshard a,b needs --stage 3, but the stage is 2"),
+    ({"prefetch": 2, "prefetch_budget": "1GB"}, "--prefetch 2 and --prefetch-budget 1GB both say"),
+    ({"prefetch": 0, "prefetch_budget": "1GB"}, "--prefetch 0 and --prefetch-budget 1GB both say"),
+    ({"initial_loss_scale": 4}, "--initial-loss-scale 4.0 needs --precision fp16"),
+    ({"precision": "bf16", "loss_scale_window": 4}, "--loss-scale-window 4 needs --precision fp16"),
+    ({"loss_scale_hysteresis": 4}, "--loss-scale-hysteresis 4 needs --precision fp16"),
+    ({"minimum_loss_scale": 4}, "--minimum-loss-scale 4.0 needs --precision fp16"),
+    ({"optimizer": "sgd", "beta1": 0.5}, "--beta1 0.5 needs --optimizer adam or adamw"),
+    ({"optimizer": "momentum", "beta2": 0.5}, "--beta2 0.5 needs --optimizer adam or adamw"),
+    ({"optimizer": "sgd", "eps": 0.5}, "--eps 0.5 needs --optimizer adam or adamw"),
+]
+
+
+@pytest.mark.parametrize(("values", "words"), IN_VAIN)
+def test_what_would_have_no_effect_is_refused(values: dict[str, object], words: str) -> None:
+    with pytest.raises(UserError) as caught:
+        make_options({"world_size": 2, **values})
+    assert words in str(caught.value)
+    assert str(caught.value).startswith("These options do not go together: ")
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_defaults_and_what_is_off_are_never_refused(stage: int) -> None:
+    plain = make_options({"world_size": 2, "stage": stage})
+    assert make_options(plain.model_dump()) == plain
+    off = {"prefetch": 0, "elide": False, "select_saved": False, "overlap_update": False}
+    assert make_options({"world_size": 2, "stage": stage, **off}).without_effect is None
+
+
+def test_what_a_program_carries_is_read_though_it_has_no_effect() -> None:
+    pairs = make_options({"world_size": 2, "stage": 1}).to_pairs()
+    read = options_from_pairs((dict(pairs) | {"prefetch": "3"}).items()).for_world_size(4)
+    assert (read.stage, read.prefetch, read.world_size) == (1, 3, 4)
+    assert read.without_effect is not None
 
 
 def test_the_text_reads_as_a_person_would_write_it() -> None:

@@ -1,6 +1,6 @@
 """Predicted against measured step times: four models at stages 0 to 3 on two ranks, in rounds that take turns.
 
-    python tools/bench_predict.py [--rounds 3] [--steps 20] [--models examples/gpt.py …] [--json]
+    python -m tools.bench_predict [--rounds 3] [--steps 20] [--models examples/gpt.py …] [--record FILE]
 
 In every round each program is profiled (`zeroir profile`): a job takes steps that nobody records, which are measured,
 and in turns with them others that are recorded, from which the step is predicted. Another job, which only trains, shows
@@ -18,12 +18,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 
 import zeroir
 
+HEAD = [
+    *("model", "stage", "measured, ms", "predicted, ms"),
+    *("error", "noise floor", "another job, ms"),
+]
 MODELS = (
     "examples/gpt.py",
     "tests/support/models/llama.py",
@@ -73,7 +78,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=list(MODELS))
     parser.add_argument("--stages", nargs="+", type=int, default=list(STAGES))
     parser.add_argument("--kernels", choices=("eager", "inductor"), default="eager")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--record", type=Path, help="write the table to this JSON file")
     parser.add_argument("--rank-of", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.rank_of is not None:
@@ -87,10 +92,14 @@ def main() -> None:
         summary([one for one in rounds if (one.model, one.stage) == place])
         for place in dict.fromkeys((one.model, one.stage) for one in rounds)
     ]
-    if given.json:
-        print(json.dumps([asdict(row) for row in rows], indent=2))
-    else:
-        print_table(rows)
+    table = [cells(row) for row in rows]
+    print(f"| {' | '.join(HEAD)} |\n|{'---|' * len(HEAD)}")
+    for line in table:
+        print(f"| {' | '.join(line)} |")
+    if given.record is not None:
+        about = {"torch": version("torch"), "rounds": given.rounds, "kernels": given.kernels}
+        text = json.dumps({"about": about, "head": HEAD, "rows": table}, indent=1)
+        given.record.write_text(text + "\n")
 
 
 def measure(
@@ -184,22 +193,12 @@ def summary(rounds: list[Round]) -> Row:
     )
 
 
-def print_table(rows: list[Row]) -> None:
-    """The table in Markdown, and the median of all errors."""
-    print("| model | stage | measured | predicted | error | noise floor | another job |")
-    print("|---|---:|---:|---:|---:|---:|---:|")
-    for row in rows:
-        print(
-            f"| {Path(row.model).stem} | {row.stage} | {row.measured_s * 1e3:.2f} ms "
-            f"| {row.predicted_s * 1e3:.2f} ms | {row.error:+.1%} | {row.noise:.1%} "
-            f"| {row.other_s * 1e3:.2f} ms |"
-        )
-    worst = max(rows, key=lambda row: abs(row.error))
-    middle = median(abs(row.error) for row in rows)
-    print(
-        f"\nThe median error is {middle:.1%}, the worst {worst.error:+.1%} ({Path(worst.model).stem}, stage "
-        f"{worst.stage}); the median noise floor is {median(row.noise for row in rows):.1%}."
-    )
+def cells(row: Row) -> list[str]:
+    """A row of the table."""
+    milliseconds = (f"{1e3 * one:.1f}" for one in (row.measured_s, row.predicted_s, row.other_s))
+    measured, predicted, other = milliseconds
+    error, noise = f"{row.error:+.1%}", f"{row.noise:.1%}"
+    return [Path(row.model).stem, str(row.stage), measured, predicted, error, noise, other]
 
 
 if __name__ == "__main__":

@@ -105,6 +105,7 @@ _TABLES: Mapping[str, Callable[[Mapping[str, object]], str]] = {
     "engine": _rows,
     "compile": _rows,
     "first-step": _rows,
+    "predict": _rows,
 }
 
 

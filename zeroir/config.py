@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Literal, Self
+from typing import Annotated, Final, Literal, Self
 
 from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
     ValidationError,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
@@ -22,6 +23,8 @@ from zeroir.ir.ops import Algorithm
 
 Precision = Literal["fp32", "bf16", "fp16"]
 _MOST_RANKS = 1_048_576
+_IS_WRITTEN: Final = {"is_written": True}
+"""Of options that stand in a program already: what they ask for in vain does not keep it from being read."""
 
 
 def default_world_size(given: dict[str, object]) -> int:
@@ -221,6 +224,44 @@ class CompileOptions(BaseModel):
             raise ValueError("nesterov needs a momentum above 0 and no dampening")
         return self
 
+    @model_validator(mode="after")
+    def _all_have_effect(self, info: ValidationInfo) -> Self:
+        if not info.context and (problem := self.without_effect) is not None:
+            raise ValueError(problem)
+        return self
+
+    @property
+    def without_effect(self) -> str | None:
+        """What is asked for and does not come about beside the other options, in words; None where all does.
+
+        A default asks for nothing, and to leave out what is not there anyway (``--prefetch 0``, ``--no-elide`` below
+        stage 3) is no contradiction.
+        """
+        for name, least in _LEAST_STAGES.items():
+            is_off = name == "prefetch" and self.prefetch == 0
+            if self.stage < least and self._asks_for(name) and not is_off:
+                stages = " or ".join(map(str, range(least, 4)))
+                return f"{self._flag(name)} needs --stage {stages}, but the stage is {self.stage}"
+        if self.prefetch_budget is not None and self._asks_for("prefetch"):
+            return (
+                f"{self._flag('prefetch')} and {self._flag('prefetch_budget')} both say how early parameters are "
+                "gathered; leave one of them out"
+            )
+        for name in _LOSS_SCALING:
+            if self.precision != "fp16" and self._asks_for(name):
+                return f"{self._flag(name)} needs --precision fp16, but the precision is {self.precision}"
+        for name in _ADAM:
+            if self.optimizer in (Algorithm.SGD, Algorithm.MOMENTUM) and self._asks_for(name):
+                return f"{self._flag(name)} needs --optimizer adam or adamw, but the optimizer is {self.optimizer}"
+        return None
+
+    def _asks_for(self, name: str) -> bool:
+        value = getattr(self, name)
+        return bool(value != type(self).model_fields[name].default)
+
+    def _flag(self, name: str) -> str:
+        return f"--{name.replace('_', '-')} {_text(getattr(self, name))}"
+
     @property
     def device_mesh(self) -> Mesh:
         """The axes of the ranks: ``replicate`` and ``shard`` where a mesh is given, else ``dp``."""
@@ -248,7 +289,11 @@ class CompileOptions(BaseModel):
                     f"not {world_size}: start as many, or compile with another --mesh."
                 )
             mesh = f"{REPLICATE_AXIS}={world_size // shard},{SHARD_AXIS}={shard}"
-        return make_options({**self.model_dump(), "world_size": world_size, "mesh": mesh})
+        values = {**self.model_dump(), "world_size": world_size, "mesh": mesh}
+        try:
+            return CompileOptions.model_validate(values, context=_IS_WRITTEN)
+        except ValidationError as error:
+            raise UserError(explain_validation(error)) from None
 
     @property
     def is_update_overlapped(self) -> bool:
@@ -288,6 +333,18 @@ class CompileOptions(BaseModel):
         return tuple(
             (name, _text(values[name])) for name in sorted(values) if _is_set(values[name])
         )
+
+
+_LEAST_STAGES: Final = {"live_gradients": 2, "prefetch": 3, "prefetch_budget": 3, "unshard": 3}
+"""Options that mean something only from a stage on."""
+
+_LOSS_SCALING: Final = (
+    "initial_loss_scale",
+    "loss_scale_window",
+    "loss_scale_hysteresis",
+    "minimum_loss_scale",
+)
+_ADAM: Final = ("beta1", "beta2", "eps")
 
 
 def _parse_mesh(text: str) -> Mesh:
@@ -350,7 +407,7 @@ def make_options(values: Mapping[str, object]) -> CompileOptions:
 def options_from_pairs(pairs: Iterable[tuple[str, str]]) -> CompileOptions:
     """The inverse of ``CompileOptions.to_pairs``; UserError as for ``make_options``."""
     try:
-        return CompileOptions.model_validate_strings(dict(pairs))
+        return CompileOptions.model_validate_strings(dict(pairs), context=_IS_WRITTEN)
     except ValidationError as error:
         raise UserError(explain_validation(error)) from None
 

@@ -15,12 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from zeroir.ir.op_scratch import SMALL_NUMEL
 from zeroir.ir.ops import Reduction
 from zeroir.runtime.comm.base import Launch, combine, to_wire
 from zeroir.runtime.comm.groups import Groups
-
-# Below this many elements one exchange and local adds cost less than two exchanges; the bits are the same.
-_SMALL_NUMEL = 1024
 
 
 class GlooComm:
@@ -52,7 +50,7 @@ class GlooComm:
         size, own = group.size(), group.rank()
         sources = [to_wire(piece.source, launch.wire_dtype) for piece in launch.pieces[0]]
         destinations = [piece.destination for piece in launch.pieces[0]]
-        if sum(source.numel() for source in sources) <= _SMALL_NUMEL:
+        if sum(source.numel() for source in sources) <= SMALL_NUMEL:
             _reduce([[source] * size for source in sources], destinations, reduction, group, None)
             return
         rows = [source.tensor_split(size) for source in sources]

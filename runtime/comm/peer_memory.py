@@ -16,6 +16,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from zeroir.ir.op_scratch import SMALL_NUMEL
 from zeroir.ir.ops import Reduction
 from zeroir.ir.program import Program
 from zeroir.runtime.comm.base import Launch, combine, to_wire
@@ -26,9 +27,6 @@ _CHUNK_NUMEL: Final = 1 << 18
 
 _CHUNKS: Final = 3
 """How many parts ``combine`` may hold at once."""
-
-_SMALL_NUMEL: Final = 1024
-"""Up to so many elements every rank adds them all, which saves a meeting; the bits are the same."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -104,7 +102,7 @@ class PeerMemoryComm:
         """See ``Comm.all_reduce``: the reduce_scatter above and an all_gather."""
         pieces = launch.pieces[0]
         meeting = self._meet(f"all_reduce by {reduction}", launch)
-        if sum(piece.source.numel() for piece in pieces) <= _SMALL_NUMEL:
+        if sum(piece.source.numel() for piece in pieces) <= SMALL_NUMEL:
             totals = [torch.empty_like(piece.destination) for piece in pieces]
             for index, total in enumerate(totals):
                 meeting.combine(index, 0, reduction, total)

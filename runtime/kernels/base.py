@@ -3,26 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
-from zeroir.ir.ops import Mode
+from zeroir.ir.bindings import Binding
 from zeroir.ir.segment import Segment
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Binding:
-    """How one output of a segment meets its destination.
-
-    ``stride`` are the destination's strides. ``is_exclusive`` says that nothing else in the call touches its memory,
-    so that a kernel may write to it before it has read all its arguments.
-    """
-
-    mode: Mode
-    stride: tuple[int, ...]
-    is_exclusive: bool
+__all__ = ["Binding", "Kernel", "Kernels"]
 
 
 class Kernel(Protocol):

@@ -92,7 +92,10 @@ def is_multiple(function: torch._ops.OpOverload) -> bool:
 
 
 def out_overload(function: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
-    """The overload that writes its one result into a given tensor, if the operator has one that writes nothing else."""
+    """The overload that makes its one result in a given tensor, if the operator has one that needs no other.
+
+    Those that torch generates make the result elsewhere and copy it.
+    """
     schema = function._schema
     if len(schema.returns) != 1 or schema.is_mutable:
         return None
@@ -108,7 +111,7 @@ def out_overload(function: torch._ops.OpOverload) -> torch._ops.OpOverload | Non
         found = [(a.name, str(a.type)) for a in arguments if not a.is_out]
         if len(outs) == 1 and outs[0].name == "out" and found == expected:
             assert isinstance(candidate, torch._ops.OpOverload)
-            return candidate
+            return None if torch.Tag.generated in candidate.tags else candidate
     return None
 
 

@@ -107,7 +107,7 @@ class _Builder:
 
     def build(self) -> fx.GraphModule:
         segment = self._segment
-        places = in_place(segment, self._bindings, lambda _: True)
+        places = in_place(segment, self._bindings)
         sums = _sums(segment, self._bindings)
         for node in segment.nodes:
             first = len(self._values)
@@ -240,7 +240,7 @@ def _sums(
             value = source.index
         return uses[value] == 1
 
-    found = in_place(segment, written, lambda _: True)
+    found = in_place(segment, written)
     return {value: place for value, place in found.items() if is_only_for(place[0], value)}
 
 

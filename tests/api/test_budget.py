@@ -15,7 +15,7 @@ from zeroir.api.compiled import load_program, load_unverified
 from zeroir.artifact import Artifact
 from zeroir.config import CompileOptions, make_options
 from zeroir.errors import UserError
-from zeroir.ir.footprint import footprint
+from zeroir.ir.memory.footprint import footprint
 from zeroir.ir.program import Program
 from zeroir.ir.verify import VerificationError
 from zeroir.passes.pipelines import lower

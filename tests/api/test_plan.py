@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,9 @@ import pytest
 import zeroir
 from tests.cost.support import machine
 from tests.support.programs import mlp
-from zeroir.api.choices import Value, regions, words
+from zeroir.api.choices import Dimension, Value, regions, unit_ranges, words
+from zeroir.api.compiled import capture
+from zeroir.api.kinds import Kind, to_unshard, unit_kinds
 from zeroir.api.plan import Planner
 from zeroir.config import CompileOptions, make_options
 from zeroir.cost.machine import Machine
@@ -19,6 +22,7 @@ from zeroir.errors import UserError
 from zeroir.ir.program import Program
 
 GPT = Path(__file__).parents[2] / "examples" / "gpt.py"
+MODELS = Path(__file__).parents[1] / "support" / "models"
 LOOSE = 10**12
 BOUND_BY_NETWORK = machine(
     node_ranks=2,
@@ -33,7 +37,6 @@ BOUND_BY_NETWORK = machine(
 BOUND_BY_COMPUTE = machine(
     flops_per_s=1e9, memory_bytes_per_s=1e9, node_bytes_per_s=1e9, node_latency_s=1e-5, issue_s=1e-6
 )
-Table = dict[tuple[int, Point], Outcome]
 
 
 def planner(
@@ -42,45 +45,66 @@ def planner(
     return Planner(logical, make_options(options), on, budget_bytes)
 
 
-def every_point(found: Planner) -> list[tuple[int, Point]]:
-    return [
-        (number, point)
-        for number, region in enumerate(found.regions)
-        for point in itertools.product(*(range(len(d.values)) for d in region.dimensions))
-    ]
+Choice = tuple[tuple[str, Value], ...]
 
 
-def within(table: Table, budget_bytes: int) -> Table:
-    """The outcomes as they are with a budget."""
-    found: Table = {}
-    for key, outcome in table.items():
-        missing = max(0, outcome.needed_bytes - budget_bytes)
-        found[key] = Outcome(
-            missing_bytes=missing,
-            needed_bytes=outcome.needed_bytes,
-            step_ns=0 if missing else outcome.step_ns,
-        )
-    return found
+def identity(settings: Mapping[str, Value]) -> Choice:
+    return tuple(settings.items())
+
+
+def every_choice(found: Planner) -> Iterator[tuple[int, Mapping[str, Value]]]:
+    """All there is to choose: of options that name units every subset, be it a point of the search or not."""
+    for number, region in enumerate(found.regions):
+        subsets = [
+            ("*",) if len(units) == len(region.units) else units
+            for count in range(len(region.units) + 1)
+            for units in itertools.combinations(region.units, count)
+        ]
+        values = [d.values if isinstance(d, Dimension) else subsets for d in region.dimensions]
+        names = [dimension.name for dimension in region.dimensions]
+        for chosen in itertools.product(*values):
+            settings = dict(zip(names, chosen, strict=True))
+            yield number, {"stage": region.stage, "mesh": region.mesh, **settings}
+
+
+def within(outcome: Outcome, budget_bytes: int) -> Outcome:
+    """The outcome as it is with a budget."""
+    missing = max(0, outcome.needed_bytes - budget_bytes)
+    return Outcome(
+        missing_bytes=missing,
+        needed_bytes=outcome.needed_bytes,
+        step_ns=outcome.step_ns,
+    )
 
 
 def require_close_to_the_best(found: Planner) -> None:
     """Compare with all there is, by the same simulator, at budgets from the least that anything needs to the most."""
-    table = {key: found.evaluate(*key) for key in every_point(found)}
-    for number, _ in enumerate(found.regions):
-        floor_ns = found.bound_ns(number, None)
-        for (of, point), outcome in table.items():
-            if of == number:
-                assert floor_ns <= found.bound_ns(number, point) <= outcome.step_ns
-    needs = sorted({outcome.needed_bytes for outcome in table.values()})
+    table = {
+        (number, identity(settings)): found.measure(settings)[1]
+        for number, settings in every_choice(found)
+    }
+
+    def look_up(number: int, point: Point) -> Outcome:
+        return table[number, identity(found.regions[number].settings(point))]
+
     families = [region.family for region in found.regions]
+    for number, family in enumerate(families):
+        floor_ns = found.bound_ns(number, None)
+        assert all(floor_ns <= one.step_ns for (of, _), one in table.items() if of == number)
+        for point in itertools.product(*map(range, family.sizes)):
+            assert floor_ns <= found.bound_ns(number, point) <= look_up(number, point).step_ns
+    needs = sorted({outcome.needed_bytes for outcome in table.values()})
     for budget_bytes in needs[:: max(1, len(needs) // 20)]:
-        known = within(table, budget_bytes)
-        plan = search(families, lambda *key: known[key], found.bound_ns, most_tried=500)  # noqa: B023
-        got = known[plan.winner, plan.best[plan.winner]]
-        best = min(known.values(), key=lambda outcome: outcome.key)
+
+        def evaluate(number: int, point: Point, budget_bytes: int = budget_bytes) -> Outcome:
+            return within(look_up(number, point), budget_bytes)
+
+        plan = search(families, evaluate, found.bound_ns, most_tried=500)
+        got = evaluate(plan.winner, plan.best[plan.winner])
+        best = min((within(one, budget_bytes) for one in table.values()), key=lambda one: one.key)
         assert got.fits
         assert got.step_ns <= 1.03 * best.step_ns
-        assert len(plan.tried) < len(table)
+        assert plan.is_finished
 
 
 def test_a_plan_is_close_to_the_best_of_a_small_space() -> None:
@@ -93,6 +117,7 @@ def test_a_plan_is_close_to_the_best_of_a_small_space() -> None:
             select_saved=True,
             bucket=0,
             live_gradients=1,
+            prefetch=1,
         )
     )
 
@@ -101,8 +126,13 @@ def test_a_plan_is_close_to_the_best_of_a_small_space() -> None:
 @pytest.mark.parametrize(
     ("blocks", "world_size", "on", "options"),
     [
-        (3, 4, BOUND_BY_NETWORK, {"bucket": 0, "select_saved": True, "live_gradients": 1}),
-        (2, 2, BOUND_BY_COMPUTE, {"bucket": 0, "prefetch": 1}),
+        (
+            3,
+            4,
+            BOUND_BY_NETWORK,
+            {"bucket": 0, "select_saved": True, "live_gradients": 2, "prefetch": 2},
+        ),
+        (2, 2, BOUND_BY_COMPUTE, {"bucket": 0, "live_gradients": 2}),
         (2, 8, BOUND_BY_NETWORK, {"select_saved": True, "live_gradients": 2, "prefetch": 1}),
     ],
 )
@@ -113,6 +143,44 @@ def test_a_plan_is_close_to_the_best(
     require_close_to_the_best(planner(logical, on, world_size=world_size, **options))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("factory", "units", "on"),
+    [("mixed", "blocks.*", BOUND_BY_COMPUTE), ("coder", "*coder.*", BOUND_BY_NETWORK)],
+)
+def test_a_plan_is_close_to_the_best_where_units_are_not_alike(
+    factory: str, units: str, on: Machine
+) -> None:
+    """Which units are computed again and which stay whole is chosen among all subsets of them."""
+    fixed = {"stage": 3, "mesh": None, "bucket": 0, "select_saved": True, "live_gradients": 1}
+    options = make_options({"world_size": 4, "units": units, "prefetch": 2, **fixed})
+    logical = capture(f"{MODELS / 'uneven.py'}:{factory}", options).logical
+    found = Planner(logical, options, on, LOOSE)
+    assert len(unit_kinds(logical)) == {"mixed": 3, "coder": 2}[factory]
+    require_close_to_the_best(found)
+
+
+def test_of_too_many_kinds_the_nearest_count_as_one() -> None:
+    kinds = [
+        Kind(units=(f"a.{number}", f"b.{number}"), parameters_numel=numel, saved_bytes=0, flops=0)
+        for number, numel in enumerate((100, 2, 90, 1000, 10, 20000))
+    ]
+    assert to_unshard(kinds) == (
+        ("b.5", "a.5"),
+        ("b.3", "a.3"),
+        ("b.2", "a.2", "b.0", "a.0"),
+        ("b.1", "a.1", "b.4", "a.4"),
+    )
+    assert to_unshard(kinds[:1]) == (("b.0", "a.0"),)
+
+
+def test_units_are_named_in_short() -> None:
+    assert unit_ranges(("encoder.0", "encoder.1", "encoder.3", "decoder.4", "neck")) == (
+        "encoder.0-1 encoder.3 decoder.4 neck"
+    )
+    assert unit_ranges(("*",)) == "all"
+
+
 def test_what_is_set_is_kept_and_the_rest_is_chosen() -> None:
     logical = mlp(blocks=2)
     free = regions(CompileOptions(world_size=4), logical)
@@ -120,21 +188,31 @@ def test_what_is_set_is_kept_and_the_rest_is_chosen() -> None:
         (0, None),
         *((stage, mesh) for stage in (1, 2, 3) for mesh in (None, "replicate=2,shard=2")),
     }
+    narrowed = regions(CompileOptions(world_size=4, live_gradients=1), logical)
+    assert {one.stage for one in narrowed} == {2, 3}
     (one,) = regions(CompileOptions(world_size=4, stage=3, mesh=None, prefetch=2), logical)
     names = {dimension.name for dimension in one.dimensions}
     assert names == {"select_saved", "recompute", "bucket", "live_gradients", "unshard"}
     found = planner(logical, BOUND_BY_NETWORK, world_size=4, stage=3, prefetch=2, mesh=None)
-    options = found.options({"stage": 3, "mesh": None, "recompute": 1, "unshard": 1})
-    assert (options.prefetch, options.recompute, options.unshard) == (
-        2,
-        ("blocks.0",),
-        ("blocks.1",),
-    )
+    options = found.options({"stage": 3, "recompute": ("blocks.0",), "unshard": ("*",)})
+    assert (options.prefetch, options.recompute, options.unshard) == (2, ("blocks.0",), ("*",))
+
+
+def test_a_plan_may_gather_as_early_as_memory_allows() -> None:
+    found = planner(mlp(blocks=2), BOUND_BY_NETWORK, world_size=2)
+    options = found.options({"stage": 3, "prefetch": "early"})
+    assert options.prefetch_budget_bytes == LOOSE
+
+
+def test_a_model_without_repeated_units_is_planned() -> None:
+    found = planner(mlp(blocks=0), BOUND_BY_NETWORK, world_size=2, stage=3, bucket=0).search()
+    assert found.chosen.settings["recompute"] == ()
+    assert found.is_finished
 
 
 def test_a_loser_is_told_why() -> None:
     logical = mlp(blocks=2, dim=64)
-    fixed = {"world_size": 2, "bucket": 0, "live_gradients": 1, "prefetch": 0, "recompute": ()}
+    fixed = {"world_size": 2, "bucket": 0, "live_gradients": 2, "prefetch": 0, "recompute": ()}
     tight = planner(logical, BOUND_BY_COMPUTE, unshard=(), select_saved=True, **fixed)
     needs = sorted(tight.evaluate(number, ()).needed_bytes for number in range(len(tight.regions)))
     tight = planner(logical, BOUND_BY_COMPUTE, needs[1], unshard=(), select_saved=True, **fixed)
@@ -160,11 +238,12 @@ def test_a_choice_in_words() -> None:
         "stage": 0,
         "mesh": None,
         "select_saved": False,
-        "recompute": 1,
+        "recompute": ("blocks.0",),
+        "unshard": ("*",),
         "bucket": 25_000_000,
         "prefetch": 0,
     }
-    expected = "stage 0, no-select-saved, recompute 1 unit, buckets of 25.0 MB"
+    expected = "stage 0, no-select-saved, recompute blocks.0, unshard all, buckets of 25.0 MB"
     assert words(settings) == expected
 
 

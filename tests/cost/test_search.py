@@ -32,7 +32,7 @@ def spaces(draw: st.DrawFn) -> tuple[list[Family], dict[tuple[int, Point], Outco
             table[number, point] = Outcome(
                 missing_bytes=missing,
                 needed_bytes=digest % 97,
-                step_ns=0 if missing else 100 + digest % 50,
+                step_ns=100 + digest % 50,
             )
     return families, table, draw(st.integers(1, 400))
 

@@ -18,9 +18,9 @@ from zeroir.frontend.capture import capture
 from zeroir.frontend.entry import ModelFile, load_model_file
 from zeroir.frontend.template import make_template
 from zeroir.frontend.tracing import program_of
+from zeroir.ir import workspace
 from zeroir.ir.segment import Segment
 from zeroir.ir.text import print_program
-from zeroir.ir.workspace import eager_bytes
 
 MODELS = Path(__file__).parents[1] / "support" / "models"
 NEVER = 10**9
@@ -103,14 +103,15 @@ def test_forty_equal_blocks_are_traced_built_and_hashed_once(
     count: Counter[str] = Counter()
 
     def counted(what: str, function: Callable[..., object]) -> Callable[..., object]:
-        def call(*args: object) -> object:
+        def call(*args: object, **kwargs: object) -> object:
             count[what] += 1
-            return function(*args)
+            return function(*args, **kwargs)
 
         return call
 
     monkeypatch.setattr(replay, "make_template", counted("traced", make_template))
-    monkeypatch.setattr(segments, "eager_bytes", counted("built", eager_bytes))
+    monkeypatch.setattr(segments, "Segment", counted("built", Segment))
+    monkeypatch.setattr(workspace, "eager_bytes", counted("measured", workspace.eager_bytes))
     monkeypatch.setattr(Segment, "digest", counted("hashed", Segment.digest))
     captured = capture(model_file(lambda: Stack(lambda _: Block(), 40)), "fp32", ())
     assert captured.replayed == names(*range(40))
@@ -118,7 +119,7 @@ def test_forty_equal_blocks_are_traced_built_and_hashed_once(
     # The forwards and backwards of what comes before the blocks, of the blocks, and of what comes after them.
     assert len(program.segments) == 6
     # Once for what is equal, once for the fingerprint.
-    assert count == {"traced": 1, "built": 6, "hashed": 12}
+    assert count == {"traced": 1, "built": 6, "measured": 6, "hashed": 12}
 
 
 def test_few_blocks_are_traced_one_by_one() -> None:

@@ -14,7 +14,7 @@ import zeroir
 from examples import gpt
 from zeroir.frontend.entry import ModelFile, load_model_file
 from zeroir.ir.buffers import Buffer, Space
-from zeroir.ir.placement import placements
+from zeroir.ir.memory.placement import places_to_run
 from zeroir.ir.program import Program
 from zeroir.runtime.batch import Batch
 from zeroir.runtime.engine import Engine
@@ -75,7 +75,7 @@ def persistent(program: Program) -> list[Buffer]:
 def held_bytes(program: Program) -> list[int]:
     """What a rank has allocated on its device: each persistent buffer, and one block for all temporary ones."""
     sizes = [buffer.size_bytes for buffer in persistent(program)]
-    placement = placements(program).get(Space.DEVICE)
+    placement = places_to_run(program).get(Space.DEVICE)
     return sizes if placement is None else [*sizes, placement.size_bytes]
 
 

@@ -27,7 +27,7 @@ from tests.support.programs import mlp
 from zeroir.config import make_options
 from zeroir.frontend import load_model_file, trace
 from zeroir.ir.buffers import Space
-from zeroir.ir.memory import MODEL_STATE_ROLES, model_state_bytes
+from zeroir.ir.memory.states import MODEL_STATE_ROLES, model_state_bytes
 from zeroir.ir.program import Program
 from zeroir.runtime.comm.fake import join_fake_world
 from zeroir.runtime.comm.job import Backend

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests.support.programs import mlp
-from zeroir.ir.footprint import WORKSPACE, footprint
-from zeroir.ir.memory import peak
-from zeroir.ir.placement import place_all
+from zeroir.ir.memory.curve import peak
+from zeroir.ir.memory.footprint import WORKSPACE, footprint
+from zeroir.ir.memory.placement import place_all
 from zeroir.ir.text import parse
 from zeroir.passes import manager
 from zeroir.passes.pipelines import for_stage

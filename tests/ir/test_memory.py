@@ -13,7 +13,8 @@ from zeroir.ir.buffers import Buffer, Region, Role, Space, whole
 from zeroir.ir.contents import NamedContent
 from zeroir.ir.dtypes import DType
 from zeroir.ir.effects import effects
-from zeroir.ir.memory import collective_bytes, model_state_bytes, peak
+from zeroir.ir.memory.curve import peak
+from zeroir.ir.memory.states import model_state_bytes
 from zeroir.ir.mesh import Axis, Mesh
 from zeroir.ir.ops import (
     AllGather,
@@ -27,6 +28,7 @@ from zeroir.ir.ops import (
     Release,
 )
 from zeroir.ir.program import Program, Section, State
+from zeroir.ir.traffic import collective_bytes
 from zeroir.passes.pipelines import lower
 
 MESH = Mesh(axes=(Axis(name="dp", size=4),))

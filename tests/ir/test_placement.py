@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import random
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import networkx
@@ -13,12 +14,15 @@ from tests.passes.happens import before
 from tests.passes.strategies import Case, cases
 from tests.support.examples import examples
 from tests.support.programs import mlp
-from tools.bench_placement import layers
-from zeroir.ir import memory, ops
+from tools.bench_placement import layers, scattered
+from zeroir.ir import ops
 from zeroir.ir.buffers import Space
-from zeroir.ir.lifetimes import Lifetimes
-from zeroir.ir.most_live import most_live
-from zeroir.ir.placement import ALIGNMENT_BYTES, Placement, place_all
+from zeroir.ir.memory.curve import peak
+from zeroir.ir.memory.field import Field
+from zeroir.ir.memory.fit import Layout
+from zeroir.ir.memory.lifetimes import Lifetimes
+from zeroir.ir.memory.most_live import most_live
+from zeroir.ir.memory.placement import ALIGNMENT_BYTES, Placement, place_all, place_soon, rounded
 from zeroir.ir.program import Program, Section
 from zeroir.ir.text import parse
 from zeroir.ir.verify.arenas import check_arenas
@@ -74,9 +78,50 @@ def is_over(
 @examples(40)
 def test_no_two_buffers_that_may_be_live_at_once_overlap(case: Case) -> None:
     program = case.scheduled()
-    for placement in place_all(program).values():
-        assert not list(meetings(program, placement))
-        assert all(offset % ALIGNMENT_BYTES == 0 for offset in placement.offsets.values())
+    for placed in (place_all(program), place_soon(program)):
+        for placement in placed.values():
+            assert not list(meetings(program, placement))
+            assert all(offset % ALIGNMENT_BYTES == 0 for offset in placement.offsets.values())
+
+
+@given(cases())
+@examples(10)
+def test_nor_where_long_lives_make_a_floor(case: Case) -> None:
+    """As in a program of many buffers; here all that live as long as possible are laid first."""
+    program = case.scheduled()
+    found = Lifetimes.of(program)
+    sizes = {b.name: rounded(b.size_bytes) for b in program.buffers}
+    here = [life for life, name in enumerate(found.buffers) if is_on_device(program, name)]
+    field = Field.of(found, here, [sizes[name] for name in found.buffers])
+    layout = Layout(field, has_floor=True, shortest=2)
+    layout.sweep()
+    offsets = dict(zip(field.names, layout.offsets.tolist(), strict=True))
+    assert not list(meetings(program, Placement(offsets=offsets, size_bytes=layout.size_bytes)))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_stands_too_high_is_moved_below_the_limit_or_nothing_is(seed: int) -> None:
+    program = scattered(120, seed)
+    found = Lifetimes.of(program)
+    sizes = {b.name: rounded(b.size_bytes) for b in program.buffers}
+    here = range(len(found.buffers))
+    field = Field.of(found, here, [sizes[name] for name in found.buffers])
+    layout = Layout(field, has_floor=False)
+    layout.sweep()
+    least = most_live(found, here, [sizes[name] for name in found.buffers]).size_bytes
+    before = layout.offsets.copy()
+    assert layout.size_bytes > least
+    assert layout.lower(least - ALIGNMENT_BYTES, 50, random.Random(0), power=0.5) == -1
+    assert layout.offsets.tolist() == before.tolist()
+    limit = (least + layout.size_bytes) // 2 // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+    assert layout.lower(limit, 2_000, random.Random(0), power=0.5) > 0
+    assert layout.size_bytes <= limit
+    offsets = dict(zip(field.names, layout.offsets.tolist(), strict=True))
+    assert not list(meetings(program, Placement(offsets=offsets, size_bytes=layout.size_bytes)))
+
+
+def is_on_device(program: Program, name: str) -> bool:
+    return program.buffer_by_name[name].space is Space.DEVICE
 
 
 def test_the_judge_sees_an_overlap() -> None:
@@ -93,7 +138,7 @@ def test_little_more_is_taken_than_is_live_at_the_fullest_moment(stage: int) -> 
     resting = sum(
         b.size_bytes for b in program.buffers if b.is_persistent and b.space is Space.DEVICE
     )
-    in_program_order = memory.peak(program).total_bytes - resting
+    in_program_order = peak(program).total_bytes - resting
     assert in_program_order <= placement.live_bytes <= placement.size_bytes
     assert 0 <= placement.gap <= 0.01
 
@@ -153,8 +198,9 @@ section evaluate {
 
 
 @pytest.mark.slow
-def test_many_buffers_are_placed_soon_and_tightly() -> None:
-    program = layers(10_000, seed=1)
+@pytest.mark.parametrize("make", [layers, scattered])
+def test_many_buffers_are_placed_soon_and_tightly(make: Callable[[int, int], Program]) -> None:
+    program = make(10_000, 1)
     placement = place_all(program)[Space.DEVICE]
     assert placement.gap <= 0.01
     planned = {b.name: placement.offsets[b.name] for b in program.buffers}

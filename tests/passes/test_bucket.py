@@ -18,9 +18,9 @@ from tests.support.programs import mlp
 from zeroir.config import make_options
 from zeroir.errors import UserError
 from zeroir.ir import ops
-from zeroir.ir.memory import collective_bytes
 from zeroir.ir.ops import Op
 from zeroir.ir.program import LAST_MICRO_STEP, UPDATE, Program
+from zeroir.ir.traffic import collective_bytes
 from zeroir.passes import manager
 from zeroir.passes.bucket import Bucket
 from zeroir.passes.overlap_update import OverlapUpdate

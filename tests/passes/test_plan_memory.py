@@ -12,7 +12,7 @@ from tests.support.programs import mlp
 from tests.support.schedules import Case as Schedule
 from tests.support.schedules import is_same, run
 from zeroir.artifact.schema import decode, encode
-from zeroir.ir.placement import placements, planned, unplanned
+from zeroir.ir.memory.placement import place_all, places_to_run, planned, unplanned
 from zeroir.ir.program import Program
 from zeroir.ir.text import parse, print_program
 from zeroir.ir.verify import verify
@@ -51,11 +51,11 @@ def test_the_runtime_takes_the_places_that_the_program_says() -> None:
         ),
     )
     assert planned(program) is None
-    for space, placement in placements(far).items():
+    for space, placement in places_to_run(far).items():
         assert placement.offsets == {
             b.name: b.offset for b in far.buffers if b.offset is not None and b.space is space
         }
-        assert placement.size_bytes == placements(program)[space].size_bytes + 4096
+        assert placement.size_bytes == place_all(program)[space].size_bytes + 4096
     assert is_same(run(far), run(program))
 
 

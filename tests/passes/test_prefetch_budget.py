@@ -18,10 +18,11 @@ from zeroir.config import make_options
 from zeroir.errors import UserError
 from zeroir.ir import ops
 from zeroir.ir.buffers import Space
-from zeroir.ir.lifetimes import Lifetimes
-from zeroir.ir.memory import collective_bytes, peak
-from zeroir.ir.most_live import most_live
+from zeroir.ir.memory.curve import peak
+from zeroir.ir.memory.lifetimes import Lifetimes
+from zeroir.ir.memory.most_live import most_live
 from zeroir.ir.program import LAST_MICRO_STEP, UPDATE, Program
+from zeroir.ir.traffic import collective_bytes
 from zeroir.passes import manager
 from zeroir.passes.pipelines import for_options, for_stage, parse_spec
 from zeroir.passes.prefetch import Prefetch

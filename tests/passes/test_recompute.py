@@ -22,9 +22,10 @@ from zeroir.errors import UserError
 from zeroir.frontend import ModelFile, load_model_file, trace
 from zeroir.ir import ops
 from zeroir.ir.buffers import Role
-from zeroir.ir.memory import collective_bytes, peak
+from zeroir.ir.memory.curve import peak
 from zeroir.ir.program import LAST_MICRO_STEP, Program
 from zeroir.ir.text import parse, print_program
+from zeroir.ir.traffic import collective_bytes
 from zeroir.ir.verify import verify
 from zeroir.passes import manager
 from zeroir.passes.base import Pass

@@ -19,10 +19,10 @@ from zeroir.errors import UserError
 from zeroir.ir import ops
 from zeroir.ir.buffers import Region
 from zeroir.ir.dtypes import DType
-from zeroir.ir.memory import collective_bytes
 from zeroir.ir.ops import Op
 from zeroir.ir.program import LAST_MICRO_STEP, MICRO_STEP, UPDATE, Program
 from zeroir.ir.text import parse, print_program
+from zeroir.ir.traffic import collective_bytes
 from zeroir.ir.verify import verify
 from zeroir.passes import manager
 from zeroir.passes.order import synchronise

@@ -13,8 +13,8 @@ from tests.passes.variants import called_twice
 from tests.support.examples import examples
 from tests.support.programs import mlp
 from zeroir.errors import UserError
-from zeroir.ir.memory import collective_bytes
 from zeroir.ir.program import LAST_MICRO_STEP, Program
+from zeroir.ir.traffic import collective_bytes
 from zeroir.passes import manager
 from zeroir.passes.pipelines import for_stage
 from zeroir.passes.unshard import Unshard

@@ -12,9 +12,9 @@ from tests.passes.numbers import assert_equal, inputs, run
 from tests.passes.variants import called_twice, frozen
 from zeroir.ir import ops
 from zeroir.ir.layout import padded_numel
-from zeroir.ir.memory import collective_bytes
 from zeroir.ir.mesh import Axis
 from zeroir.ir.program import LAST_MICRO_STEP, UPDATE, Program
+from zeroir.ir.traffic import collective_bytes
 from zeroir.ir.verify import verify
 from zeroir.passes import manager
 from zeroir.passes.pipelines import for_stage

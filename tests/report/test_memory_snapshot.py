@@ -11,7 +11,7 @@ import pytest
 from tests.report.torch_judges import memory_viz
 from tests.support.schedules import Case
 from zeroir.ir.buffers import Space
-from zeroir.ir.memory import peak
+from zeroir.ir.memory.curve import peak
 from zeroir.ir.program import Program
 from zeroir.report.memory_snapshot import memory_snapshot
 from zeroir.report.plain_pickle import PROTOCOL, dumps

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tests.support.programs import mlp
 from zeroir.config import make_options
 from zeroir.ir import ops
-from zeroir.ir.memory import collective_bytes
 from zeroir.ir.program import LAST_MICRO_STEP, UPDATE, Program
+from zeroir.ir.traffic import collective_bytes
 from zeroir.passes.pipelines import lower
 from zeroir.report.schedule import Fold, Row, fold, schedule
 

@@ -66,9 +66,10 @@ class Watch:
         if function not in COPIES:
             return
         for tensor in arguments:
-            if isinstance(tensor, Tensor) and tensor.numel() in self.sizes and self.is_flat(tensor):
-                if not self.is_out_of_own_memory(arguments):
-                    self.copies.append(f"{function} of {list(tensor.shape)}")
+            if not isinstance(tensor, Tensor) or tensor.numel() not in self.sizes:
+                continue
+            if self.is_flat(tensor) and not self.is_out_of_own_memory(arguments):
+                self.copies.append(f"{function} of {list(tensor.shape)}")
 
     def is_out_of_own_memory(self, arguments: Sequence[object]) -> bool:
         """Whether this copies a result of an operator with memory of its own, for the first time."""

@@ -67,7 +67,7 @@ def expansion(mode: Mode, *, is_exclusive: bool = True) -> list[str]:
 
 
 def test_a_last_copy_is_the_copy_to_the_destination() -> None:
-    assert expansion(Mode.WRITE) == ["aten.expand.default", "aten.clone.out"]
+    assert expansion(Mode.WRITE) == ["aten.expand.default", "aten.copy_.default"]
     assert expansion(Mode.ACCUMULATE) == ["aten.expand.default", "aten.add_.Tensor"]
 
 

@@ -11,8 +11,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from tests.runtime.support import initial_flats, lowered, random_batches
 from tests.support.programs import mlp
-from zeroir.ir.memory import MODEL_STATE_ROLES, model_state_bytes
-from zeroir.ir.placement import placements
+from zeroir.ir.memory.placement import places_to_run
+from zeroir.ir.memory.states import MODEL_STATE_ROLES, model_state_bytes
 from zeroir.runtime.lockstep import Lockstep
 from zeroir.runtime.storage import Memory
 
@@ -39,7 +39,7 @@ def test_at_rest_a_rank_holds_its_persistent_buffers_and_a_place_for_temporary_o
     program = lowered(mlp(precision=precision, dim=64), stage, 4)
     persistent = [buffer for buffer in program.buffers if buffer.is_persistent]
     states = [buffer for buffer in persistent if buffer.role in MODEL_STATE_ROLES]
-    temporary = sum(placement.size_bytes for placement in placements(program).values())
+    temporary = sum(placement.size_bytes for placement in places_to_run(program).values())
     expected = sum(buffer.size_bytes for buffer in persistent) + temporary
     assert sum(model_state_bytes(program).values()) == sum(b.size_bytes for b in states)
     found = allocated_bytes(lambda: Memory(program, 1, torch.device("cpu")))
@@ -60,6 +60,6 @@ def test_steps_leave_nothing_behind(stage: int, precision: str) -> None:
         lockstep.step(batches[0])
         return lockstep
 
-    temporary = sum(placement.size_bytes for placement in placements(program).values())
+    temporary = sum(placement.size_bytes for placement in places_to_run(program).values())
     expected = 2 * (sum(b.size_bytes for b in program.buffers if b.is_persistent) + temporary)
     assert allocated_bytes(train) == expected

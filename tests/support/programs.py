@@ -51,6 +51,7 @@ from zeroir.ir.program import (
     State,
 )
 from zeroir.ir.segment import Node, NodeArg, Ref, Segment, TensorType
+from zeroir.ir.workspace import corrected
 
 PRECISIONS = {"fp32": DType.F32, "fp16": DType.F16, "bf16": DType.BF16}
 
@@ -110,7 +111,7 @@ class SegmentBuilder:
             inputs=tuple(self.inputs),
             nodes=tuple(self.nodes),
             outputs=tuple(output.index for output in outputs),
-            workspace_bytes=(("eager", sum(kind.size_bytes for kind in self.kinds)),),
+            workspace_bytes=(("eager", 0),),
         )
 
 
@@ -667,7 +668,7 @@ def mlp(
         if is_there
     ]
     scalars += [ScalarBinding(buffer=name, values=(0.0,)) for name in extra]
-    return Program(
+    program = Program(
         mesh=Mesh(axes=(Axis(name="dp", size=1),)),
         flats=flats,
         buffers=made.buffers(flats),
@@ -693,3 +694,4 @@ def mlp(
             ("world_size", "1"),
         ),
     )
+    return corrected(program)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from zeroir.config import CompileOptions
-from zeroir.ir.footprint import Footprint, footprint
+from zeroir.ir.memory.footprint import Footprint, footprint
 from zeroir.ir.program import Program
 from zeroir.report.names import format_bytes
 
@@ -92,7 +92,8 @@ def _candidates(options: CompileOptions) -> Iterator[Mapping[str, Value]]:
     bare = {**lean, **({"stage": 3} if stage < 3 else {})}
     if options.live_gradients > 1:
         bare["live_gradients"] = 1
-    if options.prefetch:
+    # A budget of its own says how early parameters are gathered, whatever the distance is.
+    if options.prefetch and options.prefetch_budget is None:
         if stage == 3:
             yield {**lean, "prefetch": 0}
         bare["prefetch"] = 0
@@ -109,10 +110,11 @@ def _candidates(options: CompileOptions) -> Iterator[Mapping[str, Value]]:
 
 
 def _lowered(logical: Program, options: CompileOptions, changes: Mapping[str, Value]) -> Program:
+    from zeroir.passes.manager import apply
     from zeroir.passes.pipelines import for_options
 
     chosen = options.model_copy(update=dict(changes))
     program = replace(logical, options=chosen.to_pairs())
     for step in for_options(chosen):
-        program = step(program)
+        program = apply(step, program)
     return program

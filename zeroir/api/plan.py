@@ -1,7 +1,7 @@
 """The fastest way to train a model on a machine: options searched for the lowest simulated step that fits its memory.
 
 The model is captured once. Every choice of options lowers its logical program, measures what a rank's device must hold,
-and simulates the step where that fits; the chosen program alone is verified, and the budget is law for it.
+and simulates the step; the chosen program alone is verified, and the budget is law for it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Final
 
-from zeroir.api.choices import EARLY, Value, regions, repeated_units, words
+from zeroir.api.choices import EARLY, Value, regions, words
 from zeroir.api.compiled import CompiledProgram, capture, lowered
 from zeroir.config import CompileOptions, make_options
 from zeroir.cost.bounds import compute_bound_s, wire_bound_s
@@ -22,10 +22,12 @@ from zeroir.cost.simulate import simulate
 from zeroir.errors import UserError
 from zeroir.ir import ops
 from zeroir.ir.amounts import parse_bytes
-from zeroir.ir.footprint import FullestMoment, footprint
+from zeroir.ir.memory.footprint import FullestMoment, footprint
 from zeroir.ir.program import Program
+from zeroir.passes import manager
 from zeroir.passes.base import Fact, Pass
 from zeroir.passes.pipelines import for_options
+from zeroir.passes.plan_memory import PlanMemory
 from zeroir.report.costs import format_seconds, path_shares
 from zeroir.report.names import format_bytes
 
@@ -33,7 +35,9 @@ MOST_TRIED: Final = 500
 """Choices that a search tries at most, unless told otherwise."""
 
 _KEPT_PROGRAMS: Final = 64
-_ALL: Final = "*"
+
+Identity = tuple[tuple[str, Value], ...]
+"""Settings as a key."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,11 +159,11 @@ class Planner:
         self._base = options.model_copy(update=budget)
         self._machine = machine
         self._budget_bytes = budget_bytes
-        self._units = repeated_units(logical)
         self._after = lru_cache(maxsize=_KEPT_PROGRAMS)(self._run_passes)
         self._compute_ns: dict[tuple[Pass, ...], int] = {}
         self._wire_ns: dict[int, int] = {}
         self._candidates: dict[tuple[int, Point], Candidate] = {}
+        self._outcomes: dict[Identity, tuple[Candidate, Outcome]] = {}
         self.regions = regions(options, logical)
 
     def search(self, most_tried: int = MOST_TRIED) -> Choice:
@@ -177,20 +181,23 @@ class Planner:
                 f"Nothing fits {format_bytes(self._budget_bytes)}: the closest is {words(chosen.settings)}, which "
                 f"{self._lack(chosen)}. Use more ranks, a lower precision or a smaller batch."
             )
-        others = {
-            key: self._candidates[key]
-            for key in found.tried
-            if key != at and (key[1] == found.best[key[0]] or _is_beside(key, at))
-        }
+        # Two points may name the same units, counted from either end.
+        others: dict[Identity, tuple[int, Point]] = {}
+        for key in sorted(found.tried, key=lambda key: (found.tried[key].key, key)):
+            is_best_or_beside = key[1] == found.best[key[0]] or _is_beside(key, at)
+            if is_best_or_beside and self._candidates[key].settings != chosen.settings:
+                others.setdefault(_identity(self._candidates[key].settings), key)
         cut_off = {number: self.bound_ns(number, None) for number in found.cut_off}
-        ranked = sorted(others.items(), key=lambda item: (found.tried[item[0]].key, item[0]))
         return Choice(
             chosen=chosen,
             alternatives=tuple(
-                Alternative(candidate=one, why=self._why(one, chosen.step_ns, cut_off.get(key[0])))
-                for key, one in ranked
+                Alternative(
+                    candidate=self._candidates[key],
+                    why=self._why(self._candidates[key], chosen.step_ns, cut_off.get(key[0])),
+                )
+                for key in others.values()
             ),
-            tried=len(found.tried),
+            tried=len({_identity(self._candidates[key].settings) for key in found.tried}),
             bound_ns=min(
                 self.bound_ns(number, None)
                 for number, family in enumerate(families)
@@ -201,53 +208,49 @@ class Planner:
 
     def options(self, settings: Mapping[str, Value]) -> CompileOptions:
         """The options that make such a choice."""
-        values: dict[str, object] = dict(settings)
-        if values.get("prefetch") == EARLY:
-            values |= {"prefetch": 0, "prefetch_budget": self._base.memory_budget}
-        # Of equal units the first save longest, and the last are soonest used again.
-        if isinstance(count := values.get("recompute"), int):
-            values["recompute"] = self._named(self._units[:count])
-        if isinstance(count := values.get("unshard"), int):
-            values["unshard"] = self._named(self._units[len(self._units) - count :])
-        return make_options({**self._base.model_dump(), **values})
+        values = {**self._base.model_dump(), **settings}
+        if settings.get("prefetch") == EARLY:
+            # How early is then said by the budget alone.
+            del values["prefetch"]
+            values["prefetch_budget"] = self._base.memory_budget
+        return make_options(values)
 
     def evaluate(self, number: int, point: Point) -> Outcome:
-        """Lower a choice of a region, measure it, and simulate it where it fits."""
+        """Lower a choice of a region, measure it, and simulate it."""
         settings = self.regions[number].settings(point)
+        known = self._outcomes.get(_identity(settings)) or self.measure(settings)
+        self._outcomes[_identity(settings)] = known
+        self._candidates[number, point], outcome = known
+        return outcome
+
+    def measure(self, settings: Mapping[str, Value]) -> tuple[Candidate, Outcome]:
+        """What any settings come to, be they of a region or not."""
         options = self.options(settings)
         program = replace(self._after(for_options(options)), options=options.to_pairs())
         needed = footprint(program)
         missing_bytes = max(0, needed.total_bytes - self._budget_bytes)
-        if missing_bytes:
-            candidate = Candidate(
-                settings=settings,
-                needed_bytes=needed.total_bytes,
-                culprit=_culprit(program, needed.fullest),
-                step_ns=None,
-                exposed_ns=0,
-                bounded_by=(),
-            )
-        else:
-            simulation = simulate(program, self._machine)
-            shares: dict[str, float] = {}
-            for share in path_shares(program, simulation):
-                what = "the segments" if share.what.startswith("compute ") else share.what
-                shares[what] = shares.get(what, 0.0) + share.seconds / simulation.step_s
-            candidate = Candidate(
-                settings=settings,
-                needed_bytes=needed.total_bytes,
-                culprit=_culprit(program, needed.fullest),
-                step_ns=simulation.step_ns,
-                exposed_ns=round(simulation.exposed_s * 1e9),
-                bounded_by=tuple(sorted(shares.items(), key=lambda item: (-item[1], item[0]))),
-            )
-        self._candidates[number, point] = candidate
-        return Outcome(
+        simulation = simulate(program, self._machine)
+        shares: dict[str, float] = {}
+        for share in path_shares(program, simulation):
+            what = "the segments" if share.what.startswith("compute ") else share.what
+            shares[what] = shares.get(what, 0.0) + share.seconds / simulation.step_s
+        candidate = Candidate(
+            settings=settings,
+            needed_bytes=needed.total_bytes,
+            culprit=_culprit(program, needed.fullest),
+            step_ns=None if missing_bytes else simulation.step_ns,
+            exposed_ns=0 if missing_bytes else round(simulation.exposed_s * 1e9),
+            bounded_by=()
+            if missing_bytes
+            else tuple(sorted(shares.items(), key=lambda item: (-item[1], item[0]))),
+        )
+        outcome = Outcome(
             missing_bytes=missing_bytes,
             needed_bytes=needed.total_bytes,
-            step_ns=candidate.step_ns or 0,
+            step_ns=simulation.step_ns,
             is_hopeless=needed.resting_bytes > self._budget_bytes,
         )
+        return candidate, outcome
 
     def bound_ns(self, number: int, point: Point | None) -> int:
         """What the step of a choice, or of every choice of a region, does not fall below.
@@ -257,7 +260,7 @@ class Planner:
         """
         region = self.regions[number]
         if point is None:
-            start = region.settings(region.starts[0])
+            start = region.settings(region.family.starts[0])
             return min(
                 self._bound_ns(number, {**start, "select_saved": value})
                 for value in region.values("select_saved") or (self._base.select_saved,)
@@ -272,18 +275,16 @@ class Planner:
             self._compute_ns[local] = int(compute_bound_s(program, self._machine) * 1e9)
         if number not in self._wire_ns:
             region = self.regions[number]
-            options = self.options(region.settings(region.starts[0]))
-            program = replace(self._after(for_options(options)), options=options.to_pairs())
+            options = self.options(region.settings(region.family.starts[0]))
+            # Where buffers stand in memory is nothing to a wire.
+            passes = tuple(one for one in for_options(options) if not isinstance(one, PlanMemory))
+            program = replace(self._after(passes), options=options.to_pairs())
             self._wire_ns[number] = int(wire_bound_s(program, self._machine) * 1e9)
         return max(self._compute_ns[local], self._wire_ns[number])
 
     def _run_passes(self, passes: tuple[Pass, ...]) -> Program:
         """The logical program after these passes, not verified."""
-        return passes[-1](self._after(passes[:-1])) if passes else self._logical
-
-    def _named(self, units: Sequence[str]) -> tuple[str, ...]:
-        """Patterns that name these units."""
-        return (_ALL,) if units and len(units) == len(self._units) else tuple(units)
+        return manager.apply(passes[-1], self._after(passes[:-1])) if passes else self._logical
 
     def _lack(self, candidate: Candidate) -> str:
         missing = format_bytes(candidate.needed_bytes - self._budget_bytes)
@@ -307,6 +308,10 @@ def _first_reduction(passes: Sequence[Pass]) -> int:
         if Fact.GRADIENTS_REDUCED in one.establishes:
             return count
     return len(passes)
+
+
+def _identity(settings: Mapping[str, Value]) -> Identity:
+    return tuple(settings.items())
 
 
 def _is_beside(key: tuple[int, Point], at: tuple[int, Point]) -> bool:

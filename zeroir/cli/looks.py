@@ -131,7 +131,7 @@ def report(
     memory_budget: Annotated[
         str | None,
         Parameter(
-            help="Device memory of a rank, such as 80GB, drawn as a line. [default: the machine's]"
+            help="Device memory of a rank, such as 80GB, drawn as a line. [default: the program's, else the machine's]"
         ),
     ] = None,
     as_json: AsJson = False,
@@ -154,8 +154,11 @@ def report(
         raise UserError(f"'{path}' is the program itself: name another file to write.")
     require_bokeh()
     known = load_machine(machine)
-    budget = known.memory.size_bytes.value if memory_budget is None else parse_bytes(memory_budget)
+    given = None if memory_budget is None else parse_bytes(memory_budget)
     compiled = load_program(program)
+    if given is None and (own := compiled.program.option.get("memory_budget")) is not None:
+        given = parse_bytes(own)
+    budget = known.memory.size_bytes.value if given is None else given
     page = report_html(
         compiled.program,
         compiled.report,

@@ -47,18 +47,21 @@ def plan(
     from zeroir.cli.render_plan import plan_json, render_plan
 
     source = Path(model.partition(":")[0])
+    chosen = options or CompileOptions()
+    if memory is not None and chosen.memory_budget is not None:
+        raise UserError(
+            "--memory and --memory-budget are the same to a plan; leave one of them out."
+        )
     if output is not None:
         require_writable(output)
         if output.exists() and source.exists() and output.samefile(source):
             raise UserError(f"'{output}' is the model file itself: name another file to write.")
     with progress(f"Planning {model}"):
-        found = plan_with(
-            model, machine, options or CompileOptions(), memory=memory, most_tried=most_tried
-        )
+        found = plan_with(model, machine, chosen, memory=memory, most_tried=most_tried)
         if output is not None:
             found.compiled.save(output)
     if as_json:
-        print_json(plan_json(found))
+        print_json({"path": None if output is None else str(output), **plan_json(found)})
         return 0
     out.print(render_plan(found, is_unfolded=all_))
     if output is not None:

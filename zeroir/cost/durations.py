@@ -18,11 +18,11 @@ from zeroir.ir import ops
 from zeroir.ir.buffers import Region
 from zeroir.ir.dtypes import DType
 from zeroir.ir.effects import effects
-from zeroir.ir.memory import payloads
 from zeroir.ir.mesh import HOST, Executor
 from zeroir.ir.ops import Mode
 from zeroir.ir.program import Program
 from zeroir.ir.segment import Node, Segment, TensorType
+from zeroir.ir.traffic import payloads
 from zeroir.ir.views import is_view
 
 _PICKING: Final = frozenset(

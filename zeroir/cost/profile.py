@@ -30,10 +30,10 @@ from zeroir.cost.machine import (
 )
 from zeroir.ir import ops
 from zeroir.ir.effects import effects
-from zeroir.ir.memory import payloads
 from zeroir.ir.mesh import COMPUTE, HOST
 from zeroir.ir.program import Program, Section
 from zeroir.ir.spans import Span
+from zeroir.ir.traffic import payloads
 
 Step = Sequence[Sequence[Span]]
 """The spans of a step by rank, on one clock."""

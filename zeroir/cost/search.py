@@ -4,26 +4,31 @@ A space is a few families, such as the meshes of a stage, each a grid of ordered
 missing until it fits, and the step it takes; and more cheaply a bound that its step does not fall below. What misses
 less is better, and of what fits, what is faster.
 
-Every family is looked at from its starts. The most promising one is then improved from each of them, along one axis at
-a time, as long as that helps, in one order of the axes and in the opposite one. The others follow, unless their bound
-says that they cannot win. At last the best are improved along two axes at once, which trades one for another. Nothing
-is tried twice, and nothing whose bound is no better than what is known.
+Every family is looked at from its starts. From the fastest of them, the first, speed is given up where it frees most
+memory for its time, until the rest fits, and that is improved along one axis at a time as long as it helps: the most
+promising family first, the others unless their bound says that they cannot win. The best are then changed to what is
+faster and does not fit, which is paid for along the other axes. At last the winner is looked for from its other starts.
+A long axis is walked in strides. Nothing is tried twice, and nothing whose bound is no better than what is known.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from typing import Final
 
 Point = tuple[int, ...]
 """An index for every axis of a family."""
 
 _FEW: Final = 6
-"""Of an axis with no more values than this, all are tried; else those 1, 2, 4, … away, and both ends."""
+"""Of an axis with no more values than this, all are tried; else both ends and those …, 16, 4, 1 away."""
+
+_STRIDE: Final = 4
+"""How many times the next shorter stride a stride is."""
 
 _CLOSE: Final = 1.1
-"""Families within so much of the best are improved by two axes at once, too."""
+"""Families within so much of the best are improved by trading one axis for others, too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +41,7 @@ class Family:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What a point comes to: the bytes that are missing, those that it needs, and the step where none are missing.
+    """What a point comes to: the bytes that are missing, those that it needs, and its step, were none missing.
 
     ``is_hopeless`` says that no point of the family fits.
     """
@@ -85,6 +90,10 @@ def search(
     return _Search(families, evaluate, bound_ns, most_tried).run()
 
 
+_Move = tuple[float, Point, int, int]
+"""What a move costs, from where that was looked at, and the axis and its new value."""
+
+
 class _Search:
     def __init__(
         self, families: Sequence[Family], evaluate: Evaluate, bound_ns: Bound, most_tried: int
@@ -114,16 +123,22 @@ class _Search:
             if number != self._winner() and self._cannot_win(number):
                 cut_off.add(number)
                 continue
-            axes = tuple(range(len(self._families[number].sizes)))
-            self._descend(number, (axes, axes[::-1]))
+            self._squeeze(number, self._families[number].starts[0])
+            self._climb(number, self._best[number])
         done: set[tuple[int, Point]] = set()
+        is_thorough = False
         while True:
             close = [n for n in sorted(numbers, key=self._rank) if self._is_close(n)]
             todo = [n for n in close if (n, self._best[n]) not in done and n not in cut_off]
-            if not todo:
+            if todo:
+                done.add((todo[0], self._best[todo[0]]))
+                self._trade(todo[0])
+            elif is_thorough or self._outcome(self._winner()).is_hopeless:
                 break
-            done.add((todo[0], self._best[todo[0]]))
-            self._trade(todo[0])
+            else:
+                is_thorough = True
+                for start in self._families[self._winner()].starts:
+                    self._climb(self._winner(), start)
         return Found(
             best=tuple(self._best),
             winner=self._winner(),
@@ -148,19 +163,50 @@ class _Search:
             self._best[number] = point
         return outcome
 
-    def _descend(self, number: int, orders: Sequence[Sequence[int]]) -> None:
-        """Improve each start of a family, the axes in each of the orders: who comes first gets most of the memory."""
-        for start in self._families[number].starts:
-            for axes in orders:
-                if (number, start) in self._tried:
-                    self._climb(number, start, axes)
+    def _squeeze(self, number: int, at: Point, kept: int | None = None) -> None:
+        """From a point give up speed where that frees most memory for it, but not along one axis, until the rest fits.
 
-    def _climb(self, number: int, at: Point, axes: Sequence[int]) -> None:
-        """Improve a point along one axis at a time until no axis helps."""
+        What a move is worth is remembered while others are made, and looked at again before it is made itself.
+        """
+        moves: list[_Move] = []
+        for axis in range(len(at)):
+            if axis != kept and self._is_worth_fitting(number, at):
+                self._weigh(number, at, axis, moves)
+        while moves and self._is_worth_fitting(number, at):
+            _, seen, axis, value = heappop(moves)
+            if value == at[axis]:
+                continue
+            if seen != at:
+                self._push(number, at, axis, value, moves)
+                continue
+            at = (*at[:axis], value, *at[axis + 1 :])
+            self._weigh(number, at, axis, moves)
+
+    def _is_worth_fitting(self, number: int, at: Point) -> bool:
+        """Whether a point does not fit, and is not slower than what does: to make it fit will hardly make it faster."""
+        best, own = self._outcome(number), self._tried[number, at]
+        return not own.fits and not (best.fits and own.step_ns >= best.step_ns)
+
+    def _weigh(self, number: int, at: Point, axis: int, moves: list[_Move]) -> None:
+        for point in self._along(number, axis, at):
+            self._push(number, at, axis, point[axis], moves)
+
+    def _push(self, number: int, at: Point, axis: int, value: int, moves: list[_Move]) -> None:
+        """Weigh a move along an axis: the time that it costs for each byte of those that are missing."""
+        known = self._tried[number, at]
+        outcome = self._try(number, (*at[:axis], value, *at[axis + 1 :]))
+        if outcome is not None and outcome.missing_bytes < known.missing_bytes:
+            freed_bytes = known.missing_bytes - outcome.missing_bytes
+            heappush(moves, ((outcome.step_ns - known.step_ns) / freed_bytes, at, axis, value))
+
+    def _climb(self, number: int, at: Point) -> None:
+        """Improve a point along one axis at a time until no axis helps, the last axes first."""
+        if (number, at) not in self._tried:
+            return
         is_better = True
         while is_better:
             is_better = False
-            for axis in axes:
+            for axis in reversed(range(len(at))):
                 while (better := self._better(number, at, self._along(number, axis, at))) != at:
                     at, is_better = better, True
 
@@ -174,17 +220,13 @@ class _Search:
         return best
 
     def _trade(self, number: int) -> None:
-        """Improve a family's best along two axes at once, and then along each again, until nothing helps."""
-        axes = range(len(self._families[number].sizes))
-        for first in axes:
-            for second in axes[first + 1 :]:
-                at = self._best[number]
-                both = (
-                    point
-                    for one in self._along(number, first, at)
-                    for point in self._along(number, second, one)
-                )
-                self._climb(number, self._better(number, at, both), axes)
+        """From a family's best take what is faster though it does not fit, and pay for it along the other axes."""
+        at = self._best[number]
+        for axis in range(len(at)):
+            for point in self._along(number, axis, at):
+                if self._try(number, point) is not None:
+                    self._squeeze(number, point, axis)
+        self._climb(number, self._best[number])
 
     def _along(self, number: int, axis: int, at: Point) -> Iterator[Point]:
         """Points that differ from one along an axis."""
@@ -192,8 +234,10 @@ class _Search:
         if size <= _FEW:
             values = [value for value in range(size) if value != at[axis]]
         else:
-            steps = [sign << power for power in range(size.bit_length()) for sign in (1, -1)]
-            values = [at[axis] + step for step in steps] + [0, size - 1]
+            strides = [1]
+            while strides[-1] * _STRIDE < size:
+                strides.append(strides[-1] * _STRIDE)
+            values = [0, size - 1, *(at[axis] + s * sign for s in strides for sign in (1, -1))]
             values = [v for v in dict.fromkeys(values) if 0 <= v < size and v != at[axis]]
         for value in values:
             yield (*at[:axis], value, *at[axis + 1 :])

@@ -30,6 +30,7 @@ from zeroir.ir.program import (
     Slot,
     State,
 )
+from zeroir.ir.workspace import declared
 
 
 def lower(
@@ -69,7 +70,7 @@ def lower(
     if options.micro_steps > 1:
         sections.insert(0, Section(name=MICRO_STEP, body=ops))
     segments = tuple({call.segment.name: call.segment for call in calls}.values())
-    return Program(
+    program = Program(
         mesh=Mesh(axes=(Axis(name="dp", size=1),)),
         flats=flats,
         buffers=(*_state_buffers(flats, options), *scalars.buffers(), *body.buffers.values()),
@@ -94,6 +95,7 @@ def lower(
         options=options.to_pairs(),
         fingerprint=_fingerprint(flats, calls),
     )
+    return declared(program)
 
 
 def _flats(

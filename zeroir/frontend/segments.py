@@ -15,7 +15,6 @@ from zeroir.frontend.joint import Alias, InputKind, Joint, JointNode
 from zeroir.frontend.partition import Run, parameter_of
 from zeroir.ir.buffers import contiguous_stride
 from zeroir.ir.segment import Node, NodeArg, Ref, Segment, Symbol, TensorType
-from zeroir.ir.workspace import eager_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -326,7 +325,7 @@ class _Builder:
             nodes=nodes,
             outputs=outputs,
         )
-        known.append(replace(segment, workspace_bytes=(("eager", eager_bytes(segment)),)))
+        known.append(segment)
         return known[-1]
 
     def _is_made_by(self, nodes: Sequence[Node], numbers: Mapping[int, int]) -> bool:

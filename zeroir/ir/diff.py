@@ -15,13 +15,14 @@ from difflib import SequenceMatcher
 
 from zeroir.ir import ops
 from zeroir.ir.effects import effects
-from zeroir.ir.memory import collective_bytes, model_state_bytes
-from zeroir.ir.placement import unplanned
+from zeroir.ir.memory.placement import unplanned
+from zeroir.ir.memory.states import model_state_bytes
 from zeroir.ir.program import Holding, Pending, Program, Section, State
 from zeroir.ir.text.lexical import name
 from zeroir.ir.text.names import Names
 from zeroir.ir.text.print_ops import op_text
 from zeroir.ir.text.printer import header_lines, segment_lines, state_lines
+from zeroir.ir.traffic import collective_bytes
 
 
 def diff(

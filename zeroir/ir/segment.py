@@ -88,7 +88,8 @@ class Segment:
     """A pure function: inputs, nodes in execution order, and the numbers of the values it yields.
 
     ``workspace_bytes`` maps a kernel backend (``eager``, ``inductor``) to the device memory that running the segment
-    takes beyond its inputs and destinations.
+    takes beyond its inputs and destinations: the most that any call in the program needs, whatever it binds the outputs
+    to. For ``eager`` it is that of a CPU with one thread; see ``ir.workspace``.
     """
 
     name: str

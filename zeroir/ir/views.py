@@ -1,9 +1,10 @@
-"""Which ops only look at a value's storage in another way, and where in it their results begin."""
+"""Which ops only look at a value's storage in another way, where in it their results begin, and with which strides."""
 
 from __future__ import annotations
 
 from typing import Final
 
+from zeroir.ir.buffers import contiguous_stride
 from zeroir.ir.segment import Node, NodeArg, TensorType
 
 _FROM_THE_START: Final = frozenset(
@@ -87,6 +88,32 @@ def view_offset(node: Node, source: TensorType, result: int) -> int | None:
     length = source.shape[axis]
     start = min(max(start + length, 0) if start < 0 else start, length)
     return start * source.stride[axis]
+
+
+def view_stride(kind: TensorType, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The strides of a tensor seen in another shape, as ``torch.Tensor.view`` has them; None where it refuses."""
+    if kind.numel == 0:
+        return kind.stride if kind.shape == shape else contiguous_stride(shape)
+    if not kind.shape:
+        return (1,) * len(shape)
+    stride = [0] * len(shape)
+    at = len(shape) - 1
+    # Dimensions that lie behind one another in memory are one run, which the new ones must cut up evenly.
+    base, run, used = kind.stride[-1], 1, 1
+    for d in range(len(kind.shape) - 1, -1, -1):
+        run *= kind.shape[d]
+        is_end = d == 0 or (kind.shape[d - 1] != 1 and kind.stride[d - 1] != run * base)
+        if not is_end:
+            continue
+        while at >= 0 and (used < run or shape[at] == 1):
+            stride[at] = used * base
+            used *= shape[at]
+            at -= 1
+        if used != run:
+            return None
+        if d > 0:
+            base, run, used = kind.stride[d - 1], 1, 1
+    return tuple(stride) if at < 0 else None
 
 
 def _number(arg: NodeArg) -> int:

@@ -14,7 +14,7 @@ from typing import Final
 
 from zeroir.ir import ops
 from zeroir.ir.buffers import Buffer, Space
-from zeroir.ir.placement import placements, rounded
+from zeroir.ir.memory.placement import placements, rounded
 from zeroir.ir.program import Program
 from zeroir.report.origins import buffer_sources, split_source
 from zeroir.report.plain_pickle import Plain

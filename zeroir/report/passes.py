@@ -7,10 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from zeroir.errors import UserError
-from zeroir.ir.memory import collective_bytes, peak
+from zeroir.ir.memory.curve import peak
 from zeroir.ir.ops import op_name
 from zeroir.ir.program import Program
+from zeroir.ir.traffic import collective_bytes
+from zeroir.ir.workspace import corrected
 from zeroir.passes.catalogue import parse_spec
+from zeroir.passes.manager import apply
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,9 +42,9 @@ def programs_after_passes(logical: Program, scheduled: Program) -> list[Program]
     """
     programs = [replace(logical, options=scheduled.options)]
     for spec in scheduled.passes:
-        after = parse_spec(spec)(programs[-1])
-        programs.append(replace(after, passes=(*programs[-1].passes, spec)))
-    if programs[-1] != scheduled:
+        programs.append(apply(parse_spec(spec), programs[-1]))
+    # An older version may have known less of the memory that segments take.
+    if programs[-1] != corrected(scheduled):
         raise UserError(
             "The passes of this version of zeroir make another program of the same model, so what they did cannot be "
             "told; compile the model again."

@@ -12,13 +12,13 @@ from rich.table import Table
 from rich.text import Text
 
 from zeroir.ir.explain import CODES
-from zeroir.ir.memory import COLLECTIVE_KEYS
 from zeroir.ir.program import Program, Section
+from zeroir.ir.traffic import COLLECTIVE_KEYS
 from zeroir.ir.verify import PROVED, Report
 from zeroir.report.names import counted, format_bytes, format_flops, shortened
 from zeroir.report.passes import PassRow
 from zeroir.report.schedule import Fold, Row, fold, schedule
-from zeroir.report.summary import Summary
+from zeroir.report.summary import Summary, Temporary
 
 UNBOUNDED_WIDTH = 10_000
 """The width, in columns, at which nothing folds."""
@@ -70,6 +70,7 @@ def render_summary(summary: Summary) -> RenderableType:
     units = summary["units"]
     states = summary["model_state_bytes_per_rank"]
     peak = summary["peak_bytes_per_rank"]
+    temporary = summary["temporary_bytes_per_rank"]
     traffic = summary["collective_bytes"]
     broken = [code for code, verdict in summary["laws"].items() if verdict != PROVED]
     laws = f"{len(summary['laws'])} proved" if not broken else f"broken: {', '.join(broken)}"
@@ -88,12 +89,22 @@ def render_summary(summary: Summary) -> RenderableType:
     )
     grid.add_row("model states", f"{_amounts(states)} per rank")
     grid.add_row("peak buffers", f"{_amounts(peak)} per rank")
+    if temporary["block"]:
+        grid.add_row(
+            "temporary", f"one block of {format_bytes(temporary['block'])}, {_gap(temporary)}"
+        )
     grid.add_row("on the wire", f"{_amounts(traffic)} per step")
     for axis, own in summary["collective_bytes_by_axis"].items():
         if len(summary["mesh"]) > 1:
             grid.add_row(f"… over {axis}", f"{_amounts(own)} per step")
     grid.add_row("laws", Text(laws, style="red" if broken else "green"))
     return _Lines(table=grid, is_foldable=True)
+
+
+def _gap(temporary: Temporary) -> str:
+    if temporary["block"] == temporary["live"]:
+        return "as much as can be live at once"
+    return f"{temporary['block'] / temporary['live'] - 1:.2%} more than can be live at once"
 
 
 def _amounts(amounts: dict[str, int]) -> str:

@@ -16,8 +16,8 @@ from zeroir.ir import ops
 from zeroir.ir.buffers import Role
 from zeroir.ir.contents import FlatContent
 from zeroir.ir.effects import effects
-from zeroir.ir.memory import payloads
 from zeroir.ir.program import Program, Section
+from zeroir.ir.traffic import payloads
 from zeroir.report.names import counted
 
 _LONGEST_PERIOD = 64

@@ -5,10 +5,24 @@ from __future__ import annotations
 from collections import Counter
 from typing import TypedDict
 
-from zeroir.ir.memory import collective_bytes, model_state_bytes, peak
+from zeroir.ir.buffers import Space
+from zeroir.ir.memory.curve import peak
+from zeroir.ir.memory.placement import judged
+from zeroir.ir.memory.states import model_state_bytes
 from zeroir.ir.ops import op_name
 from zeroir.ir.program import Program
+from zeroir.ir.traffic import collective_bytes
 from zeroir.ir.verify import Report
+
+
+class Temporary(TypedDict):
+    """Bytes of the device's block in which temporary buffers stand, and of those that can be live at once.
+
+    No block can be smaller than what can be live at once.
+    """
+
+    block: int
+    live: int
 
 
 class Summary(TypedDict):
@@ -30,6 +44,7 @@ class Summary(TypedDict):
     collective_bytes_by_axis: dict[str, dict[str, int]]
     model_state_bytes_per_rank: dict[str, int]
     peak_bytes_per_rank: dict[str, int]
+    temporary_bytes_per_rank: Temporary
     laws: dict[str, str]
     fingerprint: str
 
@@ -53,6 +68,14 @@ def summarise(program: Program, report: Report, *, stage: int, precision: str) -
         },
         model_state_bytes_per_rank=dict(model_state_bytes(program)),
         peak_bytes_per_rank=dict(peak(program).role_bytes),
+        temporary_bytes_per_rank=_temporary(program),
         laws=dict(report.laws),
         fingerprint=program.fingerprint,
     )
+
+
+def _temporary(program: Program) -> Temporary:
+    placed = judged(program).get(Space.DEVICE)
+    if placed is None:
+        return Temporary(block=0, live=0)
+    return Temporary(block=placed.size_bytes, live=placed.live_bytes)

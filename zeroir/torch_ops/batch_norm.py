@@ -71,8 +71,10 @@ def normalise_backward(
 
 
 def _laid_out_as(x: Tensor, result: Tensor) -> Tensor:
-    expected = torch.empty_like(x)
-    return result if result.stride() == expected.stride() else expected.copy_(result)
+    expected = torch.empty_like(x, device="meta")
+    if result.stride() == expected.stride():
+        return result
+    return torch.empty_like(x).copy_(result)
 
 
 batch_norm = define("zeroir::batch_norm", normalise)

@@ -10,7 +10,7 @@ import pytest
 from tests.ir.test_placement import meetings
 from tests.support.programs import mlp
 from zeroir.ir.buffers import Space
-from zeroir.ir.placement import Placement, place_all
+from zeroir.ir.memory.placement import Placement, place_all
 from zeroir.ir.program import Program
 from zeroir.ir.text import parse
 from zeroir.ir.verify import verify

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zeroir.ir.footprint import footprint
+from zeroir.ir.memory.footprint import footprint
 from zeroir.ir.program import Program
 from zeroir.ir.verify.context import Findings
 

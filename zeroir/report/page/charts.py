@@ -1,7 +1,8 @@
 """The two charts of the page, as Bokeh's JSON: the streams over time, and memory over the ops of the step.
 
-Bokeh draws on a canvas, on which ten thousand rectangles stay fluid, marks in a layer above without drawing them anew,
-and its script can stand inside a page that is opened without a network. It is imported here alone.
+They are empty: the page's own script fills them with what can be told apart at their width, anew with every pan and
+zoom. Bokeh draws on a canvas, marks in a layer above without drawing what is below anew, and its script can stand
+inside a page that is opened without a network. It is imported here alone.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ KIND_COLOURS: Final = {
     "wait": "#b0b4bc",
 }
 """Readable on white and on near black."""
+
+CRITICAL_COLOUR: Final = "#d03a3a"
 
 ROLE_COLOURS: Final = {
     "param": "#3b82c4",
@@ -69,29 +72,6 @@ def timeline(found: Sequence[StepOp], lanes: Sequence[tuple[int, str, str]]) -> 
     from bokeh.models.annotations import BoxAnnotation
     from bokeh.plotting import figure
 
-    lane_of = {(one, stream): number for number, (one, stream, _) in enumerate(lanes)}
-    columns: dict[str, list[object]] = {
-        name: []
-        for name in ("left", "right", "top", "bottom", "colour", "alpha", "edge", "row", "lane")
-    }
-    for row, one in enumerate(found):
-        for rank_class, span in enumerate(one.spans):
-            if span.duration_ns == 0:
-                continue
-            lane = lane_of[rank_class, one.stream]
-            is_wait = one.kind == "wait"
-            half = 0.06 if is_wait else 0.38
-            columns["left"].append(span.start_ns / 1000)
-            columns["right"].append(span.end_ns / 1000)
-            columns["top"].append(-lane + half)
-            columns["bottom"].append(-lane - half)
-            columns["colour"].append(KIND_COLOURS[one.kind])
-            columns["alpha"].append(0.5 if is_wait else 0.9)
-            columns["edge"].append(
-                "#d03a3a" if one.is_critical[rank_class] and not is_wait else KIND_COLOURS[one.kind]
-            )
-            columns["row"].append(row)
-            columns["lane"].append(lane)
     end_us = max((span.end_ns for one in found for span in one.spans), default=0) / 1000
     chart = figure(
         name="timeline",
@@ -104,19 +84,18 @@ def timeline(found: Sequence[StepOp], lanes: Sequence[tuple[int, str, str]]) -> 
         active_drag="xpan",
         active_scroll="xwheel_zoom",
     )
-    source = ColumnDataSource(columns, name="spans")
-    chart.quad(
-        left="left",
-        right="right",
-        top="top",
-        bottom="bottom",
-        fill_color="colour",
-        fill_alpha="alpha",
-        line_color="edge",
-        line_alpha="alpha",
-        line_width=1,
-        source=source,
-    )
+    for name, colour in (("spans", "colour"), ("critical", None)):
+        columns = ("left", "right", "top", "bottom", *((colour, "alpha") if colour else ()))
+        chart.quad(
+            left="left",
+            right="right",
+            top="top",
+            bottom="bottom",
+            fill_color=colour or CRITICAL_COLOUR,
+            fill_alpha="alpha" if colour else 1.0,
+            line_color=None,
+            source=ColumnDataSource({column: [] for column in columns}, name=name),
+        )
     chart.yaxis.ticker = FixedTicker(ticks=[-number for number in range(len(lanes))])
     chart.yaxis.major_label_overrides = {
         -number: label for number, (_, _, label) in enumerate(lanes)
@@ -127,36 +106,34 @@ def timeline(found: Sequence[StepOp], lanes: Sequence[tuple[int, str, str]]) -> 
     return dict(json_item(chart))
 
 
-def memory(curve: MemoryCurve, *, budget_bytes: int | None, ops_count: int) -> dict[str, object]:
-    """Memory over the ops of a step, stacked by role, in GB or MB by its size, with the budget as a line."""
+def memory(
+    curve: MemoryCurve, *, unit: tuple[float, str], budget_bytes: int | None, ops_count: int
+) -> dict[str, object]:
+    """Memory over the ops of a step, stacked by role, in the unit of ``memory_unit``, with the budget as a line."""
     from bokeh.embed import json_item
     from bokeh.models import ColumnDataSource, Range1d
     from bokeh.models.annotations import BoxAnnotation, Label, Span
     from bokeh.plotting import figure
 
-    highest = curve.peak_bytes
-    is_budget_near = budget_bytes is not None and budget_bytes <= 4 * highest
-    top = max(highest, budget_bytes if budget_bytes is not None and is_budget_near else 0)
-    unit, name = _unit(top)
+    unit_bytes, name = unit
+    top = _top(curve, budget_bytes)
     chart = figure(
         name="memory",
         height=320,
         sizing_mode="stretch_width",
         x_range=Range1d(start=-0.01 * ops_count, end=1.01 * ops_count),
-        y_range=Range1d(start=0, end=1.08 * top / unit or 1),
+        y_range=Range1d(start=0, end=1.08 * top / unit_bytes or 1),
         x_axis_label="op of the step, in program order",
         y_axis_label=f"{name} on one rank",
         tools="xpan,xwheel_zoom,xbox_zoom,reset",
         active_drag="xpan",
         active_scroll="xwheel_zoom",
     )
-    columns: dict[str, Sequence[object]] = {"at": list(curve.at)}
-    floor = [0.0] * len(curve.at)
-    for number, sizes in enumerate(curve.roles.values()):
-        ceiling = [low + size / unit for low, size in zip(floor, sizes, strict=True)]
-        columns[f"low_{number}"], columns[f"high_{number}"] = floor, ceiling
-        floor = ceiling
-    source = ColumnDataSource(columns, name="live")
+    bounds = [
+        f"{bound}_{number}" for number in range(len(curve.roles)) for bound in ("low", "high")
+    ]
+    # Not quite empty: of bands without a point the library never finds the end.
+    source = ColumnDataSource({name: [0, 0] for name in ("at", *bounds)}, name="live")
     for number, role in enumerate(curve.roles):
         chart.varea_step(
             x="at",
@@ -172,7 +149,7 @@ def memory(curve: MemoryCurve, *, budget_bytes: int | None, ops_count: int) -> d
         chart.add_layout(
             Label(
                 x=at,
-                y=1.075 * top / unit,
+                y=1.075 * top / unit_bytes,
                 text=f" {section} ",
                 text_align="right" if at > 0.85 * ops_count else "left",
                 text_baseline="top",
@@ -180,10 +157,10 @@ def memory(curve: MemoryCurve, *, budget_bytes: int | None, ops_count: int) -> d
                 name="joint-label",
             )
         )
-    if budget_bytes is not None and is_budget_near:
+    if budget_bytes is not None and budget_bytes <= top:
         chart.add_layout(
             Span(
-                location=budget_bytes / unit,
+                location=budget_bytes / unit_bytes,
                 dimension="width",
                 line_color="#d03a3a",
                 line_width=2,
@@ -204,8 +181,15 @@ def _plain(chart: figure) -> None:
     chart.toolbar.logo = None
 
 
-def _unit(count: int) -> tuple[float, str]:
+def memory_unit(curve: MemoryCurve, budget_bytes: int | None) -> tuple[float, str]:
+    """Bytes and name of the unit in which the chart of the memory is drawn."""
     for size, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if count >= size:
+        if _top(curve, budget_bytes) >= size:
             return size, name
     return 1.0, "B"
+
+
+def _top(curve: MemoryCurve, budget_bytes: int | None) -> int:
+    """The most that the chart must show: a budget is a line in it where that leaves room for the rest."""
+    is_near = budget_bytes is not None and budget_bytes <= 4 * curve.peak_bytes
+    return max(curve.peak_bytes, budget_bytes if budget_bytes is not None and is_near else 0)

@@ -11,11 +11,11 @@ from zeroir.cost.simulate import ClassResult, Simulation
 from zeroir.ir import ops
 from zeroir.ir.buffers import Role
 from zeroir.ir.effects import effects
-from zeroir.ir.live_bytes import live_bytes
-from zeroir.ir.memory import payloads
+from zeroir.ir.memory.curve import live_bytes
 from zeroir.ir.ops import op_name
 from zeroir.ir.program import EVALUATE, Program
 from zeroir.ir.spans import Span
+from zeroir.ir.traffic import payloads
 from zeroir.report.names import shortened
 from zeroir.report.origins import op_source
 from zeroir.report.schedule import buffer_owners

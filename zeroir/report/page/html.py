@@ -48,17 +48,20 @@ def report_html(
     found = step_ops(program, simulation)
     lanes = _lanes(program, simulation, found)
     curve = memory_curve(program)
+    unit = charts.memory_unit(curve, budget_bytes)
     data = {
         "ops": _columns(found),
         "lanes": [{"class": one, "stream": stream} for one, stream, _ in lanes],
         "timeline": charts.timeline(found, lanes),
-        "memory": charts.memory(curve, budget_bytes=budget_bytes, ops_count=len(found)),
+        "live": {"at": curve.at, "roles": list(curve.roles.values()), "unit_bytes": unit[0]},
+        "memory": charts.memory(curve, unit=unit, budget_bytes=budget_bytes, ops_count=len(found)),
     }
     slots = {
         "name": escape(name),
         "style": _asset("page.css"),
         "head": _headline(summary, simulation, curve, budget_bytes),
-        "kinds": _legend({kind: charts.KIND_COLOURS[kind] for kind in _present(found)}),
+        "kinds": _legend({kind: charts.KIND_COLOURS[kind] for kind in _present(found)})
+        + _legend({"critical path": charts.CRITICAL_COLOUR}),
         "roles": _legend({role: charts.ROLE_COLOURS[role] for role in curve.roles}),
         "streams": _streams(simulation),
         "units": _units(unit_facts(program, found)),
@@ -68,7 +71,7 @@ def report_html(
         "passes": "".join(f"<li><code>{escape(spec)}</code></li>" for spec in program.passes),
         "data": _json(data),
         "library": charts.script(),
-        "code": _asset("page.js"),
+        "code": _asset("detail.js") + _asset("page.js"),
     }
     page = _asset("page.html")
     parts = page.split("<!--slot:")
@@ -127,7 +130,7 @@ def _columns(found: Sequence[StepOp]) -> dict[str, list[object]]:
         "used": [one.used_bytes for one in found],
         "start": [[span.start_ns / 1000 for span in one.spans] for one in found],
         "end": [[span.end_ns / 1000 for span in one.spans] for one in found],
-        "critical": [any(one.is_critical) for one in found],
+        "critical": [[int(is_critical) for is_critical in one.is_critical] for one in found],
     }
 
 
@@ -266,4 +269,4 @@ def _time(count_ns: int) -> str:
 
 
 def _percent(share: float) -> str:
-    return f"{100 * share:.3g} %"
+    return "< 0.1 %" if 0 < share < 0.001 else f"{100 * share:.3g} %"

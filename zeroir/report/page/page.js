@@ -1,4 +1,3 @@
-"use strict";
 // The op table, and what links it with the two charts: a row that is pointed at, wherever, is marked in all three.
 
 const data = JSON.parse(document.getElementById("data").textContent);
@@ -6,6 +5,8 @@ const ops = data.ops;
 const count = ops.op.length;
 const ROW_PX = 24;
 const LANE_HALF = 0.46;
+const SPAN_HALF = 0.38;
+const WAIT_HALF = 0.06;
 
 const element = (id) => document.getElementById(id);
 const bytes = (n) => scaled(n, "B");
@@ -16,7 +17,9 @@ const scaled = (n, unit) => {
   while (Math.abs(n) >= 999.95 && at < powers.length - 1) { n /= 1000; at += 1; }
   return `${at ? n.toFixed(1) : n} ${powers[at]}${unit}`;
 };
-const micros = (x) => x.toLocaleString("en", { minimumFractionDigits: 1, maximumFractionDigits: 1 });
+const tenths = new Intl.NumberFormat("en", { minimumFractionDigits: 1, maximumFractionDigits: 1 });
+const micros = (x) => tenths.format(x);
+const isCritical = (row) => ops.critical[row].includes(1);
 const took = (row) => ops.end[row][0] - ops.start[row][0];
 
 // ------------------------------------------------------------------------------------------------------------ table
@@ -38,7 +41,7 @@ const COLUMNS = [
 
 const haystack = Array.from({ length: count }, (_, row) =>
   [ops.section[row], ops.op[row], ops.kind[row], ops.stream[row], ops.unit[row], ops.what[row], ops.source[row]]
-    .concat(ops.critical[row] ? ["critical"] : [])
+    .concat(isCritical(row) ? ["critical"] : [])
     .join(" ")
     .toLowerCase(),
 );
@@ -70,14 +73,12 @@ function arrange() {
   for (let row = 0; row < count; row += 1) {
     if (words.every((word) => haystack[row].includes(word))) shown.push(row);
   }
-  const { value } = COLUMNS[sorting.column];
-  const keys = new Map(shown.map((row) => [row, value(row)]));
-  const sign = sorting.isDown ? -1 : 1;
-  shown.sort((a, b) => {
-    const x = keys.get(a);
-    const y = keys.get(b);
-    return x < y ? -sign : x > y ? sign : a - b;
-  });
+  if (sorting.column || sorting.isDown) {
+    const keys = new Array(count);
+    for (const row of shown) keys[row] = COLUMNS[sorting.column].value(row);
+    const sign = sorting.isDown ? -1 : 1;
+    shown.sort((a, b) => (keys[a] < keys[b] ? -sign : keys[a] > keys[b] ? sign : a - b));
+  }
   placeOf = new Array(count).fill(-1);
   shown.forEach((row, place) => { placeOf[row] = place; });
   element("count").textContent =
@@ -140,7 +141,7 @@ function describe(row) {
   if (ops.bytes[row]) parts.push(bytes(ops.bytes[row]));
   if (ops.flops[row]) parts.push(scaled(ops.flops[row], "FLOP"));
   parts.push(`${bytes(ops.used[row]) || "0 B"} in use`);
-  if (ops.critical[row]) parts.push("on the critical path");
+  if (isCritical(row)) parts.push("on the critical path");
   if (ops.source[row]) parts.push(ops.source[row]);
   return parts.filter(Boolean).join("  ·  ");
 }
@@ -169,43 +170,115 @@ function markMemory(row) {
   else box.setv({ left: row, right: row + 1, visible: true });
 }
 
-/** Ops that the filter leaves out fade in the timeline. */
-function fade() {
-  const { spans } = models;
-  const alpha = spans.data.row.map((row) => (placeOf[row] < 0 ? 0.08 : ops.kind[row] === "wait" ? 0.5 : 0.9));
-  spans.data = { ...spans.data, alpha };
+// ------------------------------------------------------------------------------------------------------------ charts
+
+/** For each lane the ops that take time, in the order of their beginnings; waits apart, and what is on the critical path. */
+const lanes = data.lanes.map(({ class: one, stream }) => {
+  const all = [];
+  for (let row = 0; row < count; row += 1) {
+    const [start, end] = [ops.start[row][one], ops.end[row][one]];
+    if (ops.stream[row] === stream && end > start) all.push({ row, start, end });
+  }
+  all.sort((a, b) => a.start - b.start);
+  const isWait = ({ row }) => ops.kind[row] === "wait";
+  return {
+    all,
+    waits: all.filter(isWait),
+    work: all.filter((span) => !isWait(span)),
+    critical: all.filter((span) => !isWait(span) && ops.critical[span.row][one]),
+  };
+});
+
+/** The op at a time in a lane: the last that began, if it has not ended. */
+function opAt(time, lane) {
+  const { all } = lanes[lane] || { all: [] };
+  const span = all[firstWhere(all.length, (i) => all[i].start > time) - 1];
+  return span && time <= span.end ? span.row : null;
+}
+
+/** What a chart shows: from where to where, and how much a pixel is. */
+function view({ x_range: { start, end }, inner_width: width }) {
+  return [start, end, (end - start) / (width || 1000)];
+}
+
+/** The timeline at its present zoom; ops that the filter leaves out are faint. */
+function drawSpans() {
+  const spans = { left: [], right: [], top: [], bottom: [], colour: [], alpha: [], row: [] };
+  const critical = { left: [], right: [], top: [], bottom: [] };
+  const sight = view(models.timeline);
+  lanes.forEach(({ waits, work, critical: own }, lane) => {
+    for (const [found, half, full] of [[waits, WAIT_HALF, 0.5], [work, SPAN_HALF, 0.9]]) {
+      const blocks = blocksOf(found, ...sight, {
+        colourOf: (row) => colours.get(ops.kind[row]),
+        alphaOf: (rows) => (rows.some((row) => placeOf[row] >= 0) ? full : 0.08),
+      });
+      for (const block of blocks) {
+        spans.left.push(block.left);
+        spans.right.push(block.right);
+        spans.top.push(half - lane);
+        spans.bottom.push(-half - lane);
+        spans.colour.push(block.colour);
+        spans.alpha.push(block.alpha);
+        spans.row.push(block.row);
+      }
+    }
+    for (const [left, right] of stretches(own, ...sight)) {
+      critical.left.push(left);
+      critical.right.push(right);
+      critical.top.push(-SPAN_HALF - 0.02 - lane);
+      critical.bottom.push(-LANE_HALF - 0.02 - lane);
+    }
+  });
+  models.spans.data = spans;
+  models.critical.data = critical;
+}
+
+/** For each role the top of its band over the positions of the curve; the last is that of all. */
+const ceilings = data.live.roles.map(() => new Float64Array(data.live.at.length));
+data.live.roles.forEach((sizes, role) => {
+  sizes.forEach((size, at) => {
+    ceilings[role][at] = size / data.live.unit_bytes + (role ? ceilings[role - 1][at] : 0);
+  });
+});
+
+/** The memory at its present zoom. */
+function drawMemory() {
+  const { at, chosen } = highest(data.live.at, ceilings[ceilings.length - 1] || [], ...view(models.memory));
+  const columns = { at };
+  let floor = new Float64Array(chosen.length);
+  ceilings.forEach((heights, role) => {
+    columns[`low_${role}`] = floor;
+    floor = Float64Array.from(chosen, (i) => heights[i]);
+    columns[`high_${role}`] = floor;
+  });
+  models.live.data = columns;
+}
+
+/** Draw a chart now, and whenever it shows something else: before the next frame, once however often it changes. */
+function drawAsSeen(chart, draw) {
+  let isDue = false;
+  let seen = null;
+  const drawIfNew = () => {
+    isDue = false;
+    const sight = view(chart).join();
+    if (sight === seen) return;
+    seen = sight;
+    draw();
+  };
+  const soon = () => {
+    if (!isDue) queueMicrotask(drawIfNew);
+    isDue = true;
+  };
+  chart.x_range.change.connect(soon);
+  chart.properties.inner_width.change.connect(soon);
+  drawIfNew();
 }
 
 let fading = null;
 function fadeSoon() {
   // Not with every key that is pressed: the chart is drawn anew.
   clearTimeout(fading);
-  if (models.spans) fading = setTimeout(fade, 120);
-}
-
-// ------------------------------------------------------------------------------------------------------------ charts
-
-/** For each lane the ops that take time, in the order of their beginnings. */
-const lanes = data.lanes.map(({ class: one, stream }) => {
-  const rows = [];
-  for (let row = 0; row < count; row += 1) {
-    if (ops.stream[row] === stream && ops.end[row][one] > ops.start[row][one]) rows.push(row);
-  }
-  return { one, rows: rows.sort((a, b) => ops.start[a][one] - ops.start[b][one]) };
-});
-
-/** The op at a time in a lane: the last that began, if it has not ended. */
-function opAt(time, lane) {
-  const { one, rows } = lanes[lane] || { rows: [] };
-  let low = 0;
-  let high = rows.length;
-  while (low < high) {
-    const middle = (low + high) >> 1;
-    if (ops.start[rows[middle]][one] <= time) low = middle + 1;
-    else high = middle;
-  }
-  const row = rows[low - 1];
-  return row !== undefined && time <= ops.end[row][one] ? row : null;
+  if (models.spans) fading = setTimeout(drawSpans, 60);
 }
 
 function paint() {
@@ -242,7 +315,10 @@ async function drawCharts() {
   [models.timeline, models.memory] = roots;
   models.timeMark = named(models.timeline, "time-mark");
   models.memoryMark = named(models.memory, "memory-mark");
-  models.spans = models.timeline.renderers[0].data_source;
+  [models.spans, models.critical] = models.timeline.renderers.map((one) => one.data_source);
+  models.live = models.memory.renderers[0].data_source;
+  drawAsSeen(models.timeline, drawSpans);
+  drawAsSeen(models.memory, drawMemory);
   models.timeline.on_event("mousemove", (event) => {
     const lane = Math.round(-event.y);
     mark(lane >= 0 && lane < lanes.length ? opAt(event.x, lane) : null);

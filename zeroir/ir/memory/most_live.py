@@ -11,10 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from zeroir.ir.lifetimes import Lifetimes
+from zeroir.ir.memory.lifetimes import Lifetimes
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 _MOST_CUTS: Final = 16
 """So many beginnings are looked at closely where the first bound is not exact."""
@@ -44,34 +47,38 @@ class MostLive:
 
 def most_live(found: Lifetimes, lives: Sequence[int], sizes: Sequence[int]) -> MostLive:
     """The fullest that some legal order of ops makes it, of these lives; ``sizes`` are the bytes of every life."""
-    bounds = _bounds(found, lives, sizes)
-    order = sorted(range(len(lives)), key=lambda at: (-bounds[at], at))
+    import numpy as np
+
     best = MostLive(moment=-1, lives=(), size_bytes=0, bound_bytes=0)
+    if not lives:
+        return best
+    chosen = np.array(lives)
+    firsts, streams = np.array(found.firsts)[chosen], np.array(found.streams)[chosen]
+    bytes_of = np.array(sizes, dtype=np.int64)[chosen]
+    # The bytes that may be live when each life begins, for all that its stream knows.
+    bounds = np.zeros(len(lives), dtype=np.int64)
+    free_from: dict[int, NDArray[np.int64]] = {}
+    for stream in np.unique(streams).tolist():
+        free_from[stream] = np.array(found.free_from[stream])[chosen]
+        changes = np.zeros(found.stop + 1, dtype=np.int64)
+        np.add.at(changes, firsts, bytes_of)
+        np.subtract.at(changes, free_from[stream], bytes_of)
+        of_stream = streams == stream
+        bounds[of_stream] = changes.cumsum()[firsts[of_stream]]
     most_cuts = _MOST_CUTS if len(lives) < _MANY else 2
-    for tried, at in enumerate(order):
-        if bounds[at] <= best.size_bytes and best.lives:
+    for tried, at in enumerate(np.argsort(-bounds, kind="stable")[: most_cuts + 1].tolist()):
+        bound = int(bounds[at])
+        if bound <= best.size_bytes and best.lives:
             break
         if tried == most_cuts:
-            return replace(best, bound_bytes=bounds[at])
-        moment, free = found.firsts[lives[at]], found.free_from[found.streams[lives[at]]]
-        there = [i for i in lives if found.firsts[i] <= moment < free[i]]
-        kept = _heaviest(found, there, sizes, moment)
+            return replace(best, bound_bytes=bound)
+        moment = int(firsts[at])
+        is_there = (firsts <= moment) & (moment < free_from[int(streams[at])])
+        kept = _heaviest(found, chosen[is_there].tolist(), sizes, moment)
         size = sum(sizes[i] for i in kept)
         if size > best.size_bytes or not best.lives:
             best = MostLive(moment=moment, lives=kept, size_bytes=size, bound_bytes=size)
     return best
-
-
-def _bounds(found: Lifetimes, lives: Sequence[int], sizes: Sequence[int]) -> list[int]:
-    """For each of the lives: the bytes that may be live when it begins, for all that its stream knows."""
-    totals: dict[int, list[int]] = {}
-    for stream in {found.streams[i] for i in lives}:
-        changes, free = [0] * (found.stop + 1), found.free_from[stream]
-        for i in lives:
-            changes[found.firsts[i]] += sizes[i]
-            changes[free[i]] -= sizes[i]
-        totals[stream] = list(accumulate(changes))
-    return [totals[found.streams[i]][found.firsts[i]] for i in lives]
 
 
 def _heaviest(

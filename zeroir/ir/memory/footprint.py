@@ -13,10 +13,11 @@ from typing import Final
 
 from zeroir.ir import ops
 from zeroir.ir.buffers import Space
-from zeroir.ir.lifetimes import Lifetimes
-from zeroir.ir.most_live import most_live
+from zeroir.ir.memory.lifetimes import Lifetimes
+from zeroir.ir.memory.most_live import most_live
+from zeroir.ir.memory.placement import placements
+from zeroir.ir.op_scratch import device_bytes
 from zeroir.ir.ops import Op
-from zeroir.ir.placement import placements
 from zeroir.ir.program import Program, Section
 from zeroir.ir.segment import Segment
 
@@ -76,12 +77,14 @@ class Footprint:
 def footprint(
     program: Program, *, space: Space = Space.DEVICE, kernels: str = "eager"
 ) -> Footprint:
-    """The footprint of a program whose segments take the workspace that they declare for these kernels."""
-    scratch = {s.name: dict(s.workspace_bytes).get(kernels, 0) for s in program.segments}
+    """The footprint of a program whose segments take the workspace that they declare for these kernels.
+
+    What gloo takes for collectives is not in it; see ``zeroir.ir.op_scratch``.
+    """
     names = program.buffer_by_name
 
     def has_scratch(op: Op) -> bool:
-        return isinstance(op, ops.Compute) and scratch.get(op.segment, 0) > 0
+        return device_bytes(program, op, kernels=kernels) > 0
 
     found = Lifetimes.of(program, has_scratch if space is Space.DEVICE else None)
     sizes: list[int] = []
@@ -90,9 +93,7 @@ def footprint(
             sizes.append(names[name].size_bytes if names[name].space is space else 0)
         else:
             section, index = found.place(program, found.firsts[life])
-            op = section.body[index]
-            assert isinstance(op, ops.Compute)
-            sizes.append(scratch[op.segment])
+            sizes.append(device_bytes(program, section.body[index], kernels=kernels))
     here = [life for life, size in enumerate(sizes) if size]
     loose = [life for life in here if not found.buffers[life]]
     most = most_live(found, here, sizes)

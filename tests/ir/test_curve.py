@@ -9,8 +9,8 @@ import pytest
 from tests.support.schedules import Case
 from zeroir.ir import ops
 from zeroir.ir.buffers import Role
-from zeroir.ir.live_bytes import live_bytes
-from zeroir.ir.memory import peak
+from zeroir.ir.memory.curve import live_bytes, peak
+from zeroir.ir.op_scratch import scratch_bytes
 
 
 @pytest.mark.parametrize("stage", range(4))
@@ -20,19 +20,28 @@ def test_the_highest_point_is_the_peak(stage: int, micro_steps: int) -> None:
     highest = 0
     for section in program.sections:
         curve = live_bytes(program, section, kernels="none")
-        assert len(curve.totals) == len(section.body) + 1
-        assert not any(curve.workspace)
-        highest = max(highest, *curve.totals)
+        assert len(curve.buffers) == len(curve.totals) == len(section.body) + 1
+        segments = [isinstance(op, ops.Compute) for op in section.body]
+        assert not any(
+            size for size, is_one in zip(curve.workspace[1:], segments, strict=True) if is_one
+        )
+        highest = max(highest, *curve.buffers)
     assert highest == peak(program).total_bytes
 
 
-def test_a_segments_workspace_counts_while_it_runs() -> None:
-    program = Case(stage=3).scheduled
+def test_what_an_op_takes_counts_while_it_runs() -> None:
+    program = Case(stage=3, precision="fp16", clip=1.0).scheduled
     for section in program.sections:
         curve = live_bytes(program, section)
         for op, size in zip(section.body, curve.workspace[1:], strict=True):
-            is_compute = isinstance(op, ops.Compute)
-            assert (size > 0) == is_compute
+            if isinstance(op, ops.Compute):
+                segment = program.segment_by_name[op.segment]
+                assert size == dict(segment.workspace_bytes)["eager"]
+            elif isinstance(op, ops.Collective):
+                assert size == 0, "NCCL has memory of its own"
+            else:
+                assert size == scratch_bytes(program, op)
+        assert any(curve.workspace)
 
 
 def test_a_joint_loses_nothing() -> None:

@@ -1,0 +1,130 @@
+"""``zeroir plan``: what it answers, what it writes, and what it refuses in a sentence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import zeroir as package
+from tests.cli.conftest import Zeroir
+from tests.cli.test_bad_input import assert_refused
+
+MODEL = """
+import torch
+from torch import nn
+
+
+class Chain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(32, 32) for _ in range(2))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x.square().mean()
+
+
+def model():
+    return Chain()
+
+
+def batch():
+    return (torch.ones(8, 32),)
+"""
+FIXED = ("--world-size", "4", "--stage", "3", "--bucket", "0", "--live-gradients", "2")
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    path = tmp_path / "chain.py"
+    path.write_text(MODEL)
+    return path
+
+
+def test_the_plan_as_json_is_that_of_the_program_that_it_writes(
+    zeroir: Zeroir, model: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "best.zir"
+    arguments = [*FIXED, "--memory", "1MB", "--most-tried", "8"]
+    answer = zeroir("plan", model, *arguments, "--json", "-o", path)
+    assert answer.exit_code == 0, answer.err
+    found = answer.json
+    assert found["path"] == str(path)
+    assert (found["machine"], found["world_size"], found["memory_bytes"]) == ("dgx-h100", 4, 10**6)
+    assert 3 <= found["tried"] <= 8 < found["choices"]
+    assert found["is_finished"] is False
+    chosen = found["chosen"]
+    assert 0 < found["bound_seconds"] <= chosen["step_seconds"]
+    assert 0 < chosen["needed_bytes"] <= 10**6
+    assert 0 < sum(chosen["critical_path"].values()) <= 1.001
+    assert found["alternatives"]
+    for one in found["alternatives"]:
+        assert one["why"]
+        assert one["step_seconds"] is None or one["step_seconds"] >= chosen["step_seconds"]
+    assert zeroir("verify", path).exit_code == 0
+    written = package.load(path)
+    assert written.options.model_dump(mode="json") == found["options"]
+    assert written.options.memory_budget == "1000000"
+    for name in ("stage", "recompute", "unshard", "select_saved"):
+        assert found["options"][name] == chosen["settings"][name]
+
+
+def test_the_plan_in_words(zeroir: Zeroir, model: Path, tmp_path: Path) -> None:
+    answer = zeroir("plan", model, *FIXED, "--most-tried", "4", "--machine", "dgx-a100-80g")
+    assert answer.exit_code == 0, answer.err
+    for words in (
+        "dgx-a100-80g, 4 ranks",
+        "80.0 GB a rank",
+        "tried            4 of",
+        "as many as were allowed",
+        "chosen           stage 3, ",
+        "no choice below",
+        "what lost",
+    ):
+        assert words in answer.out
+    assert list(tmp_path.glob("*.zir")) == []
+
+
+def test_where_nothing_fits_nothing_is_written(zeroir: Zeroir, model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "best.zir"
+    answer = zeroir("plan", model, *FIXED, "--memory", "1kB", "-o", path)
+    assert_refused(answer, "Nothing fits 1.0 kB: the closest is stage 3", "too many", "more ranks")
+    assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--machine", "abacus"], ["abacus", "choose 8x4090-pcie"]),
+        (["--memory", "lots"], ["'lots'", "80GB"]),
+        (["--most-tried", "0"], ["--most-tried", "0"]),
+        (["--stage", "7"], ["--stage is 7"]),
+        (["--stage", "1", "--prefetch", "2"], ["--prefetch 2 needs --stage 3"]),
+        (["--prefetch", "2", "--prefetch-budget", "1GB"], ["--prefetch 2 and --prefetch-budget"]),
+        (["--memory", "1GB", "--memory-budget", "2GB"], ["--memory and --memory-budget"]),
+        (["--frobnicate"], ["--frobnicate"]),
+        (["-o", "no/folder/x.zir"], ["no/folder"]),
+        (["-o", "."], ["is a folder"]),
+        (["-o", "chain.py"], ["chain.py", "the model file itself"]),
+    ],
+)
+def test_what_is_wrong_is_said_before_the_model_is_loaded(
+    zeroir: Zeroir,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    words: list[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    source = "raise AssertionError('the model was loaded')\n"
+    Path("chain.py").write_text(source)
+    assert_refused(zeroir("plan", "chain.py", "--world-size", "2", *arguments), *words)
+    assert [path.name for path in tmp_path.iterdir()] == ["chain.py"]
+    assert Path("chain.py").read_text() == source
+
+
+def test_a_model_that_is_not_there(zeroir: Zeroir, tmp_path: Path) -> None:
+    assert_refused(zeroir("plan", tmp_path / "none.py", "--world-size", "2"), "none.py")
+    assert_refused(zeroir("plan"), "MODEL is missing", "zeroir plan --help")

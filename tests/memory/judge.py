@@ -1,0 +1,161 @@
+"""A training step on one rank of a pretended world, and what torch's allocator says of every op of it.
+
+Collectives run as gloo's do, but for the sending and receiving: messages keep the values that their memory had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.support.allocations import Event, allocations, by_range, left_bytes, peak_bytes
+from zeroir.ir import ops
+from zeroir.ir.bindings import bindings
+from zeroir.ir.op_scratch import scratch_bytes
+from zeroir.ir.program import Program
+from zeroir.ir.scratch import is_bound
+from zeroir.ir.workspace import eager_bytes
+from zeroir.runtime import state
+from zeroir.runtime.batch import Batch
+from zeroir.runtime.comm import gloo
+from zeroir.runtime.comm.base import Comm
+from zeroir.runtime.comm.groups import Groups
+from zeroir.runtime.comm.local import LocalComm
+from zeroir.runtime.executor import Executor
+from zeroir.runtime.handlers import Machine
+from zeroir.runtime.kernels.eager import EagerKernels
+from zeroir.runtime.labels import labels
+from zeroir.runtime.storage import Memory
+from zeroir.runtime.streams import ThreadStreams
+
+CPU = torch.device("cpu")
+SCALAR_OPS = (ops.CheckFinite, ops.Decide, ops.UpdateScale)
+"""Ops of which only a bound is declared, a few bytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What an op declares, what it took at most, and what it left; ``is_exact`` where the first two must be equal."""
+
+    op: ops.Op
+    label: str
+    declared_bytes: int
+    peak_bytes: int
+    left_bytes: int
+    is_exact: bool
+
+    @property
+    def is_right(self) -> bool:
+        if self.left_bytes:
+            return False
+        if self.is_exact:
+            return self.peak_bytes == self.declared_bytes
+        return self.peak_bytes <= self.declared_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judged:
+    """Every op of a step, and what was allocated by none: for the inputs' seeds and the step's results."""
+
+    verdicts: Sequence[Verdict]
+    others: Sequence[Event]
+
+    @property
+    def wrong(self) -> list[str]:
+        return [
+            f"{one.label} declares {one.declared_bytes} bytes, took {one.peak_bytes} and left {one.left_bytes}"
+            f" under torch {torch.__version__}"
+            for one in self.verdicts
+            if not one.is_right
+        ]
+
+
+def judge(
+    program: Program,
+    batches: Sequence[Batch],
+    *,
+    model: nn.Module | None = None,
+    initial: Mapping[str, torch.Tensor] | None = None,
+    rank: int = 0,
+) -> Judged:
+    """Carry out two steps of a rank on one thread; the second is judged."""
+    memory = Memory(program, rank, CPU)
+    machine = Machine(
+        program=program, ranks=[memory], comm=_comm(program, rank), kernels=EagerKernels(CPU)
+    )
+    machine.compile()
+    if model is not None:
+        state.initialise(program, [memory], lambda: model, 0)
+    if initial is not None:
+        state.initialise_flats(program, [memory], initial)
+    streams = ThreadStreams(inline=[stream.name for stream in program.streams])
+    executor = Executor(machine, streams)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with (
+            mock.patch.object(gloo, "_exchange", _nothing),
+            mock.patch.object(dist, "broadcast", _nothing),
+        ):
+            executor.step([batches])
+            events = allocations(lambda: executor.step([batches]))
+    finally:
+        torch.set_num_threads(threads)
+        executor.close()
+    names = labels(program)
+    by_label = {names[id(op)]: op for op in program.ops()}
+    found = by_range(events, by_label)
+    verdicts = [
+        Verdict(
+            op=op,
+            label=label,
+            declared_bytes=declared_bytes(program, op),
+            peak_bytes=peak_bytes(found.get(label, ())),
+            left_bytes=left_bytes(found.get(label, ())),
+            is_exact=not isinstance(op, SCALAR_OPS) and not _has_bound(program, op),
+        )
+        for label, op in by_label.items()
+    ]
+    return Judged(verdicts=verdicts, others=found.get("", ()))
+
+
+def declared_bytes(program: Program, op: ops.Op) -> int:
+    """What this op needs; of calls of one segment that bind its outputs differently, the program declares the most."""
+    declared = scratch_bytes(program, op)
+    if not isinstance(op, ops.Compute):
+        return declared
+    own = eager_bytes(program.segment_by_name[op.segment], bindings(op))
+    assert own <= declared
+    return own
+
+
+def _has_bound(program: Program, op: ops.Op) -> bool:
+    return isinstance(op, ops.Compute) and any(
+        is_bound(node) for node in program.segment_by_name[op.segment].nodes
+    )
+
+
+def _comm(program: Program, rank: int) -> Comm:
+    if program.mesh.world_size == 1:
+        return LocalComm()
+    coordinate = program.mesh.coordinate(rank)
+    groups = {
+        comm.name: _group(coordinate[comm.axis], program.mesh.size(comm.axis))
+        for comm in program.comms
+    }
+    return gloo.GlooComm(Groups(by_comm=groups))
+
+
+def _group(rank: int, size: int) -> dist.ProcessGroup:
+    """A group that nobody else is in, so that it needs no store."""
+    make: Callable[[int, int], dist.ProcessGroup] = dist.ProcessGroup  # type: ignore[assignment]
+    return make(rank, size)
+
+
+def _nothing(*_: object, **__: object) -> None:
+    pass

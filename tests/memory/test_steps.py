@@ -1,0 +1,147 @@
+"""Every byte that a training step allocates belongs to an op that declares it, by torch's own allocator events.
+
+What rests, parameters, states and the block of temporary buffers, is allocated before the first step, and
+``tests/runtime/test_memory.py`` compares it with the program. So a step itself may take what its ops declare, and no
+more; where oneDNN computes, what is declared is a bound.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.memory.judge import Judged, judge
+from tests.runtime.support import initial_flats, lowered, random_batches
+from tests.support.examples import IS_THOROUGH
+from tests.support.programs import mlp
+from zeroir.config import make_options
+from zeroir.frontend import load_model_file, trace
+from zeroir.frontend.entry import ModelFile
+from zeroir.ir import ops
+from zeroir.ir.buffers import Role
+from zeroir.ir.program import Program
+from zeroir.ir.workspace import declared
+from zeroir.passes.pipelines import lower
+from zeroir.runtime import numerics
+
+ROOT = Path(__file__).parents[2]
+MODELS = ("gpt", "gpt2", "bert", "convnet", "llama", "t5", "translator", "vit", "traps")
+PRECISIONS = ("fp32", "bf16", "fp16")
+RANKS = 3
+
+# Unless all examples are asked for, each model once, some as they are traced: a schedule takes long to verify.
+EVERYTHING: tuple[tuple[str, str, int | None], ...] = tuple(
+    itertools.product(MODELS, PRECISIONS, (None, *range(4)))
+)
+SOME: tuple[tuple[str, str, int | None], ...] = (
+    ("gpt", "fp32", 3),
+    ("gpt2", "bf16", 0),
+    ("llama", "fp16", 2),
+    ("convnet", "bf16", 1),
+    ("traps", "fp16", 3),
+    ("vit", "fp32", 2),
+    ("bert", "bf16", None),
+    ("t5", "fp16", None),
+    ("translator", "fp32", None),
+)
+
+OPTIONS: tuple[dict[str, object], ...] = (
+    {"micro_steps": 2, "precision": "bf16", "stage": 2, "optimizer": "momentum"},
+    {"mesh": "replicate=2,shard=2", "world_size": 4, "recompute": "*", "bucket": 100_000},
+)
+MORE_OPTIONS: tuple[dict[str, object], ...] = (
+    {"world_size": 1},
+    {"unshard": "*", "overlap_update": False},
+    {"micro_steps": 2, "precision": "fp16", "clip": 1.0},
+    {"recompute": "*"},
+    {"unshard": "*", "select_saved": False},
+    {"bucket": 100_000, "stage": 2, "precision": "fp16"},
+    {"mesh": "replicate=2,shard=2", "world_size": 4},
+    {"optimizer": "momentum", "overlap_update": False, "stage": 1},
+    {"keep_fp32": "*ln*", "precision": "bf16"},
+)
+TRACED = ("precision", "micro_steps", "optimizer", "keep_fp32", "clip")
+"""Options that change the logical program."""
+
+
+@cache
+def model_file(name: str) -> ModelFile:
+    path = ROOT / "examples" / "gpt.py"
+    return load_model_file(
+        str(path if name == "gpt" else ROOT / "tests" / "support" / "models" / f"{name}.py")
+    )
+
+
+@cache
+def logical(name: str, choices: tuple[tuple[str, object], ...]) -> Program:
+    return trace(model_file(name), make_options({"world_size": RANKS, **dict(choices)}))
+
+
+def require_right(judged: Judged, program: Program) -> None:
+    """Every op takes what it declares, and outside of ops there are but the seeds and a few numbers."""
+    assert not judged.wrong
+    seeds = sum(b.size_bytes for b in program.buffers if b.role is Role.RNG)
+    assert all(event.size_bytes <= max(seeds, 8) for event in judged.others)
+    assert any(v.peak_bytes for v in judged.verdicts if isinstance(v.op, ops.Compute))
+
+
+@pytest.mark.parametrize(
+    ("precision", "stage", "ranks"),
+    [("fp32", 0, 2), ("fp16", 3, 3), ("bf16", 2, 3), ("bf16", 1, 2), ("fp16", 1, 1)],
+)
+def test_a_small_step_takes_what_its_ops_declare(precision: str, stage: int, ranks: int) -> None:
+    program = mlp(precision=precision, dim=64)
+    scheduled = declared(lowered(program, stage, ranks))
+    judged = judge(scheduled, random_batches(1, 1)[0][0], initial=initial_flats(program))
+    require_right(judged, scheduled)
+
+
+def test_memory_that_nobody_declares_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = mlp(precision="fp16", dim=64)
+    scheduled = declared(lowered(program, 2, 2))
+    has_overflow = numerics.has_overflow
+
+    def wasteful(sources: Sequence[Tensor], destination: Tensor) -> None:
+        torch.empty(10_000)
+        has_overflow(sources, destination)
+
+    monkeypatch.setattr(numerics, "has_overflow", wasteful)
+    judged = judge(scheduled, random_batches(1, 1)[0][0], initial=initial_flats(program))
+    (wrong,) = judged.wrong
+    assert "check_finite" in wrong
+    assert torch.__version__ in wrong
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "precision", "stage"), EVERYTHING if IS_THOROUGH else SOME)
+def test_a_step_of_a_model_takes_what_its_ops_declare(
+    name: str, precision: str, stage: int | None
+) -> None:
+    if stage is None:
+        check(name, logical(name, (("precision", precision),)))
+    else:
+        check_options(name, {"precision": precision, "stage": stage})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("choices", (*OPTIONS, *MORE_OPTIONS) if IS_THOROUGH else OPTIONS, ids=str)
+def test_options_change_what_is_declared_and_taken_alike(choices: dict[str, object]) -> None:
+    check_options("gpt2", choices)
+
+
+def check_options(name: str, choices: dict[str, object]) -> None:
+    traced = tuple((key, choices[key]) for key in TRACED if key in choices)
+    options = make_options({"world_size": RANKS, **choices})
+    check(name, lower(logical(name, traced), options), micro_steps=options.micro_steps)
+
+
+def check(name: str, program: Program, *, micro_steps: int = 1) -> None:
+    file = model_file(name)
+    judged = judge(program, [file.batch()] * micro_steps, model=file.model())
+    require_right(judged, program)

@@ -1,0 +1,142 @@
+"""How fluid the page of a report is in a real browser: ``python -m tools.bench_report [--ops 10000 30000]``.
+
+A deep program of about so many ops is written as a page and opened in headless Chromium, without a graphics card. Each
+figure is the time from what a person does until the browser has painted what follows, the median of twenty; what
+takes no more than 100 ms feels immediate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from tests.report.browser import open_browser
+from tests.support.programs import mlp
+from zeroir.cost.machine import load_machine
+from zeroir.cost.simulate import simulate
+from zeroir.ir.program import Program
+from zeroir.ir.verify import verify
+from zeroir.passes.pipelines import for_stage
+from zeroir.report.page.html import report_html
+from zeroir.report.summary import summarise
+
+RANKS: Final = 8
+ROUNDS: Final = 20
+
+MEASURE: Final = """async (rounds) => {
+    const charts = ["timeline", "memory"].map((name) => Bokeh.index.get_one(zeroir.models[name]));
+    let painted = 0;
+    for (const chart of charts) {
+        for (const one of [...chart.all_renderer_views].filter((one) => one.glyph)) {
+            const paint = one.paint.bind(one);
+            one.paint = (...given) => { paint(...given); painted += 1; };
+        }
+    }
+    const shown = () => new Promise((next) => requestAnimationFrame(() => setTimeout(next, 0)));
+    const took = async (act, isDone = () => true) => {
+        await shown();
+        const start = performance.now();
+        act();
+        do await shown(); while (!isDone() && performance.now() - start < 20000);
+        return performance.now() - start;
+    };
+    const repeat = async (act, prepare = () => () => true) => {
+        const found = [];
+        for (let round = 0; round < rounds; round += 1) {
+            const isDone = prepare();
+            found.push(await took(() => act(round), isDone));
+        }
+        return found;
+    };
+    const isPainted = () => { const before = painted; return () => painted > before; };
+    const { timeline, memory } = zeroir.models;
+    const count = zeroir.data.ops.op.length;
+    const filter = document.getElementById("filter");
+    const type = (text) => { filter.value = text; filter.dispatchEvent(new Event("input")); };
+    const words = ["pref", "prefetch blocks.1", "wait", "", "reduce", "compute @"];
+    const { start, end } = timeline.x_range;
+    const at = (share) => start + share * (end - start);
+    const look = (from, to) => timeline.x_range.setv({ start: at(from), end: at(to) });
+    const heads = () => document.querySelectorAll("#head span");
+    const found = {};
+    found["an idle frame"] = await repeat(() => {});
+    found["filter: table"] = await repeat((r) => type(words[r % words.length]));
+    await new Promise((next) => setTimeout(next, 1000));
+    found["filter: timeline"] = await repeat((r) => type(words[r % words.length]), isPainted);
+    await took(() => type(""), isPainted());
+    found["sort by a column"] = await repeat((r) => heads()[r % 2 ? 7 : 9].click());
+    found["mark an op in all three"] = await repeat((r) => zeroir.mark(Math.floor(((r + 0.5) / rounds) * count)));
+    found["scroll the table"] = await repeat((r) => { document.getElementById("ops").scrollTop = 2400 * r; });
+    found["pan the whole timeline"] = await repeat((r) => look(0.002 * (r + 1), 1 + 0.002 * (r + 1)), isPainted);
+    found["pan a tenth of it"] = await repeat((r) => look(0.02 * r, 0.02 * r + 0.1), isPainted);
+    found["zoom the timeline"] = await repeat((r) => look(0.44 - 0.02 * r, 0.56 + 0.02 * r), isPainted);
+    const seen = (r) => ({ start: (r + 1) * (count / 400), end: count + (r + 1) * (count / 400) });
+    found["pan the memory"] = await repeat((r) => memory.x_range.setv(seen(r)), isPainted);
+    return found;
+}"""
+
+
+def lowered(ops: int) -> Program:
+    """A program at stage 3 of about so many ops, neither verified nor with its memory planned."""
+
+    def of(blocks: int) -> Program:
+        program = mlp(blocks=blocks, dim=16)
+        for step in for_stage(3, RANKS, overlap_update=True):
+            program = step(program)
+        return program
+
+    few, more = (sum(1 for _ in of(blocks).ops()) for blocks in (4, 8))
+    return of(max(1, -(-(ops - few) * 4 // (more - few)) + 4))
+
+
+def write(program: Program, path: Path) -> float:
+    """Write a program's page, and return the seconds that took once it was verified and simulated."""
+    report = verify(program)
+    simulation = simulate(program, load_machine("dgx-h100"))
+    summary = summarise(program, report, stage=3, precision="fp32")
+    start = time.perf_counter()
+    text = report_html(program, report, summary, simulation, name="deep.zir", budget_bytes=None)
+    path.write_text(text, encoding="utf-8")
+    return time.perf_counter() - start
+
+
+def measured(path: Path) -> Mapping[str, list[float]]:
+    """Milliseconds by what was done to the page."""
+    with open_browser() as browser:
+        page = browser.new_page(viewport={"width": 1400, "height": 1500})
+        page.goto(path.as_uri())
+        opened_ms = page.evaluate(
+            """async () => {
+                await zeroir.ready;
+                await new Promise((next) => requestAnimationFrame(() => setTimeout(next, 0)));
+                return performance.now();
+            }"""
+        )
+        found: Mapping[str, list[float]] = page.evaluate(MEASURE, ROUNDS)
+        return {"open the page": [opened_ms], **found}
+
+
+def main() -> None:
+    """Print a table for each size."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--ops", type=int, nargs="*", default=[10_000, 30_000])
+    for count in parser.parse_args().ops:
+        program = lowered(count)
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "deep.html"
+            seconds = write(program, path)
+            size_mb = path.stat().st_size / 1e6
+            print(
+                f"{sum(1 for _ in program.ops()):,} ops: {size_mb:.1f} MB, written in {seconds:.1f} s"
+            )
+            for name, times in measured(path).items():
+                print(f"  {name:<26} {statistics.median(times):8.0f} ms  most {max(times):6.0f} ms")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""How the outputs of a segment meet their destinations: what a kernel may write where, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from zeroir.ir.buffers import Region
+from zeroir.ir.ops import Compute, Mode
+from zeroir.ir.segment import Segment
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Binding:
+    """How one output of a segment meets its destination.
+
+    ``stride`` are the destination's strides. ``is_exclusive`` says that nothing else in the call touches its memory,
+    so that a kernel may write to it before it has read all its arguments.
+    """
+
+    mode: Mode
+    stride: tuple[int, ...]
+    is_exclusive: bool
+
+
+Bindings = Sequence[Binding | None]
+"""One per output of a segment; None where the call does not want it."""
+
+
+def bindings(op: Compute) -> list[Binding | None]:
+    """How each output of a call meets its destination."""
+    touched = [argument.view.region.buffer for argument in op.arguments]
+    touched += [d.view.region.buffer for d in op.destinations if d is not None]
+    found: list[Binding | None] = []
+    for destination in op.destinations:
+        if destination is None:
+            found.append(None)
+            continue
+        view = destination.view
+        is_shared = touched.count(view.region.buffer) > 1 and any(
+            _overlap(view.region, other)
+            for other in [
+                *(argument.view.region for argument in op.arguments),
+                *(d.view.region for d in op.destinations if d and d is not destination),
+            ]
+        )
+        found.append(Binding(mode=destination.mode, stride=view.stride, is_exclusive=not is_shared))
+    return found
+
+
+def plain_bindings(segment: Segment) -> list[Binding | None]:
+    """Every output written to memory of its own, laid out as the segment makes it."""
+    return [
+        Binding(mode=Mode.WRITE, stride=kind.stride, is_exclusive=True)
+        for kind in segment.output_types()
+    ]
+
+
+def _overlap(a: Region, b: Region) -> bool:
+    """Whether two regions may share an element; slices of a mesh axis count with what they are cut from."""
+    return a.buffer == b.buffer and a.offset < b.stop and b.offset < a.stop

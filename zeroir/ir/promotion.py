@@ -1,0 +1,45 @@
+"""The dtype that torch computes in where operands have several: its rules of type promotion."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import reduce
+
+from zeroir.ir.dtypes import DType
+from zeroir.ir.segment import TensorType
+
+Operand = TensorType | DType
+"""A tensor, or the dtype of a Python number: bool, i64 or f64."""
+
+
+def common_dtype(operands: Sequence[Operand]) -> DType:
+    """What operands are converted to: tensors with dimensions decide before those without, and these before numbers.
+
+    As ``torch.result_type``, where floats are of torch's default dtype, f32.
+    """
+    ranks: tuple[list[DType], list[DType], list[DType]] = ([], [], [])
+    for operand in operands:
+        if isinstance(operand, TensorType):
+            ranks[0 if operand.shape else 1].append(operand.dtype)
+        else:
+            ranks[2].append(DType.F32 if operand is DType.F64 else operand)
+    first, *others = (reduce(promoted, rank) for rank in ranks if rank)
+    for other in others:
+        # A lower rank only makes an integer a float, or a bool a number.
+        if first is DType.BOOL or (other.is_floating and not first.is_floating):
+            first = promoted(first, other)
+    return first
+
+
+def promoted(a: DType, b: DType) -> DType:
+    """The smallest dtype that holds what both hold, as ``torch.promote_types``."""
+    if a is b:
+        return a
+    if a.is_floating != b.is_floating:
+        return a if a.is_floating else b
+    if {a, b} == {DType.F16, DType.BF16}:
+        return DType.F32
+    if {a, b} == {DType.U8, DType.I8}:
+        return DType.I16
+    # Of two integers of one size one is bool, which any other holds.
+    return max(a, b, key=lambda one: (one is not DType.BOOL, one.itemsize_bytes))

@@ -1,0 +1,69 @@
+"""How many bytes a program's collectives send.
+
+They are counted as the ZeRO paper counts communication (Rajbhandari et al. 2020, §7): the bytes of the full buffer that
+each collective gathers or reduces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Final, assert_never
+
+from zeroir.ir import ops
+from zeroir.ir.buffers import Role
+from zeroir.ir.program import LAST_MICRO_STEP, UPDATE, Program
+
+SCALAR: Final = "scalar"
+"""The key of the bytes of collectives over scalar buffers: the loss, the norm, the overflow flag."""
+
+COLLECTIVE_KEYS: Final = (
+    "all_gather",
+    "reduce_scatter",
+    "all_reduce",
+    "broadcast",
+    SCALAR,
+)
+"""The keys of :func:`collective_bytes`."""
+
+
+def collective_bytes(program: Program, *, axis: str | None = None) -> Mapping[str, int]:
+    """Bytes of the full buffers that the collectives of one step with one micro-step handle, by op.
+
+    With ``axis``, of those over that mesh axis alone.
+
+    An all_gather counts its destination, and so does a prefetch, which is one; a reduce_scatter,
+    all_reduce or broadcast its source. Each counts once, so in the ZeRO paper's terms, where reducing
+    everywhere is a reduce-scatter and an all-gather, ``all_reduce`` counts twice. What concerns
+    buffers of the role ``scalar`` stands apart, under ``scalar``.
+    """
+    found = dict.fromkeys(COLLECTIVE_KEYS, 0)
+    for section in program.sections:
+        if section.name not in (LAST_MICRO_STEP, UPDATE):
+            continue
+        for op in section.body:
+            if not isinstance(op, ops.Collective):
+                continue
+            if axis is None or program.comm_by_name[op.comm].axis == axis:
+                for key, size in payloads(op, program):
+                    found[key] += size
+    return found
+
+
+def payloads(op: ops.Collective, program: Program) -> Iterator[tuple[str, int]]:
+    """For each pair its key of :func:`collective_bytes` and its bytes, of the dtype that travels."""
+    for pair in op.pairs:
+        match op:
+            case ops.AllGather() | ops.Prefetch():
+                key, region = "all_gather", pair.destination
+            case ops.ReduceScatter():
+                key, region = "reduce_scatter", pair.source
+            case ops.AllReduce():
+                key, region = "all_reduce", pair.source
+            case ops.Broadcast():
+                key, region = "broadcast", pair.source
+            case _:
+                assert_never(op)
+        buffer = program.buffer_by_name[region.buffer]
+        dtype = buffer.dtype if op.wire_dtype is None else op.wire_dtype
+        size = region.local_numel(program.mesh) * dtype.itemsize_bytes
+        yield SCALAR if buffer.role is Role.SCALAR else key, size
