@@ -111,10 +111,10 @@ def test_what_stands_too_high_is_moved_below_the_limit_or_nothing_is(seed: int) 
     least = most_live(found, here, [sizes[name] for name in found.buffers]).size_bytes
     before = layout.offsets.copy()
     assert layout.size_bytes > least
-    assert layout.lower(least - ALIGNMENT_BYTES, 50, random.Random(0), power=0.5) == -1
+    assert layout.lower(least - ALIGNMENT_BYTES, 50, random.Random(0), roots=1) == -1
     assert layout.offsets.tolist() == before.tolist()
     limit = (least + layout.size_bytes) // 2 // ALIGNMENT_BYTES * ALIGNMENT_BYTES
-    assert layout.lower(limit, 2_000, random.Random(0), power=0.5) > 0
+    assert layout.lower(limit, 2_000, random.Random(0), roots=1) > 0
     assert layout.size_bytes <= limit
     offsets = dict(zip(field.names, layout.offsets.tolist(), strict=True))
     assert not list(meetings(program, Placement(offsets=offsets, size_bytes=layout.size_bytes)))

@@ -99,12 +99,13 @@ class Layout:
             offsets[buffer] = stop if found == _NOWHERE else found
         self.offsets[:] = offsets
 
-    def lower(self, limit: int, steps: int, chance: random.Random, *, power: float) -> int:
+    def lower(self, limit: int, steps: int, chance: random.Random, *, roots: int | None) -> int:
         """Move buffers until all end below the limit, if so many steps do; how many it took, or -1: all as before.
 
-        A buffer that fits nowhere takes the place where it costs least, and whoever stands there is placed anew. A
-        buffer is worth its bytes to this power, and the more the more often it fitted nowhere; a little chance keeps a
-        few from taking each other's place for ever.
+        A buffer that fits nowhere takes the place where it costs least, and whoever stands there is placed anew. What a
+        buffer is worth are its bytes, of which so many square roots are taken, or 1 with None; and the more the more
+        often it fitted nowhere. A little chance keeps a few from taking each other's place for ever. Unlike powers,
+        roots have the same bits on every machine, and so has the layout.
         """
         sizes, before = self._field.sizes, self.offsets.copy()
         high = before + sizes > limit
@@ -112,7 +113,9 @@ class Layout:
             return -1
         waiting: list[int] = np.flatnonzero(high).tolist()
         self.offsets[high] = _NOWHERE
-        worth: Floats = sizes.astype(np.float64) ** power
+        worth: Floats = np.ones(len(sizes)) if roots is None else sizes.astype(np.float64)
+        for _ in range(roots or 0):
+            worth = np.sqrt(worth)
         prices = worth.copy()
         for step in range(steps):
             if not waiting:

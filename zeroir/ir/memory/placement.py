@@ -38,7 +38,7 @@ _STEPS: Final = 800
 _EASY_TRIES: Final = 2
 _TRIES: Final = 30
 _TRIES_OF_MANY: Final = 4
-_POWERS: Final = (0.25, 0.0, 0.5)
+_ROOTS: Final = (2, None, 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,6 +221,6 @@ def _lower(layout: Layout, bound: int, tries: int) -> None:
         else:
             break
         limit = int(aim) // ALIGNMENT_BYTES * ALIGNMENT_BYTES
-        power = _POWERS[failures % len(_POWERS)]
-        if layout.lower(limit, _STEPS, chance, power=power) < 0:
+        roots = _ROOTS[failures % len(_ROOTS)]
+        if layout.lower(limit, _STEPS, chance, roots=roots) < 0:
             failures += 1
