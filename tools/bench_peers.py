@@ -258,7 +258,8 @@ def main() -> int:
     names = list(arguments.only or SETS[arguments.set])
     if importlib.util.find_spec("deepspeed") is None:
         names = [name for name in names if not name.startswith("DeepSpeed")]
-        console.print("deepspeed is not installed, so it is left out: pip install 'zeroir[peers]'")
+        missing = "deepspeed is not installed, so it is left out: pip install 'zeroir[peers]'"
+        console.print(missing, markup=False)
     records = measure(names, arguments.rounds, arguments.steps, arguments.world_size)
     show(records, console)
     if arguments.record is not None:
