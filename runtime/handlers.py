@@ -24,8 +24,6 @@ from zeroir.runtime.kernels.base import Kernel, Kernels
 from zeroir.runtime.storage import Memory
 from zeroir.runtime.tensors import TORCH_DTYPE
 
-__all__ = ["Machine", "Step", "bindings", "communicate"]
-
 Step = Callable[[], object]
 """An op with everything about it settled that does not change from step to step."""
 

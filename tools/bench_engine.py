@@ -25,6 +25,7 @@ from rich.table import Table
 import zeroir
 from zeroir.frontend.entry import load_model_file
 from zeroir.ir import ops
+from zeroir.ir.bindings import Binding
 from zeroir.ir.program import LAST_MICRO_STEP, UPDATE, Program
 from zeroir.ir.segment import Segment
 from zeroir.runtime import state
@@ -32,7 +33,7 @@ from zeroir.runtime.batch import Batch
 from zeroir.runtime.comm.local import LocalComm
 from zeroir.runtime.executor import Executor
 from zeroir.runtime.handlers import Machine, Step
-from zeroir.runtime.kernels.base import Binding, Kernel, Kernels
+from zeroir.runtime.kernels.base import Kernel, Kernels
 from zeroir.runtime.kernels.choice import KernelBackend, open_kernels
 from zeroir.runtime.storage import Memory
 from zeroir.runtime.streams import ThreadStreams

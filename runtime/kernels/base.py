@@ -10,8 +10,6 @@ from torch import Tensor
 from zeroir.ir.bindings import Binding
 from zeroir.ir.segment import Segment
 
-__all__ = ["Binding", "Kernel", "Kernels"]
-
 
 class Kernel(Protocol):
     """One segment, ready to run for one way of binding its outputs."""

@@ -21,8 +21,8 @@ import torch
 from filelock import FileLock, Timeout
 
 from zeroir import __version__
+from zeroir.ir.bindings import Binding
 from zeroir.ir.segment import Segment
-from zeroir.runtime.kernels.base import Binding
 
 FORMAT: Final = 1
 """What entries hold and how they are compiled; a change of either is a new number."""

@@ -15,8 +15,8 @@ from typing import IO
 import msgpack
 
 from zeroir.artifact import schema
+from zeroir.ir.bindings import Binding
 from zeroir.ir.segment import Segment
-from zeroir.runtime.kernels.base import Binding
 
 _LENGTH_BYTES = 8
 

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from zeroir.ir import eager_plan as planning
-from zeroir.ir.bindings import Bindings
+from zeroir.ir.bindings import Binding, Bindings
 from zeroir.ir.eager_plan import Call, Look, Move, Permute, Place, Reshape, eager_plan
 from zeroir.ir.ops import Mode
 from zeroir.ir.segment import Node, NodeArg, Segment
-from zeroir.runtime.kernels.base import Binding, Kernel
+from zeroir.runtime.kernels.base import Kernel
 from zeroir.runtime.kernels.calls import Resolve, is_multiple, operator, out_overload, resolver
 
 Undo = Callable[[Tensor], Tensor]

@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
+from zeroir.ir.bindings import Binding
 from zeroir.ir.dtypes import DType
 from zeroir.ir.ops import Mode
 from zeroir.ir.segment import Node, NodeArg, Ref, Segment, TensorType
-from zeroir.runtime.kernels.base import Binding
 from zeroir.runtime.kernels.calls import constant, has_ref, is_multiple, operator
 from zeroir.runtime.kernels.eager import Undo, in_place
 

@@ -23,11 +23,12 @@ import torch
 from torch import Tensor
 
 from zeroir.errors import KernelWarning
+from zeroir.ir.bindings import Binding
 from zeroir.ir.ops import Mode
 from zeroir.ir.segment import Segment
 from zeroir.runtime.kernels import graph
 from zeroir.runtime.kernels._inductor_private import Library, load_library
-from zeroir.runtime.kernels.base import Binding, Kernel
+from zeroir.runtime.kernels.base import Kernel
 from zeroir.runtime.kernels.cache import KernelCache, cache_folder, kernel_key
 from zeroir.runtime.kernels.compile_pool import Place, compile_missing, has_compiler
 from zeroir.runtime.kernels.compile_worker import Request

@@ -65,6 +65,45 @@ def test_more_ranks_where_nothing_else_helps() -> None:
     assert advice(LOGICAL, options(), 1).startswith("No other options fit; --stage 3")
 
 
+ONE_UNIT = """
+import torch
+from torch import nn
+
+
+def model():
+    return Net()
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(64, 64))
+
+    def forward(self, x):
+        return ((x @ self.weight).relu() ** 2).mean()
+
+
+def batch():
+    return (torch.ones(512, 64),)
+"""
+
+
+def test_a_model_without_blocks_has_none_to_compute_again(tmp_path: Path) -> None:
+    model = tmp_path / "model.py"
+    model.write_text(ONE_UNIT)
+    with pytest.raises(UserError, match=r"^Z301 (.|\n)*No other options fit; --"):
+        zeroir.compile(model, stage=3, world_size=4, memory_budget="20kB")
+
+
+def test_every_proposal_is_accepted() -> None:
+    for given in ({}, {"stage": 2, "live_gradients": 4}, {"stage": 3, "prefetch_budget": "1MB"}):
+        before = options(**given)
+        found = alternatives(LOGICAL, before, needed(**given) - 1)
+        assert found
+        for one in found:
+            make_options({**before.model_dump(), **one.changes})
+
+
 def test_computing_again_is_proposed_where_it_helps() -> None:
     bare = {"stage": 3, "live_gradients": 1, "prefetch": 0}
     again = {**bare, "recompute": ("*",)}

@@ -22,13 +22,21 @@ from zeroir.ir.memory.field import Field
 from zeroir.ir.memory.fit import Layout
 from zeroir.ir.memory.lifetimes import Lifetimes
 from zeroir.ir.memory.most_live import most_live
-from zeroir.ir.memory.placement import ALIGNMENT_BYTES, Placement, place_all, place_soon, rounded
+from zeroir.ir.memory.placement import (
+    ALIGNMENT_BYTES,
+    Placement,
+    place_all,
+    place_soon,
+    placements_with_bound,
+    rounded,
+)
 from zeroir.ir.program import Program, Section
 from zeroir.ir.text import parse
 from zeroir.ir.verify.arenas import check_arenas
 from zeroir.ir.verify.context import Findings
 from zeroir.passes import manager
 from zeroir.passes.pipelines import for_stage
+from zeroir.passes.plan_memory import PlanMemory
 
 
 def lives(section: Section) -> dict[str, list[tuple[int | None, int | None]]]:
@@ -208,3 +216,14 @@ def test_many_buffers_are_placed_soon_and_tightly(make: Callable[[int, int], Pro
     findings = Findings(replace(program, buffers=buffers))
     check_arenas(findings.program, findings)
     assert not findings.found
+
+
+def test_a_plan_is_compared_with_what_can_be_live_at_once() -> None:
+    program = manager.run(mlp(blocks=3), for_stage(3, 3))
+    planned, found = (placements_with_bound(one) for one in (plan(program), program))
+    assert planned == found == place_all(program)
+    assert 0 < planned[Space.DEVICE].live_bytes <= planned[Space.DEVICE].size_bytes
+
+
+def plan(program: Program) -> Program:
+    return manager.run(program, (PlanMemory(),))

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.stages import scheduled
 from zeroir.frontend.entry import load_model_file
+from zeroir.ir.bindings import Binding
 from zeroir.ir.buffers import Role
 from zeroir.ir.program import Program
 from zeroir.ir.segment import Segment
@@ -24,7 +25,7 @@ from zeroir.runtime import state
 from zeroir.runtime.comm.local import LocalComm
 from zeroir.runtime.executor import Executor
 from zeroir.runtime.handlers import Machine
-from zeroir.runtime.kernels.base import Binding, Kernel
+from zeroir.runtime.kernels.base import Kernel
 from zeroir.runtime.kernels.eager import EagerKernels
 from zeroir.runtime.storage import Memory
 from zeroir.runtime.streams import ThreadStreams

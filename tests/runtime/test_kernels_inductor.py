@@ -30,15 +30,15 @@ from tests.runtime.support import (
 from tests.support.programs import mlp
 from zeroir.api.run import kernel_backend, load_model
 from zeroir.errors import KernelWarning, UserError
+from zeroir.ir.bindings import Binding, bindings
 from zeroir.ir.buffers import contiguous_stride
 from zeroir.ir.dtypes import DType
 from zeroir.ir.ops import Compute, Mode
 from zeroir.ir.segment import Node, Ref, Segment, TensorType
 from zeroir.runtime import engine as engine_module
 from zeroir.runtime.engine import Engine
-from zeroir.runtime.handlers import bindings
 from zeroir.runtime.kernels import graph
-from zeroir.runtime.kernels.base import Binding, Kernel
+from zeroir.runtime.kernels.base import Kernel
 from zeroir.runtime.kernels.cache import KernelCache, cache_folder, kernel_key
 from zeroir.runtime.kernels.choice import KernelBackend
 from zeroir.runtime.kernels.eager import EagerKernels

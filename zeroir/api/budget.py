@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from zeroir.api.kinds import repeated_units
 from zeroir.config import CompileOptions
 from zeroir.ir.memory.footprint import Footprint, footprint
 from zeroir.ir.program import Program
@@ -50,7 +51,7 @@ def alternatives(
     """
     fitting: list[Alternative] = []
     least: Alternative | None = None
-    for changes in _candidates(options):
+    for changes in _candidates(options, has_blocks=bool(repeated_units(logical))):
         found = Alternative(
             changes=changes, footprint=footprint(_lowered(logical, options, changes))
         )
@@ -75,7 +76,7 @@ def advice(logical: Program, options: CompileOptions, budget_bytes: int) -> str:
     return f"Compile with other options: {'; '.join(map(str, found))}."
 
 
-def _candidates(options: CompileOptions) -> Iterator[Mapping[str, Value]]:
+def _candidates(options: CompileOptions, *, has_blocks: bool) -> Iterator[Mapping[str, Value]]:
     stage = options.stage
     lean: dict[str, Value] = {}
     if not options.select_saved:
@@ -99,7 +100,7 @@ def _candidates(options: CompileOptions) -> Iterator[Mapping[str, Value]]:
         bare["prefetch"] = 0
     if bare:
         yield dict(bare)
-    if not options.recompute:
+    if has_blocks and not options.recompute:
         yield {**lean, "recompute": ("*",)}
         bare["recompute"] = ("*",)
         yield dict(bare)

@@ -7,8 +7,8 @@ nothing but compute. The list is generated from torch's own schemas by ``tools/l
 from __future__ import annotations
 
 import re
-from functools import cache
-from importlib import resources
+
+from zeroir.ir.op_lists import listed_ops
 
 _OURS = re.compile(r"zeroir\.[a-z][a-z0-9_]*\.[A-Za-z0-9_]+")
 _MUTATING = re.compile(r"(aten|prims)\.([A-Za-z0-9_]*[A-Za-z0-9]_|__i[a-z]+__)\.[A-Za-z0-9_]+")
@@ -28,13 +28,6 @@ def refusal(op: str) -> str | None:
     return "is not on the list of pure ops (ATen's functional ones and zeroir's own)"
 
 
-@cache
 def allowed_ops() -> frozenset[str]:
     """The full names of torch's ops that a segment may name."""
-    text = resources.files("zeroir.ir").joinpath("aten_ops.txt").read_text("utf-8")
-    found: set[str] = set()
-    for line in text.splitlines():
-        packet, _, overloads = line.partition(":")
-        if not line.startswith("#"):
-            found.update(f"{packet}.{overload}" for overload in overloads.split())
-    return frozenset(found)
+    return listed_ops("aten_ops.txt")

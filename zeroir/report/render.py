@@ -89,7 +89,7 @@ def render_summary(summary: Summary) -> RenderableType:
     )
     grid.add_row("model states", f"{_amounts(states)} per rank")
     grid.add_row("peak buffers", f"{_amounts(peak)} per rank")
-    if temporary["block"]:
+    if temporary["live"]:
         grid.add_row(
             "temporary", f"one block of {format_bytes(temporary['block'])}, {_gap(temporary)}"
         )

@@ -7,7 +7,7 @@ from typing import TypedDict
 
 from zeroir.ir.buffers import Space
 from zeroir.ir.memory.curve import peak
-from zeroir.ir.memory.placement import judged
+from zeroir.ir.memory.placement import placements_with_bound
 from zeroir.ir.memory.states import model_state_bytes
 from zeroir.ir.ops import op_name
 from zeroir.ir.program import Program
@@ -75,7 +75,7 @@ def summarise(program: Program, report: Report, *, stage: int, precision: str) -
 
 
 def _temporary(program: Program) -> Temporary:
-    placed = judged(program).get(Space.DEVICE)
+    placed = placements_with_bound(program).get(Space.DEVICE)
     if placed is None:
         return Temporary(block=0, live=0)
     return Temporary(block=placed.size_bytes, live=placed.live_bytes)

@@ -83,7 +83,7 @@ def test_a_mutant_that_differs_is_rejected(case: Case, mutants: Mutants) -> None
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@settings(SETTINGS, max_examples=240)
+@settings(SETTINGS, max_examples=600)
 @given(case=CASES, mutants=MUTANTS)
 def test_many_mutants_that_differ_are_rejected(case: Case, mutants: Mutants) -> None:
     check_mutants(case, mutants, range(4))
@@ -162,7 +162,7 @@ def test_a_mutant_of_a_written_schedule_that_differs_is_rejected(
 
 
 @pytest.mark.slow
-@settings(SETTINGS, max_examples=900)
+@settings(SETTINGS, max_examples=1500)
 @given(name=WRITTEN, kind=st.sampled_from(sorted(MUTATIONS)), seed=SEEDS)
 def test_many_mutants_of_written_schedules_that_differ_are_rejected(
     name: str, kind: str, seed: int

@@ -87,7 +87,7 @@ def planned(program: Program) -> Mapping[Space, Placement] | None:
     }
 
 
-def judged(program: Program) -> Mapping[Space, Placement]:
+def placements_with_bound(program: Program) -> Mapping[Space, Placement]:
     """The places of the program's own plan, or of ``place_all``, and what can be live at once beside them."""
     placed = planned(program)
     if placed is None:
