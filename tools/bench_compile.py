@@ -11,7 +11,6 @@ where the time of a compilation goes. The last column is the law: how much longe
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import os
 import subprocess
@@ -25,6 +24,8 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+
+from tools import record_file
 
 MODEL = "tests/support/models/deep_llama.py"
 
@@ -169,7 +170,7 @@ def main() -> int:
     parser.add_argument("--stage", type=int, default=3)
     parser.add_argument("--world-size", type=int, default=512)
     parser.add_argument("--precision", default="bf16")
-    parser.add_argument("--record", type=Path, help="write the first table to this JSON file")
+    record_file.add_option(parser)
     parser.add_argument("--phases-of", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.phases_of is not None:
@@ -196,13 +197,7 @@ def main() -> int:
     head = ["wall s / cpu s / peak", *columns, f"{columns[-1]} / {columns[0]}: wall, cpu"]
     console = Console()
     console.print(table(head, rows))
-    if arguments.record is not None:
-        about = {
-            "command": ["python", "-m", "tools.bench_compile", *sys.argv[1:]],
-            "torch": importlib.metadata.version("torch"),
-        }
-        text = json.dumps({"about": about, "head": head, "rows": rows}, indent=1)
-        arguments.record.write_text(text + "\n")
+    record_file.write(arguments.record, "bench_compile", {"head": head, "rows": rows})
     parts = [phases_apart(depth) for depth in depths]
     inside = [[name, *(f"{part[name]:.2f}" for part in parts)] for name in parts[0]]
     console.print(table(["cpu s of a compilation", *columns], inside))

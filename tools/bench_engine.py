@@ -11,11 +11,9 @@ step. ``one thread`` runs every stream in the issuing thread, ``threads`` as tra
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import median
 
 import torch
@@ -23,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 import zeroir
+from tools import record_file
 from zeroir.frontend.entry import load_model_file
 from zeroir.ir import ops
 from zeroir.ir.bindings import Binding
@@ -118,7 +117,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--model", default="examples/gpt.py")
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--record", type=Path, help="write the table to this JSON file")
+    record_file.add_option(parser)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     model_file = load_model_file(arguments.model)
@@ -135,10 +134,8 @@ def main() -> None:
         rows.append([str(stage), str(count), *cells])
         table.add_row(*rows[-1])
     Console().print(table)
-    if arguments.record is not None:
-        about = {"torch": torch.__version__, "model": arguments.model}
-        text = json.dumps({"about": about, "head": head, "rows": rows}, indent=1)
-        arguments.record.write_text(text + "\n")
+    found = {"head": head, "rows": rows}
+    record_file.write(arguments.record, "bench_engine", found, {"model": arguments.model})
 
 
 if __name__ == "__main__":

@@ -9,8 +9,6 @@ depth runs in a process of its own with a cache of its own: once cold, once warm
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
-import json
 import os
 import subprocess
 import sys
@@ -20,6 +18,8 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+
+from tools import record_file
 
 MODEL = """
 import sys
@@ -68,7 +68,7 @@ def main() -> int:
     """Print a table of the depths and the ratio of the last to the first."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--depths", type=int, nargs="+", default=[2, 32])
-    parser.add_argument("--record", type=Path, help="write the table to this JSON file")
+    record_file.add_option(parser)
     parser.add_argument("--program", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.program is not None:
@@ -89,13 +89,7 @@ def main() -> int:
     for row in rows:
         table.add_row(*row)
     Console().print(table)
-    if arguments.record is not None:
-        about = {
-            "command": ["python", "-m", "tools.bench_first_step", *sys.argv[1:]],
-            "torch": importlib.metadata.version("torch"),
-        }
-        text = json.dumps({"about": about, "head": head, "rows": rows}, indent=1)
-        arguments.record.write_text(text + "\n")
+    record_file.write(arguments.record, "bench_first_step", {"head": head, "rows": rows})
     return 0
 
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -34,6 +33,7 @@ from rich.console import Console
 from rich.table import Table
 
 import zeroir
+from tools import record_file
 from tools.peers import gpu_gpt
 from tools.peers.gpu import NAMES, Measurement, Task
 from zeroir.ir import ops
@@ -273,7 +273,7 @@ def main() -> int:
     parser.add_argument("--warm-up", type=int, default=6, help="steps before any is timed")
     parser.add_argument("--steps", type=int, default=30, help="timed steps a round")
     parser.add_argument("--peak-tflops", type=float, help="the card's dense bf16 peak, for MFU")
-    parser.add_argument("--record", type=Path, help="write what was measured to this JSON file")
+    record_file.add_option(parser)
     arguments = parser.parse_args()
     reason = why_not() or (why_no_nccl() if arguments.nccl_ranks else None)
     if reason is not None:
@@ -309,22 +309,18 @@ def main() -> int:
     show(records, flops, peak, length * samples, console)
     if peak is None:
         console.print(f"No peak of {card} is known, so there is no MFU: say it with --peak-tflops.")
-    if arguments.record is not None:
-        about = {
-            "command": ["python", "-m", "tools.bench_gpu", *sys.argv[1:]],
-            "card": card,
-            "capability": torch.cuda.get_device_capability(0),
-            "torch": torch.__version__,
-            "cuda": torch.version.cuda,
-            "nccl": torch.cuda.nccl.version(),  # type: ignore[no-untyped-call]
-            "python": platform.python_version(),
-            "shape": arguments.shape,
-            "parameters": logical.parameters_numel,
-            "flops": flops,
-            "peak_flops": peak,
-        }
-        text = json.dumps({"about": about, "records": [asdict(r) for r in records]}, indent=1)
-        arguments.record.write_text(text + "\n")
+    about = {
+        "card": card,
+        "capability": torch.cuda.get_device_capability(0),
+        "cuda": torch.version.cuda,
+        "nccl": torch.cuda.nccl.version(),  # type: ignore[no-untyped-call]
+        "shape": arguments.shape,
+        "parameters": logical.parameters_numel,
+        "flops": flops,
+        "peak_flops": peak,
+    }
+    content = {"records": [asdict(one) for one in records]}
+    record_file.write(arguments.record, "bench_gpu", content, about)
     return 1 if any(record.error is not None for record in records) else 0
 
 

@@ -14,7 +14,6 @@ import argparse
 import importlib.util
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -23,10 +22,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
+from tools import record_file
 from tools.peers.own import variants
 
 SETS = {
@@ -252,7 +251,7 @@ def main() -> int:
     parser.add_argument("--world-size", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--record", type=Path, help="write what was measured to this JSON file")
+    record_file.add_option(parser)
     arguments = parser.parse_args()
     console = Console()
     names = list(arguments.only or SETS[arguments.set])
@@ -262,16 +261,10 @@ def main() -> int:
         console.print(missing, markup=False)
     records = measure(names, arguments.rounds, arguments.steps, arguments.world_size)
     show(records, console)
-    if arguments.record is not None:
-        about = {
-            "command": ["python", "-m", "tools.bench_peers", *sys.argv[1:]],
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "cpus": os.cpu_count(),
-            "world_size": arguments.world_size,
-        }
-        text = json.dumps({"about": about, "records": [asdict(r) for r in records]}, indent=1)
-        arguments.record.write_text(text + "\n")
+    content = {"records": [asdict(one) for one in records]}
+    record_file.write(
+        arguments.record, "bench_peers", content, {"world_size": arguments.world_size}
+    )
     return 0
 
 

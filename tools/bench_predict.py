@@ -19,11 +19,11 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 
 import zeroir
+from tools import record_file
 
 HEAD = [
     *("model", "stage", "measured, ms", "predicted, ms"),
@@ -78,7 +78,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=list(MODELS))
     parser.add_argument("--stages", nargs="+", type=int, default=list(STAGES))
     parser.add_argument("--kernels", choices=("eager", "inductor"), default="eager")
-    parser.add_argument("--record", type=Path, help="write the table to this JSON file")
+    record_file.add_option(parser)
     parser.add_argument("--rank-of", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.rank_of is not None:
@@ -96,10 +96,8 @@ def main() -> None:
     print(f"| {' | '.join(HEAD)} |\n|{'---|' * len(HEAD)}")
     for line in table:
         print(f"| {' | '.join(line)} |")
-    if given.record is not None:
-        about = {"torch": version("torch"), "rounds": given.rounds, "kernels": given.kernels}
-        text = json.dumps({"about": about, "head": HEAD, "rows": table}, indent=1)
-        given.record.write_text(text + "\n")
+    about = {"rounds": given.rounds, "kernels": given.kernels}
+    record_file.write(given.record, "bench_predict", {"head": HEAD, "rows": table}, about)
 
 
 def measure(

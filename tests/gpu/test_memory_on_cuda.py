@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import zeroir
 from tests.gpu.support import (
     ALIGNMENT_BYTES,
     ROOT,
@@ -24,9 +25,11 @@ from tests.gpu.support import (
 )
 from tests.runtime.support import initial_flats, lowered
 from tests.support.programs import mlp
+from tools.peers import gpu_gpt
 from zeroir.config import make_options
 from zeroir.frontend import load_model_file, trace
 from zeroir.ir.buffers import Space
+from zeroir.ir.memory.footprint import footprint
 from zeroir.ir.memory.states import MODEL_STATE_ROLES, model_state_bytes
 from zeroir.ir.program import Program
 from zeroir.runtime.comm.fake import join_fake_world
@@ -142,6 +145,29 @@ def test_large_buffers_start_aligned_and_cost_no_more_than_the_allocators_roundi
         if not buffer.is_persistent:
             memory.alloc(buffer.name)
         assert memory.buffer(buffer.name).data_ptr() % ALIGNMENT_BYTES == 0
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("stage", range(4))
+def test_the_peak_of_a_step_is_the_footprint(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, stage: int, precision: str
+) -> None:
+    """Within 3 %, of a GPT large enough that what libraries keep for themselves is little beside it."""
+    warm_up(device)
+    monkeypatch.setenv(gpu_gpt.VARIABLE, "8x1024x16x1024x4")
+    program = zeroir.compile(gpu_gpt.__file__, stage=stage, world_size=1, precision=precision).program
+    before = allocated_bytes()
+    engine = Engine(program, device=device)
+    batches = [tuple(part.to(device) for part in batch) for batch in gpu_gpt.batches(2, SEED)]
+    engine.initialise(gpu_gpt.model, SEED)
+    inputs = sum(part.nbytes for batch in batches for part in batch)
+    torch.cuda.reset_peak_memory_stats()
+    for batch in batches:
+        engine.step(batch)
+    torch.cuda.synchronize()
+    found = torch.cuda.max_memory_allocated() - before - inputs
+    engine.close()
+    assert found == pytest.approx(footprint(program).total_bytes, rel=0.03)
 
 
 def test_a_step_takes_no_more_memory_while_the_device_is_behind(device: torch.device) -> None:

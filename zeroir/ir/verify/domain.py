@@ -7,7 +7,7 @@ in two changes neither half. Mesh axes of size 1 never appear.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple, assert_never
 
@@ -95,6 +95,18 @@ class Cover(NamedTuple):
     strides: Strides
     numel: int
     is_final: bool
+
+    def intervals(self, sizes: Mapping[str, int]) -> list[tuple[int, int]]:
+        """What it stands for on all ranks of axes of these sizes together, as intervals of flat elements."""
+        starts = [self.shift]
+        length = self.numel
+        for axis, stride in sorted(self.strides, key=lambda item: item[1]):
+            size = sizes[axis]
+            if stride == length:
+                length *= size
+            else:
+                starts = [start + rank * stride for rank in range(size) for start in starts]
+        return [(start, start + length) for start in starts]
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from zeroir.ir.contents import GRAD, PARAM
 from zeroir.ir.dtypes import DType
 from zeroir.ir.ops import Mode, Op
 from zeroir.ir.program import OptimizerGroup, Program, Section, Slot
-from zeroir.ir.verify import algebra, transfers, update
+from zeroir.ir.verify import algebra, statistics, transfers, update
 from zeroir.ir.verify.context import Findings, spell, title
 from zeroir.ir.verify.contracts import Layout
 from zeroir.ir.verify.domain import (
@@ -226,7 +226,7 @@ class Run:
             case ops.Scale():
                 self._scale(op)
             case ops.GradNorm() | ops.CheckFinite():
-                update.statistic(self, op)
+                statistics.statistic(self, op)
             case ops.Decide():
                 update.decide(self, op)
             case ops.OptimizerStep():

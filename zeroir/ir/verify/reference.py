@@ -13,7 +13,6 @@ from zeroir.ir.program import LAST_MICRO_STEP, UPDATE, Program
 from zeroir.ir.verify.contracts import Layout
 from zeroir.ir.verify.domain import Elements, NamedKey, Zero
 from zeroir.ir.verify.interpreter import Outcome
-from zeroir.ir.verify.update import expanded
 
 Outcomes = Mapping[str, Outcome]
 
@@ -241,7 +240,7 @@ def _steps(program: Program, outcomes: Outcomes) -> dict[str, list[_Step]]:
     found: dict[str, list[_Step]] = {}
     for section, outcome in outcomes.items():
         for step in outcome.steps:
-            for start, stop in expanded(step.elements, layout.sizes):
+            for start, stop in step.elements.intervals(layout.sizes):
                 for a, b, slot in layout.between(step.elements.flat, start, stop):
                     if slot is not None:
                         place = (a - slot.offset, b - slot.offset)

@@ -1,13 +1,13 @@
-"""The update's ops in the abstract interpreter: statistics, the decision, optimizer steps, loss scaling."""
+"""The update's ops in the abstract interpreter: the decision, optimizer steps, loss scaling."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from typing import TYPE_CHECKING, NamedTuple
 
 from zeroir.ir import ops
 from zeroir.ir.buffers import Region
-from zeroir.ir.contents import MASTER, PARAM, Micro
+from zeroir.ir.contents import MASTER, PARAM
 from zeroir.ir.verify import algebra
 from zeroir.ir.verify.context import spell
 from zeroir.ir.verify.domain import (
@@ -19,19 +19,15 @@ from zeroir.ir.verify.domain import (
     NamedKey,
     PieceList,
     Poison,
-    Statistic,
     Value,
-    moved,
     rebased,
 )
-from zeroir.ir.verify.gradients import Problem, Wanted, is_zero, locate, measure, wanted_sources
+from zeroir.ir.verify.gradients import locate
+from zeroir.ir.verify.statistics import NORM, OVERFLOW, statistic_problem, use_gradient
 from zeroir.ir.verify.words import describe
 
 if TYPE_CHECKING:
     from zeroir.ir.verify.interpreter import Run
-
-NORM = "norm"
-OVERFLOW = "overflow"
 
 
 class Stepped(NamedTuple):
@@ -40,129 +36,6 @@ class Stepped(NamedTuple):
     elements: Cover
     setting: Hashable
     line: int
-
-
-def wanted_now(run: Run) -> Wanted:
-    """What a finished gradient is at this point of the section."""
-    return Wanted(
-        wanted_sources(Micro.ALL, run.section.name, run.layout.has_past, run.contributions),
-        run.layout.axes,
-        run.term_name,
-    )
-
-
-def consume(run: Run, flat: str, pieces: PieceList) -> None:
-    """Remember the parameters whose gradient has been used: nothing may contribute to them any more."""
-    for a, b, _ in pieces:
-        for _, _, slot in run.layout.between(flat, a, b):
-            if slot is not None:
-                run.is_consumed.add(slot.name)
-
-
-# ------------------------------------------------------------------------------------------------------- statistics
-
-
-def statistic(run: Run, op: ops.GradNorm | ops.CheckFinite) -> None:
-    """A statistic covers the gradients it read, if they were final."""
-    covers: list[Cover] = []
-    is_reported = False
-    for source in op.sources:
-        for a, b, value in run.take(source, "Z405"):
-            if algebra.is_poisoned(value):
-                is_reported = True
-                continue
-            if is_zero(value):
-                continue
-            cover, problem = _cover(run, a, b, value)
-            if cover is None or problem is not None:
-                sentence = problem.sentence if problem else "it reads something that is no gradient"
-                where = spell(source, run.program)
-                run.fail(
-                    "Z405",
-                    f"a statistic on unfinished gradients: {sentence} in {where}",
-                    source.buffer,
-                )
-                is_reported = True
-            else:
-                covers.append(cover)
-    kind = NORM if isinstance(op, ops.GradNorm) else OVERFLOW
-    result: Value = POISON if is_reported else Statistic(kind, tuple(covers))
-    run.memory.write(op.destination, [(0, 1, result)])
-
-
-def _cover(run: Run, start: int, stop: int, value: Value) -> tuple[Cover | None, Problem | None]:
-    place = locate(value)
-    if place is None:
-        return None, None
-    flat, shift, strides = place
-    here = [(0, stop - start, moved(value, start))]
-    on_flat = run.layout.on_flat(here, stop - start, shift + start, strides)
-    if on_flat is None:
-        return None, None
-    consume(run, flat, on_flat)
-    problem = measure(run.layout, on_flat, flat, wanted_now(run))
-    return Cover(flat, shift + start, strides, stop - start, problem is None), problem
-
-
-def _statistic_problem(run: Run, region: Region, kind: str) -> str | None:
-    """Why a scalar is not the global statistic of that kind over all gradients."""
-    (_, _, value), *rest = run.take(region, "Z405")
-    if rest or isinstance(value, Poison):
-        return None
-    name = spell(region, run.program)
-    if not isinstance(value, Statistic) or value.kind != kind:
-        return f"{name} is not this step's {kind}"
-    for axis in run.layout.axes:
-        cuts = [any(a == axis for a, _ in cover.strides) for cover in value.covers]
-        times = value.summed.count(axis)
-        if times == 0 and any(cuts):
-            return f"{name} is this rank's part of the {kind}: it is not combined over {axis}"
-        if kind == NORM and times and (times > 1 or not all(cuts)):
-            return f"{name} counts gradients more than once over {axis}"
-    in_order = tuple(axis for axis in run.layout.axes if axis in value.summed)
-    if kind == NORM and value.summed != in_order:
-        return f"{name} is summed over {' and then '.join(value.summed)}, not innermost first"
-    if kind == NORM and not value.is_sum:
-        return f"{name} is combined by its maximum instead of its sum"
-    return _coverage_problem(run, value, name)
-
-
-def _coverage_problem(run: Run, value: Statistic, name: str) -> str | None:
-    intervals: dict[str, list[tuple[int, int]]] = {}
-    for cover in value.covers:
-        intervals.setdefault(cover.flat, []).extend(expanded(cover, run.layout.sizes))
-    for flat in run.program.flats:
-        if not flat.is_trainable:
-            continue
-        counts = sorted(intervals.get(flat.name, []))
-        for start, stop, slot in run.layout.cuts(flat.name):
-            if slot is None:
-                continue
-            at = start
-            for low, high in counts:
-                if high <= start or low >= stop:
-                    continue
-                if low < at and value.kind == NORM and max(low, start) < at:
-                    return f"{name} counts the gradient of {slot.name} twice"
-                if low > at:
-                    break
-                at = max(at, high)
-            if at < stop:
-                return f"{name} leaves out the gradient of {slot.name}"
-    return None
-
-
-def expanded(cover: Cover, sizes: Mapping[str, int]) -> list[tuple[int, int]]:
-    """The intervals of flat elements that a cover stands for on all ranks together."""
-    starts = [cover.shift]
-    length = cover.numel
-    for axis, stride in sorted(cover.strides, key=lambda item: item[1]):
-        size = sizes[axis]
-        if stride == length:
-            length *= size
-        else:
-            starts = [start + rank * stride for rank in range(size) for start in starts]
-    return [(start, start + length) for start in starts]
 
 
 # ----------------------------------------------------------------------------------------------------- the decision
@@ -174,7 +47,7 @@ def decide(run: Run, op: ops.Decide) -> None:
     for region, kind in ((op.overflow, OVERFLOW), (op.norm, NORM)):
         if region is None:
             continue
-        problem = _statistic_problem(run, region, kind)
+        problem = statistic_problem(run, region, kind)
         if problem is not None:
             run.fail("Z405", f"decide rests on a wrong statistic: {problem}", region.buffer)
     scales = {o.state.buffer for o in run.program.ops() if isinstance(o, ops.UpdateScale)}
@@ -356,7 +229,7 @@ def _check_group(run: Run, op: ops.OptimizerStep, elements: Cover) -> None:
             f"optimizer_step is {op.algorithm}, but group {op.group} trains with {group.algorithm}",
         )
     own = group.intervals.get(elements.flat, ())
-    for start, stop in expanded(elements, run.layout.sizes):
+    for start, stop in elements.intervals(run.layout.sizes):
         for a, b, slot in run.layout.between(elements.flat, start, stop):
             at = a
             for low, high in own:
@@ -427,8 +300,7 @@ def _check_gradient(
             return
     if on_flat is None:
         return
-    consume(run, flat, on_flat)
-    problem = measure(run.layout, on_flat, flat, wanted_now(run))
+    problem = use_gradient(run, flat, on_flat)
     if problem is not None:
         run.fail(
             problem.code,
