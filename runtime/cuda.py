@@ -23,7 +23,7 @@ from zeroir.ir.mesh import COMPUTE, HOST, Executor
 from zeroir.ir.ops import Op, Wait
 from zeroir.ir.program import Program
 from zeroir.runtime.streams import Task, ThreadStreams
-from zeroir.runtime.trace import HostClock, Mark, Recorder
+from zeroir.runtime.trace import HostClock, Mark, Watcher
 
 
 class CudaClock:
@@ -139,9 +139,9 @@ class CudaStreams:
         """See ``Streams.signal``."""
         self._events[event] = self._streams[COMPUTE].record_event()
 
-    def record(self, recorder: Recorder | None) -> None:
+    def record(self, watcher: Watcher | None) -> None:
         """See ``Streams.record``; the device's own waits are no thread's."""
-        self._threads.record(recorder)
+        self._threads.record(watcher)
 
     def close(self) -> None:
         """See ``Streams.close``."""

@@ -29,6 +29,7 @@ from zeroir.runtime.state import Factory
 from zeroir.runtime.storage import Memory
 from zeroir.runtime.streams import Streams, ThreadStreams
 from zeroir.runtime.trace import Clock, HostClock, Recorder, aligned, to_bytes
+from zeroir.runtime.workspaces import DeviceWatcher, on_host
 
 if TYPE_CHECKING:
     from zeroir.runtime.cuda_graphs import SectionGraphs
@@ -185,6 +186,15 @@ class Engine:
         spans = [] if self._recorder is None else self._recorder.spans(self.program)
         parts = self.job.gather(to_bytes(spans))
         return None if parts is None else aligned(parts)
+
+    def workspaces(self, step: Callable[[], object]) -> Mapping[str, int]:
+        """What each segment takes beside its buffers in ``step``, which calls this engine's: bytes by digest."""
+        if self.device.type == "cpu":
+            return on_host(self.program, step)
+        watcher = DeviceWatcher(self.device)
+        self._executor.record(self.step_count + 1, watcher)
+        step()
+        return watcher.found(self.program)
 
     def finish(self) -> None:
         """Return when this rank's device has done all that it was given."""

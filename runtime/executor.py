@@ -30,7 +30,7 @@ from zeroir.runtime.labels import labels
 from zeroir.runtime.seeds import site_seed
 from zeroir.runtime.storage import Memory
 from zeroir.runtime.streams import Streams, Task
-from zeroir.runtime.trace import Recorder
+from zeroir.runtime.trace import Watcher
 
 Watch = Callable[[ops.Op], AbstractContextManager[object]]
 RunSection = Callable[[Section, Callable[[], None]], None]
@@ -71,8 +71,8 @@ class Executor:
         self._streams = streams
         self._run_section = run_section
         self._rng_buffers = [b.name for b in self._program.buffers if b.role is Role.RNG]
-        self._recorder: Recorder | None = None
-        self._to_record: tuple[int, Recorder] | None = None
+        self._watcher: Watcher | None = None
+        self._to_record: tuple[int, Watcher] | None = None
         self._labels: dict[int, str] = {}
         self._tasks: dict[tuple[str, bool], list[Task]] = {}
 
@@ -82,9 +82,9 @@ class Executor:
         (micro_steps,) = counts
         self._require_micro_steps(micro_steps)
         if self._to_record is not None:
-            step, recorder = self._to_record
-            self._recorder = recorder if step == self.step_count + 1 else None
-            self._streams.record(self._recorder)
+            step, watcher = self._to_record
+            self._watcher = watcher if step == self.step_count + 1 else None
+            self._streams.record(self._watcher)
         if self.step_count == 0:
             self._establish(LAST_MICRO_STEP if micro_steps == 1 else MICRO_STEP)
         for index in range(micro_steps):
@@ -109,9 +109,9 @@ class Executor:
         self._run(EVALUATE)
         return self._losses(1)
 
-    def record(self, step: int, recorder: Recorder) -> None:
-        """Show every op of that step, counting from 1, to a recorder."""
-        self._to_record = step, recorder
+    def record(self, step: int, watcher: Watcher) -> None:
+        """Show every op of that step, counting from 1, to a watcher."""
+        self._to_record = step, watcher
 
     def finish(self) -> None:
         """Return when the streams have done all that was submitted; the device may still be at it."""
@@ -130,15 +130,15 @@ class Executor:
         with torch.no_grad():
             self._streams.join([pending.event for pending in section.entry.pending])
             # What is recorded is recorded op by op.
-            if self._run_section is None or self._recorder is not None:
+            if self._run_section is None or self._watcher is not None:
                 self._issue(section)
             else:
                 self._run_section(section, partial(self._issue, section))
             self._streams.join([pending.event for pending in section.exit.pending])
 
     def _issue(self, section: Section) -> None:
-        if self._recorder is not None:
-            tasks = self._bound(section, self._recorder.watch)
+        if self._watcher is not None:
+            tasks = self._bound(section, self._watcher.watch)
         else:
             is_named = torch.autograd.profiler._is_profiler_enabled
             found = self._tasks.get((section.name, is_named))

@@ -34,7 +34,7 @@ from zeroir.runtime.state import Factory
 from zeroir.runtime.storage import Memory
 from zeroir.runtime.streams import Task
 from zeroir.runtime.tensors import poison
-from zeroir.runtime.trace import Recorder
+from zeroir.runtime.trace import Watcher
 
 CPU = torch.device("cpu")
 
@@ -224,7 +224,7 @@ class SeededStreams:
         """See ``Streams.signal``."""
         self._events[event] = _Event(is_done=True)
 
-    def record(self, _: Recorder | None) -> None:
+    def record(self, _: Watcher | None) -> None:
         """See ``Streams.record``: there are no threads, and what time passes means nothing."""
 
     def close(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Final
@@ -27,12 +27,14 @@ class Recording:
     """What rank 0 knows after the rounds.
 
     ``seconds`` are of steps that nobody recorded, one for each round; ``steps`` the spans of the others, by rank.
-    ``watch_s`` is what recording adds to each op outside its span.
+    ``watch_s`` is what recording adds to each op outside its span. ``workspaces`` are the bytes that each segment took
+    on rank 0 beside its buffers, by the segment's digest.
     """
 
     seconds: Sequence[float]
     steps: Sequence[Sequence[Sequence[Span]]]
     watch_s: float
+    workspaces: Mapping[str, int]
 
     @property
     def step_s(self) -> float:
@@ -71,8 +73,10 @@ def record(engine: Engine, batches: Iterator[Batch], *, rounds: int) -> Recordin
         if spans is not None:
             steps.append(spans)
     if engine.rank:
+        step()
         return None
-    return Recording(seconds=seconds, steps=steps, watch_s=watch_s(engine))
+    workspaces = engine.workspaces(step)
+    return Recording(seconds=seconds, steps=steps, watch_s=watch_s(engine), workspaces=workspaces)
 
 
 def watch_s(engine: Engine) -> float:

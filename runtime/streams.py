@@ -15,7 +15,7 @@ import torch
 
 from zeroir.ir.mesh import COMPUTE, HOST
 from zeroir.ir.ops import Alloc, Op, Release, Wait
-from zeroir.runtime.trace import Recorder
+from zeroir.runtime.trace import Watcher
 
 Task = Callable[[], None]
 
@@ -35,8 +35,8 @@ class Streams(Protocol):
     def signal(self, event: str) -> None:
         """Count an event as done whose op belongs to a step before the first."""
 
-    def record(self, recorder: Recorder | None) -> None:
-        """Show every wait of a thread to a recorder from now on, or to nobody."""
+    def record(self, watcher: Watcher | None) -> None:
+        """Show every wait of a thread to a watcher from now on, or to nobody."""
 
     def close(self) -> None:
         """Stop; what is still queued is dropped."""
@@ -93,7 +93,7 @@ class ThreadStreams:
         self._events: dict[str, Event] = {}
         self._workers: dict[str, _Worker] = {}
         self._failure: BaseException | None = None
-        self._recorder: Recorder | None = None
+        self._watcher: Watcher | None = None
 
     def bind(self, op: Op, run: Task) -> Task:
         """See ``Streams.bind``."""
@@ -127,9 +127,9 @@ class ThreadStreams:
         """See ``Streams.signal``."""
         self._events[event] = _DONE
 
-    def record(self, recorder: Recorder | None) -> None:
+    def record(self, watcher: Watcher | None) -> None:
         """See ``Streams.record``."""
-        self._recorder = recorder
+        self._watcher = watcher
 
     def call(self, stream: str, task: Task) -> None:
         """Enqueue something that is no op, behind what the stream has to do."""
@@ -174,15 +174,15 @@ class ThreadStreams:
 
     def _wait_here(self, op: Wait) -> None:
         event = self._events[op.waited]
-        if self._recorder is None:
+        if self._watcher is None:
             self._await(event)
         else:
-            self._watch(op, event, self._recorder)
+            self._watch(op, event, self._watcher)
 
     def _wait_there(self, op: Wait) -> None:
-        event, recorder = self._events[op.waited], self._recorder
-        if recorder is not None:
-            self._worker(op.on).put(lambda: self._watch(op, event, recorder))
+        event, watcher = self._events[op.waited], self._watcher
+        if watcher is not None:
+            self._worker(op.on).put(lambda: self._watch(op, event, watcher))
         elif not event.is_done:
             self._worker(op.on).put(lambda: self._await(event))
 
@@ -197,8 +197,8 @@ class ThreadStreams:
                     self._failure = error
                 self._condition.notify_all()
 
-    def _watch(self, op: Wait, event: Event, recorder: Recorder) -> None:
-        with recorder.watch(op):
+    def _watch(self, op: Wait, event: Event, watcher: Watcher) -> None:
+        with watcher.watch(op):
             self._await(event)
 
     def _await(self, event: Event) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Protocol
@@ -33,6 +34,13 @@ class HostClock:
         """Now."""
         now = time.perf_counter_ns()
         return lambda: now
+
+
+class Watcher(Protocol):
+    """Sees ops run."""
+
+    def watch(self, op: Op) -> AbstractContextManager[None]:
+        """What an op is to be carried out in."""
 
 
 class Recorder:

@@ -14,9 +14,17 @@ from tests.cli.conftest import GPT, Zeroir
 from tests.cost.support import machine
 from tests.passes.strategies import Case, cases
 from tests.support.examples import examples
-from zeroir.cost.machine import Machine, load_machine, parse_machine, to_toml
+from zeroir.api import load_program
+from zeroir.cost.machine import (
+    Machine,
+    MeasuredSegment,
+    load_machine,
+    parse_machine,
+    to_toml,
+)
 from zeroir.cost.profile import Step, fit, measured_machine, typical
 from zeroir.cost.simulate import Simulation, simulate
+from zeroir.cost.workspaces import with_measured_workspaces
 from zeroir.ir.program import Program
 from zeroir.ir.spans import Span
 
@@ -121,6 +129,27 @@ def test_a_measured_machine_is_written_and_read(tmp_path: Path) -> None:
     assert load_machine(path) == measured
 
 
+def test_workspaces_that_were_measured_count(
+    zeroir: Zeroir, programs: dict[int, Path], tmp_path: Path
+) -> None:
+    here, budget = tmp_path / "here.toml", ("--budget", "1GB")
+    program = load_program(programs[3]).program
+    segments = {
+        segment.digest(): MeasuredSegment(seconds=0, workspace_bytes=size, source="a step")
+        for segment, size in zip(program.segments, (10**9, 7), strict=False)
+    }
+    here.write_text(to_toml(BLANK.model_copy(update={"segments": segments})))
+    assert zeroir("verify", programs[3], *budget).exit_code == 0
+    answer = zeroir("verify", programs[3], *budget, "--machine", here)
+    assert answer.exit_code == 1
+    assert "Z301" in answer.out
+    measured = with_measured_workspaces(program, load_machine(here))
+    found = [dict(segment.workspace_bytes)["eager"] for segment in measured.segments]
+    own = [dict(segment.workspace_bytes)["eager"] for segment in program.segments]
+    assert found == [10**9, 7, *own[2:]]
+    assert with_measured_workspaces(program, BLANK) is program
+
+
 def test_a_second_profile_adds_to_the_first() -> None:
     one, other = (replace(PLAIN, dim=dim).scheduled() for dim in (8, 16))
     first = measured_machine(one, [recorded(simulate(one, SLOW))], BLANK, name="a")
@@ -164,6 +193,9 @@ def test_a_profile_on_two_ranks_is_a_machine_to_simulate_on(zeroir: Zeroir, tmp_
     measured = simulated["measured"]
     assert measured["segments"] == measured["of_segments"] == found["segments"]
     assert measured["collectives"] == measured["of_collectives"]
+    segments = load_machine(here).segments.values()
+    assert all(one.workspace_bytes is not None for one in segments)
+    assert any(one.workspace_bytes for one in segments)
     # Other programs would be no use here; this only says that the order of magnitude is right.
     assert 0.2 < found["predicted_step_seconds"] / found["step_seconds"] < 2
 

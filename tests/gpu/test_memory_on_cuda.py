@@ -27,6 +27,8 @@ from tests.runtime.support import initial_flats, lowered
 from tests.support.programs import mlp
 from tools.peers import gpu_gpt
 from zeroir.config import make_options
+from zeroir.cost.machine import MeasuredSegment, load_machine
+from zeroir.cost.workspaces import with_measured_workspaces
 from zeroir.frontend import load_model_file, trace
 from zeroir.ir.buffers import Space
 from zeroir.ir.memory.footprint import footprint
@@ -152,22 +154,35 @@ def test_large_buffers_start_aligned_and_cost_no_more_than_the_allocators_roundi
 def test_the_peak_of_a_step_is_the_footprint(
     device: torch.device, monkeypatch: pytest.MonkeyPatch, stage: int, precision: str
 ) -> None:
-    """Within 3 %, of a GPT large enough that what libraries keep for themselves is little beside it."""
+    """Within 3 %, of a GPT large enough that what libraries keep for the process's life is little beside it.
+
+    Of kernels a profile has measured what they take, for no table knows what each card's libraries choose.
+    """
     warm_up(device)
     monkeypatch.setenv(gpu_gpt.VARIABLE, "8x1024x16x1024x4")
-    program = zeroir.compile(gpu_gpt.__file__, stage=stage, world_size=1, precision=precision).program
+    program = zeroir.compile(
+        gpu_gpt.__file__, stage=stage, world_size=1, precision=precision
+    ).program
     before = allocated_bytes()
     engine = Engine(program, device=device)
     batches = [tuple(part.to(device) for part in batch) for batch in gpu_gpt.batches(2, SEED)]
     engine.initialise(gpu_gpt.model, SEED)
     inputs = sum(part.nbytes for batch in batches for part in batch)
+    engine.step(batches[0])
+    workspaces = engine.workspaces(lambda: engine.step(batches[0]))
+    segments = {
+        digest: MeasuredSegment(seconds=0, workspace_bytes=size, source="a step")
+        for digest, size in workspaces.items()
+    }
+    machine = load_machine("dgx-h100").model_copy(update={"segments": segments})
     torch.cuda.reset_peak_memory_stats()
     for batch in batches:
         engine.step(batch)
     torch.cuda.synchronize()
     found = torch.cuda.max_memory_allocated() - before - inputs
     engine.close()
-    assert found == pytest.approx(footprint(program).total_bytes, rel=0.03)
+    expected = footprint(with_measured_workspaces(program, machine)).total_bytes
+    assert found == pytest.approx(expected, rel=0.03)
 
 
 def test_a_step_takes_no_more_memory_while_the_device_is_behind(device: torch.device) -> None:

@@ -5,7 +5,8 @@ Collectives run as gloo's do, but for the sending and receiving: messages keep t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from unittest import mock
 
@@ -13,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.support.allocations import Event, allocations, by_range, left_bytes, peak_bytes
 from zeroir.ir import ops
 from zeroir.ir.bindings import bindings
 from zeroir.ir.op_scratch import scratch_bytes
@@ -21,6 +21,7 @@ from zeroir.ir.program import Program
 from zeroir.ir.scratch import is_bound
 from zeroir.ir.workspace import eager_bytes
 from zeroir.runtime import state
+from zeroir.runtime.allocations import Event, allocations, by_range, left_bytes, peak_bytes
 from zeroir.runtime.batch import Batch
 from zeroir.runtime.comm import gloo
 from zeroir.runtime.comm.base import Comm
@@ -84,29 +85,8 @@ def judge(
     rank: int = 0,
 ) -> Judged:
     """Carry out two steps of a rank on one thread; the second is judged."""
-    memory = Memory(program, rank, CPU)
-    machine = Machine(
-        program=program, ranks=[memory], comm=_comm(program, rank), kernels=EagerKernels(CPU)
-    )
-    machine.compile()
-    if model is not None:
-        state.initialise(program, [memory], lambda: model, 0)
-    if initial is not None:
-        state.initialise_flats(program, [memory], initial)
-    streams = ThreadStreams(inline=[stream.name for stream in program.streams])
-    executor = Executor(machine, streams)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with (
-            mock.patch.object(gloo, "_exchange", _nothing),
-            mock.patch.object(dist, "broadcast", _nothing),
-        ):
-            executor.step([batches])
-            events = allocations(lambda: executor.step([batches]))
-    finally:
-        torch.set_num_threads(threads)
-        executor.close()
+    with stepping(program, batches, model=model, initial=initial, rank=rank) as step:
+        events = allocations(step)
     names = labels(program)
     by_label = {names[id(op)]: op for op in program.ops()}
     found = by_range(events, by_label)
@@ -122,6 +102,40 @@ def judge(
         for label, op in by_label.items()
     ]
     return Judged(verdicts=verdicts, others=found.get("", ()))
+
+
+@contextmanager
+def stepping(
+    program: Program,
+    batches: Sequence[Batch],
+    *,
+    model: nn.Module | None = None,
+    initial: Mapping[str, torch.Tensor] | None = None,
+    rank: int = 0,
+) -> Iterator[Callable[[], object]]:
+    """What takes a step of a rank on one thread, after a first one."""
+    memory = Memory(program, rank, CPU)
+    machine = Machine(
+        program=program, ranks=[memory], comm=_comm(program, rank), kernels=EagerKernels(CPU)
+    )
+    machine.compile()
+    if model is not None:
+        state.initialise(program, [memory], lambda: model, 0)
+    if initial is not None:
+        state.initialise_flats(program, [memory], initial)
+    executor = Executor(machine, ThreadStreams(inline=[stream.name for stream in program.streams]))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with (
+            mock.patch.object(gloo, "_exchange", _nothing),
+            mock.patch.object(dist, "broadcast", _nothing),
+        ):
+            executor.step([batches])
+            yield lambda: executor.step([batches])
+    finally:
+        torch.set_num_threads(threads)
+        executor.close()
 
 
 def declared_bytes(program: Program, op: ops.Op) -> int:

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from tests.support.allocations import allocations, by_range, left_bytes, peak_bytes
 from zeroir.ir.bindings import Binding
 from zeroir.ir.buffers import span_numel
 from zeroir.ir.ops import Mode
 from zeroir.ir.segment import Node, NodeArg, Ref, Segment, TensorType
+from zeroir.runtime.allocations import allocations, by_range, left_bytes, peak_bytes
 from zeroir.runtime.kernels.calls import operator
 from zeroir.runtime.kernels.eager import compile_eager
 from zeroir.runtime.tensors import IR_DTYPE, TORCH_DTYPE

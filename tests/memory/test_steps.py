@@ -15,19 +15,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.memory.judge import Judged, judge
+from tests.memory.judge import Judged, judge, stepping
 from tests.runtime.support import initial_flats, lowered, random_batches
 from tests.support.examples import IS_THOROUGH
 from tests.support.programs import mlp
 from zeroir.config import make_options
+from zeroir.cost.machine import MeasuredSegment, load_machine
+from zeroir.cost.workspaces import with_measured_workspaces
 from zeroir.frontend import load_model_file, trace
 from zeroir.frontend.entry import ModelFile
 from zeroir.ir import ops
 from zeroir.ir.buffers import Role
+from zeroir.ir.memory.footprint import footprint
 from zeroir.ir.program import Program
 from zeroir.ir.workspace import declared
 from zeroir.passes.pipelines import lower
 from zeroir.runtime import numerics
+from zeroir.runtime.workspaces import on_host
 
 ROOT = Path(__file__).parents[2]
 MODELS = ("gpt", "gpt2", "bert", "convnet", "llama", "t5", "translator", "vit", "traps")
@@ -125,6 +129,34 @@ def test_a_step_of_a_model_takes_what_its_ops_declare(
 @pytest.mark.parametrize("choices", (*OPTIONS, *MORE_OPTIONS) if IS_THOROUGH else OPTIONS, ids=str)
 def test_options_change_what_is_declared_and_taken_alike(choices: dict[str, object]) -> None:
     check_options("gpt2", choices)
+
+
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [("convnet", "fp32"), pytest.param("vit", "bf16", marks=pytest.mark.slow)],
+)
+def test_what_a_profile_measures_is_exact_where_only_a_bound_is_known(
+    name: str, precision: str
+) -> None:
+    """Convolutions and products in BF16: what one step took is what the next one takes, to the byte."""
+    program = lower(
+        logical(name, (("precision", precision),)),
+        make_options({"world_size": RANKS, "precision": precision, "stage": 3}),
+    )
+    file = model_file(name)
+    with stepping(program, [file.batch()], model=file.model()) as step:
+        workspaces, again = on_host(program, step), on_host(program, step)
+    segments = {
+        digest: MeasuredSegment(seconds=0, workspace_bytes=size, source="a step")
+        for digest, size in workspaces.items()
+    }
+    machine = load_machine("cpu-local").model_copy(update={"segments": segments})
+    measured = with_measured_workspaces(program, machine)
+    for before, after in zip(program.segments, measured.segments, strict=True):
+        own = dict(after.workspace_bytes)["eager"]
+        assert own == again[after.digest()]
+        assert own <= dict(before.workspace_bytes)["eager"]
+    assert footprint(measured).scratch_bytes < footprint(program).scratch_bytes
 
 
 def check_options(name: str, choices: dict[str, object]) -> None:

@@ -20,6 +20,7 @@ from zeroir.report.names import counted, shortened
 from zeroir.report.summary import Summary, summarise
 
 if TYPE_CHECKING:
+    from zeroir.cost.machine import Machine
     from zeroir.runtime.engine import Engine
 
 
@@ -197,10 +198,15 @@ def capture(model: str | Path, options: CompileOptions) -> Artifact:
     )
 
 
-def lowered(artifact: Artifact, options: CompileOptions) -> CompiledProgram:
-    """A captured model as ``compile_with`` makes it with these options, which leave alone what was captured."""
+def lowered(artifact: Artifact, options: CompileOptions, machine: Machine) -> CompiledProgram:
+    """A captured model as ``compile_with`` makes it with these options, which leave alone what was captured.
+
+    Its segments declare the workspaces that were measured on the machine, if any were.
+    """
+    from zeroir.cost.workspaces import with_measured_workspaces
+
     logical = replace(artifact.logical, options=options.to_pairs())
-    scheduled = _lower(logical, options)
+    scheduled = with_measured_workspaces(_lower(logical, options), machine)
     return _proved(_examined(replace(artifact, logical=logical, scheduled=scheduled), None))
 
 
@@ -213,9 +219,20 @@ def load_program(path: str | Path) -> CompiledProgram:
     return _proved(load_unverified(path))
 
 
-def load_unverified(path: str | Path, *, budget_bytes: int | None = None) -> CompiledProgram:
-    """Read a ``.zir`` file with its report, valid or not; within a budget of device memory where one is given."""
-    return _examined(artifacts.load(Path(path)), Path(path), budget_bytes)
+def load_unverified(
+    path: str | Path, *, budget_bytes: int | None = None, machine: Machine | None = None
+) -> CompiledProgram:
+    """Read a ``.zir`` file with its report, valid or not; within a budget of device memory where one is given.
+
+    Of a ``machine`` the workspaces count that were measured on it.
+    """
+    artifact = artifacts.load(Path(path))
+    if machine is not None:
+        from zeroir.cost.workspaces import with_measured_workspaces
+
+        scheduled = with_measured_workspaces(artifact.scheduled, machine)
+        artifact = replace(artifact, scheduled=scheduled)
+    return _examined(artifact, Path(path), budget_bytes)
 
 
 def _lower(logical: Program, options: CompileOptions) -> Program:

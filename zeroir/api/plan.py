@@ -19,6 +19,7 @@ from zeroir.cost.bounds import compute_bound_s, wire_bound_s
 from zeroir.cost.machine import Machine, load_machine
 from zeroir.cost.search import Outcome, Point, search
 from zeroir.cost.simulate import simulate
+from zeroir.cost.workspaces import with_measured_workspaces
 from zeroir.errors import UserError
 from zeroir.ir import ops
 from zeroir.ir.amounts import parse_bytes
@@ -119,7 +120,7 @@ def plan_with(
     captured = capture(model, options)
     planner = Planner(captured.logical, options, known, budget_bytes)
     found = planner.search(most_tried)
-    compiled = lowered(captured, planner.options(found.chosen.settings))
+    compiled = lowered(captured, planner.options(found.chosen.settings), known)
     return Plan(
         compiled=compiled,
         machine=known.name,
@@ -227,7 +228,7 @@ class Planner:
         """What any settings come to, be they of a region or not."""
         options = self.options(settings)
         program = replace(self._after(for_options(options)), options=options.to_pairs())
-        needed = footprint(program)
+        needed = footprint(with_measured_workspaces(program, self._machine))
         missing_bytes = max(0, needed.total_bytes - self._budget_bytes)
         simulation = simulate(program, self._machine)
         shares: dict[str, float] = {}

@@ -118,7 +118,12 @@ def _profile(
     if recording is None:
         return None
     measured = measured_machine(
-        compiled.program, recording.steps, base, name=name, watch_s=recording.watch_s
+        compiled.program,
+        recording.steps,
+        base,
+        name=name,
+        watch_s=recording.watch_s,
+        workspaces=recording.workspaces,
     )
     return Profile(
         machine=measured,

@@ -138,6 +138,12 @@ def verify(
         str | None,
         Parameter(help="Device memory of a rank, such as 80GB: prove that buffers fit (Z301)."),
     ] = None,
+    machine: Annotated[
+        str | None,
+        Parameter(
+            help="A machine file that `zeroir profile` wrote: count workspaces as measured there."
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> int:
     """Prove every law of a compiled program; exit 1 with the findings when one does not hold.
@@ -149,7 +155,12 @@ def verify(
     from zeroir.report.names import parse_bytes
 
     budget_bytes = None if budget is None else parse_bytes(budget)
-    report = load_unverified(program, budget_bytes=budget_bytes).report
+    known = None
+    if machine is not None:
+        from zeroir.cost.machine import load_machine
+
+        known = load_machine(machine)
+    report = load_unverified(program, budget_bytes=budget_bytes, machine=known).report
     if as_json:
         print_json(report_json(report))
     else:

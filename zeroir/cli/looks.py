@@ -144,6 +144,7 @@ def report(
     from zeroir.artifact import require_writable, write_whole
     from zeroir.cost.machine import load_machine
     from zeroir.cost.simulate import simulate
+    from zeroir.cost.workspaces import with_measured_workspaces
     from zeroir.report.names import parse_bytes
     from zeroir.report.page.charts import require_bokeh
     from zeroir.report.page.html import report_html
@@ -160,7 +161,7 @@ def report(
         given = parse_bytes(own)
     budget = known.memory.size_bytes.value if given is None else given
     page = report_html(
-        compiled.program,
+        with_measured_workspaces(compiled.program, known),
         compiled.report,
         compiled.summary(),
         simulate(compiled.program, known, logical=compiled.logical),

@@ -142,9 +142,10 @@ class Disk(_Model):
 
 
 class MeasuredSegment(_Model):
-    """What one call of a segment takes."""
+    """What one call of a segment takes: its time, and the most bytes that it holds at once beside its buffers."""
 
     seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    workspace_bytes: Annotated[int, Field(ge=0)] | None = None
     source: Annotated[str, Field(min_length=1)]
 
 

@@ -70,11 +70,18 @@ class _Seen:
 
 
 def measured_machine(
-    program: Program, steps: Sequence[Step], base: Machine, *, name: str, watch_s: float = 0.0
+    program: Program,
+    steps: Sequence[Step],
+    base: Machine,
+    *,
+    name: str,
+    watch_s: float = 0.0,
+    workspaces: Mapping[str, int] = {},
 ) -> Machine:
     """The machine ``base`` with what recorded steps of a program say of it, under another name.
 
-    ``watch_s`` is what recording itself adds to each op, outside its span.
+    ``watch_s`` is what recording itself adds to each op, outside its span. ``workspaces`` are the bytes that segments
+    were seen to take beside their buffers, by digest.
     """
     steps = typical(steps)
     issue_s = _issue_s(program, steps, watch_s) if base.host.computes else None
@@ -90,7 +97,9 @@ def measured_machine(
         source = f"measured: {len(found)} ops of {len(steps)} steps"
         match kind:
             case _OfSegment(digest):
-                segments[digest] = MeasuredSegment(seconds=fmean(means), source=source)
+                segments[digest] = MeasuredSegment(
+                    seconds=fmean(means), workspace_bytes=workspaces.get(digest), source=source
+                )
             case _OfOp(op, stream):
                 alpha_s, beta = fit([one.size_bytes for one in found], means)
                 others.append(

@@ -1,18 +1,27 @@
 """What torch's own allocator says of a piece of code: every block that it hands out and takes back, and for whom.
 
 The only place that looks into torch's profiler beyond its public names; where torch has moved something, the failure
-names this torch.
+names this torch. It sees the host's memory; a device's allocator has counters of its own.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Final
 
-import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
+
+from zeroir.errors import InternalError
+
+_STDERR: Final = 2
+_NOTICES: Final = (b"SyncActivityProfilerHandler", b"Memory block of unknown size")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +46,10 @@ def allocations(action: Callable[[], object]) -> list[Event]:
     is_collecting = gc.isenabled()
     gc.disable()  # Garbage of others must not be taken back in the middle.
     try:
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        with (
+            _without_notices(),
+            profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler,
+        ):
             kept = action()
     finally:
         if is_collecting:
@@ -48,8 +60,29 @@ def allocations(action: Callable[[], object]) -> list[Event]:
         roots = profiler.profiler.kineto_results.experimental_event_tree()
         _collect(roots, (), found)
     except AttributeError as error:
-        _fail(error)
+        raise InternalError(
+            f"torch {torch.__version__} has moved what its profiler says of memory: {error}"
+        ) from error
     return sorted(found, key=lambda event: event.time_ns)
+
+
+@contextmanager
+def _without_notices() -> Iterator[None]:
+    """Keep the notices of the profiler about itself off standard error, which has no switch for them."""
+    with tempfile.TemporaryFile() as held:
+        sys.stderr.flush()
+        own = os.dup(_STDERR)
+        os.dup2(held.fileno(), _STDERR)
+        try:
+            yield
+        finally:
+            sys.stderr.flush()
+            os.dup2(own, _STDERR)
+            os.close(own)
+            held.seek(0)
+            for line in held:
+                if not any(notice in line for notice in _NOTICES):
+                    os.write(_STDERR, line)
 
 
 def peak_bytes(events: Iterable[Event]) -> int:
@@ -94,7 +127,3 @@ def _collect(
                 )
         else:
             _collect(event.children, (*ranges, event.name), found)
-
-
-def _fail(error: Exception) -> None:
-    pytest.fail(f"torch {torch.__version__} has moved what its profiler says of memory: {error}")
