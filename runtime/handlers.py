@@ -178,7 +178,7 @@ def _prepare_locally(
             source, destination = memory.region(op.source), memory.region(op.destination)
             if op.mode is Mode.WRITE:
                 return partial(destination.copy_, source, non_blocking=True)
-            return lambda: _add(source, destination)
+            return partial(numerics.add, source, destination)
         case ops.Fill():
             return partial(memory.region(op.destination).fill_, op.value)
         case ops.Scale():
@@ -229,12 +229,6 @@ def _prepare_locally(
             )
         case _:
             assert_never(op)
-
-
-def _add(source: Tensor, destination: Tensor) -> None:
-    """Add in the destination's dtype."""
-    is_wider = source.dtype.itemsize > destination.dtype.itemsize
-    destination.add_(source.to(destination.dtype) if is_wider else source)
 
 
 def _region(memory: Memory, region: Region | None) -> Tensor | None:

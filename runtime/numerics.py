@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from zeroir.ir.op_scratch import SQUARES_CHUNK_NUMEL
+from zeroir.ir.op_scratch import CONVERTED_CHUNK_NUMEL, SQUARES_CHUNK_NUMEL
 
 
 def sum_of_squares(sources: Sequence[Tensor], destination: Tensor) -> None:
@@ -21,6 +21,18 @@ def sum_of_squares(sources: Sequence[Tensor], destination: Tensor) -> None:
             piece = source[start : start + SQUARES_CHUNK_NUMEL]
             total.add_(piece.to(torch.float32).square().sum())
     destination.copy_(total)
+
+
+def add(source: Tensor, destination: Tensor) -> None:
+    """Add vectors of one length in the destination's dtype."""
+    if source.dtype is not destination.dtype and destination.device.type == "cpu":
+        # torch would convert the whole source first; pieces stay in the cache.
+        for start in range(0, source.numel(), CONVERTED_CHUNK_NUMEL):
+            piece = slice(start, start + CONVERTED_CHUNK_NUMEL)
+            destination[piece].add_(source[piece].to(destination.dtype))
+        return
+    is_wider = source.dtype.itemsize > destination.dtype.itemsize
+    destination.add_(source.to(destination.dtype) if is_wider else source)
 
 
 def has_overflow(sources: Sequence[Tensor], destination: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -10,7 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.examples import examples
+from zeroir.ir.op_scratch import CONVERTED_CHUNK_NUMEL
 from zeroir.runtime import numerics
+from zeroir.runtime.allocations import allocations, peak_bytes
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @examples(50)
@@ -47,7 +52,7 @@ def test_the_loss_scale_moves_as_deepspeed_has_it(
         assert state[2] == left
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("value", "expected"),
     [(1.0, 0.0), (math.nan, 1.0), (math.inf, 1.0), (-math.inf, 1.0), (6e4, 0.0)],
@@ -92,3 +97,16 @@ def test_clipping_follows_torch() -> None:
     )
     torch.testing.assert_close(scaled / divisor, parameter.grad)
     assert step.item() == 1.0
+
+
+@pytest.mark.parametrize(("source", "destination"), list(itertools.permutations(DTYPES, 2)))
+def test_adding_in_another_dtype_takes_a_piece_at_a_time(
+    source: torch.dtype, destination: torch.dtype
+) -> None:
+    numel = 2 * CONVERTED_CHUNK_NUMEL + 5
+    generator = torch.Generator().manual_seed(0)
+    one, other = (torch.randn(numel, generator=generator).to(d) for d in (source, destination))
+    expected = other + one.to(destination)
+    events = allocations(lambda: numerics.add(one, other))
+    assert torch.equal(other, expected)
+    assert peak_bytes(events) == CONVERTED_CHUNK_NUMEL * destination.itemsize

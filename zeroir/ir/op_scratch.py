@@ -24,6 +24,9 @@ SQUARES_CHUNK_NUMEL: Final = 1 << 20
 So the bits depend on the region alone, and the scratch memory does not grow with it.
 """
 
+CONVERTED_CHUNK_NUMEL: Final = 1 << 18
+"""What is added in another dtype is converted in pieces of so many elements."""
+
 SCALAR_BYTES: Final = 32
 """No op that decides over scalars has more of them at once than this."""
 
@@ -48,7 +51,7 @@ def scratch_bytes(program: Program, op: Op, *, kernels: str = EAGER) -> int:
             return SCALAR_BYTES
         case ops.Cast() if op.mode is Mode.ACCUMULATE:
             own, wanted = _dtype(program, op.source), _dtype(program, op.destination)
-            numel = op.destination.local_numel(program.mesh)
+            numel = min(op.destination.local_numel(program.mesh), CONVERTED_CHUNK_NUMEL)
             return 0 if own is wanted else numel * wanted.itemsize_bytes
         case (
             ops.AllGather()
