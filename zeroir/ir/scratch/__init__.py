@@ -6,7 +6,8 @@ of torch 2.13, with which tests compare them. They are for one thread, which a j
 otherwise: some kernels keep a buffer per thread. What the table does not name counts its results.
 
 oneDNN, which multiplies matrices of bf16 and convolves, decides for each CPU how it lays data out. Of what it does the
-figures are bounds, taken where numbers of 16 bits are widened, and ``is_bound`` says so.
+figures are bounds, taken where numbers of 16 bits are widened, as are those of the losses and look-ups in ``bounds``;
+``is_bound`` says so.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from zeroir.ir.scratch.arguments import (
     tensor_of,
 )
 from zeroir.ir.scratch.attention import attention_backward_bytes, attention_bytes
+from zeroir.ir.scratch.bounds import BOUNDED, bound_bytes
 from zeroir.ir.scratch.norms import (
     batch_norm_backward_bytes,
     batch_norm_bytes,
@@ -66,9 +68,11 @@ _ATTENTION: Final = frozenset({"zeroir.attention.default", "zeroir.attention_bac
 
 
 def is_bound(node: Node) -> bool:
-    """Whether the figure is no more than a bound, because oneDNN carries the op out."""
+    """Whether the figure is no more than a bound."""
     is_bf16 = any(kind is not None and kind.dtype is DType.BF16 for kind in node.results)
-    return node.op in _CONVOLUTIONS or (is_bf16 and node.op in _PRODUCTS | _ATTENTION)
+    if node.op in _CONVOLUTIONS or node.op in BOUNDED:
+        return True
+    return is_bf16 and node.op in _PRODUCTS | _ATTENTION
 
 
 def call_bytes(node: Node, types: Types, *, is_filled: bool = False) -> int:
@@ -101,6 +105,8 @@ def _inner_bytes(node: Node, types: Types, *, is_filled: bool) -> int:
         return product_bytes(node, types)
     if node.op in _CONVOLUTIONS:
         return convolution_bytes(node, types)
+    if node.op in BOUNDED:
+        return bound_bytes(node, types)
     if node.op in _BINARY:
         return converted_bytes(operands_of(node.args[:2], types), result_of(node).dtype)
     if node.op in _UNARY:
