@@ -8,35 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import chain
-from typing import NamedTuple
 
 from zeroir.ir.effects import Effects, effects
 from zeroir.ir.ops import Op
 from zeroir.ir.program import Program
 
+Touch = tuple[str, int, int, bool]
+"""A buffer, the first and one past the last of its elements that are touched, and whether they are changed.
 
-class Touch(NamedTuple):
-    """Elements ``[start, stop)`` of a buffer, and whether they are changed."""
-
-    buffer: str
-    start: int
-    stop: int
-    is_write: bool
-
-    def is_against(self, other: Touch) -> bool:
-        """Whether the two, of one buffer, must keep their order."""
-        is_change = self.is_write or other.is_write
-        return is_change and self.start < other.stop and other.start < self.stop
+A plain tuple, because there are millions of them.
+"""
 
 
-def touches(effect: Effects, program: Program) -> Iterator[Touch]:
+def touches(effect: Effects, program: Program) -> list[Touch]:
     """What an op touches."""
-    for region in effect.reads:
-        yield Touch(region.buffer, region.offset, region.stop, is_write=False)
-    for region in (*effect.writes, *effect.accumulates):
-        yield Touch(region.buffer, region.offset, region.stop, is_write=True)
+    found = [(r.buffer, r.offset, r.offset + r.numel, False) for r in effect.reads]
+    found += [(r.buffer, r.offset, r.offset + r.numel, True) for r in effect.writes]
+    found += [(r.buffer, r.offset, r.offset + r.numel, True) for r in effect.accumulates]
     for name in (*effect.allocs, *effect.frees):
-        yield Touch(name, 0, program.buffer_by_name[name].numel, is_write=True)
+        found.append((name, 0, program.buffer_by_name[name].numel, True))
+    return found
 
 
 class Touched:
@@ -44,14 +35,14 @@ class Touched:
 
     def __init__(self, program: Program) -> None:
         self._program = program
-        self._changes: dict[str, list[tuple[Touch, int]]] = {}
-        self._reads: dict[str, list[tuple[Touch, int]]] = {}
+        self._changes: dict[str, list[tuple[int, int, int]]] = {}
+        self._reads: dict[str, list[tuple[int, int, int]]] = {}
 
     def add(self, op: Op, index: int) -> None:
         """Take in an op under a number, which need not be its own."""
-        for touch in touches(effects(op), self._program):
-            found = self._changes if touch.is_write else self._reads
-            found.setdefault(touch.buffer, []).append((touch, index))
+        for buffer, start, stop, is_write in touches(effects(op), self._program):
+            found = self._changes if is_write else self._reads
+            found.setdefault(buffer, []).append((start, stop, index))
 
     def is_against(self, op: Op) -> bool:
         """Whether the op may not change places with one of them."""
@@ -60,9 +51,8 @@ class Touched:
     def against(self, ops: Iterable[Op]) -> Iterator[int]:
         """The numbers of the ops that none of these may change places with, some more than once."""
         for op in ops:
-            for touch in touches(effects(op), self._program):
-                name = touch.buffer
-                reads = self._reads.get(name, ()) if touch.is_write else ()
-                for other, index in chain(self._changes.get(name, ()), reads):
-                    if touch.is_against(other):
+            for buffer, start, stop, is_write in touches(effects(op), self._program):
+                reads = self._reads.get(buffer, ()) if is_write else ()
+                for first, last, index in chain(self._changes.get(buffer, ()), reads):
+                    if start < last and first < stop:
                         yield index

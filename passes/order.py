@@ -13,7 +13,7 @@ they are signalled. A pass that moves ops begins with ``unordered``, so that no 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from zeroir.ir.effects import effects
@@ -46,12 +46,21 @@ def without_waits(section: Section) -> Section:
 
 @dataclass(slots=True)
 class _Issued:
-    """An op already placed, or an op before the section that signals a pending event."""
+    """An op already placed, or an op before the section that signals a pending event; ``count`` is its stream's."""
 
     op: Op | None
     stream: str
+    count: int
     clock: Clock
     event: str | None
+
+
+@dataclass(slots=True)
+class _Accesses:
+    """Who touched a buffer and is to be waited for: by start and stop, who changed it, and the last of each stream."""
+
+    writes: list[tuple[int, int, int]] = field(default_factory=list)
+    reads: dict[tuple[int, int, str], int] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -62,8 +71,7 @@ class _Orderer:
     body: list[Op | int] = field(default_factory=list)
     """Waits as they are, every other op as its index in ``issued``."""
     clocks: dict[str, Clock] = field(default_factory=dict)
-    accesses: dict[str, list[tuple[Touch, int]]] = field(default_factory=dict)
-    """What is to be waited for, with the index of who touched it."""
+    accesses: dict[str, _Accesses] = field(default_factory=dict)
     signals: dict[str, int] = field(default_factory=dict)
     last_of_comm: dict[str, int] = field(default_factory=dict)
     idle_waits: dict[str, list[int]] = field(default_factory=dict)
@@ -75,8 +83,7 @@ class _Orderer:
             for holding in self.section.entry.holdings:
                 if holding.after == pending.event:
                     region = holding.region
-                    touch = Touch(region.buffer, region.offset, region.stop, is_write=True)
-                    self._record(touch, index)
+                    self._record([(region.buffer, region.offset, region.stop, True)], index)
         for op in self.section.body:
             if isinstance(op, Wait):
                 self._keep_wait(op)
@@ -91,33 +98,42 @@ class _Orderer:
     def _place(self, op: Op) -> None:
         effect = effects(op)
         stream = effect.stream
-        touched = tuple(touches(effect, self.program))
-        for index in sorted(self._needed(effect.comm, touched), reverse=True):
+        touched = touches(effect, self.program)
+        needed = self._needed(effect.comm, touched, self._clock(stream))
+        for index in sorted(needed, reverse=True):
             if not self._is_ordered(index, stream):
                 self._wait(index, stream)
         index = self._issue(op, stream, effect.signals[0] if effect.signals else None)
         self.body.append(index)
         self.idle_waits.pop(stream, None)
-        for touch in touched:
-            self._record(touch, index)
+        self._record(touched, index)
         if effect.comm is not None:
             self.last_of_comm[effect.comm] = index
 
     def _issue(self, op: Op | None, stream: str, event: str | None) -> int:
         clock = self._clock(stream)
-        clock[stream] = clock.get(stream, 0) + 1
-        self.issued.append(_Issued(op, stream, dict(clock), event))
+        clock[stream] = count = clock.get(stream, 0) + 1
+        self.issued.append(_Issued(op, stream, count, clock.copy(), event))
         if event is not None:
             self.signals[event] = len(self.issued) - 1
         return len(self.issued) - 1
 
-    def _needed(self, comm: str | None, touched: tuple[Touch, ...]) -> set[int]:
-        found = {
-            index
-            for touch in touched
-            for other, index in self.accesses.get(touch.buffer, ())
-            if touch.is_against(other)
-        }
+    def _needed(self, comm: str | None, touched: Sequence[Touch], clock: Clock) -> set[int]:
+        """Whom an op must come after, but for those that its stream's clock knows of; of collectives all."""
+        found: set[int] = set()
+        issued = self.issued
+        for buffer, start, stop, is_write in touched:
+            known = self.accesses.get(buffer)
+            if known is None:
+                continue
+            for first, last, index in known.writes:
+                if first < stop and start < last:
+                    before = issued[index]
+                    if clock.get(before.stream, 0) < before.count:
+                        found.add(index)
+            for (first, last, stream), index in known.reads.items() if is_write else ():
+                if first < stop and start < last and clock.get(stream, 0) < issued[index].count:
+                    found.add(index)
         if comm is not None:
             axis = self.program.comm_by_name[comm].axis
             found.update(
@@ -127,16 +143,24 @@ class _Orderer:
             )
         return found
 
-    def _record(self, touch: Touch, index: int) -> None:
-        known = self.accesses.setdefault(touch.buffer, [])
-        if touch.is_write:
-            # Whoever comes after a write comes after all that the write came after: what it covers can be forgotten.
-            known[:] = [
-                (other, at)
-                for other, at in known
-                if other.start < touch.start or touch.stop < other.stop
-            ]
-        known.append((touch, index))
+    def _record(self, touched: Sequence[Touch], index: int) -> None:
+        stream = self.issued[index].stream
+        for buffer, start, stop, is_write in touched:
+            known = self.accesses.get(buffer)
+            if known is None:
+                known = self.accesses[buffer] = _Accesses()
+            if not is_write:
+                # Whoever comes after the last read of a stream comes after those before it.
+                known.reads[start, stop, stream] = index
+                continue
+            # Whoever comes after a write comes after all that it came after: what it covers can be forgotten.
+            if known.writes:
+                known.writes = [one for one in known.writes if one[0] < start or stop < one[1]]
+            if known.reads:
+                known.reads = {
+                    one: at for one, at in known.reads.items() if one[0] < start or stop < one[1]
+                }
+            known.writes.append((start, stop, index))
 
     # ------------------------------------------------------------------------------------------------------ waits
 
@@ -148,7 +172,7 @@ class _Orderer:
 
     def _is_ordered(self, index: int, stream: str) -> bool:
         before = self.issued[index]
-        return self._clock(stream).get(before.stream, 0) >= before.clock[before.stream]
+        return self._clock(stream).get(before.stream, 0) >= before.count
 
     def _keep_wait(self, wait: Wait) -> None:
         index = self.signals.get(wait.waited)
@@ -172,7 +196,7 @@ class _Orderer:
             earlier = self.body[position]
             assert isinstance(earlier, Wait)  # Only waits are noted as idle.
             signal = self.issued[self.signals[earlier.waited]]
-            if before.clock.get(signal.stream, 0) >= signal.clock[signal.stream]:
+            if before.clock.get(signal.stream, 0) >= signal.count:
                 waits.remove(position)
                 self.body[position] = _REMOVED
         waits.append(len(self.body))

@@ -10,6 +10,7 @@ import pytest
 
 import zeroir
 from tests.cost.support import machine
+from tests.support.lowering import applied
 from tests.support.programs import mlp
 from zeroir.api.choices import Dimension, Value, regions, unit_ranges, words
 from zeroir.api.compiled import capture
@@ -18,8 +19,11 @@ from zeroir.api.plan import Planner
 from zeroir.config import CompileOptions, make_options
 from zeroir.cost.machine import Machine
 from zeroir.cost.search import Outcome, Point, search
+from zeroir.cost.simulate import simulate
 from zeroir.errors import UserError
+from zeroir.ir.memory.footprint import footprint
 from zeroir.ir.program import Program
+from zeroir.passes.pipelines import for_options
 
 GPT = Path(__file__).parents[2] / "examples" / "gpt.py"
 MODELS = Path(__file__).parents[1] / "support" / "models"
@@ -224,8 +228,26 @@ def test_a_loser_is_told_why() -> None:
     assert "bound by" in fitting[0]
     for why in lost.values():
         if why not in fitting:
+            assert why.startswith("does not fit: needs at least ")
             assert "too many, most " in why
             assert "last_micro_step" in why or "of what rests there" in why
+
+
+def test_a_choice_is_measured_as_what_it_compiles_to() -> None:
+    """What does not fit is not placed, and then needs no less than is said."""
+    logical = mlp(blocks=2, dim=64)
+    found = planner(logical, BOUND_BY_NETWORK, world_size=4)
+    for number in (0, 2, len(found.regions) - 1):
+        settings = found.regions[number].settings(found.regions[number].family.starts[0])
+        program = applied(logical, for_options(found.options(settings)))
+        needed_bytes = footprint(program).total_bytes
+        step_ns = simulate(program, BOUND_BY_NETWORK).step_ns
+        candidate, outcome = found.measure(settings)
+        assert (candidate.needed_bytes, candidate.step_ns) == (needed_bytes, step_ns)
+        tight = planner(logical, BOUND_BY_NETWORK, needed_bytes // 2, world_size=4)
+        candidate, outcome = tight.measure(settings)
+        assert (candidate.step_ns, outcome.step_ns) == (None, step_ns)
+        assert needed_bytes // 2 < candidate.needed_bytes <= needed_bytes
 
 
 def test_where_nothing_fits_the_closest_is_named() -> None:

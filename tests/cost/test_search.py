@@ -83,10 +83,10 @@ def test_no_neighbour_of_what_a_finished_search_finds_is_better(
 
 @examples(100)
 @given(spaces(), st.data())
-def test_a_bound_spares_work_and_loses_nothing(
+def test_a_bound_spares_work_and_loses_hardly_anything(
     space: tuple[list[Family], dict[tuple[int, Point], Outcome], int], data: st.DataObject
 ) -> None:
-    """With bounds that hold, families that are cut off have nothing better."""
+    """With bounds that hold, families that are cut off have nothing that is a hundredth faster."""
     families, table, _ = space
     slack = data.draw(st.integers(0, 20))
 
@@ -98,7 +98,7 @@ def test_a_bound_spares_work_and_loses_nothing(
     best = table[found.winner, found.best[found.winner]]
     for number in found.cut_off:
         fitting = [o.step_ns for (of, _), o in table.items() if of == number and o.fits]
-        assert all(step_ns >= best.step_ns for step_ns in fitting)
+        assert all(1.01 * step_ns >= best.step_ns for step_ns in fitting)
 
 
 def test_one_axis_is_traded_for_another() -> None:
@@ -113,3 +113,12 @@ def test_one_axis_is_traded_for_another() -> None:
 
     found = search([family], evaluate, lambda *_: 0, most_tried=100)
     assert found.best == ((0, 3),)
+
+
+def test_what_can_hardly_be_better_is_not_tried() -> None:
+    family = Family(sizes=(5,), starts=((2,),))
+    for step_ns, is_enough in ((1010, True), (1011, False)):
+        outcome = Outcome(missing_bytes=0, needed_bytes=1, step_ns=step_ns)
+        found = search([family], lambda *_, one=outcome: one, lambda *_: 1000, most_tried=100)
+        assert (len(found.tried) == 1) is is_enough
+        assert found.is_finished

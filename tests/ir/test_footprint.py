@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from tests.support.lowering import applied
 from tests.support.programs import mlp
 from zeroir.ir.memory.curve import peak
 from zeroir.ir.memory.footprint import WORKSPACE, footprint
-from zeroir.ir.memory.placement import place_all
+from zeroir.ir.memory.placement import place_all, unplaced
 from zeroir.ir.text import parse
-from zeroir.passes import manager
 from zeroir.passes.pipelines import for_stage
 from zeroir.passes.plan_memory import PlanMemory
 
@@ -63,9 +65,12 @@ def test_what_a_wait_orders_counts_apart_and_the_line_of_the_model_is_named() ->
 
 @pytest.mark.parametrize("stage", range(4))
 def test_it_bounds_what_program_order_shows(stage: int) -> None:
-    program = manager.run(mlp(blocks=3), for_stage(stage, 2))
+    program = applied(mlp(blocks=3), for_stage(stage, 2))
     found = footprint(program)
     assert peak(program).total_bytes <= found.fullest.live_bytes <= found.fullest.bound_bytes
     (placement,) = place_all(program).values()
     assert found.arena_bytes == placement.size_bytes
     assert found == footprint(PlanMemory()(program))
+    least = footprint(program, place=unplaced)
+    assert replace(least, arena_bytes=found.arena_bytes) == found
+    assert least.arena_bytes == placement.live_bytes

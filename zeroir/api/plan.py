@@ -24,9 +24,11 @@ from zeroir.errors import UserError
 from zeroir.ir import ops
 from zeroir.ir.amounts import parse_bytes
 from zeroir.ir.memory.footprint import FullestMoment, footprint
+from zeroir.ir.memory.placement import unplaced
 from zeroir.ir.program import Program
-from zeroir.passes import manager
+from zeroir.ir.workspace import corrected
 from zeroir.passes.base import Fact, Pass
+from zeroir.passes.late import allocate_late
 from zeroir.passes.pipelines import for_options
 from zeroir.passes.plan_memory import PlanMemory
 from zeroir.report.costs import format_seconds, path_shares
@@ -45,8 +47,8 @@ Identity = tuple[tuple[str, Value], ...]
 class Candidate:
     """A choice that was tried: what it needs on a rank's device, and what its step takes where that fits.
 
-    ``culprit`` says where it needs most. ``bounded_by`` are the parts of the critical path, largest first, as shares of
-    the step.
+    ``culprit`` says where it needs most. What does not fit is not placed: wherever its buffers stood, it would need
+    ``needed_bytes`` at least. ``bounded_by`` are the parts of the critical path, largest first, as shares of the step.
     """
 
     settings: Mapping[str, Value]
@@ -222,13 +224,20 @@ class Planner:
         known = self._outcomes.get(_identity(settings)) or self.measure(settings)
         self._outcomes[_identity(settings)] = known
         self._candidates[number, point], outcome = known
+        if point == self.regions[number].family.starts[0]:
+            # Now, while what it is lowered to is still remembered.
+            self._wire_bound_ns(number)
         return outcome
 
     def measure(self, settings: Mapping[str, Value]) -> tuple[Candidate, Outcome]:
         """What any settings come to, be they of a region or not."""
         options = self.options(settings)
-        program = replace(self._after(for_options(options)), options=options.to_pairs())
-        needed = footprint(with_measured_workspaces(program, self._machine))
+        program = allocate_late(corrected(self._lowered(options)))
+        measured = with_measured_workspaces(program, self._machine)
+        needed = footprint(measured, place=unplaced)
+        if needed.total_bytes <= self._budget_bytes:
+            # Only what may fit is worth looking for places.
+            needed = footprint(measured)
         missing_bytes = max(0, needed.total_bytes - self._budget_bytes)
         simulation = simulate(program, self._machine)
         shares: dict[str, float] = {}
@@ -274,22 +283,32 @@ class Planner:
         if local not in self._compute_ns:
             program = replace(self._after(local), options=self._base.to_pairs())
             self._compute_ns[local] = int(compute_bound_s(program, self._machine) * 1e9)
+        return max(self._compute_ns[local], self._wire_bound_ns(number))
+
+    def _wire_bound_ns(self, number: int) -> int:
+        """What the step of every choice of a region does not fall below for what travels."""
         if number not in self._wire_ns:
             region = self.regions[number]
-            options = self.options(region.settings(region.family.starts[0]))
-            # Where buffers stand in memory is nothing to a wire.
-            passes = tuple(one for one in for_options(options) if not isinstance(one, PlanMemory))
-            program = replace(self._after(passes), options=options.to_pairs())
+            program = self._lowered(self.options(region.settings(region.family.starts[0])))
             self._wire_ns[number] = int(wire_bound_s(program, self._machine) * 1e9)
-        return max(self._compute_ns[local], self._wire_ns[number])
+        return self._wire_ns[number]
+
+    def _lowered(self, options: CompileOptions) -> Program:
+        """The program before its memory is planned, its segments' own memory not corrected."""
+        passes = tuple(one for one in for_options(options) if not isinstance(one, PlanMemory))
+        return replace(self._after(passes), options=options.to_pairs())
 
     def _run_passes(self, passes: tuple[Pass, ...]) -> Program:
         """The logical program after these passes, not verified."""
-        return manager.apply(passes[-1], self._after(passes[:-1])) if passes else self._logical
+        if not passes:
+            return self._logical
+        before, last = self._after(passes[:-1]), passes[-1]
+        return replace(last(before), passes=(*before.passes, last.spec()))
 
     def _lack(self, candidate: Candidate) -> str:
         missing = format_bytes(candidate.needed_bytes - self._budget_bytes)
-        return f"needs {format_bytes(candidate.needed_bytes)}, {missing} too many, most {candidate.culprit}"
+        needed = format_bytes(candidate.needed_bytes)
+        return f"needs at least {needed}, {missing} too many, most {candidate.culprit}"
 
     def _why(self, candidate: Candidate, best_ns: int, cut_off_ns: int | None) -> str:
         if candidate.step_ns is None:

@@ -8,7 +8,8 @@ Every family is looked at from its starts. From the fastest of them, the first, 
 memory for its time, until the rest fits, and that is improved along one axis at a time as long as it helps: the most
 promising family first, the others unless their bound says that they cannot win. The best are then changed to what is
 faster and does not fit, which is paid for along the other axes. At last the winner is looked for from its other starts.
-A long axis is walked in strides. Nothing is tried twice, and nothing whose bound is no better than what is known.
+A long axis is walked in strides. Nothing is tried twice, and nothing that by its bound is hardly better than what is
+known.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ _STRIDE: Final = 4
 
 _CLOSE: Final = 1.1
 """Families within so much of the best are improved by trading one axis for others, too."""
+
+_WORTH: Final = 1.01
+"""What by its bound cannot be so many times as fast as what is known is not tried."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +107,7 @@ class _Search:
         self._bound_ns = bound_ns
         self._most_tried = most_tried
         self._tried: dict[tuple[int, Point], Outcome] = {}
+        self._floors_ns: dict[int, int] = {}
         self._best = [family.starts[0] for family in families]
         self._is_finished = True
 
@@ -153,7 +158,7 @@ class _Search:
         if outcome is not None:
             return outcome
         known = self._outcome(number)
-        if known.fits and self._bound_ns(number, point) >= known.step_ns:
+        if known.fits and not self._is_worth(number, point, known.step_ns):
             return None
         if len(self._tried) >= self._most_tried:
             self._is_finished = False
@@ -253,7 +258,18 @@ class _Search:
 
     def _cannot_win(self, number: int) -> bool:
         best = self._outcome(self._winner())
-        return best.fits and self._bound_ns(number, None) >= best.step_ns
+        return best.fits and self._family_ns(number) * _WORTH >= best.step_ns
+
+    def _is_worth(self, number: int, point: Point, step_ns: int) -> bool:
+        """Whether a point, and any point of its family, may take clearly less than so long."""
+        if self._family_ns(number) * _WORTH >= step_ns:
+            return False
+        return self._bound_ns(number, point) * _WORTH < step_ns
+
+    def _family_ns(self, number: int) -> int:
+        if number not in self._floors_ns:
+            self._floors_ns[number] = self._bound_ns(number, None)
+        return self._floors_ns[number]
 
     def _is_close(self, number: int) -> bool:
         own, best = self._outcome(number), self._outcome(self._winner())

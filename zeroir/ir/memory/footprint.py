@@ -7,7 +7,7 @@ total is the resting buffers, the arena and the most scratch memory at once, wha
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -15,7 +15,7 @@ from zeroir.ir import ops
 from zeroir.ir.buffers import Space
 from zeroir.ir.memory.lifetimes import Lifetimes
 from zeroir.ir.memory.most_live import most_live
-from zeroir.ir.memory.placement import placements
+from zeroir.ir.memory.placement import Placement, placements
 from zeroir.ir.op_scratch import device_bytes
 from zeroir.ir.ops import Op
 from zeroir.ir.program import Program, Section
@@ -75,10 +75,16 @@ class Footprint:
 
 
 def footprint(
-    program: Program, *, space: Space = Space.DEVICE, kernels: str = "eager"
+    program: Program,
+    *,
+    space: Space = Space.DEVICE,
+    kernels: str = "eager",
+    place: Callable[[Program], Mapping[Space, Placement]] = placements,
 ) -> Footprint:
     """The footprint of a program whose segments take the workspace that they declare for these kernels.
 
+    ``place`` gives the block of temporary buffers: with ``unplaced`` the footprint is the least that it can be, found
+    without looking for places.
     What gloo takes for collectives is not in it; see ``zeroir.ir.op_scratch``.
     """
     names = program.buffer_by_name
@@ -112,7 +118,7 @@ def footprint(
         section, index = found.place(program, most.moment)
         section_name = section.name
         unit, source = _blame(program, section, index)
-    placement = placements(program).get(space)
+    placement = place(program).get(space)
     return Footprint(
         space=space,
         resting_bytes=resting_bytes,

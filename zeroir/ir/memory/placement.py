@@ -101,6 +101,20 @@ def placements_with_bound(program: Program) -> Mapping[Space, Placement]:
     }
 
 
+def unplaced(program: Program) -> Mapping[Space, Placement]:
+    """No places, but what can be live at once: of every space's placements none takes less than ``size_bytes`` here."""
+    found = Lifetimes.of(program)
+    sizes = _rounded_sizes(program, found)
+    live = {
+        space: most_live(found, lives, sizes).size_bytes
+        for space, lives in _lives_by_space(program, found).items()
+    }
+    return {
+        space: Placement(offsets={}, size_bytes=size, live_bytes=size)
+        for space, size in live.items()
+    }
+
+
 def unplanned(program: Program) -> Program:
     """The program without places for its buffers."""
     if all(buffer.offset is None for buffer in program.buffers):
@@ -188,13 +202,16 @@ def _named(field: Field, layout: Layout, live_bytes: int) -> Placement:
 
 
 def _place_in_the_best_order(field: Field, layout: Layout, close: float) -> None:
-    """Place the largest first, or what takes most room over time, or what lives longest; or as they begin."""
+    """Place the largest first, or what takes most room over time, or what lives longest; or as they begin or end."""
     sizes, spans = field.sizes.tolist(), field.spans.tolist()
+    untils = field.untils.tolist()
+    ends = [max(untils[life] for life in lives) for lives in field.lives]
     keys: Sequence[Callable[[int], tuple[int, int, int]]] = (
         lambda at: (-sizes[at], -spans[at], at),
         lambda at: (-sizes[at] * spans[at], -sizes[at], at),
         lambda at: (-spans[at], -sizes[at], at),
         lambda at: (at, 0, 0),
+        lambda at: (-ends[at], at, 0),
     )
     best: tuple[int, list[int]] | None = None
     for key in keys:
