@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+from pathlib import Path
+
 import pytest
+from hypothesis import settings
+
+from tests.support.examples import examples
+
+# Modules are no garbage: collecting while torch is imported takes time and finds nothing.
+gc.disable()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -13,7 +22,28 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_configure() -> None:
+    """What a test of hypothesis does not say itself."""
+    settings.register_profile("here", examples(100))
+    settings.load_profile("here")
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays; a collection that looks at it again takes most of a second."""
+    gc.freeze()
+    gc.enable()
+
+
 @pytest.fixture
 def update_golden(request: pytest.FixtureRequest) -> bool:
     """Whether golden files are to be written anew."""
     return bool(request.config.getoption("--update-golden"))
+
+
+@pytest.fixture(scope="session")
+def run_folder(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
+    """A folder of this run of the suite, which all its workers share."""
+    own = tmp_path_factory.getbasetemp()
+    folder = (own if worker_id == "master" else own.parent) / "shared"
+    folder.mkdir(exist_ok=True)
+    return folder

@@ -2,13 +2,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import redirect_stdout
+from dataclasses import dataclass, replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from filelock import FileLock
 
+from tests.support.lowering import applied
+from zeroir import artifact
 from zeroir.cli.app import run_command
+from zeroir.config import make_options
+from zeroir.passes.pipelines import for_options
 
 GPT = str(Path(__file__).parents[2] / "examples" / "gpt.py")
 
@@ -43,11 +50,21 @@ def zeroir(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.fixture(scope="session")
-def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
-    """The example compiled for stages 2 and 3 on 4 ranks."""
-    folder = tmp_path_factory.mktemp("programs")
-    paths = {stage: folder / f"gpt{stage}.zir" for stage in (2, 3)}
-    for stage, path in paths.items():
-        arguments = ["compile", GPT, "--stage", str(stage), "--world-size", "4", "-o", str(path)]
-        assert run_command(arguments) == 0
+def programs(run_folder: Path) -> dict[int, Path]:
+    """The example compiled for stage 3 on 4 ranks, and lowered for stage 2, by the first worker that asks for it.
+
+    Beside the program of stage 3 stands what the command said of it, ``.json``.
+    """
+    paths = {stage: run_folder / f"gpt{stage}.zir" for stage in (2, 3)}
+    with FileLock(run_folder / "programs.lock"):
+        if not paths[3].exists():
+            options = ["--stage", "3", "--world-size", "4", "--json"]
+            with redirect_stdout(StringIO()) as out:
+                assert run_command(["compile", GPT, *options, "-o", str(paths[3])]) == 0
+            paths[3].with_suffix(".json").write_text(out.getvalue())
+        if not paths[2].exists():
+            whole, made = artifact.load(paths[3]), make_options({"stage": 2, "world_size": 4})
+            logical = replace(whole.logical, options=made.to_pairs())
+            scheduled = applied(logical, for_options(made))
+            artifact.save(replace(whole, logical=logical, scheduled=scheduled), paths[2])
     return paths

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import GPT, Answer, Zeroir
+from tests.cli.conftest import Answer, Zeroir
 
 LINE = """
 import torch
@@ -27,6 +27,7 @@ def model():
 def batch():
     return (torch.ones(2, 3),)
 """
+STORED = Path(__file__).parents[1] / "data" / "schema_1_1.zir"
 BATCH = "import torch\ndef batch():\n    return (torch.ones(2),)\n"
 
 
@@ -65,11 +66,12 @@ def assert_refused(answer: Answer, *words: str) -> None:
     ],
 )
 def test_options(zeroir: Zeroir, tmp_path: Path, arguments: list[str], words: list[str]) -> None:
-    path = tmp_path / "gpt.zir"
+    (tmp_path / "line.py").write_text(LINE)
+    path = tmp_path / "line.zir"
     # keep-fp32 only means something beside a 16-bit precision
     extra = ["--precision", "bf16"] if "--keep-fp32" in arguments else []
-    assert_refused(zeroir("compile", GPT, *arguments, *extra, "-o", path), *words)
-    assert list(tmp_path.iterdir()) == []
+    assert_refused(zeroir("compile", tmp_path / "line.py", *arguments, *extra, "-o", path), *words)
+    assert list(tmp_path.iterdir()) == [tmp_path / "line.py"]
 
 
 @pytest.mark.parametrize(
@@ -138,12 +140,16 @@ def test_text_goes_with_a_section_alone(zeroir: Zeroir, programs: dict[int, Path
 
 @pytest.mark.parametrize(
     "arguments",
-    [[], *(pytest.param([flag], marks=pytest.mark.slow) for flag in ("--text", "--json"))],
+    [
+        ["explain"],
+        *(
+            pytest.param(["show", str(STORED), *flags], marks=pytest.mark.slow)
+            for flags in ((), ("--text",), ("--json",))
+        ),
+    ],
 )
-def test_a_reader_that_goes_away_is_no_error(
-    programs: dict[int, Path], arguments: list[str]
-) -> None:
-    command = [sys.executable, "-m", "zeroir", "show", str(programs[3]), *arguments]
+def test_a_reader_that_goes_away_is_no_error(arguments: list[str]) -> None:
+    command = [sys.executable, "-m", "zeroir", *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.close()
@@ -152,9 +158,13 @@ def test_a_reader_that_goes_away_is_no_error(
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
-def test_a_full_disk_is_said(programs: dict[int, Path]) -> None:
+@pytest.mark.parametrize(
+    "arguments",
+    [["explain"], pytest.param(["show", str(STORED), "--text"], marks=pytest.mark.slow)],
+)
+def test_a_full_disk_is_said(arguments: list[str]) -> None:
     with Path("/dev/full").open("wb") as full:
-        command = [sys.executable, "-m", "zeroir", "show", str(programs[3]), "--text"]
+        command = [sys.executable, "-m", "zeroir", *arguments]
         made = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert made.returncode == 2
     assert made.stderr == "Error: Not everything could be written: No space left on device.\n"
@@ -214,6 +224,8 @@ def test_ctrl_c_is_one_word_and_leaves_nothing(
         raise KeyboardInterrupt
 
     monkeypatch.setattr("zeroir.artifact.save", interrupted)
-    answer = zeroir("compile", GPT, "-o", tmp_path / "gpt.zir")
+    model = tmp_path / "line.py"
+    model.write_text(LINE)
+    answer = zeroir("compile", model, "-o", tmp_path / "line.zir")
     assert (answer.exit_code, answer.out, answer.err) == (130, "", "Interrupted.\n")
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.iterdir()) == [model]

@@ -23,6 +23,7 @@ import doctest
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -32,6 +33,8 @@ from pathlib import Path
 from typing import Self
 
 import pytest
+
+from tests.support.zygote import run_zeroir
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = (
@@ -109,13 +112,13 @@ def blocks_of(document: str, text: str) -> list[Block]:
     return blocks
 
 
-def check_block(block: Block, directory: Path) -> None:
-    """Check one block by the rule of its language."""
+def check_block(block: Block, directory: Path, *, is_forked: bool = False) -> None:
+    """Check one block by the rule of its language; where ``is_forked``, without starting what imports torch."""
     match block.language:
         case "python":
             check_python(block, directory)
         case "console":
-            check_console(block, directory)
+            check_console(block, directory, is_forked=is_forked)
         case "bash":
             check_bash(block)
         case "zir":
@@ -143,20 +146,34 @@ def check_python(block: Block, directory: Path) -> None:
     assert result.returncode == 0, f"{block.place}:\n{result.stdout}"
 
 
-def check_console(block: Block, directory: Path) -> None:
+def check_console(block: Block, directory: Path, *, is_forked: bool) -> None:
     """Run every command of a transcript and compare its output."""
     steps = transcript(block)
     checker = doctest.OutputChecker()
     for number, (command, expected) in enumerate(steps, start=1):
-        result = _run(["bash", "-o", "pipefail", "-c", command], directory)
+        code, printed = _run_command(command, directory, is_forked=is_forked)
         status = block.exit_status if number == len(steps) else 0
-        assert result.returncode == status, (
-            f"{block.place}: `{command}` exits with {result.returncode}:\n{result.stdout}"
-        )
-        found = "".join(line.rstrip() + "\n" for line in result.stdout.splitlines())
+        assert code == status, f"{block.place}: `{command}` exits with {code}:\n{printed}"
+        found = "".join(line.rstrip() + "\n" for line in printed.splitlines())
         assert expected == "...\n" or checker.check_output(expected, found, doctest.ELLIPSIS), (
             f"{block.place}: `{command}` prints\n{found}instead of\n{expected}"
         )
+
+
+def _run_command(command: str, directory: Path, *, is_forked: bool) -> tuple[int | None, str]:
+    """The exit code and the output of a command.
+
+    A shell runs it; but where ``is_forked``, plain calls of ``zeroir`` come of a process that has imported torch.
+    """
+    is_plain = command.startswith("zeroir ") and not any(sign in command for sign in "|<>;&$`")
+    if not (is_forked and is_plain):
+        result = _run(["bash", "-o", "pipefail", "-c", command], directory)
+        return result.returncode, result.stdout
+    log = directory / ".command"
+    code, out, err = run_zeroir(shlex.split(command)[1:], directory, PLAIN, log)
+    for printed in (log.with_suffix(".out"), log.with_suffix(".err")):
+        printed.unlink()
+    return code, out + err
 
 
 def transcript(block: Block) -> list[tuple[str, str]]:
@@ -204,14 +221,15 @@ def check_zir(text: str, fails_with: str | None = None) -> None:
         assert fails_with in {finding.code for finding in report.findings}, report.render()
 
 
+PLAIN = {"COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb", "OMP_NUM_THREADS": "1"}
+
+
 def _run(command: list[str], directory: Path) -> subprocess.CompletedProcess[str]:
     tools = str(Path(sys.executable).parent)
-    plain = {"COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb", "OMP_NUM_THREADS": "1"}
-    environment = os.environ | plain | {"PATH": os.pathsep.join((tools, os.environ["PATH"]))}
     return subprocess.run(
         command,
         cwd=directory,
-        env=environment,
+        env=os.environ | PLAIN | {"PATH": os.pathsep.join((tools, os.environ["PATH"]))},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -220,11 +238,11 @@ def _run(command: list[str], directory: Path) -> subprocess.CompletedProcess[str
     )
 
 
-def _check_document(document: Path, directory: Path) -> None:
+def _check_document(document: Path, directory: Path, *, is_forked: bool = False) -> None:
     shutil.copytree(ROOT / "examples", directory / "examples")
     name = document.relative_to(ROOT).as_posix()
     for block in blocks_of(name, document.read_text(encoding="utf-8")):
-        check_block(block, directory)
+        check_block(block, directory, is_forked=is_forked)
 
 
 SLOW = [
@@ -243,7 +261,7 @@ def test_blocks_hold(document: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("document", SLOW, ids=lambda path: path.stem)
 def test_blocks_that_take_their_time_hold(document: Path, tmp_path: Path) -> None:
-    _check_document(document, tmp_path)
+    _check_document(document, tmp_path, is_forked=document.name != "README.md")
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)

@@ -7,7 +7,7 @@ import pytest
 from tests.support.eager import assert_equals_eager, traced
 from zeroir.api.check import check_model
 from zeroir.config import CompileOptions, make_options
-from zeroir.frontend import load_model_file, trace
+from zeroir.frontend import load_model_file
 from zeroir.ir.segment import Ref, Segment
 from zeroir.passes.pipelines import lower
 from zeroir.runtime.lockstep import Lockstep
@@ -26,8 +26,10 @@ def test_a_micro_step_equals_eager_pytorch(name: str, precision: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stage", "precision"), [(3, "fp32"), (2, "fp16")])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "stage", "precision"),
+    [*((name, 3, "fp32") for name in NAMES), *((name, 2, "fp16") for name in ("convnet", "llama"))],
+)
 def test_training_equals_eager_replicas(name: str, stage: int, precision: str) -> None:
     options = make_options({"stage": stage, "world_size": 3, "precision": precision})
     comparison = check_model(str(MODELS / f"{name}.py"), options, steps=2, seed=0)
@@ -45,7 +47,7 @@ def test_training_in_bf16_equals_eager_replicas(name: str) -> None:
 )
 def test_every_stage_trains_and_with_the_same_losses(name: str) -> None:
     model_file = load_model_file(str(MODELS / f"{name}.py"))
-    logical = trace(model_file, options_of(0))
+    logical = traced(model_file.path, world_size=RANKS, lr=0.003)
     batches = [[model_file.batch()]] * RANKS
     losses: list[list[float]] = []
     for stage in range(4):

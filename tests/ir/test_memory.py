@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.support.lowering import applied
 from tests.support.programs import mlp
 from zeroir.config import make_options
 from zeroir.ir.buffers import Buffer, Region, Role, Space, whole
@@ -29,7 +30,7 @@ from zeroir.ir.ops import (
 )
 from zeroir.ir.program import Program, Section, State
 from zeroir.ir.traffic import collective_bytes
-from zeroir.passes.pipelines import lower
+from zeroir.passes.pipelines import for_options
 
 MESH = Mesh(axes=(Axis(name="dp", size=4),))
 
@@ -164,7 +165,7 @@ def test_the_peak_agrees_with_a_walk_over_every_prefix(make: Callable[[], Progra
 def test_stages_keep_and_send_what_the_zero_paper_says(stage: int, world_size: int) -> None:
     values = {"precision": "fp16", "optimizer": "adamw", "stage": stage, "world_size": world_size}
     options = make_options({**values, "elide": False})
-    lowered = lower(mlp(precision="fp16"), options)
+    lowered = applied(mlp(precision="fp16"), for_options(options))
     psi = sum(flat.padded_numel for flat in lowered.flats)
     cuts = [world_size if stage >= needed else 1 for needed in (3, 2, 1, 1)]
     sizes = (2 * psi, 2 * psi, 4 * psi, 8 * psi)

@@ -242,6 +242,7 @@ def test_deeply_nested_lists_are_refused() -> None:
         parse(text)
 
 
+@pytest.mark.slow
 def test_ten_thousand_ops_print_and_parse_in_about_a_second() -> None:
     program = mlp(blocks=2)
     body = program.sections[0].body

@@ -56,11 +56,17 @@ def model(tmp_path: Path) -> str:
     ("mesh", "options"),
     [
         ("replicate=2,shard=3", {"stage": 3}),
-        ("replicate=3,shard=2", {"stage": 0}),
-        ("replicate=2,shard=3", {"stage": 1, "precision": "bf16"}),
+        pytest.param("replicate=3,shard=2", {"stage": 0}, marks=pytest.mark.slow),
+        pytest.param(
+            "replicate=2,shard=3", {"stage": 1, "precision": "bf16"}, marks=pytest.mark.slow
+        ),
         ("replicate=3,shard=2", {"stage": 2, "precision": "fp16", "initial_loss_scale": 2.0**30}),
-        ("replicate=3,shard=3", {"stage": 3, "precision": "bf16", "micro_steps": 3}),
-        ("replicate=2,shard=3", {"stage": 1, "micro_steps": 3}),
+        pytest.param(
+            "replicate=3,shard=3",
+            {"stage": 3, "precision": "bf16", "micro_steps": 3},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("replicate=2,shard=3", {"stage": 1, "micro_steps": 3}, marks=pytest.mark.slow),
         ("replicate=2,shard=2", {"stage": 3, "clip": 0.1}),
     ],
 )
@@ -73,6 +79,7 @@ def test_it_equals_eager_replicas(model: str, mesh: str, options: dict[str, obje
     assert len({loss for losses in comparison.losses for loss in losses}) > 1
 
 
+@pytest.mark.slow
 def test_the_order_of_sums_is_that_of_the_mesh(model: str) -> None:
     """Six ranks in one group, in two or in three add up the same numbers in other orders."""
     found = [

@@ -14,6 +14,7 @@ from tests.passes import happens
 from tests.passes.numbers import assert_equal, inputs, run
 from tests.passes.strategies import Case, cases
 from tests.support.examples import examples
+from tests.support.lowering import applied, proved
 from tests.support.programs import mlp
 from zeroir.config import make_options
 from zeroir.errors import UserError
@@ -53,7 +54,7 @@ def test_it_computes_the_same(case: Case, size: int, schedule_seed: int) -> None
     logical = case.logical()
     batches = inputs(logical, case.world_size, case.micro_steps)
     expected = run(case.scheduled(), batches)
-    program = manager.run(logical, replace(case, bucket=size).passes())
+    program = proved(logical, replace(case, bucket=size).passes())
     result = run(program, batches, schedule_seed)
     assert_equal(result, expected, range(case.world_size), f"stage {case.stage}")
 
@@ -64,9 +65,9 @@ def test_it_computes_the_same(case: Case, size: int, schedule_seed: int) -> None
 def test_with_the_update_in_the_backward_it_computes_the_same(stage: int) -> None:
     logical = mlp(blocks=3, keep_fp32=True, precision="bf16", optimizer="momentum")
     batches = inputs(logical, 3, 1)
-    expected = run(manager.run(logical, for_stage(stage, 3)), batches)
+    expected = run(applied(logical, for_stage(stage, 3)), batches)
     passes = for_stage(stage, 3, bucket=9_000, overlap_update=True)
-    program = manager.run(logical, passes)
+    program = proved(logical, passes)
     assert passes[-1] == OverlapUpdate()
     assert_equal(run(program, batches, 11), expected, range(3), f"stage {stage}")
 
@@ -214,7 +215,7 @@ def test_no_bucket_is_gathered_while_nothing_is_computed(size: int) -> None:
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_it_comes_before_the_bounds(stage: int) -> None:
-    program = manager.run(mlp(), for_stage(stage, 2))
+    program = applied(mlp(), for_stage(stage, 2))
     with pytest.raises(
         UserError, match=r"`bucket\{bytes=9\}` would undo the bound of `.*put `bucket` first"
     ):

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.passes.items import items
+from tests.support.lowering import applied
 from zeroir.ir.program import Program
 from zeroir.ir.text import parse, print_program
 from zeroir.passes import manager
@@ -66,7 +67,7 @@ def test_the_example_is_real(earlier: tuple[Pass, ...], step: Pass) -> None:
     spec, before_text, after_text = _example(step)
     assert parse_spec(spec) == step
     logical = LOGICALS.get(type(step), LOGICAL)
-    before = manager.run(logical, earlier)
+    before = applied(logical, earlier)
     after = manager.run(before, [step], reference=logical)
     shown_before, before_items = _completed(before_text, before)
     shown_after, after_items = _completed(after_text, after)

@@ -12,6 +12,7 @@ from tests.passes.numbers import assert_equal, inputs, run
 from tests.passes.strategies import Case, cases
 from tests.passes.test_docstrings import LOGICAL
 from tests.support.examples import examples
+from tests.support.lowering import applied, proved
 from tests.support.programs import mlp
 from zeroir.passes import manager
 from zeroir.passes.pipelines import for_stage
@@ -51,14 +52,14 @@ def test_ranks_that_see_the_same_batch_do_what_one_device_does(
     logical = case.logical()
     alone = run(logical, inputs(logical, 1, case.micro_steps))
     batches = inputs(logical, size, case.micro_steps, is_same=True)
-    program = manager.run(logical, case.passes())
+    program = proved(logical, case.passes())
     assert_equal(run(program, batches, schedule_seed), alone, [0] * size, f"stage {case.stage}")
 
 
 def test_the_example_of_the_docstrings_trains() -> None:
 
     batches = inputs(LOGICAL, 2, 1)
-    results = [run(manager.run(LOGICAL, for_stage(stage, 2)), batches) for stage in range(4)]
+    results = [run(applied(LOGICAL, for_stage(stage, 2)), batches) for stage in range(4)]
     for stage, result in enumerate(results):
         assert_equal(result, results[0], range(2), f"stage {stage}")
     first, last = results[0].losses[0], results[0].losses[-1]
@@ -70,8 +71,8 @@ def test_any_distance_computes_the_same(distance: int) -> None:
 
     logical = mlp(blocks=4)
     batches = inputs(logical, 3, 1)
-    expected = run(manager.run(logical, for_stage(0, 3)), batches)
-    program = manager.run(logical, for_stage(3, 3, distance=distance))
+    expected = run(applied(logical, for_stage(0, 3)), batches)
+    program = applied(logical, for_stage(3, 3, distance=distance))
     for schedule_seed in range(3):
         result = run(program, batches, schedule_seed)
         assert_equal(result, expected, range(3), f"distance {distance}")

@@ -14,6 +14,7 @@ import torch
 
 from tests.passes.numbers import assert_equal, initial, inputs, run
 from tests.passes.test_docstrings import LOGICAL
+from tests.support.lowering import applied
 from tests.support.programs import mlp
 from zeroir.ir import ops
 from zeroir.ir.buffers import Role, Space
@@ -89,7 +90,7 @@ def test_hybrid_sharding_computes_what_one_device_does() -> None:
 
 def test_hybrid_sharding_sums_over_all_ranks() -> None:
     batches = inputs(LOGICAL, 4, 1)
-    expected = run(manager.run(LOGICAL, for_stage(0, 4)), batches)
+    expected = run(applied(LOGICAL, for_stage(0, 4)), batches)
     result = run(gate("hybrid"), batches)
     for key, value in result.state.items():
         # Sums of four in another order: a few roundings of FP32 apart.
@@ -101,7 +102,7 @@ def test_hybrid_sharding_sums_over_all_ranks() -> None:
 @pytest.mark.parametrize("schedule_seed", range(4))
 def test_paging_through_slots_changes_no_bit(schedule_seed: int) -> None:
     batches = inputs(LOGICAL, 2, 1)
-    expected = run(manager.run(LOGICAL, for_stage(3, 2)), batches)
+    expected = run(applied(LOGICAL, for_stage(3, 2)), batches)
     assert_equal(run(gate("paged"), batches, schedule_seed), expected, range(2), "paged")
 
 
@@ -116,14 +117,14 @@ def test_paging_keeps_two_pages_of_momentum_on_the_device() -> None:
 @pytest.mark.parametrize("schedule_seed", range(4))
 def test_updating_on_the_host_changes_no_bit(schedule_seed: int) -> None:
     batches = inputs(OFFLOADED, 2, 1)
-    expected = run(manager.run(OFFLOADED, for_stage(2, 2)), batches)
+    expected = run(applied(OFFLOADED, for_stage(2, 2)), batches)
     assert_equal(run(gate("offload"), batches, schedule_seed), expected, range(2), "offload")
 
 
 def test_evaluation_gives_the_loss_and_leaves_no_trace() -> None:
     program = gate("evaluate")
     batches = inputs(LOGICAL, 2, 1)
-    expected = run(manager.run(LOGICAL, for_stage(3, 2)), batches)
+    expected = run(applied(LOGICAL, for_stage(3, 2)), batches)
     lockstep = Lockstep(program, schedule_seed=5)
     lockstep.initialise_flats(initial(program))
     for step, of_ranks in enumerate(batches):

@@ -16,6 +16,7 @@ from tests.passes.strategies import Case, cases
 from tests.passes.test_docstrings import LOGICAL
 from tests.passes.variants import called_twice, frozen
 from tests.support.examples import examples
+from tests.support.lowering import applied, proved
 from tests.support.programs import mlp
 from zeroir.config import make_options
 from zeroir.ir import ops
@@ -40,7 +41,7 @@ FREE = cases(world_sizes=(1, 3)).map(_without_global_decision)
 @cache
 def _overlapped(stage: int, *, tied: bool = False, micro_steps: int = 1) -> Program:
     logical = mlp(tied=tied, micro_steps=micro_steps, optimizer="momentum")
-    return manager.run(logical, for_stage(stage, 3, overlap_update=True))
+    return applied(logical, for_stage(stage, 3, overlap_update=True))
 
 
 # -------------------------------------------------------------------------------------------------------- numbers
@@ -51,7 +52,7 @@ def _overlapped(stage: int, *, tied: bool = False, micro_steps: int = 1) -> Prog
 def test_it_computes_the_same(case: Case, schedule_seed: int) -> None:
     logical = case.logical()
     batches = inputs(logical, case.world_size, case.micro_steps)
-    before = manager.run(logical, case.passes())
+    before = applied(logical, case.passes())
     after = manager.run(before, [OverlapUpdate()], reference=logical)
     expected = run(before, batches)
     result = run(after, batches, schedule_seed)
@@ -76,7 +77,7 @@ def test_every_optimizer_computes_the_same_with_tied_weights(
     precision = "bf16" if micro_steps == 3 else "fp32"
     logical = mlp(tied=True, optimizer=optimizer, micro_steps=micro_steps, precision=precision)
     batches = inputs(logical, 3, micro_steps)
-    before = manager.run(logical, for_stage(stage, 3))
+    before = applied(logical, for_stage(stage, 3))
     after = manager.run(before, [OverlapUpdate()], reference=logical)
     assert_equal(run(after, batches, 5), run(before, batches), range(3), optimizer)
 
@@ -86,9 +87,9 @@ def test_frozen_parameters_and_units_called_twice_train_as_before(make: object) 
     assert callable(make)
     logical = make()
     batches = inputs(logical, 3, 1)
-    expected = run(manager.run(logical, for_stage(0, 3)), batches)
+    expected = run(applied(logical, for_stage(0, 3)), batches)
     for stage in range(4):
-        program = manager.run(logical, for_stage(stage, 3, overlap_update=True))
+        program = proved(logical, for_stage(stage, 3, overlap_update=True))
         assert_equal(run(program, batches, 3), expected, range(3), f"stage {stage}")
 
 
@@ -98,9 +99,9 @@ def test_frozen_parameters_and_units_called_twice_train_as_before(make: object) 
 def test_groups_of_ranks_with_the_same_shards_compute_the_same(stage: int) -> None:
     logical = mlp(precision="bf16", keep_fp32=True)
     batches = inputs(logical, 4, 1)
-    expected = run(manager.run(logical, for_stage(stage, 4, replicas=2)), batches)
+    expected = run(applied(logical, for_stage(stage, 4, replicas=2)), batches)
     passes = for_stage(stage, 4, replicas=2, bucket=9_000, overlap_update=True)
-    assert_equal(run(manager.run(logical, passes), batches, 2), expected, range(4), "hybrid")
+    assert_equal(run(proved(logical, passes), batches, 2), expected, range(4), "hybrid")
 
 
 def test_a_step_tells_what_it_told_before() -> None:
@@ -109,7 +110,7 @@ def test_a_step_tells_what_it_told_before() -> None:
     found = []
     for is_overlapped in (False, True):
         passes = for_stage(2, 3, overlap_update=is_overlapped)
-        program = manager.run(logical, passes)
+        program = applied(logical, passes)
         lockstep = Lockstep(program)
         lockstep.initialise_flats(initial(program))
         results = [lockstep.step(step)[0] for step in batches]
@@ -195,13 +196,13 @@ def test_only_the_loss_is_left_of_the_update(micro_steps: int) -> None:
         *([ops.Fill] if micro_steps > 1 else []),
     ]
     if micro_steps > 1:
-        before = manager.run(mlp(micro_steps=3, optimizer="momentum"), for_stage(3, 3))
+        before = applied(mlp(micro_steps=3, optimizer="momentum"), for_stage(3, 3))
         assert program.section_by_name[MICRO_STEP] == before.section_by_name[MICRO_STEP]
 
 
 @pytest.mark.parametrize(("precision", "clip"), [("fp32", 1.0), ("fp16", None), ("fp16", 1.0)])
 def test_a_global_decision_comes_before_any_step(precision: str, clip: float | None) -> None:
-    program = manager.run(mlp(precision=precision, clip=clip), for_stage(2, 3))
+    program = applied(mlp(precision=precision, clip=clip), for_stage(2, 3))
     assert OverlapUpdate()(program) == program
     options = make_options(
         {"stage": 2, "world_size": 3, "precision": precision, **({"clip": clip} if clip else {})}
@@ -269,7 +270,7 @@ def test_a_use_of_the_parameters_after_their_step_is_rejected() -> None:
 
 def test_a_second_step_or_decision_is_rejected() -> None:
     program = _overlapped(2)
-    before = manager.run(mlp(optimizer="momentum"), for_stage(2, 3))
+    before = applied(mlp(optimizer="momentum"), for_stage(2, 3))
     update = unordered(program).section_by_name[UPDATE].body
     again = before.section_by_name[UPDATE].body
     decide = next(op for op in again if isinstance(op, ops.Decide))
@@ -301,7 +302,7 @@ def test_a_joint_must_say_what_is_new() -> None:
 def test_an_early_step_of_a_clipped_program_is_rejected(stage: int) -> None:
     """The norm, the decision and a step, all moved to where the step's own gradient is reduced."""
     logical = mlp(clip=1.0, optimizer="momentum")
-    program = unordered(manager.run(logical, for_stage(stage, 3)))
+    program = unordered(applied(logical, for_stage(stage, 3)))
     last, update = (program.section_by_name[name].body for name in (LAST_MICRO_STEP, UPDATE))
     kinds = (ops.GradNorm, ops.AllReduce, ops.Decide)
     early = [op for op in update if isinstance(op, kinds)]

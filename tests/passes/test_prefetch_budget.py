@@ -13,6 +13,7 @@ from tests.passes import happens
 from tests.passes.numbers import assert_equal, inputs, run
 from tests.passes.strategies import Case, cases
 from tests.support.examples import examples
+from tests.support.lowering import applied, proved
 from tests.support.programs import mlp
 from zeroir.config import make_options
 from zeroir.errors import UserError
@@ -23,7 +24,6 @@ from zeroir.ir.memory.lifetimes import Lifetimes
 from zeroir.ir.memory.most_live import most_live
 from zeroir.ir.program import LAST_MICRO_STEP, UPDATE, Program
 from zeroir.ir.traffic import collective_bytes
-from zeroir.passes import manager
 from zeroir.passes.pipelines import for_options, for_stage, parse_spec
 from zeroir.passes.prefetch import Prefetch
 
@@ -119,7 +119,7 @@ def test_the_budget_holds_in_every_order(choice: Choice) -> None:
 
 @cache
 def _lowered(budget: int) -> Program:
-    return manager.run(mlp(blocks=4), for_stage(3, 4, budget=budget))
+    return applied(mlp(blocks=4), for_stage(3, 4, budget=budget))
 
 
 def test_more_memory_is_used_for_gathers_that_run_further_ahead() -> None:
@@ -158,10 +158,10 @@ def test_without_a_limit_all_is_gathered_at_once() -> None:
 def test_numbers_are_the_same(case: Case, flats: int, schedule_seed: int) -> None:
     logical = case.logical()
     batches = inputs(logical, 3, case.micro_steps)
-    expected = run(manager.run(logical, case.passes()), batches)
+    expected = run(applied(logical, case.passes()), batches)
     sizes = [flat.padded_numel * flat.dtype.itemsize_bytes for flat in logical.flats]
     budget = peak(case.scheduled()).total_bytes + flats * 3 * max(sizes)
-    program = manager.run(logical, for_stage(3, 3, elide=case.elide, budget=budget))
+    program = proved(logical, for_stage(3, 3, elide=case.elide, budget=budget))
     assert_equal(run(program, batches, schedule_seed), expected, range(3), f"budget {budget}")
 
 
@@ -169,10 +169,8 @@ def test_numbers_are_the_same(case: Case, flats: int, schedule_seed: int) -> Non
 def test_over_groups_of_ranks(budget: int) -> None:
     logical = mlp(blocks=2)
     batches = inputs(logical, 4, 1)
-    expected = run(manager.run(logical, for_stage(3, 4, replicas=2)), batches)
-    program = manager.run(
-        logical, for_stage(3, 4, replicas=2, budget=budget, unshard=("blocks.0",))
-    )
+    expected = run(applied(logical, for_stage(3, 4, replicas=2)), batches)
+    program = proved(logical, for_stage(3, 4, replicas=2, budget=budget, unshard=("blocks.0",)))
     assert_equal(run(program, batches, 3), expected, range(4), f"budget {budget}")
 
 

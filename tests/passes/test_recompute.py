@@ -16,10 +16,11 @@ from tests.passes.strategies import Case, cases
 from tests.passes.variants import called_twice
 from tests.support.eager import traced
 from tests.support.examples import examples
+from tests.support.lowering import applied, proved
 from tests.support.programs import mlp
 from zeroir.config import make_options
 from zeroir.errors import UserError
-from zeroir.frontend import ModelFile, load_model_file, trace
+from zeroir.frontend import ModelFile, load_model_file
 from zeroir.ir import ops
 from zeroir.ir.buffers import Role
 from zeroir.ir.memory.curve import peak
@@ -86,8 +87,8 @@ def test_every_stage_computes_the_same_after_it(
 ) -> None:
     logical = case.logical()
     batches = inputs(logical, case.world_size, case.micro_steps)
-    expected = run(manager.run(logical, case.passes()), batches, seed)
-    program = manager.run(logical, (*before, *case.passes()))
+    expected = run(applied(logical, case.passes()), batches, seed)
+    program = proved(logical, (*before, *case.passes()))
     assert_equal(run(program, batches, seed), expected, range(case.world_size), "recomputed")
 
 
@@ -131,8 +132,8 @@ def test_a_unit_that_is_called_twice_is_computed_again_call_by_call() -> None:
     program = assert_laws(logical, ALL)
     assert calls(program).count("block.recompute") == 3
     batches = inputs(logical, 3, 1)
-    expected = run(manager.run(logical, for_stage(3, 3)), batches)
-    result = run(manager.run(logical, (ALL, *for_stage(3, 3))), batches, schedule_seed=5)
+    expected = run(applied(logical, for_stage(3, 3)), batches)
+    result = run(proved(logical, (ALL, *for_stage(3, 3))), batches, schedule_seed=5)
     assert_equal(result, expected, range(3), "called twice")
 
 
@@ -140,8 +141,8 @@ def test_a_unit_that_is_called_twice_is_computed_again_call_by_call() -> None:
 def test_the_gather_of_the_backward_serves_the_second_run(elide: bool, tied: bool) -> None:
     logical = mlp(blocks=2, tied=tied)
     passes = for_stage(3, 4, elide=elide)
-    without = manager.run(logical, passes)
-    program = manager.run(logical, (Recompute(), *passes))
+    without = applied(logical, passes)
+    program = applied(logical, (Recompute(), *passes))
     assert collective_bytes(program) == collective_bytes(without)
     body = program.section_by_name[LAST_MICRO_STEP].body
     masks = happens.before(body)
@@ -236,7 +237,7 @@ def test_what_a_second_run_reads_is_kept() -> None:
 def assert_trains_alike(logical: Program, program: Program) -> None:
     batches = inputs(logical, 3, 1)
     passes = for_stage(3, 3)
-    expected = run(manager.run(logical, passes), batches)
+    expected = run(applied(logical, passes), batches)
     recomputed = manager.run(replace(program, passes=()), passes, reference=logical)
     assert_equal(run(recomputed, batches, 3), expected, range(3), "recomputed")
 
@@ -306,7 +307,7 @@ def test_statistics_change_once_and_dropout_is_the_same(stage: int) -> None:
     assert saved(program) == {"h"}
     batches = inputs(logical, 3, 1)
     results = [
-        run(manager.run(logical, (*first, *for_stage(stage, 3))), batches, schedule_seed)
+        run(proved(logical, (*first, *for_stage(stage, 3))), batches, schedule_seed)
         for schedule_seed, first in enumerate(((), (Recompute(units=("a",)),)))
     ]
     assert_equal(results[1], results[0], range(3), f"stage {stage}")
@@ -362,7 +363,7 @@ def test_another_input_is_rejected() -> None:
 
 def test_only_for_one_device() -> None:
     with pytest.raises(UserError, match="put it before the passes that share"):
-        Recompute()(manager.run(mlp(), for_stage(0, 2)))
+        Recompute()(applied(mlp(), for_stage(0, 2)))
 
 
 def test_the_root_is_not_repeated() -> None:
@@ -421,7 +422,7 @@ def test_bits_of_real_models_do_not_change(
     """Losses, parameters and running statistics, dropout included, are those without the pass at every stage."""
     model_file = load_model_file(str(MODELS / f"{name}.py"))
     choices = {"world_size": 3, "precision": precision, "micro_steps": micro_steps}
-    logical = trace(model_file, make_options(choices))
+    logical = traced(model_file.path, **choices)
     without = lower(logical, make_options({**choices, "stage": stages[0]}))
     expected = _trained(model_file, without, micro_steps)
     for stage in stages:

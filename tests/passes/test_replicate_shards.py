@@ -14,6 +14,7 @@ from tests.passes.numbers import assert_equal, inputs, run
 from tests.passes.strategies import Case, cases
 from tests.passes.test_docstrings import LOGICAL
 from tests.support.examples import examples
+from tests.support.lowering import applied, proved
 from tests.support.programs import mlp
 from zeroir.errors import UserError
 from zeroir.ir import ops
@@ -83,7 +84,7 @@ def test_every_stage_computes_the_same_bits(
         assert_equal(result, expected, range(world_size), f"stage {stage}")
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
 def test_micro_steps_add_over_ranks_or_micro_steps_first(precision: str) -> None:
     logical = mlp(blocks=1, precision=precision, clip=0.5, micro_steps=3)
     batches = inputs(logical, 6, 3)
@@ -95,7 +96,7 @@ def test_micro_steps_add_over_ranks_or_micro_steps_first(precision: str) -> None
 @pytest.mark.parametrize("stage", STAGES)
 def test_one_group_is_plain_data_parallelism(stage: int) -> None:
     logical = mlp(blocks=1, precision="bf16", clip=0.5)
-    plain = print_program(manager.run(logical, for_stage(stage, 3)))
+    plain = print_program(applied(logical, for_stage(stage, 3)))
     one = print_program(hybrid(logical, stage, 1, 3))
     for old, new in (
         ("pass replicate-shards{replicas=1}\n", ""),
@@ -116,7 +117,7 @@ def test_groups_of_one_rank_are_plain_replicas(stage: int) -> None:
     # Without clipping: norms are added up by shards there, and by whole gradients here.
     logical = mlp(blocks=1, precision="fp16")
     batches = inputs(logical, 3, 1)
-    expected = run(manager.run(logical, for_stage(0, 3)), batches)
+    expected = run(applied(logical, for_stage(0, 3)), batches)
     result = run(hybrid(logical, stage, 3, 1), batches, schedule_seed=stage)
     assert_equal(result, expected, range(3), f"stage {stage}")
 
@@ -152,12 +153,14 @@ def test_what_is_reduced_in_one_launch_crosses_in_one(micro_steps: int) -> None:
     assert verify(program, logical).findings == ()
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    "stage", [1, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 2))]
+)
 def test_an_update_in_the_backward_changes_no_bit(stage: int) -> None:
     logical = mlp(blocks=1, precision="bf16")
     batches = inputs(logical, 6, 1)
     expected = run(hybrid(logical, stage, 2, 3), batches)
-    program = manager.run(logical, for_stage(stage, 6, replicas=2, overlap_update=True))
+    program = proved(logical, for_stage(stage, 6, replicas=2, overlap_update=True))
     assert any(
         isinstance(op, ops.OptimizerStep) for op in program.section_by_name[LAST_MICRO_STEP].body
     )
@@ -167,7 +170,7 @@ def test_an_update_in_the_backward_changes_no_bit(stage: int) -> None:
 
 def test_shards_are_cut_for_a_group_and_not_for_all_ranks() -> None:
     logical = mlp()
-    plain, program = manager.run(logical, for_stage(3, 4)), hybrid(logical, 3, 2, 4)
+    plain, program = applied(logical, for_stage(3, 4)), hybrid(logical, 3, 2, 4)
     own = {b.name: b.numel for b in plain.buffers}
     assert {b.name: b.numel for b in program.buffers} == own
 

@@ -17,16 +17,16 @@ from tests.passes.test_docstrings import SAVING
 from tests.support import compiled
 from tests.support.eager import traced
 from tests.support.examples import examples
+from tests.support.lowering import applied, proved
 from zeroir.api.check import check_model
 from zeroir.config import make_options
 from zeroir.errors import UserError
-from zeroir.frontend import ModelFile, load_model_file, trace
+from zeroir.frontend import ModelFile, load_model_file
 from zeroir.ir import ops
 from zeroir.ir.buffers import Role
 from zeroir.ir.program import LAST_MICRO_STEP, Program
 from zeroir.ir.text import parse, print_program
 from zeroir.ir.verify import verify
-from zeroir.passes import manager
 from zeroir.passes.pipelines import for_stage, lower
 from zeroir.passes.select_saved import SelectSaved
 from zeroir.runtime.lockstep import Lockstep
@@ -128,7 +128,7 @@ def test_bits_do_not_change(name: str, precision: str, micro_steps: int) -> None
     expected: list[torch.Tensor] = []
     model_file = load_model_file(str(MODELS / f"{name}.py"))
     choices = {"world_size": 3, "precision": precision, "micro_steps": micro_steps}
-    logical = trace(model_file, make_options(choices))
+    logical = traced(model_file.path, **choices)
     for stage in (0, 2, 3):
         for select in (False, True):
             made = make_options({**choices, "stage": stage, "select_saved": select})
@@ -172,8 +172,8 @@ def test_every_stage_computes_the_same_after_it(case: Case, schedule_seed: int) 
     assert SelectSaved()(selected) == selected
     assert saved_bytes(selected) <= saved_bytes(logical)
     batches = inputs(logical, case.world_size, case.micro_steps)
-    expected = run(manager.run(logical, case.passes()), batches, schedule_seed)
-    program = manager.run(logical, (SelectSaved(), *case.passes()))
+    expected = run(applied(logical, case.passes()), batches, schedule_seed)
+    program = proved(logical, (SelectSaved(), *case.passes()))
     assert_equal(run(program, batches, schedule_seed), expected, range(case.world_size), "selected")
 
 
@@ -278,7 +278,7 @@ def test_what_another_backward_reads_stays_and_costs_nothing() -> None:
 
 def test_only_for_one_device() -> None:
     with pytest.raises(UserError, match="put it before the passes"):
-        SelectSaved()(manager.run(SAVING, for_stage(0, 2)))
+        SelectSaved()(applied(SAVING, for_stage(0, 2)))
 
 
 # ---------------------------------------------------------------------------------------------------------- mutants

@@ -11,6 +11,7 @@ from tests.passes.numbers import assert_equal, inputs, run
 from tests.passes.strategies import Case, cases
 from tests.passes.variants import called_twice
 from tests.support.examples import examples
+from tests.support.lowering import applied, proved
 from tests.support.programs import mlp
 from zeroir.errors import UserError
 from zeroir.ir.program import LAST_MICRO_STEP, Program
@@ -53,7 +54,7 @@ def test_with_all_units_two_psi_go_over_the_wire(case: Case, replicas: int | Non
 
 def test_only_the_units_that_are_named() -> None:
     logical = mlp(blocks=3)
-    program = manager.run(logical, for_stage(3, 4, elide=False, unshard=("blocks.1",)))
+    program = applied(logical, for_stage(3, 4, elide=False, unshard=("blocks.1",)))
     psi = psi_bytes(program)
     assert collective_bytes(program)["all_gather"] == 2 * psi - psi_bytes(program, "blocks.1")
     body = program.section_by_name[LAST_MICRO_STEP].body
@@ -67,7 +68,7 @@ def test_only_the_units_that_are_named() -> None:
 def test_numbers_are_the_same(case: Case, units: tuple[str, ...], recompute: bool) -> None:
     logical = case.logical()
     batches = inputs(logical, 3, case.micro_steps)
-    expected = run(manager.run(logical, case.passes()), batches)
+    expected = run(applied(logical, case.passes()), batches)
     passes = for_stage(
         3,
         3,
@@ -77,22 +78,20 @@ def test_numbers_are_the_same(case: Case, units: tuple[str, ...], recompute: boo
         unshard=units,
         recompute=("*",) if recompute else (),
     )
-    result = run(manager.run(logical, passes), batches, schedule_seed=7)
+    result = run(proved(logical, passes), batches, schedule_seed=7)
     assert_equal(result, expected, range(3), "unsharded")
 
 
 def test_over_groups_of_ranks() -> None:
     logical = mlp(blocks=2, micro_steps=2)
     batches = inputs(logical, 4, 2)
-    programs = [
-        manager.run(logical, for_stage(3, 4, replicas=2, unshard=units)) for units in ((), ALL)
-    ]
+    programs = [proved(logical, for_stage(3, 4, replicas=2, unshard=units)) for units in ((), ALL)]
     expected, result = (run(program, batches) for program in programs)
     assert_equal(result, expected, range(4), "unsharded in groups")
 
 
 def test_a_unit_that_is_called_twice_is_gathered_once() -> None:
-    program = manager.run(called_twice(), for_stage(3, 2, unshard=("blocks.0",)))
+    program = proved(called_twice(), for_stage(3, 2, unshard=("blocks.0",)))
     body = program.section_by_name[LAST_MICRO_STEP].body
     lives = [life for life in happens.lives(body, program) if life.buffer == "blocks.0.full"]
     assert [len(life.readers) for life in lives] == [4]
@@ -100,7 +99,7 @@ def test_a_unit_that_is_called_twice_is_gathered_once() -> None:
 
 def test_buckets_hold_what_is_still_gathered() -> None:
     passes = for_stage(3, 2, bucket=1 << 20, unshard=("blocks.0", "root.*"))
-    program = manager.run(mlp(blocks=3), passes)
+    program = proved(mlp(blocks=3), passes)
     assert collective_bytes(program)["all_gather"] == psi_bytes(program) + psi_bytes(
         program, "blocks.1", "blocks.2"
     )

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
 from tests.passes import happens
 from tests.passes.numbers import assert_equal, inputs, run
 from tests.passes.variants import called_twice, frozen
+from tests.support.lowering import applied
 from zeroir.ir import ops
 from zeroir.ir.layout import padded_numel
 from zeroir.ir.mesh import Axis
@@ -21,9 +23,21 @@ from zeroir.passes.pipelines import for_stage
 from zeroir.passes.resize import resize
 
 
-@pytest.mark.parametrize("make", [frozen, called_twice])
-@pytest.mark.parametrize("world_size", [1, 3])
-@pytest.mark.parametrize("elide", [True, False])
+@pytest.mark.parametrize(
+    ("make", "world_size", "elide"),
+    [
+        (frozen, 3, True),
+        (called_twice, 3, False),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                (frozen, 3, False),
+                (called_twice, 3, True),
+                *product((frozen, called_twice), (1,), (True, False)),
+            )
+        ),
+    ],
+)
 def test_every_stage_computes_the_same(
     make: Callable[[], Program], world_size: int, elide: bool
 ) -> None:
@@ -39,7 +53,7 @@ def test_every_stage_computes_the_same(
 
 
 def test_a_frozen_flat_is_sharded_and_gathered_but_never_reduced() -> None:
-    program = manager.run(frozen(), for_stage(3, 2))
+    program = applied(frozen(), for_stage(3, 2))
     assert program.buffer_by_name["a.param"].numel == program.flat_by_name["a"].padded_numel // 2
     body = program.section_by_name[LAST_MICRO_STEP].body
     assert [life.buffer for life in happens.lives(body, program)] == ["a.full", "b.full"]
@@ -50,14 +64,14 @@ def test_a_frozen_flat_is_sharded_and_gathered_but_never_reduced() -> None:
 
 
 def test_a_frozen_unit_without_backward_is_still_gathered_twice_when_nothing_is_elided() -> None:
-    program = manager.run(frozen(), for_stage(3, 2, elide=False))
+    program = applied(frozen(), for_stage(3, 2, elide=False))
     psi_bytes = sum(4 * flat.padded_numel for flat in program.flats)
     sent = collective_bytes(program)
     assert sent["all_gather"] == 2 * psi_bytes
 
 
 def test_a_unit_called_twice_is_gathered_for_each_run_and_reduced_once() -> None:
-    program = manager.run(called_twice(), for_stage(3, 2))
+    program = applied(called_twice(), for_stage(3, 2))
     body = program.section_by_name[LAST_MICRO_STEP].body
     found = [life.buffer.removesuffix(".full") for life in happens.lives(body, program)]
     assert found == [

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.report.browser import open_browser
+from tests.support.lowering import applied
 from tests.support.programs import mlp
 from zeroir.config import make_options
 from zeroir.cost.machine import load_machine
@@ -19,7 +20,7 @@ from zeroir.cost.simulate import Simulation, simulate
 from zeroir.ir.memory.curve import peak
 from zeroir.ir.program import Program
 from zeroir.ir.verify import verify
-from zeroir.passes.pipelines import for_stage, lower
+from zeroir.passes.pipelines import for_options, for_stage
 from zeroir.report.page.facts import memory_curve, step_ops, unit_facts
 from zeroir.report.page.html import report_html
 from zeroir.report.step import step_sections
@@ -35,7 +36,7 @@ WIDTH = 1400
 @cache
 def program(micro_steps: int = 1) -> Program:
     options = make_options({"stage": 3, "world_size": 4, "micro_steps": micro_steps})
-    return lower(mlp(blocks=3, dim=32, micro_steps=micro_steps), options)
+    return applied(mlp(blocks=3, dim=32, micro_steps=micro_steps), for_options(options))
 
 
 @cache

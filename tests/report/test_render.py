@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console, RenderableType
 from rich.text import Text
 
+from tests.support.lowering import applied
 from tests.support.schedules import Case
 from zeroir.errors import UserError
 from zeroir.ir.verify import verify
@@ -39,7 +40,7 @@ def without_colours(text: str) -> str:
 
 @pytest.mark.parametrize("name", ["schedule", "passes"])
 def test_colours_change_no_word(name: str) -> None:
-    program = run(CASE.logical, for_stage(3, 3))
+    program = applied(CASE.logical, for_stage(3, 3))
     what = (
         render_schedule(program)
         if name == "schedule"

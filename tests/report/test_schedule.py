@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.lowering import applied
 from tests.support.programs import mlp
 from zeroir.config import make_options
 from zeroir.ir import ops
 from zeroir.ir.program import LAST_MICRO_STEP, UPDATE, Program
 from zeroir.ir.traffic import collective_bytes
-from zeroir.passes.pipelines import lower
+from zeroir.passes.pipelines import for_options
 from zeroir.report.schedule import Fold, Row, fold, schedule
 
 
@@ -34,7 +35,7 @@ def lowered(
             "overlap_update": overlap_update,
         }
     )
-    return lower(mlp(blocks=blocks, micro_steps=micro_steps, tied=tied), options)
+    return applied(mlp(blocks=blocks, micro_steps=micro_steps, tied=tied), for_options(options))
 
 
 def rows_of(program: Program) -> list[Row]:

@@ -31,7 +31,7 @@ def allocated_bytes(action: Callable[[], object]) -> int:
     )
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "fp16"])
 @pytest.mark.parametrize("stage", range(4))
 def test_at_rest_a_rank_holds_its_persistent_buffers_and_a_place_for_temporary_ones(
     stage: int, precision: str
@@ -47,7 +47,9 @@ def test_at_rest_a_rank_holds_its_persistent_buffers_and_a_place_for_temporary_o
 
 
 @pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "fp16"])
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize(
+    "stage", [0, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2))]
+)
 def test_steps_leave_nothing_behind(stage: int, precision: str) -> None:
     """In lockstep, whose one thread the profiler sees whole."""
     logical = mlp(precision=precision, dim=64)

@@ -1,4 +1,4 @@
-"""How many examples hypothesis tries: all that a test names in the whole suite, a third of them in a quick run."""
+"""How many examples hypothesis tries: all that a test names in the whole suite, a fifth of them in a quick run."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Final
 from hypothesis import HealthCheck, settings
 
 IS_THOROUGH: Final = os.environ.get("ZEROIR_TEST_EXAMPLES") == "all"
-_FEWEST: Final = 5
+_FEWEST: Final = 4
 
 
 def examples(count: int, *, suppress_health_check: Collection[HealthCheck] = ()) -> settings:
     """Settings for a test that tries ``count`` examples, however long one takes."""
-    tried = count if IS_THOROUGH else max(min(count, _FEWEST), count // 3)
+    tried = count if IS_THOROUGH else max(min(count, _FEWEST), count // 5)
     return settings(
         max_examples=tried, deadline=None, suppress_health_check=tuple(suppress_health_check)
     )

@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import cache
 from pathlib import Path
 
+from tests.support.eager import traced
 from zeroir.config import make_options
-from zeroir.frontend import load_model_file, trace
 from zeroir.ir.program import Program
 from zeroir.passes.pipelines import lower
 
@@ -14,7 +14,7 @@ from zeroir.passes.pipelines import lower
 @cache
 def logical(path: Path) -> Program:
     """The model file's logical program, with the default options."""
-    return trace(load_model_file(str(path)), make_options({"world_size": 1}))
+    return traced(path)
 
 
 @cache

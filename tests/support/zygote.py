@@ -1,8 +1,8 @@
 """Processes that have imported torch and zeroir and wait to be forked, since the imports cost more than most jobs.
 
 ``python -m tests.support.zygote`` forks a rank for every line that asks for one. A rank is a process of its own with
-its own environment, and runs its module as ``python -m`` would, to the end of the interpreter. Each rank of a job comes
-of another such process, so that ranks iterate over sets in different orders, as they do where torchrun starts them.
+its own environment, and runs its module as ``python -m`` would, to the end of the interpreter. Where ranks of a
+job come of more than one such process, they iterate over sets in different orders, as where torchrun starts them.
 """
 
 from __future__ import annotations
@@ -29,12 +29,11 @@ def import_path() -> str:
 
 
 class Zygote:
-    """One such process, as seen by the tests."""
+    """One such process, as seen by the tests; it imports ``more`` modules than all of them do."""
 
-    def __init__(self, slot: int) -> None:
-        self.slot = slot
+    def __init__(self, more: tuple[str, ...] = ()) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-W", "error", "-m", "tests.support.zygote"],
+            [sys.executable, "-W", "error", "-m", "tests.support.zygote", *more],
             cwd=ROOT,
             env={
                 **os.environ,
@@ -64,29 +63,49 @@ class Zygote:
 
 
 @cache
-def zygote(slot: int) -> Zygote:
-    """The process of which the ranks of that number come."""
-    return Zygote(slot)
+def zygote(_slot: int) -> Zygote:
+    """The process of that number; each has a seed of its own for the order of sets."""
+    return Zygote()
+
+
+@cache
+def compiling_zygote() -> Zygote:
+    """A process of which commands come that trace models."""
+    return Zygote(("zeroir.frontend.capture",))
+
+
+def run_zeroir(
+    arguments: list[str], folder: Path, environment: Mapping[str, str], log: Path
+) -> tuple[int | None, str, str]:
+    """The exit code of a command line, run in a folder, and what it prints to stdout and to stderr."""
+    forked = Forked(compiling_zygote(), "zeroir", tuple(arguments), environment, log, folder=folder)
+    code = forked.wait(time.monotonic() + 240)
+    if code is None:
+        forked.kill()
+    return code, *forked.output()
 
 
 class Forked:
-    """A forked rank, in the manner of ``Popen``; what it prints goes to files."""
+    """A forked process, in the manner of ``Popen``; what it prints goes to files."""
 
     def __init__(
         self,
-        slot: int,
+        source: Zygote,
         module: str,
         args: tuple[str, ...],
         environment: Mapping[str, str],
         log: Path,
+        *,
+        folder: Path = ROOT,
     ) -> None:
-        self._zygote = zygote(slot)
+        self._zygote = source
         self._out, self._err = log.with_suffix(".out"), log.with_suffix(".err")
         request = {
             "argv": [module, *args],
             "environment": {**os.environ, "PYTHONPATH": import_path(), **environment},
             "out": str(self._out),
             "err": str(self._err),
+            "folder": str(folder),
         }
         self.pid = self._zygote.ask(request)
         assert self.pid is not None, "no rank was forked"
@@ -123,7 +142,7 @@ class Forked:
 
 def main() -> None:
     """Answer requests; in a forked process, be the rank."""
-    for name in EARLY:
+    for name in (*EARLY, *sys.argv[1:]):
         importlib.import_module(name)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for line in sys.stdin:
@@ -168,6 +187,7 @@ def _become(request: dict[str, object]) -> None:
     os.environ.clear()
     os.environ.update(environment)
     sys.argv = argv
+    os.chdir(str(request["folder"]))
     runpy.run_module(argv[0], run_name="__main__", alter_sys=True)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -97,17 +98,26 @@ def test_a_row_that_may_attend_to_nothing_is_zero() -> None:
     assert all(grad.isfinite().all() for grad in grads)
 
 
-def test_operators_are_registered_as_torch_wants_them() -> None:
+@pytest.mark.parametrize(
+    "utility",
+    [
+        "test_schema",
+        "test_autograd_registration",
+        "test_faketensor",
+        # It compiles them.
+        pytest.param("test_aot_dispatch_dynamic", marks=pytest.mark.slow),
+    ],
+)
+def test_operators_are_registered_as_torch_wants_them(utility: str) -> None:
+    check = partial(torch.library.opcheck, test_utils=utility)
     _, q, k, v = (x.detach().requires_grad_() for x in qkv(torch.float32))
-    torch.library.opcheck(torch.ops.zeroir.attention, (q, k, v, None, True, None))
+    check(torch.ops.zeroir.attention, (q, k, v, None, True, None))
     x = torch.randn(5, 3, requires_grad=True)
-    torch.library.opcheck(torch.ops.zeroir.dropout, (x, 0.3, torch.tensor([5])))
+    check(torch.ops.zeroir.dropout, (x, 0.3, torch.tensor([5])))
     statistics = torch.zeros(3), torch.ones(3)
     weights = torch.ones(3, requires_grad=True), torch.zeros(3, requires_grad=True)
     for training in (True, False):
-        torch.library.opcheck(
-            torch.ops.zeroir.batch_norm, (x, *weights, *statistics, training, 0.1, 1e-5)
-        )
+        check(torch.ops.zeroir.batch_norm, (x, *weights, *statistics, training, 0.1, 1e-5))
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -183,6 +183,15 @@ class Program:
         return {buffer.name: buffer for buffer in self.buffers}
 
     @cached_property
+    def buffers_by_content(self) -> Mapping[Content, tuple[str, ...]]:
+        """The names of the buffers that rest with a content, in order: several where it stands in more than one."""
+        found: dict[Content, list[str]] = {}
+        for buffer in self.buffers:
+            if buffer.holds is not None:
+                found.setdefault(buffer.holds, []).append(buffer.name)
+        return {content: tuple(names) for content, names in found.items()}
+
+    @cached_property
     def segment_by_name(self) -> Mapping[str, Segment]:
         """Segments by name."""
         return {segment.name: segment for segment in self.segments}

@@ -8,17 +8,17 @@ from dataclasses import replace
 import pytest
 
 from tests.ir.test_placement import meetings
+from tests.support.lowering import applied
 from tests.support.programs import mlp
 from zeroir.ir.buffers import Space
 from zeroir.ir.memory.placement import Placement, place_all
 from zeroir.ir.program import Program
 from zeroir.ir.text import parse
 from zeroir.ir.verify import verify
-from zeroir.passes import manager
 from zeroir.passes.pipelines import for_stage
 from zeroir.passes.plan_memory import PlanMemory
 
-SCHEDULED = manager.run(mlp(blocks=3), (*for_stage(3, 2), PlanMemory()))
+SCHEDULED = applied(mlp(blocks=3), (*for_stage(3, 2), PlanMemory()))
 
 
 def moved(program: Program, name: str, offset: int | None) -> Program:

@@ -10,6 +10,7 @@ import pytest
 
 from tests.ir.verify.test_joints import hybrid
 from tests.ir.verify.test_rejects import codes, find
+from tests.support.lowering import applied
 from tests.support.mutate import at, edit, put
 from tests.support.schedules import Case
 from zeroir.ir import ops
@@ -30,7 +31,6 @@ from zeroir.ir.program import (
 )
 from zeroir.ir.text import parse
 from zeroir.ir.verify import verify
-from zeroir.passes import manager
 from zeroir.passes.pipelines import for_stage
 
 FP32 = Case(stage=3, clip=1.0)
@@ -254,7 +254,7 @@ def exchanged(program: Program, *, has_labels: bool) -> Program:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_each_parameter_is_updated_as_its_group_says(stage: int) -> None:
     logical = in_two_groups(Case(stage=stage).logical)
-    program = manager.run(logical, for_stage(stage, 3))
+    program = applied(logical, for_stage(stage, 3))
     assert verify(program, logical).is_valid
     unlabelled = verify(exchanged(program, has_labels=False), logical)
     assert codes(unlabelled) == {"Z406"}
@@ -393,7 +393,7 @@ def test_three_contributions_are_added_in_one_order() -> None:
     """Rounding depends on it; sums of two are the same either way."""
     logical = Case(stage=0, tied=True).logical
     one, other = (with_three_contributions(logical, is_swapped=s) for s in (False, True))
-    programs = [manager.run(logical, for_stage(0, 3)) for logical in (one, other)]
+    programs = [applied(logical, for_stage(0, 3)) for logical in (one, other)]
     assert verify(programs[0], one).is_valid
     assert verify(programs[1], other).is_valid
     report = verify(programs[1], one)
@@ -417,7 +417,7 @@ def test_a_call_may_be_repeated_where_the_logical_program_repeats_it() -> None:
 
     logical = repeated(case.logical)
     assert verify(logical).is_valid
-    program = manager.run(logical, for_stage(0, 3))
+    program = applied(logical, for_stage(0, 3))
     assert verify(program, logical).is_valid
     assert codes(verify(program, case.logical)) == {"Z406"}
     assert codes(verify(repeated(case.scheduled), case.logical)) == {"Z406"}

@@ -261,9 +261,10 @@ def _is_own(value: Value, content: NamedContent) -> bool:
 
 def _is_elsewhere(run: Run, region: Region, content: NamedContent) -> bool:
     """Whether another buffer or region goes by this name, so that the name says what stands here."""
-    holders = [b.name for b in run.program.buffers if b.holds == content]
-    told = [h.region for h in run.section.exit.holdings if h.content == content]
-    return any(name != region.buffer for name in holders) or any(one != region for one in told)
+    holders = run.program.buffers_by_content.get(content, ())
+    if any(name != region.buffer for name in holders):
+        return True
+    return any(h.content == content and h.region != region for h in run.section.exit.holdings)
 
 
 def _check_scalars(run: Run, outcome: Outcome) -> None:
