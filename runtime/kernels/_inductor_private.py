@@ -1,22 +1,27 @@
 """What the runtime uses of Inductor, and how it loads what Inductor made; all of torch's private interfaces for it.
 
 Compiling imports the compiler, which takes about 120 MB and seconds, and happens in processes of their own
-(``compile_worker``). Loading and running imports none of it: a compiled segment is a library with a C interface
-(AOTInductor's ``interface.h``).
+(``compile_worker``). Loading and running imports none of it: a compiled segment is a library with a C interface.
 
 A library reads its arguments and writes its destinations, which are inputs of its function like the arguments; it
-returns nothing.
+returns nothing. On the CPU its interface is one function (``segment.h``). AOTInductor's own (``interface.h``, with its
+container of models) takes three times as long to compile as the segment, and is there for what needs it: CUDA,
+constants, and operators that torch offers no C function for.
 """
 
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+import os
+import platform
+import subprocess
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 import torch
 from torch import Tensor, fx
@@ -25,14 +30,24 @@ from zeroir.errors import InternalError
 from zeroir.ir.segment import TensorType
 from zeroir.runtime.tensors import TORCH_DTYPE
 
+if TYPE_CHECKING:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
 LIBRARY: Final = "kernel.so"
 EXTERN_CALLS: Final = "kernel.json"
 """Beside the library where it calls operators that torch offers no C function for."""
+
+_SEGMENT_HEADER: Final = Path(__file__).with_name("segment.h")
+_FUNCTION: Final = "zeroir_run"
+"""What ``segment.h`` exports; a library without it holds a model in AOTInductor's container."""
 
 Decompositions = Mapping[torch._ops.OpOverload, Callable[..., object]]
 
 _C_FUNCTIONS: Final = ("mm_out", "bmm_out", "addmm_out")
 """Operators of ``torch_ops.into`` that stand for the C function of torch with their name and arguments."""
+
+_OWN_C_FUNCTIONS: Final = ("embedding_gradient",)
+"""Operators of ``torch_ops.into`` for which ``segment.h`` has such a function."""
 
 OPTIONS: Final[Mapping[str, object]] = {
     # The order of the graph is what says that a destination is read after it is written.
@@ -59,26 +74,14 @@ def compile_library(
 
     ``inputs`` are the types of the graph's inputs; those in ``host_inputs`` lie on the host.
     """
-    from torch._guards import TracingContext, tracing
-    from torch._inductor import config
-    from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
-    from torch._inductor.virtualized import V
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    _lower_ours()
-    known = config.get_config_copy()
-    options = {name: value for name, value in OPTIONS.items() if name in known}
-    options |= {
-        "cpp_wrapper": True,
-        "aot_inductor.output_path": str(folder / LIBRARY),
-    }
-    mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
-    with ExitStack() as stack:
-        stack.enter_context(torch.no_grad())
-        with mode:
+    def compiled(options: Mapping[str, object]) -> None:
+        mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
+        with torch.no_grad(), mode:
             examples = [
                 torch.empty_strided(
                     one.shape,
@@ -92,12 +95,129 @@ def compile_library(
             traced = make_fx(graph, decomposition_table=table)(*examples)
         traced.graph.eliminate_dead_code(is_impure_node=has_effect)
         traced.recompile()
+        _compile(traced, examples, mode, folder, options)
+
+    _lower_ours()
+    if device.type == "cpu":
+        # Whatever goes wrong here, the other form is there for it.
+        with suppress(Exception), _as_function(folder) as options:
+            compiled(options)
+            if not _describes_calls(folder):
+                _keep_only(folder, LIBRARY)
+                return
+        _keep_only(folder)
+    with _as_model() as options:
+        compiled(options)
+    if (calls := _describes_calls(folder)) is not None:
+        calls.rename(folder / EXTERN_CALLS)
+    _keep_only(folder, LIBRARY, EXTERN_CALLS)
+
+
+def _compile(
+    graph: fx.GraphModule,
+    examples: Sequence[Tensor],
+    mode: FakeTensorMode,
+    folder: Path,
+    options: Mapping[str, object],
+) -> None:
+    """Let Inductor compile a graph of torch's operators and ours."""
+    from torch._guards import TracingContext, tracing
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.virtualized import V
+
+    known = config.get_config_copy()
+    patch = {
+        **{name: value for name, value in OPTIONS.items() if name in known},
+        "cpp_wrapper": True,
+        "aot_inductor.output_path": str(folder / LIBRARY),
+        **options,
+    }
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
         stack.enter_context(V.set_fake_mode(mode))
         stack.enter_context(V.set_aot_compilation(True))
         stack.enter_context(tracing(TracingContext(mode)))
-        stack.enter_context(config.patch(options))
-        compile_fx_inner(traced, examples, aot_mode=True, cpp_wrapper=True)
-    _keep_only_what_runs(folder)
+        stack.enter_context(config.patch(patch))
+        stack.enter_context(_quick_check_of_instructions())
+        compile_fx_inner(graph, examples, aot_mode=True, cpp_wrapper=True)
+
+
+@contextmanager
+def _as_function(folder: Path) -> Iterator[Mapping[str, object]]:
+    """Options by which a segment becomes one function, ``segment.h``, in place of AOTInductor's container of models.
+
+    They are those of a model that is linked statically into something else: its class has a name of its own, and a
+    header of that name declares it. Torch writes that header unless it is there.
+    """
+    from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu
+
+    # The name is also that of a lock between processes.
+    name = f"Segment{hashlib.sha256(bytes(folder)).hexdigest()[:16]}"
+    declared = f"#define ZEROIR_MODEL AOTInductorModel{name}\n{_SEGMENT_HEADER.read_text()}"
+    (folder / f"{name}.h").write_text(declared)
+    options = {
+        "aot_inductor.dynamic_linkage": False,
+        "aot_inductor.model_name_for_generated_files": name,
+    }
+    # They are off unless asked for in the environment, and take as long to compile as the rest.
+    checks = "generate_input_output_runtime_checks"
+    with _replaced(CppWrapperCpu, checks, lambda _: None):
+        yield options
+
+
+@contextmanager
+def _as_model() -> Iterator[Mapping[str, object]]:
+    """Options by which a segment becomes a model in AOTInductor's container."""
+    from torch._inductor.lowering import lowerings
+
+    operators = [getattr(torch.ops.zeroir, name).default for name in _OWN_C_FUNCTIONS]
+    ours = {op: lowerings.pop(op) for op in operators}
+    try:
+        yield {}
+    finally:
+        lowerings.update(ours)
+
+
+@contextmanager
+def _quick_check_of_instructions() -> Iterator[None]:
+    """Ask of the compiler whether it knows a processor's instructions by a file without headers.
+
+    Inductor compiles torch's vector classes for every set of instructions, and loads each library in a new process.
+    """
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.cpu_vec_isa import VecISA
+
+    def is_known(instructions: VecISA, code: str) -> bool:
+        flags = instructions.build_arch_flags().split()
+        return not subprocess.run(
+            [get_cpp_compiler(), *flags, "-x", "c++", "-c", "-", "-o", os.devnull],
+            input="" if code == VecISA._avx_code else code,
+            text=True,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            check=False,
+        ).returncode
+
+    if platform.machine() != "x86_64":
+        yield
+        return
+    with _replaced(VecISA, "check_build", is_known):
+        yield
+
+
+@contextmanager
+def _replaced(owner: type, name: str, function: Callable[..., object]) -> Iterator[None]:
+    """Have another method in a class of torch's meanwhile, if it has one of that name."""
+    found = vars(owner).get(name)
+    if found is None:
+        yield
+        return
+    setattr(owner, name, function)
+    try:
+        yield
+    finally:
+        setattr(owner, name, found)
 
 
 def has_effect(node: fx.Node) -> bool:
@@ -122,7 +242,7 @@ def _lower_ours() -> None:
         return
 
     class Filling(ir.ExternKernel):
-        """A call of a C function of torch that fills its first tensor; then come its tensors, then its numbers."""
+        """A call of a C function that fills its first tensor; then come its tensors, then its numbers."""
 
         def __init__(
             self, op: torch._ops.OpOverload, tensors: Sequence[ir.IRNode], numbers: Sequence[float]
@@ -157,7 +277,7 @@ def _lower_ours() -> None:
 
     def fill(op: torch._ops.OpOverload, *args: ir.TensorBox | float) -> None:
         tensors = [arg for arg in args if isinstance(arg, ir.TensorBox)]
-        Filling(op, tensors, [arg for arg in args if isinstance(arg, float)])
+        Filling(op, tensors, [arg for arg in args if isinstance(arg, int | float)])
 
     def store(out: ir.TensorBox, value: ir.TensorBox) -> None:
         # The value may be computed in its destination, since nobody else reads it: but an operator that Inductor
@@ -169,21 +289,25 @@ def _lower_ours() -> None:
         mutate_to(out, value, unsafe_alias=is_own)  # type: ignore[no-untyped-call]
 
     register_lowering(ours.store.default, type_promotion_kind=None)(store)
-    for name in _C_FUNCTIONS:
+    for name in (*_C_FUNCTIONS, *_OWN_C_FUNCTIONS):
         op = getattr(ours, name).default
         register_lowering(op, type_promotion_kind=None)(partial(fill, op))
 
 
-def _keep_only_what_runs(folder: Path) -> None:
-    """Name the description of extern calls as the loader looks for it, and drop sources and objects."""
+def _describes_calls(folder: Path) -> Path | None:
+    """The file that describes calls of operators without a C function, if there are any."""
     for path in folder.glob("*.wrapper.json"):
         if json.loads(path.read_text()).get("nodes"):
-            path.rename(folder / EXTERN_CALLS)
-    kept = {LIBRARY, EXTERN_CALLS}
+            return path
+    return None
+
+
+def _keep_only(folder: Path, *names: str) -> None:
+    """Drop sources and objects, but for the named files; binaries for a device stay where files are named."""
     for path in sorted(folder.rglob("*"), reverse=True):
         if path.is_dir():
             path.rmdir()
-        elif path.name not in kept and path.suffix not in (".cubin", ".hsaco"):
+        elif path.name not in names and not (names and path.suffix in (".cubin", ".hsaco")):
             path.unlink()
 
 
@@ -199,14 +323,22 @@ class Library(Protocol):
 
 def load_library(folder: Path, device: torch.device) -> Library:
     """Load what ``compile_library`` wrote. RuntimeError or OSError where it does not fit this torch or machine."""
-    path = folder / LIBRARY
-    if not (folder / EXTERN_CALLS).exists():
-        return _CLibrary(path, device, folder)
-    import zeroir.torch_ops  # noqa: F401 - extern calls look our operators up by name
+    import zeroir.torch_ops  # noqa: F401 - libraries look our operators up by name
 
+    path = folder / LIBRARY
+    if (folder / EXTERN_CALLS).exists():
+        return _runner(path, device)
+    library = ctypes.CDLL(str(path))
+    if hasattr(library, _FUNCTION):
+        return _Function(library)
+    return _Model(library, device, folder)
+
+
+def _runner(path: Path, device: torch.device) -> Library:
     if device.type == "cpu":
         return torch._C._aoti.AOTIModelContainerRunnerCpu(str(path), 1).run
-    run = torch._C._aoti.AOTIModelContainerRunnerCuda(str(path), 1, str(device), str(folder)).run
+    binaries = str(path.parent)
+    run = torch._C._aoti.AOTIModelContainerRunnerCuda(str(path), 1, str(device), binaries).run
 
     def on_device(tensors: list[Tensor], /) -> None:
         # It asks the device whether the segment's last call is done, and never recovers if that was captured.
@@ -222,15 +354,40 @@ _pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)
 )
 
 
-class _CLibrary:
-    """A library called through its C interface, without the interpreter's lock.
+def _handles(tensors: list[Tensor]) -> ctypes.Array[ctypes.c_void_p]:
+    """Handles of tensors, for a library that takes them over."""
+    capsules = torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors(tensors)
+    return (ctypes.c_void_p * len(capsules))(*[_pointer(capsule, None) for capsule in capsules])
+
+
+def _check(code: int) -> None:
+    if code != 0:
+        raise InternalError(f"a compiled segment failed with code {code}; see the lines above")
+
+
+class _Function:
+    """The function of a library, called without the interpreter's lock; several threads may."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        run = library[_FUNCTION]
+        run.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+        self._run = run
+
+    def __call__(self, tensors: list[Tensor], /) -> None:
+        """See ``Library``."""
+        handles = _handles(tensors)
+        _check(self._run(handles, len(handles)))
+
+
+class _Model:
+    """A model in AOTInductor's container, called through its C interface without the interpreter's lock.
 
     torch's own runner keeps the lock, and what overlaps with the segment, such as communication, would stand still. On
     a GPU it also waits for the segment's last call, because several threads may call it: here one thread does.
     """
 
-    def __init__(self, path: Path, device: torch.device, folder: Path) -> None:
-        self._library = ctypes.CDLL(str(path))
+    def __init__(self, library: ctypes.CDLL, device: torch.device, folder: Path) -> None:
+        self._library = library
         self._handle = ctypes.c_void_p()
         create = self._library.AOTInductorModelContainerCreateWithDevice
         create.argtypes = [
@@ -240,7 +397,7 @@ class _CLibrary:
             ctypes.c_char_p,
         ]
         binaries = None if device.type == "cpu" else str(folder).encode()
-        self._check(create(ctypes.byref(self._handle), 1, str(device).encode(), binaries))
+        _check(create(ctypes.byref(self._handle), 1, str(device).encode(), binaries))
         run = self._library.AOTInductorModelContainerRun
         if device.type == "cuda":
             run = self._library.AOTInductorModelContainerRunSingleThreaded
@@ -252,15 +409,8 @@ class _CLibrary:
 
     def __call__(self, tensors: list[Tensor], /) -> None:
         """See ``Library``."""
-        # The library takes the handles over.
-        handles = torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors(tensors)
-        count = len(handles)
-        array = (ctypes.c_void_p * count)(*[_pointer(handle, None) for handle in handles])
+        handles = _handles(tensors)
         stream = None
         if self._device.type == "cuda":
             stream = torch.cuda.current_stream(self._device).cuda_stream
-        self._check(self._run(self._handle, array, count, self._results, 0, stream, None))
-
-    def _check(self, code: int) -> None:
-        if code != 0:
-            raise InternalError(f"a compiled segment failed with code {code}; see the lines above")
+        _check(self._run(self._handle, handles, len(handles), self._results, 0, stream, None))

@@ -24,7 +24,7 @@ from zeroir import __version__
 from zeroir.ir.bindings import Binding
 from zeroir.ir.segment import Segment
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 """What entries hold and how they are compiled; a change of either is a new number."""
 
 _MANIFEST: Final = "entry.json"

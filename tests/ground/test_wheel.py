@@ -67,7 +67,8 @@ def test_one_top_level_name_holds_everything(wheel: Path) -> None:
     for directory in ("passes", "runtime"):
         on_disk = {
             f"zeroir/{path.relative_to(ROOT).as_posix()}"
-            for path in (ROOT / directory).rglob("*.py")
+            for path in (ROOT / directory).rglob("*.*")
+            if path.suffix in (".py", ".h")
         }
         assert on_disk
         assert on_disk <= names

@@ -31,9 +31,9 @@ COMPUTING = (
     "aoti_torch_cpu_mm_out",
     "aoti_torch_cpu_addmm_out",
     "aoti_torch_cpu_bmm_out",
-    "aoti_torch_proxy_executor_call_function",
+    "aoti_torch_cpu_embedding_gradient",
 )
-"""Matrix products, and our operators that Inductor only calls, of which there is the gradient of an embedding."""
+"""Matrix products, and the gradient of an embedding, which fills its destination."""
 CALL = re.compile(r"^\s*(?:AOTI_TORCH_ERROR_CODE_CHECK\()?(\w+)\((.*)\);", re.MULTILINE)
 ARRAY = re.compile(r"int64_t (int_array_\d+)\[\] = \{([^}]*)\}")
 EMPTY = re.compile(r"aoti_torch_empty_strided\((\d+), (int_array_\d+).*&(\w+)_handle\)")

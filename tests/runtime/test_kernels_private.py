@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
+import platform
 import re
 import subprocess
 import sys
@@ -15,8 +17,10 @@ import torch
 
 from tests.runtime.support import ROOT
 from tests.support.programs import mlp
-from zeroir.ir.bindings import bindings
-from zeroir.ir.ops import Compute
+from zeroir.ir.bindings import Binding, bindings
+from zeroir.ir.dtypes import DType
+from zeroir.ir.ops import Compute, Mode
+from zeroir.ir.segment import Node, Ref, Segment, TensorType
 from zeroir.runtime.kernels import _inductor_private as private
 from zeroir.runtime.kernels import graph
 from zeroir.runtime.kernels.decompositions import decompositions
@@ -51,11 +55,21 @@ def test_loading_needs_no_compiler() -> None:
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.filterwarnings("ignore::FutureWarning")
+def compiles(test: Callable[..., None]) -> Callable[..., None]:
+    """Marks of a test that compiles, and what Inductor warns of."""
+    marks = [
+        pytest.mark.slow,
+        pytest.mark.timeout(900),
+        pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+        pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+        pytest.mark.filterwarnings("ignore::FutureWarning"),
+    ]
+    for mark in marks:
+        test = mark(test)
+    return test
+
+
+@compiles
 def test_generated_code_copies_nothing_of_a_parameters_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -66,13 +80,13 @@ def test_generated_code_copies_nothing_of_a_parameters_size(
     )
     segment, how = program.segment_by_name[op.segment], bindings(op)
     sources: dict[str, str] = {}
-    keep = private._keep_only_what_runs
+    keep = private._keep_only
 
-    def read_first(folder: Path) -> None:
+    def read_first(folder: Path, *names: str) -> None:
         sources.update({path.name: path.read_text() for path in folder.glob("*.cpp")})
-        keep(folder)
+        keep(folder, *names)
 
-    monkeypatch.setattr(private, "_keep_only_what_runs", read_first)
+    monkeypatch.setattr(private, "_keep_only", read_first)
     kinds = graph.input_types(segment, how)
     built = graph.build_graph(segment, how, CPU)
     attempt(lambda: private.compile_library(built, kinds, decompositions(CPU), tmp_path, CPU))
@@ -92,6 +106,8 @@ def test_generated_code_copies_nothing_of_a_parameters_size(
     assert DIM * DIM not in made
     assert f"{DIM * DIM}L" not in kernel
     assert sorted(path.name for path in tmp_path.iterdir()) == [private.LIBRARY]
+    assert "AOTInductorModelContainer" not in wrapper, "the container is compiled with the segment"
+    assert hasattr(ctypes.CDLL(str(tmp_path / private.LIBRARY)), "zeroir_run")
 
     library = attempt(lambda: private.load_library(tmp_path, CPU))
     arguments = [torch.randn(one.shape) for one in segment.inputs]
@@ -101,3 +117,68 @@ def test_generated_code_copies_nothing_of_a_parameters_size(
     EagerKernels(CPU).compile(segment, how)(arguments, expected)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other)
+
+
+def embedding_gradient() -> tuple[Segment, list[Binding]]:
+    """A segment that is one operator of ours without a C function of torch's."""
+    table = TensorType(dtype=DType.F32, shape=(6, 5), stride=(5, 1))
+    segment = Segment(
+        name="gradient",
+        inputs=(
+            TensorType(dtype=DType.F32, shape=(3, 4, 5), stride=(20, 5, 1)),
+            TensorType(dtype=DType.I64, shape=(3, 4), stride=(4, 1)),
+        ),
+        nodes=(
+            Node(
+                op="aten.embedding_dense_backward.default",
+                args=(Ref(0), Ref(1), 6, 2, False),
+                results=(table,),
+            ),
+        ),
+        outputs=(2,),
+    )
+    return segment, [Binding(mode=Mode.WRITE, stride=(5, 1), is_exclusive=True)]
+
+
+@compiles
+def test_what_does_not_compile_as_a_function_is_a_model_with_the_same_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also the operator that only the function calls by itself: a model asks torch to look it up."""
+    segment, how = embedding_gradient()
+    kinds = graph.input_types(segment, how)
+    arguments = [torch.randn(3, 4, 5), torch.randint(0, 6, (3, 4))]
+    found: list[torch.Tensor] = []
+    files: list[list[str]] = []
+
+    def run(folder: Path) -> None:
+        folder.mkdir()
+        built = graph.build_graph(segment, how, CPU)
+        attempt(lambda: private.compile_library(built, kinds, decompositions(CPU), folder, CPU))
+        destination = torch.randn(6, 5)
+        library = attempt(lambda: private.load_library(folder, CPU))
+        library([*arguments, destination])
+        found.append(destination)
+        files.append(sorted(path.name for path in folder.iterdir()))
+
+    run(tmp_path / "function")
+    with monkeypatch.context() as patch:
+        patch.setattr(private, "_SEGMENT_HEADER", Path(__file__))  # it is no C++
+        run(tmp_path / "model")
+    expected = torch.ops.aten.embedding_dense_backward(*arguments, 6, 2, False)
+    assert all(torch.equal(one, expected) for one in found)
+    assert files == [[private.LIBRARY], [private.EXTERN_CALLS, private.LIBRARY]]
+
+
+@compiles
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="only there is the question put")
+def test_instructions_that_the_compiler_knows_pass_inductors_own_check() -> None:
+    from torch._inductor.cpu_vec_isa import VecISA, valid_vec_isa_list
+
+    with private._quick_check_of_instructions():
+        found = attempt(valid_vec_isa_list)
+        assert all(one.check_build(VecISA._avx_code) for one in found)
+        unknown = VecISA()
+        unknown._arch_flags = "-mno-such-instructions"
+        assert not unknown.check_build(VecISA._avx_code)
+    assert all(one.check_build(VecISA._avx_code) for one in found)

@@ -1,0 +1,123 @@
+// What a compiled segment has on the CPU in place of AOTInductor's model, container and interface.
+//
+// Inductor writes its host code as a method of a class, and a constructor that describes inputs and constants to a
+// container of models. Here the class has what the method needs, and the constructor's descriptions go nowhere.
+// Compiling the container and its interface takes several times as long as the segment itself, and what they offer,
+// such as constants and several runs at once of one model, no segment asks for.
+//
+// Included after Inductor's headers for the CPU (aoti_include/cpu.h), where ZEROIR_MODEL is the name of the class.
+
+#include <cstddef>
+#include <cstdint>
+#include <exception>
+#include <iostream>
+#include <memory>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+namespace zeroir {
+
+using torch::aot_inductor::AOTInductorModelKernelsBase;
+
+// Takes the names of inputs.
+struct Unread {
+  struct {
+    const char* name;
+  } entry;
+  auto& operator[](std::size_t) {
+    return entry;
+  }
+};
+
+class Model {
+ public:
+  template <typename... Rest>
+  explicit Model(std::size_t inputs, Rest&&...) : inputs_(inputs) {}
+  std::size_t inputs() const {
+    return inputs_;
+  }
+
+ protected:
+  template <typename Map>
+  void update_constants_map(Map&&) {}
+  template <typename Array>
+  void update_constants_array(Array&&) {}
+
+  std::size_t inputs_;
+  std::int32_t device_idx_ = -1;  // as AOTInductor has it for the device "cpu"
+  Unread inputs_info_;
+  const char* in_spec_;
+  const char* out_spec_;
+  std::unique_ptr<AOTInductorModelKernelsBase> kernels_;
+};
+
+} // namespace zeroir
+
+namespace torch::aot_inductor {
+
+class ZEROIR_MODEL : public zeroir::Model {
+  using AOTInductorModelBase = zeroir::Model;
+
+ public:
+  ZEROIR_MODEL(
+      std::shared_ptr<ConstantMap>,
+      std::shared_ptr<std::vector<ConstantHandle>>,
+      const std::string&,
+      std::optional<std::string>);
+  void run_impl(AtenTensorHandle*, AtenTensorHandle*, DeviceStreamType, AOTIProxyExecutorHandle);
+
+ private:
+  std::unordered_map<std::string, AtenTensorHandle> const_run_impl(
+      DeviceStreamType,
+      AOTIProxyExecutorHandle,
+      bool);
+  void _const_run_impl(std::vector<AtenTensorHandle>&, DeviceStreamType, AOTIProxyExecutorHandle);
+};
+
+// Shapes and strides were settled when the segment was compiled.
+inline void __check_inputs_outputs(AtenTensorHandle*, AtenTensorHandle*) {}
+
+} // namespace torch::aot_inductor
+
+// zeroir::embedding_gradient, called as torch's C functions for operators are.
+inline AOTITorchError aoti_torch_cpu_embedding_gradient(
+    AtenTensorHandle out,
+    AtenTensorHandle grad,
+    AtenTensorHandle indices,
+    std::int64_t padding_idx) {
+  AtenTensorHandle tensors[] = {out, grad, indices};
+  StableIValue stack[4];
+  for (int i = 0; i < 3; ++i) {
+    AtenTensorHandle held; // the dispatcher takes it over
+    AOTI_TORCH_ERROR_CODE_CHECK(aoti_torch_new_tensor_handle(tensors[i], &held));
+    stack[i] = reinterpret_cast<StableIValue>(held);
+  }
+  stack[3] = static_cast<StableIValue>(padding_idx);
+  return aoti_torch_call_dispatcher("zeroir::embedding_gradient", "", stack);
+}
+
+// Runs the segment on `count` tensors and takes their handles over. Zero, or a line on stderr and another number.
+extern "C" int zeroir_run(AtenTensorHandle* tensors, std::size_t count) {
+  static torch::aot_inductor::ZEROIR_MODEL model(nullptr, nullptr, "cpu", std::nullopt);
+  const bool had_grad = aoti_torch_grad_mode_is_enabled();
+  aoti_torch_grad_mode_set_enabled(false);
+  int code = 0;
+  try {
+    if (count != model.inputs()) {
+      throw std::invalid_argument(
+          std::to_string(model.inputs()) + " tensors were expected, not " + std::to_string(count));
+    }
+    model.run_impl(tensors, nullptr, nullptr, nullptr);
+  } catch (const std::exception& error) {
+    std::cerr << "Error: " << error.what() << '\n';
+    code = 1;
+  } catch (...) {
+    std::cerr << "Error: unknown\n";
+    code = 1;
+  }
+  aoti_torch_grad_mode_set_enabled(had_grad);
+  return code;
+}
