@@ -90,6 +90,18 @@ def test_a_plan_takes_at_most_a_hundredth_more_than_is_live_at_once(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("layers", [8, 32])
+def test_a_plan_is_as_tight_where_embeddings_are_larger_than_layers(layers: int) -> None:
+    """A Llama with the shape of the one of 70 billion parameters: what is saved has to make a floor here."""
+    values = {"world_size": 512, "precision": "bf16", "stage": 3}
+    path = f"{MODELS / 'deep_llama.py'}:layers_{layers}"
+    program = lowered(capture(path, make_options(values)).logical, values)
+    placement = placements_with_bound(program)[Space.DEVICE]
+    assert not list(meetings(program, placement))
+    assert placement.gap <= 0.01
+
+
+@pytest.mark.slow
 def test_where_gradients_wait_for_their_bucket_the_numbers_are_as_ever() -> None:
     """Here allocs move far, and buffers share what they could not share before; the verifier is asked on the way."""
     values = {"world_size": 3, "micro_steps": 2, "stage": 3, "prefetch": 2, **BUCKET}

@@ -45,9 +45,10 @@ class Layout:
         return int((self.offsets + self._field.sizes).max())
 
     def place(self, order: Sequence[int]) -> None:
-        """Place these buffers, one after the other; all others of the field leave again, but for the floor."""
-        self.offsets[~self._near.is_apart] = _NOWHERE
-        self._place(order)
+        """Place these buffers, one after the other; all others of the field leave again. The floor stays as it is."""
+        is_apart = self._near.is_apart
+        self.offsets[~is_apart] = _NOWHERE
+        self._place([buffer for buffer in order if not is_apart[buffer]])
 
     def sweep(self) -> None:
         """Place all buffers in the order of their beginnings, those with several lives before the others."""

@@ -32,7 +32,7 @@ CLOSE_ENOUGH: Final = 0.01
 """One that takes no more than this is moved only as long as that is easy."""
 
 _FEW: Final = 2_000
-"""Beyond so many buffers a floor is laid, one placement is made, and less is tried to better it."""
+"""Beyond so many buffers a floor is laid at once, one placement is made, and less is tried to better it."""
 
 _STEPS: Final = 800
 _EASY_TRIES: Final = 2
@@ -186,13 +186,21 @@ def _place(found: Lifetimes, lives: Sequence[int], sizes: Sequence[int]) -> Plac
 
     bound = most_live(found, lives, sizes).size_bytes
     field = Field.of(found, lives, sizes)
-    is_few = len(field.names) <= _FEW
-    layout = Layout(field, has_floor=not is_few)
-    if is_few:
-        _place_in_the_best_order(field, layout, bound * (1 + CLOSE))
-    else:
+    if len(field.names) > _FEW:
+        layout = Layout(field, has_floor=True)
         layout.sweep()
-    _lower(layout, bound, _TRIES if is_few else _TRIES_OF_MANY)
+        _lower(layout, bound, _TRIES_OF_MANY)
+        return _named(field, layout, bound)
+    tried: list[Layout] = []
+    for has_floor in (True, False):
+        layout = Layout(field, has_floor=has_floor)
+        _place_in_the_best_order(field, layout, bound * (1 + CLOSE))
+        _lower(layout, bound, _EASY_TRIES)
+        if layout.size_bytes <= bound * (1 + CLOSE):
+            return _named(field, layout, bound)
+        tried.append(layout)
+    layout = min(tried, key=lambda one: one.size_bytes)
+    _lower(layout, bound, _TRIES)
     return _named(field, layout, bound)
 
 
