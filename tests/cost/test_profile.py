@@ -143,6 +143,13 @@ def test_workspaces_that_were_measured_count(
     answer = zeroir("verify", programs[3], *budget, "--machine", here)
     assert answer.exit_code == 1
     assert "Z301" in answer.out
+    for arguments, words in (
+        ((*budget, "--machine", "dgx-h100"), "No workspaces were measured on 'dgx-h100'"),
+        (("--machine", here), "give one with --budget"),
+    ):
+        answer = zeroir("verify", programs[3], *arguments)
+        assert answer.exit_code == 2
+        assert words in answer.err
     measured = with_measured_workspaces(program, load_machine(here))
     found = [dict(segment.workspace_bytes)["eager"] for segment in measured.segments]
     own = [dict(segment.workspace_bytes)["eager"] for segment in program.segments]

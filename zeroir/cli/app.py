@@ -160,7 +160,14 @@ def verify(
         from zeroir.cost.machine import load_machine
 
         known = load_machine(machine)
-    report = load_unverified(program, budget_bytes=budget_bytes, machine=known).report
+        if not known.has_workspaces:
+            raise UserError(
+                f"No workspaces were measured on '{machine}': name a file that `zeroir profile` wrote."
+            )
+    compiled = load_unverified(program, budget_bytes=budget_bytes, machine=known)
+    if known is not None and budget is None and compiled.options.memory_budget is None:
+        raise UserError("--machine says what counts against a budget: give one with --budget.")
+    report = compiled.report
     if as_json:
         print_json(report_json(report))
     else:

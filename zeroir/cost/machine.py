@@ -192,6 +192,11 @@ class Machine(_Model):
         """Ranks of one node."""
         return int(self.accelerators_per_node.value)
 
+    @property
+    def has_workspaces(self) -> bool:
+        """Whether a profile has measured what segments take beside their buffers."""
+        return any(one.workspace_bytes is not None for one in self.segments.values())
+
 
 def machine_names() -> tuple[str, ...]:
     """The machines that zeroir describes."""

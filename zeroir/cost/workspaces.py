@@ -15,7 +15,7 @@ def with_measured_workspaces(program: Program, machine: Machine) -> Program:
 
     That holds for the kernels that the profile ran, whichever they were.
     """
-    if not any(one.workspace_bytes is not None for one in machine.segments.values()):
+    if not machine.has_workspaces:
         return program
     segments = tuple(_measured(segment, machine) for segment in program.segments)
     return replace(program, segments=segments)

@@ -191,12 +191,13 @@ def _place(found: Lifetimes, lives: Sequence[int], sizes: Sequence[int]) -> Plac
         layout.sweep()
         _lower(layout, bound, _TRIES_OF_MANY)
         return _named(field, layout, bound)
+    close = bound * (1 + CLOSE)
     tried: list[Layout] = []
     for has_floor in (True, False):
         layout = Layout(field, has_floor=has_floor)
-        _place_in_the_best_order(field, layout, bound * (1 + CLOSE))
+        _place_in_the_best_order(field, layout, close)
         _lower(layout, bound, _EASY_TRIES)
-        if layout.size_bytes <= bound * (1 + CLOSE):
+        if layout.size_bytes <= close:
             return _named(field, layout, bound)
         tried.append(layout)
     layout = min(tried, key=lambda one: one.size_bytes)
