@@ -9,12 +9,12 @@ keeps across others, like the gradient of a tied weight, comes on top. What one 
 Before ``bound-gradients{live=1}``::
 
     section last_micro_step {
-      alloc %h  stream=compute
       alloc %a.full  stream=gather
       !0 = all_gather %a.param -> %a.full  comm=gather stream=gather
       alloc %b.full  stream=gather
       !1 = prefetch %b.param -> %b.full  comm=gather stream=gather
       wait !0  on=compute
+      alloc %h  stream=compute
       compute @a.forward(%x, w: %a.full[0:128]) -> (%h)  unit=a stream=compute
       !2 = release %a.full  stream=compute
       wait !2  on=gather
@@ -22,9 +22,9 @@ Before ``bound-gradients{live=1}``::
       !3 = prefetch %a.param -> %a.full  comm=gather stream=gather
       wait !1  on=compute
       compute @b.forward(%h, v: %b.full[0:8]) -> (%loss)  unit=b stream=compute
-      alloc %dh  stream=compute
       alloc %b.grad_full  stream=compute
       fill %b.grad_full[8:512] = 0.0  stream=compute
+      alloc %dh  stream=compute
       !4 = compute @b.backward(%loss_scale[0:1], %h, v: %b.full[0:8]) -> (%dh, grad v: %b.grad_full[0:8])  unit=b stream=compute
       release %h  stream=compute
       release %b.full  stream=compute
@@ -47,12 +47,12 @@ Before ``bound-gradients{live=1}``::
 After::
 
     section last_micro_step {
-      alloc %h  stream=compute
       alloc %a.full  stream=gather
       !0 = all_gather %a.param -> %a.full  comm=gather stream=gather
       alloc %b.full  stream=gather
       !1 = prefetch %b.param -> %b.full  comm=gather stream=gather
       wait !0  on=compute
+      alloc %h  stream=compute
       compute @a.forward(%x, w: %a.full[0:128]) -> (%h)  unit=a stream=compute
       !2 = release %a.full  stream=compute
       wait !2  on=gather
@@ -60,9 +60,9 @@ After::
       !3 = prefetch %a.param -> %a.full  comm=gather stream=gather
       wait !1  on=compute
       compute @b.forward(%h, v: %b.full[0:8]) -> (%loss)  unit=b stream=compute
-      alloc %dh  stream=compute
       alloc %b.grad_full  stream=compute
       fill %b.grad_full[8:512] = 0.0  stream=compute
+      alloc %dh  stream=compute
       !4 = compute @b.backward(%loss_scale[0:1], %h, v: %b.full[0:8]) -> (%dh, grad v: %b.grad_full[0:8])  unit=b stream=compute
       release %h  stream=compute
       release %b.full  stream=compute

@@ -18,19 +18,19 @@ none larger than the largest unit and ``bytes`` together.
 Before ``bucket{bytes=4096}``::
 
     section last_micro_step {
-      alloc %h  stream=compute
       alloc %a.full  stream=gather
       !0 = all_gather %a.param -> %a.full  comm=gather stream=gather
       wait !0  on=compute
+      alloc %h  stream=compute
       compute @a.forward(%x, w: %a.full[0:128]) -> (%h)  unit=a stream=compute
       !1 = release %a.full  stream=compute
       alloc %b.full  stream=gather
       !2 = all_gather %b.param -> %b.full  comm=gather stream=gather
       wait !2  on=compute
       compute @b.forward(%h, v: %b.full[0:8]) -> (%loss)  unit=b stream=compute
-      alloc %dh  stream=compute
       alloc %b.grad_full  stream=compute
       fill %b.grad_full[8:512] = 0.0  stream=compute
+      alloc %dh  stream=compute
       !3 = compute @b.backward(%loss_scale[0:1], %h, v: %b.full[0:8]) -> (%dh, grad v: %b.grad_full[0:8])  unit=b stream=compute
       release %h  stream=compute
       release %b.full  stream=compute
@@ -56,17 +56,17 @@ Before ``bucket{bytes=4096}``::
 After::
 
     section last_micro_step {
-      alloc %h  stream=compute
       alloc %a.full  stream=gather
       alloc %b.full  stream=gather
       !0 = all_gather %a.param -> %a.full, %b.param -> %b.full  comm=gather stream=gather
       wait !0  on=compute
+      alloc %h  stream=compute
       compute @a.forward(%x, w: %a.full[0:128]) -> (%h)  unit=a stream=compute
       !1 = release %a.full  stream=compute
       compute @b.forward(%h, v: %b.full[0:8]) -> (%loss)  unit=b stream=compute
-      alloc %dh  stream=compute
       alloc %b.grad_full  stream=compute
       fill %b.grad_full[8:512] = 0.0  stream=compute
+      alloc %dh  stream=compute
       compute @b.backward(%loss_scale[0:1], %h, v: %b.full[0:8]) -> (%dh, grad v: %b.grad_full[0:8])  unit=b stream=compute
       release %h  stream=compute
       release %b.full  stream=compute

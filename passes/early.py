@@ -101,7 +101,9 @@ def _moved(section: Section, program: Program, room: _Room, budget_bytes: int) -
         for gather in wave.gathers:
             begun = _begun(gather, program, room)
             earliest = max(earliest, gather.earliest)
-            at = _earliest(body, room, begun, range(earliest, min(gather.allocs)), budget_bytes)
+            # One that stands first already moves nowhere, but may have others behind it.
+            places = range(earliest, max(min(gather.allocs), 1))
+            at = _earliest(body, room, begun, places, budget_bytes)
             if at is None:
                 earliest = max(earliest, gather.index + 1)
                 continue
@@ -148,8 +150,8 @@ def _earliest(
 
 
 def _is_compute(op: Op) -> bool:
-    """Whether the op runs on the compute stream, and so can be waited for."""
-    return not isinstance(op, ops.Wait) and op.stream == COMPUTE
+    """Whether the op runs on the compute stream, so that waiting for it bounds how far another stream runs ahead."""
+    return not isinstance(op, ops.Wait | ops.Alloc) and op.stream == COMPUTE
 
 
 def _issued(body: list[Op], gather: Gather, at: int) -> list[Op]:
@@ -162,5 +164,5 @@ def _issued(body: list[Op], gather: Gather, at: int) -> list[Op]:
         body[at - 1] = replace(previous, event=event)
         found.append(ops.Wait(waited=event, on=gather.op.stream))
     found.extend(body[alloc] for alloc in gather.allocs)
-    found.append(ahead(gather.op))
+    found.append(ahead(gather.op) if at < min(gather.allocs) else gather.op)
     return found

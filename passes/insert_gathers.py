@@ -9,18 +9,18 @@ exactly once in the forward and once in the backward of its unit, read or not: t
 Before ``insert-gathers{elide=true}``::
 
     section last_micro_step {
-      alloc %h  stream=compute
       alloc %a.full  stream=gather
       !0 = all_gather %a.param -> %a.full  comm=gather stream=gather
       wait !0  on=compute
+      alloc %h  stream=compute
       compute @a.forward(%x, w: %a.full[0:128]) -> (%h)  unit=a stream=compute
       alloc %b.full  stream=gather
       !1 = all_gather %b.param -> %b.full  comm=gather stream=gather
       wait !1  on=compute
       compute @b.forward(%h, v: %b.full[0:8]) -> (%loss)  unit=b stream=compute
-      alloc %dh  stream=compute
       alloc %b.grad_full  stream=compute
       fill %b.grad_full[8:512] = 0.0  stream=compute
+      alloc %dh  stream=compute
       !2 = compute @b.backward(%loss_scale[0:1], %h, v: %b.full[0:8]) -> (%dh, grad v: %b.grad_full[0:8])  unit=b stream=compute
       wait !2  on=reduce
       reduce_scatter %b.grad_full -> %b.grad  comm=reduce stream=reduce
@@ -42,18 +42,18 @@ Before ``insert-gathers{elide=true}``::
 After::
 
     section last_micro_step {
-      alloc %h  stream=compute
       alloc %a.full  stream=gather
       !0 = all_gather %a.param -> %a.full  comm=gather stream=gather
       wait !0  on=compute
+      alloc %h  stream=compute
       compute @a.forward(%x, w: %a.full[0:128]) -> (%h)  unit=a stream=compute
       alloc %b.full  stream=gather
       !1 = all_gather %b.param -> %b.full  comm=gather stream=gather
       wait !1  on=compute
       compute @b.forward(%h, v: %b.full[0:8]) -> (%loss)  unit=b stream=compute
-      alloc %dh  stream=compute
       alloc %b.grad_full  stream=compute
       fill %b.grad_full[8:512] = 0.0  stream=compute
+      alloc %dh  stream=compute
       !2 = compute @b.backward(%loss_scale[0:1], %h, v: %b.full[0:8]) -> (%dh, grad v: %b.grad_full[0:8])  unit=b stream=compute
       wait !2  on=reduce
       reduce_scatter %b.grad_full -> %b.grad  comm=reduce stream=reduce

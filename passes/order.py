@@ -9,16 +9,20 @@ A wait is added only where nothing yet orders the two, and a wait that orders no
 orders is ordered anyway, or nothing follows on its stream) is taken out. Waits that a pass put in on purpose, to bound
 how far a stream runs ahead, therefore stay as long as they do something. Events are numbered anew in the order in which
 they are signalled. A pass that moves ops begins with ``unordered``, so that no wait is left of an order that was.
+
+An ``alloc`` takes no time, but a buffer that begins before a wait may meet all that the wait is for. So each is held
+back until an op of its stream first touches its buffer, and comes after whatever that op waits for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
-from zeroir.ir.effects import effects
+from zeroir.ir.effects import Effects, effects
 from zeroir.ir.mesh import HOST
-from zeroir.ir.ops import Op, Wait
+from zeroir.ir.ops import Alloc, Op, Wait
 from zeroir.ir.program import Program, Section
 from zeroir.passes import rewrite
 from zeroir.passes.conflicts import Touch, touches
@@ -42,6 +46,38 @@ def without_waits(section: Section) -> Section:
     pending = {p.event for p in section.entry.pending}
     body = (op for op in section.body if not isinstance(op, Wait) or op.waited in pending)
     return replace(section, body=tuple(body))
+
+
+class _Step(NamedTuple):
+    """An op, what it does, and what it touches."""
+
+    op: Op
+    effect: Effects
+    touched: list[Touch]
+
+
+def _groups(section: Section, program: Program) -> Iterator[Wait | list[_Step]]:
+    """The ops in order, each behind the allocs that are held back for it."""
+    waited = {op.waited for op in section.body if isinstance(op, Wait)}
+    waited |= {pending.event for pending in section.exit.pending}
+    found: list[Wait | list[_Step]] = []
+    touching: dict[str, list[_Step]] = {}
+    for op in reversed(section.body):
+        if isinstance(op, Wait):
+            found.append(op)
+            continue
+        effect = effects(op)
+        step = _Step(op, effect, touches(effect, program))
+        if isinstance(op, Alloc) and op.event not in waited:
+            first = touching.get(op.buffer)
+            if first is not None and first[-1].effect.stream == op.stream:
+                first.insert(0, step)
+                continue
+        group = [step]
+        found.append(group)
+        for touch in step.touched:
+            touching[touch[0]] = group
+    return reversed(found)
 
 
 @dataclass(slots=True)
@@ -84,31 +120,34 @@ class _Orderer:
                 if holding.after == pending.event:
                     region = holding.region
                     self._record([(region.buffer, region.offset, region.stop, True)], index)
-        for op in self.section.body:
-            if isinstance(op, Wait):
-                self._keep_wait(op)
+        for group in _groups(self.section, self.program):
+            if isinstance(group, Wait):
+                self._keep_wait(group)
             else:
-                self._place(op)
+                self._place(group)
         for position in (p for waits in self.idle_waits.values() for p in waits):
             self.body[position] = _REMOVED
         return replace(self.section, body=self._named())
 
     # ------------------------------------------------------------------------------------------------ placing ops
 
-    def _place(self, op: Op) -> None:
-        effect = effects(op)
-        stream = effect.stream
-        touched = touches(effect, self.program)
-        needed = self._needed(effect.comm, touched, self._clock(stream))
+    def _place(self, group: Sequence[_Step]) -> None:
+        """Place an op and the allocs held back for it, behind what any of them must wait for."""
+        stream = group[-1].effect.stream
+        clock = self._clock(stream)
+        needed = self._needed(group[-1], clock)
+        for step in group[:-1]:
+            needed |= self._needed(step, clock)
         for index in sorted(needed, reverse=True):
             if not self._is_ordered(index, stream):
                 self._wait(index, stream)
-        index = self._issue(op, stream, effect.signals[0] if effect.signals else None)
-        self.body.append(index)
+        for op, effect, touched in group:
+            index = self._issue(op, stream, effect.signals[0] if effect.signals else None)
+            self.body.append(index)
+            self._record(touched, index)
+            if effect.comm is not None:
+                self.last_of_comm[effect.comm] = index
         self.idle_waits.pop(stream, None)
-        self._record(touched, index)
-        if effect.comm is not None:
-            self.last_of_comm[effect.comm] = index
 
     def _issue(self, op: Op | None, stream: str, event: str | None) -> int:
         clock = self._clock(stream)
@@ -118,11 +157,11 @@ class _Orderer:
             self.signals[event] = len(self.issued) - 1
         return len(self.issued) - 1
 
-    def _needed(self, comm: str | None, touched: Sequence[Touch], clock: Clock) -> set[int]:
+    def _needed(self, step: _Step, clock: Clock) -> set[int]:
         """Whom an op must come after, but for those that its stream's clock knows of; of collectives all."""
         found: set[int] = set()
         issued = self.issued
-        for buffer, start, stop, is_write in touched:
+        for buffer, start, stop, is_write in step.touched:
             known = self.accesses.get(buffer)
             if known is None:
                 continue
@@ -134,6 +173,7 @@ class _Orderer:
             for (first, last, stream), index in known.reads.items() if is_write else ():
                 if first < stop and start < last and clock.get(stream, 0) < issued[index].count:
                     found.add(index)
+        comm = step.effect.comm
         if comm is not None:
             axis = self.program.comm_by_name[comm].axis
             found.update(

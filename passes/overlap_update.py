@@ -18,12 +18,12 @@ Before ``overlap-update``::
 
     streams compute:device gather:device reduce:device copy_in:device copy_out:device optimizer:host io:disk
     section last_micro_step {
-      alloc %h  stream=compute
       alloc %a.full  stream=gather
       !0 = all_gather %a.param -> %a.full  comm=gather stream=gather
       alloc %b.full  stream=gather
       !1 = prefetch %b.param -> %b.full  comm=gather stream=gather
       wait !0  on=compute
+      alloc %h  stream=compute
       compute @a.forward(%x, w: %a.full[0:128]) -> (%h)  unit=a stream=compute
       !2 = release %a.full  stream=compute
       wait !2  on=gather
@@ -31,9 +31,9 @@ Before ``overlap-update``::
       !3 = prefetch %a.param -> %a.full  comm=gather stream=gather
       wait !1  on=compute
       compute @b.forward(%h, v: %b.full[0:8]) -> (%loss)  unit=b stream=compute
-      alloc %dh  stream=compute
       alloc %b.grad_full  stream=compute
       fill %b.grad_full[8:512] = 0.0  stream=compute
+      alloc %dh  stream=compute
       !4 = compute @b.backward(%loss_scale[0:1], %h, v: %b.full[0:8]) -> (%dh, grad v: %b.grad_full[0:8])  unit=b stream=compute
       release %h  stream=compute
       release %b.full  stream=compute
@@ -67,12 +67,12 @@ After::
     streams compute:device gather:device reduce:device copy_in:device copy_out:device optimizer:host io:disk update:device
     section last_micro_step {
       decide step=%step gradient_divisor=%divisor divisor=2  stream=update
-      alloc %h  stream=compute
       alloc %a.full  stream=gather
       !0 = all_gather %a.param -> %a.full  comm=gather stream=gather
       alloc %b.full  stream=gather
       !1 = prefetch %b.param -> %b.full  comm=gather stream=gather
       wait !0  on=compute
+      alloc %h  stream=compute
       compute @a.forward(%x, w: %a.full[0:128]) -> (%h)  unit=a stream=compute
       !2 = release %a.full  stream=compute
       wait !2  on=gather
@@ -80,9 +80,9 @@ After::
       !3 = prefetch %a.param -> %a.full  comm=gather stream=gather
       wait !1  on=compute
       compute @b.forward(%h, v: %b.full[0:8]) -> (%loss)  unit=b stream=compute
-      alloc %dh  stream=compute
       alloc %b.grad_full  stream=compute
       fill %b.grad_full[8:512] = 0.0  stream=compute
+      alloc %dh  stream=compute
       !4 = compute @b.backward(%loss_scale[0:1], %h, v: %b.full[0:8]) -> (%dh, grad v: %b.grad_full[0:8])  unit=b stream=compute
       release %h  stream=compute
       release %b.full  stream=compute

@@ -11,19 +11,19 @@ take stays within the budget (``early``). It then stands after all passes that t
 Before ``prefetch{distance=1}``::
 
     section last_micro_step {
-      alloc %h  stream=compute
       alloc %a.full  stream=gather
       !0 = all_gather %a.param -> %a.full  comm=gather stream=gather
       wait !0  on=compute
+      alloc %h  stream=compute
       compute @a.forward(%x, w: %a.full[0:128]) -> (%h)  unit=a stream=compute
       !1 = release %a.full  stream=compute
       alloc %b.full  stream=gather
       !2 = all_gather %b.param -> %b.full  comm=gather stream=gather
       wait !2  on=compute
       compute @b.forward(%h, v: %b.full[0:8]) -> (%loss)  unit=b stream=compute
-      alloc %dh  stream=compute
       alloc %b.grad_full  stream=compute
       fill %b.grad_full[8:512] = 0.0  stream=compute
+      alloc %dh  stream=compute
       !3 = compute @b.backward(%loss_scale[0:1], %h, v: %b.full[0:8]) -> (%dh, grad v: %b.grad_full[0:8])  unit=b stream=compute
       release %h  stream=compute
       release %b.full  stream=compute
@@ -49,12 +49,12 @@ Before ``prefetch{distance=1}``::
 After::
 
     section last_micro_step {
-      alloc %h  stream=compute
       alloc %a.full  stream=gather
       !0 = all_gather %a.param -> %a.full  comm=gather stream=gather
       alloc %b.full  stream=gather
       !1 = prefetch %b.param -> %b.full  comm=gather stream=gather
       wait !0  on=compute
+      alloc %h  stream=compute
       compute @a.forward(%x, w: %a.full[0:128]) -> (%h)  unit=a stream=compute
       !2 = release %a.full  stream=compute
       wait !2  on=gather
@@ -62,9 +62,9 @@ After::
       !3 = prefetch %a.param -> %a.full  comm=gather stream=gather
       wait !1  on=compute
       compute @b.forward(%h, v: %b.full[0:8]) -> (%loss)  unit=b stream=compute
-      alloc %dh  stream=compute
       alloc %b.grad_full  stream=compute
       fill %b.grad_full[8:512] = 0.0  stream=compute
+      alloc %dh  stream=compute
       !4 = compute @b.backward(%loss_scale[0:1], %h, v: %b.full[0:8]) -> (%dh, grad v: %b.grad_full[0:8])  unit=b stream=compute
       release %h  stream=compute
       release %b.full  stream=compute

@@ -27,12 +27,12 @@ Before ``replicate-shards{replicas=2}``::
     buffer %b.grad : f32[256] device grad = grad b @dp micro=stale
     buffer %b.momentum_buffer : f32[256] device state = momentum_buffer b @dp
     section last_micro_step {
-      alloc %h  stream=compute
       alloc %a.full  stream=gather
       !0 = all_gather %a.param -> %a.full  comm=gather stream=gather
       alloc %b.full  stream=gather
       !1 = prefetch %b.param -> %b.full  comm=gather stream=gather
       wait !0  on=compute
+      alloc %h  stream=compute
       compute @a.forward(%x, w: %a.full[0:128]) -> (%h)  unit=a stream=compute
       !2 = release %a.full  stream=compute
       wait !2  on=gather
@@ -40,9 +40,9 @@ Before ``replicate-shards{replicas=2}``::
       !3 = prefetch %a.param -> %a.full  comm=gather stream=gather
       wait !1  on=compute
       compute @b.forward(%h, v: %b.full[0:8]) -> (%loss)  unit=b stream=compute
-      alloc %dh  stream=compute
       alloc %b.grad_full  stream=compute
       fill %b.grad_full[8:512] = 0.0  stream=compute
+      alloc %dh  stream=compute
       !4 = compute @b.backward(%loss_scale[0:1], %h, v: %b.full[0:8]) -> (%dh, grad v: %b.grad_full[0:8])  unit=b stream=compute
       release %h  stream=compute
       release %b.full  stream=compute
@@ -84,12 +84,12 @@ After::
     buffer %b.grad : f32[256] device grad = grad b @shard micro=stale
     buffer %b.momentum_buffer : f32[256] device state = momentum_buffer b @shard
     section last_micro_step {
-      alloc %h  stream=compute
       alloc %a.full  stream=gather
       !0 = all_gather %a.param -> %a.full  comm=gather stream=gather
       alloc %b.full  stream=gather
       !1 = prefetch %b.param -> %b.full  comm=gather stream=gather
       wait !0  on=compute
+      alloc %h  stream=compute
       compute @a.forward(%x, w: %a.full[0:128]) -> (%h)  unit=a stream=compute
       !2 = release %a.full  stream=compute
       wait !2  on=gather
@@ -97,9 +97,9 @@ After::
       !3 = prefetch %a.param -> %a.full  comm=gather stream=gather
       wait !1  on=compute
       compute @b.forward(%h, v: %b.full[0:8]) -> (%loss)  unit=b stream=compute
-      alloc %dh  stream=compute
       alloc %b.grad_full  stream=compute
       fill %b.grad_full[8:512] = 0.0  stream=compute
+      alloc %dh  stream=compute
       !4 = compute @b.backward(%loss_scale[0:1], %h, v: %b.full[0:8]) -> (%dh, grad v: %b.grad_full[0:8])  unit=b stream=compute
       release %h  stream=compute
       release %b.full  stream=compute

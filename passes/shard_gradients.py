@@ -47,9 +47,9 @@ After::
       alloc %h  stream=compute
       compute @a.forward(%x, w: %a.param[0:128]) -> (%h)  unit=a stream=compute
       compute @b.forward(%h, v: %b.param[0:8]) -> (%loss)  unit=b stream=compute
-      alloc %dh  stream=compute
       alloc %b.grad_full  stream=compute
       fill %b.grad_full[8:512] = 0.0  stream=compute
+      alloc %dh  stream=compute
       !0 = compute @b.backward(%loss_scale[0:1], %h, v: %b.param[0:8]) -> (%dh, grad v: %b.grad_full[0:8])  unit=b stream=compute
       wait !0  on=reduce
       reduce_scatter %b.grad_full -> %b.grad  comm=reduce stream=reduce

@@ -36,7 +36,6 @@ from zeroir.ir.text import parse
 from zeroir.ir.verify.arenas import check_arenas
 from zeroir.ir.verify.context import Findings
 from zeroir.passes import manager
-from zeroir.passes.late import allocate_late
 from zeroir.passes.pipelines import for_stage
 from zeroir.passes.plan_memory import PlanMemory
 
@@ -221,7 +220,7 @@ def test_many_buffers_are_placed_soon_and_tightly(make: Callable[[int, int], Pro
 
 
 def test_a_plan_is_compared_with_what_can_be_live_at_once() -> None:
-    program = allocate_late(manager.run(mlp(blocks=3), for_stage(3, 3)))
+    program = manager.run(mlp(blocks=3), for_stage(3, 3))
     planned, found = (placements_with_bound(one) for one in (plan(program), program))
     assert planned == found == place_all(program)
     assert 0 < planned[Space.DEVICE].live_bytes <= planned[Space.DEVICE].size_bytes

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import groupby
+from random import Random
+
 from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.passes import happens
 from tests.passes.strategies import Case, cases
 from tests.support.examples import examples
+from tests.support.programs import mlp
 from zeroir.ir import ops
 from zeroir.ir.buffers import Buffer, Region, Role, Space
 from zeroir.ir.contents import NamedContent
 from zeroir.ir.dtypes import DType
+from zeroir.ir.effects import effects
+from zeroir.ir.memory.lifetimes import Lifetimes
+from zeroir.ir.memory.most_live import most_live
 from zeroir.ir.mesh import COMPUTE, GATHER, REDUCE, Axis, Mesh
 from zeroir.ir.ops import Op
 from zeroir.ir.program import Holding, Pending, Program, Section, State
+from zeroir.passes.conflicts import touches
 from zeroir.passes.order import synchronise, unordered
+from zeroir.passes.pipelines import for_stage
 
 
 @examples(25)
@@ -47,6 +59,59 @@ def test_waits_and_events_are_canonical(case: Case) -> None:
     assert synchronise(program) == program
     if case.stage < 2:  # Only bounds put in waits that data alone do not ask for.
         assert synchronise(unordered(program)) == program
+
+
+@given(cases(), st.randoms(use_true_random=False))
+@examples(15)
+def test_where_the_allocs_stood_makes_no_difference(case: Case, choice: Random) -> None:
+    """As far up as their buffers' last lives allow: they come back to behind what their first users wait for."""
+    program = case.scheduled()
+    sections = tuple(
+        replace(section, body=_raised(section.body, program, choice))
+        for section in program.sections
+    )
+    after = synchronise(replace(program, sections=sections))
+    for section, expected in zip(after.sections, program.sections, strict=True):
+        assert _with_allocs_sorted(section.body) == _with_allocs_sorted(expected.body)
+
+
+def _raised(body: Sequence[Op], program: Program, choice: Random) -> tuple[Op, ...]:
+    """The ops with some of the allocs that signal nothing further up."""
+    found: list[Op] = []
+    last: dict[str, int] = {}
+    for op in body:
+        touched = [] if isinstance(op, ops.Wait) else touches(effects(op), program)
+        if isinstance(op, ops.Alloc) and op.event is None and choice.random() < 0.7:
+            at = choice.randint(last.get(op.buffer, 0), len(found))
+            found.insert(at, op)
+            last = {name: place + (place > at) for name, place in last.items()}
+        else:
+            found.append(op)
+            at = len(found) - 1
+        last.update((buffer, at + 1) for buffer, _, _, _ in touched)
+    return tuple(found)
+
+
+def _with_allocs_sorted(body: Sequence[Op]) -> list[Op]:
+    found: list[Op] = []
+    for is_alloc, run in groupby(body, lambda op: isinstance(op, ops.Alloc)):
+        neighbours = list(run)
+        found += sorted(neighbours, key=str) if is_alloc else neighbours
+    return found
+
+
+def test_a_shard_of_merged_gradients_meets_nothing_of_the_backward() -> None:
+    """It begins only when all is reduced, however early the gradient that it is a shard of was to be reduced."""
+    program = mlp(blocks=4, dim=8, batch=256, micro_steps=2)
+    for step in for_stage(2, 3, bucket=1 << 20):
+        program = step(program)
+    shards = {b.name: b.size_bytes for b in program.buffers if b.name.endswith(".grad")}
+    found = Lifetimes.of(program)
+    sizes = [program.buffer_by_name[name].size_bytes for name in found.buffers]
+    at_most = most_live(found, range(len(sizes)), sizes)
+    assert at_most.is_exact
+    assert shards
+    assert not {found.buffers[life] for life in at_most.lives} & shards.keys()
 
 
 def _program(*body: Op, entry: State | None = None) -> Program:
@@ -133,4 +198,51 @@ def test_what_a_pending_event_brings_is_waited_for() -> None:
         "1 compute",
         "wait !1 reduce",
         "None reduce",
+    ]
+
+
+def _alloc(name: str, *, event: str | None = None) -> Op:
+    return ops.Alloc(buffer=name, stream=COMPUTE, event=event)
+
+
+def _placed(*body: Op) -> list[str]:
+    """What the ops allocate, fill and wait for when they are ordered."""
+    found = []
+    for op in synchronise(_program(*body)).sections[0].body:
+        match op:
+            case ops.Alloc():
+                found.append(f"alloc {op.buffer}")
+            case ops.Release():
+                found.append(f"release {op.buffer}")
+            case ops.Fill():
+                found.append(f"fill {op.destination.buffer}")
+            case ops.Wait():
+                found.append("wait")
+            case _:
+                pass
+    return found
+
+
+def test_a_buffer_begins_behind_what_its_first_user_waits_for() -> None:
+    other = _fill("b", REDUCE, event="r")
+    wait, use = ops.Wait(waited="r", on=COMPUTE), _fill("a", COMPUTE)
+    late = ["fill b", "wait", "alloc a", "fill a"]
+    # Behind a wait that was put in on purpose, one that data ask for, and ops of its own that do not touch it.
+    assert _placed(_alloc("a"), other, wait, use) == late
+    both = _copy("b", "a", COMPUTE)
+    assert _placed(_alloc("a"), other, both) == ["fill b", "wait", "alloc a"]
+    assert _placed(_alloc("a"), _fill("b", COMPUTE), use) == ["fill b", "alloc a", "fill a"]
+    # Not where somebody waits for the alloc itself, or another stream touches its buffer first.
+    for_alloc = ops.Wait(waited="a", on=REDUCE)
+    assert _placed(_alloc("a", event="a"), for_alloc, other, use)[0] == "alloc a"
+    assert _placed(_alloc("a"), other, _fill("a", REDUCE)) == [
+        *("alloc a", "fill b", "wait", "fill a")
+    ]
+    # Not past the end of a life that nobody uses, and not out of a section that leaves it live.
+    release = ops.Release(buffer="a", stream=COMPUTE)
+    assert _placed(_alloc("a"), other, release) == ["fill b", "alloc a", "release a"]
+    assert _placed(_alloc("a"), other) == ["alloc a", "fill b"]
+    # Of several the order stays, each behind what its own life must wait for.
+    assert _placed(_alloc("b"), _alloc("a"), other, wait, both) == [
+        *("alloc b", "wait", "fill b", "wait", "alloc a")
     ]

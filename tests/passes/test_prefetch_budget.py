@@ -22,6 +22,7 @@ from zeroir.ir.buffers import Space
 from zeroir.ir.memory.curve import peak
 from zeroir.ir.memory.lifetimes import Lifetimes
 from zeroir.ir.memory.most_live import most_live
+from zeroir.ir.mesh import GATHER
 from zeroir.ir.program import LAST_MICRO_STEP, UPDATE, Program
 from zeroir.ir.traffic import collective_bytes
 from zeroir.passes.pipelines import for_options, for_stage, parse_spec
@@ -141,6 +142,8 @@ def test_without_a_limit_all_is_gathered_at_once() -> None:
     program = _lowered(1 << 40)
     body = program.section_by_name[LAST_MICRO_STEP].body
     first = next(i for i, op in enumerate(body) if isinstance(op, ops.Compute))
+    # Nothing holds the first gathers back: neither ops before them nor each other.
+    assert not any(isinstance(op, ops.Wait) and op.on == GATHER for op in body[:first])
     lives = happens.lives(body, program)
     assert len(lives) == 10
     # The first life of each flat at the beginning, the second one when the first has ended.

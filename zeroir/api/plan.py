@@ -28,7 +28,6 @@ from zeroir.ir.memory.placement import unplaced
 from zeroir.ir.program import Program
 from zeroir.ir.workspace import corrected
 from zeroir.passes.base import Fact, Pass
-from zeroir.passes.late import allocate_late
 from zeroir.passes.pipelines import for_options
 from zeroir.passes.plan_memory import PlanMemory
 from zeroir.report.costs import format_seconds, path_shares
@@ -232,7 +231,7 @@ class Planner:
     def measure(self, settings: Mapping[str, Value]) -> tuple[Candidate, Outcome]:
         """What any settings come to, be they of a region or not."""
         options = self.options(settings)
-        program = allocate_late(corrected(self._lowered(options)))
+        program = corrected(self._lowered(options))
         measured = with_measured_workspaces(program, self._machine)
         needed = footprint(measured, place=unplaced)
         if needed.total_bytes <= self._budget_bytes:
