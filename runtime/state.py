@@ -19,9 +19,10 @@ from zeroir.errors import InternalError, UserError
 from zeroir.ir.buffers import Buffer
 from zeroir.ir.contents import GRAD, MASTER, PARAM, FlatContent, Zeros
 from zeroir.ir.layout import used_numel
-from zeroir.ir.program import Flat, ModuleBufferBinding, Program, State
+from zeroir.ir.program import Flat, ModuleBufferBinding, Program, Slot, State
 from zeroir.runtime.comm.base import Comm, Launch, Piece
-from zeroir.runtime.deferred import Recording, build_deferred
+from zeroir.runtime.deferred import build_deferred
+from zeroir.runtime.recording import Recording
 from zeroir.runtime.storage import Memory
 from zeroir.runtime.tensors import TORCH_DTYPE
 
@@ -41,12 +42,20 @@ class Source:
         """The tensor's shape; UserError where the module has no tensor of that name."""
         return tuple(self._find(name).shape)
 
-    def tensor(self, name: str) -> Tensor:
-        """The tensor's values on the CPU; UserError where the module has no tensor of that name."""
+    def position(self, name: str) -> int:
+        """Where the tensor's values come in the order in which they are had fastest."""
+        return 0 if self._recording is None else self._recording.position(self._find(name))
+
+    def tensor(self, name: str, places: Sequence[Tensor] = ()) -> Tensor:
+        """The tensor's values on the CPU, perhaps made in one of the places: contiguous tensors of as many elements.
+
+        UserError where the module has no tensor of that name.
+        """
         found = self._find(name)
         if self._recording is None:
             return found.detach()
-        return self._recording.materialise(found)
+        fit = (place for place in places if place.is_cpu and place.dtype == found.dtype)
+        return self._recording.materialise(found, next(fit, None))
 
     def _find(self, name: str) -> Tensor:
         found: object = self._tensors.get(name)
@@ -63,18 +72,22 @@ class Source:
 
 def build(factory: Factory, seed: int) -> Source:
     """Build the user's module under ``torch.manual_seed(seed)``, deferred where that is possible."""
-    try:
-        module, recording = build_deferred(factory, seed)
-        source = Source(module, recording)
-        for name, parameter in module.named_parameters():
-            if parameter.is_meta and not recording.knows(parameter):
-                raise RuntimeError(f"{name} was made on the meta device")
-    except Exception:  # noqa: BLE001 - whatever user code makes of tensors without data; a real error comes again
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            module = factory()
-        return Source(module, None)
-    return source
+    for is_lazy in (True, False):
+        # Whatever user code makes of tensors without data; a real error comes again.
+        with contextlib.suppress(Exception):
+            return _deferred(factory, seed, is_lazy=is_lazy)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        module = factory()
+    return Source(module, None)
+
+
+def _deferred(factory: Factory, seed: int, *, is_lazy: bool) -> Source:
+    module, recording = build_deferred(factory, seed, is_lazy=is_lazy)
+    for name, parameter in module.named_parameters():
+        if parameter.is_meta and not recording.knows(parameter):
+            raise RuntimeError(f"{name} was made on the meta device")
+    return Source(module, recording)
 
 
 def initialise(program: Program, ranks: Iterable[Memory], factory: Factory, seed: int) -> None:
@@ -95,9 +108,11 @@ def initialise(program: Program, ranks: Iterable[Memory], factory: Factory, seed
                     f"The model's '{slot.name}' has the shape {list(source.shape(slot.name))}, but the program was "
                     f"compiled with {list(slot.shape)}; compile it again from this model file."
                 )
+    slots = [(flat, slot) for flat in program.flats for slot in flat.slots]
+    targets = {flat.name: _targets(program, flat, memories) for flat in program.flats}
     with torch.no_grad():
-        for flat in program.flats:
-            _fill_flat(program, flat, memories, source)
+        for flat, slot in sorted(slots, key=lambda one: source.position(one[1].name)):
+            _fill_slot(slot, targets[flat.name], source)
         for binding in program.module_buffers:
             value = _module_buffer(program, binding, source)
             for memory in memories:
@@ -168,29 +183,32 @@ def flat_start(program: Program, buffer: Buffer, rank: int) -> int:
     return content.offset + program.mesh.coordinate(rank)[content.shard] * buffer.numel
 
 
-def _fill_flat(program: Program, flat: Flat, memories: Sequence[Memory], source: Source) -> None:
-    targets = [
+def _targets(
+    program: Program, flat: Flat, memories: Sequence[Memory]
+) -> Sequence[tuple[Tensor, int]]:
+    """The buffers that rest with parts of a flat's parameters, each with the element that is its first."""
+    return [
         (memory.buffer(buffer.name), flat_start(program, buffer, memory.rank))
         for memory in memories
         for buffer in flat_buffers(program, flat.name, (PARAM, MASTER))
     ]
-    for slot in flat.slots:
-        pieces = [
-            (
-                tensor,
-                start,
-                max(start, slot.offset),
-                min(start + tensor.numel(), slot.offset + slot.numel),
-            )
-            for tensor, start in targets
-        ]
-        pieces = [piece for piece in pieces if piece[2] < piece[3]]
-        if not pieces:
-            continue
-        values = source.tensor(slot.name).reshape(-1)
-        for tensor, start, first, stop in pieces:
-            piece_values = values[first - slot.offset : stop - slot.offset]
-            tensor[first - start : stop - start].copy_(piece_values)
+
+
+def _fill_slot(slot: Slot, targets: Sequence[tuple[Tensor, int]], source: Source) -> None:
+    pieces: list[tuple[Tensor, int, int]] = []
+    for tensor, start in targets:
+        first = max(start, slot.offset)
+        stop = min(start + tensor.numel(), slot.offset + slot.numel)
+        if first < stop:
+            piece = tensor[first - start : stop - start]
+            pieces.append((piece, first - slot.offset, stop - slot.offset))
+    if not pieces:
+        return
+    whole = [piece for piece, first, stop in pieces if stop - first == slot.numel]
+    values = source.tensor(slot.name, whole).reshape(-1)
+    for piece, first, stop in pieces:
+        if values.data_ptr() != piece.data_ptr():
+            piece.copy_(values[first:stop])
 
 
 def _module_buffer(program: Program, binding: ModuleBufferBinding, source: Source) -> Tensor:
