@@ -6,22 +6,33 @@ There is no switch for the checks: a pass that breaks a program is a defect of z
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from zeroir.errors import InternalError, UserError
 from zeroir.ir.memory.placement import unplanned
 from zeroir.ir.program import Program
-from zeroir.ir.verify import Reference, check
+from zeroir.ir.verify import Reference, Report, VerificationError, verify
 from zeroir.ir.workspace import corrected
 from zeroir.passes.base import Fact, Pass, listed
 from zeroir.passes.catalogue import PASSES, parse_spec
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proof:
+    """A program, and the report that it breaks no law."""
+
+    program: Program
+    report: Report
+
+
 def run(program: Program, passes: Sequence[Pass], reference: Program | None = None) -> Program:
     """The program after all passes. See `steps`."""
-    last = program
-    for _, last in steps(program, passes, reference):  # noqa: B007  the last one is what is wanted
-        pass
+    return prove(program, passes, reference).program
+
+
+def prove(program: Program, passes: Sequence[Pass], reference: Program | None = None) -> Proof:
+    """The program after all passes, as the last of them left it, with the report on that very program. See `steps`."""
+    *_, (_, last) = _proofs(program, passes, reference)
     return last
 
 
@@ -37,14 +48,9 @@ def steps(
             program is broken already (a VerificationError).
         InternalError: where a pass fails or breaks the program; the message names it.
     """
-    check_contracts(program, passes)
-    if reference is None and not program.passes:
-        reference = program
-    logical = None if reference is None else Reference(reference)
-    check(program, reference=logical)
-    for step in passes:
-        program = _apply(step, program, logical)
-        yield step, program
+    for step, proof in _proofs(program, passes, reference):
+        if step is not None:
+            yield step, proof.program
 
 
 def apply(step: Pass, program: Program) -> Program:
@@ -55,7 +61,22 @@ def apply(step: Pass, program: Program) -> Program:
     return replace(corrected(after), passes=(*program.passes, step.spec()))
 
 
-def _apply(step: Pass, program: Program, reference: Reference | None) -> Program:
+def _proofs(
+    program: Program, passes: Sequence[Pass], reference: Program | None
+) -> Iterator[tuple[Pass | None, Proof]]:
+    """The program as it is given, and after each pass."""
+    check_contracts(program, passes)
+    if reference is None and not program.passes:
+        reference = program
+    logical = None if reference is None else Reference(reference)
+    proof = _proved(program, logical)
+    yield None, proof
+    for step in passes:
+        proof = _apply(step, proof.program, logical)
+        yield step, proof
+
+
+def _apply(step: Pass, program: Program, reference: Reference | None) -> Proof:
     try:
         after = apply(step, program)
     except UserError:
@@ -64,10 +85,16 @@ def _apply(step: Pass, program: Program, reference: Reference | None) -> Program
         message = f"The pass `{step.spec()}` failed: {type(error).__name__}: {error}"
         raise InternalError(message) from error
     try:
-        check(after, reference=reference)
+        return _proved(after, reference)
     except UserError as error:
         raise InternalError(f"The pass `{step.spec()}` broke the program. {error}") from error
-    return after
+
+
+def _proved(program: Program, reference: Reference | None) -> Proof:
+    report = verify(program, reference)
+    if not report.is_valid:
+        raise VerificationError(report)
+    return Proof(program=program, report=report)
 
 
 def facts(program: Program) -> dict[Fact, str]:

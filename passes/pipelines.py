@@ -14,7 +14,7 @@ from zeroir.passes.bucket import Bucket
 from zeroir.passes.catalogue import PASSES, parse_spec
 from zeroir.passes.insert_gathers import InsertGathers
 from zeroir.passes.insert_releases import InsertReleases
-from zeroir.passes.manager import run
+from zeroir.passes.manager import Proof, prove
 from zeroir.passes.overlap_update import OverlapUpdate
 from zeroir.passes.plan_memory import PlanMemory
 from zeroir.passes.prefetch import Prefetch
@@ -26,7 +26,7 @@ from zeroir.passes.shard_optimizer import ShardOptimizer
 from zeroir.passes.shard_parameters import ShardParameters
 from zeroir.passes.unshard import Unshard
 
-__all__ = ["PASSES", "for_options", "for_stage", "lower", "parse_spec"]
+__all__ = ["PASSES", "for_options", "for_stage", "lower", "lower_with_proof", "parse_spec"]
 
 
 def for_stage(
@@ -115,4 +115,9 @@ def for_options(options: CompileOptions) -> tuple[Pass, ...]:
 
 def lower(logical: Program, options: CompileOptions) -> Program:
     """The scheduled program: the logical one after the passes that the options ask for, each verified."""
-    return run(replace(logical, options=options.to_pairs()), for_options(options))
+    return lower_with_proof(logical, options).program
+
+
+def lower_with_proof(logical: Program, options: CompileOptions) -> Proof:
+    """The scheduled program as in ``lower``, with the report on that very program."""
+    return prove(replace(logical, options=options.to_pairs()), for_options(options))

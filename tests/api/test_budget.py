@@ -63,7 +63,16 @@ def test_more_ranks_where_nothing_else_helps() -> None:
     least = needed(stage=3, live_gradients=1, prefetch=0, recompute=("*",))
     (found,) = alternatives(LOGICAL, options(stage=3), least - 1)
     assert found.changes["world_size"] in (8, 16, 32, 64, 128, 256)
-    assert advice(LOGICAL, options(), 1).startswith("No other options fit; --stage 3")
+    said = advice(LOGICAL, options(), 1)
+    assert said.startswith("No other options fit: the closest, --stage 3")
+
+
+def test_what_needs_more_than_now_is_not_proposed() -> None:
+    """Of one small matrix nothing is saved by more ranks, for which it is padded."""
+    own = options(stage=3, live_gradients=1, prefetch=0, recompute=("*",))
+    assert alternatives(mlp(blocks=1, dim=8), own, 1) == ()
+    said = advice(mlp(blocks=1, dim=8), own, 1)
+    assert said == "Use more ranks, a lower precision or a smaller batch."
 
 
 ONE_UNIT = """
@@ -92,7 +101,7 @@ def batch():
 def test_a_model_without_blocks_has_none_to_compute_again(tmp_path: Path) -> None:
     model = tmp_path / "model.py"
     model.write_text(ONE_UNIT)
-    with pytest.raises(UserError, match=r"^Z301 (.|\n)*No other options fit; --"):
+    with pytest.raises(UserError, match=r"^Z301 (.|\n)*No other options fit: the closest, --"):
         zeroir.compile(model, stage=3, world_size=4, memory_budget="20kB")
 
 

@@ -24,6 +24,7 @@ from zeroir.errors import UserError
 from zeroir.ir.memory.footprint import footprint
 from zeroir.ir.program import Program
 from zeroir.passes.pipelines import for_options
+from zeroir.report.names import format_bytes
 
 GPT = Path(__file__).parents[2] / "examples" / "gpt.py"
 MODELS = Path(__file__).parents[1] / "support" / "models"
@@ -251,8 +252,20 @@ def test_a_choice_is_measured_as_what_it_compiles_to() -> None:
 
 
 def test_where_nothing_fits_the_closest_is_named() -> None:
-    with pytest.raises(UserError, match=r"Nothing fits 1\.0 kB: the closest is stage .* too many"):
-        planner(mlp(blocks=2), BOUND_BY_COMPUTE, 1000, world_size=2, bucket=0).search()
+    """The one that needs least; and where too much rests on a rank, whatever is chosen, how much that is."""
+    logical = mlp(blocks=2)
+    kept = {"world_size": 2, "bucket": 0, "live_gradients": 1, "prefetch": 1, "select_saved": True}
+    loose = planner(logical, BOUND_BY_COMPUTE, **kept)
+    tried = [loose.measure(settings)[0] for _, settings in every_choice(loose)]
+    needed = min(one.needed_bytes for one in tried)
+    resting = min(one.resting_bytes for one in tried)
+    assert resting < needed
+    with pytest.raises(UserError, match="the closest is stage ") as caught:
+        planner(logical, BOUND_BY_COMPUTE, needed - 1, **kept).search()
+    assert f"needs at least {format_bytes(needed)}, 1 B too many" in str(caught.value)
+    with pytest.raises(UserError, match="holds all the time") as caught:
+        planner(logical, BOUND_BY_COMPUTE, resting - 1, **kept).search()
+    assert f"takes {format_bytes(resting)} at least, at stage 3" in str(caught.value)
 
 
 def test_a_choice_in_words() -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import os
 import stat
 import struct
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgpack
@@ -18,7 +20,7 @@ from hypothesis import strategies as st
 from tests.support.examples import examples
 from tests.support.programs import mlp
 from zeroir import artifact as artifacts
-from zeroir.artifact import SCHEMA_VERSION, Artifact
+from zeroir.artifact import SCHEMA_VERSION, Artifact, require_writable, write_whole
 from zeroir.artifact.file import MAGIC
 from zeroir.errors import UserError
 from zeroir.ir.program import Program
@@ -278,3 +280,27 @@ def test_a_saved_file_has_the_usual_permissions(tmp_path: Path) -> None:
     artifacts.save(make(), tmp_path / "gpt.zir")
     modes = {stat.S_IMODE(file.stat().st_mode) for file in tmp_path.iterdir()}
     assert len(modes) == 1
+
+
+def test_a_link_stays_a_link_and_what_it_names_is_written(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "there" / "file")
+    for data in (b"new", b"newer"):
+        require_writable(link)
+        write_whole(link, data)
+        assert link.is_symlink()
+        assert (tmp_path / "there" / "file").read_bytes() == data
+    assert [one.name for one in (tmp_path / "there").iterdir()] == ["file"]
+
+
+def test_a_pipe_is_written_and_not_replaced(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    require_writable(pipe)
+    with ThreadPoolExecutor(1) as reader:
+        read = reader.submit(pipe.read_bytes)
+        write_whole(pipe, b"all of it")
+        assert read.result() == b"all of it"
+    assert pipe.is_fifo()
+    assert list(tmp_path.iterdir()) == [pipe]

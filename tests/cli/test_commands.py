@@ -171,11 +171,17 @@ def test_a_budget_is_proved_where_it_is_given(zeroir: Zeroir) -> None:
     assert "Z301" not in zeroir("verify", program, "--json").json["laws"]
     enough = zeroir("verify", program, "--budget", "80GB", "--json")
     assert enough.json["laws"]["Z301"] == "proved"
-    too_little = zeroir("verify", program, "--budget", "1 kB", "--json")
+    too_little = zeroir("verify", program, "--memory-budget", "1 kB", "--json")
     assert too_little.exit_code == 1
     (finding,) = too_little.json["findings"]
     assert finding["code"] == "Z301"
     assert too_little.json["laws"]["Z301"] != "proved"
+    table, _, below = zeroir("verify", program, "--budget", "1 kB").out.partition("\n\n")
+    assert all(len(line) <= 80 for line in table.splitlines())
+    assert [line.split()[-1] for line in table.splitlines() if line.startswith("Z301")] == [
+        "broken"
+    ]
+    assert finding["sentence"] in below
 
 
 def test_a_report_says_what_each_law_rules_out(zeroir: Zeroir, programs: dict[int, Path]) -> None:

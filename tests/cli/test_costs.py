@@ -21,6 +21,7 @@ def test_a_step_is_simulated(zeroir: Zeroir, programs: dict[int, Path], tmp_path
     assert answer.exit_code == 0
     for word in ("step", "exposed communication", "MFU", "gather", "critical path", "node link"):
         assert word in answer.out
+    assert all(line == line.rstrip() for line in answer.out.splitlines())
     assert str(trace) in answer.err
     assert {event["ph"] for event in json.loads(trace.read_text())["traceEvents"]} >= {"X", "M"}
 
@@ -75,6 +76,7 @@ def test_a_machine_of_ones_own(zeroir: Zeroir, programs: dict[int, Path], tmp_pa
     [
         (["--machine", "abacus"], "choose 8x4090-pcie"),
         (["--straggler", "0.5"], "at least 1 times"),
+        (["--straggler", "1e308"], "how slow the straggler is"),
         (["--micro-steps", "2"], "compile it with --micro-steps 2"),
         (["--micro-steps", "0"], "micro-steps"),
     ],

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from io import StringIO
 from pathlib import Path
+from typing import cast
 
 import pytest
+from rich.console import Console
 
 import zeroir as package
 from tests.cli.conftest import Zeroir
 from tests.cli.test_bad_input import assert_refused
+from zeroir.api import CompiledProgram
+from zeroir.api.plan import Alternative, Candidate, Plan
+from zeroir.cli.render_plan import render_plan
 
 MODEL = """
 import torch
@@ -90,7 +96,9 @@ def test_the_plan_in_words(zeroir: Zeroir, model: Path, tmp_path: Path) -> None:
 def test_where_nothing_fits_nothing_is_written(zeroir: Zeroir, model: Path, tmp_path: Path) -> None:
     path = tmp_path / "best.zir"
     answer = zeroir("plan", model, *FIXED, "--memory", "1kB", "-o", path)
-    assert_refused(answer, "Nothing fits 1.0 kB: the closest is stage 3", "too many", "more ranks")
+    assert_refused(
+        answer, "Nothing fits 1.0 kB: what a rank holds", "at least, at stage 3", "more ranks"
+    )
     assert not path.exists()
 
 
@@ -128,3 +136,32 @@ def test_what_is_wrong_is_said_before_the_model_is_loaded(
 def test_a_model_that_is_not_there(zeroir: Zeroir, tmp_path: Path) -> None:
     assert_refused(zeroir("plan", tmp_path / "none.py", "--world-size", "2"), "none.py")
     assert_refused(zeroir("plan"), "MODEL is missing", "zeroir plan --help")
+
+
+def test_no_word_of_a_plan_is_cut_off() -> None:
+    place = "a/long/path/without/a/blank/" * 4 + "model.py:119"
+    one = Candidate(
+        settings={"stage": 3, "mesh": None},
+        needed_bytes=2,
+        resting_bytes=1,
+        culprit=place,
+        step_ns=1000,
+        exposed_ns=0,
+        bounded_by=(("the segments", 1.0),),
+    )
+    plan = Plan(
+        compiled=cast(CompiledProgram, None),  # not for the eye
+        machine="here",
+        world_size=2,
+        budget_bytes=2,
+        chosen=one,
+        alternatives=(Alternative(candidate=one, why=place),),
+        tried=2,
+        choices=2,
+        bound_ns=500,
+        is_finished=True,
+    )
+    sink = StringIO()
+    Console(file=sink, width=80).print(render_plan(plan))
+    assert all(len(line) <= 80 and line == line.rstrip() for line in sink.getvalue().splitlines())
+    assert "".join(sink.getvalue().split()).count(place) == 2

@@ -87,6 +87,10 @@ def test_a_dtype_without_a_figure_computes_like_f32() -> None:
         (r"_node = .*", '_node = { value = 2.5, source = "x" }', "a whole value of at least 1"),
         (r"latency_s = .*", 'latency_s = { value = -1, source = "x" }', "at least 0"),
         (r"latency_s = .*", 'latency_s = { value = "1", source = 1 }', "node_link.latency_s"),
+        (r"latency_s = .*", 'latency_s = { value = "1", source = "x" }', "a valid number"),
+        (r"latency_s = .*", 'latency_s = { value = true, source = "x" }', "a valid number"),
+        (r"latency_s = .*", 'latency_s = { value = inf, source = "x" }', "no infinite one"),
+        (r"size_bytes = .*", 'size_bytes = { value = inf, source = "x" }', "no infinite one"),
     ],
 )
 def test_a_file_that_is_wrong_is_refused_in_a_sentence(

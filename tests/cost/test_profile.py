@@ -14,7 +14,9 @@ from tests.cli.conftest import GPT, Zeroir
 from tests.cost.support import machine
 from tests.passes.strategies import Case, cases
 from tests.support.examples import examples
+from tests.support.zygote import run_forked
 from zeroir.api import load_program
+from zeroir.cost.durations import segment_cost
 from zeroir.cost.machine import (
     Machine,
     MeasuredSegment,
@@ -166,6 +168,21 @@ def test_a_second_profile_adds_to_the_first() -> None:
     assert len(both.ops) == len(first.ops)
 
 
+def test_segments_that_no_profile_saw_are_compared_with_those_that_it_did() -> None:
+    """On a machine that takes three times as long as is computed for it, those take three times as long, too."""
+    base, truth = (
+        machine(flops_per_s=rate * 1e9, memory_bytes_per_s=rate * 1e9, launch_s=3e-5 / rate)
+        for rate in (3, 1)
+    )
+    one, other = (replace(PLAIN, dim=dim).scheduled() for dim in (8, 16))
+    measured = measured_machine(one, [recorded(simulate(one, truth))], base, name="m")
+    assert parse_machine(to_toml(measured), "m.toml") == measured
+    for segment in other.segments:
+        assert segment.digest() not in measured.segments
+        seconds = segment_cost(segment, truth).seconds
+        assert segment_cost(segment, measured).seconds == pytest.approx(seconds, rel=1e-2)
+
+
 @given(
     alpha=st.floats(0, 1),
     beta=st.floats(0, 1e-3),
@@ -190,9 +207,20 @@ def test_nothing_takes_less_than_no_time() -> None:
 def test_a_profile_on_two_ranks_is_a_machine_to_simulate_on(zeroir: Zeroir, tmp_path: Path) -> None:
     program, here = tmp_path / "gpt.zir", tmp_path / "here.toml"
     zeroir("compile", GPT, "--stage", "3", "--world-size", "2", "-o", program)
-    answer = zeroir("profile", program, "--nproc", "2", "-o", here, "--rounds", "2", "--json")
-    assert answer.exit_code == 0, answer.err
-    found = json.loads(answer.out)
+    arguments = [
+        "profile",
+        program.name,
+        "--nproc",
+        "2",
+        "-o",
+        here.name,
+        "--rounds",
+        "2",
+        "--json",
+    ]
+    made = run_forked("zeroir", arguments, tmp_path)
+    assert made.returncode == 0, made.stderr
+    found = json.loads(made.stdout)
     assert found["rounds"] == 2
     assert found["step_seconds"] > 0
     simulated = zeroir("simulate", program, "--machine", here, "--json").json

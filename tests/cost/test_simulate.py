@@ -275,6 +275,12 @@ def test_a_straggler_is_no_faster_than_the_others(straggler: float) -> None:
         simulate(mlp(blocks=1), machine(), straggler=straggler)
 
 
+def test_what_would_take_for_ever_is_refused() -> None:
+    for on, straggler in ((machine(), 1e300), (machine(flops_per_s=1e-300), None)):
+        with pytest.raises(UserError, match="check the machine's rates"):
+            simulate(mlp(blocks=1), on, straggler=straggler)
+
+
 def test_a_machine_of_one_node_takes_no_more_ranks_than_it_has() -> None:
     with pytest.raises(UserError, match="at most 4 ranks"):
         simulate(hybrid(), machine(node_ranks=4, network=None))

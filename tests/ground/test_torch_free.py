@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.artifact.test_released import make
+from zeroir import artifact as artifacts
+
 PACKAGE = Path(__file__).parents[2] / "zeroir"
 
 # A module that both import is loaded once: walking every package shows the modules nobody imports.
@@ -73,6 +76,29 @@ def test_the_help_of_show_loads_nothing_slow() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("commands", "slow"),
+    [
+        (["explain Z101", "explain"], ("pydantic", "networkx", "numpy", "msgpack", "bokeh")),
+        (
+            ["verify {}", "diff {} {}"],
+            ("networkx", "numpy", "bokeh", "zeroir.passes.catalogue"),
+        ),
+        (["show {}"], ("bokeh", "zeroir.passes.catalogue")),
+    ],
+)
+def test_what_looks_at_programs_loads_nothing_that_it_does_not_need(
+    commands: list[str], slow: tuple[str, ...]
+) -> None:
+    program = str(PACKAGE.parent / "tests" / "data" / "schema_1_1.zir")
+    lines = [[word.format(program) for word in command.split()] for command in commands]
+    _python(
+        f"{LOOK}assert not (found := [name for name in {slow} if name in sys.modules]), found",
+        [],
+        lines,
+    )
+
+
 def test_help_programs_and_modules_need_no_torch(tmp_path: Path) -> None:
     """Help, whatever looks at a compiled program and neither runs it nor compares it with the model, and all modules.
 
@@ -80,8 +106,10 @@ def test_help_programs_and_modules_need_no_torch(tmp_path: Path) -> None:
     """
     helping = ["compile", "run", "report"]
     names = ("errors", "ir", "artifact", "config", "cost", "passes", "report", "cli")
-    program = str(PACKAGE.parent / "tests" / "data" / "schema_1_0.zir")
-    out = str(tmp_path / "out")
+    program, out = str(tmp_path / "program.zir"), str(tmp_path / "out")
+    artifacts.save(
+        make(), Path(program)
+    )  # Its passes are of this version, so what they did can be shown.
     commands = [
         ["show", program, "--passes"],
         ["verify", program],

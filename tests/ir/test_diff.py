@@ -11,10 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.examples import examples
+from tests.support.lowering import applied
 from tests.support.programs import mlp
 from zeroir.ir.diff import diff, normalised_lines, summary
 from zeroir.ir.ops import Alloc, Op, Release, Wait
 from zeroir.ir.program import Pending, Program, Section, State
+from zeroir.passes.pipelines import for_stage
 
 
 def changed_lines(text: str) -> list[str]:
@@ -160,6 +162,16 @@ def test_the_summary_names_buffers_and_bytes() -> None:
     assert counted.old_model_state_bytes["param"] == 2 * counted.new_model_state_bytes["param"]
     assert counted.to_json()["buffers_added"] == list(counted.buffers_added)
     assert "model state bytes  12,288 → 12,288" in str(counted)
+
+
+def test_stages_0_and_2_send_as_much() -> None:
+    """An all_reduce is a reduce-scatter and an all-gather."""
+    old, new = (applied(mlp(), for_stage(stage, 3)) for stage in (0, 2))
+    said = str(summary(old, new))
+    sent = re.search(r"^bytes on the wire  ([\d,]+) → ([\d,]+) \(", said, re.MULTILINE)
+    assert sent is not None
+    before, after = (int(one.replace(",", "")) for one in sent.groups())
+    assert abs(before - after) < 64 < before  # scalars
 
 
 def test_where_buffers_stand_shows_only_where_nothing_else_differs() -> None:

@@ -157,6 +157,7 @@ def test_the_page_in_a_browser(tmp_path: Path) -> None:
             _require_links(page, found)
             _require_filter(page, found)
             _require_all_is_drawn(page)
+            _require_all_columns(page)
             light = page.screenshot(path=tmp_path / "light.png")
         with opened(browser, path, "dark") as page:
             dark = page.screenshot(path=tmp_path / "dark.png")
@@ -228,6 +229,26 @@ def _require_filter(page: Page, found: list[Any]) -> None:
     assert sizes == sorted(sizes, reverse=True)
     page.fill("#filter", "")
     assert page.inner_text("#count") == f"{len(found):,}"
+
+
+def _require_all_columns(page: Page) -> None:
+    """All columns are in sight in a window of 1,280 pixels, and can be scrolled to in a smaller one."""
+    for width in (1280, 900):
+        page.set_viewport_size({"width": width, "height": 800})
+        beyond = page.evaluate(
+            """() => {
+                const table = document.getElementById("ops");
+                table.scrollLeft = 1e4;
+                const last = document.querySelector("#head span:last-child").getBoundingClientRect();
+                return [last.right - table.getBoundingClientRect().right, table.scrollLeft];
+            }"""
+        )
+        assert beyond[0] <= 0
+        assert (beyond[1] == 0) == (width == 1280)
+    labels = page.evaluate(
+        "zeroir.models.timeline.below[0].formatter.doFormat([2e5, 1234.5, 0.25], {loc: 0})"
+    )
+    assert labels == ["200,000", "1,234.5", "0.25"]
 
 
 def _shades(page: Page) -> list[float]:

@@ -10,11 +10,14 @@ from rich.console import Console, RenderableType
 from rich.text import Text
 
 from tests.support.lowering import applied
+from tests.support.programs import mlp
 from tests.support.schedules import Case
+from zeroir.cost.estimate import EstimateOptions, estimate
 from zeroir.errors import UserError
 from zeroir.ir.verify import verify
 from zeroir.passes.manager import run
 from zeroir.passes.pipelines import for_stage
+from zeroir.report.costs import render_estimate
 from zeroir.report.passes import pass_rows, programs_after_passes
 from zeroir.report.render import render_passes, render_schedule, render_summary
 from zeroir.report.summary import summarise
@@ -22,11 +25,11 @@ from zeroir.report.summary import summarise
 CASE = Case(stage=3, ranks=3, blocks=4)
 
 
-def printed(what: RenderableType, *, is_coloured: bool) -> str:
+def printed(what: RenderableType, *, is_coloured: bool, width: int = 10_000) -> str:
     sink = StringIO()
     Console(
         file=sink,
-        width=10_000,
+        width=width,
         force_terminal=is_coloured,
         color_system="standard" if is_coloured else None,
         highlight=False,
@@ -57,6 +60,55 @@ def test_a_program_that_other_passes_made_is_not_explained() -> None:
     other = replace(program, loss=None)
     with pytest.raises(UserError, match="compile the model again"):
         programs_after_passes(CASE.logical, other)
+
+
+def test_stages_0_to_2_send_as_much() -> None:
+    """2Ψ, an all-reduce being a reduce-scatter and an all-gather, in the summary and after each pass."""
+    said, rows = [], []
+    programs = [run(CASE.logical, for_stage(stage, 3)) for stage in (0, 1, 2)]
+    for stage, program in enumerate(programs):
+        summary = summarise(program, verify(program), stage=stage, precision="fp32")
+        (line,) = [
+            line
+            for line in printed(render_summary(summary), is_coloured=False).splitlines()
+            if line.startswith("on the wire")
+        ]
+        said.append(line.split(" (")[0])
+        rows.append(pass_rows(programs_after_passes(CASE.logical, program))[-1].wire_bytes)
+    assert len(set(said)) == 1
+    full = sum(flat.padded_numel * flat.dtype.itemsize_bytes for flat in programs[0].flats)
+    assert [count // full for count in rows] == [2, 2, 2]
+    assert max(rows) - min(rows) < 64  # scalars
+
+
+@pytest.mark.parametrize(("micro_steps", "said"), [(1, " per step"), (2, " of one micro-step")])
+def test_what_is_sent_is_that_of_one_micro_step(micro_steps: int, said: str) -> None:
+    program = run(mlp(micro_steps=micro_steps), for_stage(2, 3))
+    summary = summarise(program, verify(program), stage=2, precision="fp32")
+    lines = printed(render_summary(summary), is_coloured=False).splitlines()
+    assert [line.endswith(said) for line in lines if line.startswith("on the wire")] == [True]
+
+
+def test_an_estimate_fits_a_terminal() -> None:
+    """In 80 columns nothing is cut off and no row is folded."""
+    options = EstimateOptions(
+        params=7.5e9,
+        world_size=64,
+        layers=40,
+        hidden=4096,
+        heads=32,
+        seq=2048,
+        batch=64,
+        vocab=50_000,
+        recompute=True,
+        offload="parameters",
+    )
+    wide = printed(render_estimate(estimate(options)), is_coloured=False)
+    assert all(len(line) <= 80 and line == line.rstrip() for line in wide.splitlines())
+    for words in ("memory of a rank", "beside the model states", "whole units", "on the host"):
+        assert words in wide
+    # A table that is too wide for its console would be folded, or cut off with an ellipsis.
+    assert printed(render_estimate(estimate(options)), is_coloured=False, width=80) == wide
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ def _flag(name: str, value: Value) -> str:
 def alternatives(
     logical: Program, options: CompileOptions, budget_bytes: int
 ) -> tuple[Alternative, ...]:
-    """Up to three that fit, cheapest first; if none does, the one that needs least.
+    """Up to three that fit, cheapest first; if none does, the one that needs least, where that is less than now.
 
     What costs no communication comes first: fewer full gradients at once, saving less for the backward, stages up to 2.
     Then what exposes or adds some: no prefetch, stage 3; then computing every unit's forward twice. More ranks come
@@ -63,7 +63,9 @@ def alternatives(
             break
     if fitting or least is None:
         return tuple(fitting)
-    return (least,)
+    # Where little is sharded, padding may make more of it for more ranks.
+    own = footprint(_lowered(logical, options, {}))
+    return (least,) if least.footprint.total_bytes < own.total_bytes else ()
 
 
 def advice(logical: Program, options: CompileOptions, budget_bytes: int) -> str:
@@ -72,7 +74,7 @@ def advice(logical: Program, options: CompileOptions, budget_bytes: int) -> str:
     if not found:
         return "Use more ranks, a lower precision or a smaller batch."
     if found[0].footprint.total_bytes > budget_bytes:
-        return f"No other options fit; {found[0]}. Use a lower precision or a smaller batch."
+        return f"No other options fit: the closest, {found[0]}. Use a lower precision or a smaller batch."
     return f"Compile with other options: {'; '.join(map(str, found))}."
 
 

@@ -21,6 +21,7 @@ from zeroir.report.summary import Summary, summarise
 
 if TYPE_CHECKING:
     from zeroir.cost.machine import Machine
+    from zeroir.passes.manager import Proof
     from zeroir.runtime.engine import Engine
 
 
@@ -96,8 +97,7 @@ class CompiledProgram:
             UserError: where its mesh has groups that so many ranks do not make.
         """
         options = self.options.for_world_size(world_size)
-        artifact = replace(self.artifact, scheduled=_lower(self.logical, options))
-        return _proved(_examined(artifact, self.path))
+        return _with_proof(self.artifact, _lower(self.logical, options), self.path)
 
     def after_pass(self, number: int) -> CompiledProgram:
         """The program as it was after so many passes; 0 is before any, on one device.
@@ -172,10 +172,10 @@ def compile_with(model: str | Path, options: CompileOptions) -> CompiledProgram:
     """Compile a model file with validated options."""
     artifact = capture(model, options)
     try:
-        scheduled = _lower(artifact.logical, options)
+        proof = _lower(artifact.logical, options)
     except VerificationError as error:
         raise InternalError(f"The traced program is broken before any pass. {error}") from error
-    return _proved(_examined(replace(artifact, scheduled=scheduled), None))
+    return _with_proof(artifact, proof, None)
 
 
 def capture(model: str | Path, options: CompileOptions) -> Artifact:
@@ -206,7 +206,7 @@ def lowered(artifact: Artifact, options: CompileOptions, machine: Machine) -> Co
     from zeroir.cost.workspaces import with_measured_workspaces
 
     logical = replace(artifact.logical, options=options.to_pairs())
-    scheduled = with_measured_workspaces(_lower(logical, options), machine)
+    scheduled = with_measured_workspaces(_lower(logical, options).program, machine)
     return _proved(_examined(replace(artifact, logical=logical, scheduled=scheduled), None))
 
 
@@ -235,10 +235,18 @@ def load_unverified(
     return _examined(artifact, Path(path), budget_bytes)
 
 
-def _lower(logical: Program, options: CompileOptions) -> Program:
-    from zeroir.passes.pipelines import lower
+def _lower(logical: Program, options: CompileOptions) -> Proof:
+    from zeroir.passes.pipelines import lower_with_proof
 
-    return replace(lower(logical, options), options=options.to_pairs())
+    return lower_with_proof(logical, options)
+
+
+def _with_proof(artifact: Artifact, proof: Proof, path: Path | None) -> CompiledProgram:
+    """What the passes made of the artifact's logical program: verified already, but for a budget."""
+    artifact = replace(artifact, scheduled=proof.program)
+    if proof.program.option.get("memory_budget") is not None:
+        return _proved(_examined(artifact, path))
+    return CompiledProgram(artifact=artifact, report=proof.report, path=path)
 
 
 def _examined(

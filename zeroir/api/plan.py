@@ -46,12 +46,14 @@ Identity = tuple[tuple[str, Value], ...]
 class Candidate:
     """A choice that was tried: what it needs on a rank's device, and what its step takes where that fits.
 
-    ``culprit`` says where it needs most. What does not fit is not placed: wherever its buffers stood, it would need
-    ``needed_bytes`` at least. ``bounded_by`` are the parts of the critical path, largest first, as shares of the step.
+    ``resting_bytes`` of what it needs are persistent. ``culprit`` says where it needs most. What does not fit is not
+    placed: wherever its buffers stood, it would need ``needed_bytes`` at least. ``bounded_by`` are the parts of the
+    critical path, largest first, as shares of the step.
     """
 
     settings: Mapping[str, Value]
     needed_bytes: int
+    resting_bytes: int
     culprit: str
     step_ns: int | None
     exposed_ns: int
@@ -180,8 +182,7 @@ class Planner:
         chosen = self._candidates[at]
         if chosen.step_ns is None:
             raise UserError(
-                f"Nothing fits {format_bytes(self._budget_bytes)}: the closest is {words(chosen.settings)}, which "
-                f"{self._lack(chosen)}. Use more ranks, a lower precision or a smaller batch."
+                f"Nothing fits {format_bytes(self._budget_bytes)}: {self._closest(chosen)}"
             )
         # Two points may name the same units, counted from either end.
         others: dict[Identity, tuple[int, Point]] = {}
@@ -246,6 +247,7 @@ class Planner:
         candidate = Candidate(
             settings=settings,
             needed_bytes=needed.total_bytes,
+            resting_bytes=needed.resting_bytes,
             culprit=_culprit(program, needed.fullest),
             step_ns=None if missing_bytes else simulation.step_ns,
             exposed_ns=0 if missing_bytes else round(simulation.exposed_s * 1e9),
@@ -303,6 +305,19 @@ class Planner:
             return self._logical
         before, last = self._after(passes[:-1]), passes[-1]
         return replace(last(before), passes=(*before.passes, last.spec()))
+
+    def _closest(self, best: Candidate) -> str:
+        """What comes closest; where already too much rests on a rank, nothing was searched for, and that is said."""
+        least = min(self._candidates.values(), key=lambda one: one.resting_bytes)
+        if least.resting_bytes <= self._budget_bytes:
+            remedy = "Use more ranks, a lower precision or a smaller batch."
+            return f"the closest is {words(best.settings)}, which {self._lack(best)}. {remedy}"
+        mesh = least.settings["mesh"]
+        return (
+            "what a rank holds all the time, such as parameters and optimizer states, takes "
+            f"{format_bytes(least.resting_bytes)} at least, at stage {least.settings['stage']}"
+            f"{'' if mesh is None else f' with --mesh {mesh}'}. Use more ranks or a lower precision."
+        )
 
     def _lack(self, candidate: Candidate) -> str:
         missing = format_bytes(candidate.needed_bytes - self._budget_bytes)

@@ -113,10 +113,13 @@ def require_writable(path: str | Path, *, example: str = "gpt.zir") -> None:
         raise UserError(
             f"'{path}' is a folder: name a file to write, for instance {path / example}."
         )
-    if not path.parent.is_dir():
-        raise UserError(f"'{path}' cannot be written: there is no folder '{path.parent}'.")
-    if not os.access(path.parent, os.W_OK):
-        raise UserError(f"'{path}' cannot be written: you may not write in '{path.parent}'.")
+    if _is_device(path):
+        return
+    folder = path.parent if not path.is_symlink() else path.resolve().parent
+    if not folder.is_dir():
+        raise UserError(f"'{path}' cannot be written: there is no folder '{folder}'.")
+    if not os.access(folder, os.W_OK):
+        raise UserError(f"'{path}' cannot be written: you may not write in '{folder}'.")
 
 
 def save(artifact: Artifact, path: str | Path) -> None:
@@ -130,23 +133,39 @@ def save(artifact: Artifact, path: str | Path) -> None:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a file whole or not at all.
+    """Write a file whole or not at all; a link stays one, and devices and pipes are written as they are.
 
     Raises:
         UserError: where the path cannot be written.
     """
-    beside = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
+    if _is_device(path):
+        try:
+            path.write_bytes(data)
+        except OSError as error:
+            raise _unwritable(path, error) from error
+        return
+    target = path.resolve()
+    beside = target.with_name(f".{target.name}.{secrets.token_hex(6)}.tmp")
     try:
         with beside.open("xb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        beside.replace(path)
+        beside.replace(target)
     except OSError as error:
-        raise UserError(f"'{path}' cannot be written: {error.strerror or error}.") from error
+        raise _unwritable(path, error) from error
     finally:
         with contextlib.suppress(OSError):
             beside.unlink(missing_ok=True)
+
+
+def _is_device(path: Path) -> bool:
+    """Whether something stands there that no file may replace, such as /dev/null or a pipe."""
+    return path.exists() and not path.is_file()
+
+
+def _unwritable(path: Path, error: OSError) -> UserError:
+    return UserError(f"'{path}' cannot be written: {error.strerror or error}.")
 
 
 def load(path: str | Path) -> Artifact:

@@ -154,18 +154,20 @@ def _int64(value: object) -> object:
 def _list(item: Codec) -> Codec:
     def through(
         convert: Callable[[object], object], value: list[object] | tuple[object, ...]
-    ) -> Iterator[object]:
-        for index, element in enumerate(value):
-            try:
-                yield convert(element)
-            except SchemaError as error:
-                error.path.append(f"[{index}]")
-                raise
+    ) -> list[object]:
+        found: list[object] = []
+        try:
+            for element in value:
+                found.append(convert(element))  # noqa: PERF401  how far it came is where it failed
+        except SchemaError as error:
+            error.path.append(f"[{len(found)}]")
+            raise
+        return found
 
     def encode_list(value: object) -> object:
         if type(value) is not tuple:
             raise _mismatch("tuple", value)
-        return list(through(item.encode, value))
+        return through(item.encode, value)
 
     def decode_list(value: object) -> object:
         if type(value) is not list:
@@ -271,7 +273,11 @@ def _dataclass(kind: type) -> Codec:
             item = getattr(value, field.name)
             if field.has_default and type(item) is type(field.default) and item == field.default:
                 continue
-            found[field.name] = _at(field.name, field.codec.encode, item)
+            try:
+                found[field.name] = field.codec.encode(item)
+            except SchemaError as error:
+                error.path.append(f".{field.name}")
+                raise
         return found
 
     def decode_dataclass(value: object) -> object:
@@ -279,25 +285,21 @@ def _dataclass(kind: type) -> Codec:
             raise _mismatch(f"the fields of {kind.__name__}", value)
         arguments: dict[str, object] = {}
         for field in ready():
-            if field.name in value:
-                arguments[field.name] = _at(field.name, field.codec.decode, value[field.name])
+            name = field.name
+            if name in value:
+                try:
+                    arguments[name] = field.codec.decode(value[name])
+                except SchemaError as error:
+                    error.path.append(f".{name}")
+                    raise
             elif not field.has_default:
-                raise SchemaError(f"{kind.__name__} lacks its field '{field.name}'")
-        known = {field.name for field in ready()}
-        for name in value:
-            if name not in known:
-                raise SchemaError(f"unknown field {name!r:.60} of {kind.__name__}")
+                raise SchemaError(f"{kind.__name__} lacks its field '{name}'")
+        if len(arguments) < len(value):
+            name = next(name for name in value if name not in arguments)
+            raise SchemaError(f"unknown field {name!r:.60} of {kind.__name__}")
         return kind(**arguments)
 
     return Codec(encode=encode_dataclass, decode=decode_dataclass)
-
-
-def _at(name: str, convert: Callable[[object], object], value: object) -> object:
-    try:
-        return convert(value)
-    except SchemaError as error:
-        error.path.append(f".{name}")
-        raise
 
 
 def _fields(kind: type) -> Iterator[_Field]:

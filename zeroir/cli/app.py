@@ -136,7 +136,10 @@ def verify(
     *,
     budget: Annotated[
         str | None,
-        Parameter(help="Device memory of a rank, such as 80GB: prove that buffers fit (Z301)."),
+        Parameter(
+            name=["--budget", "--memory-budget"],
+            help="Device memory of a rank, such as 80GB: prove that it suffices (Z301).",
+        ),
     ] = None,
     machine: Annotated[
         str | None,

@@ -57,7 +57,12 @@ def export(
         Parameter(name=["-o", "--output"], help="The file, or for flight-recorder the folder."),
     ],
     section: Annotated[str | None, Parameter(help="Only this section (graphviz).")] = None,
-    machine: Machine = DEFAULT_MACHINE,
+    machine: Annotated[
+        str | None,
+        Parameter(
+            help=f"Where the step is simulated (chrome), as for `zeroir simulate`. [default: {DEFAULT_MACHINE}]"
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> int:
     """Write a compiled program for a viewer that people already have.
@@ -68,9 +73,11 @@ def export(
 
     if section is not None and format != "graphviz":
         raise UserError("--section goes with --format graphviz alone.")
+    if machine is not None and format != "chrome":
+        raise UserError("--machine goes with --format chrome alone.")
     compiled = load_program(program)
     compiled.require(section=section)
-    written = _export(compiled, program, format, output, section, machine)
+    written = _export(compiled, program, format, output, section, machine or DEFAULT_MACHINE)
     if as_json:
         print_json({"format": format, "paths": [str(path) for path in written]})
     elif len(written) == 1:
@@ -131,7 +138,8 @@ def report(
     memory_budget: Annotated[
         str | None,
         Parameter(
-            help="Device memory of a rank, such as 80GB, drawn as a line. [default: the program's, else the machine's]"
+            name=["--memory-budget", "--budget"],
+            help="Device memory of a rank, such as 80GB, drawn as a line. [default: the program's, else the machine's]",
         ),
     ] = None,
     as_json: AsJson = False,

@@ -38,7 +38,8 @@ def plan(
 ) -> int:
     """Choose the options with which a model's step is shortest on a machine, within its memory.
 
-    What decides over speed and memory and is not given is chosen: the stage, the mesh, and the options of the schedule.
+    Chosen unless given, whatever default stands below: --stage, --mesh, --bucket,
+    --prefetch, --unshard, --recompute, --live-gradients, --select-saved.
 
     Example: zeroir plan examples/gpt.py --machine dgx-h100 --world-size 64 --memory 80GB -o gpt.zir
     """

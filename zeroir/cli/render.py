@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.text import Text
 
-from zeroir.api.check import Comparison
-from zeroir.ir.diff import DiffSummary
 from zeroir.ir.explain import CODES
-from zeroir.ir.program import Program
-from zeroir.ir.verify import Finding, Report
-from zeroir.report.passes import PassRow
 from zeroir.report.render import (
     render_laws,
     render_passes,
@@ -22,7 +18,14 @@ from zeroir.report.render import (
     render_summary,
 )
 from zeroir.report.schedule import schedule
-from zeroir.report.summary import Summary
+
+if TYPE_CHECKING:  # no command needs all of what these take
+    from zeroir.api.check import Comparison
+    from zeroir.ir.diff import DiffSummary
+    from zeroir.ir.program import Program
+    from zeroir.ir.verify import Finding, Report
+    from zeroir.report.passes import PassRow
+    from zeroir.report.summary import Summary
 
 _DIFF_STYLES = {"+": "green", "-": "red", "@": "cyan"}
 

@@ -9,6 +9,7 @@ from rich.text import Text
 from zeroir.api.choices import words
 from zeroir.api.plan import Candidate, Plan
 from zeroir.report.costs import format_seconds
+from zeroir.report.lines import Lines
 from zeroir.report.names import counted, format_bytes
 
 _SHOWN: int = 12
@@ -19,7 +20,7 @@ def render_plan(plan: Plan, *, is_unfolded: bool = False) -> RenderableType:
     chosen = plan.chosen
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim")
-    grid.add_column()
+    grid.add_column(overflow="fold")
     grid.add_row("machine", f"{plan.machine}, {counted(plan.world_size, 'rank')}")
     grid.add_row("memory", f"{format_bytes(plan.budget_bytes)} a rank")
     ended = "" if plan.is_finished else ", as many as were allowed"
@@ -40,7 +41,8 @@ def render_plan(plan: Plan, *, is_unfolded: bool = False) -> RenderableType:
         padding=(0, 2, 0, 0),
     )
     for name in ("options", "step", "memory", "why"):
-        table.add_column(name, justify="right" if name in ("step", "memory") else "left")
+        is_figure = name in ("step", "memory")
+        table.add_column(name, justify="right" if is_figure else "left", overflow="fold")
     shown = plan.alternatives if is_unfolded else plan.alternatives[:_SHOWN]
     for alternative in shown:
         one = alternative.candidate
@@ -50,9 +52,9 @@ def render_plan(plan: Plan, *, is_unfolded: bool = False) -> RenderableType:
             format_bytes(one.needed_bytes),
             alternative.why,
         )
-    parts: list[RenderableType] = [grid]
+    parts: list[RenderableType] = [Lines(table=grid, is_foldable=True)]
     if shown:
-        parts.append(table)
+        parts.append(Lines(table=table, is_foldable=True))
     rest = len(plan.alternatives) - len(shown)
     if rest:
         parts.append(Text(f"… and {rest:,} more: --all prints them."))

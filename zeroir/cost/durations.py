@@ -46,7 +46,7 @@ class SegmentCost:
 
 
 def segment_cost(segment: Segment, machine: Machine) -> SegmentCost:
-    """What one call of a segment takes."""
+    """What one call of a segment takes: as measured, else as computed, times what measured ones took longer."""
     types = segment.types()
     seconds = 0.0
     flops: dict[DType, int] = {}
@@ -60,6 +60,8 @@ def segment_cost(segment: Segment, machine: Machine) -> SegmentCost:
         seconds += max(arithmetic_s, traffic_s) + machine.compute.kernel_launch_s.value
     # The digest is as much work as all of the above, so it is only asked for where something was measured.
     measured = machine.segments.get(segment.digest()) if machine.segments else None
+    if machine.segments_scale is not None:
+        seconds *= machine.segments_scale.value
     return SegmentCost(
         seconds=seconds if measured is None else measured.seconds,
         flops={dtype: count for dtype, count in flops.items() if count},

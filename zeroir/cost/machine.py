@@ -38,7 +38,7 @@ class _Model(BaseModel):
 class Figure(_Model):
     """A number, in the unit that its name ends in, and where it comes from."""
 
-    value: float
+    value: Annotated[float, Field(strict=True)]
     source: Annotated[str, Field(min_length=1)]
 
 
@@ -51,9 +51,21 @@ def _require(is_met: bool, expected: str, figure: Figure) -> Figure:
 Positive = Annotated[
     Figure, AfterValidator(lambda figure: _require(figure.value > 0, "a value above 0", figure))
 ]
+Size = Annotated[
+    Figure,
+    AfterValidator(
+        lambda figure: _require(
+            0 < figure.value < math.inf, "a value above 0, and no infinite one", figure
+        )
+    ),
+]
 NotNegative = Annotated[
     Figure,
-    AfterValidator(lambda figure: _require(figure.value >= 0, "a value of at least 0", figure)),
+    AfterValidator(
+        lambda figure: _require(
+            0 <= figure.value < math.inf, "a value of at least 0, and no infinite one", figure
+        )
+    ),
 ]
 Fraction = Annotated[
     Figure,
@@ -97,7 +109,7 @@ class Compute(_Model):
 class Memory(_Model):
     """The memory of an accelerator. ``fraction`` is what kernels reach of its bandwidth."""
 
-    size_bytes: Positive
+    size_bytes: Size
     bytes_per_s: Positive
     fraction: Fraction
 
@@ -171,7 +183,11 @@ class MeasuredOp(_Model):
 
 
 class Machine(_Model):
-    """See the module's docstring. A machine without ``network`` is a single node."""
+    """See the module's docstring. A machine without ``network`` is a single node.
+
+    ``segments_scale`` is how many times as long as it is computed to take a segment takes that was not measured: so
+    those that a profile saw and those that it did not can be compared.
+    """
 
     name: Annotated[str, Field(min_length=1)]
     accelerator: Annotated[str, Field(min_length=1)]
@@ -183,6 +199,7 @@ class Machine(_Model):
     host_link: Link
     host: Host
     disk: Disk
+    segments_scale: Positive | None = None
     segments: Mapping[str, MeasuredSegment] = {}
     collectives: tuple[MeasuredCollective, ...] = ()
     ops: tuple[MeasuredOp, ...] = ()

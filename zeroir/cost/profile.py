@@ -19,7 +19,7 @@ from statistics import fmean, linear_regression
 from typing import assert_never
 
 from zeroir.cost.collectives import Ring, ring_of
-from zeroir.cost.durations import Durations, collective_kind
+from zeroir.cost.durations import Durations, collective_kind, segment_cost
 from zeroir.cost.machine import (
     CollectiveKind,
     Figure,
@@ -129,11 +129,26 @@ def measured_machine(
         update={
             "name": name,
             "host": host,
+            "segments_scale": _segments_scale(program, base, segments),
             "segments": {**base.segments, **segments},
             "collectives": (*collectives, *_not_in(base.collectives, collectives)),
             "ops": (*others, *(one for one in base.ops if _key(one) not in map(_key, others))),
         }
     )
+
+
+def _segments_scale(
+    program: Program, base: Machine, measured: Mapping[str, MeasuredSegment]
+) -> Figure | None:
+    """How many times as long as computed the segments of a program took, each once."""
+    plain = base.model_copy(update={"segments": {}, "segments_scale": None})
+    computed_s = {one.digest(): segment_cost(one, plain).seconds for one in program.segments}
+    whole_s = sum(computed_s[digest] for digest in measured)
+    taken_s = sum(one.seconds for one in measured.values())
+    if not whole_s or not taken_s:
+        return base.segments_scale
+    source = f"measured: of {len(measured)} segments, against what is computed for them"
+    return Figure(value=taken_s / whole_s, source=source)
 
 
 def typical(steps: Sequence[Step]) -> Sequence[Step]:

@@ -22,6 +22,8 @@ from zeroir.ir.program import Program
 from zeroir.ir.spans import Span
 
 _NS: Final = 1e9
+_LONGEST_S: Final = 1e9
+"""What an op takes at most, about thirty years; more is a mistake in what was given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,8 +110,8 @@ def simulate(
     it nothing is taken for that.
 
     Raises:
-        UserError: where the machine is too small, the program is not made for so many micro-steps, or the factor is
-            below 1.
+        UserError: where the machine is too small or endlessly slow, the program is not made for so many micro-steps,
+            or the factor is below 1.
     """
     if straggler is not None and not 1 <= straggler < float("inf"):
         raise UserError(f"A straggler takes at least 1 times as long, and not {straggler}.")
@@ -154,6 +156,10 @@ def simulate(
 
 
 def _ns(seconds: float) -> int:
+    if not seconds < _LONGEST_S:
+        raise UserError(
+            f"An op would take {seconds:.0e} seconds: check the machine's rates, and how slow the straggler is."
+        )
     return round(seconds * _NS)
 
 

@@ -22,7 +22,7 @@ from zeroir.ir.text.lexical import name
 from zeroir.ir.text.names import Names
 from zeroir.ir.text.print_ops import op_text
 from zeroir.ir.text.printer import header_lines, segment_lines, state_lines
-from zeroir.ir.traffic import collective_bytes
+from zeroir.ir.traffic import collective_bytes, on_the_wire
 
 
 def diff(
@@ -231,13 +231,15 @@ class DiffSummary:
         ]
         shrunk = sum(new < old for _, old, new in self.buffers_resized)
         grown = len(self.buffers_resized) - shrunk
-        collectives = _change(self.old_collective_bytes, self.new_collective_bytes)
+        sent = _change(
+            on_the_wire(self.old_collective_bytes), on_the_wire(self.new_collective_bytes)
+        )
         states = _change(self.old_model_state_bytes, self.new_model_state_bytes)
         added, removed = len(self.buffers_added), len(self.buffers_removed)
         return (
             f"ops                {', '.join(changed) or 'equal'}\n"
             f"buffers            +{added} -{removed}, {shrunk} shrunk, {grown} grown\n"
-            f"collective bytes   {collectives}\n"
+            f"bytes on the wire  {sent}\n"
             f"model state bytes  {states}"
         )
 

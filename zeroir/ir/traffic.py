@@ -49,6 +49,14 @@ def collective_bytes(program: Program, *, axis: str | None = None) -> Mapping[st
     return found
 
 
+def on_the_wire(counted: Mapping[str, int]) -> Mapping[str, int]:
+    """Of what :func:`collective_bytes` counts, the paper's volume: an all_reduce is a reduce-scatter and an all-gather.
+
+    So stages 0, 1 and 2 come to 2Ψ, and stage 3 without elision to 3Ψ; a rank sends (N-1)/N of it on a ring.
+    """
+    return {key: 2 * size if key == "all_reduce" else size for key, size in counted.items()}
+
+
 def payloads(op: ops.Collective, program: Program) -> Iterator[tuple[str, int]]:
     """For each pair its key of :func:`collective_bytes` and its bytes, of the dtype that travels."""
     for pair in op.pairs:

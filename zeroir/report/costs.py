@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from rich.console import Group, RenderableType
@@ -13,6 +13,7 @@ from zeroir.cost.estimate import Activations, Estimate, StageEstimate, states_pe
 from zeroir.cost.simulate import ClassResult, PathItem, Simulation
 from zeroir.ir import ops
 from zeroir.ir.program import Program
+from zeroir.report.lines import Lines
 from zeroir.report.names import counted, format_bytes
 
 _SHOWN_ITEMS = 8
@@ -85,11 +86,9 @@ def render_simulation(program: Program, simulation: Simulation) -> RenderableTyp
             f"{found.segments} of {counted(found.of_segments, 'segment')}, "
             f"{found.collectives} of {counted(found.of_collectives, 'collective')}",
         )
-    parts: list[RenderableType] = [grid]
     is_alone = len(simulation.classes) == 1
-    parts += [_class_table(one, simulation, is_alone=is_alone) for one in simulation.classes]
-    parts.append(_path_table(program, simulation))
-    return Group(*parts)
+    classes = [_class_table(one, simulation, is_alone=is_alone) for one in simulation.classes]
+    return _printed([grid, *classes, _path_table(program, simulation)])
 
 
 def _class_table(one: ClassResult, simulation: Simulation, *, is_alone: bool) -> Table:
@@ -178,44 +177,44 @@ def render_estimate(estimate: Estimate) -> RenderableType:
         "a parameter takes", f"{per} + {per} + {optimizer} bytes (weight, gradient, optimizer)"
     )
     grid.add_row("a full gradient", format_bytes(estimate.full_gradient_bytes))
-    parts: list[RenderableType] = [grid, _memory_table(estimate)]
-    parts.append(_communication_table(estimate))
+    tables = [grid, _states_table(estimate)]
+    if options.layers is not None or options.offload != "none":
+        tables.append(_beside_table(estimate))
+    tables.append(_communication_table(estimate))
     if estimate.activations is not None:
-        parts.append(_activations_grid(estimate.activations))
-    return Group(*parts)
+        tables.append(_activations_grid(estimate.activations))
+    return _printed(tables)
 
 
-def _memory_table(estimate: Estimate) -> Table:
-    is_offloaded = estimate.options.offload != "none"
-    title = "\nmemory of a rank"
-    table = _table(title, "stage", "weights", "gradients", "optimizer", "model states")
-    has_units = estimate.options.layers is not None
-    if has_units:
-        table.add_column("whole units", justify="right")
-    if estimate.activations is not None:
-        table.add_column("activations", justify="right")
-    if has_units or estimate.activations is not None:
-        table.add_column("together", justify="right")
-    if is_offloaded:
-        table.add_column("on the host", justify="right")
-        table.add_column("moved a step", justify="right")
+def _states_table(estimate: Estimate) -> Table:
+    names = ("weights", "gradients", "optimizer", "model states")
+    table = _table("\nmemory of a rank", "stage", *names)
     for stage in estimate.stages:
-        row = [
+        table.add_row(
             str(stage.stage),
             format_bytes(stage.params_bytes),
             format_bytes(stage.gradients_bytes),
             format_bytes(stage.optimizer_bytes),
             format_bytes(stage.model_states_bytes),
-        ]
-        if has_units:
-            row.append(format_bytes(_whole_units(stage)))
+        )
+    return table
+
+
+def _beside_table(estimate: Estimate) -> Table:
+    """A table of its own: all columns in one are too wide for a terminal."""
+    has_units = estimate.options.layers is not None
+    has_activations = estimate.activations is not None
+    is_offloaded = estimate.options.offload != "none"
+    names = ["whole units"] * has_units + ["activations"] * has_activations
+    names += ["with model states"] * has_units + ["on the host", "moved a step"] * is_offloaded
+    table = _table("\nbeside the model states", "stage", *names)
+    for stage in estimate.stages:
+        row = [format_bytes(_whole_units(stage))] * has_units
         if stage.activations_bytes is not None:
             row.append(format_bytes(stage.activations_bytes))
-        if has_units or stage.activations_bytes is not None:
-            row.append(format_bytes(stage.total_bytes))
-        if is_offloaded:
-            row += [format_bytes(stage.host_bytes), format_bytes(stage.moved_bytes)]
-        table.add_row(*row)
+        row += [format_bytes(stage.total_bytes)] * has_units
+        row += [format_bytes(stage.host_bytes), format_bytes(stage.moved_bytes)] * is_offloaded
+        table.add_row(str(stage.stage), *row)
     return table
 
 
@@ -279,6 +278,10 @@ def _stage_json(stage: StageEstimate) -> Mapping[str, int | None]:
         "communicated_per_parameter": stage.communicated_per_parameter,
         "sent_bytes": stage.sent_bytes,
     }
+
+
+def _printed(tables: Sequence[Table]) -> RenderableType:
+    return Group(*(Lines(table=table, is_foldable=True) for table in tables))
 
 
 def _grid() -> Table:

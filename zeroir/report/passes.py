@@ -10,7 +10,7 @@ from zeroir.errors import UserError
 from zeroir.ir.memory.curve import peak
 from zeroir.ir.ops import op_name
 from zeroir.ir.program import Program
-from zeroir.ir.traffic import collective_bytes
+from zeroir.ir.traffic import collective_bytes, on_the_wire
 from zeroir.ir.workspace import corrected
 from zeroir.passes.catalogue import parse_spec
 from zeroir.passes.manager import apply
@@ -22,7 +22,8 @@ class PassRow:
 
     Number 0 is the logical program, whose ``spec`` is empty. ``added`` and ``removed`` count ops by keyword, as far as
     there are more or fewer of them than before; an op that only moves counts in neither. ``wire_bytes`` are those of
-    the full buffers that collectives handle in a step, ``peak_bytes`` those of the device's buffers on one rank.
+    the full buffers that collectives handle in a step, an all_reduce's twice; ``peak_bytes`` those of the device's
+    buffers on one rank.
     """
 
     number: int
@@ -63,7 +64,7 @@ def pass_rows(programs: Sequence[Program]) -> list[PassRow]:
             ops=own.total(),
             added=dict(sorted((own - earlier).items())),
             removed=dict(sorted((earlier - own).items())),
-            wire_bytes=sum(collective_bytes(program).values()),
+            wire_bytes=sum(on_the_wire(collective_bytes(program)).values()),
             peak_bytes=peak(program).total_bytes,
         )
         for number, (program, own, earlier) in enumerate(

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from io import StringIO
+from typing import TYPE_CHECKING
 
-from rich.console import Console, ConsoleOptions, Group, RenderableType
-from rich.segment import Segment
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from zeroir.ir.explain import CODES
-from zeroir.ir.program import Program, Section
-from zeroir.ir.traffic import COLLECTIVE_KEYS
+from zeroir.ir.program import MICRO_STEP, Program, Section
+from zeroir.ir.traffic import COLLECTIVE_KEYS, on_the_wire
 from zeroir.ir.verify import PROVED, Report
+from zeroir.report.lines import UNBOUNDED_WIDTH, Lines
 from zeroir.report.names import counted, format_bytes, format_flops, shortened
-from zeroir.report.passes import PassRow
 from zeroir.report.schedule import Fold, Row, fold, schedule
 from zeroir.report.summary import Summary, Temporary
 
-UNBOUNDED_WIDTH = 10_000
-"""The width, in columns, at which nothing folds."""
+if TYPE_CHECKING:  # passes are slow to load
+    from zeroir.report.passes import PassRow
 
 _STREAM_STYLES = {"compute": "green", "gather": "cyan", "reduce": "magenta"}
 _OP_STYLES = {
@@ -34,26 +33,6 @@ _OP_STYLES = {
     "optimizer_step": "bold yellow",
     "release": "dim",
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Lines:
-    """A table without the blanks that rich puts after each line; as wide as it is, or folded to the console."""
-
-    table: Table
-    is_foldable: bool
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
-        if not self.is_foldable:
-            options = options.update_width(UNBOUNDED_WIDTH)
-        for line in console.render_lines(self.table, options, pad=False):
-            while line and not line[-1].text.strip():
-                line.pop()
-            if line:
-                last = line.pop()
-                line.append(Segment(last.text.rstrip(), last.style, last.control))
-            yield from line
-            yield Segment.line()
 
 
 def render_text(summary: Summary, program: Program) -> str:
@@ -71,7 +50,7 @@ def render_summary(summary: Summary) -> RenderableType:
     states = summary["model_state_bytes_per_rank"]
     peak = summary["peak_bytes_per_rank"]
     temporary = summary["temporary_bytes_per_rank"]
-    traffic = summary["collective_bytes"]
+    traffic = on_the_wire(summary["collective_bytes"])
     broken = [code for code, verdict in summary["laws"].items() if verdict != PROVED]
     laws = f"{len(summary['laws'])} proved" if not broken else f"broken: {', '.join(broken)}"
     grid = Table.grid(padding=(0, 2))
@@ -93,12 +72,13 @@ def render_summary(summary: Summary) -> RenderableType:
         grid.add_row(
             "temporary", f"one block of {format_bytes(temporary['block'])}, {_gap(temporary)}"
         )
-    grid.add_row("on the wire", f"{_amounts(traffic)} per step")
+    per_step = "per step" + (" of one micro-step" if MICRO_STEP in summary["sections"] else "")
+    grid.add_row("on the wire", f"{_amounts(traffic)} {per_step}")
     for axis, own in summary["collective_bytes_by_axis"].items():
         if len(summary["mesh"]) > 1:
-            grid.add_row(f"… over {axis}", f"{_amounts(own)} per step")
+            grid.add_row(f"… over {axis}", f"{_amounts(on_the_wire(own))} {per_step}")
     grid.add_row("laws", Text(laws, style="red" if broken else "green"))
-    return _Lines(table=grid, is_foldable=True)
+    return Lines(table=grid, is_foldable=True)
 
 
 def _gap(temporary: Temporary) -> str:
@@ -107,7 +87,7 @@ def _gap(temporary: Temporary) -> str:
     return f"{temporary['block'] / temporary['live'] - 1:.2%} more than can be live at once"
 
 
-def _amounts(amounts: dict[str, int]) -> str:
+def _amounts(amounts: Mapping[str, int]) -> str:
     present = {name: count for name, count in amounts.items() if count}
     total = format_bytes(sum(present.values()))
     parts = [f"{name} {format_bytes(count)}" for name, count in present.items()]
@@ -125,7 +105,7 @@ def render_schedule(
     """One table a section, equal blocks folded unless all are asked for."""
     chosen = [one for one in program.sections if section in (None, one.name)]
     tables = (_table(program, one, unit, is_unfolded) for one in chosen)
-    return Group(*(_Lines(table=table, is_foldable=False) for table in tables))
+    return Group(*(Lines(table=table, is_foldable=False) for table in tables))
 
 
 def _table(program: Program, section: Section, unit: str | None, is_unfolded: bool) -> Table:
@@ -190,7 +170,7 @@ def render_passes(rows: Sequence[PassRow]) -> RenderableType:
             changes,
         )
         before = row
-    return _Lines(table=table, is_foldable=False)
+    return Lines(table=table, is_foldable=False)
 
 
 def _changed(count: int, before: int | None) -> Text:
@@ -206,11 +186,14 @@ def render_report(report: Report) -> RenderableType:
     table.add_column("law")
     table.add_column("rules out")
     table.add_column("verdict")
+    broken = {finding.code for finding in report.findings}
     for code, verdict in report.laws.items():
         style = "green" if verdict == PROVED else "red"
-        table.add_row(code, CODES[code].title, Text(verdict, style=style))
+        # What is found stands below in full.
+        said = "broken" if code in broken else verdict
+        table.add_row(code, CODES[code].title, Text(said, style=style))
     findings = [Text(f"\n{finding.render()}") for finding in report.findings]
-    return Group(_Lines(table=table, is_foldable=True), *findings)
+    return Group(Lines(table=table, is_foldable=True), *findings)
 
 
 def render_laws() -> RenderableType:
@@ -218,4 +201,4 @@ def render_laws() -> RenderableType:
     table = Table.grid(padding=(0, 2))
     for code, law in CODES.items():
         table.add_row(code, law.title)
-    return _Lines(table=table, is_foldable=True)
+    return Lines(table=table, is_foldable=True)

@@ -77,6 +77,11 @@ def test_a_gather_without_its_wait_is_read_too_early() -> None:
     assert "compute @pre.forward" in finding.sentence
     assert any(line.startswith(">") and "compute @pre.forward" in line for line in finding.window)
     assert len(finding.window) == 5
+    long = replace(finding, window=("x" * 5000 + " stream=compute",)).render().splitlines()[1]
+    assert len(long) < 240
+    assert " … " in long
+    assert long.endswith(" stream=compute")
+    assert finding.window[2] in finding.render()
     assert any("allocated @" in line and "gathered @" in line for line in finding.history)
 
 

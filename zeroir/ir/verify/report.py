@@ -10,6 +10,8 @@ from zeroir.ir.verify.codes import CODES, LAWS
 
 PROVED = "proved"
 
+_LONGEST_LINE = 210
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
@@ -47,11 +49,18 @@ class Finding:
     def render(self) -> str:
         """The long form, several lines."""
         lines = [f"{self.code} {self.place}: {self.sentence}"]
-        lines += [f"    {line}" for line in self.window]
+        lines += [f"    {_shortened(line)}" for line in self.window]
         lines += [f"  {line}" for line in self.history]
         lines += [f"  from {source}" for source in self.sources]
         lines.append(f"  {self.remedy} See `zeroir explain {self.code}`.")
         return "\n".join(lines)
+
+
+def _shortened(line: str) -> str:
+    """The begin and the end of a line that is too long to be looked at, as of a compute op with many operands."""
+    if len(line) <= _LONGEST_LINE:
+        return line
+    return f"{line[: _LONGEST_LINE * 2 // 3]} … {line[-_LONGEST_LINE // 3 :]}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

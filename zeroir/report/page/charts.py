@@ -174,7 +174,10 @@ def memory(
 
 
 def _plain(chart: figure) -> None:
-    """Without colours of its own where the page's light or dark ones are to show through."""
+    """Numbers in full below it, and no colours of its own where the page's light or dark ones are to show through."""
+    from bokeh.models import NumeralTickFormatter
+
+    chart.xaxis.formatter = NumeralTickFormatter(format="0,0.[000]")
     chart.background_fill_color = None
     chart.border_fill_color = None
     chart.outline_line_color = None

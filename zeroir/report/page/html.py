@@ -11,7 +11,8 @@ from typing import Final
 from zeroir.cost.simulate import ClassResult, Simulation
 from zeroir.ir.explain import CODES
 from zeroir.ir.mesh import HOST
-from zeroir.ir.program import Program
+from zeroir.ir.program import MICRO_STEP, Program
+from zeroir.ir.traffic import on_the_wire
 from zeroir.ir.verify import PROVED, Report
 from zeroir.report.names import counted, format_bytes, format_flops
 from zeroir.report.page import charts
@@ -149,7 +150,7 @@ def _headline(
         else f"of {format_bytes(budget_bytes)}: {_percent(curve.peak_bytes / budget_bytes)}"
     )
     is_over = budget_bytes is not None and curve.peak_bytes > budget_bytes
-    traffic = sum(summary["collective_bytes"].values())
+    traffic = sum(on_the_wire(summary["collective_bytes"]).values())
     tiles = [
         ("program", f"stage {summary['stage']}, {summary['precision']}", mesh, False),
         (
@@ -169,7 +170,12 @@ def _headline(
         ),
         ("MFU", _percent(simulation.mfu), "of the dense peak", False),
         ("peak memory", format_bytes(curve.peak_bytes), share or "with workspaces", is_over),
-        ("on the wire", format_bytes(traffic), "full buffers, a step", False),
+        (
+            "on the wire",
+            format_bytes(traffic),
+            f"full buffers, a {'micro-step' if MICRO_STEP in summary['sections'] else 'step'}",
+            False,
+        ),
     ]
     return "".join(
         f'<div class="tile{" bad" if is_bad else ""}"><span>{escape(title)}</span>'
@@ -215,7 +221,7 @@ def _units(units: Sequence[UnitFacts]) -> str:
 
 
 def _volume(summary: Summary, simulation: Simulation) -> str:
-    axes = list(summary["collective_bytes_by_axis"].items())
+    axes = [(axis, on_the_wire(own)) for axis, own in summary["collective_bytes_by_axis"].items()]
     rows = [
         [kind, *(format_bytes(own.get(kind, 0)) for _, own in axes)]
         for kind, count in summary["collective_bytes"].items()

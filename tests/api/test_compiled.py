@@ -1,0 +1,55 @@
+"""A compiled program comes with the report on the very program that it holds, and is examined no more than once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.support.programs import mlp
+from zeroir.api import compiled as api
+from zeroir.api.compiled import CompiledProgram
+from zeroir.artifact import Artifact
+from zeroir.config import make_options
+from zeroir.ir.program import Program
+from zeroir.ir.verify import Reference, Report, verify
+from zeroir.passes import manager
+
+
+def compiled_for_four(**values: object) -> CompiledProgram:
+    options = make_options({"stage": 1, "world_size": 4, **values})
+    logical = replace(mlp(blocks=1), options=options.to_pairs())
+    artifact = Artifact(
+        logical=logical,
+        scheduled=logical,
+        model_path="model.py",
+        model_sha256="0" * 64,
+        torch_version="2.13.0",
+        zeroir_version="0.1.0",
+    )
+    return CompiledProgram(artifact=artifact, report=Report())
+
+
+@pytest.mark.parametrize("budget", [None, "1GB"])
+def test_what_the_passes_proved_is_not_proved_again_but_for_a_budget(
+    monkeypatch: pytest.MonkeyPatch, budget: str | None
+) -> None:
+    examined: list[Program] = []
+
+    def counted(
+        program: Program,
+        reference: Program | Reference | None = None,
+        budget_bytes: int | None = None,
+    ) -> Report:
+        examined.append(program)
+        return verify(program, reference, budget_bytes)
+
+    monkeypatch.setattr(manager, "verify", counted)
+    monkeypatch.setattr(api, "verify_program", counted)
+    found = compiled_for_four(memory_budget=budget).for_world_size(2)
+    assert examined[-1] is found.program
+    assert len([one for one in examined if one is found.program]) == (1 if budget is None else 2)
+    assert len(examined) == len(found.program.passes) + (1 if budget is None else 2)
+    size = None if budget is None else 10**9
+    assert found.report == verify(found.program, found.logical, size)
+    assert ("Z301" in found.report.laws) == (budget is not None)
