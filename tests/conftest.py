@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from pathlib import Path
 
 import pytest
@@ -28,8 +29,18 @@ def pytest_configure() -> None:
     settings.load_profile("here")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What has a time limit of its own takes longest and goes first, lest one worker ends with it alone."""
+    items.sort(key=lambda item: item.get_closest_marker("timeout") is None)
+
+
 def pytest_collection_finish() -> None:
     """What was imported stays; a collection that looks at it again takes most of a second."""
+    if "zeroir.frontend.tracing" in sys.modules:
+        # Else no test of this run compiles a model itself, and the frontend takes seconds to import.
+        from tests.support import captures
+
+        captures.share()
     gc.freeze()
     gc.enable()
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from tests.cli.test_run import DEADLINE, command, environment, worker_of
+from tests.cli.conftest import Zeroir
+from tests.cli.test_run import DEADLINE, command, environment
+from tests.support.zygote import run_forked
 from zeroir.cli.app import run_command
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
@@ -86,15 +88,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def start(
-    folder: Path, nproc: int, steps: int, what: str = "", on: int = 1
-) -> subprocess.Popen[str]:
+WELL = {"WHAT": "", "ON": "0"}
+RUN = ("run", "stage3.zir", "--steps", "100000", "--log-every", "1", "--nproc")
+
+
+def start(folder: Path) -> subprocess.Popen[str]:
+    """A job of two ranks, started as a user does."""
     return subprocess.Popen(
-        command(
-            "run", "stage3.zir", "--nproc", str(nproc), "--steps", str(steps), "--log-every", "1"
-        ),
+        command(*RUN, "2"),
         cwd=folder,
-        env={**environment(), "WHAT": what, "ON": str(on)},
+        env={**environment(), **WELL},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -108,9 +111,13 @@ def finish(job: subprocess.Popen[str]) -> Job:
     finally:
         if job.poll() is None:
             os.killpg(job.pid, signal.SIGKILL)
+    return ended(job.returncode, out, err)
+
+
+def ended(exit_code: int, out: str, err: str) -> Job:
     assert "Traceback" not in err, err
     said = [line for line in err.splitlines() if not line.startswith("Compiled for")]
-    return Job(job.returncode, out, said)
+    return Job(exit_code, out, said)
 
 
 SENTENCES = {
@@ -131,7 +138,8 @@ SENTENCES = {
     ],
 )
 def test_one_rank_fails(folder: Path, what: str, nproc: int, on: int) -> None:
-    job = finish(start(folder, nproc, 100_000, what, on))
+    made = run_forked("zeroir", [*RUN, str(nproc)], folder, {"WHAT": what, "ON": str(on)})
+    job = ended(made.returncode, made.stdout, made.stderr)
     assert job.exit_code == (130 if what == "interrupt" else 2), job.sentences
     lines = MODEL.splitlines()
     raised = next((i for i, text in enumerate(lines) if f'case "{what}"' in text), 0) + 1
@@ -144,23 +152,34 @@ def test_one_rank_fails(folder: Path, what: str, nproc: int, on: int) -> None:
     assert all("another rank" in line for line in job.sentences[1:])
 
 
+def worker_of(parent: int, rank: int) -> int:
+    """The process id of one rank's worker."""
+    children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+    for child in children:
+        variables = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
+        if f"RANK={rank}".encode() in variables:
+            return int(child)
+    raise AssertionError(f"no rank {rank} among {children}")
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_rank_is_named(folder: Path, rank: int) -> None:
-    job = start(folder, 2, 100_000)
+    job = start(folder)
     assert job.stdout is not None
     assert "loss" in job.stdout.readline()
     os.kill(worker_of(job.pid, rank), signal.SIGKILL)
     began = time.monotonic()
-    ended = finish(job)
+    found = finish(job)
     assert time.monotonic() - began < 30
-    assert ended.exit_code == 128 + signal.SIGKILL
-    assert ended.sentences[-1] == f"Error: Rank {rank} was killed by SIGKILL."
-    assert len(ended.sentences) <= 2
+    assert found.exit_code == 128 + signal.SIGKILL
+    assert not any("torch/distributed" in line for line in found.sentences)
+    assert found.sentences[-1] == f"Error: Rank {rank} was killed by SIGKILL."
+    assert len(found.sentences) <= 2
 
 
 def test_a_reader_that_goes_away_ends_the_job(folder: Path) -> None:
     """``zeroir run … | head -1``."""
-    job = start(folder, 2, 100_000)
+    job = start(folder)
     assert job.stdout is not None
     assert "loss" in job.stdout.readline()
     job.stdout.close()
@@ -176,26 +195,16 @@ def test_a_reader_that_goes_away_ends_the_job(folder: Path) -> None:
 
 
 def test_a_full_disk_under_the_output_ends_the_job(folder: Path) -> None:
-    with Path("/dev/full").open("w") as full:
-        made = subprocess.run(
-            command("run", "stage3.zir", "--nproc", "2", "--steps", "100000", "--log-every", "1"),
-            cwd=folder,
-            env={**environment(), "WHAT": "", "ON": "0"},
-            stdout=full,
-            stderr=subprocess.PIPE,
-            text=True,
-            timeout=DEADLINE,
-            check=False,
-        )
+    made = run_forked("zeroir", [*RUN, "2"], folder, WELL, out=Path("/dev/full"))
     assert made.returncode == 2
     assert "could not be written: No space left on device." in made.stderr
     assert "Traceback" not in made.stderr
 
 
 OTHER = {
-    "program": ("FILE=stage2.zir", "Error: Rank 1 has another program than rank 0 (digest "),
+    "program": (["stage2.zir"], "Error: Rank 1 has another program than rank 0 (digest "),
     "model": (
-        "cp model.py other.py; echo >> other.py; MORE='--model other.py'",
+        ["stage3.zir", "--model", "other.py"],
         "Error: other.py changed since the program was compiled from it",
     ),
 }
@@ -204,23 +213,10 @@ OTHER = {
 @pytest.mark.parametrize("what", OTHER)
 def test_one_rank_has_another_file(folder: Path, what: str) -> None:
     """Under torchrun itself, whose summary follows our sentence."""
-    change, sentence = OTHER[what]
-    script = f"""
-        FILE=stage3.zir
-        if [ "$RANK" = 1 ]; then {change}; fi
-        exec {sys.executable} -m zeroir run $FILE $MORE --steps 5
-    """
-    (folder / "rank.sh").write_text(script)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    made = subprocess.run(
-        [*torchrun, "3", "--no-python", "bash", "rank.sh"],
-        cwd=folder,
-        env={**environment(), "WHAT": "", "ON": "0"},
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE,
-        check=False,
-    )
+    arguments, sentence = OTHER[what]
+    (folder / "other.py").write_text(f"{MODEL}\n")
+    torchrun = ["--standalone", "--nproc-per-node", "3", "-m", "tests.cli.rank_one_differs"]
+    made = run_forked("torch.distributed.run", [*torchrun, *arguments], folder, WELL)
     assert made.returncode != 0
     said = [line for line in made.stderr.splitlines() if line.startswith("Error")]
     assert said[0].startswith(sentence)
@@ -228,17 +224,16 @@ def test_one_rank_has_another_file(folder: Path, what: str) -> None:
     assert "step" not in made.stdout
 
 
-def test_a_disk_that_is_full_leaves_no_half_program(folder: Path) -> None:
-    script = f"ulimit -f 4; exec {sys.executable} -m zeroir compile model.py -o small.zir"
-    made = subprocess.run(
-        ["bash", "-c", script],
-        cwd=folder,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE,
-        check=False,
-    )
-    assert made.returncode == 2
-    assert made.stderr == "Error: 'small.zir' cannot be written: File too large.\n"
+def test_a_disk_that_is_full_leaves_no_half_program(
+    folder: Path, zeroir: Zeroir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    before, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, most))
+    try:
+        answer = zeroir("compile", "model.py", "-o", "small.zir")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (before, most))
+    assert answer.exit_code == 2
+    assert answer.err == "Error: 'small.zir' cannot be written: File too large.\n"
     assert not [path.name for path in folder.iterdir() if "small" in path.name]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +9,7 @@ import pytest
 import zeroir as package
 from tests.cli.conftest import Zeroir
 from tests.cli.test_bad_input import LINE
+from tests.cli.test_run import run
 from zeroir.api.run import fitted
 from zeroir.errors import UserError
 
@@ -60,8 +59,7 @@ def test_both_axes_are_named_and_accounted_for(zeroir: Zeroir, model: Path) -> N
 def test_ranks_that_make_no_groups_are_told_once(zeroir: Zeroir, model: Path) -> None:
     path = model.parent / "line.zir"
     assert zeroir("compile", model, *MESH, "-o", path).exit_code == 0
-    command = [sys.executable, "-m", "zeroir", "run", str(path), "--nproc", "3", "--steps", "1"]
-    made = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    made = run("run", path, "--nproc", "3", "--steps", "1", cwd=model.parent)
     assert made.returncode == 2
     assert made.stderr.count("a multiple of 2 ranks and not 3") == 1
     assert "Traceback" not in made.stderr

@@ -1,7 +1,7 @@
 """Loading model files: what they offer, what they must not disturb, and what is said about wrong ones."""
 
 import hashlib
-import subprocess
+import json
 import sys
 from pathlib import Path
 
@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.zygote import run_forked
 from zeroir.errors import UserError
 from zeroir.frontend import load_model_file
 
@@ -130,19 +131,12 @@ def test_an_exception_in_the_users_function_names_the_line(tmp_path: Path) -> No
 @pytest.mark.slow
 def test_tracing_works_from_an_empty_folder(tmp_path: Path) -> None:
     gpt = Path(__file__).parents[2] / "examples" / "gpt.py"
-    code = (
-        "from zeroir.frontend import load_model_file, trace\n"
-        "from zeroir.config import make_options\n"
-        f"program = trace(load_model_file({str(gpt)!r}), make_options({{'world_size': 2}}))\n"
-        "print(len(program.segments), program.mesh.world_size)\n"
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=True,
-        env={"PYTHONPATH": str(gpt.parents[1]), "PATH": "/usr/bin:/bin"},
-    )
-    assert result.stdout.split() == ["6", "1"]
-    assert list(tmp_path.iterdir()) == []
+    folder, program = tmp_path / "empty", tmp_path / "gpt.zir"
+    folder.mkdir()
+    options = ["--world-size", "1", "-o", str(program), "--json"]
+    made = run_forked("zeroir", ["compile", str(gpt), *options], folder)
+    assert made.returncode == 0, made.stderr
+    facts = json.loads(made.stdout)
+    assert (facts["distinct_segments"], facts["world_size"]) == (6, 1)
+    assert program.exists()
+    assert list(folder.iterdir()) == []

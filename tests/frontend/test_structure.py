@@ -8,7 +8,8 @@ import pytest
 
 from tests.support.eager import traced
 from zeroir.config import make_options
-from zeroir.frontend import load_model_file, trace
+from zeroir.frontend import load_model_file, tracing
+from zeroir.frontend.capture import capture
 from zeroir.ir.buffers import Role, contiguous_stride
 from zeroir.ir.ops import Alloc, Compute, Mode, OptimizerStep, Release
 from zeroir.ir.program import LAST_MICRO_STEP, UPDATE, Program
@@ -64,7 +65,8 @@ def test_its_text_is_the_whole_of_it(program: Program) -> None:
 
 def test_tracing_again_gives_the_same_program() -> None:
     options = make_options({"world_size": 1, "clip": 1.0})
-    assert trace(load_model_file(str(GPT)), options) == program_of(GPT, "fp32", 1)
+    again = capture(load_model_file(str(GPT)), options.precision, options.keep_fp32)
+    assert tracing.program_of(again, options) == program_of(GPT, "fp32", 1)
 
 
 def test_temporaries_begin_and_end_once(program: Program) -> None:

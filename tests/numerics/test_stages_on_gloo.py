@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.runtime.support import (
+    COMPILING_SOURCES,
     ROOT,
     Ranks,
     initial_flats,
@@ -78,7 +79,8 @@ def test_micro_steps_equal_lockstep_bit_for_bit(tmp_path: Path, precision: str) 
 def test_dropout_and_running_statistics_equal_lockstep(tmp_path: Path) -> None:
     """The model of traps: tied, frozen, unused and twice-called parts, batch norm and dropout."""
     path = str(ROOT / "tests" / "support" / "models" / "traps.py")
-    require_success(Ranks(3, tmp_path, "model-stages", path).wait())
+    ranks = Ranks(3, tmp_path, "model-stages", path, sources=COMPILING_SOURCES)
+    require_success(ranks.wait())
     model_file = load_model_file(path)
     lockstep = Lockstep(lowered(trace(model_file, model_options(3)), 0, 3), seed=3)
     lockstep.initialise(model_file.model, 3)

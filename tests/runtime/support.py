@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from tests.support.examples import IS_THOROUGH
-from tests.support.zygote import Forked, zygote
+from tests.support.zygote import Forked, Zygote, compiling_zygote, zygote
 from zeroir.ir.program import Program
 from zeroir.passes.pipelines import for_stage
 from zeroir.runtime.batch import Batch
 
 ROOT = Path(__file__).parents[2]
-SLOTS = 2 if IS_THOROUGH else 1
-"""How many processes ranks are forked from. Where there are two, neighbours see sets in different orders."""
+Source = Callable[[], Zygote]
+SOURCES: tuple[Source, ...] = tuple(
+    partial(zygote, slot) for slot in range(2 if IS_THOROUGH else 1)
+)
+"""What ranks are forked from."""
+COMPILING_SOURCES: tuple[Source, ...] = (compiling_zygote, *SOURCES[1:])
+"""The same for ranks that trace models."""
 
 
 def lowered(logical: Program, stage: int, world_size: int, replicas: int | None = None) -> Program:
@@ -61,7 +67,10 @@ def random_batches(
 
 
 class Ranks:
-    """Processes that run a module of tests, with further environment variables, as the ranks of one job."""
+    """Processes that run a module of tests, with further environment variables, as the ranks of one job.
+
+    They are forked from ``sources`` in turn: where there are two, neighbours see sets in different orders.
+    """
 
     def __init__(
         self,
@@ -70,12 +79,13 @@ class Ranks:
         *args: str,
         module: str = "tests.runtime.workers",
         environment: Mapping[str, str] | None = None,
+        sources: Sequence[Source] = SOURCES,
     ) -> None:
-        for slot in range(min(world_size, SLOTS)):
-            zygote(slot)  # All of them import at once.
+        for source in sources[:world_size]:
+            source()  # All of them import at once.
         self.processes = [
             Forked(
-                zygote(rank % SLOTS),
+                sources[rank % len(sources)](),
                 module,
                 args,
                 {

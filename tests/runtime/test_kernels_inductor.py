@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import warnings
@@ -37,7 +38,7 @@ from zeroir.ir.ops import Compute, Mode
 from zeroir.ir.segment import Node, Ref, Segment, TensorType
 from zeroir.runtime import engine as engine_module
 from zeroir.runtime.engine import Engine
-from zeroir.runtime.kernels import graph
+from zeroir.runtime.kernels import compile_pool, graph
 from zeroir.runtime.kernels.base import Kernel
 from zeroir.runtime.kernels.cache import KernelCache, cache_folder, kernel_key
 from zeroir.runtime.kernels.choice import KernelBackend
@@ -107,9 +108,34 @@ def copies(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A cache of compiled segments for the tests of this module."""
+    """A cache of compiled segments for the tests of this module, and processes that go on compiling for the next."""
     given = os.environ.get("ZEROIR_TEST_KERNEL_CACHE")
     folder = Path(given) if given else tmp_path_factory.mktemp("cache")
+    idle: list[subprocess.Popen[bytes]] = []
+    start = compile_pool._start
+
+    def put_back(self: compile_pool._Worker, *_: object) -> None:
+        if self._process is not None:
+            idle.append(self._process)
+            self._process = None
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ZEROIR_CACHE_DIR", str(folder))
+        # Importing the compiler takes as long as compiling a few segments.
+        patch.setattr(compile_pool, "_start", lambda: idle.pop() if idle else start())
+        patch.setattr(compile_pool._Worker, "__exit__", put_back)
+        yield folder
+    for process in idle:
+        worker = compile_pool._Worker()
+        worker._process = process
+        worker._end()
+
+
+@pytest.fixture(scope="module")
+def ranks_cache(cache: Path) -> Iterator[Path]:
+    """One that is empty until ranks leave in it what the tests after theirs use."""
+    folder = cache / "ranks"
+    shutil.rmtree(folder, ignore_errors=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ZEROIR_CACHE_DIR", str(folder))
         yield folder
@@ -188,33 +214,51 @@ def mlp_losses(kernels: KernelBackend) -> list[float]:
 
 
 @pytest.mark.slow
+@pytest.mark.dist
 @pytest.mark.timeout(900)
-def test_kernels_are_compiled_once_elsewhere_and_kept(cache: Path) -> None:
-    """A cold process trains without importing the compiler, and the entries it leaves are used as they are."""
-    expected = mlp_losses(KernelBackend.EAGER)
-    entries: list[dict[str, int]] = []
-    for _ in range(2):
-        result = subprocess.run(
-            [sys.executable, "-W", "error", "-c", LOADING],
-            cwd=ROOT,
-            env={**os.environ, "ZEROIR_CACHE_DIR": str(cache)},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert result.returncode == 0, result.stderr
-        found = json.loads(result.stdout.splitlines()[-1])
+def test_two_ranks_share_the_work_which_others_need_not_do_again(
+    tmp_path: Path, ranks_cache: Path
+) -> None:
+    """Two processes start with nothing: each segment is compiled by one of them, elsewhere, and run by both.
+
+    A process that comes later uses the entries that they leave as they are, and imports no compiler either.
+    """
+    assert not written(ranks_cache)
+    ranks = Ranks(2, tmp_path, "kernels", environment={"ZEROIR_CACHE_DIR": str(ranks_cache)})
+    require_success(ranks.wait(timeout_s=800))
+    for rank in range(2):
+        found = json.loads((tmp_path / f"kernels.{rank}.json").read_text())
         assert found["compiler"] == []
-        assert found["losses"] == pytest.approx(expected, rel=1e-5)
-        entries.append({str(p): p.stat().st_mtime_ns for p in cache.rglob("kernel.so")})
-    assert entries[0]
-    assert entries[0] == entries[1]
-    assert not list(cache.rglob("draft-*"))
+        assert found["inductor"] == pytest.approx(found["eager"], rel=1e-5)
+    entries = written(ranks_cache)
+    assert entries
+
+    result = subprocess.run(
+        [sys.executable, "-W", "error", "-c", LOADING],
+        cwd=ROOT,
+        env={**os.environ, "ZEROIR_CACHE_DIR": str(ranks_cache)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout.splitlines()[-1])
+    assert found["compiler"] == []
+    assert found["losses"] == pytest.approx(mlp_losses(KernelBackend.EAGER), rel=1e-5)
+    assert written(ranks_cache) == entries
+    assert not list(ranks_cache.rglob("draft-*"))
+
+
+def written(cache: Path) -> dict[Path, int]:
+    """The compiled code in a cache, and when it was written."""
+    return {path: path.stat().st_mtime_ns for path in cache.rglob("kernel.so")}
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_damaged_entry_is_compiled_again(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_entry_is_compiled_again(
+    ranks_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     mlp_losses(KernelBackend.INDUCTOR)
     used: list[Path] = []
     find = KernelCache.find
@@ -228,7 +272,7 @@ def test_a_damaged_entry_is_compiled_again(cache: Path, monkeypatch: pytest.Monk
         patch.setattr(KernelCache, "find", noted)
         expected = mlp_losses(KernelBackend.INDUCTOR)
     damaged = used[0] / "kernel.so"
-    assert damaged.is_relative_to(cache)
+    assert damaged.is_relative_to(ranks_cache)
     # Written anew and not over what this process has mapped.
     content = damaged.read_bytes()
     damaged.unlink()
@@ -239,7 +283,7 @@ def test_a_damaged_entry_is_compiled_again(cache: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.usefixtures("cache")
+@pytest.mark.usefixtures("ranks_cache")
 def test_lockstep_ranks_agree_with_eager() -> None:
     program = lowered(mlp(clip=0.5), 3, 3)
     batches = random_batches(TOLERANT_STEPS, 3)
@@ -249,19 +293,6 @@ def test_lockstep_ranks_agree_with_eager() -> None:
     ]
     for found, expected in zip(runs[1].losses, runs[0].losses, strict=True):
         assert found == pytest.approx(expected, rel=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.dist
-@pytest.mark.timeout(900)
-def test_two_ranks_share_the_work_and_agree_with_eager(tmp_path: Path) -> None:
-    """Two processes start with nothing: each segment is compiled by one of them and run by both."""
-    ranks = Ranks(2, tmp_path, "kernels", environment={"ZEROIR_CACHE_DIR": str(tmp_path / "cache")})
-    require_success(ranks.wait(timeout_s=800))
-    for rank in range(2):
-        found = json.loads((tmp_path / f"kernels.{rank}.json").read_text())
-        assert found["inductor"] == pytest.approx(found["eager"], rel=1e-5)
-    assert not list(tmp_path.rglob("draft-*"))
 
 
 # --------------------------------------------------------------------------------------- without compiling

@@ -49,16 +49,18 @@ def stages(precisions: str, backend: str) -> None:
 
 
 def kernels() -> None:
-    """The losses of a few steps with every kernel backend, from one cache for all ranks."""
+    """The losses of a few steps with every kernel backend, from one cache, and what was imported of the compiler."""
     program = lowered(mlp(clip=0.5), 3, WORLD_SIZE)
     batches = random_batches(MODEL_STEPS, WORLD_SIZE)
-    losses: dict[str, list[float]] = {}
+    found: dict[str, list[float] | list[str]] = {}
     for backend in KernelBackend:
         engine = Engine(program, kernels=backend)
         engine.initialise_flats(initial_flats(program))
-        losses[backend] = [engine.step(step[RANK]).loss for step in batches]
+        found[backend] = [engine.step(step[RANK]).loss for step in batches]
         engine.close()
-    (FOLDER / f"kernels.{RANK}.json").write_text(json.dumps(losses))
+    compiler = ("torch._inductor", "torch._dynamo")
+    found["compiler"] = [name for name in sys.modules if name.startswith(compiler)]
+    (FOLDER / f"kernels.{RANK}.json").write_text(json.dumps(found))
 
 
 def hybrid(replicas: str, name: str) -> None:

@@ -2,34 +2,27 @@
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from tests.support.captures import captured
 from tests.support.evaluate import at_rest, fill_from, run_section
 from zeroir.config import make_options
 from zeroir.frontend import load_model_file
-from zeroir.frontend.capture import Captured, call_with, capture, flatten_batch, loss_of
-from zeroir.frontend.precision import Precision, apply_precision, cast_floating, compute_dtype
+from zeroir.frontend.capture import call_with, flatten_batch, loss_of
+from zeroir.frontend.precision import apply_precision, cast_floating, compute_dtype
 from zeroir.frontend.tracing import program_of
 from zeroir.ir.program import LAST_MICRO_STEP, Program
 from zeroir.torch_ops import neutral_ops
 
 
 def traced(path: str | Path, **options: object) -> Program:
-    """The logical program of a model file, captured once for all programs that can be made of it."""
+    """The logical program of a model file; one of the repository is captured once for all its programs."""
     made = make_options({"world_size": 1, **options})
     file = load_model_file(str(path))
-    return program_of(_captured(str(path), file.sha256, made.precision, made.keep_fp32), made)
-
-
-@cache
-def _captured(
-    path: str, _sha256: str, precision: Precision, keep_fp32: tuple[str, ...]
-) -> Captured:
-    return capture(load_model_file(path), precision, keep_fp32)
+    return program_of(captured(file, made.precision, made.keep_fp32), made)
 
 
 def assert_equals_eager(path: str | Path, **choices: object) -> Program:

@@ -3,24 +3,32 @@
 ``python -m tests.support.zygote`` forks a rank for every line that asks for one. A rank is a process of its own with
 its own environment, and runs its module as ``python -m`` would, to the end of the interpreter. Where ranks of a
 job come of more than one such process, they iterate over sets in different orders, as where torchrun starts them.
+
+A forked process that is to start ranks itself, ``zeroir run --nproc 2`` or torchrun, does all that torchrun's agent
+does, but has its ranks forked of a process that it leaves behind for that before it does anything.
 """
 
 from __future__ import annotations
 
 import atexit
+import gc
 import importlib
+import io
 import json
 import os
 import runpy
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from typing import IO
 
 ROOT = Path(__file__).parents[2]
+DEADLINE_S = 240
 
 
 def import_path() -> str:
@@ -29,60 +37,83 @@ def import_path() -> str:
 
 
 class Zygote:
-    """One such process, as seen by the tests; it imports ``more`` modules than all of them do."""
+    """One such process, as seen by who asks it."""
 
-    def __init__(self, more: tuple[str, ...] = ()) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-W", "error", "-m", "tests.support.zygote", *more],
-            cwd=ROOT,
-            env={
-                **os.environ,
-                "GLOO_SOCKET_IFNAME": "lo",
-                "OMP_NUM_THREADS": "1",
-                "PYTHONPATH": import_path(),
-            },
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        atexit.register(self._end)
+    def __init__(self, requests: IO[str], answers: IO[str]) -> None:
+        self._requests, self._answers = requests, answers
 
     def ask(self, request: Mapping[str, object]) -> int | None:
         """One request and its answer."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        answer: int | None = json.loads(self._process.stdout.readline())
+        self._requests.write(json.dumps(request) + "\n")
+        self._requests.flush()
+        answer: int | None = json.loads(self._answers.readline())
         return answer
 
-    def _end(self) -> None:
-        """It ends when nobody can ask any more."""
-        with self._process:
-            pass
+
+def _started(*more: str) -> Zygote:
+    """A new process, which imports ``more`` modules than all of them do."""
+    process = subprocess.Popen(
+        [sys.executable, "-W", "error", "-m", "tests.support.zygote", *more],
+        cwd=ROOT,
+        env={
+            **os.environ,
+            "GLOO_SOCKET_IFNAME": "lo",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": import_path(),
+        },
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    # It ends when nobody can ask any more.
+    atexit.register(process.__exit__, None, None, None)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    return Zygote(process.stdin, process.stdout)
 
 
 @cache
 def zygote(_slot: int) -> Zygote:
     """The process of that number; each has a seed of its own for the order of sets."""
-    return Zygote()
+    return _started()
 
 
 @cache
 def compiling_zygote() -> Zygote:
-    """A process of which commands come that trace models."""
-    return Zygote(("zeroir.frontend.capture",))
+    """A process of which commands come that trace models, and agents that start ranks."""
+    return _started(*COMPILING)
 
 
-def run_zeroir(
-    arguments: list[str], folder: Path, environment: Mapping[str, str], log: Path
-) -> tuple[int | None, str, str]:
-    """The exit code of a command line, run in a folder, and what it prints to stdout and to stderr."""
-    forked = Forked(compiling_zygote(), "zeroir", tuple(arguments), environment, log, folder=folder)
-    code = forked.wait(time.monotonic() + 240)
-    if code is None:
-        forked.kill()
-    return code, *forked.output()
+def run_forked(
+    module: str,
+    arguments: Sequence[str | Path],
+    folder: Path,
+    environment: Mapping[str, str] | None = None,
+    *,
+    out: Path | None = None,
+    is_merged: bool = False,
+) -> subprocess.CompletedProcess[str]:
+    """What comes of ``python -m`` with these arguments in a folder.
+
+    It prints to ``out``, if that is given. Where ``is_merged``, what it prints to stderr stands in its place in stdout.
+    """
+    given = tuple(map(str, arguments))
+    with tempfile.TemporaryDirectory() as logs:
+        forked = Forked(
+            compiling_zygote(),
+            module,
+            given,
+            environment or {},
+            Path(logs) / "log",
+            folder=folder,
+            out=out,
+            is_merged=is_merged,
+        )
+        code = forked.wait(time.monotonic() + DEADLINE_S)
+        if code is None:
+            forked.kill()
+            raise subprocess.TimeoutExpired([module, *given], DEADLINE_S, *forked.output())
+        return subprocess.CompletedProcess([module, *given], code, *forked.output())
 
 
 class Forked:
@@ -97,14 +128,17 @@ class Forked:
         log: Path,
         *,
         folder: Path = ROOT,
+        out: Path | None = None,
+        is_merged: bool = False,
     ) -> None:
         self._zygote = source
-        self._out, self._err = log.with_suffix(".out"), log.with_suffix(".err")
+        self._out, self._err = out or log.with_suffix(".out"), log.with_suffix(".err")
+        self._err.touch()
         request = {
             "argv": [module, *args],
             "environment": {**os.environ, "PYTHONPATH": import_path(), **environment},
             "out": str(self._out),
-            "err": str(self._err),
+            "err": None if is_merged else str(self._err),
             "folder": str(folder),
         }
         self.pid = self._zygote.ask(request)
@@ -125,7 +159,8 @@ class Forked:
 
     def output(self) -> tuple[str, str]:
         """What it has printed to stdout and to stderr."""
-        return self._out.read_text(), self._err.read_text()
+        printed = self._out.read_text() if self._out.is_file() else ""
+        return printed, self._err.read_text()
 
     def send_signal(self, number: signal.Signals) -> None:
         """Nothing happens where it has ended."""
@@ -142,22 +177,32 @@ class Forked:
 
 def main() -> None:
     """Answer requests; in a forked process, be the rank."""
+    # Imports leave no garbage, and a forked process that looked through all of them at its end would copy their memory.
+    gc.disable()
     for name in (*EARLY, *sys.argv[1:]):
         importlib.import_module(name)
+    gc.freeze()
+    gc.enable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for line in sys.stdin:
-        request = json.loads(line)
-        if "poll" in request:
-            pid, status = os.waitpid(request["poll"], os.WNOHANG)
-            answer = os.waitstatus_to_exitcode(status) if pid else None
-        else:
-            answer = os.fork()
-            if answer == 0:
-                break
-        print(json.dumps(answer), flush=True)
-    else:
-        return
-    _become(request)
+    request = _serve(sys.stdin, sys.stdout)
+    if request is not None:
+        _become(request)
+
+
+def _serve(requests: IO[str], answers: IO[str]) -> dict[str, object] | None:
+    """Answer requests to the last; in a forked process, return the one that asked for it."""
+    for line in requests:
+        request: dict[str, object] = json.loads(line)
+        match request.get("poll"):
+            case int(pid):
+                ended, status = os.waitpid(pid, os.WNOHANG)
+                answer = os.waitstatus_to_exitcode(status) if ended else None
+            case _:
+                answer = os.fork()
+                if answer == 0:
+                    return request
+        print(json.dumps(answer), file=answers, flush=True)
+    return None
 
 
 EARLY = (
@@ -174,21 +219,121 @@ EARLY = (
 )
 """What ranks import, without what looks at a rank's environment."""
 
+COMPILING = (
+    "torch.distributed.launcher.api",
+    "zeroir.api.run",
+    "zeroir.cli.app",
+    "zeroir.frontend.tracing",
+    "zeroir.passes.pipelines",
+)
+"""What command lines import besides, and the agents among them."""
+
 
 def _become(request: dict[str, object]) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
-    for number, name in ((1, "out"), (2, "err")):
-        os.dup2(os.open(str(request[name]), os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+    for number, path in ((1, request["out"]), (2, request["err"])):
+        if path is None:
+            os.dup2(1, number)
+        else:
+            os.dup2(os.open(str(path), os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+    os.chdir(str(request["folder"]))
+    argv = request["argv"]
+    assert isinstance(argv, list)
+    if any(argument.startswith("--nproc") for argument in argv):
+        _start_ranks_by_forking()
+    _run(request)
+
+
+def _run(request: dict[str, object]) -> None:
+    """The module, in the environment that it is to have."""
     environment, argv = request["environment"], request["argv"]
     assert isinstance(environment, dict)
     assert isinstance(argv, list)
     os.environ.clear()
     os.environ.update(environment)
     sys.argv = argv
-    os.chdir(str(request["folder"]))
     runpy.run_module(argv[0], run_name="__main__", alter_sys=True)
+
+
+# ------------------------------------------------------------------------------------------ in an agent of torchrun
+
+
+def _start_ranks_by_forking() -> None:
+    """Have torchrun's agent fork what it would start as ``python -m``.
+
+    The process that ranks are forked from is made here, before the agent has threads.
+    """
+    from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import (
+        SubprocessHandler,
+    )
+
+    source = _left_behind()
+    start = SubprocessHandler._popen
+
+    def forked(
+        self: SubprocessHandler, args: tuple[str, ...], env: dict[str, str]
+    ) -> subprocess.Popen[bytes] | _Rank:
+        interpreter, *rest = args
+        match rest:
+            case ["-m", *argv] | ["-u", "-m", *argv] if interpreter == sys.executable:
+                return _Rank(source, argv, env, is_unbuffered=rest[0] == "-u")
+            case _:
+                found: subprocess.Popen[bytes] = start(self, args, env)
+                return found
+
+    setattr(SubprocessHandler, "_popen", forked)  # noqa: B010 - it returns what is as good as a Popen
+
+
+def _left_behind() -> Zygote:
+    """A process like this one, to fork ranks from; it ends with this one."""
+    (requests, ask), (answers, answer) = os.pipe(), os.pipe()
+    if os.fork():
+        os.close(requests)
+        os.close(answer)
+        return Zygote(os.fdopen(ask, "w"), os.fdopen(answers))
+    os.close(ask)
+    os.close(answers)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with os.fdopen(requests) as lines, os.fdopen(answer, "w") as told:
+        request = _serve(lines, told)
+    if request is None:
+        os._exit(0)
+    # As torchrun's agent has it, which ends a rank with whatever the rank has started.
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if request["is_unbuffered"] and isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)
+    _run(request)
+    sys.exit()
+
+
+class _Rank:
+    """A forked rank, with what torchrun's agent asks of a ``Popen``."""
+
+    def __init__(
+        self, source: Zygote, argv: list[str], environment: dict[str, str], *, is_unbuffered: bool
+    ) -> None:
+        self._zygote = source
+        request = {"argv": argv, "environment": environment, "is_unbuffered": is_unbuffered}
+        pid = source.ask(request)
+        assert pid is not None, "no rank was forked"
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            self.returncode = self._zygote.ask({"poll": self.pid})
+        return self.returncode
+
+    def wait(self, timeout: float) -> int:
+        deadline = time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired("a rank", timeout)
+            time.sleep(0.01)
+        return code
 
 
 if __name__ == "__main__":
