@@ -72,9 +72,11 @@ class Executor:
         self._run_section = run_section
         self._rng_buffers = [b.name for b in self._program.buffers if b.role is Role.RNG]
         self._watcher: Watcher | None = None
+        # Whoever watched last sees what other threads have yet to do of that step.
+        self._last_watcher: Watcher | None = None
         self._to_record: tuple[int, Watcher] | None = None
         self._labels: dict[int, str] = {}
-        self._tasks: dict[tuple[str, bool], list[Task]] = {}
+        self._tasks: dict[tuple[str, Watch | None], list[Task]] = {}
 
     def step(self, batches: Sequence[Sequence[Batch]]) -> list[RankResult]:
         """One training step: ``batches[rank][micro_step]`` for the local ranks; one result per local rank."""
@@ -84,6 +86,7 @@ class Executor:
         if self._to_record is not None:
             step, watcher = self._to_record
             self._watcher = watcher if step == self.step_count + 1 else None
+            self._last_watcher = watcher
             self._streams.record(self._watcher)
         if self.step_count == 0:
             self._establish(LAST_MICRO_STEP if micro_steps == 1 else MICRO_STEP)
@@ -137,15 +140,15 @@ class Executor:
             self._streams.join([pending.event for pending in section.exit.pending])
 
     def _issue(self, section: Section) -> None:
+        watch: Watch | None = None
         if self._watcher is not None:
-            tasks = self._bound(section, self._watcher.watch)
-        else:
-            is_named = torch.autograd.profiler._is_profiler_enabled
-            found = self._tasks.get((section.name, is_named))
-            if found is None:
-                found = self._bound(section, self._named if is_named else None)
-                self._tasks[section.name, is_named] = found
-            tasks = found
+            watch = self._watched
+        elif torch.autograd.profiler._is_profiler_enabled:
+            watch = self._named
+        # Ops that are bound stay so, watched ones too: else what is recorded would run for the first time.
+        tasks = self._tasks.get((section.name, watch))
+        if tasks is None:
+            tasks = self._tasks[section.name, watch] = self._bound(section, watch)
         for task in tasks:
             task()
 
@@ -179,6 +182,10 @@ class Executor:
                 raise self._explained(op, error) from error
 
         return run
+
+    def _watched(self, op: ops.Op) -> AbstractContextManager[object]:
+        assert self._last_watcher is not None
+        return self._last_watcher.watch(op)
 
     def _named(self, op: ops.Op) -> record_function:
         return record_function(self._label(op))

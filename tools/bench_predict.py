@@ -117,7 +117,8 @@ def measure(
         profile = ["-m", "zeroir", "profile", str(path), "--output", str(machine)]
         told = start([*profile, "--rounds", str(steps), "--kernels", kernels, "--json"])
         profiled = json.loads(told)
-        timed = [__file__, "--rank-of", str(path), "--steps", str(steps), "--kernels", kernels]
+        timed = ["-m", "tools.bench_predict", "--rank-of", str(path)]
+        timed += ["--steps", str(steps), "--kernels", kernels]
         found.append(
             Round(
                 model=model,
@@ -138,13 +139,12 @@ def measure(
 
 
 def start(arguments: list[str]) -> str:
-    """What a job of torchrun prints."""
+    """What a job of torchrun prints that runs a module."""
     threads = str(max(1, (os.cpu_count() or 1) // RANKS))
-    script = arguments[1:] if arguments[0] == "-m" else arguments
     result = subprocess.run(
         [
-            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(RANKS)),
-            *(("-m", *script) if arguments[0] == "-m" else script),
+            *(sys.executable, "-m", "torch.distributed.run"),
+            *("--nproc-per-node", str(RANKS), *arguments),
         ],
         env=os.environ | {"OMP_NUM_THREADS": threads},
         stdout=subprocess.PIPE,

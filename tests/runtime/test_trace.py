@@ -14,6 +14,7 @@ from zeroir.ir.program import LAST_MICRO_STEP, MICRO_STEP, UPDATE
 from zeroir.ir.spans import Span
 from zeroir.report.trace import chrome_trace
 from zeroir.runtime.engine import Engine
+from zeroir.runtime.handlers import Machine, Step
 from zeroir.runtime.trace import aligned, to_bytes
 
 
@@ -39,6 +40,34 @@ def test_nothing_is_recorded_unless_asked() -> None:
     engine.step(random_batches(1, 1)[0][0][0])
     assert engine.timelines() == [[]]
     engine.close()
+
+
+def test_a_step_that_is_recorded_again_prepares_nothing_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is prepared runs for the first time, and slower than the steps that it is to tell of."""
+    logical = mlp()
+    engine = Engine(lowered(logical, 3, 1))
+    engine.initialise_flats(initial_flats(logical))
+    prepared: list[ops.Op] = []
+    prepare = Machine.prepare
+
+    def counted(self: Machine, op: ops.Op) -> Step:
+        prepared.append(op)
+        return prepare(self, op)
+
+    monkeypatch.setattr(Machine, "prepare", counted)
+    found = []
+    for number, ((batch,),) in enumerate(random_batches(3, 1), start=1):
+        engine.record(number)
+        engine.step(batch)
+        found.append((engine.timelines(), len(prepared)))
+    engine.close()
+    count = sum(len(section.body) for section in engine.program.sections)
+    for timelines, already in found:
+        assert already == len(prepared) == count
+        assert timelines is not None
+        require_program_order(engine.program, [LAST_MICRO_STEP, UPDATE], timelines[0])
 
 
 def test_every_micro_step_of_the_step_is_recorded() -> None:
