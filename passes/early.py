@@ -138,13 +138,16 @@ def _earliest(
     places: range,
     budget_bytes: int,
 ) -> int | None:
-    """The first of these places with room from there on: the section's start, or just after an op that computes."""
+    """The first of these places with room from there on: the section's start, or just after ops that compute.
+
+    Several releases in a row take no time, so only after the last of them: then one wait is enough for all.
+    """
     best: int | None = None
     for at in reversed(places):
         more = sum(size for begin, size in begun if at < begin)
         if room.live_bytes[at] + more > budget_bytes:
             break
-        if at == 0 or _is_compute(body[at - 1]):
+        if at == 0 or (_is_compute(body[at - 1]) and not _is_released_next(body[at])):
             best = at
     return best
 
@@ -152,6 +155,10 @@ def _earliest(
 def _is_compute(op: Op) -> bool:
     """Whether the op runs on the compute stream, so that waiting for it bounds how far another stream runs ahead."""
     return not isinstance(op, ops.Wait | ops.Alloc) and op.stream == COMPUTE
+
+
+def _is_released_next(op: Op) -> bool:
+    return isinstance(op, ops.Release) and op.stream == COMPUTE
 
 
 def _issued(body: list[Op], gather: Gather, at: int) -> list[Op]:

@@ -72,8 +72,6 @@ class Executor:
         self._run_section = run_section
         self._rng_buffers = [b.name for b in self._program.buffers if b.role is Role.RNG]
         self._watcher: Watcher | None = None
-        # Whoever watched last sees what other threads have yet to do of that step.
-        self._last_watcher: Watcher | None = None
         self._to_record: tuple[int, Watcher] | None = None
         self._labels: dict[int, str] = {}
         self._tasks: dict[tuple[str, Watch | None], list[Task]] = {}
@@ -86,7 +84,6 @@ class Executor:
         if self._to_record is not None:
             step, watcher = self._to_record
             self._watcher = watcher if step == self.step_count + 1 else None
-            self._last_watcher = watcher
             self._streams.record(self._watcher)
         if self.step_count == 0:
             self._establish(LAST_MICRO_STEP if micro_steps == 1 else MICRO_STEP)
@@ -113,7 +110,8 @@ class Executor:
         return self._losses(1)
 
     def record(self, step: int, watcher: Watcher) -> None:
-        """Show every op of that step, counting from 1, to a watcher."""
+        """Show every op of that step, counting from 1, to a watcher; the one before it has seen all of its own."""
+        self.finish()
         self._to_record = step, watcher
 
     def finish(self) -> None:
@@ -184,8 +182,9 @@ class Executor:
         return run
 
     def _watched(self, op: ops.Op) -> AbstractContextManager[object]:
-        assert self._last_watcher is not None
-        return self._last_watcher.watch(op)
+        # Also of what other threads do after the step, until another watcher comes.
+        assert self._to_record is not None
+        return self._to_record[1].watch(op)
 
     def _named(self, op: ops.Op) -> record_function:
         return record_function(self._label(op))

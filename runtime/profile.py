@@ -42,10 +42,10 @@ class Recording:
         return median(self.seconds)
 
     @property
-    def noise(self) -> float:
-        """How far the medians of the odd and of the even rounds are apart, as a fraction of the step."""
+    def noise(self) -> float | None:
+        """How far the medians of the odd and of the even rounds are apart, as a fraction of the step; None of one."""
         if len(self.seconds) < 2:
-            return 0.0
+            return None
         return abs(median(self.seconds[::2]) - median(self.seconds[1::2])) / self.step_s
 
 

@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from math import nan
 from pathlib import Path
 from statistics import median
 
@@ -126,7 +127,7 @@ def measure(
                 measured_s=profiled["step_seconds"],
                 predicted_s=zeroir.simulate(path, machine).step_s,
                 other_s=float(start(timed)),
-                noise=profiled["noise"],
+                noise=nan if profiled["noise"] is None else profiled["noise"],
             )
         )
         one = found[-1]

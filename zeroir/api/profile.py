@@ -33,13 +33,13 @@ class Profile:
     """What a profile found: the machine, the steps that it timed, and the step that the machine predicts.
 
     ``step_s`` is the median of the steps that were not recorded, and ``noise`` how far the medians of the odd and of
-    the even rounds are apart, as a fraction of it.
+    the even rounds are apart, as a fraction of it: None with one round.
     """
 
     machine: Machine
     rounds: int
     step_s: float
-    noise: float
+    noise: float | None
     predicted_s: float
 
     def to_json(self) -> dict[str, object]:

@@ -78,7 +78,7 @@ def profile(
         print_json(found.to_json())
         return 0
     ratio = found.predicted_s / found.step_s - 1
-    noise = f"noise floor {found.noise:.1%}" if found.rounds > 1 else "no noise floor: one round"
+    noise = "no noise floor: one round" if found.noise is None else f"noise floor {found.noise:.1%}"
     out.print(
         f"step       {format_seconds(found.step_s)} measured ({noise}), "
         f"{format_seconds(found.predicted_s)} predicted ({ratio:+.1%})",
