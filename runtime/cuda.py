@@ -23,7 +23,7 @@ from zeroir.ir.mesh import COMPUTE, HOST, Executor
 from zeroir.ir.ops import Op, Wait
 from zeroir.ir.program import Program
 from zeroir.runtime.streams import Task, ThreadStreams
-from zeroir.runtime.trace import HostClock, Mark, Watcher
+from zeroir.runtime.trace import HostClock, Mark, Watch
 
 
 class CudaClock:
@@ -110,16 +110,17 @@ class CudaStreams:
         """The CUDA stream of that name."""
         return self._streams[name]
 
-    def bind(self, op: Op, run: Task) -> Task:
-        """See ``Streams.bind``."""
+    def bind(self, op: Op, run: Task, watch: Watch | None = None) -> Task:
+        """See ``Streams.bind``; the device's own waits are no thread's."""
         match op:
             case Wait():
-                return lambda: self._wait(op)
+                return self._waiting(op, watch)
             case _ if op.stream in self._host_streams:
-                enqueue = self._threads.bind(op, partial(self._on_host, run))
+                enqueue = self._threads.bind(op, partial(self._on_host, run), watch)
                 return lambda: self._hand_over(op.event, enqueue)
             case _:
-                return lambda: self._on_device(op.stream, op.event, run)
+                task = run if watch is None else watch(op, run)
+                return lambda: self._on_device(op.stream, op.event, task)
 
     def join(self, pending: Collection[str]) -> None:
         """See ``Streams.join``. The host itself does not wait for the device."""
@@ -138,10 +139,6 @@ class CudaStreams:
     def signal(self, event: str) -> None:
         """See ``Streams.signal``."""
         self._events[event] = self._streams[COMPUTE].record_event()
-
-    def record(self, watcher: Watcher | None) -> None:
-        """See ``Streams.record``; the device's own waits are no thread's."""
-        self._threads.record(watcher)
 
     def close(self) -> None:
         """See ``Streams.close``."""
@@ -230,18 +227,27 @@ class CudaStreams:
         self._events.pop(event or "", None)
         enqueue()
 
-    def _wait(self, op: Wait) -> None:
-        event = self._events.get(op.waited)
-        if event is None:  # signalled by the host or the disk
-            on = op.on if op.on in self._host_streams else HOST
-            self._threads.bind(Wait(waited=op.waited, on=on), _nothing)()
-        elif op.on == HOST:
-            event.synchronize()
-        elif op.on in self._host_streams:
-            # The worker waits for the device in its turn; the issuing thread goes on.
-            self._threads.call(op.on, event.synchronize)
-        else:
-            self._streams[op.on].wait_event(event)
+    def _waiting(self, op: Wait, watch: Watch | None) -> Task:
+        on = op.on if op.on in self._host_streams else HOST
+        of_threads = self._threads.bind(
+            Wait(waited=op.waited, on=on),
+            _nothing,
+            None if watch is None else lambda _, run: watch(op, run),
+        )
+
+        def wait() -> None:
+            event = self._events.get(op.waited)
+            if event is None:  # signalled by the host or the disk
+                of_threads()
+            elif op.on == HOST:
+                event.synchronize()
+            elif op.on in self._host_streams:
+                # The worker waits for the device in its turn; the issuing thread goes on.
+                self._threads.call(op.on, event.synchronize)
+            else:
+                self._streams[op.on].wait_event(event)
+
+        return wait
 
     def _on_host(self, run: Task) -> None:
         torch.cuda.set_device(self._device)

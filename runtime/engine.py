@@ -98,7 +98,7 @@ class Engine:
         )
         machine.compile()
         self._memory = memory
-        self._recorder: Recorder | None = None
+        self._recorder = Recorder()
         self._graphs: SectionGraphs | None = None
         self._has_graphs = cuda_graphs and self.device.type == "cuda"
         if cuda_graphs and not self._has_graphs and self.rank == 0:
@@ -177,14 +177,14 @@ class Engine:
             from zeroir.runtime.cuda import CudaClock
 
             clock = CudaClock(self.program, self.device)
-        self._recorder = Recorder(clock)
-        self._executor.record(step, self._recorder)
+        self._executor.finish()  # so that all of what was recorded before is forgotten
+        self._recorder.begin(clock)
+        self._executor.watch(step, self._recorder.watch)
 
     def timelines(self) -> list[list[Span]] | None:
         """What was recorded on every rank, on one clock; None on other ranks than 0. Every rank calls this alike."""
         self._executor.finish()
-        spans = [] if self._recorder is None else self._recorder.spans(self.program)
-        parts = self.job.gather(to_bytes(spans))
+        parts = self.job.gather(to_bytes(self._recorder.spans(self.program)))
         return None if parts is None else aligned(parts)
 
     def workspaces(self, step: Callable[[], object]) -> Mapping[str, int]:
@@ -192,7 +192,7 @@ class Engine:
         if self.device.type == "cpu":
             return on_host(self.program, step)
         watcher = DeviceWatcher(self.device)
-        self._executor.record(self.step_count + 1, watcher)
+        self._executor.watch(self.step_count + 1, watcher.watch)
         step()
         return watcher.found(self.program)
 

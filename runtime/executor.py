@@ -7,7 +7,6 @@ does, a comm how ranks exchange elements, and kernels how a segment is computed.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property, partial
 
@@ -30,9 +29,8 @@ from zeroir.runtime.labels import labels
 from zeroir.runtime.seeds import site_seed
 from zeroir.runtime.storage import Memory
 from zeroir.runtime.streams import Streams, Task
-from zeroir.runtime.trace import Watcher
+from zeroir.runtime.trace import Run, Watch
 
-Watch = Callable[[ops.Op], AbstractContextManager[object]]
 RunSection = Callable[[Section, Callable[[], None]], None]
 """Carries out a section whose ops the function submits."""
 
@@ -71,9 +69,10 @@ class Executor:
         self._streams = streams
         self._run_section = run_section
         self._rng_buffers = [b.name for b in self._program.buffers if b.role is Role.RNG]
-        self._watcher: Watcher | None = None
-        self._to_record: tuple[int, Watcher] | None = None
+        self._watch: Watch | None = None
+        self._to_watch: tuple[int, Watch] | None = None
         self._labels: dict[int, str] = {}
+        self._steps: dict[int, Task] = {}
         self._tasks: dict[tuple[str, Watch | None], list[Task]] = {}
 
     def step(self, batches: Sequence[Sequence[Batch]]) -> list[RankResult]:
@@ -81,10 +80,9 @@ class Executor:
         counts = {len(micro_batches) for micro_batches in batches}
         (micro_steps,) = counts
         self._require_micro_steps(micro_steps)
-        if self._to_record is not None:
-            step, watcher = self._to_record
-            self._watcher = watcher if step == self.step_count + 1 else None
-            self._streams.record(self._watcher)
+        if self._to_watch is not None:
+            step, watch = self._to_watch
+            self._watch = watch if step == self.step_count + 1 else None
         if self.step_count == 0:
             self._establish(LAST_MICRO_STEP if micro_steps == 1 else MICRO_STEP)
         for index in range(micro_steps):
@@ -109,10 +107,9 @@ class Executor:
         self._run(EVALUATE)
         return self._losses(1)
 
-    def record(self, step: int, watcher: Watcher) -> None:
-        """Show every op of that step, counting from 1, to a watcher; the one before it has seen all of its own."""
-        self.finish()
-        self._to_record = step, watcher
+    def watch(self, step: int, watch: Watch) -> None:
+        """Let every op of that step, counting from 1, be seen; ops stay bound for the next time with the same."""
+        self._to_watch = step, watch
 
     def finish(self) -> None:
         """Return when the streams have done all that was submitted; the device may still be at it."""
@@ -130,29 +127,24 @@ class Executor:
             )
         with torch.no_grad():
             self._streams.join([pending.event for pending in section.entry.pending])
-            # What is recorded is recorded op by op.
-            if self._run_section is None or self._watcher is not None:
+            # What is watched is watched op by op.
+            if self._run_section is None or self._watch is not None:
                 self._issue(section)
             else:
                 self._run_section(section, partial(self._issue, section))
             self._streams.join([pending.event for pending in section.exit.pending])
 
     def _issue(self, section: Section) -> None:
-        watch: Watch | None = None
-        if self._watcher is not None:
-            watch = self._watched
-        elif torch.autograd.profiler._is_profiler_enabled:
+        watch = self._watch
+        if watch is None and torch.autograd.profiler._is_profiler_enabled:
             watch = self._named
         # Ops that are bound stay so, watched ones too: else what is recorded would run for the first time.
         tasks = self._tasks.get((section.name, watch))
         if tasks is None:
-            tasks = self._tasks[section.name, watch] = self._bound(section, watch)
+            tasks = [self._streams.bind(op, self._step(op), watch) for op in section.body]
+            self._tasks[section.name, watch] = tasks
         for task in tasks:
             task()
-
-    def _bound(self, section: Section, watch: Watch | None) -> list[Task]:
-        """What submits the ops of a section, each to be carried out in the context that ``watch`` has for it."""
-        return [self._streams.bind(op, self._task(op, watch)) for op in section.body]
 
     def _establish(self, name: str) -> None:
         """Make the first section's entry state true, which later is the update's doing."""
@@ -164,30 +156,32 @@ class Executor:
         for pending in section.entry.pending:
             self._streams.signal(pending.event)
 
-    def _task(self, op: ops.Op, watch: Watch | None) -> Task:
+    def _step(self, op: ops.Op) -> Task:
+        """What carries an op out, the same whether it is watched or not."""
+        found = self._steps.get(id(op))
+        if found is not None:
+            return found
         step = self.machine.prepare(op)
 
         def run() -> None:
             try:
-                if watch is None:
-                    step()
-                else:
-                    with watch(op):
-                        step()
+                step()
             except UserError:
                 raise
             except Exception as error:
                 raise self._explained(op, error) from error
 
+        self._steps[id(op)] = run
         return run
 
-    def _watched(self, op: ops.Op) -> AbstractContextManager[object]:
-        # Also of what other threads do after the step, until another watcher comes.
-        assert self._to_record is not None
-        return self._to_record[1].watch(op)
+    def _named(self, op: ops.Op, run: Run) -> Run:
+        label = self._label(op)
 
-    def _named(self, op: ops.Op) -> record_function:
-        return record_function(self._label(op))
+        def named(*given: object) -> None:
+            with record_function(label):
+                run(*given)
+
+        return named
 
     def _explained(self, op: ops.Op, error: Exception) -> ZeroirError:
         """What went wrong in an op, where, and what to do if the user can do something."""

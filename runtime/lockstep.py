@@ -34,7 +34,7 @@ from zeroir.runtime.state import Factory
 from zeroir.runtime.storage import Memory
 from zeroir.runtime.streams import Task
 from zeroir.runtime.tensors import poison
-from zeroir.runtime.trace import Watcher
+from zeroir.runtime.trace import Watch
 
 CPU = torch.device("cpu")
 
@@ -190,9 +190,10 @@ class SeededStreams:
         self._queues: dict[str, deque[_Item]] = {}
         self._events: dict[str, _Event] = {}
 
-    def bind(self, op: Op, run: Task) -> Task:
+    def bind(self, op: Op, run: Task, watch: Watch | None = None) -> Task:
         """See ``Streams.bind``: ops wait in their queues until the host waits or a joint comes."""
-        return lambda: self._submit(op, run)
+        task = run if watch is None else watch(op, run)
+        return lambda: self._submit(op, task)
 
     def _submit(self, op: Op, run: Task) -> None:
         match op:
@@ -223,9 +224,6 @@ class SeededStreams:
     def signal(self, event: str) -> None:
         """See ``Streams.signal``."""
         self._events[event] = _Event(is_done=True)
-
-    def record(self, _: Watcher | None) -> None:
-        """See ``Streams.record``: there are no threads, and what time passes means nothing."""
 
     def close(self) -> None:
         """See ``Streams.close``."""

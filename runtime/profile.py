@@ -8,18 +8,14 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Final
 
-from zeroir.ir.ops import Op
 from zeroir.ir.spans import Span
 from zeroir.runtime.batch import Batch
 from zeroir.runtime.engine import Engine
-from zeroir.runtime.trace import HostClock, Recorder
 
 WARM_UP: Final = 3
 """Steps that nobody looks at: kernels are made, memory is first touched."""
 
-_PLAIN: Final = 2
-_TRIES: Final = 50
-_WATCHED: Final = 40
+_TIMED: Final = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,13 +23,11 @@ class Recording:
     """What rank 0 knows after the rounds.
 
     ``seconds`` are of steps that nobody recorded, one for each round; ``steps`` the spans of the others, by rank.
-    ``watch_s`` is what recording adds to each op outside its span. ``workspaces`` are the bytes that each segment took
-    on rank 0 beside its buffers, by the segment's digest.
+    ``workspaces`` are the bytes that each segment took on rank 0 beside its buffers, by the segment's digest.
     """
 
     seconds: Sequence[float]
     steps: Sequence[Sequence[Sequence[Span]]]
-    watch_s: float
     workspaces: Mapping[str, int]
 
     @property
@@ -63,11 +57,13 @@ def record(engine: Engine, batches: Iterator[Batch], *, rounds: int) -> Recordin
     for _ in range(rounds):
         engine.average(0.0)  # so that all ranks begin at once
         start = time.perf_counter()
-        for _ in range(_PLAIN):
+        for _ in range(_TIMED):
             step()
         engine.finish()
-        seconds.append((time.perf_counter() - start) / _PLAIN)
-        engine.record(engine.step_count + 1)
+        seconds.append((time.perf_counter() - start) / _TIMED)
+        # A step right after a pause is slower than most: the one after it is recorded.
+        engine.record(engine.step_count + 2)
+        step()
         step()
         spans = engine.timelines()
         if spans is not None:
@@ -76,21 +72,4 @@ def record(engine: Engine, batches: Iterator[Batch], *, rounds: int) -> Recordin
         step()
         return None
     workspaces = engine.workspaces(step)
-    return Recording(seconds=seconds, steps=steps, watch_s=watch_s(engine), workspaces=workspaces)
-
-
-def watch_s(engine: Engine) -> float:
-    """What a recorder takes for each op outside the op's own span: the median of many tries."""
-    program = engine.program
-    op: Op = next(op for section in program.sections for op in section.body)
-    found: list[float] = []
-    for _ in range(_TRIES):
-        recorder = Recorder(HostClock())
-        start = time.perf_counter_ns()
-        for _ in range(_WATCHED):
-            with recorder.watch(op):
-                pass
-        total_ns = time.perf_counter_ns() - start
-        inside_ns = sum(span.duration_ns for span in recorder.spans(program))
-        found.append(max(total_ns - inside_ns, 0) / _WATCHED / 1e9)
-    return median(found)
+    return Recording(seconds=seconds, steps=steps, workspaces=workspaces)

@@ -15,7 +15,7 @@ import torch
 
 from zeroir.ir.mesh import COMPUTE, HOST
 from zeroir.ir.ops import Alloc, Op, Release, Wait
-from zeroir.runtime.trace import Watcher
+from zeroir.runtime.trace import Watch
 
 Task = Callable[[], None]
 
@@ -23,10 +23,10 @@ Task = Callable[[], None]
 class Streams(Protocol):
     """Runs ops in the order that their streams and waits demand."""
 
-    def bind(self, op: Op, run: Task) -> Task:
+    def bind(self, op: Op, run: Task, watch: Watch | None = None) -> Task:
         """What enqueues the op on its stream, each time that it is called, where ``run`` carries it out.
 
-        A ``wait`` orders a stream or the host, and ``run`` does nothing.
+        A ``wait`` orders a stream or the host, and ``run`` does nothing. ``watch`` sees what threads do, waits too.
         """
 
     def join(self, pending: Collection[str]) -> None:
@@ -34,9 +34,6 @@ class Streams(Protocol):
 
     def signal(self, event: str) -> None:
         """Count an event as done whose op belongs to a step before the first."""
-
-    def record(self, watcher: Watcher | None) -> None:
-        """Show every wait of a thread to a watcher from now on, or to nobody."""
 
     def close(self) -> None:
         """Stop; what is still queued is dropped."""
@@ -93,15 +90,14 @@ class ThreadStreams:
         self._events: dict[str, Event] = {}
         self._workers: dict[str, _Worker] = {}
         self._failure: BaseException | None = None
-        self._watcher: Watcher | None = None
 
-    def bind(self, op: Op, run: Task) -> Task:
+    def bind(self, op: Op, run: Task, watch: Watch | None = None) -> Task:
         """See ``Streams.bind``."""
+        if isinstance(op, Wait):
+            return self._waiting(op, watch)
+        if watch is not None:
+            run = watch(op, run)
         match op:
-            case Wait() if op.on == HOST or op.on in self._inline:
-                return lambda: self._wait_here(op)
-            case Wait():
-                return lambda: self._wait_there(op)
             case Alloc() | Release() if op.stream in self._inline and op.event is None:
                 # Nothing to order, and a failure elsewhere is noticed by the next op that computes.
                 return run
@@ -126,10 +122,6 @@ class ThreadStreams:
     def signal(self, event: str) -> None:
         """See ``Streams.signal``."""
         self._events[event] = _DONE
-
-    def record(self, watcher: Watcher | None) -> None:
-        """See ``Streams.record``."""
-        self._watcher = watcher
 
     def call(self, stream: str, task: Task) -> None:
         """Enqueue something that is no op, behind what the stream has to do."""
@@ -172,19 +164,18 @@ class ThreadStreams:
 
         worker.put(carry_out)
 
-    def _wait_here(self, op: Wait) -> None:
-        event = self._events[op.waited]
-        if self._watcher is None:
-            self._await(event)
-        else:
-            self._watch(op, event, self._watcher)
+    def _waiting(self, op: Wait, watch: Watch | None) -> Task:
+        wait = self._await if watch is None else watch(op, self._await)
 
-    def _wait_there(self, op: Wait) -> None:
-        event, watcher = self._events[op.waited], self._watcher
-        if watcher is not None:
-            self._worker(op.on).put(lambda: self._watch(op, event, watcher))
-        elif not event.is_done:
-            self._worker(op.on).put(lambda: self._await(event))
+        def here() -> None:
+            wait(self._events[op.waited])
+
+        def there() -> None:
+            event = self._events[op.waited]
+            if watch is not None or not event.is_done:
+                self._worker(op.on).put(lambda: wait(event))
+
+        return here if op.on == HOST or op.on in self._inline else there
 
     def _guarded(self, task: Task) -> None:
         if self._failure is not None:
@@ -196,10 +187,6 @@ class ThreadStreams:
                 if self._failure is None:
                     self._failure = error
                 self._condition.notify_all()
-
-    def _watch(self, op: Wait, event: Event, watcher: Watcher) -> None:
-        with watcher.watch(op):
-            self._await(event)
 
     def _await(self, event: Event) -> None:
         if not event.is_done:

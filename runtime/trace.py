@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Protocol
@@ -18,6 +16,12 @@ from zeroir.ir.spans import Span
 
 Mark = Callable[[], int]
 """A moment that was marked: its nanoseconds on this machine's monotonic clock, once the device has come to it."""
+
+
+Run = Callable[..., None]
+"""What carries an op out."""
+Watch = Callable[[Op, Run], Run]
+"""Makes of what carries an op out what does the same, with the same arguments, and is seen at it."""
 
 
 class Clock(Protocol):
@@ -36,27 +40,28 @@ class HostClock:
         return lambda: now
 
 
-class Watcher(Protocol):
-    """Sees ops run."""
-
-    def watch(self, op: Op) -> AbstractContextManager[None]:
-        """What an op is to be carried out in."""
-
-
 class Recorder:
     """Sees ops run, from any thread, and keeps when they began and ended."""
 
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
+        self._clock: Clock = HostClock()
         self._seen: list[tuple[Op, Mark, Mark]] = []
 
-    @contextlib.contextmanager
-    def watch(self, op: Op) -> Iterator[None]:
-        """Count the body as the op."""
+    def begin(self, clock: Clock) -> None:
+        """Forget what was seen, and go by this clock from now on."""
+        self._clock = clock
+        self._seen = []
+
+    def watch(self, op: Op, run: Run) -> Run:
+        """See ``Watch``: every call counts as the op."""
         stream = effects(op).stream
-        start = self._clock.mark(stream)
-        yield
-        self._seen.append((op, start, self._clock.mark(stream)))
+
+        def watched(*given: object) -> None:
+            start = self._clock.mark(stream)
+            run(*given)
+            self._seen.append((op, start, self._clock.mark(stream)))
+
+        return watched
 
     def spans(self, program: Program) -> list[Span]:
         """What was seen, in the order in which it ended; every stream must have come so far."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
@@ -12,6 +11,7 @@ from zeroir.ir.ops import Op
 from zeroir.ir.program import EVALUATE, Program
 from zeroir.runtime.allocations import allocations, by_range, peak_bytes
 from zeroir.runtime.labels import labels
+from zeroir.runtime.trace import Run
 
 
 def on_host(program: Program, step: Callable[[], object]) -> Mapping[str, int]:
@@ -39,13 +39,16 @@ class DeviceWatcher:
         self._device = device
         self._seen: list[tuple[Op, int]] = []
 
-    @contextlib.contextmanager
-    def watch(self, op: Op) -> Iterator[None]:
-        """Count what the body takes as the op's."""
-        torch.cuda.reset_peak_memory_stats(self._device)
-        before = torch.cuda.memory_allocated(self._device)
-        yield
-        self._seen.append((op, torch.cuda.max_memory_allocated(self._device) - before))
+    def watch(self, op: Op, run: Run) -> Run:
+        """See ``trace.Watch``: what every call takes counts as the op's."""
+
+        def watched(*given: object) -> None:
+            torch.cuda.reset_peak_memory_stats(self._device)
+            before = torch.cuda.memory_allocated(self._device)
+            run(*given)
+            self._seen.append((op, torch.cuda.max_memory_allocated(self._device) - before))
+
+        return watched
 
     def found(self, program: Program) -> Mapping[str, int]:
         """The most bytes that a call of each segment held at once, by the segment's digest."""

@@ -19,6 +19,7 @@ from zeroir.ir.mesh import COMPUTE, GATHER, HOST, REDUCE
 from zeroir.ir.ops import Op
 from zeroir.ir.program import Pending, Program, Section, State
 from zeroir.runtime.cuda import CudaGraph, CudaStreams
+from zeroir.runtime.trace import Recorder
 
 
 @dataclass(eq=False)
@@ -169,6 +170,22 @@ def test_a_wait_for_a_thread_is_no_wait_for_an_old_event_of_the_device(
     with pytest.raises(RuntimeError, match="from the thread"):
         streams.bind(wait, partial(execute, wait))()
     streams.close()
+
+
+def test_a_watched_wait_for_a_thread_is_seen_as_the_programs_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not as what stands in for it at the threads: of that no timeline knows the place."""
+    on_thread, wait = fill("optimizer", "0"), ops.Wait(waited="0", on=COMPUTE)
+    sections = (Section(name="update", body=(on_thread, wait)),)
+    streams = CudaStreams(replace(mlp(), sections=sections), torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    recorder = Recorder()
+    for op in (on_thread, wait):
+        streams.bind(op, lambda: None, recorder.watch)()
+    streams.join([])
+    streams.close()
+    assert [id(op) for op, _, _ in recorder._seen] == [id(on_thread), id(wait)]
 
 
 # --------------------------------------------------------------------------------------------------- captures

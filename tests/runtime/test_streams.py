@@ -12,6 +12,7 @@ from zeroir.ir import ops
 from zeroir.ir.buffers import Region
 from zeroir.ir.mesh import HOST
 from zeroir.runtime.streams import ThreadStreams
+from zeroir.runtime.trace import Run
 
 
 class Recorder:
@@ -91,6 +92,36 @@ def test_a_failure_wakes_whoever_waits_for_another_stream() -> None:
         streams.submit(ops.Wait(waited="0", on="compute"))
     assert time.monotonic() - start < 5
     stuck.set()
+    streams.close()
+
+
+def test_what_is_watched_is_seen_where_it_is_done() -> None:
+    """Ops and waits of the issuing thread and of others, and those that are bound alike but not watched never."""
+    issuing = threading.get_ident()
+    seen: list[tuple[ops.Op, bool]] = []
+
+    def watch(op: ops.Op, run: Run) -> Run:
+        def watched(*given: object) -> None:
+            run(*given)
+            seen.append((op, threading.get_ident() == issuing))
+
+        return watched
+
+    body: list[tuple[ops.Op, bool]] = [
+        (fill(1.0, "gather", "0"), False),
+        (ops.Wait(waited="0", on="reduce"), False),
+        (fill(2.0, "reduce", "1"), False),
+        (ops.Wait(waited="1", on="compute"), True),
+        (fill(3.0, "compute"), True),
+    ]
+    streams = ThreadStreams()
+    bound = [streams.bind(op, lambda: None) for op, _ in body]
+    watched = [streams.bind(op, lambda: None, watch) for op, _ in body]
+    for tasks, expected in ((bound, []), (watched, body), (bound, body)):
+        for task in tasks:
+            task()
+        streams.join([])
+        assert seen == expected
     streams.close()
 
 

@@ -122,7 +122,6 @@ def _profile(
         recording.steps,
         base,
         name=name,
-        watch_s=recording.watch_s,
         workspaces=recording.workspaces,
     )
     return Profile(

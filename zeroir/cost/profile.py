@@ -75,16 +75,14 @@ def measured_machine(
     base: Machine,
     *,
     name: str,
-    watch_s: float = 0.0,
     workspaces: Mapping[str, int] = {},
 ) -> Machine:
     """The machine ``base`` with what recorded steps of a program say of it, under another name.
 
-    ``watch_s`` is what recording itself adds to each op, outside its span. ``workspaces`` are the bytes that segments
-    were seen to take beside their buffers, by digest.
+    ``workspaces`` are the bytes that segments were seen to take beside their buffers, by digest.
     """
     steps = typical(steps)
-    issue_s = _issue_s(program, steps, watch_s) if base.host.computes else None
+    issue_s = _issue_s(program, steps) if base.host.computes else None
     seen = _seen(program, steps, base, issue_s)
     points: dict[_Kind, list[_Seen]] = defaultdict(list)
     for one in seen.values():
@@ -212,7 +210,7 @@ def _is_inline(op: ops.Op) -> bool:
     return effects(op).stream in (COMPUTE, HOST)
 
 
-def _issue_s(program: Program, steps: Sequence[Step], watch_s: float) -> float:
+def _issue_s(program: Program, steps: Sequence[Step]) -> float:
     """What passes between two ops of the issuing thread, for each op that it issues meanwhile."""
     gaps: dict[tuple[str, int, int], list[float]] = defaultdict(list)
     for step in steps:
@@ -227,7 +225,7 @@ def _issue_s(program: Program, steps: Sequence[Step], watch_s: float) -> float:
                         gaps[section.name, last, index].append(gap_ns / 1e9)
                     last = index
     count = sum(index - last for _, last, index in gaps)
-    total_s = sum(fmean(found) - watch_s for found in gaps.values())
+    total_s = sum(fmean(found) for found in gaps.values())
     return max(total_s / count, 0.0) if count else 0.0
 
 
