@@ -15,6 +15,7 @@ from zeroir.api.budget import advice, alternatives
 from zeroir.api.compiled import load_program, load_unverified
 from zeroir.artifact import Artifact
 from zeroir.config import CompileOptions, make_options
+from zeroir.cost.machine import MeasuredSegment, load_machine
 from zeroir.errors import UserError
 from zeroir.ir.memory.footprint import footprint
 from zeroir.ir.program import Program
@@ -135,6 +136,25 @@ def test_a_program_that_breaks_its_budget_is_refused_with_names(tmp_path: Path) 
     assert load_program(saved(fitting, tmp_path / "b.zir")).report.laws["Z301"] == "proved"
     # What is asked for now goes before what was asked for then.
     assert load_unverified(path, budget_bytes=10**9).report.is_valid
+
+
+def test_proposals_count_the_workspaces_that_were_measured(tmp_path: Path) -> None:
+    program = lower(LOGICAL, options())
+    segments = {
+        segment.digest(): MeasuredSegment(seconds=0, workspace_bytes=10**9, source="a step")
+        for segment in program.segments
+    }
+    machine = load_machine("cpu-local").model_copy(update={"segments": segments})
+    budget = needed(stage=2)
+    assert alternatives(LOGICAL, options(), budget)[0].footprint.total_bytes <= budget
+    assert all(
+        one.footprint.total_bytes > 10**9
+        for one in alternatives(LOGICAL, options(), budget, machine)
+    )
+    path = saved(program, tmp_path / "a.zir")
+    found = load_unverified(path, budget_bytes=budget, machine=machine).report.findings
+    (advised,) = (finding.advice for finding in found if finding.code == "Z301")
+    assert advised.startswith("No other options fit")
 
 
 def test_a_budget_that_is_no_amount() -> None:

@@ -93,7 +93,9 @@ def test_what_cannot_be_simulated_is_refused(
 def test_a_timeline_never_replaces_the_program(zeroir: Zeroir, programs: dict[int, Path]) -> None:
     answer = zeroir("simulate", programs[2], "--trace", programs[2])
     assert answer.exit_code == 2
-    assert "is the program itself" in answer.err
+    assert (
+        "is a compiled program: name another file to write, for instance trace.json" in answer.err
+    )
 
 
 def test_the_headline_of_zero_is_printed(zeroir: Zeroir) -> None:

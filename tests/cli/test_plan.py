@@ -15,6 +15,7 @@ from tests.cli.test_bad_input import assert_refused
 from zeroir.api import CompiledProgram
 from zeroir.api.plan import Alternative, Candidate, Plan
 from zeroir.cli.render_plan import render_plan
+from zeroir.cost.simulate import Measured
 
 MODEL = """
 import torch
@@ -65,6 +66,7 @@ def test_the_plan_as_json_is_that_of_the_program_that_it_writes(
     assert 0 < found["bound_seconds"] <= chosen["step_seconds"]
     assert 0 < chosen["needed_bytes"] <= 10**6
     assert 0 < sum(chosen["critical_path"].values()) <= 1.001
+    assert chosen["measured"]["segments"] == 0 < chosen["measured"]["of_segments"]
     assert found["alternatives"]
     for one in found["alternatives"]:
         assert one["why"]
@@ -148,6 +150,7 @@ def test_no_word_of_a_plan_is_cut_off() -> None:
         step_ns=1000,
         exposed_ns=0,
         bounded_by=(("the segments", 1.0),),
+        measured=Measured(segments=3, of_segments=5, collectives=0, of_collectives=1),
     )
     plan = Plan(
         compiled=cast(CompiledProgram, None),  # not for the eye
@@ -165,3 +168,4 @@ def test_no_word_of_a_plan_is_cut_off() -> None:
     Console(file=sink, width=80).print(render_plan(plan))
     assert all(len(line) <= 80 and line == line.rstrip() for line in sink.getvalue().splitlines())
     assert "".join(sink.getvalue().split()).count(place) == 2
+    assert "3 of 5 segments, 0 of 1 collective\n" in sink.getvalue()

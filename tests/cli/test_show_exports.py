@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -57,16 +59,40 @@ def test_a_folder_of_dumps_that_torch_finds_consistent(
     assert "is not an empty folder" in again.err
 
 
-@pytest.mark.parametrize("command", ["export", "report"])
-def test_the_program_itself_is_never_overwritten(
-    zeroir: Zeroir, programs: dict[int, Path], command: str
+@pytest.mark.parametrize("is_new", [True, False])
+def test_a_disk_that_is_full_leaves_no_dumps_of_some_ranks(
+    zeroir: Zeroir,
+    programs: dict[int, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    is_new: bool,
 ) -> None:
-    flags = ["--format", "graphviz"] if command == "export" else []
-    before = programs[3].read_bytes()
-    answer = zeroir(command, programs[3], *flags, "-o", programs[3])
+    folder = tmp_path / "dumps"
+    if not is_new:
+        folder.mkdir()
+    synced: list[int] = []
+
+    def sync(descriptor: int) -> None:
+        synced.append(descriptor)
+        if len(synced) == 3:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", sync)
+    answer = zeroir("export", programs[3], "--format", "flight-recorder", "-o", folder)
     assert answer.exit_code == 2
-    assert "is the program itself" in answer.err
-    assert programs[3].read_bytes() == before
+    assert "No space left on device" in answer.err
+    assert list(tmp_path.rglob("*")) == ([] if is_new else [folder])
+
+
+@pytest.mark.parametrize("command", ["export", "report"])
+def test_no_program_is_overwritten(zeroir: Zeroir, programs: dict[int, Path], command: str) -> None:
+    flags = ["--format", "graphviz"] if command == "export" else []
+    for there in (programs[3], programs[2]):
+        before = there.read_bytes()
+        answer = zeroir(command, programs[3], *flags, "-o", there)
+        assert answer.exit_code == 2
+        assert "is a compiled program: name another file to write" in answer.err
+        assert there.read_bytes() == before
 
 
 def test_what_does_not_go_together_is_refused(

@@ -12,6 +12,7 @@ from tests.cli.conftest import GPT, Zeroir
 from tests.cli.test_run import run
 from tests.runtime.timelines import overlapping, require_program_order
 from zeroir.api import load_program
+from zeroir.artifact.file import MAGIC
 from zeroir.cli.app import run_command
 from zeroir.ir.program import LAST_MICRO_STEP, UPDATE
 from zeroir.ir.spans import Span
@@ -57,11 +58,11 @@ def test_a_timeline_that_cannot_be_written_is_refused_before_training(
     zeroir: Zeroir, tmp_path: Path
 ) -> None:
     program = tmp_path / "gpt.zir"
-    program.touch()
+    program.write_bytes(MAGIC)
     for path, reason in (
         (tmp_path, "is a folder"),
         (tmp_path / "gone" / "trace.json", "there is no folder"),
-        (program, "is the program itself"),
+        (program, "is a compiled program"),
     ):
         answer = zeroir("run", str(program), "--trace", str(path))
         assert answer.exit_code == 2

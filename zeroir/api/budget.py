@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 
 from zeroir.api.kinds import repeated_units
 from zeroir.config import CompileOptions
+from zeroir.cost.machine import Machine
+from zeroir.cost.workspaces import with_measured_workspaces
 from zeroir.ir.memory.footprint import Footprint, footprint
 from zeroir.ir.program import Program
 from zeroir.report.names import format_bytes
@@ -41,20 +43,26 @@ def _flag(name: str, value: Value) -> str:
 
 
 def alternatives(
-    logical: Program, options: CompileOptions, budget_bytes: int
+    logical: Program,
+    options: CompileOptions,
+    budget_bytes: int,
+    machine: Machine | None = None,
 ) -> tuple[Alternative, ...]:
     """Up to three that fit, cheapest first; if none does, the one that needs least, where that is less than now.
 
     What costs no communication comes first: fewer full gradients at once, saving less for the backward, stages up to 2.
     Then what exposes or adds some: no prefetch, stage 3; then computing every unit's forward twice. More ranks come
-    last. Programs are measured, not verified.
+    last. Programs are measured, not verified. Of ``machine`` the workspaces count that a profile has seen.
     """
+
+    def needed(changes: Mapping[str, Value]) -> Footprint:
+        program = _lowered(logical, options, changes)
+        return footprint(program if machine is None else with_measured_workspaces(program, machine))
+
     fitting: list[Alternative] = []
     least: Alternative | None = None
     for changes in _candidates(options, has_blocks=bool(repeated_units(logical))):
-        found = Alternative(
-            changes=changes, footprint=footprint(_lowered(logical, options, changes))
-        )
+        found = Alternative(changes=changes, footprint=needed(changes))
         if found.footprint.total_bytes <= budget_bytes:
             fitting.append(found)
         if least is None or found.footprint.total_bytes < least.footprint.total_bytes:
@@ -64,13 +72,17 @@ def alternatives(
     if fitting or least is None:
         return tuple(fitting)
     # Where little is sharded, padding may make more of it for more ranks.
-    own = footprint(_lowered(logical, options, {}))
-    return (least,) if least.footprint.total_bytes < own.total_bytes else ()
+    return (least,) if least.footprint.total_bytes < needed({}).total_bytes else ()
 
 
-def advice(logical: Program, options: CompileOptions, budget_bytes: int) -> str:
-    """What to do about a program that does not fit, in a sentence."""
-    found = alternatives(logical, options, budget_bytes)
+def advice(
+    logical: Program,
+    options: CompileOptions,
+    budget_bytes: int,
+    machine: Machine | None = None,
+) -> str:
+    """What to do about a program that does not fit, in a sentence; see ``alternatives``."""
+    found = alternatives(logical, options, budget_bytes, machine)
     if not found:
         return "Use more ranks, a lower precision or a smaller batch."
     if found[0].footprint.total_bytes > budget_bytes:

@@ -203,11 +203,9 @@ def lowered(artifact: Artifact, options: CompileOptions, machine: Machine) -> Co
 
     Its segments declare the workspaces that were measured on the machine, if any were.
     """
-    from zeroir.cost.workspaces import with_measured_workspaces
-
     logical = replace(artifact.logical, options=options.to_pairs())
-    scheduled = with_measured_workspaces(_lower(logical, options).program, machine)
-    return _proved(_examined(replace(artifact, logical=logical, scheduled=scheduled), None))
+    artifact = replace(artifact, logical=logical, scheduled=_lower(logical, options).program)
+    return _proved(_examined(artifact, None, machine=machine))
 
 
 def load_program(path: str | Path) -> CompiledProgram:
@@ -226,13 +224,7 @@ def load_unverified(
 
     Of a ``machine`` the workspaces count that were measured on it.
     """
-    artifact = artifacts.load(Path(path))
-    if machine is not None:
-        from zeroir.cost.workspaces import with_measured_workspaces
-
-        scheduled = with_measured_workspaces(artifact.scheduled, machine)
-        artifact = replace(artifact, scheduled=scheduled)
-    return _examined(artifact, Path(path), budget_bytes)
+    return _examined(artifacts.load(Path(path)), Path(path), budget_bytes, machine)
 
 
 def _lower(logical: Program, options: CompileOptions) -> Proof:
@@ -250,8 +242,16 @@ def _with_proof(artifact: Artifact, proof: Proof, path: Path | None) -> Compiled
 
 
 def _examined(
-    artifact: Artifact, path: Path | None, budget_bytes: int | None = None
+    artifact: Artifact,
+    path: Path | None,
+    budget_bytes: int | None = None,
+    machine: Machine | None = None,
 ) -> CompiledProgram:
+    if machine is not None:
+        from zeroir.cost.workspaces import with_measured_workspaces
+
+        scheduled = with_measured_workspaces(artifact.scheduled, machine)
+        artifact = replace(artifact, scheduled=scheduled)
     budget = artifact.scheduled.option.get("memory_budget")
     if budget_bytes is None and budget is not None:
         budget_bytes = parse_bytes(budget)
@@ -262,7 +262,7 @@ def _examined(
         from zeroir.api.budget import advice
 
         options = options_from_pairs(artifact.scheduled.options)
-        remedy = advice(artifact.logical, options, budget_bytes)
+        remedy = advice(artifact.logical, options, budget_bytes, machine)
         findings = (replace(f, advice=remedy) if f.code == "Z301" else f for f in report.findings)
         report = replace(report, findings=tuple(findings))
     return CompiledProgram(artifact=artifact, report=report, path=path)

@@ -18,7 +18,7 @@ from zeroir.config import CompileOptions, make_options
 from zeroir.cost.bounds import compute_bound_s, wire_bound_s
 from zeroir.cost.machine import Machine, load_machine
 from zeroir.cost.search import Outcome, Point, search
-from zeroir.cost.simulate import simulate
+from zeroir.cost.simulate import Measured, simulate
 from zeroir.cost.workspaces import with_measured_workspaces
 from zeroir.errors import UserError
 from zeroir.ir import ops
@@ -48,7 +48,8 @@ class Candidate:
 
     ``resting_bytes`` of what it needs are persistent. ``culprit`` says where it needs most. What does not fit is not
     placed: wherever its buffers stood, it would need ``needed_bytes`` at least. ``bounded_by`` are the parts of the
-    critical path, largest first, as shares of the step.
+    critical path, largest first, as shares of the step. ``measured`` says of how much of it the machine has
+    measurements; what else it takes is computed.
     """
 
     settings: Mapping[str, Value]
@@ -58,6 +59,7 @@ class Candidate:
     step_ns: int | None
     exposed_ns: int
     bounded_by: tuple[tuple[str, float], ...]
+    measured: Measured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,6 +256,7 @@ class Planner:
             bounded_by=()
             if missing_bytes
             else tuple(sorted(shares.items(), key=lambda item: (-item[1], item[0]))),
+            measured=simulation.measured,
         )
         outcome = Outcome(
             missing_bytes=missing_bytes,

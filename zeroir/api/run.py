@@ -60,7 +60,7 @@ def run_program(
     from zeroir.runtime import heartbeat, train
 
     if trace is not None and os.environ.get("RANK", "0") == "0":
-        require_traceable(trace, path)
+        require_writable(trace, example="trace.json")
     compiled = load_program(path)
     model_file = load_model(compiled, model=model, allow_model_change=allow_model_change)
     place = train.join_job()
@@ -188,13 +188,6 @@ def open_batches(model_file: ModelFile, place: Place, seed: int) -> Iterator[Bat
         return model_file.batches(place.rank, place.world_size, seed, 0)
     except (Exception, SystemExit) as error:
         raise train.model_error("batches()", error) from error
-
-
-def require_traceable(trace: Path, program: Path) -> None:
-    """UserError where the timeline cannot be written, which a user wants to know before training."""
-    require_writable(trace, example="trace.json")
-    if trace.exists() and program.exists() and trace.samefile(program):
-        raise UserError(f"'{trace}' is the program itself: name another file for the timeline.")
 
 
 def _write_trace(path: Path, engine: Engine) -> None:

@@ -103,10 +103,12 @@ def from_bytes(data: bytes, name: str = "<bytes>") -> Artifact:
     return artifact
 
 
-def require_writable(path: str | Path, *, example: str = "gpt.zir") -> None:
+def require_writable(
+    path: str | Path, *, example: str = "gpt.zir", replaces_program: bool = False
+) -> None:
     """UserError where no file can be written at the path, before any work is done for it.
 
-    ``example`` is what such a file may be called.
+    ``example`` is what such a file may be called. Only what ``replaces_program`` may take the place of one.
     """
     path = Path(path)
     if path.is_dir():
@@ -120,6 +122,10 @@ def require_writable(path: str | Path, *, example: str = "gpt.zir") -> None:
         raise UserError(f"'{path}' cannot be written: there is no folder '{folder}'.")
     if not os.access(folder, os.W_OK):
         raise UserError(f"'{path}' cannot be written: you may not write in '{folder}'.")
+    if not replaces_program and _is_program(path):
+        raise UserError(
+            f"'{path}' is a compiled program: name another file to write, for instance {example}."
+        )
 
 
 def save(artifact: Artifact, path: str | Path) -> None:
@@ -128,7 +134,7 @@ def save(artifact: Artifact, path: str | Path) -> None:
     Raises:
         UserError: where the path cannot be written.
     """
-    require_writable(path)
+    require_writable(path, replaces_program=True)
     write_whole(Path(path), to_bytes(artifact))
 
 
@@ -157,6 +163,14 @@ def write_whole(path: Path, data: bytes) -> None:
     finally:
         with contextlib.suppress(OSError):
             beside.unlink(missing_ok=True)
+
+
+def _is_program(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return file.read(len(MAGIC)) == MAGIC
+    except OSError:
+        return False
 
 
 def _is_device(path: Path) -> bool:

@@ -253,10 +253,11 @@ def run(
 
     Example: torchrun --nproc-per-node 2 -m zeroir run gpt.zir --steps 100
     """
-    from zeroir.api.run import launch, require_traceable, run_program
+    from zeroir.api.run import launch, run_program
+    from zeroir.artifact import require_writable
 
     if trace is not None and "RANK" not in os.environ:
-        require_traceable(trace, program)
+        require_writable(trace, example="trace.json")
     if nproc is not None and "RANK" not in os.environ:
         numbers = {"--steps": steps, "--seed": seed, "--log-every": log_every}
         flags = {

@@ -36,7 +36,7 @@ def compile(  # noqa: A001 - the command's name is the field's word
 
     source = Path(model.partition(":")[0])
     path = Path(f"{source.stem}.zir") if output is None else output
-    require_writable(path)
+    require_writable(path, replaces_program=True)
     if path.exists() and source.exists() and path.samefile(source):
         raise UserError(f"'{path}' is the model file itself: name another file to write.")
     with progress(f"Compiling {model}"):

@@ -11,7 +11,6 @@ from cyclopts import Parameter
 from zeroir.cli.arguments import DEFAULT_MACHINE, AsJson, AtLeastOne, Machine
 from zeroir.cli.console import err, out, print_json
 from zeroir.cost.estimate import EstimateOptions
-from zeroir.errors import UserError
 
 
 def simulate(
@@ -46,8 +45,6 @@ def simulate(
 
     if trace is not None:
         require_writable(trace, example="trace.json")
-        if trace.exists() and program.exists() and trace.samefile(program):
-            raise UserError(f"'{trace}' is the program itself: name another file for the timeline.")
     compiled = load_program(program)
     found = simulate_program(compiled, machine, straggler=straggler, micro_steps=micro_steps)
     if as_json:

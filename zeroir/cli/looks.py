@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, assert_never
+from typing import TYPE_CHECKING, Annotated, Final, Literal, assert_never
 
 from cyclopts import Parameter
 
@@ -16,6 +17,11 @@ if TYPE_CHECKING:
     from zeroir.api import CompiledProgram
 
 Format = Literal["chrome", "memory-snapshot", "flight-recorder", "graphviz"]
+_EXAMPLES: Final[Mapping[Format, str]] = {
+    "chrome": "gpt.json",
+    "memory-snapshot": "gpt.pickle",
+    "graphviz": "gpt.dot",
+}
 
 
 def show_passes(compiled: CompiledProgram, *, as_json: bool) -> int:
@@ -101,9 +107,7 @@ def _export(
     program = compiled.program
     if kind == "flight-recorder":
         return _write_dumps(compiled, path, output)
-    require_writable(output)
-    if output.exists() and output.samefile(path):
-        raise UserError(f"'{output}' is the program itself: name another file to write.")
+    require_writable(output, example=_EXAMPLES[kind])
     match kind:
         case "graphviz":
             from zeroir.report.graph import dot
@@ -159,8 +163,6 @@ def report(
 
     path = Path(f"{program.stem}.html") if output is None else output
     require_writable(path, example="gpt.html")
-    if path.exists() and program.exists() and path.samefile(program):
-        raise UserError(f"'{path}' is the program itself: name another file to write.")
     require_bokeh()
     known = load_machine(machine)
     given = None if memory_budget is None else parse_bytes(memory_budget)
@@ -185,7 +187,7 @@ def report(
 
 
 def _write_dumps(compiled: CompiledProgram, path: Path, folder: Path) -> list[Path]:
-    """One file a rank, named so that the analysis finds the rank."""
+    """One file a rank, named so that the analysis finds the rank; all of them or none."""
     from zeroir.artifact import write_whole
     from zeroir.report.flight_recorder import flight_recorder_dumps
     from zeroir.report.plain_pickle import dumps
@@ -194,12 +196,20 @@ def _write_dumps(compiled: CompiledProgram, path: Path, folder: Path) -> list[Pa
         raise UserError(
             f"'{folder}' is not an empty folder: every file in it would count as a rank."
         )
+    is_new = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"The folder '{folder}' cannot be made: {error.strerror}.") from error
     written: list[Path] = []
-    for rank, dump in enumerate(flight_recorder_dumps(compiled.program, source=str(path))):
-        written.append(folder / f"rank_{rank}")
-        write_whole(written[-1], dumps(dump))
+    try:
+        for rank, dump in enumerate(flight_recorder_dumps(compiled.program, source=str(path))):
+            written.append(folder / f"rank_{rank}")
+            write_whole(written[-1], dumps(dump))
+    except BaseException:
+        for one in written:
+            one.unlink(missing_ok=True)
+        if is_new:
+            folder.rmdir()
+        raise
     return written

@@ -54,7 +54,7 @@ def plan(
             "--memory and --memory-budget are the same to a plan; leave one of them out."
         )
     if output is not None:
-        require_writable(output)
+        require_writable(output, replaces_program=True)
         if output.exists() and source.exists() and output.samefile(source):
             raise UserError(f"'{output}' is the model file itself: name another file to write.")
     with progress(f"Planning {model}"):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from zeroir.api.choices import words
 from zeroir.api.plan import Candidate, Plan
-from zeroir.report.costs import format_seconds
+from zeroir.report.costs import format_seconds, measured_words
 from zeroir.report.lines import Lines
 from zeroir.report.names import counted, format_bytes
 
@@ -28,6 +30,8 @@ def render_plan(plan: Plan, *, is_unfolded: bool = False) -> RenderableType:
     grid.add_row("chosen", words(chosen.settings))
     step_s = (chosen.step_ns or 0) / 1e9
     grid.add_row("step", f"{format_seconds(step_s)}, {_bounded(chosen)}")
+    if chosen.measured.segments or chosen.measured.collectives:
+        grid.add_row("measured", measured_words(chosen.measured))
     grid.add_row("needs", f"{format_bytes(chosen.needed_bytes)}, most {chosen.culprit}")
     grid.add_row(
         "no choice below",
@@ -87,6 +91,7 @@ def _candidate_json(candidate: Candidate) -> dict[str, object]:
         "step_seconds": None if candidate.step_ns is None else candidate.step_ns / 1e9,
         "exposed_communication_seconds": candidate.exposed_ns / 1e9,
         "critical_path": dict(candidate.bounded_by),
+        "measured": asdict(candidate.measured),
     }
 
 

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from zeroir.cost.estimate import Activations, Estimate, StageEstimate, states_per_parameter
-from zeroir.cost.simulate import ClassResult, PathItem, Simulation
+from zeroir.cost.simulate import ClassResult, Measured, PathItem, Simulation
 from zeroir.ir import ops
 from zeroir.ir.program import Program
 from zeroir.report.lines import Lines
@@ -81,14 +81,17 @@ def render_simulation(program: Program, simulation: Simulation) -> RenderableTyp
     grid.add_row("MFU", f"{simulation.mfu:.1%} of the dense peak{again}")
     found = simulation.measured
     if found.segments or found.collectives:
-        grid.add_row(
-            "measured",
-            f"{found.segments} of {counted(found.of_segments, 'segment')}, "
-            f"{found.collectives} of {counted(found.of_collectives, 'collective')}",
-        )
+        grid.add_row("measured", measured_words(found))
     is_alone = len(simulation.classes) == 1
     classes = [_class_table(one, simulation, is_alone=is_alone) for one in simulation.classes]
     return _printed([grid, *classes, _path_table(program, simulation)])
+
+
+def measured_words(found: Measured) -> str:
+    """Of how many of a program's segments and collectives the machine has measurements."""
+    segments = counted(found.of_segments, "segment")
+    collectives = counted(found.of_collectives, "collective")
+    return f"{found.segments} of {segments}, {found.collectives} of {collectives}"
 
 
 def _class_table(one: ClassResult, simulation: Simulation, *, is_alone: bool) -> Table:
