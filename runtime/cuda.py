@@ -111,7 +111,7 @@ class CudaStreams:
         return self._streams[name]
 
     def bind(self, op: Op, run: Task, watch: Watch | None = None) -> Task:
-        """See ``Streams.bind``; the device's own waits are no thread's."""
+        """See ``Streams.bind``."""
         match op:
             case Wait():
                 return self._waiting(op, watch)
@@ -238,7 +238,9 @@ class CudaStreams:
         def wait() -> None:
             event = self._events.get(op.waited)
             if event is None:  # signalled by the host or the disk
-                of_threads()
+                # Who watches asks of the current stream when it came so far.
+                with torch.cuda.stream(self._streams.get(op.on)):
+                    of_threads()
             elif op.on == HOST:
                 event.synchronize()
             elif op.on in self._host_streams:

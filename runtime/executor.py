@@ -29,7 +29,7 @@ from zeroir.runtime.labels import labels
 from zeroir.runtime.seeds import site_seed
 from zeroir.runtime.storage import Memory
 from zeroir.runtime.streams import Streams, Task
-from zeroir.runtime.trace import Run, Watch
+from zeroir.runtime.trace import P, Watch
 
 RunSection = Callable[[Section, Callable[[], None]], None]
 """Carries out a section whose ops the function submits."""
@@ -72,8 +72,8 @@ class Executor:
         self._watch: Watch | None = None
         self._to_watch: tuple[int, Watch] | None = None
         self._labels: dict[int, str] = {}
-        self._steps: dict[int, Task] = {}
-        self._tasks: dict[tuple[str, Watch | None], list[Task]] = {}
+        self._task_by_op: dict[int, Task] = {}
+        self._bound: dict[tuple[str, Watch | None], list[Task]] = {}
 
     def step(self, batches: Sequence[Sequence[Batch]]) -> list[RankResult]:
         """One training step: ``batches[rank][micro_step]`` for the local ranks; one result per local rank."""
@@ -93,6 +93,7 @@ class Executor:
         losses = self._losses(micro_steps)
         scales = [self._loss_scale(memory) for memory in self.machine.ranks]
         self._run(UPDATE)
+        self._watch = None
         self.step_count += 1
         return [
             self._result(memory, loss, scale)
@@ -108,7 +109,7 @@ class Executor:
         return self._losses(1)
 
     def watch(self, step: int, watch: Watch) -> None:
-        """Let every op of that step, counting from 1, be seen; ops stay bound for the next time with the same."""
+        """Let every op of that step, counting from 1, be seen, and of no other; ops stay bound to each ``watch``."""
         self._to_watch = step, watch
 
     def finish(self) -> None:
@@ -139,10 +140,10 @@ class Executor:
         if watch is None and torch.autograd.profiler._is_profiler_enabled:
             watch = self._named
         # Ops that are bound stay so, watched ones too: else what is recorded would run for the first time.
-        tasks = self._tasks.get((section.name, watch))
+        tasks = self._bound.get((section.name, watch))
         if tasks is None:
-            tasks = [self._streams.bind(op, self._step(op), watch) for op in section.body]
-            self._tasks[section.name, watch] = tasks
+            tasks = [self._streams.bind(op, self._task(op), watch) for op in section.body]
+            self._bound[section.name, watch] = tasks
         for task in tasks:
             task()
 
@@ -156,9 +157,9 @@ class Executor:
         for pending in section.entry.pending:
             self._streams.signal(pending.event)
 
-    def _step(self, op: ops.Op) -> Task:
+    def _task(self, op: ops.Op) -> Task:
         """What carries an op out, the same whether it is watched or not."""
-        found = self._steps.get(id(op))
+        found = self._task_by_op.get(id(op))
         if found is not None:
             return found
         step = self.machine.prepare(op)
@@ -171,15 +172,15 @@ class Executor:
             except Exception as error:
                 raise self._explained(op, error) from error
 
-        self._steps[id(op)] = run
+        self._task_by_op[id(op)] = run
         return run
 
-    def _named(self, op: ops.Op, run: Run) -> Run:
+    def _named(self, op: ops.Op, run: Callable[P, None], /) -> Callable[P, None]:
         label = self._label(op)
 
-        def named(*given: object) -> None:
+        def named(*args: P.args, **kwargs: P.kwargs) -> None:
             with record_function(label):
-                run(*given)
+                run(*args, **kwargs)
 
         return named
 

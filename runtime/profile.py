@@ -22,7 +22,8 @@ _TIMED: Final = 2
 class Recording:
     """What rank 0 knows after the rounds.
 
-    ``seconds`` are of steps that nobody recorded, one for each round; ``steps`` the spans of the others, by rank.
+    ``seconds`` are of steps that nobody recorded, a mean for each round; ``steps`` the spans of one other step of each
+    round, by rank.
     ``workspaces`` are the bytes that each segment took on rank 0 beside its buffers, by the segment's digest.
     """
 
@@ -61,7 +62,7 @@ def record(engine: Engine, batches: Iterator[Batch], *, rounds: int) -> Recordin
             step()
         engine.finish()
         seconds.append((time.perf_counter() - start) / _TIMED)
-        # A step right after a pause is slower than most: the one after it is recorded.
+        # Where spans were gathered just before, a step is slower than most: the one after it is recorded.
         engine.record(engine.step_count + 2)
         step()
         step()

@@ -26,7 +26,8 @@ class Streams(Protocol):
     def bind(self, op: Op, run: Task, watch: Watch | None = None) -> Task:
         """What enqueues the op on its stream, each time that it is called, where ``run`` carries it out.
 
-        A ``wait`` orders a stream or the host, and ``run`` does nothing. ``watch`` sees what threads do, waits too.
+        A ``wait`` orders a stream or the host, and ``run`` does nothing. ``watch`` sees ops run, and threads wait for
+        other threads.
         """
 
     def join(self, pending: Collection[str]) -> None:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, replace
 from pathlib import Path
-from typing import Protocol
+from typing import ParamSpec, Protocol
 
 from zeroir.ir.effects import effects
 from zeroir.ir.ops import Op
@@ -18,10 +18,14 @@ Mark = Callable[[], int]
 """A moment that was marked: its nanoseconds on this machine's monotonic clock, once the device has come to it."""
 
 
-Run = Callable[..., None]
-"""What carries an op out."""
-Watch = Callable[[Op, Run], Run]
-"""Makes of what carries an op out what does the same, with the same arguments, and is seen at it."""
+P = ParamSpec("P")
+
+
+class Watch(Protocol):
+    """Sees ops run: it wraps what carries an op out, whatever arguments that takes."""
+
+    def __call__(self, op: Op, run: Callable[P, None], /) -> Callable[P, None]:
+        """What does as ``run`` does, each call of which is seen as the op."""
 
 
 class Clock(Protocol):
@@ -52,14 +56,16 @@ class Recorder:
         self._clock = clock
         self._seen = []
 
-    def watch(self, op: Op, run: Run) -> Run:
-        """See ``Watch``: every call counts as the op."""
+    def watch(self, op: Op, run: Callable[P, None], /) -> Callable[P, None]:
+        """See ``Watch``."""
         stream = effects(op).stream
 
-        def watched(*given: object) -> None:
+        def watched(*args: P.args, **kwargs: P.kwargs) -> None:
+            # What ends after the next recording began is none of it.
+            seen = self._seen
             start = self._clock.mark(stream)
-            run(*given)
-            self._seen.append((op, start, self._clock.mark(stream)))
+            run(*args, **kwargs)
+            seen.append((op, start, self._clock.mark(stream)))
 
         return watched
 

@@ -11,7 +11,7 @@ from zeroir.ir.ops import Op
 from zeroir.ir.program import EVALUATE, Program
 from zeroir.runtime.allocations import allocations, by_range, peak_bytes
 from zeroir.runtime.labels import labels
-from zeroir.runtime.trace import Run
+from zeroir.runtime.trace import P
 
 
 def on_host(program: Program, step: Callable[[], object]) -> Mapping[str, int]:
@@ -39,13 +39,15 @@ class DeviceWatcher:
         self._device = device
         self._seen: list[tuple[Op, int]] = []
 
-    def watch(self, op: Op, run: Run) -> Run:
-        """See ``trace.Watch``: what every call takes counts as the op's."""
+    def watch(self, op: Op, run: Callable[P, None], /) -> Callable[P, None]:
+        """See ``trace.Watch``; only of ops that compute, beside which other threads carry others out."""
+        if not isinstance(op, ops.Compute):
+            return run
 
-        def watched(*given: object) -> None:
+        def watched(*args: P.args, **kwargs: P.kwargs) -> None:
             torch.cuda.reset_peak_memory_stats(self._device)
             before = torch.cuda.memory_allocated(self._device)
-            run(*given)
+            run(*args, **kwargs)
             self._seen.append((op, torch.cuda.max_memory_allocated(self._device) - before))
 
         return watched

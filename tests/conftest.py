@@ -11,6 +11,9 @@ from hypothesis import settings
 
 from tests.support.examples import examples
 
+_SUPPORT = Path(__file__).parent / "support"
+_MODELS = frozenset(("gpt", *(path.stem for path in (_SUPPORT / "models").glob("*.py"))))
+
 # Modules are no garbage: collecting while torch is imported takes time and finds nothing.
 gc.disable()
 
@@ -30,8 +33,20 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What has a time limit of its own takes longest and goes first, lest one worker ends with it alone."""
-    items.sort(key=lambda item: item.get_closest_marker("timeout") is None)
+    """What has a time limit of its own takes longest and goes first, lest one worker ends with it alone.
+
+    Then the tests of each model follow each other, for the worker that has captured it.
+    """
+    items.sort(key=_place)
+
+
+def _place(item: pytest.Item) -> tuple[int, str]:
+    if item.get_closest_marker("timeout") is not None:
+        return 0, ""
+    _, _, parameters = item.name.partition("[")
+    words = (Path(word).stem for word in parameters.rstrip("]").split("-"))
+    model = next((word for word in words if word in _MODELS), None)
+    return (2, "") if model is None else (1, model)
 
 
 def pytest_collection_finish() -> None:

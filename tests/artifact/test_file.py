@@ -255,6 +255,12 @@ def test_paths_that_cannot_be_used_are_user_errors(tmp_path: Path) -> None:
     for path in (tmp_path, Path()):
         with pytest.raises(UserError, match="is a folder"):
             artifacts.save(make(), path)
+    looped = tmp_path / "looped.zir"
+    looped.symlink_to(looped)
+    for path, reason in ((looped, "link to itself"), (tmp_path / ("x" * 300), "too long")):
+        with pytest.raises(UserError, match=f"cannot be written: .*{reason}"):
+            artifacts.save(make(), path)
+    assert looped.is_symlink()
 
 
 def test_a_failed_save_leaves_the_old_file_alone(

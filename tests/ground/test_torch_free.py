@@ -67,6 +67,14 @@ def test_the_public_api_is_light(name: str) -> None:
     _python(f"import sys, {name}; assert 'torch' not in sys.modules")
 
 
+def test_commands_collect_garbage() -> None:
+    """They begin without, but training goes on for months."""
+    _python(
+        "import gc, sys; from zeroir import cli; from zeroir.cli import app; "
+        "app.run_command = lambda _: 0 if gc.isenabled() else 1; cli.main()"
+    )
+
+
 def test_the_help_of_show_loads_nothing_slow() -> None:
     """What it need not load takes most of a second where Python is slow."""
     slow = ("pydantic", "networkx", "numpy", "msgpack", "bokeh", "zeroir.ir.ops")

@@ -19,7 +19,7 @@ from zeroir.ir.mesh import COMPUTE, GATHER, HOST, REDUCE
 from zeroir.ir.ops import Op
 from zeroir.ir.program import Pending, Program, Section, State
 from zeroir.runtime.cuda import CudaGraph, CudaStreams
-from zeroir.runtime.trace import Recorder
+from zeroir.runtime.trace import HostClock, Mark, Recorder
 
 
 @dataclass(eq=False)
@@ -78,7 +78,7 @@ def _driver(monkeypatch: pytest.MonkeyPatch) -> None:
     Driver.current = Stream()
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Driver.current)
-    monkeypatch.setattr(torch.cuda, "stream", Driver.using)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: Driver.using(stream or Driver.current))
 
 
 def run(
@@ -175,17 +175,27 @@ def test_a_wait_for_a_thread_is_no_wait_for_an_old_event_of_the_device(
 def test_a_watched_wait_for_a_thread_is_seen_as_the_programs_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Not as what stands in for it at the threads: of that no timeline knows the place."""
-    on_thread, wait = fill("optimizer", "0"), ops.Wait(waited="0", on=COMPUTE)
-    sections = (Section(name="update", body=(on_thread, wait)),)
-    streams = CudaStreams(replace(mlp(), sections=sections), torch.device("cuda"))
+    """On the stream that waits, and not as what stands in for it at the threads, whose place no timeline knows."""
+    body = (fill("optimizer", "0"), ops.Wait(waited="0", on=GATHER), fill(GATHER))
+    program = replace(mlp(), sections=(Section(name="update", body=body),))
+    streams = CudaStreams(program, torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    marked: list[Stream] = []
+
+    class Clock(HostClock):
+        def mark(self, stream: str) -> Mark:
+            if stream == GATHER:
+                marked.append(Driver.current)
+            return super().mark(stream)
+
     recorder = Recorder()
-    for op in (on_thread, wait):
+    recorder.begin(Clock())
+    for op in body:
         streams.bind(op, lambda: None, recorder.watch)()
     streams.join([])
     streams.close()
-    assert [id(op) for op, _, _ in recorder._seen] == [id(on_thread), id(wait)]
+    assert [span.index for span in recorder.spans(program)] == [0, 1, 2]
+    assert marked == [stand_in(streams, GATHER)] * 4
 
 
 # --------------------------------------------------------------------------------------------------- captures

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.runtime.support import initial_flats, lowered, random_batches
+from tests.runtime.support import initial_flats, lowered, random_batches, with_evaluation
 from tests.support.examples import examples
 from tests.support.programs import mlp
 from zeroir.errors import InternalError, UserError
@@ -19,7 +19,6 @@ from zeroir.ir.contents import Content, FlatContent, NamedContent
 from zeroir.ir.dtypes import DType
 from zeroir.ir.mesh import Axis, Communicator, Mesh
 from zeroir.ir.program import (
-    EVALUATE,
     LAST_MICRO_STEP,
     UPDATE,
     Flat,
@@ -220,18 +219,7 @@ def test_an_event_may_cross_a_joint() -> None:
 
 
 def test_evaluation_gives_the_loss_and_changes_nothing() -> None:
-    # A logical forward: up to the loss, with every temporary released.
-    logical = LOGICAL.section_by_name[LAST_MICRO_STEP].body
-    stop = next(
-        i for i, op in enumerate(logical) if isinstance(op, ops.Compute) and "back" in op.segment
-    )
-    forward = [op for op in logical[:stop] if not isinstance(op, ops.Release)]
-    live = [op.buffer for op in forward if isinstance(op, ops.Alloc)]
-    body = (*forward, *(ops.Release(buffer=name, stream="compute") for name in live))
-    with_evaluation = replace(
-        LOGICAL, sections=(*LOGICAL.sections, Section(name=EVALUATE, body=body))
-    )
-    lockstep = Lockstep(with_evaluation)
+    lockstep = Lockstep(with_evaluation(LOGICAL))
     lockstep.initialise_flats(INITIAL)
     ((batch,),) = random_batches(1, 1)[0]
     before = lockstep.full_state()

@@ -12,7 +12,7 @@ from zeroir.ir import ops
 from zeroir.ir.buffers import Region
 from zeroir.ir.mesh import HOST
 from zeroir.runtime.streams import ThreadStreams
-from zeroir.runtime.trace import Run
+from zeroir.runtime.trace import P
 
 
 class Recorder:
@@ -96,13 +96,13 @@ def test_a_failure_wakes_whoever_waits_for_another_stream() -> None:
 
 
 def test_what_is_watched_is_seen_where_it_is_done() -> None:
-    """Ops and waits of the issuing thread and of others, and those that are bound alike but not watched never."""
+    """Ops and waits, of the issuing thread and of others; those that are bound unwatched are not seen."""
     issuing = threading.get_ident()
     seen: list[tuple[ops.Op, bool]] = []
 
-    def watch(op: ops.Op, run: Run) -> Run:
-        def watched(*given: object) -> None:
-            run(*given)
+    def watch(op: ops.Op, run: Callable[P, None], /) -> Callable[P, None]:
+        def watched(*args: P.args, **kwargs: P.kwargs) -> None:
+            run(*args, **kwargs)
             seen.append((op, threading.get_ident() == issuing))
 
         return watched

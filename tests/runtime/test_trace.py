@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tests.runtime.support import initial_flats, lowered, random_batches
+from tests.runtime.support import initial_flats, lowered, random_batches, with_evaluation
 from tests.runtime.timelines import require_program_order
 from tests.support.programs import mlp
 from zeroir.ir import ops
@@ -32,6 +32,22 @@ def test_a_recorded_step_follows_the_program(stage: int) -> None:
     (spans,) = timelines
     assert min(span.start_ns for span in spans) == 0
     require_program_order(engine.program, [LAST_MICRO_STEP, UPDATE], spans)
+
+
+def test_of_a_recorded_step_no_evaluation_is_part() -> None:
+    logical = mlp()
+    engine = Engine(with_evaluation(logical))
+    engine.initialise_flats(initial_flats(logical))
+    batches = [batch for ((batch,),) in random_batches(3, 1)]
+    engine.step(batches[0])
+    engine.record(2)
+    engine.evaluate(batches[1])
+    engine.step(batches[1])
+    engine.evaluate(batches[2])
+    timelines = engine.timelines()
+    engine.close()
+    assert timelines is not None
+    require_program_order(engine.program, [LAST_MICRO_STEP, UPDATE], timelines[0])
 
 
 def test_nothing_is_recorded_unless_asked() -> None:

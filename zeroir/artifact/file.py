@@ -108,17 +108,23 @@ def require_writable(
 ) -> None:
     """UserError where no file can be written at the path, before any work is done for it.
 
-    ``example`` is what such a file may be called. Only what ``replaces_program`` may take the place of one.
+    ``example`` is what such a file may be called. A compiled program is overwritten only where ``replaces_program``.
     """
     path = Path(path)
-    if path.is_dir():
-        raise UserError(
-            f"'{path}' is a folder: name a file to write, for instance {path / example}."
-        )
-    if _is_device(path):
-        return
-    folder = path.parent if not path.is_symlink() else path.resolve().parent
-    if not folder.is_dir():
+    try:
+        if path.is_dir():
+            raise UserError(
+                f"'{path}' is a folder: name a file to write, for instance {path / example}."
+            )
+        if _is_device(path):
+            return
+        folder = path.parent if not path.is_symlink() else path.resolve().parent
+        is_folder = folder.is_dir()
+    except OSError as error:
+        raise _unwritable(path, error) from error
+    except RuntimeError as error:
+        raise UserError(f"'{path}' cannot be written: it is a link to itself.") from error
+    if not is_folder:
         raise UserError(f"'{path}' cannot be written: there is no folder '{folder}'.")
     if not os.access(folder, os.W_OK):
         raise UserError(f"'{path}' cannot be written: you may not write in '{folder}'.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -207,9 +208,10 @@ def _write_dumps(compiled: CompiledProgram, path: Path, folder: Path) -> list[Pa
             written.append(folder / f"rank_{rank}")
             write_whole(written[-1], dumps(dump))
     except BaseException:
-        for one in written:
-            one.unlink(missing_ok=True)
-        if is_new:
-            folder.rmdir()
+        with contextlib.suppress(OSError):
+            for one in written:
+                one.unlink(missing_ok=True)
+            if is_new:
+                folder.rmdir()
         raise
     return written
