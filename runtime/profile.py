@@ -23,8 +23,8 @@ class Recording:
     """What rank 0 knows after the rounds.
 
     ``seconds`` are of steps that nobody recorded, a mean for each round; ``steps`` the spans of one other step of each
-    round, by rank.
-    ``workspaces`` are the bytes that each segment took on rank 0 beside its buffers, by the segment's digest.
+    round, by rank. ``workspaces`` are the bytes that each segment took on rank 0 beside its buffers, by the segment's
+    digest.
     """
 
     seconds: Sequence[float]

@@ -257,8 +257,11 @@ def test_paths_that_cannot_be_used_are_user_errors(tmp_path: Path) -> None:
             artifacts.save(make(), path)
     looped = tmp_path / "looped.zir"
     looped.symlink_to(looped)
-    for path, reason in ((looped, "link to itself"), (tmp_path / ("x" * 300), "too long")):
-        with pytest.raises(UserError, match=f"cannot be written: .*{reason}"):
+    for path, reason in (
+        (looped, "link to itself|symbolic links"),
+        (tmp_path / ("x" * 300), "too long"),
+    ):
+        with pytest.raises(UserError, match=f"cannot be written: .*({reason})"):
             artifacts.save(make(), path)
     assert looped.is_symlink()
 
