@@ -69,7 +69,6 @@ class Executor:
         self._streams = streams
         self._run_section = run_section
         self._rng_buffers = [b.name for b in self._program.buffers if b.role is Role.RNG]
-        self._watch: Watch | None = None
         self._to_watch: tuple[int, Watch] | None = None
         self._labels: dict[int, str] = {}
         self._task_by_op: dict[int, Task] = {}
@@ -80,20 +79,19 @@ class Executor:
         counts = {len(micro_batches) for micro_batches in batches}
         (micro_steps,) = counts
         self._require_micro_steps(micro_steps)
-        if self._to_watch is not None:
-            step, watch = self._to_watch
-            self._watch = watch if step == self.step_count + 1 else None
+        watch: Watch | None = None
+        if self._to_watch is not None and self._to_watch[0] == self.step_count + 1:
+            watch = self._to_watch[1]
         if self.step_count == 0:
             self._establish(LAST_MICRO_STEP if micro_steps == 1 else MICRO_STEP)
         for index in range(micro_steps):
             is_last = index == micro_steps - 1
             self._set_inputs([micro_batches[index] for micro_batches in batches], index)
-            self._run(LAST_MICRO_STEP if is_last else MICRO_STEP)
+            self._run(LAST_MICRO_STEP if is_last else MICRO_STEP, watch)
         # The update may reduce the loss over ranks, or clear it for the next step.
         losses = self._losses(micro_steps)
         scales = [self._loss_scale(memory) for memory in self.machine.ranks]
-        self._run(UPDATE)
-        self._watch = None
+        self._run(UPDATE, watch)
         self.step_count += 1
         return [
             self._result(memory, loss, scale)
@@ -120,7 +118,7 @@ class Executor:
         """Stop the streams."""
         self._streams.close()
 
-    def _run(self, name: str) -> None:
+    def _run(self, name: str, watch: Watch | None = None) -> None:
         section = self._program.section_by_name.get(name)
         if section is None:
             raise UserError(
@@ -129,14 +127,13 @@ class Executor:
         with torch.no_grad():
             self._streams.join([pending.event for pending in section.entry.pending])
             # What is watched is watched op by op.
-            if self._run_section is None or self._watch is not None:
-                self._issue(section)
+            if self._run_section is None or watch is not None:
+                self._issue(section, watch)
             else:
-                self._run_section(section, partial(self._issue, section))
+                self._run_section(section, partial(self._issue, section, None))
             self._streams.join([pending.event for pending in section.exit.pending])
 
-    def _issue(self, section: Section) -> None:
-        watch = self._watch
+    def _issue(self, section: Section, watch: Watch | None) -> None:
         if watch is None and torch.autograd.profiler._is_profiler_enabled:
             watch = self._named
         # Ops that are bound stay so, watched ones too: else what is recorded would run for the first time.

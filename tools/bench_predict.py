@@ -5,7 +5,8 @@
 In every round each program is profiled (`zeroir profile`): a job takes steps that nobody records, which are measured,
 and in turns with them others that are recorded, from which the step is predicted. Another job, which only trains, shows
 how far two jobs are apart. The table has medians over rounds; the noise floor is how far those of odd and even
-rounds within a job are apart. Nothing else should run on the machine.
+rounds within a job are apart. Nothing else should run on the machine. The exit code is 1 where a median error is beyond
+15 %.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ MODELS = (
 STAGES = (0, 1, 2, 3)
 RANKS = 2
 WARM_UP = 3
+MOST_ERROR = 0.15
+"""How far a prediction may be off, as a fraction of the measured step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +74,7 @@ class Row:
     noise: float
 
 
-def main() -> None:
+def main() -> int:
     """Compile, profile and train in rounds, and print the table; or, as a rank, time the steps of one program."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=3)
@@ -84,7 +87,7 @@ def main() -> None:
     given = parser.parse_args()
     if given.rank_of is not None:
         time_steps(given.rank_of, given.steps, given.kernels)
-        return
+        return 0
     with tempfile.TemporaryDirectory() as folder:
         rounds = measure(
             Path(folder), given.models, given.stages, given.rounds, given.steps, given.kernels
@@ -99,6 +102,7 @@ def main() -> None:
         print(f"| {' | '.join(line)} |")
     about = {"rounds": given.rounds, "kernels": given.kernels}
     record_file.write(given.record, "bench_predict", {"head": HEAD, "rows": table}, about)
+    return int(any(abs(row.error) > MOST_ERROR for row in rows))
 
 
 def measure(
@@ -201,4 +205,4 @@ def cells(row: Row) -> list[str]:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -204,14 +204,16 @@ def test_nothing_takes_less_than_no_time() -> None:
 
 @pytest.mark.slow
 @pytest.mark.dist
-def test_a_profile_on_two_ranks_is_a_machine_to_simulate_on(zeroir: Zeroir, tmp_path: Path) -> None:
+def test_a_profile_on_four_ranks_is_a_machine_to_simulate_on(
+    zeroir: Zeroir, tmp_path: Path
+) -> None:
     program, here = tmp_path / "gpt.zir", tmp_path / "here.toml"
-    zeroir("compile", GPT, "--stage", "3", "--world-size", "2", "-o", program)
+    zeroir("compile", GPT, "--stage", "3", "--world-size", "4", "-o", program)
     arguments = [
         "profile",
         program.name,
         "--nproc",
-        "2",
+        "4",
         "-o",
         here.name,
         "--rounds",
