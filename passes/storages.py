@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 from zeroir.ir.buffers import contiguous_stride
 from zeroir.ir.definitions import dropout_applied
 from zeroir.ir.segment import Node, Ref, Segment, TensorType
-from zeroir.ir.views import view_offset
+from zeroir.ir.views import parts
 
 CHEAP: Final = frozenset(
     """
@@ -117,14 +117,14 @@ class Storages:
     def _places(self, first: int, node: Node) -> Iterator[Place | None]:
         source = node.args[0] if node.args else None
         seen = self.places[source.index] if isinstance(source, Ref) else None
-        for i, kind in enumerate(node.results):
-            offset = None if seen is None else view_offset(node, seen.kind, i)
-            if kind is None:
-                yield None
-            elif seen is None or offset is None:
-                yield Place(first + i, 0, kind)
-            else:
+        views = None if seen is None else parts(node, seen.kind)
+        if seen is not None and views is not None:
+            for (offset, _), kind in zip(views, node.results, strict=True):
+                assert kind is not None  # A view sees something.
                 yield Place(seen.root, seen.offset + offset, kind)
+            return
+        for i, result in enumerate(node.results):
+            yield None if result is None else Place(first + i, 0, result)
 
     def place(self, value: int) -> Place:
         """A value that is used, as a part of a storage."""

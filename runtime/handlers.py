@@ -12,6 +12,7 @@ from typing import assert_never
 
 from torch import Tensor
 
+from zeroir.errors import UserError
 from zeroir.ir import ops
 from zeroir.ir.bindings import bindings
 from zeroir.ir.buffers import Region
@@ -21,6 +22,7 @@ from zeroir.ir.program import Program
 from zeroir.runtime import numerics, optim
 from zeroir.runtime.comm.base import Comm, Launch, Piece
 from zeroir.runtime.kernels.base import Kernel, Kernels
+from zeroir.runtime.kernels.declared import misdeclared
 from zeroir.runtime.storage import Memory
 from zeroir.runtime.tensors import TORCH_DTYPE
 
@@ -33,6 +35,9 @@ class Machine:
     """What ops act on: the memories of the local ranks, and who moves and computes for them.
 
     ``ranks`` has one element on a real backend, every rank of the mesh in lockstep.
+
+    Raises:
+        UserError: where a segment declares other types than its operators make.
     """
 
     program: Program
@@ -45,6 +50,12 @@ class Machine:
     _temporary: frozenset[str] = field(init=False)
 
     def __post_init__(self) -> None:
+        problem = misdeclared(self.program.segments)
+        if problem is not None:
+            raise UserError(
+                f"The program cannot run: {problem}. It is damaged, or made for another version of torch; compile it "
+                "again."
+            )
         self._temporary = frozenset(b.name for b in self.program.buffers if not b.is_persistent)
 
     def compile(self) -> None:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from random import Random
 from typing import cast
 
+from tests.support.mutate_claims import CLAIM_MUTATIONS
 from zeroir.ir import ops
 from zeroir.ir.buffers import Region
 from zeroir.ir.contents import FlatContent, Micro
@@ -480,4 +481,5 @@ MUTATIONS: Mapping[str, Mutation] = {
     "tell-step": _tell,
     "change-state": _state,
     "change-scalar": _scalar,
+    **CLAIM_MUTATIONS,
 }

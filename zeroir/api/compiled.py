@@ -175,6 +175,11 @@ def compile_with(model: str | Path, options: CompileOptions) -> CompiledProgram:
         proof = _lower(artifact.logical, options)
     except VerificationError as error:
         raise InternalError(f"The traced program is broken before any pass. {error}") from error
+    from zeroir.runtime.kernels.declared import misdeclared
+
+    problem = misdeclared(proof.program.segments)
+    if problem is not None:
+        raise InternalError(f"The program declares what torch does not make: {problem}.")
     return _with_proof(artifact, proof, None)
 
 

@@ -228,7 +228,7 @@ class _Reader:
                 f"{place.source or 'The model'} uses {op}, which zeroir cannot look into; call the function "
                 "in it directly."
             )
-        _check(op, place.source)
+        _check(op, place.source, node.meta["val"])
         tensors = _tensors(node.meta["val"])
         found = self.known[node] = _Facts(
             op=op,
@@ -352,7 +352,7 @@ def _without_nothing(op: torch._ops.OpOverload, node: fx.Node) -> tuple[object, 
     return (kept or tensors, *others)
 
 
-def _check(op: torch._ops.OpOverload, place: str) -> None:
+def _check(op: torch._ops.OpOverload, place: str, value: object) -> None:
     if torch.Tag.nondeterministic_seeded in op.tags:
         raise UserError(
             f"{place or 'The model'} draws random numbers with {op}; programs have no hidden random "
@@ -362,6 +362,8 @@ def _check(op: torch._ops.OpOverload, place: str) -> None:
         raise InternalError(f"the joint graph changes a tensor in place with {op} ({place})")
     refused = refusal(str(op))
     if refused is not None:
+        if isinstance(value, Tensor):
+            _type(value, place)  # The better reason, where there is one.
         raise UserError(f"{place or 'The model'} uses the operator {op}, which {refused}.")
 
 

@@ -1,7 +1,7 @@
 """Which ops a segment may name: pure ones of ATen and prims, and our own.
 
 A program is data from somewhere, and running it calls torch ops by name. So only those may be named that can do
-nothing but compute. The list is generated from torch's own schemas by ``tools/list_aten_ops.py``.
+nothing but compute. The list is generated from the schemas of torch and of our own ops by ``tools/list_aten_ops.py``.
 """
 
 from __future__ import annotations
@@ -10,13 +10,12 @@ import re
 
 from zeroir.ir.op_lists import listed_ops
 
-_OURS = re.compile(r"zeroir\.[a-z][a-z0-9_]*\.[A-Za-z0-9_]+")
 _MUTATING = re.compile(r"(aten|prims)\.([A-Za-z0-9_]*[A-Za-z0-9]_|__i[a-z]+__)\.[A-Za-z0-9_]+")
 
 
 def is_allowed(op: str) -> bool:
     """Whether a segment may name the op, such as ``aten.mm.default``."""
-    return op in allowed_ops() or _OURS.fullmatch(op) is not None
+    return op in allowed_ops()
 
 
 def refusal(op: str) -> str | None:
@@ -29,5 +28,5 @@ def refusal(op: str) -> str | None:
 
 
 def allowed_ops() -> frozenset[str]:
-    """The full names of torch's ops that a segment may name."""
+    """The full names of the ops that a segment may name."""
     return listed_ops("aten_ops.txt")

@@ -101,8 +101,9 @@ def effects(op: ops.Op) -> Effects:
         case ops.OptimizerStep():
             return Effects(
                 stream=op.stream,
-                reads=_present(op.grad, op.step, op.lr, op.hyper, op.gradient_divisor, op.skip),
-                accumulates=(op.param, *op.states),
+                reads=_present(op.step, op.lr, op.hyper, op.gradient_divisor, op.skip),
+                # Kernels leave the gradient divided.
+                accumulates=(op.param, *op.states, op.grad),
                 signals=_signals(op.event),
             )
         case ops.UpdateScale():

@@ -293,6 +293,8 @@ class Decide:
 class OptimizerStep:
     """Update ``param`` (and ``states``) in place with ``grad`` / gradient_divisor, all of one numel and dtype.
 
+    ``grad`` is used up: torch's fused kernels store the divided gradient there, and nothing may read it afterwards.
+
     ``states`` are in the order of ``algorithm.state_names``. ``lr`` is a one-element f64 region on the device,
     ``hyper`` an f64 region on the host: (momentum, dampening, nesterov, weight_decay) for sgd and momentum,
     (beta1, beta2, eps, weight_decay) for adam and adamw. Where ``skip`` is 1 nothing changes. ``step`` is the count

@@ -1,93 +1,100 @@
-"""Which ops only look at a value's storage in another way, where in it their results begin, and with which strides."""
+"""Which ops only look at a value's storage in another way, and what they then see: where it begins, shape and strides.
+
+A view is told by its op and arguments alone. So the types that a program declares for views are checked and never
+believed, and two views of one storage are the same value exactly where they begin alike and are laid out alike.
+The rules are those of torch's operators of the same names.
+"""
 
 from __future__ import annotations
 
-from typing import Final
+import inspect
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, NamedTuple
 
 from zeroir.ir.buffers import contiguous_stride
-from zeroir.ir.segment import Node, NodeArg, TensorType
+from zeroir.ir.dtypes import DType
+from zeroir.ir.segment import Node, NodeArg, Ref, TensorType
 
-_FROM_THE_START: Final = frozenset(
-    {
-        "aten._unsafe_view.default",
-        "aten.alias.default",
-        "aten.detach.default",
-        "aten.expand.default",
-        "aten.permute.default",
-        "aten.squeeze.default",
-        "aten.squeeze.dim",
-        "aten.squeeze.dims",
-        "aten.t.default",
-        "aten.transpose.int",
-        "aten.unfold.default",
-        "aten.unsqueeze.default",
-        "aten.view.default",
-    }
-)
-"""Views whose first element is that of what they look at."""
 
-_FURTHER_ON: Final = frozenset(
-    {
-        "aten.diagonal.default",
-        "aten.select.int",
-        "aten.slice.Tensor",
-        "aten.split.Tensor",
-        "aten.split_with_sizes.default",
-        "aten.unbind.int",
-    }
-)
-"""Views that begin somewhere in what they look at."""
+class Part(NamedTuple):
+    """What a view sees: elements of ``kind`` that begin ``offset`` elements after the first of what it looks at."""
 
-_ELSEWHERE: Final = frozenset(
-    {
-        "aten._conj.default",
-        "aten._neg_view.default",
-        "aten._reshape_alias.default",
-        "aten.as_strided.default",
-        "aten.imag.default",
-        "aten.lift_fresh.default",
-        "aten.real.default",
-        "aten.view_as_complex.default",
-        "aten.view_as_real.default",
-    }
-)
-"""Views that are told by more than a place in a storage of elements of one dtype."""
+    offset: int
+    kind: TensorType
+
+
+class ViewError(ValueError):
+    """Torch would refuse the call; the text says why."""
 
 
 def is_view(op: str) -> bool:
     """Whether the op's results always share the storage of its first argument."""
-    return op in _FROM_THE_START or op in _FURTHER_ON or op in _ELSEWHERE
+    return op in _RULES or op in _ELSEWHERE
 
 
-def view_offset(node: Node, source: TensorType, result: int) -> int | None:
-    """How many elements after the first of ``source``, what the node looks at, the first of a result stands.
+def parts(node: Node, source: TensorType) -> tuple[Part, ...] | None:
+    """What each result of a view sees of ``source``, its first argument; None for an op that is no view.
 
-    With its type that says all about a view. None for ops that are no views, or are not told by that.
+    Raises:
+        ViewError: where the op does not take these arguments.
     """
-    if node.kwargs or not node.args:
+    rule = _RULES.get(node.op)
+    if rule is None:
         return None
-    if node.op in _FROM_THE_START:
-        return 0
-    if node.op not in _FURTHER_ON:
+    given = dict(node.kwargs)
+    if node.op == "aten.expand.default":
+        given.pop("implicit", None)
+    try:
+        bound = inspect.signature(rule).bind(source, *node.args[1:], **given)
+    except TypeError as error:
+        raise ViewError(f"takes other arguments: {error}") from error
+    return tuple(rule(*bound.args, **bound.kwargs))
+
+
+def mistyped(node: Node, types: Sequence[TensorType | None]) -> str | None:
+    """What a node that looks at a value declares otherwise than its op has it, as the end of a sentence.
+
+    ``types`` are those of the segment's values, of which those that the node uses exist.
+    """
+    if node.op not in _RULES and node.op != BITCAST:
         return None
-    numbers = [_number(arg) for arg in node.args[1:]]
-    if node.op == "aten.diagonal.default":
-        offset, one, other = [*numbers, *(0, 0, 1)[len(numbers) :]]
-        axis = other if offset >= 0 else one
-        return abs(offset) * source.stride[axis]
-    if node.op == "aten.unbind.int":
-        return result * source.stride[numbers[0] if numbers else 0]
-    if node.op == "aten.split.Tensor":
-        size, axis = [*numbers, *(1, 0)[len(numbers) :]]
-        return result * size * source.stride[axis]
-    if node.op == "aten.split_with_sizes.default":
-        sizes = node.args[1]
-        before = sizes[:result] if isinstance(sizes, tuple) else ()
-        return sum(map(_number, before)) * source.stride[numbers[1] if len(numbers) > 1 else 0]
-    axis, start = [*numbers, *(0, 0)[len(numbers) :]][:2]
-    length = source.shape[axis]
-    start = min(max(start + length, 0) if start < 0 else start, length)
-    return start * source.stride[axis]
+    source = node.args[0] if node.args else None
+    kind = types[source.index] if isinstance(source, Ref) else None
+    if kind is None:
+        return "looks at no value"
+    try:
+        if node.op == BITCAST:
+            expected: tuple[TensorType, ...] = (_bitcast(kind, *node.args[1:]),)
+        else:
+            expected = tuple(part.kind for part in parts(node, kind) or ())
+    except ViewError as error:
+        return str(error)
+    if len(node.results) != len(expected):
+        return f"has {len(node.results)} results where {len(expected)} are made"
+    for declared, made in zip(node.results, expected, strict=True):
+        if declared is None or not is_same_type(declared, made):
+            return f"declares {_spell(declared)} where {_spell(made)} is made"
+    return None
+
+
+def is_same_type(one: TensorType, other: TensorType) -> bool:
+    """Whether two types are of one dtype and shape and address elements alike."""
+    return (one.dtype, one.shape) == (other.dtype, other.shape) and is_same_stride(
+        one.shape, one.stride, other.stride
+    )
+
+
+def is_same_stride(shape: tuple[int, ...], one: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    """Whether strides address the same elements: those of dimensions of one element do not matter."""
+    if one == other:
+        return True
+    if len(one) != len(shape) or len(other) != len(shape):
+        return False
+    return 0 in shape or all(
+        x == y for size, x, y in zip(shape, one, other, strict=True) if size > 1
+    )
 
 
 def view_stride(kind: TensorType, shape: tuple[int, ...]) -> tuple[int, ...] | None:
@@ -116,5 +123,256 @@ def view_stride(kind: TensorType, shape: tuple[int, ...]) -> tuple[int, ...] | N
     return tuple(stride) if at < 0 else None
 
 
-def _number(arg: NodeArg) -> int:
-    return arg if isinstance(arg, int) else 0
+# -------------------------------------------------------------------------------------------------------- arguments
+
+
+def _int(arg: NodeArg) -> int:
+    if isinstance(arg, bool) or not isinstance(arg, int):
+        raise ViewError(f"takes {arg!r} where a number belongs")
+    return arg
+
+
+def _ints(arg: NodeArg) -> tuple[int, ...]:
+    if not isinstance(arg, tuple):
+        raise ViewError(f"takes {arg!r} where numbers belong")
+    return tuple(_int(item) for item in arg)
+
+
+def _dim(arg: NodeArg, rank: int) -> int:
+    """A dimension, counted from the end where it is negative; a scalar may be asked for its dimension 0."""
+    dim, count = _int(arg), max(rank, 1)
+    if not -count <= dim < count:
+        raise ViewError(f"takes dimension {dim} of a tensor that has {rank}")
+    return dim % count
+
+
+def _of(kind: TensorType, shape: Sequence[int], stride: Sequence[int]) -> TensorType:
+    return TensorType(dtype=kind.dtype, shape=tuple(shape), stride=tuple(stride))
+
+
+def _spell(kind: TensorType | None) -> str:
+    if kind is None:
+        return "nothing"
+    strides = "" if kind.stride == contiguous_stride(kind.shape) else f" with strides {kind.stride}"
+    return f"{kind.dtype}{list(kind.shape)}{strides}"
+
+
+# ------------------------------------------------------------------------------------------------------------ rules
+
+
+def _alias(x: TensorType) -> list[Part]:
+    return [Part(0, x)]
+
+
+def _expand(x: TensorType, size: NodeArg) -> list[Part]:
+    shape = _ints(size)
+    added = len(shape) - len(x.shape)
+    if added < 0:
+        raise ViewError(f"expands {len(x.shape)} dimensions to {len(shape)}")
+    sizes, strides = [1] * added + list(x.shape), [0] * added + list(x.stride)
+    for dim, wanted in enumerate(shape):
+        if (wanted == -1 and dim >= added) or wanted == sizes[dim]:
+            continue
+        if sizes[dim] != 1 or wanted < 0:
+            raise ViewError(f"expands dimension {dim} of {sizes[dim]} elements to {wanted}")
+        sizes[dim], strides[dim] = wanted, 0
+    return [Part(0, _of(x, sizes, strides))]
+
+
+def _permute(x: TensorType, dims: NodeArg) -> list[Part]:
+    order = [_dim(dim, len(x.shape)) for dim in _ints(dims)]
+    if sorted(order) != list(range(len(x.shape))):
+        raise ViewError(f"takes {list(_ints(dims))} as an order of {len(x.shape)} dimensions")
+    return [Part(0, _of(x, [x.shape[d] for d in order], [x.stride[d] for d in order]))]
+
+
+def _transpose(x: TensorType, dim0: NodeArg, dim1: NodeArg) -> list[Part]:
+    one, other = (_dim(dim, len(x.shape)) for dim in (dim0, dim1))
+    order = list(range(len(x.shape)))
+    if order:
+        order[one], order[other] = order[other], order[one]
+    return _permute(x, tuple(order))
+
+
+def _t(x: TensorType) -> list[Part]:
+    if len(x.shape) > 2:
+        raise ViewError(f"transposes {len(x.shape)} dimensions")
+    return _permute(x, tuple(reversed(range(len(x.shape)))))
+
+
+def _squeeze(x: TensorType) -> list[Part]:
+    return _without(x, [dim for dim, size in enumerate(x.shape) if size == 1])
+
+
+def _squeeze_dim(x: TensorType, dim: NodeArg) -> list[Part]:
+    return _squeeze_dims(x, (_int(dim),))
+
+
+def _squeeze_dims(x: TensorType, dim: NodeArg) -> list[Part]:
+    named = [_dim(one, len(x.shape)) for one in _ints(dim)]
+    if len(set(named)) < len(named):
+        raise ViewError(f"names a dimension twice: {list(_ints(dim))}")
+    return _without(x, [d for d, size in enumerate(x.shape) if d in named and size == 1])
+
+
+def _without(x: TensorType, dims: Sequence[int], offset: int = 0) -> list[Part]:
+    """The tensor without these dimensions."""
+    kept = [d for d in range(len(x.shape)) if d not in dims]
+    return [Part(offset, _of(x, [x.shape[d] for d in kept], [x.stride[d] for d in kept]))]
+
+
+def _unsqueeze(x: TensorType, dim: NodeArg) -> list[Part]:
+    at = _dim(dim, len(x.shape) + 1)
+    step = x.shape[at] * x.stride[at] if at < len(x.shape) else 1
+    shape = (*x.shape[:at], 1, *x.shape[at:])
+    return [Part(0, _of(x, shape, (*x.stride[:at], step, *x.stride[at:])))]
+
+
+def _view(x: TensorType, size: NodeArg) -> list[Part]:
+    shape = list(_ints(size))
+    if shape.count(-1) == 1:
+        others = math.prod(wanted for wanted in shape if wanted != -1)
+        if others <= 0 or x.numel % others:
+            raise ViewError(f"sees {x.numel} elements as {shape}")
+        shape[shape.index(-1)] = x.numel // others
+    if any(wanted < 0 for wanted in shape) or math.prod(shape) != x.numel:
+        raise ViewError(f"sees {x.numel} elements as {shape}")
+    stride = view_stride(x, tuple(shape))
+    if stride is None:
+        raise ViewError(f"cannot see {_spell(x)} as {shape} without a copy")
+    return [Part(0, _of(x, shape, stride))]
+
+
+def _unfold(x: TensorType, dimension: NodeArg, size: NodeArg, step: NodeArg) -> list[Part]:
+    dim, length, distance = _dim(dimension, len(x.shape)), _int(size), _int(step)
+    extent, stride = (x.shape[dim], x.stride[dim]) if x.shape else (1, 1)
+    if not 0 <= length <= extent or distance < 1:
+        raise ViewError(f"takes windows of {length} every {distance} of {extent} elements")
+    if not x.shape:
+        return [Part(0, _of(x, (length,), (1,)))]
+    shape, strides = list(x.shape), list(x.stride)
+    shape[dim], strides[dim] = (extent - length) // distance + 1, distance * stride
+    return [Part(0, _of(x, (*shape, length), (*strides, stride)))]
+
+
+def _diagonal(
+    x: TensorType, offset: NodeArg = 0, dim1: NodeArg = 0, dim2: NodeArg = 1
+) -> list[Part]:
+    rows, columns, shift = _dim(dim1, len(x.shape)), _dim(dim2, len(x.shape)), _int(offset)
+    if rows == columns or len(x.shape) < 2:
+        raise ViewError(f"takes the diagonal of dimensions {rows} and {columns}")
+    down, right = max(-shift, 0), max(shift, 0)
+    length = max(min(x.shape[rows] - down, x.shape[columns] - right), 0)
+    start = down * x.stride[rows] + right * x.stride[columns] if length else 0
+    ((_, rest),) = _without(x, [rows, columns])
+    step = x.stride[rows] + x.stride[columns]
+    return [Part(start, _of(x, (*rest.shape, length), (*rest.stride, step)))]
+
+
+def _select(x: TensorType, dim: NodeArg, index: NodeArg) -> list[Part]:
+    at, which = _dim(dim, len(x.shape)), _int(index)
+    extent = x.shape[at] if x.shape else 0
+    if not -extent <= which < extent:
+        raise ViewError(f"selects element {which} of {extent}")
+    return _without(x, [at], which % extent * x.stride[at])
+
+
+def _slice(
+    x: TensorType,
+    dim: NodeArg = 0,
+    start: NodeArg = None,
+    end: NodeArg = None,
+    step: NodeArg = 1,
+) -> list[Part]:
+    at, every = _dim(dim, len(x.shape)), _int(step)
+    if not x.shape or every < 1:
+        raise ViewError(f"slices {len(x.shape)} dimensions with step {every}")
+    extent = x.shape[at]
+    first, last = (
+        min(max(bound + extent if bound < 0 else bound, 0), extent)
+        for bound in (0 if start is None else _int(start), extent if end is None else _int(end))
+    )
+    length = max(-(-(last - first) // every), 0)
+    shape, stride = list(x.shape), list(x.stride)
+    shape[at], stride[at] = length, x.stride[at] * every
+    return [Part(first * x.stride[at], _of(x, shape, stride))]
+
+
+def _split(x: TensorType, split_size: NodeArg, dim: NodeArg = 0) -> list[Part]:
+    at, size = _dim(dim, len(x.shape)), _int(split_size)
+    extent = x.shape[at] if x.shape else 0
+    if not x.shape or size < 0 or (size == 0 and extent > 0):
+        raise ViewError(f"splits {extent} elements by {size}")
+    if extent == 0:
+        return [Part(0, x)]
+    starts = range(0, extent, size)
+    return _split_with_sizes(x, tuple(min(size, extent - start) for start in starts), at)
+
+
+def _split_with_sizes(x: TensorType, split_sizes: NodeArg, dim: NodeArg = 0) -> list[Part]:
+    at, sizes = _dim(dim, len(x.shape)), _ints(split_sizes)
+    if not x.shape or any(size < 0 for size in sizes) or sum(sizes) != x.shape[at]:
+        raise ViewError(f"splits dimension {at} of {list(x.shape)} into {list(sizes)}")
+    found: list[Part] = []
+    for start, size in zip(itertools.accumulate((0, *sizes)), sizes, strict=False):
+        shape = (*x.shape[:at], size, *x.shape[at + 1 :])
+        found.append(Part(start * x.stride[at], _of(x, shape, x.stride)))
+    return found
+
+
+def _unbind(x: TensorType, dim: NodeArg = 0) -> list[Part]:
+    at = _dim(dim, len(x.shape))
+    if not x.shape:
+        raise ViewError("unbinds a tensor without dimensions")
+    return [part for index in range(x.shape[at]) for part in _select(x, at, index)]
+
+
+_RULES: Final[Mapping[str, Callable[..., list[Part]]]] = {
+    "aten._unsafe_view.default": _view,
+    "aten.alias.default": _alias,
+    "aten.detach.default": _alias,
+    "aten.diagonal.default": _diagonal,
+    "aten.expand.default": _expand,
+    "aten.lift_fresh.default": _alias,
+    "aten.permute.default": _permute,
+    "aten.select.int": _select,
+    "aten.slice.Tensor": _slice,
+    "aten.split.Tensor": _split,
+    "aten.split_with_sizes.default": _split_with_sizes,
+    "aten.squeeze.default": _squeeze,
+    "aten.squeeze.dim": _squeeze_dim,
+    "aten.squeeze.dims": _squeeze_dims,
+    "aten.t.default": _t,
+    "aten.transpose.int": _transpose,
+    "aten.unbind.int": _unbind,
+    "aten.unfold.default": _unfold,
+    "aten.unsqueeze.default": _unsqueeze,
+    "aten.view.default": _view,
+}
+
+_ELSEWHERE: Final = frozenset({"aten._reshape_alias.default", "aten.as_strided.default"})
+"""Views that are told by more than a place in a storage of elements of one dtype."""
+
+BITCAST: Final = "aten.view.dtype"
+"""Shares the storage too, but counts it in elements of another dtype: what it sees is a value of its own."""
+
+
+def _bitcast(x: TensorType, dtype: NodeArg = None) -> TensorType:
+    if not isinstance(dtype, DType):
+        raise ViewError(f"takes {dtype!r} where a dtype belongs")
+    old, new = x.dtype.itemsize_bytes, dtype.itemsize_bytes
+    if old == new:
+        return TensorType(dtype=dtype, shape=x.shape, stride=x.stride)
+    if not x.shape or x.stride[-1] != 1:
+        raise ViewError(f"sees {_spell(x)} as elements of {new} bytes")
+    if old > new:
+        ratio = old // new
+        strides = [step * ratio for step in x.stride[:-1]]
+        length = x.shape[-1] * ratio
+    else:
+        ratio = new // old
+        if x.shape[-1] % ratio or any(step % ratio for step in x.stride[:-1]):
+            raise ViewError(f"sees {_spell(x)} as elements of {new} bytes")
+        strides = [step // ratio for step in x.stride[:-1]]
+        length = x.shape[-1] // ratio
+    return TensorType(dtype=dtype, shape=(*x.shape[:-1], length), stride=(*strides, 1))

@@ -6,15 +6,13 @@ import pytest
 import torch
 
 import zeroir.torch_ops  # noqa: F401 - registers our operators
-from zeroir.ir.allowlist import allowed_ops
 from zeroir.ir.definitions import dropout_applied
 from zeroir.ir.dtypes import DType
 from zeroir.ir.program import Program
-from zeroir.ir.segment import Node, NodeArg, Ref, TensorType
+from zeroir.ir.segment import Node, Ref, TensorType
 from zeroir.ir.text import parse
 from zeroir.ir.verify.domain import NamedKey, Numbering
 from zeroir.ir.verify.numbers import Operand, Segments
-from zeroir.ir.views import is_view, view_offset
 from zeroir.torch_ops.types import TORCH_DTYPE
 
 X = Operand(NamedKey("x", 0))
@@ -136,57 +134,6 @@ def test_parts_of_one_storage_differ() -> None:
     assert found.results("half", (Operand(key),)) == (one,)
     assert found.results("half", (Operand(key, 8),)) == (other,)
     assert one != other
-
-
-def kind_of(tensor: torch.Tensor) -> TensorType:
-    return TensorType(dtype=DType.F32, shape=tuple(tensor.shape), stride=tensor.stride())
-
-
-VIEWS: list[tuple[str, tuple[NodeArg, ...]]] = [
-    ("aten.t.default", ()),
-    ("aten.select.int", (1, -2)),
-    ("aten.select.int", (0, 3)),
-    ("aten.slice.Tensor", (1, 1, 9223372036854775807, 2)),
-    ("aten.slice.Tensor", (0, -3, -1)),
-    ("aten.slice.Tensor", (-1, -100, 3)),
-    ("aten.slice.Tensor", (0, 100, 200)),
-    ("aten.slice.Tensor", ()),
-    ("aten.split.Tensor", (2, 1)),
-    ("aten.split_with_sizes.default", ((1, 3, 2), -1)),
-    ("aten.unbind.int", (1,)),
-    ("aten.unbind.int", ()),
-    ("aten.diagonal.default", (1,)),
-    ("aten.diagonal.default", (-2, 1, 0)),
-    ("aten.unfold.default", (1, 2, 2)),
-    ("aten.expand.default", ((3, 5, 6),)),
-    ("aten.permute.default", ((1, 0),)),
-    ("aten.unsqueeze.default", (1,)),
-    ("aten.view.default", ((30,),)),
-]
-
-
-@pytest.mark.parametrize(("op", "args"), VIEWS)
-def test_where_a_view_begins(op: str, args: tuple[NodeArg, ...]) -> None:
-    source = torch.arange(30.0).view(5, 6)
-    namespace, name, overload = op.split(".")
-    function = getattr(getattr(getattr(torch.ops, namespace), name), overload)
-    made = function(source, *args)
-    results = list(made) if isinstance(made, list | tuple) else [made]
-    node = Node(op=op, args=(Ref(0), *args), results=tuple(map(kind_of, results)))
-    assert is_view(op)
-    for i, result in enumerate(results):
-        if result.numel():
-            assert view_offset(node, kind_of(source), i) == result.storage_offset()
-
-
-def test_views_are_views_of_torch() -> None:
-    """What counts as a view is one for torch, or shares its storage in fact."""
-    for op in sorted(name for name in allowed_ops() if is_view(name)):
-        namespace, name, overload = op.split(".")
-        function = getattr(getattr(getattr(torch.ops, namespace), name), overload)
-        assert function.is_view or op == "aten._unsafe_view.default", op
-    x = torch.ones(4)
-    assert torch.ops.aten._unsafe_view(x, [2, 2]).data_ptr() == x.data_ptr()
 
 
 # -------------------------------------------------------------------------------------------------------- dropout

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from zeroir.ir.buffers import whole
-from zeroir.ir.program import LAST_MICRO_STEP, MICRO_STEP, Program
+from zeroir.ir.program import LAST_MICRO_STEP, MICRO_STEP, SECTION_NAMES, UPDATE, Program
 from zeroir.ir.verify.arenas import check_arenas
 from zeroir.ir.verify.budget import check_budget
 from zeroir.ir.verify.codes import CODES, LAWS, STRUCTURE, Law
@@ -129,8 +129,9 @@ def verify_job(programs: Sequence[Program]) -> Report:
 
 def _outcomes(shared: Shared, findings: Findings, *, is_checked: bool) -> dict[str, Outcome]:
     found: dict[str, Outcome] = {}
-    for section in shared.program.sections:
-        run = Run(shared, section, findings)
+    for section in sorted(shared.program.sections, key=lambda s: SECTION_NAMES.index(s.name)):
+        before = found.get(LAST_MICRO_STEP) if section.name == UPDATE else None
+        run = Run(shared, section, findings, before)
         found[section.name] = run.run()
         if is_checked:
             check_exit(run, found[section.name])

@@ -11,8 +11,11 @@ from zeroir.ir.dtypes import DType
 from zeroir.ir.ops import Reduction
 from zeroir.ir.program import Flat
 from zeroir.ir.verify.domain import (
+    ALL_TERM,
     LOST_TERM,
+    PAST_TERM,
     POISON,
+    SPENT,
     Decision,
     Elements,
     FlatKey,
@@ -60,10 +63,48 @@ def is_poisoned(value: Value) -> bool:
     return isinstance(value, Poison)
 
 
-def add(left: Value, right: Value, numbering: Numbering, fail: Fail) -> Value:
+class Addition(NamedTuple):
+    """How two operands are added: rounded to ``dtype``; ``note`` is told of each sum of gradients."""
+
+    dtype: DType
+    numbering: Numbering
+    fail: Fail
+    note: Callable[[Sum], None]
+
+
+class Sum(NamedTuple):
+    """One rounding of a flat's gradient: contributions that are there, others that are added to them, and the dtype.
+
+    Each side is a sorted multiset of terms. Which of two operands comes first does not matter.
+    """
+
+    flat: str
+    dtype: DType
+    sides: tuple[tuple[Term, ...], tuple[Term, ...]]
+
+    @classmethod
+    def of(cls, dtype: DType, left: Gradient, right: Gradient) -> Sum:
+        """The sum of two gradients of one flat.
+
+        Micro-steps may be added up before or after ranks are, and round otherwise then, as the user is told. So when
+        one side holds micro-steps that are over, the axes that either is summed over do not count.
+        """
+        sides = (left.terms, right.terms)
+        if any(term.source in (PAST_TERM, ALL_TERM) for terms in sides for term in terms):
+            sides = (_on_no_axis(left.terms), _on_no_axis(right.terms))
+        one, other = sorted(sides)
+        return cls(left.flat, dtype, (one, other))
+
+
+def _on_no_axis(terms: tuple[Term, ...]) -> tuple[Term, ...]:
+    return tuple(sorted(term._replace(summed=()) for term in terms))
+
+
+def add(left: Value, right: Value, how: Addition) -> Value:
     """``left + right`` at each position; contributions to one gradient gather in one multiset."""
+    fail = how.fail
     if isinstance(left, Slice) or isinstance(right, Slice):
-        return _add_slices(left, right, numbering, fail)
+        return _add_slices(left, right, how)
     if isinstance(left, Poison) or isinstance(right, Poison):
         return POISON
     for value in (left, right):
@@ -80,6 +121,7 @@ def add(left: Value, right: Value, numbering: Numbering, fail: Fail) -> Value:
     if isinstance(left, Gradient) and isinstance(right, Gradient):
         is_same = (left.flat, left.shift, left.strides) == (right.flat, right.shift, right.strides)
         if is_same:
+            how.note(Sum.of(how.dtype, left, right))
             return replace(left, terms=merged(left.terms, right.terms))
         fail("Z402", "gradients of different elements are added to one another")
         return POISON
@@ -92,12 +134,12 @@ def add(left: Value, right: Value, numbering: Numbering, fail: Fail) -> Value:
             (v.key, v.shift - left.shift, v.strides, () if is_alike else v.summed)
             for v in (left, right)
         ]
-        number = numbering.of(("add", *terms))
+        number = how.numbering.of(("add", how.dtype, *terms))
         return Elements(number, left.shift, (), left.summed if is_alike else ())
-    return Elements(numbering.of(("add", left, right)))
+    return Elements(how.numbering.of(("add", how.dtype, left, right)))
 
 
-def _add_slices(left: Value, right: Value, numbering: Numbering, fail: Fail) -> Value:
+def _add_slices(left: Value, right: Value, how: Addition) -> Value:
     if isinstance(left, Zero):
         return right
     if isinstance(right, Zero):
@@ -107,12 +149,14 @@ def _add_slices(left: Value, right: Value, numbering: Numbering, fail: Fail) -> 
         raise TypeError("one operand is a slice")
     pair = [_as_slice(value, template) for value in (left, right)]
     if pair[0] is None or pair[1] is None:
-        fail("Z402", "two sums whose elements stand on different ranks are added to one another")
+        how.fail(
+            "Z402", "two sums whose elements stand on different ranks are added to one another"
+        )
         return POISON
     first, second = pair[0], pair[1]
     array = rebased(second.array, second.shift - first.shift)
     return Slice(
-        tuple((a, b, add(x, y, numbering, fail)) for a, b, x, y in aligned(first.array, array)),
+        tuple((a, b, add(x, y, how)) for a, b, x, y in aligned(first.array, array)),
         first.shift,
         first.strides,
     )
@@ -144,6 +188,11 @@ def merged(left: tuple[Term, ...], right: tuple[Term, ...]) -> tuple[Term, ...]:
 def lost(value: Gradient) -> Gradient:
     """A gradient that something made unrecognisable."""
     return replace(value, terms=tuple(t._replace(source=LOST_TERM) for t in value.terms))
+
+
+def spent(value: Value) -> Value:
+    """What an optimizer step leaves of a gradient: padding, and what nothing contributes to, stay zero."""
+    return mapped(value, lambda leaf: leaf if isinstance(leaf, Zero | Poison) else SPENT)
 
 
 _EXACT: Final[Mapping[DType, frozenset[DType]]] = {

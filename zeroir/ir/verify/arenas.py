@@ -7,7 +7,6 @@ before had to come after the end of those who had the byte earlier.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from zeroir.ir import ops
@@ -15,6 +14,7 @@ from zeroir.ir.buffers import Buffer, Space
 from zeroir.ir.mesh import HOST
 from zeroir.ir.program import Program, Section
 from zeroir.ir.verify.context import Findings
+from zeroir.ir.verify.crossing import Crossing, crossings
 from zeroir.ir.verify.intervals import IntervalMap
 
 _NOBODY = -1
@@ -29,18 +29,10 @@ def check_arenas(program: Program, findings: Findings) -> None:
     }
     if not planned:
         return
-    released_late = dict(_released_late(program))
+    ways = crossings(program)
     for section in program.sections:
-        _Tenants(program, section, planned, findings).run(released_late)
-
-
-def _released_late(program: Program) -> Iterator[tuple[str, str]]:
-    """Events that some exit leaves pending and that a release signals, with the buffer it ends."""
-    for section in program.sections:
-        pending = {p.event for p in section.exit.pending}
-        for op in section.body:
-            if isinstance(op, ops.Release) and op.event in pending:
-                yield op.event, op.buffer
+        for crossing in ways[section.name]:
+            _Tenants(program, section, planned, findings).run(crossing)
 
 
 @dataclass(slots=True)
@@ -80,17 +72,18 @@ class _Tenants:
             )
             self.arenas[space] = IntervalMap(stop, _NOBODY)
 
-    def run(self, released_late: dict[str, str]) -> None:
-        """Check the section."""
+    def run(self, crossing: Crossing) -> None:
+        """Check the section for one way to come to it."""
         for pending in self.section.entry.pending:
             stream = self.number[pending.stream]
             self.done[stream][stream] += 1
             clock = [0] * len(self.done)
             clock[stream] = self.done[stream][stream]
             self.signals[pending.event] = clock
-            if pending.event in released_late:
-                self._move_in(released_late[pending.event], stream, -1)
-                self._move_out(released_late[pending.event], stream)
+            carried = crossing.get(pending.event)
+            for name in () if carried is None else carried.effects.frees:
+                self._move_in(name, stream, -1)
+                self._move_out(name, stream)
         for name in self.section.entry.live:
             self._move_in(name, None, -1)
         for line, op in enumerate(self.section.body):

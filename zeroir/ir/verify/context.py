@@ -35,16 +35,16 @@ class Findings:
         advice: str = "",
         is_of_exit: bool = False,
     ) -> None:
-        """Add one finding; of several with one code at one op only the first is kept.
+        """Add one finding; of several with one code at one op, or in one sentence, only the first is kept.
 
         What is wrong at a section's exit is not of the op that it points to: then each buffer counts for itself.
         """
         buffers = tuple(buffers)
-        key = (code, None if section is None else section.name, line, buffers if is_of_exit else ())
-        if line is not None:
-            if key in self._seen:
-                return
-            self._seen.add(key)
+        what = (sentence,) if line is None else buffers if is_of_exit else ()
+        key = (code, None if section is None else section.name, line, what)
+        if key in self._seen:
+            return
+        self._seen.add(key)
         if len(self.found) >= FINDINGS_LIMIT:
             return
         names = tuple(dict.fromkeys(buffers))

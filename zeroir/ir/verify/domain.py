@@ -38,7 +38,7 @@ Key = FlatKey | NamedKey | int
 
 @dataclass(frozen=True, slots=True)
 class Undefined:
-    """Nothing that may be read. ``cause`` is ``unwritten``, ``stale``, ``scratch`` or ``torn``."""
+    """Nothing that may be read. ``cause`` is ``unwritten``, ``stale``, ``scratch``, ``spent`` or ``torn``."""
 
     cause: str
 
@@ -111,10 +111,15 @@ class Cover(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Statistic:
-    """A sum of squares (``norm``) or a finiteness flag (``overflow``) over gradients, combined over ``summed``."""
+    """A sum of squares (``norm``) or a finiteness flag (``overflow``) over gradients, combined over ``summed``.
+
+    ``order`` says what was read, source by source: a flat, and which of its elements all ranks read together, from the
+    first that belongs to a parameter to behind the last.
+    """
 
     kind: str
     covers: tuple[Cover, ...]
+    order: tuple[tuple[str, int, int], ...] = ()
     summed: tuple[str, ...] = ()
     is_sum: bool = True
 
@@ -160,6 +165,7 @@ ZERO: Final = Zero()
 POISON: Final = Poison()
 UNWRITTEN: Final = Undefined("unwritten")
 STALE: Final = Undefined("stale")
+SPENT: Final = Undefined("spent")
 SCRATCH: Final = Undefined("scratch")
 TORN: Final = Undefined("torn")
 

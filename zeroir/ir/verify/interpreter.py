@@ -12,7 +12,7 @@ from typing import NamedTuple, assert_never
 
 from zeroir.ir import ops
 from zeroir.ir.buffers import Region, whole
-from zeroir.ir.contents import GRAD, PARAM
+from zeroir.ir.contents import GRAD, PARAM, NamedContent
 from zeroir.ir.dtypes import DType
 from zeroir.ir.ops import Mode, Op
 from zeroir.ir.program import OptimizerGroup, Program, Section, Slot
@@ -24,11 +24,13 @@ from zeroir.ir.verify.domain import (
     PAST_TERM,
     POISON,
     ZERO,
+    Decision,
     Elements,
     FlatKey,
     Gradient,
     Numbering,
     PieceList,
+    Statistic,
     Term,
     Undefined,
     Value,
@@ -49,15 +51,18 @@ class Outcome:
     """What a section computes.
 
     ``settings`` is what decisions and loss scaling are told, ``steps`` what each optimizer step is; ``roundings`` are
-    gradients that lost digits, by flat and dtype, with the op's line.
+    gradients that lost digits, by flat and dtype, and ``sums`` what was added to what, with the op's line. ``decided``
+    are the decisions taken so far, with whether each may skip the update.
     """
 
     contributions: Contributions
     memory: Memory
     decisions: int
-    settings: dict[Hashable, int]
+    settings: dict[tuple[Hashable, ...], int]
     steps: list[Stepped]
     roundings: dict[tuple[str, DType], int]
+    sums: dict[algebra.Sum, int]
+    decided: dict[int, bool]
 
 
 class Group(NamedTuple):
@@ -122,7 +127,9 @@ class Shared:
 class Run:
     """One pass over one section."""
 
-    def __init__(self, shared: Shared, section: Section, findings: Findings) -> None:
+    def __init__(
+        self, shared: Shared, section: Section, findings: Findings, before: Outcome | None = None
+    ) -> None:
         self.shared = shared
         self.program = shared.program
         self.layout = shared.layout
@@ -136,14 +143,15 @@ class Run:
         self.contributions: Contributions = {}
         self.is_consumed: set[str] = set()
         self.decisions = 0
-        self.settings: dict[Hashable, int] = {}
+        self.settings: dict[tuple[Hashable, ...], int] = {}
         self.steps: list[Stepped] = []
         self.roundings: dict[tuple[str, DType], int] = {}
-        self.decided: dict[int, bool] = {}
+        self.sums: dict[algebra.Sum, int] = {}
+        self.decided: dict[int, bool] = {} if before is None else dict(before.decided)
         self._calls: set[tuple[int, Hashable]] = set()
         self._lines: dict[int, int] = {}
         self.flats = dict(self.program.flat_by_name)
-        self._enter()
+        self._enter(before)
 
     def run(self) -> Outcome:
         """Interpret the body."""
@@ -157,6 +165,8 @@ class Run:
             settings=self.settings,
             steps=self.steps,
             roundings=self.roundings,
+            sums=self.sums,
+            decided=self.decided,
         )
 
     def fail(self, code: str, sentence: str, *buffers: str, advice: str = "") -> None:
@@ -182,7 +192,7 @@ class Run:
 
     # ------------------------------------------------------------------------------------------------- entry state
 
-    def _enter(self) -> None:
+    def _enter(self, before: Outcome | None) -> None:
         for buffer in self.program.buffers:
             if buffer.holds is not None:
                 self.memory.write(whole(buffer), self.layout.pieces(buffer.holds, buffer.numel))
@@ -198,6 +208,16 @@ class Run:
                     self.memory.write(full, self.layout.pieces(rest, region.numel))
             numel = self.memory.numel(region)
             self.memory.write(region, self.layout.pieces(holding.content, numel))
+        if before is not None:
+            self._carry(before)
+
+    def _carry(self, before: Outcome) -> None:
+        """A statistic or decision of the section before is known for what it is, and not by its buffer's name alone."""
+        for buffer in self.program.buffers:
+            if isinstance(buffer.holds, NamedContent):
+                pieces = before.memory.read(whole(buffer))
+                if any(isinstance(value, Statistic | Decision) for _, _, value in pieces):
+                    self.memory.write(whole(buffer), pieces)
 
     # -------------------------------------------------------------------------------------------------- operations
 
@@ -356,14 +376,17 @@ class Run:
         def fail(code: str, sentence: str) -> None:
             self.fail(code, f"{sentence}, in {spell(region, self.program)}", region.buffer)
 
+        def note(added: algebra.Sum) -> None:
+            self.sums.setdefault(added, self.line)
+
+        dtype = self.program.buffer_by_name[region.buffer].dtype
+        how = algebra.Addition(dtype, self.numbering, fail, note)
         if len(left) != 1 or len(right) != 1:
             found: list[tuple[int, int, Value]] = []
             for a, b, x, y in aligned(left, right):
-                found.append((a, b, algebra.add(x, y, self.numbering, fail)))
+                found.append((a, b, algebra.add(x, y, how)))
             return found
-        return [
-            (left[0][0], left[0][1], algebra.add(left[0][2], right[0][2], self.numbering, fail))
-        ]
+        return [(left[0][0], left[0][1], algebra.add(left[0][2], right[0][2], how))]
 
     # ----------------------------------------------------------------------------------------- casts, copies, scales
 

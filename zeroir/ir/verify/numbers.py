@@ -9,7 +9,7 @@ from zeroir.ir.definitions import dropout_applied
 from zeroir.ir.program import Program
 from zeroir.ir.segment import Node, NodeArg, Ref, Segment, TensorType
 from zeroir.ir.verify.domain import Numbering
-from zeroir.ir.views import view_offset
+from zeroir.ir.views import parts
 
 
 class Operand(NamedTuple):
@@ -105,13 +105,12 @@ class _Body:
         source = node.args[0] if node.args else None
         seen = types[source.index] if isinstance(source, Ref) else None
         if isinstance(source, Ref) and seen is not None:
-            offsets = [view_offset(node, seen, i) for i in range(len(node.results))]
-            for i, offset in enumerate(offsets, first):
-                if offset is not None:
-                    parent = self._places[source.index]
-                    place = self._places[i]
-                    self._places[i] = _Place(parent.root, parent.offset + offset, place.layout)
-            if None not in offsets:
+            views = parts(node, seen)
+            if views is not None:
+                parent = self._places[source.index]
+                for i, (offset, kind) in enumerate(views, first):
+                    place = _Place(parent.root, parent.offset + offset, self._layout(kind))
+                    self._places[i] = place
                 return
         makes = tuple(range(first, first + len(node.results)))
         applied = dropout_applied(node, Ref(first + 1), Ref(len(self._places)))

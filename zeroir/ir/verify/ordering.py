@@ -7,7 +7,7 @@ buffer keeps, per interval, who wrote it last and who has read it since.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from zeroir.ir import ops
 from zeroir.ir.buffers import Region, Role
@@ -16,6 +16,7 @@ from zeroir.ir.mesh import HOST
 from zeroir.ir.ops import Op
 from zeroir.ir.program import EVALUATE, MICRO_STEP, UPDATE, Program, Section
 from zeroir.ir.verify.context import Findings, last_touch, spell, title
+from zeroir.ir.verify.crossing import Carried, Crossing, crossings
 from zeroir.ir.verify.intervals import IntervalMap
 
 ENTRY = -1
@@ -45,36 +46,6 @@ class _Issued:
     position: int
     op: Op | None
     line: int
-
-
-@dataclass
-class Crossing:
-    """Ops whose events are pending at some joint: what they read and write, by event."""
-
-    reads: dict[str, list[Region]] = field(default_factory=dict)
-    writes: dict[str, list[Region]] = field(default_factory=dict)
-    comms: dict[str, str] = field(default_factory=dict)
-    allocs: dict[str, list[str]] = field(default_factory=dict)
-    frees: dict[str, list[str]] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, program: Program) -> Crossing:
-        """Collect them over all sections."""
-        found = cls()
-        for section in program.sections:
-            pending = {p.event for p in section.exit.pending}
-            if not pending:
-                continue
-            for op in section.body:
-                seen = effects(op)
-                for event in pending.intersection(seen.signals):
-                    found.reads.setdefault(event, []).extend(seen.reads)
-                    found.writes.setdefault(event, []).extend((*seen.writes, *seen.accumulates))
-                    found.allocs.setdefault(event, []).extend(seen.allocs)
-                    found.frees.setdefault(event, []).extend(seen.frees)
-                    if seen.comm is not None:
-                        found.comms[event] = seen.comm
-        return found
 
 
 class Ordering:
@@ -121,18 +92,21 @@ class Ordering:
             for holding in holdings:
                 if holding.after == pending.event:
                     self._mark_write(holding.region, me)
-            for region in self.crossing.writes.get(pending.event, ()):
+            carried = self.crossing.get(pending.event)
+            if carried is None:
+                continue
+            seen = carried.effects
+            for region in (*seen.writes, *seen.accumulates):
                 self._mark_write(region, me)
-            for region in self.crossing.reads.get(pending.event, ()):
+            for region in seen.reads:
                 self._mark_read(region, stream, me)
-            for name in self.crossing.allocs.get(pending.event, ()):
+            for name in seen.allocs:
                 numel = self.program.buffer_by_name[name].numel
                 self.maps[name] = IntervalMap(numel, (me, ()))
-            for name in self.crossing.frees.get(pending.event, ()):
+            for name in seen.frees:
                 self.released.setdefault(name, me)
-            comm = self.crossing.comms.get(pending.event)
-            if comm is not None:
-                self.last_collective[comm] = me
+            if seen.comm is not None:
+                self.last_collective[seen.comm] = me
 
     def _issue(self, stream: int, op: Op | None, line: int) -> int:
         clock = self.clocks[stream]
@@ -409,31 +383,45 @@ class Ordering:
                 section=section,
             )
             return None
-        op = self.issued[at].op
-        regions = self.crossing.writes.get(event, [])
-        if op is not None:
-            seen = effects(op)
-            regions = [*seen.writes, *seen.accumulates]
-            self._leave_host(op, seen, self.issued[at].line)
-        for region in regions:
+        issued = self.issued[at]
+        if issued.op is not None:
+            found = Carried(section.name, issued.line, issued.op, effects(issued.op))
+        elif event in self.crossing:
+            found = self.crossing[event]
+        else:
+            return at
+        self._leave_host(found)
+        for region in (*found.effects.writes, *found.effects.accumulates):
             self._leave_write(event, region)
         return at
 
-    def _leave_host(self, op: Op, seen: Effects, line: int) -> None:
-        """At a joint the host reads scalars, and before a micro-step it writes inputs and seeds; it waits for no op."""
-        is_step_over = self.section.name in (MICRO_STEP, UPDATE, EVALUATE)
-        anew = "which the host fills anew for the next micro-step"
-        inputs = [r for r in seen.reads if self._role(r) in (Role.INPUT, Role.RNG)]
-        scalars = [r for r in (*seen.writes, *seen.accumulates) if self._role(r) is Role.SCALAR]
-        hit = [(region.buffer, anew) for region in inputs if is_step_over]
-        hit += [(r.buffer, "which the host reads when the section is over") for r in scalars]
-        for name, what in hit:
+    def _leave_host(self, carried: Carried) -> None:
+        """What the host does at a joint waits for no op that is under way there.
+
+        It reads scalars. Before a micro-step it writes inputs and seeds, and between steps whoever trains may change
+        scalars, such as the learning rate.
+        """
+        seen, name = carried.effects, self.section.name
+        written = (*seen.writes, *seen.accumulates)
+        touched = (*seen.reads, *written)
+        hit: list[tuple[str, str]] = []
+        if name in (MICRO_STEP, UPDATE, EVALUATE):
+            anew = "which the host fills anew for the next micro-step"
+            hit += [(r.buffer, anew) for r in touched if self._role(r) in (Role.INPUT, Role.RNG)]
+        reads = "which the host reads when the section is over"
+        hit += [(r.buffer, reads) for r in written if self._role(r) is Role.SCALAR]
+        if name in (UPDATE, EVALUATE):
+            changes = "which the host may change between steps"
+            hit += [(r.buffer, changes) for r in seen.reads if self._role(r) is Role.SCALAR]
+        is_own = carried.section == name
+        issuer = "" if is_own else f" of {carried.section}"
+        for buffer, what in hit:
             self.findings.add(
                 "Z105",
-                f"{title(op)} is still under way at the exit of {self.section.name}, but uses %{name}, {what}",
+                f"{title(carried.op)}{issuer} is still under way at the exit of {name}, but uses %{buffer}, {what}",
                 section=self.section,
-                line=line,
-                buffers=(name,),
+                line=carried.line if is_own else None,
+                buffers=(buffer,),
             )
 
     def _role(self, region: Region) -> Role:
@@ -481,7 +469,8 @@ def _overlap(a: Region, b: Region) -> bool:
 
 
 def check_ordering(program: Program, findings: Findings) -> None:
-    """Order, lifetimes and events of every section."""
-    crossing = Crossing.of(program)
+    """Order, lifetimes and events of every section, whatever is under way at its entry."""
+    ways = crossings(program)
     for section in program.sections:
-        Ordering(program, section, findings, crossing).run()
+        for crossing in ways[section.name]:
+            Ordering(program, section, findings, crossing).run()

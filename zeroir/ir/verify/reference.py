@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 from zeroir.ir import ops
-from zeroir.ir.buffers import Region, whole
+from zeroir.ir.buffers import Region, Role, whole
 from zeroir.ir.contents import Content, NamedContent
 from zeroir.ir.effects import effects
 from zeroir.ir.program import LAST_MICRO_STEP, UPDATE, Program
 from zeroir.ir.verify.contracts import Layout
-from zeroir.ir.verify.domain import Elements, NamedKey, Zero
+from zeroir.ir.verify.domain import Elements, Zero
 from zeroir.ir.verify.interpreter import Outcome
+from zeroir.ir.verify.update import NORM_ORDER
 
 Outcomes = Mapping[str, Outcome]
 
@@ -30,13 +32,7 @@ def differences(
     program: Program, outcomes: Outcomes, reference: Program, wanted: Outcomes
 ) -> list[Difference]:
     """Where the program computes something else than the reference."""
-    found = _bindings(program, reference)
-    names = {s.name for flat in program.flats for s in flat.slots if flat.is_trainable}
-    others = {s.name for flat in reference.flats for s in flat.slots if flat.is_trainable}
-    found += [
-        Difference(f"parameter {name} is trained in one of the two programs only")
-        for name in sorted(names ^ others)
-    ]
+    found = [*_header(program, reference), *_bindings(program, reference)]
     for section in reference.section_by_name:
         if section not in outcomes:
             found.append(Difference(f"section {section} of the logical program is missing"))
@@ -44,19 +40,14 @@ def differences(
         mine, theirs = outcomes[section], wanted[section]
         for name in sorted({*mine.contributions, *theirs.contributions}):
             one, other = (o.contributions.get(name, []) for o in (mine, theirs))
-            if _in_order(one) == _in_order(other):
-                continue
-            is_order = sorted(one) == sorted(other)
-            found.append(
-                Difference(
-                    f"the contributions to the gradient of {name} are added in another order than in the "
-                    "logical program"
-                    if is_order
-                    else f"the gradient of {name} is not made of the values of the logical program",
-                    section,
-                    contributor(program, section, name),
+            if sorted(one) != sorted(other):
+                found.append(
+                    Difference(
+                        f"the gradient of {name} is not made of the values of the logical program",
+                        section,
+                        contributor(program, section, name),
+                    )
                 )
-            )
         found += [
             Difference(
                 f"the gradient of flat {flat} passes through {dtype}, which it does not in the logical program",
@@ -67,14 +58,47 @@ def differences(
             for (flat, dtype), line in mine.roundings.items()
             if (flat, dtype) not in theirs.roundings
         ]
+    sums = {added for outcome in wanted.values() for added in outcome.sums}
+    found += [
+        Difference(
+            f"contributions to the gradient of flat {added.flat} are added in {added.dtype}, in another order or "
+            "dtype than in the logical program: that rounds otherwise",
+            section,
+            line,
+            "Add the same to the same, in the same dtype, as the logical program does.",
+        )
+        for section, outcome in outcomes.items()
+        for added, line in outcome.sums.items()
+        if added not in sums
+    ]
     found += _scalars(program, outcomes, reference, wanted)
     found += _settings(program, outcomes, reference, wanted)
     return found
 
 
-def _in_order(contributions: list[int]) -> list[int]:
-    """Contributions in the order that matters: sums of two are the same either way, longer ones round differently."""
-    return [*sorted(contributions[:2]), *contributions[2:]]
+def _header(program: Program, reference: Program) -> Iterator[Difference]:
+    """What the header says of parameters and steps; how long flats are and what pads them is a schedule's affair."""
+    mine, theirs = ({flat.name: flat for flat in p.flats} for p in (program, reference))
+    for name in sorted({*mine, *theirs}):
+        one, other = mine.get(name), theirs.get(name)
+        if one is None or other is None:
+            yield Difference(f"flat {name} is in one of the two programs only")
+        elif one != replace(other, padded_numel=one.padded_numel):
+            yield Difference(
+                f"flat {name} has other parameters, places or another dtype than in the logical program",
+                advice=_CHANGE_BOTH,
+            )
+    counts = [p.option.get("micro_steps", "1") for p in (program, reference)]
+    if counts[0] != counts[1]:
+        yield Difference(
+            f"a step has {counts[0]} micro-steps, in the logical program {counts[1]}",
+            advice=_CHANGE_BOTH,
+        )
+    seeds = [
+        {(b.holds, b.numel) for b in p.buffers if b.role is Role.RNG} for p in (program, reference)
+    ]
+    if seeds[0] != seeds[1]:
+        yield Difference("seeds are drawn for other places than in the logical program")
 
 
 _CHANGE_BOTH = "Change the logical program, and lower it again."
@@ -110,14 +134,17 @@ def _bindings(program: Program, reference: Program) -> list[Difference]:
         for name in sorted({*own, *buffers})
         if own.get(name) != buffers.get(name)
     ]
-    first = {b.buffer: b.values for b in program.scalars}
+    first, expected = ({b.buffer: b.values for b in p.scalars} for p in (program, reference))
+    # Scalars that nobody gives a value begin with zeros.
     found += [
         Difference(
-            f"%{b.buffer} begins with another value than in the logical program",
+            f"%{name} begins with another value than in the logical program",
             advice=_CHANGE_BOTH,
         )
-        for b in reference.scalars
-        if first.get(b.buffer) != b.values
+        for name in sorted({*first, *expected})
+        if name in reference.buffer_by_name
+        and any(first.get(name, ())) | any(expected.get(name, ()))
+        and first.get(name) != expected.get(name)
     ]
     return found
 
@@ -146,16 +173,9 @@ def _scalars(
     decided = {
         region.buffer
         for op in reference.ops()
-        if isinstance(op, ops.Decide)
+        if isinstance(op, ops.GradNorm | ops.CheckFinite | ops.Decide)
         for region in effects(op).writes + effects(op).accumulates
     }
-
-    def untouched(name: str) -> Hashable:
-        buffer = reference.buffer_by_name[name]
-        assert isinstance(buffer.holds, NamedContent)
-        key = NamedKey(buffer.holds.name, buffer.holds.version)
-        return ((0, buffer.numel, key, 0),)
-
     for section in reference.section_by_name:
         if section not in outcomes:
             continue
@@ -167,9 +187,6 @@ def _scalars(
                 continue  # A decision may be taken early: what it leaves is compared after the update.
             mine = content(outcomes[section], whole(program.buffer_by_name[name]))
             theirs = content(wanted[section], whole(reference.buffer_by_name[name]))
-            is_early = section == UPDATE and name in decided and mine == untouched(name)
-            if is_early and LAST_MICRO_STEP in outcomes:
-                mine = content(outcomes[LAST_MICRO_STEP], whole(program.buffer_by_name[name]))
             if mine != theirs:
                 what = "the loss" if name == reference.loss else f"%{name}"
                 found.append(Difference(f"{what} is not the value of the logical program", section))
@@ -199,7 +216,9 @@ def _settings(
     for name, outcome in outcomes.items():
         found += [
             Difference(
-                "the update is told something else than in the logical program",
+                "the norm adds up gradients in another order than in the logical program: that rounds otherwise"
+                if key[0] == NORM_ORDER
+                else "the update is told something else than in the logical program",
                 name,
                 line,
                 _CHANGE_BOTH,

@@ -36,8 +36,10 @@ def use_gradient(run: Run, flat: str, pieces: PieceList) -> Problem | None:
 def statistic(run: Run, op: ops.GradNorm | ops.CheckFinite) -> None:
     """A statistic covers the gradients it read, if they were final."""
     covers: list[Cover] = []
+    order: list[tuple[str, int, int]] = []
     is_reported = False
     for source in op.sources:
+        already = len(covers)
         for a, b, value in run.take(source, "Z405"):
             if algebra.is_poisoned(value):
                 is_reported = True
@@ -56,9 +58,22 @@ def statistic(run: Run, op: ops.GradNorm | ops.CheckFinite) -> None:
                 is_reported = True
             else:
                 covers.append(cover)
+        order += _read(run, covers[already:])
     kind = NORM if isinstance(op, ops.GradNorm) else OVERFLOW
-    result: Value = POISON if is_reported else Statistic(kind, tuple(covers))
+    result: Value = POISON if is_reported else Statistic(kind, tuple(covers), tuple(order))
     run.memory.write(op.destination, [(0, 1, result)])
+
+
+def _read(run: Run, covers: list[Cover]) -> list[tuple[str, int, int]]:
+    """What one source is on all ranks together, by flat, without the padding around it."""
+    found: dict[str, tuple[int, int]] = {}
+    for cover in covers:
+        for start, stop in cover.intervals(run.layout.sizes):
+            for a, b, slot in run.layout.between(cover.flat, start, stop):
+                if slot is not None:
+                    low, high = found.get(cover.flat, (a, b))
+                    found[cover.flat] = min(low, a), max(high, b)
+    return [(flat, *interval) for flat, interval in found.items()]
 
 
 def _cover(run: Run, start: int, stop: int, value: Value) -> tuple[Cover | None, Problem | None]:

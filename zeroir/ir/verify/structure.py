@@ -9,17 +9,22 @@ from typing import assert_never
 from zeroir.ir import ops
 from zeroir.ir.buffers import Region, Role, Space, View, contiguous_stride, span_numel
 from zeroir.ir.dtypes import DType
-from zeroir.ir.effects import effects
+from zeroir.ir.effects import Effects, effects
 from zeroir.ir.mesh import HOST, Executor
 from zeroir.ir.ops import Mode, Op
 from zeroir.ir.program import Program
 from zeroir.ir.segment import TensorType
 from zeroir.ir.verify.context import Findings, spell, title
 from zeroir.ir.verify.declarations import region_problem
+from zeroir.ir.views import is_same_stride
 
 Problem = tuple[str, str]
 
 HYPER_NUMEL = 4
+
+LANES_NUMEL = 64
+"""Pieces of an optimizer step are multiples of this: vectors of FP32 on a CPU have 4 to 16 elements, and what is left
+over is rounded otherwise. Parameters begin at multiples of it too."""
 
 
 def check_structure(program: Program, findings: Findings) -> None:
@@ -76,6 +81,7 @@ class _Checker:
                 yield problem[0], f"{title(op)}: {problem[1]}"
         if is_sound:
             yield from self._own(op)
+            yield from self._apart(op, seen)
             yield from self._executor(op)
 
     def _own(
@@ -211,6 +217,17 @@ class _Checker:
                 f"{title(op)} works on {space} memory, but stream {op.stream} is carried out by the {executor}",
             )
 
+    def _apart(self, op: Op, seen: Effects) -> Iterator[Problem]:
+        """No op reads what it writes, nor writes an element twice, but those that say how they do."""
+        if isinstance(op, ops.Collective | ops.Compute | ops.Cast):
+            return
+        written = [*seen.writes, *seen.accumulates]
+        yield from self._disjoint(op, written)
+        for source in seen.reads:
+            if any(_overlap(source, target) for target in written):
+                yield "Z010", f"{title(op)} reads {self._spell(source)}, which it overwrites"
+                return
+
     # -------------------------------------------------------------------------------------------------------- ops
 
     def _collective(self, op: ops.Collective) -> Iterator[Problem]:
@@ -327,7 +344,9 @@ class _Checker:
         where = f"compute @{op.segment}: {self._spell(view.region)}"
         if view.numel != home[1].numel or view.region.numel != home[1].numel:
             yield "Z005", f"{where} has {view.numel} elements, parameter {name} {home[1].numel}"
-        elif view.shape != shape or not _same_stride(shape, view.stride, contiguous_stride(shape)):
+        elif view.shape != shape or not is_same_stride(
+            shape, view.stride, contiguous_stride(shape)
+        ):
             found = f"{list(view.shape)} with strides {list(view.stride)}"
             yield (
                 "Z005",
@@ -352,7 +371,7 @@ class _Checker:
         if len(view.shape) != len(view.stride):
             yield "Z005", f"{where} has {len(view.shape)} sizes and {len(view.stride)} strides"
             return
-        if view.shape != kind.shape or not _same_stride(view.shape, view.stride, kind.stride):
+        if view.shape != kind.shape or not is_same_stride(view.shape, view.stride, kind.stride):
             wanted = f"{list(kind.shape)} with strides {list(kind.stride)}"
             found = f"{list(view.shape)} with strides {list(view.stride)}"
             yield "Z005", f"{where} is {found}, the segment has {wanted}"
@@ -402,8 +421,6 @@ class _Checker:
             yield "Z005", "decide needs norm and max_norm together, or neither"
         if op.divisor < 1:
             yield "Z005", f"decide divides by {op.divisor}"
-        written = [op.step, op.gradient_divisor, *([] if op.skip is None else [op.skip])]
-        yield from self._disjoint(op, written)
 
     def _optimizer_step(self, op: ops.OptimizerStep) -> Iterator[Problem]:
         names = op.algorithm.state_names
@@ -427,6 +444,12 @@ class _Checker:
                     "Z006",
                     f"optimizer_step: {self._spell(region)} is not in the space of {self._spell(op.param)}",
                 )
+        for region in (op.param, op.grad, *op.states):
+            if region.offset % LANES_NUMEL or self._numel(region) % LANES_NUMEL:
+                where = (
+                    f"{self._spell(region)} off the {LANES_NUMEL} elements that its kernels take"
+                )
+                yield "Z003", f"optimizer_step cuts {where} at a time, which rounds otherwise"
         if dtype is not DType.F32:
             yield "Z004", f"optimizer_step updates {self._spell(op.param)} of {dtype}: it needs f32"
         yield from self._in_memory(op, op.param)
@@ -436,9 +459,6 @@ class _Checker:
         yield from self._scalar(op, "skip", op.skip, DType.F32)
         if self._dtype(op.hyper) is not DType.F64 or self._numel(op.hyper) != HYPER_NUMEL:
             yield "Z004", f"optimizer_step needs f64[{HYPER_NUMEL}] in {self._spell(op.hyper)}"
-        yield from self._disjoint(op, [op.param, *op.states])
-        if any(_overlap(op.grad, region) for region in (op.param, *op.states)):
-            yield "Z010", f"optimizer_step overwrites the gradient in {self._spell(op.grad)}"
 
     def _transfer(self, op: ops.Transfer, source: Space, destination: Space) -> Iterator[Problem]:
         for region, space in ((op.source, source), (op.destination, destination)):
@@ -465,12 +485,3 @@ def _overlap(a: Region, b: Region) -> bool:
 
 def _slice(region: Region, axis: str) -> Region:
     return Region(buffer=region.buffer, offset=region.offset, numel=region.numel, shard=axis)
-
-
-def _same_stride(shape: tuple[int, ...], a: tuple[int, ...], b: tuple[int, ...]) -> bool:
-    """Strides that address the same elements: those of dimensions of one element do not matter."""
-    if a == b or 0 in shape:
-        return True
-    return len(a) == len(b) and all(
-        x == y for size, x, y in zip(shape, a, b, strict=True) if size > 1
-    )

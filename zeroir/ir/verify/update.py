@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from zeroir.ir import ops
 from zeroir.ir.buffers import Region
@@ -19,6 +19,7 @@ from zeroir.ir.verify.domain import (
     NamedKey,
     PieceList,
     Poison,
+    Statistic,
     Value,
     rebased,
 )
@@ -28,6 +29,10 @@ from zeroir.ir.verify.words import describe
 
 if TYPE_CHECKING:
     from zeroir.ir.verify.interpreter import Run
+
+
+NORM_ORDER: Final = "order of the norm"
+"""Tells, among the settings, in which order a norm adds up gradients."""
 
 
 class Stepped(NamedTuple):
@@ -67,6 +72,8 @@ def decide(run: Run, op: ops.Decide) -> None:
         None if op.loss_scale is None else _held(run, op.loss_scale),
     )
     run.settings.setdefault(told, run.line)
+    if op.norm is not None:
+        run.settings.setdefault((NORM_ORDER, _order(run, op.norm)), run.line)
     number = run.numbering.of(("decision", run.section.name, run.line))
     run.decided[number] = op.skip is not None
     run.memory.write(op.gradient_divisor, [(0, 1, Decision("divisor", number))])
@@ -103,6 +110,14 @@ def _check_divisor(run: Run, op: ops.Decide) -> None:
             f"decide divides gradients by {op.divisor} instead of {ranks}",
             advice=f"Say divisor={world_size * count}: gradients are sums over ranks and micro-steps.",
         )
+
+
+def _order(run: Run, norm: Region) -> Hashable:
+    """In which order a norm adds up gradients: another one rounds otherwise."""
+    return tuple(
+        value.order if isinstance(value, Statistic) else None
+        for _, _, value in run.memory.read(norm)
+    )
 
 
 def _held(run: Run, region: Region) -> Hashable:
@@ -211,6 +226,7 @@ def optimizer_step(run: Run, op: ops.OptimizerStep) -> None:
             new = FlatKey(name, key.flat, key.version + 1)
             out.append((a, b, Elements(new, value.shift, value.strides)))
         _check_gradient(run, op, gradient, (a, b), value, key.flat)
+    run.memory.write(op.grad, [(a, b, algebra.spent(value)) for a, b, value in gradient])
     run.memory.write(op.param, written)
     for region, pieces in zip(op.states, written_states, strict=True):
         run.memory.write(region, pieces)

@@ -23,6 +23,7 @@ CAUSES: Final = {
     "unwritten": "elements that nothing has written yet",
     "stale": "what an earlier step left behind",
     "scratch": "what a collective left in its staging region",
+    "spent": "a gradient that an optimizer step has used up",
     "torn": "elements whose content differs between ranks in no regular way",
 }
 
@@ -30,6 +31,7 @@ ADVICE: Final = {
     "unwritten": "Write these elements, or fill them, before this op.",
     "stale": "Fill them with 0, or let the first contribution of this step write them instead of adding.",
     "scratch": "Stage in memory that nothing reads afterwards.",
+    "spent": "Read the gradient before it is stepped with, or step once.",
     "torn": "Gather the slices before this op, or read this rank's slice alone.",
 }
 

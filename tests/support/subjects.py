@@ -1,0 +1,146 @@
+"""Programs whose mutants are judged: what each one computes, to the bit, and whether a mutant computes the same."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from tests.ir.verify.test_crossing import carried, crossing_micro_steps
+from tests.passes.numbers import initial
+from tests.passes.test_gates import gate, gate_logical
+from tests.support.schedules import Case
+from zeroir.api.compiled import compile_with
+from zeroir.config import make_options
+from zeroir.errors import ZeroirError
+from zeroir.frontend.entry import load_model_file
+from zeroir.ir.program import EVALUATE, Program
+from zeroir.passes.plan_memory import PlanMemory
+from zeroir.runtime.batch import Batch, flatten
+from zeroir.runtime.lockstep import Lockstep
+
+STEPS = 2
+
+CASES: Mapping[str, Case] = {
+    "stage 0": Case(stage=0, precision="bf16", micro_steps=2, clip=1.0, tied=True),
+    "stage 1 in buckets": Case(stage=1, precision="bf16", bucket=10_000),
+    "stage 2, tied": Case(stage=2, precision="fp16", micro_steps=2, clip=1.0, tied=True),
+    "stage 2, tied sums": Case(stage=2, precision="bf16", micro_steps=2, tied=True, ranks=2),
+    "stage 3": Case(stage=3, precision="fp16", clip=1.0, keep_fp32=True, distance=2),
+    "stage 3, overlapped": Case(stage=3, precision="bf16", overlap_update=True),
+}
+WRITTEN = ("hybrid", "paged", "offload", "evaluate", "carried", "crossing")
+CAPTURED: Mapping[str, Mapping[str, object]] = {
+    "captured, stage 2": {"stage": 2, "world_size": 2, "micro_steps": 2, "precision": "bf16"},
+    "captured, stage 3": {"stage": 3, "world_size": 2, "precision": "fp16", "clip": 0.5},
+}
+"""Options with which a model of everything that is easy to get wrong is compiled."""
+_MODEL = "tests/support/models/traps.py"
+
+NAMES = (*CASES, *WRITTEN, *CAPTURED)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A schedule that is proved, its logical program, and the batches that it is trained on."""
+
+    name: str
+    scheduled: Program
+    logical: Program
+    batches: Sequence[Sequence[Sequence[Batch]]]
+
+    def train(self, program: Program, schedule_seed: int) -> list[Tensor]:
+        """Everything that a few steps, and evaluations between them, come to under one interleaving."""
+        lockstep = Lockstep(program, schedule_seed=schedule_seed)
+        if self.name in CAPTURED:
+            lockstep.initialise(load_model_file(_MODEL).model, seed=0)
+        else:
+            lockstep.initialise_flats(initial(program))
+        found: list[Tensor] = []
+        for batches in self.batches:
+            if EVALUATE in program.section_by_name:
+                found += lockstep.evaluate([of_rank[0] for of_rank in batches])
+            for result in lockstep.step(batches):
+                told = (result.loss, result.is_skipped, result.grad_norm)
+                found += [value for value in told if value is not None]
+        state = lockstep.full_state()
+        return found + [state[key] for key in sorted(state)]
+
+    def difference(self, mutant: Program, schedule_seed: int) -> str | None:
+        """How the mutant differs from the schedule under one interleaving."""
+        try:
+            found = self.train(mutant, schedule_seed)
+        except (ZeroirError, RuntimeError) as error:
+            return str(error)
+        expected = _expected(self.name)
+        if len(found) == len(expected) and all(map(_is_equal, found, expected)):
+            return None
+        return "other numbers"
+
+
+def _is_equal(one: Tensor, other: Tensor) -> bool:
+    # As bytes, because NaN differs from itself.
+    return one.shape == other.shape and torch.equal(
+        one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8)
+    )
+
+
+@cache
+def _expected(name: str) -> list[Tensor]:
+    made = subject(name)
+    return made.train(made.scheduled, 0)
+
+
+@cache
+def subject(name: str) -> Subject:
+    """One of the programs, made once a process."""
+    scheduled, logical = _programs(name)
+    return Subject(
+        name=name, scheduled=scheduled, logical=logical, batches=_batches(name, scheduled)
+    )
+
+
+def _programs(name: str) -> tuple[Program, Program]:
+    if name in CASES:
+        case = CASES[name]
+        # One of them has places, which are a claim too.
+        planned = PlanMemory()(case.scheduled) if name == "stage 3" else case.scheduled
+        return planned, case.logical
+    if name in CAPTURED:
+        made = compile_with(_MODEL, make_options(CAPTURED[name]))
+        return made.program, made.logical
+    if name == "carried":
+        case = Case(stage=3, precision="bf16")
+        return carried(case.scheduled), case.logical
+    if name == "crossing":
+        case = Case(stage=3, precision="bf16", micro_steps=2, clip=1.0)
+        return crossing_micro_steps(case.scheduled), case.logical
+    return gate(name), gate_logical(name)
+
+
+def _batches(name: str, program: Program) -> list[list[list[Batch]]]:
+    """By step, rank and micro-step."""
+    generator = torch.Generator().manual_seed(1)
+    like: Mapping[str, Tensor] = (
+        flatten(load_model_file(_MODEL).batch()) if name in CAPTURED else {}
+    )
+
+    def drawn(path: str, shape: tuple[int, ...], at: int) -> Tensor:
+        if path in like and not like[path].is_floating_point():
+            return like[path].roll(at)
+        return torch.randn(shape, generator=generator)
+
+    micro_steps = int(program.option.get("micro_steps", "1"))
+    return [
+        [
+            [
+                {b.path: drawn(b.path, b.shape, step + rank + micro) for b in program.inputs}
+                for micro in range(micro_steps)
+            ]
+            for rank in range(program.mesh.world_size)
+        ]
+        for step in range(STEPS)
+    ]

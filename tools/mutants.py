@@ -1,0 +1,129 @@
+"""Damage programs in small ways and ask of each damaged one: is it rejected, or does it compute the same?
+
+    python -m tools.mutants --count 20000 --record docs/records/mutants.json
+
+Fourteen proved programs are damaged in turn, each time in another way that chance chooses. What the verifier accepts
+runs under several interleavings, and must come to the very bits of the undamaged program. Exits with 1 where one does
+not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from random import Random
+from typing import NamedTuple
+
+from rich.progress import track
+
+from tests.support.mutate import MUTATIONS
+from tests.support.subjects import NAMES, subject
+from tools import record_file
+from zeroir.ir.diff import diff
+from zeroir.ir.verify import Reference, verify
+
+SEEDS = 3
+"""Interleavings that an accepted mutant is run under."""
+_PER_TASK = 50
+_TRIES = 100
+
+
+class Verdict(NamedTuple):
+    """What became of one mutant. ``why`` says how an accepted one differs, or what the verifier died of."""
+
+    kind: str
+    outcome: str
+    why: str = ""
+
+
+def judged(name: str, seed: int, reference: Reference, kinds: Sequence[str]) -> Verdict | None:
+    """One mutant of a program; None where no damage of these kinds could be done to it."""
+    chance = Random(f"{name} {seed}")
+    original = subject(name).scheduled
+    for _ in range(_TRIES):
+        kind = chance.choice(kinds)
+        mutant = MUTATIONS[kind](original, chance)
+        if mutant is not None and mutant != original:
+            break
+    else:
+        return None
+    try:
+        is_valid = verify(mutant, reference).is_valid
+    except Exception as error:  # noqa: BLE001 - whatever it is, the verifier must not raise it
+        return Verdict(
+            kind, "crashed", f"{type(error).__name__}: {error}\n{diff(original, mutant)}"
+        )
+    if not is_valid:
+        return Verdict(kind, "rejected")
+    for schedule_seed in range(SEEDS):
+        why = subject(name).difference(mutant, schedule_seed)
+        if why is not None:
+            return Verdict(kind, "accepted and different", f"{why}\n{diff(original, mutant)}")
+    return Verdict(kind, "accepted and equal")
+
+
+def batch(
+    name: str, first: int, count: int, kinds: Sequence[str]
+) -> list[tuple[int, Verdict | None]]:
+    """Several mutants of one program, which is made once for them."""
+    reference = Reference(subject(name).logical)
+    return [(seed, judged(name, seed, reference, kinds)) for seed in range(first, first + count)]
+
+
+def main() -> int:
+    """Judge mutants and say what became of them."""
+    parser = argparse.ArgumentParser(description="Judge damaged programs.")
+    parser.add_argument("--count", type=int, default=700, help="how many mutants")
+    parser.add_argument(
+        "--first", type=int, default=0, help="the seed of the first of each program"
+    )
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--program", choices=NAMES, action="append", help="of this one alone")
+    parser.add_argument("--kind", choices=sorted(MUTATIONS), action="append", help="this damage")
+    record_file.add_option(parser)
+    given = parser.parse_args()
+    names, kinds = given.program or list(NAMES), given.kind or sorted(MUTATIONS)
+    each = -(-given.count // len(names))
+    tasks = [
+        (name, given.first + start, min(_PER_TASK, each - start), kinds)
+        for start in range(0, each, _PER_TASK)
+        for name in names
+    ]
+    found: dict[str, Counter[str]] = {kind: Counter() for kind in sorted(MUTATIONS)}
+    bad = 0
+    with ProcessPoolExecutor(given.processes, mp_context=get_context("forkserver")) as pool:
+        futures = [pool.submit(batch, *task) for task in tasks]
+        for (name, *_), future in track(
+            list(zip(tasks, futures, strict=True)), "Judging", disable=not sys.stderr.isatty()
+        ):
+            for seed, verdict in future.result():
+                if verdict is None:
+                    continue
+                found[verdict.kind][verdict.outcome] += 1
+                if verdict.why:
+                    bad += 1
+                    print(f"{name} {seed}: {verdict.kind} {verdict.outcome}: {verdict.why}\n")
+    head = ["damage", "mutants", "rejected", "accepted, and equal to the bit", "accepted, and not"]
+    rows = [
+        [
+            kind,
+            str(counts.total()),
+            str(counts["rejected"]),
+            str(counts["accepted and equal"]),
+            str(counts["accepted and different"] + counts["crashed"]),
+        ]
+        for kind, counts in found.items()
+    ]
+    rows.append(["all", *(str(sum(int(row[i]) for row in rows)) for i in range(1, 5))])
+    for row in rows:
+        print("  ".join(f"{cell:>10}" if i else f"{cell:<24}" for i, cell in enumerate(row)))
+    record_file.write(given.record, "mutants", {"head": head, "rows": rows})
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
