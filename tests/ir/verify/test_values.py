@@ -10,8 +10,8 @@ import pytest
 
 from tests.ir.verify.test_joints import hybrid
 from tests.ir.verify.test_rejects import codes, find
+from tests.support.edits import at, edit, put
 from tests.support.lowering import applied
-from tests.support.mutate import at, edit, put
 from tests.support.schedules import Case
 from zeroir.ir import ops
 from zeroir.ir.buffers import Buffer, Region, Role, Space, whole
