@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import sys
 import traceback
 import uuid
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from zeroir.api.compiled import CompiledProgram, load_program
 from zeroir.artifact import require_writable, write_whole
-from zeroir.errors import GraphWarning, KernelWarning, UserError, ZeroirError
+from zeroir.errors import GraphWarning, InternalError, KernelWarning, UserError, ZeroirError
 from zeroir.report.names import counted
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from zeroir.runtime.batch import Batch
     from zeroir.runtime.engine import Engine
     from zeroir.runtime.kernels.choice import KernelBackend
-    from zeroir.runtime.train import Place
+    from zeroir.runtime.rendezvous import Place
 
 
 class ClosedOutputError(ZeroirError):
@@ -57,16 +58,12 @@ def run_program(
     Raises:
         UserError: alone, or before the job is joined.
     """
-    from zeroir.runtime import heartbeat, train
-
-    if trace is not None and os.environ.get("RANK", "0") == "0":
-        require_writable(trace, example="trace.json")
-    compiled = load_program(path)
-    model_file = load_model(compiled, model=model, allow_model_change=allow_model_change)
-    place = train.join_job()
-
-    try:
-        with heartbeat.watched(place.rank, place.world_size, give_up):
+    with watched_job():
+        if trace is not None and os.environ.get("RANK", "0") == "0":
+            require_writable(trace, example="trace.json")
+        compiled = load_program(path)
+        model_file = load_model(compiled, model=model, allow_model_change=allow_model_change)
+        with joined_job() as place:
             _train(
                 compiled,
                 model_file,
@@ -79,25 +76,51 @@ def run_program(
                 kernels,
                 cuda_graphs,
             )
-        train.leave_job()
+
+
+@contextmanager
+def watched_job() -> Iterator[None]:
+    """A body in which a rank of a job ends where another rank falls silent, or the job's store is gone.
+
+    Raises:
+        UserError: where the environment does not say which rank this is, or the store cannot be reached.
+    """
+    from zeroir.runtime import heartbeat, rendezvous
+
+    with heartbeat.watched(rendezvous.read_seat(), _give_up):
+        yield
+
+
+@contextmanager
+def joined_job() -> Iterator[Place]:
+    """A body with a place in the job. In a job of several ranks a failure is said by the rank that met it, and ends it.
+
+    Raises:
+        UserError: alone.
+    """
+    from zeroir.runtime import rendezvous
+
+    seat = rendezvous.read_seat()
+    try:
+        yield rendezvous.join_job()
+        rendezvous.leave_job()
     except (Exception, KeyboardInterrupt) as error:
-        if place.world_size == 1:
+        if seat.world_size == 1:
             raise
-        fail(error, place.rank)
+        _fail(error, seat.rank)
 
 
-def give_up(silent: int) -> NoReturn:
-    """Say that a rank of a job is silent, and stop."""
+def _give_up(why: str) -> NoReturn:
+    """Say why the job cannot go on, and stop."""
     from zeroir.runtime import train
 
-    _say(
-        f"Error: Rank {silent} has given no sign of life for a minute: it was stopped, or its machine cannot be "
-        "reached."
-    )
+    # Whoever failed first may be about to say so.
+    train.give_way()
+    _say(f"Error: {why}")
     train.abandon_job(UserError.exit_code)
 
 
-def fail(error: BaseException, rank: int) -> NoReturn:
+def _fail(error: BaseException, rank: int) -> NoReturn:
     """Say once why this rank of a job stops, and stop."""
     from zeroir.runtime import train
     from zeroir.runtime.comm.job import PeerError
@@ -216,10 +239,10 @@ def make_engine(
     cuda_graphs: bool = False,
 ) -> Engine:
     """See ``CompiledProgram.engine``."""
-    from zeroir.runtime import train
+    from zeroir.runtime import rendezvous
 
     model_file = load_model(compiled, model=model, allow_model_change=allow_model_change)
-    place = train.join_job()
+    place = rendezvous.join_job()
     compiled, _ = fitted(compiled, place.world_size)
     return open_engine(compiled, model_file, place, seed, kernels, cuda_graphs=cuda_graphs)
 
@@ -349,6 +372,10 @@ def warnings_as_sentences() -> Iterator[None]:
         yield
 
 
+_EXPLAINED = (UserError.exit_code, InternalError.exit_code, ClosedOutputError.exit_code, 130)
+"""Exit codes of ranks that have said why."""
+
+
 def launch(nproc: int, arguments: list[str]) -> int:
     """Run ``zeroir`` with these arguments on ``nproc`` local ranks under torchrun's agent; return their exit code.
 
@@ -369,6 +396,7 @@ def launch(nproc: int, arguments: list[str]) -> int:
         max_restarts=0,
         monitor_interval=0.1,
     )
+    _require_loopback()
     # A rank that fails says why, and the agent is not to talk over it.
     logging.disable(logging.CRITICAL)
     try:
@@ -376,6 +404,10 @@ def launch(nproc: int, arguments: list[str]) -> int:
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode >= 0:
+            if failure.exitcode not in _EXPLAINED:
+                _say(
+                    f"Error: Rank {rank} ended with the exit code {failure.exitcode}, without a reason."
+                )
             return failure.exitcode
         _say(f"Error: Rank {rank} was killed by {signal.Signals(-failure.exitcode).name}.")
         return 128 - failure.exitcode  # as a shell says it
@@ -385,3 +417,18 @@ def launch(nproc: int, arguments: list[str]) -> int:
     finally:
         logging.disable(logging.NOTSET)
     return 0
+
+
+def _require_loopback() -> None:
+    """UserError where processes of this machine cannot reach each other, for which the agent would wait for ever."""
+    try:
+        with (
+            socket.create_server(("localhost", 0)) as server,
+            socket.create_connection(server.getsockname()[:2], timeout=10),
+        ):
+            return
+    except OSError as error:
+        raise UserError(
+            f"The ranks of this machine cannot reach each other at localhost: {error.strerror or error}; bring its "
+            "loopback up (`ip link set lo up`), and let /etc/hosts name it."
+        ) from None
