@@ -115,6 +115,8 @@ class _Reader:
     constants: dict[tuple[bytes, TensorType], int] = field(default_factory=dict)
     # Of every view the value that it was made from.
     parents: dict[int, int] = field(default_factory=dict)
+    # The values that only a backward makes.
+    late: set[int] = field(default_factory=set)
     # Templates are read many times.
     known: dict[fx.Node, _Facts] = field(default_factory=dict)
     # Of every block the values of its forward, for its backward.
@@ -287,13 +289,19 @@ class _Reader:
         self.values[node] = tuple(results)
         note = self._note(node)
         args, kwargs = self._arguments(facts.op, node)
+        # What the tracer adds at the end to look at a gradient in the parameter's way is not marked.
+        is_backward = facts.is_backward or (
+            note is _NO_NOTE
+            and any(not self.late.isdisjoint(self.values[each]) for each in node.all_input_nodes)
+        )
+        self.late.update(results if is_backward else ())
         self.nodes.append(
             JointNode(
                 op=str(facts.op),
                 args=args,
                 kwargs=kwargs,
                 results=tuple(results),
-                is_backward=facts.is_backward,
+                is_backward=is_backward,
                 is_view=parent is not None,
                 is_gradient_sum=facts.is_gradient_sum,
                 calls=None if note is _NO_NOTE else note.calls,

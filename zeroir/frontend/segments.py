@@ -389,6 +389,8 @@ def _is_contiguous(kind: TensorType) -> bool:
 
 def _is_dense(kind: TensorType) -> bool:
     """Whether every element of a type's storage is one element of the tensor."""
+    if not kind.numel:
+        return True
     expected = 1
     for step, size in sorted(zip(kind.stride, kind.shape, strict=True)):
         if size == 1:
