@@ -18,6 +18,11 @@ from torch.utils import _pytree as pytree
 MOST_DRAWN = 400
 """Samples of one operator that are looked at; a few have thousands."""
 
+UNDEFINED = frozenset(
+    {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
+)
+"""Operators whose results are what memory happens to hold."""
+
 _DTYPES = (torch.float32, torch.int64, torch.bool, torch.complex64)
 
 
