@@ -33,6 +33,8 @@ from torch._subclasses.fake_tensor import (
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
+from zeroir.frontend.relative import make_relative
+
 # A tensor without data that is none of the model's parameters and buffers.
 UNREGISTERED: tuple[type[Exception], ...] = (FakeTensorDeviceMismatchError,)
 
@@ -151,6 +153,7 @@ def _exported(
         stack.enter_context(fx_traceback.preserve_node_meta())
         joint = aot_export_joint_with_descriptors(stack, module, tuple(inputs))
     _drop_checks(joint.graph_module.graph)
+    make_relative(joint.graph_module.graph)
     return joint.graph_module
 
 
