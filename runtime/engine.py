@@ -14,18 +14,19 @@ from torch import Tensor
 from zeroir.errors import GraphWarning
 from zeroir.ir.program import Program, Section
 from zeroir.ir.spans import Span
-from zeroir.runtime import state
+from zeroir.runtime import initial, state
 from zeroir.runtime.batch import Batch
+from zeroir.runtime.comm.handout import Handout, JobHandout, NoHandout
 from zeroir.runtime.comm.job import (
     DEFAULT_TIMEOUT,
     Backend,
     open_job,
 )
+from zeroir.runtime.construction import Factory
 from zeroir.runtime.executor import Executor, RankResult
 from zeroir.runtime.handlers import Machine
 from zeroir.runtime.kernels.choice import KernelBackend, open_kernels
 from zeroir.runtime.malloc import keep_freed_memory, return_freed_memory
-from zeroir.runtime.state import Factory
 from zeroir.runtime.storage import Memory
 from zeroir.runtime.streams import Streams, ThreadStreams
 from zeroir.runtime.trace import Clock, HostClock, Recorder, aligned, to_bytes
@@ -130,12 +131,22 @@ class Engine:
         return self._executor.step_count
 
     def initialise(self, factory: Factory, seed: int) -> None:
-        """Give every buffer its value before step 1, parameters from the user's module; see ``state``."""
-        state.initialise(self.program, [self._memory], factory, seed)
+        """Give every buffer its value before step 1; every rank calls this alike, and rank 0 alone the factory.
 
-    def initialise_flats(self, initial: Mapping[str, Tensor]) -> None:
+        See ``initial``.
+
+        Raises:
+            UserError: where the module is not the one that the program was compiled from, or ranks hold other values
+                than it has.
+        """
+        handout: Handout = NoHandout()
+        if not self.job.is_alone:
+            handout = JobHandout(rank=self.rank, device=self.device)
+        initial.initialise(self.program, [self._memory], factory, seed, handout)
+
+    def initialise_flats(self, values: Mapping[str, Tensor]) -> None:
         """Give buffers values by name; see ``state.initialise_flats``."""
-        state.initialise_flats(self.program, [self._memory], initial)
+        state.initialise_flats(self.program, [self._memory], values)
 
     def step(self, batch: Batch | list[Batch]) -> StepResult:
         """One training step on a batch, or on a list of as many batches as the program has micro-steps.

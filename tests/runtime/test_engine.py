@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
+from tests.runtime.constructors import Mlp
 from tests.runtime.support import ROOT, initial_flats, lowered, random_batches
 from tests.support.programs import dense, mlp, tensor
 from zeroir.errors import UserError
@@ -23,16 +23,6 @@ from zeroir.ir.segment import Node, Ref, Segment
 from zeroir.runtime.batch import Batch, flatten
 from zeroir.runtime.engine import Engine
 from zeroir.runtime.lockstep import Lockstep
-
-
-class Mlp(nn.Module):
-    """The module that ``mlp()`` is the training step of."""
-
-    def __init__(self, dim: int = 8, features: int = 6, blocks: int = 3) -> None:
-        super().__init__()
-        self.pre = nn.Linear(features, dim, bias=False)
-        self.blocks = nn.ModuleList(nn.Linear(dim, dim) for _ in range(blocks))
-        self.post = nn.Linear(dim, features, bias=False)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
