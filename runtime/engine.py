@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from zeroir.errors import GraphWarning
+from zeroir.errors import GraphWarning, ZeroirError
 from zeroir.ir.program import Program, Section
 from zeroir.ir.spans import Span
 from zeroir.runtime import initial, state
@@ -142,11 +143,13 @@ class Engine:
         handout: Handout = NoHandout()
         if not self.job.is_alone:
             handout = JobHandout(rank=self.rank, device=self.device)
-        initial.initialise(self.program, [self._memory], factory, seed, handout)
+        with self._executor.entered():
+            initial.initialise(self.program, [self._memory], factory, seed, handout)
 
     def initialise_flats(self, values: Mapping[str, Tensor]) -> None:
         """Give buffers values by name; see ``state.initialise_flats``."""
-        state.initialise_flats(self.program, [self._memory], values)
+        with self._executor.entered():
+            state.initialise_flats(self.program, [self._memory], values)
 
     def step(self, batch: Batch | list[Batch]) -> StepResult:
         """One training step on a batch, or on a list of as many batches as the program has micro-steps.
@@ -171,11 +174,15 @@ class Engine:
 
     def full_parameters(self) -> dict[str, Tensor]:
         """Every parameter by name, whole, FP32 masters where there are some; every rank calls this alike."""
-        return state.full_parameters(self.program, [self._memory], self.job.comm)
+        with self._executor.entered():
+            self._executor.finish()
+            return state.full_parameters(self.program, [self._memory], self.job.comm)
 
     def full_state(self) -> dict[tuple[str, str], Tensor]:
         """Parameters, masters and optimizer states, whole, by (flat, quantity); every rank calls this alike."""
-        return state.full_state(self.program, [self._memory], self.job.comm)
+        with self._executor.entered():
+            self._executor.finish()
+            return state.full_state(self.program, [self._memory], self.job.comm)
 
     def average(self, value: float) -> float:
         """The mean of every rank's value, added in rank order; every rank calls this alike."""
@@ -214,7 +221,12 @@ class Engine:
             torch.cuda.synchronize(self.device)
 
     def close(self) -> None:
-        """Stop the streams and give up the process groups."""
+        """Stop the streams and give up the process groups, once the device has done what it was given.
+
+        After a failure nothing is waited for: streams may be stuck in a collective with a lost peer.
+        """
+        with contextlib.suppress(ZeroirError):
+            self.finish()
         if self._graphs is not None:
             self._graphs.close()
         self._executor.close()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -94,6 +95,7 @@ class Lockstep:
 
     def full_parameters(self) -> dict[str, Tensor]:
         """Every parameter by name, whole, FP32 masters where there are some."""
+        self._executor.finish()
         return state.full_parameters(self.program, self._memories, self._machine.comm)
 
     def full_state(self) -> dict[tuple[str, str], Tensor]:
@@ -102,6 +104,7 @@ class Lockstep:
         Raises:
             InternalError: where ranks hold different bits of the same elements, or padding is not zero.
         """
+        self._executor.finish()
         return state.full_state(self.program, self._memories, self._machine.comm)
 
     def _poison_stale_gradients(self) -> None:
@@ -224,6 +227,10 @@ class SeededStreams:
     def signal(self, event: str) -> None:
         """See ``Streams.signal``."""
         self._events[event] = _Event(is_done=True)
+
+    def entered(self) -> AbstractContextManager[None]:
+        """See ``Streams.entered``."""
+        return nullcontext()
 
     def close(self) -> None:
         """See ``Streams.close``."""

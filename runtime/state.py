@@ -9,7 +9,7 @@ from torch import Tensor
 
 from zeroir.errors import InternalError, UserError
 from zeroir.ir.buffers import Buffer
-from zeroir.ir.contents import GRAD, MASTER, PARAM, FlatContent, Zeros
+from zeroir.ir.contents import GRAD, MASTER, PARAM, FlatContent
 from zeroir.ir.layout import used_numel
 from zeroir.ir.program import Flat, Program, State
 from zeroir.runtime.comm.base import Comm, Launch, Piece
@@ -125,7 +125,8 @@ def parameters_of(flat: Flat, values: Tensor) -> Mapping[str, Tensor]:
 def establish(program: Program, ranks: Sequence[Memory], comm: Comm, entry: State) -> None:
     """Bring about what the first section finds live before any step has run: buffers that a step hands to the next.
 
-    They hold parameters that the step before would have gathered, or zeros. Every rank calls this alike.
+    They hold parameters that the step before would have gathered, or zeros, as gradients and optimizer states are
+    before the first step. Every rank calls this alike.
     """
     for name in entry.live:
         for memory in ranks:
@@ -134,18 +135,20 @@ def establish(program: Program, ranks: Sequence[Memory], comm: Comm, entry: Stat
         content = holding.content
         if holding.region.buffer not in entry.live:
             continue
-        if isinstance(content, Zeros):
+        if not isinstance(content, FlatContent) or content.quantity not in (PARAM, MASTER):
             for memory in ranks:
                 memory.region(holding.region).zero_()
-        elif isinstance(content, FlatContent):
-            flat = program.flat_by_name[content.flat]
-            copies = full_flat(program, ranks, comm, flat, content.quantity)
-            for memory, values in zip(ranks, copies or (), strict=True):
-                target = memory.region(holding.region)
-                start = content.offset
-                if content.shard is not None:
-                    start += program.mesh.coordinate(memory.rank)[content.shard] * target.numel()
-                target.copy_(values[start : start + target.numel()])
+            continue
+        flat = program.flat_by_name[content.flat]
+        copies = full_flat(program, ranks, comm, flat, content.quantity)
+        # Parameters may rest as master weights alone.
+        copies = copies or full_flat(program, ranks, comm, flat, MASTER)
+        for memory, values in zip(ranks, copies or (), strict=True):
+            target = memory.region(holding.region)
+            start = content.offset
+            if content.shard is not None:
+                start += program.mesh.coordinate(memory.rank)[content.shard] * target.numel()
+            target.copy_(values[start : start + target.numel()])
 
 
 def full_parameters(program: Program, ranks: Sequence[Memory], comm: Comm) -> dict[str, Tensor]:
