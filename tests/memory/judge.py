@@ -29,6 +29,7 @@ from zeroir.runtime.comm.groups import Groups
 from zeroir.runtime.comm.local import LocalComm
 from zeroir.runtime.executor import Executor
 from zeroir.runtime.handlers import Machine
+from zeroir.runtime.initial import initialise
 from zeroir.runtime.kernels.eager import EagerKernels
 from zeroir.runtime.labels import labels
 from zeroir.runtime.storage import Memory
@@ -113,7 +114,7 @@ def stepping(
     )
     machine.compile()
     if model is not None:
-        state.initialise(program, [memory], lambda: model, 0)
+        initialise(program, [memory], lambda: model, 0)
     if initial is not None:
         state.initialise_flats(program, [memory], initial)
     executor = Executor(machine, ThreadStreams(inline=[stream.name for stream in program.streams]))
