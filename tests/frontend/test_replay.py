@@ -131,6 +131,27 @@ def test_few_blocks_are_traced_one_by_one() -> None:
     assert capture(file, "fp32", (), fewest_equal_calls=LAYERS + 1).replayed == ()
 
 
+class Widening(Block):
+    """Calls a method that a traced tensor answers by another one, so that its calls are not what was rehearsed."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.float())
+
+
+class Warmed(Stack):
+    """Runs its blocks without gradients first."""
+
+    def run(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            x = super().run(x)
+        return super().run(x)
+
+
+def test_a_capture_that_begins_again_finds_gradients_wanted_as_they_were() -> None:
+    assert same_blocks(model_file(lambda: Warmed(lambda _: Widening()))) == ()
+    assert torch.is_grad_enabled()
+
+
 class Indexed(Block):
     """Divides by its place, as a constant that no parameter shows."""
 

@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from zeroir.api.compiled import CompiledProgram, load_program
-from zeroir.artifact import require_writable, write_whole
+from zeroir.artifact import Artifact, require_writable, write_whole
 from zeroir.errors import GraphWarning, InternalError, KernelWarning, UserError, ZeroirError
 from zeroir.report.names import counted
 
 if TYPE_CHECKING:
-    from zeroir.frontend.entry import ModelFile
+    from zeroir.frontend.entry import ModelFile, ModelSource
     from zeroir.runtime.batch import Batch
     from zeroir.runtime.engine import Engine
     from zeroir.runtime.kernels.choice import KernelBackend
@@ -253,50 +253,77 @@ def load_model(
     model: str | Path | None = None,
     allow_model_change: bool = False,
 ) -> ModelFile:
-    """The model file that a program was compiled from, or ``model`` in its place.
+    """The model file that a program was compiled from, or ``model`` in its place; it runs once it is known.
 
     Raises:
-        UserError: where it is gone, or is not the same any more and no one allowed that.
+        UserError: where it is gone, or it or a module that it imports is not the same any more and no one allowed that.
     """
-    from zeroir.frontend.entry import load_model_file
+    from zeroir.frontend.entry import read_model_file, run_model_file
 
     artifact = compiled.artifact
     path = find_model(compiled) if model is None else model
     has_factory = str(path).rpartition(":")[2].isidentifier() and not Path(path).exists()
-    model_file = load_model_file(str(path) if has_factory else f"{path}:{artifact.model_factory}")
-    if model_file.sha256 != artifact.model_sha256 and not allow_model_change:
+    source = read_model_file(str(path) if has_factory else f"{path}:{artifact.model_factory}")
+    changed = None if allow_model_change else _changed(source, artifact)
+    if changed is not None:
         raise UserError(
-            f"{model_file.path} changed since the program was compiled from it: compile it again, or pass "
+            f"{changed} since the program was compiled from it: compile it again, or pass "
             "--allow-model-change if the change leaves the computation alone."
         )
-    return model_file
+    return run_model_file(source)
+
+
+def _changed(source: ModelSource, artifact: Artifact) -> str | None:
+    """What of a model file and the modules that it imports is not as it was, as the beginning of a sentence."""
+    if source.sha256 != artifact.model_sha256:
+        return f"{source.path} changed"
+    if artifact.model_imports is None:
+        return None
+    known = dict(artifact.model_imports)
+    found = source.imports(known)
+    for name in sorted({*known, *found}):
+        if name not in found:
+            return f"The module {name}, which {source.path} imports, has gone"
+        if name not in known:
+            return f"The module {name}, which {source.path} imports, has come"
+        if found[name] != known[name]:
+            return f"The module {name}, which {source.path} imports, changed"
+    return None
 
 
 def find_model(compiled: CompiledProgram) -> Path:
     """Where the model file is: as it was named when compiled, from here or a folder above the program, or beside it.
 
-    Of several that exist, the one with the right contents.
+    Of several that exist, the one with the right contents. A path that a program file brings along is followed only
+    where it is relative and leads down, so that no such file chooses what is run.
 
     Raises:
         UserError: where there is none.
     """
     artifact, home = compiled.artifact, compiled.path
     named = Path(artifact.model_path)
-    places = [named]
+    is_followed = home is None or not (named.is_absolute() or ".." in named.parts)
+    places = [named] if is_followed else []
     if home is not None:
-        places += [folder / named for folder in home.resolve().parents]
+        if is_followed:
+            places += [folder / named for folder in home.resolve().parents]
         places.append(home.parent / named.name)
     found = [place for place in places if place.is_file()]
     for place in found:
         if hashlib.sha256(place.read_bytes()).hexdigest() == artifact.model_sha256:
             return place
-    if not found:
-        beside = "" if home is None else f" nor beside {home}"
+    if found:
+        return found[0]
+    if not is_followed:
         raise UserError(
-            f"The model file {named} that the program was compiled from is not here{beside}: "
-            "say with --model where it is."
+            f"The program was compiled from {named}; a path that is absolute or leads up is not followed unless you "
+            f"name it, and there is no {named.name} beside {home}: pass --model {named} if you trust that file."
         )
-    return found[0]
+    beside = "" if home is None else f" nor beside {home}"
+    raise UserError(
+        f"The model file {named} that the program was compiled from is not here{beside}: "
+        "say with --model where it is."
+    )
 
 
 def fitted(compiled: CompiledProgram, world_size: int) -> tuple[CompiledProgram, str | None]:

@@ -232,6 +232,9 @@ class Replayer(TorchFunctionMode):
     ) -> object:
         """Answer a call inside a block from its tape; make any other on real tensors."""
         given = dict(kwargs or {})
+        if self._plan.has_diverged:
+            # The model unwinds, and what its context managers set back is set back.
+            return func(*args, **given)
         if self._instance is not None:
             return self._answer(self._instance, func, args, given)
         args, given = self._with_real(args), self._with_real(given)  # type: ignore[assignment]
