@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from zeroir.api.compiled import CompiledProgram, load_program
 from zeroir.artifact import Artifact, require_writable, write_whole
-from zeroir.errors import GraphWarning, KernelWarning, UserError, ZeroirError
+from zeroir.errors import GraphWarning, KernelWarning, ModelWarning, UserError, ZeroirError
 from zeroir.report.names import counted
 
 if TYPE_CHECKING:
@@ -355,7 +355,7 @@ def kernel_backend(name: str) -> KernelBackend:
 def warnings_as_sentences() -> Iterator[None]:
     """Print our own warnings as one sentence each, without the line of code that they come from."""
     with warnings.catch_warnings():
-        for ours in (KernelWarning, GraphWarning):
+        for ours in (KernelWarning, GraphWarning, ModelWarning):
             warnings.simplefilter("always", ours)
         others = warnings.showwarning
 
@@ -367,7 +367,7 @@ def warnings_as_sentences() -> Iterator[None]:
             file: TextIO | None = None,
             line: str | None = None,
         ) -> None:
-            if issubclass(category, KernelWarning | GraphWarning):
+            if issubclass(category, KernelWarning | GraphWarning | ModelWarning):
                 _say(f"Warning: {message}")
             else:
                 others(message, category, filename, lineno, file, line)
