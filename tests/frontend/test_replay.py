@@ -193,6 +193,15 @@ class OwnGradient(Block):
         return result
 
 
+class Doubling(Stack):
+    """Calls a function of its own between its blocks."""
+
+    def run(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = Doubled.apply(block(x))  # type: ignore[no-untyped-call]
+        return x
+
+
 class InPlace(Block):
     """Changes what it is given."""
 
@@ -314,6 +323,7 @@ TRAPS: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
     "indexed": (stack_of(Indexed), ()),
     "counting": (stack_of(lambda _: Counting()), names(0, 1, 2, 4)),
     "own gradient": (stack_of(lambda _: OwnGradient()), ()),
+    "own gradient between": (lambda: Doubling(lambda _: Block()), names(*range(LAYERS))),
     "in place": (stack_of(lambda _: InPlace()), ()),
     "running statistics": (stack_of(lambda _: Normed()), ()),
     "stopped": (stack_of(lambda _: Stopped()), names(*range(LAYERS))),
@@ -324,7 +334,7 @@ TRAPS: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
     "hooked": (lambda: Hooked(lambda _: Block()), names(*range(LAYERS))),
     "noting": (lambda: Noting(lambda _: Notebook()), names(1, 2, 3, 4)),
 }
-FAST = {"counting"}
+FAST = {"counting", "own gradient between"}
 
 
 @pytest.mark.parametrize(

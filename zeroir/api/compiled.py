@@ -172,7 +172,8 @@ def compile_with(model: str | Path, options: CompileOptions) -> CompiledProgram:
     """Compile a model file with validated options."""
     artifact = capture(model, options)
     try:
-        proof = _lower(artifact.logical, options)
+        # What the model itself asks for, such as to compute units again, stands with the program.
+        proof = _lower(artifact.logical, options_from_pairs(artifact.logical.options))
     except VerificationError as error:
         raise InternalError(f"The traced program is broken before any pass. {error}") from error
     from zeroir.runtime.kernels.declared import misdeclared
@@ -193,7 +194,7 @@ def capture(model: str | Path, options: CompileOptions) -> Artifact:
 
     with torch_globals_kept():
         model_file = entry.load_model_file(str(model))
-        logical = replace(trace(model_file, options), options=options.to_pairs())
+        logical = trace(model_file, options)
     return Artifact(
         logical=logical,
         scheduled=logical,

@@ -19,7 +19,14 @@ from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from zeroir.api.compiled import CompiledProgram, load_program
 from zeroir.artifact import Artifact, require_writable, write_whole
-from zeroir.errors import GraphWarning, InternalError, KernelWarning, UserError, ZeroirError
+from zeroir.errors import (
+    GraphWarning,
+    InternalError,
+    KernelWarning,
+    ModelWarning,
+    UserError,
+    ZeroirError,
+)
 from zeroir.report.names import counted
 
 if TYPE_CHECKING:
@@ -378,7 +385,7 @@ def kernel_backend(name: str) -> KernelBackend:
 def warnings_as_sentences() -> Iterator[None]:
     """Print our own warnings as one sentence each, without the line of code that they come from."""
     with warnings.catch_warnings():
-        for ours in (KernelWarning, GraphWarning):
+        for ours in (KernelWarning, GraphWarning, ModelWarning):
             warnings.simplefilter("always", ours)
         others = warnings.showwarning
 
@@ -390,7 +397,7 @@ def warnings_as_sentences() -> Iterator[None]:
             file: TextIO | None = None,
             line: str | None = None,
         ) -> None:
-            if issubclass(category, KernelWarning | GraphWarning):
+            if issubclass(category, KernelWarning | GraphWarning | ModelWarning):
                 _say(f"Warning: {message}")
             else:
                 others(message, category, filename, lineno, file, line)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from zeroir.errors import UserError, ZeroirError
 from zeroir.frontend.imports import hashes_of_imports, hashes_of_modules
+from zeroir.frontend.regions import line_of_caller, noting_autocasts
 from zeroir.torch_ops.devices import one_device
 
 Batch = Sequence[object] | Mapping[str, object] | Tensor
@@ -51,7 +52,8 @@ class ModelSource:
 class ModelFile:
     """What a model file offers. ``path`` is as the user wrote it; ``sha256`` is of the file's bytes.
 
-    ``imports`` are the user's modules that it imports, by name, with the SHA-256 of each.
+    ``imports`` are the user's modules that it imports, by name, with the SHA-256 of each. ``autocasts`` are the
+    accelerators for which it asked for autocast while it was executed, as decorators do, by ``file:line``.
     ``build`` makes the module whose forward returns the loss; ``model`` makes it and then calls the file's optional
     ``init`` on each of its modules, children first. ``batch`` makes example inputs. All of them raise UserError where
     the user's code raises, naming the line, and leave out the devices that it names. ``batches(rank, world_size, seed,
@@ -66,6 +68,12 @@ class ModelFile:
     batch: Callable[[], Batch]
     batches: Callable[..., Iterator[Batch]] | None
     imports: Mapping[str, str] = field(default_factory=dict)
+    autocasts: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Names of the user's Python modules in this process: the file's own, and those that it imports."""
+        return (_module_name(self.sha256), *self.imports)
 
 
 def load_model_file(spec: str) -> ModelFile:
@@ -95,11 +103,13 @@ def run_model_file(source: ModelSource) -> ModelFile:
     """
     path, name, digest = source.path, source.name, source.sha256
     known = set(sys.modules)
-    module = ModuleType(f"_zeroir_model_{digest[:16]}")
+    module = ModuleType(_module_name(digest))
     module.__file__ = str(path)
     # Dataclasses and pickling look a class's module up by name.
     sys.modules[module.__name__] = module
-    with _folder_first(path), one_device():
+    autocasts: dict[str, str] = {}
+    noting = noting_autocasts(autocasts, lambda: line_of_caller(path.parent))
+    with _folder_first(path), one_device(), noting:
         try:
             exec(compile(source.text, str(path), "exec"), module.__dict__)
         except SyntaxError as error:
@@ -137,6 +147,7 @@ def run_model_file(source: ModelSource) -> ModelFile:
         name=name,
         sha256=digest,
         imports=imports,
+        autocasts=autocasts,
         build=built,
         model=initialised,
         batch=example,
@@ -161,6 +172,10 @@ def where(error: BaseException, path: Path) -> str | None:
 
 def _shorten(text: str, limit: int = 300) -> str:
     return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def _module_name(sha256: str) -> str:
+    return f"_zeroir_model_{sha256[:16]}"
 
 
 def _split(spec: str) -> tuple[Path, str]:
