@@ -2,15 +2,14 @@
 
 Libraries (oneDNN, MKL, OpenBLAS, the Compute Library) compute matrix products, convolutions and attention. They copy,
 widen and pack what they read as each CPU likes it best. A few operators of torch itself, losses over all elements,
-look-ups, sorts and resizing, keep buffers that are not worth a formula each. All of them are allowed:
+look-ups, sorts and resizing, keep buffers that are not worth a formula each. What they are allowed:
 
-* a row-major copy of every operand that lies otherwise;
-* every operand and every result once more, with 32 bits an element at least, in blocks of 64 by 64 for products and of
-  16 channels for convolutions;
-* for convolutions, whatever each output looks at, written out, and two gradients of the weights in FP32;
-* for attention, keys and values anew for every head of the queries, and four blocks of scores in FP32;
-* for the operators of torch itself, everything twice with 64 bits an element;
-* and ``SLACK_BYTES``.
+* all of them ``SLACK_BYTES``;
+* libraries every operand and every result once more, with 32 bits an element at least, products in blocks of 64 by 64
+  and convolutions of 16 channels, and both a row-major copy of every operand that lies otherwise;
+* convolutions whatever each output looks at, written out, and two gradients of the weights in FP32;
+* attention keys and values anew for every head of the queries, and four blocks of scores in FP32;
+* the operators of torch itself everything once more, with 64 bits an element.
 """
 
 from __future__ import annotations
@@ -60,13 +59,13 @@ _SCORES_BLOCK: Final = 512
 def allowance_bytes(node: Node, types: Types) -> int:
     """The most that a node's op may take beside what is counted; 0 where all that it takes is counted."""
     if node.op in PRODUCTS:
-        return _copied_bytes(node, types) + SLACK_BYTES
+        return _products_bytes(node, types) + SLACK_BYTES
     if node.op in CONVOLUTIONS:
-        return _copied_bytes(node, types) + _convolution_bytes(node, types) + SLACK_BYTES
+        return _convolution_bytes(node, types) + SLACK_BYTES
     if node.op in ATTENTION:
-        return _copied_bytes(node, types) + _attention_bytes(node, types) + SLACK_BYTES
+        return _attention_bytes(node, types) + SLACK_BYTES
     if node.op in OTHERS:
-        return 2 * sum(8 * kind.numel for kind in _tensors(node, types)) + SLACK_BYTES
+        return sum(8 * kind.numel for kind in _tensors(node, types)) + SLACK_BYTES
     return 0
 
 
@@ -87,31 +86,34 @@ def _operands(node: Node, types: Types) -> Iterator[TensorType]:
             yield kind
 
 
-def _copied_bytes(node: Node, types: Types) -> int:
-    """Operands row by row, and everything in blocks with 32 bits an element or more."""
-    packed = sum(kind.size_bytes for kind in _operands(node, types) if not is_contiguous(kind))
-    is_convolution = node.op in CONVOLUTIONS
-    return packed + sum(_blocked_bytes(kind, is_convolution) for kind in _tensors(node, types))
+def _packed_bytes(node: Node, types: Types) -> int:
+    return sum(kind.size_bytes for kind in _operands(node, types) if not is_contiguous(kind))
 
 
-def _blocked_bytes(kind: TensorType, is_convolution: bool) -> int:
-    if is_convolution:
-        sizes = [*_blocked(kind.shape[:2], _CHANNEL_BLOCK), *kind.shape[2:]]
-    else:
-        sizes = [*kind.shape[:-2], *_blocked(kind.shape[-2:], _MATRIX_BLOCK)]
-    return math.prod(sizes) * _wide_itemsize_bytes(kind)
+def _wide_bytes(kind: TensorType, shape: Iterable[int]) -> int:
+    """A tensor of such a shape with 32 bits an element, or as many as ``kind`` has where these are more."""
+    return math.prod(shape) * max(kind.dtype.itemsize_bytes, DType.F32.itemsize_bytes)
 
 
-def _blocked(sizes: Iterable[int], block: int) -> Iterator[int]:
-    return (-(-size // block) * block for size in sizes)
+def _blocked(sizes: Iterable[int], block: int) -> tuple[int, ...]:
+    return tuple(-(-size // block) * block for size in sizes)
 
 
-def _wide_itemsize_bytes(kind: TensorType) -> int:
-    return max(kind.dtype.itemsize_bytes, DType.F32.itemsize_bytes)
+def _products_bytes(node: Node, types: Types) -> int:
+    """Everything in blocks, and operands row by row."""
+    return _packed_bytes(node, types) + sum(
+        _wide_bytes(kind, (*kind.shape[:-2], *_blocked(kind.shape[-2:], _MATRIX_BLOCK)))
+        for kind in _tensors(node, types)
+    )
+
+
+def _channels_bytes(kind: TensorType) -> int:
+    """Images or weights in blocks of channels."""
+    return _wide_bytes(kind, (*_blocked(kind.shape[:2], _CHANNEL_BLOCK), *kind.shape[2:]))
 
 
 def _convolution_bytes(node: Node, types: Types) -> int:
-    """A column of inputs for every output, as kernels of torch's own make, and two gradients of the weights."""
+    """Everything in blocks of channels, a column of inputs for every output, and two gradients of the weights."""
     if node.op == "aten.convolution.default":
         (x, weight), (y,) = (tensor_of(arg, types) for arg in node.args[:2]), node.results
         is_transposed = node.args[6] is True
@@ -122,22 +124,22 @@ def _convolution_bytes(node: Node, types: Types) -> int:
     looking, seen = (x, y) if is_transposed else (y, x)
     positions = looking.shape[0] * math.prod(looking.shape[2:])
     window = seen.shape[1] * math.prod(weight.shape[2:])
-    sums = 2 * _blocked_bytes(weight, is_convolution=True)
-    return positions * window * x.dtype.itemsize_bytes + sums
+    columns = positions * window * x.dtype.itemsize_bytes
+    copies = sum(map(_channels_bytes, _tensors(node, types)))
+    return columns + copies + _packed_bytes(node, types) + 2 * _channels_bytes(weight)
 
 
 def _attention_bytes(node: Node, types: Types) -> int:
     """Keys and values for every head of the queries, and scores: blocks of them, or all where no kernel fuses."""
     q, k, v = (tensor_of(arg, types) for arg in _attention_operands(node))
     batch, heads, length, _ = q.shape
-    kv_length = k.shape[2]
-    width = sum(_blocked((k.shape[3], v.shape[3]), _MATRIX_BLOCK))
-    (rows, columns) = _blocked((length, kv_length), _MATRIX_BLOCK)
-    repeated = batch * heads * columns * width
-    scores = 4 * min(rows, _SCORES_BLOCK) * min(columns, _SCORES_BLOCK)
-    if not is_fused(node, types):
-        repeated, scores = 4 * repeated, 8 * batch * heads * rows * columns
-    return (repeated + scores) * _wide_itemsize_bytes(q)
+    rows, columns = _blocked((length, k.shape[2]), _MATRIX_BLOCK)
+    keys = _wide_bytes(q, (batch, heads, columns, k.shape[3] + v.shape[3]))
+    copies = sum(_wide_bytes(kind, kind.shape) for kind in _tensors(node, types))
+    if is_fused(node, types):
+        blocks = (min(rows, _SCORES_BLOCK), min(columns, _SCORES_BLOCK))
+        return copies + keys + 4 * _wide_bytes(q, blocks)
+    return 2 * copies + 4 * keys + 8 * _wide_bytes(q, (batch, heads, rows, columns))
 
 
 def _attention_operands(node: Node) -> tuple[NodeArg, ...]:
