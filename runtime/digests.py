@@ -12,8 +12,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-_BLOCK_WORDS: Final = 1 << 15
-"""What stays in a cache together with its factors; torch takes it for too little to share among threads."""
+_BLOCK_WORDS: Final = 1 << 13
+"""Small enough for a cache, for one thread, and for memory that the C library need not ask the kernel for each time."""
 
 _WORD_BYTES: Final = 8
 

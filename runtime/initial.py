@@ -219,7 +219,9 @@ def _require_agreement(
         for at, (tensor, home) in enumerate(homes):
             own = home.on(mesh, memory.rank)
             here = _common(own, range(tensor.numel))
-            row[at] = digester.digest(_slice(memory.buffer(home.buffer.name), here, own.start), here.start)
+            row[at] = digester.digest(
+                _slice(memory.buffer(home.buffer.name), here, own.start), here.start
+            )
     built = built.to(handout.device)
     handout.send(built)
     wanted = built.cpu()
