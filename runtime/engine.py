@@ -67,9 +67,9 @@ class StepResult:
 class Engine:
     """One rank of a program on this process's device.
 
-    The default process group comes first (``train.join_job``), unless the program is for one rank or the backend is
-    ``fake``. Every rank constructs its engine and calls its methods alike. With ``cuda_graphs`` whole sections are
-    launched as CUDA graphs, where they can be; see ``cuda_graphs``.
+    The default process group comes first (``rendezvous.join_job``), unless the program is for one rank or the
+    backend is ``fake``. Every rank constructs its engine and calls its methods alike. With ``cuda_graphs`` whole
+    sections are launched as CUDA graphs, where they can be; see ``cuda_graphs``.
 
     Raises:
         UserError: where ranks have different programs, or the job has another world size than the program.

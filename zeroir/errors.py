@@ -30,6 +30,10 @@ class GraphWarning(UserWarning):
     """Sections run op by op that were to be CUDA graphs; the numbers are the same, the step may be slower."""
 
 
+class ModelWarning(UserWarning):
+    """A model's code does something that its program does not, or does otherwise."""
+
+
 class InternalError(ZeroirError):
     """A defect of zeroir itself, for instance a pass that produced an invalid program."""
 

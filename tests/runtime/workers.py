@@ -26,7 +26,7 @@ from tests.support.programs import mlp
 from zeroir.errors import ZeroirError
 from zeroir.frontend import trace
 from zeroir.frontend.entry import load_model_file
-from zeroir.runtime import initial, train
+from zeroir.runtime import initial, rendezvous, train
 from zeroir.runtime.comm.handout import JobHandout
 from zeroir.runtime.comm.job import Backend
 from zeroir.runtime.engine import Engine
@@ -283,7 +283,7 @@ def main() -> None:
         code = 130
     if code:
         train.abandon_job(code)
-    train.leave_job()
+    rendezvous.leave_job()
 
 
 if __name__ == "__main__":

@@ -96,6 +96,15 @@ def check_model(
     compared, within as much: an optimizer that looks at signs makes a whole step of the rounding of a gradient near
     zero. The comparison ends, not equal, with the first step whose loss is no number in the reference.
     """
+    from zeroir.torch_ops.globals import torch_globals_kept
+
+    with torch_globals_kept():
+        return _compared(model, options, steps, seed, kernels)
+
+
+def _compared(
+    model: str, options: CompileOptions, steps: int, seed: int, kernels: str
+) -> Comparison:
     import torch
 
     from zeroir.api.reference import EagerReplicas

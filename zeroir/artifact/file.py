@@ -42,7 +42,8 @@ class Artifact:
     ``logical`` is the one-device program that the passes began with, so that the file can be
     lowered again for another world size or stage without the model; ``scheduled`` is what runs, and
     names its passes. ``model_path`` and ``model_factory`` say where the parameters' initial values
-    come from, ``model_sha256`` which version of that file.
+    come from, ``model_sha256`` which version of that file, and ``model_imports`` which of the
+    user's modules it imported: pairs of name and SHA-256, None where that was not written down.
     """
 
     logical: Program
@@ -50,6 +51,7 @@ class Artifact:
     model_path: str
     model_factory: str = "model"
     model_sha256: str
+    model_imports: tuple[tuple[str, str], ...] | None = None
     torch_version: str
     zeroir_version: str
 

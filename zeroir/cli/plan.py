@@ -44,6 +44,7 @@ def plan(
     Example: zeroir plan examples/gpt.py --machine dgx-h100 --world-size 64 --memory 80GB -o gpt.zir
     """
     from zeroir.api.plan import plan_with
+    from zeroir.api.run import warnings_as_sentences
     from zeroir.artifact import require_writable
     from zeroir.cli.render_plan import plan_json, render_plan
 
@@ -57,7 +58,7 @@ def plan(
         require_writable(output, replaces_program=True)
         if output.exists() and source.exists() and output.samefile(source):
             raise UserError(f"'{output}' is the model file itself: name another file to write.")
-    with progress(f"Planning {model}"):
+    with progress(f"Planning {model}"), warnings_as_sentences():
         found = plan_with(model, machine, chosen, memory=memory, most_tried=most_tried)
         if output is not None:
             found.compiled.save(output)

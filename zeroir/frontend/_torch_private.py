@@ -33,8 +33,12 @@ from torch._subclasses.fake_tensor import (
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
+from zeroir.frontend.relative import make_relative
+
 # A tensor without data that is none of the model's parameters and buffers.
 UNREGISTERED: tuple[type[Exception], ...] = (FakeTensorDeviceMismatchError,)
+
+GradientHook = Callable[[Tensor], Tensor | None]
 
 DATA_DEPENDENT: tuple[type[Exception], ...] = (
     DataDependentOutputException,
@@ -151,6 +155,7 @@ def _exported(
         stack.enter_context(fx_traceback.preserve_node_meta())
         joint = aot_export_joint_with_descriptors(stack, module, tuple(inputs))
     _drop_checks(joint.graph_module.graph)
+    make_relative(joint.graph_module.graph)
     return joint.graph_module
 
 
@@ -164,6 +169,16 @@ def whole_operators() -> Iterator[None]:
     """Keep whole, as eager PyTorch does, what torch can decompose in Python, such as interpolation."""
     with torch._C._DisablePythonDispatcher():
         yield
+
+
+def gradient_hooks(tensor: Tensor) -> tuple[GradientHook, ...]:
+    """What the user's code registered with ``register_hook``, in order."""
+    return tuple((tensor._backward_hooks or {}).values())
+
+
+def has_accumulation_hooks(tensor: Tensor) -> bool:
+    """Whether the user's code called ``register_post_accumulate_grad_hook``."""
+    return bool(tensor._post_accumulate_grad_hooks)
 
 
 def annotated(func: Callable[..., object], note: Callable[[], object]) -> Callable[..., object]:

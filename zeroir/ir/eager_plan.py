@@ -240,8 +240,8 @@ def _copied(segment: Segment, bindings: Bindings) -> Mapping[int, int]:
 
 
 def _reshaped(segment: Segment) -> set[int]:
-    """Values whose strides decide whether a node that looks at them can."""
-    ops = RESHAPES | {"aten.as_strided.default", "aten.view.dtype"}
+    """Values whose strides decide whether a node that looks at them can, or what it sees."""
+    ops = RESHAPES | {"aten.view.dtype", "zeroir.strided.default", "zeroir.strided_scatter.default"}
     return {ref.index for node in segment.nodes if node.op in ops for ref in node.refs()}
 
 

@@ -2,7 +2,7 @@
 
 The frontend traces them into segments and the runtime executes them, so they belong to neither. Importing this
 package registers ``zeroir::attention``, ``zeroir::batch_norm``, each with its backward, ``zeroir::dropout`` and the
-operators of ``into`` with torch.
+operators of ``into`` and ``strided`` with torch.
 """
 
 from zeroir.torch_ops.attention import attention, attention_backward
@@ -10,6 +10,7 @@ from zeroir.torch_ops.batch_norm import batch_norm, batch_norm_backward
 from zeroir.torch_ops.dropout import dropout
 from zeroir.torch_ops.into import addmm_out, bmm_out, embedding_gradient, mm_out, store
 from zeroir.torch_ops.neutral import NeutralOps, neutral_ops
+from zeroir.torch_ops.strided import strided, strided_scatter
 
 __all__ = [
     "NeutralOps",
@@ -24,4 +25,6 @@ __all__ = [
     "mm_out",
     "neutral_ops",
     "store",
+    "strided",
+    "strided_scatter",
 ]
