@@ -25,7 +25,7 @@ from zeroir.ir.program import Program
 from zeroir.runtime.comm.handout import Handout, NoHandout
 from zeroir.runtime.comm.job import PeerError
 from zeroir.runtime.construction import Factory, construct
-from zeroir.runtime.digests import digest
+from zeroir.runtime.digests import Digester
 from zeroir.runtime.state import fill_scalars, flat_buffers
 from zeroir.runtime.storage import Memory
 from zeroir.runtime.tensors import IR_DTYPE, TORCH_DTYPE
@@ -164,7 +164,7 @@ def _hand_out(
 
     Returns the digests (i64, one for each home of each tensor) of what rank 0 has built; zeros on the other ranks.
     """
-    mesh = program.mesh
+    mesh, digester = program.mesh, Digester()
     source = handout.make(lambda: construct(program, factory, seed))
     codes = torch.zeros(len(tensors), dtype=torch.uint8)
     if source is not None:
@@ -191,7 +191,7 @@ def _hand_out(
                     rounded = _slice(values, there, part.elements.start).to(
                         TORCH_DTYPE[home.buffer.dtype]
                     )
-                    built[part.index][at] += digest(rounded, there.start).cpu()
+                    built[part.index][at] += digester.digest(rounded, there.start).cpu()
         last = parts[-1]
         handout.send(message[: last.offset_bytes + contents[-1].numel() * contents[-1].itemsize])
         for part, values in zip(parts, contents, strict=True):
@@ -212,14 +212,16 @@ def _require_agreement(
     handout: Handout,
 ) -> None:
     """UserError where the ranks do not hold, each or together, what rank 0 has built."""
-    mesh = program.mesh
+    mesh, digester = program.mesh, Digester()
     homes = [(tensor, home) for tensor in tensors for home in tensor.homes]
     held = torch.zeros(len(memories), len(homes), dtype=torch.int64)
     for row, memory in zip(held, memories, strict=True):
         for at, (tensor, home) in enumerate(homes):
             own = home.on(mesh, memory.rank)
             here = _common(own, range(tensor.numel))
-            row[at] = digest(_slice(memory.buffer(home.buffer.name), here, own.start), here.start)
+            row[at] = digester.digest(
+                _slice(memory.buffer(home.buffer.name), here, own.start), here.start
+            )
     built = built.to(handout.device)
     handout.send(built)
     wanted = built.cpu()

@@ -15,7 +15,7 @@ from tests.runtime.support import Ranks, lowered, require_success
 from tests.support.programs import mlp
 from zeroir.errors import UserError
 from zeroir.runtime import initial
-from zeroir.runtime.digests import digest
+from zeroir.runtime.digests import Digester
 from zeroir.runtime.engine import Engine
 from zeroir.runtime.lockstep import Lockstep
 
@@ -111,9 +111,12 @@ def test_a_model_without_values_is_refused() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8])
 def test_digests_of_parts_add_up_and_see_every_change(dtype: torch.dtype) -> None:
+    digest = Digester().digest
     values = (torch.randn(200_001) * 100).to(dtype)
     whole = digest(values, 0)
-    for cut in (0, 1, 65_536, 131_073, 200_001):
+    shifted = torch.cat([values[:1], values])[1:]
+    assert torch.equal(digest(shifted, 0), whole)
+    for cut in (0, 1, 7, 65_536, 131_075, 200_001):
         assert torch.equal(digest(values[:cut], 0) + digest(values[cut:], cut), whole)
     changes: list[Callable[[torch.Tensor], torch.Tensor]] = [
         lambda x: x.roll(1),
