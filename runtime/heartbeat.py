@@ -59,13 +59,17 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._run, name="zeroir-heartbeat", daemon=True)
         self._thread.start()
 
+    def break_off(self) -> None:
+        """End the watch, and fall silent."""
+        self._is_over.set()
+        self._thread.join(self._beat.interval_s)
+
     def stop(self) -> None:
         """End the watch, and tell the others that this rank's silence is no alarm from now on.
 
         Rank 0 stays until the others have done the same, for the store may end with its process.
         """
-        self._is_over.set()
-        self._thread.join(self._beat.interval_s)
+        self.break_off()
         with contextlib.suppress(RuntimeError):
             self._store.set(str(self._rank), _DONE.decode())
             deadline = time.monotonic() + self._beat.silence_s
@@ -111,7 +115,7 @@ class Heartbeat:
 
 
 @contextlib.contextmanager
-def watched(seat: Seat, on_alarm: Alarm) -> Iterator[None]:
+def watched(seat: Seat, on_alarm: Alarm, beat: Beat | None = None) -> Iterator[None]:
     """Watch over the job that torchrun started while the body runs; a process that is alone has nothing to watch.
 
     Raises:
@@ -122,6 +126,11 @@ def watched(seat: Seat, on_alarm: Alarm) -> Iterator[None]:
         return
     # A connection of its own: the job's may be busy waiting.
     store = open_store(seat, "heartbeat", JOIN_TIMEOUT)
-    heartbeat = Heartbeat(store, seat.rank, seat.world_size, on_alarm)
-    yield
+    heartbeat = Heartbeat(store, seat.rank, seat.world_size, on_alarm, beat)
+    try:
+        yield
+    except BaseException:
+        # The interpreter's end would abort the process if it met the thread in torch's store.
+        heartbeat.break_off()
+        raise
     heartbeat.stop()
