@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,19 @@ def test_a_change_is_run_where_that_is_allowed(folder: Path) -> None:
     assert not changed.with_suffix(".ran").exists()
     assert run_forked("zeroir", [*RUN, "--allow-model-change"], folder).returncode == 0
     assert changed.with_suffix(".ran").exists()
+
+
+def test_what_changed_is_imported_anew_in_one_process(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("blocks", "blocks.parts"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    before = zeroir.compile(folder / "model.py", world_size=1)
+    parts = folder / "blocks" / "parts.py"
+    parts.write_text(parts.read_text().replace("square()", "square().square()"))
+    after = zeroir.compile(folder / "model.py", world_size=1)
+    assert before.program.fingerprint != after.program.fingerprint
+    assert before.artifact.model_imports != after.artifact.model_imports
 
 
 def test_modules_that_went_are_named(folder: Path) -> None:

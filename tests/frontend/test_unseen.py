@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import zeroir
+from tests.support.zygote import run_forked
 from zeroir.api.check import check_model
 from zeroir.config import make_options
 from zeroir.errors import ModelWarning, UserError
@@ -204,6 +205,16 @@ def test_a_checkpoint_of_less_than_a_unit_is_said(tmp_path: Path) -> None:
 def test_autocast_for_an_accelerator_is_said(parts: dict[str, str], tmp_path: Path) -> None:
     with pytest.warns(ModelWarning, match=r"model\.py:3\d asks for torch.autocast\('cuda'\)"):
         zeroir.compile(write(tmp_path, **parts), world_size=1)
+
+
+def test_a_command_says_it_in_a_sentence(tmp_path: Path) -> None:
+    write(tmp_path, forward="self.calls += 1")
+    made = run_forked("zeroir", ["compile", "model.py", "--world-size", "1"], tmp_path)
+    assert made.returncode == 0
+    assert made.stderr == (
+        "Warning: The model's forward changes calls at every call, and the program does not: it computes what the "
+        "first call does.\n"
+    )
 
 
 def test_autocast_that_is_off_is_not_said(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,6 +24,10 @@ from zeroir.errors import UserError, ZeroirError
 from zeroir.frontend.imports import hashes_of_imports, hashes_of_modules
 from zeroir.frontend.regions import line_of_caller, noting_autocasts
 from zeroir.torch_ops.devices import one_device
+
+_MODULE = "_zeroir_model_"
+_IMPORTS = "_zeroir_imports"
+"""Where a model file's module keeps the hashes of the user's modules that it imported."""
 
 Batch = Sequence[object] | Mapping[str, object] | Tensor
 """One rank's micro-batch: a tuple or dict of tensors, possibly nested, or one tensor."""
@@ -102,13 +107,14 @@ def run_model_file(source: ModelSource) -> ModelFile:
         UserError: where it is not Python, raises, or lacks ``model`` or ``batch``.
     """
     path, name, digest = source.path, source.name, source.sha256
+    _forget_changed_modules()
     known = set(sys.modules)
     module = ModuleType(_module_name(digest))
     module.__file__ = str(path)
     # Dataclasses and pickling look a class's module up by name.
     sys.modules[module.__name__] = module
     autocasts: dict[str, str] = {}
-    noting = noting_autocasts(autocasts, lambda: line_of_caller(path.parent))
+    noting = noting_autocasts(autocasts, lambda: line_of_caller(path.parent, in_libraries=False))
     with _folder_first(path), one_device(), noting:
         try:
             exec(compile(source.text, str(path), "exec"), module.__dict__)
@@ -117,6 +123,7 @@ def run_model_file(source: ModelSource) -> ModelFile:
         except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever the user's code raises
             raise UserError(explain(error, path, f"{path} cannot be imported")) from None
     imports = source.imports(set(sys.modules) - known)
+    setattr(module, _IMPORTS, imports)
     build = cast(
         "Callable[[], nn.Module]", _required(module, path, name, f"{name}() -> torch.nn.Module")
     )
@@ -175,7 +182,23 @@ def _shorten(text: str, limit: int = 300) -> str:
 
 
 def _module_name(sha256: str) -> str:
-    return f"_zeroir_model_{sha256[:16]}"
+    return f"{_MODULE}{sha256[:16]}"
+
+
+def _forget_changed_modules() -> None:
+    """Have the user's modules imported anew that earlier model files imported, where one of them changed since.
+
+    All of them, for one that did not change may hold what another one was.
+    """
+    earlier: dict[str, str] = {}
+    for name, module in list(sys.modules.items()):
+        if name.startswith(_MODULE):
+            earlier.update(getattr(module, _IMPORTS, {}))
+    loaded = {name: sha256 for name, sha256 in earlier.items() if name in sys.modules}
+    if hashes_of_modules(set(loaded)) != loaded:
+        for name in loaded:
+            del sys.modules[name]
+        importlib.invalidate_caches()
 
 
 def _split(spec: str) -> tuple[Path, str]:

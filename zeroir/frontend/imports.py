@@ -59,6 +59,12 @@ def hashes_of_modules(names: set[str]) -> dict[str, str]:
     return found
 
 
+def is_in_a_library(file: Path) -> bool:
+    """Whether a file is Python's or installed."""
+    whole = file.resolve()
+    return any(whole.is_relative_to(folder) for folder in _library_folders())
+
+
 def _imported_names(source: bytes, package: str) -> Iterator[str]:
     """Names of what may be modules, packages before what is in them."""
     try:
@@ -121,7 +127,7 @@ def _first_spec(name: str, places: list[str] | None) -> ModuleSpec | None:
 
 
 def _is_installed(spec: ModuleSpec) -> bool:
-    return spec.origin is not None and _is_in_a_library(Path(spec.origin))
+    return spec.origin is not None and is_in_a_library(Path(spec.origin))
 
 
 def _users_file(spec: ModuleSpec) -> Path | None:
@@ -130,11 +136,6 @@ def _users_file(spec: ModuleSpec) -> Path | None:
         return None
     file = Path(spec.origin)
     return file if file.is_file() else None
-
-
-def _is_in_a_library(file: Path) -> bool:
-    whole = file.resolve()
-    return any(whole.is_relative_to(folder) for folder in _library_folders())
 
 
 @cache

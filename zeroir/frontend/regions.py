@@ -14,6 +14,7 @@ from unittest import mock
 
 import torch
 
+from zeroir.frontend.imports import is_in_a_library
 from zeroir.frontend.units import Units
 
 
@@ -59,7 +60,7 @@ def without_units(checkpoints: Sequence[Checkpoint], units: Units) -> str | None
 
 @contextmanager
 def noting_autocasts(found: dict[str, str], line: Callable[[], str]) -> Iterator[None]:
-    """Note where the user's code asks for autocast on an accelerator: the device by ``file:line``."""
+    """Note where autocast is asked for on an accelerator: the device by ``line()``, unless that is empty."""
     original = torch.autocast.__init__
 
     def init(
@@ -69,8 +70,8 @@ def noting_autocasts(found: dict[str, str], line: Callable[[], str]) -> Iterator
         enabled: bool = True,
         cache_enabled: bool | None = None,
     ) -> None:
-        if enabled and device_type != "cpu":
-            found.setdefault(line(), device_type)
+        if enabled and device_type != "cpu" and (place := line()):
+            found.setdefault(place, device_type)
         original(self, device_type, dtype, enabled, cache_enabled)
 
     with mock.patch.object(torch.autocast, "__init__", init):
@@ -88,8 +89,11 @@ def on_autocasts(found: dict[str, str]) -> str | None:
     )
 
 
-def line_of_caller(folder: Path) -> str:
-    """``file:line`` of the innermost frame that is neither torch's nor zeroir's; the file by its path in ``folder``."""
+def line_of_caller(folder: Path, *, in_libraries: bool = True) -> str:
+    """``file:line`` of the innermost frame that is neither torch's nor zeroir's; the file by its path in ``folder``.
+
+    Empty where there is none, and where it is a library's unless ``in_libraries``.
+    """
     skipped = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
     frame = sys._getframe(1)
     while frame.f_code.co_filename.startswith(skipped):
@@ -97,6 +101,8 @@ def line_of_caller(folder: Path) -> str:
             return ""
         frame = frame.f_back
     path = Path(frame.f_code.co_filename)
+    if not in_libraries and is_in_a_library(path):
+        return ""
     shown = path.relative_to(folder) if path.is_relative_to(folder) else path
     return f"{shown.as_posix()}:{frame.f_lineno}"
 
