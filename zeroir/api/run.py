@@ -47,6 +47,7 @@ def run_program(
     trace: Path | None = None,
     kernels: str = "eager",
     cuda_graphs: bool = False,
+    self_check: bool = True,
 ) -> None:
     """Train for ``steps`` steps as the rank that torchrun made this process, or alone without torchrun.
 
@@ -78,6 +79,7 @@ def run_program(
                 trace,
                 kernels,
                 cuda_graphs,
+                self_check,
             )
         train.leave_job()
     except (Exception, KeyboardInterrupt) as error:
@@ -134,6 +136,7 @@ def _train(
     trace: Path | None,
     kernels: str,
     cuda_graphs: bool,
+    self_check: bool,
 ) -> None:
     from zeroir.runtime import progress, train
     from zeroir.runtime.comm.job import PeerError
@@ -148,7 +151,15 @@ def _train(
     if place.rank == 0 and note:
         _say(note)
     with warnings_as_sentences():
-        engine = open_engine(compiled, model_file, place, seed, kernels, cuda_graphs=cuda_graphs)
+        engine = open_engine(
+            compiled,
+            model_file,
+            place,
+            seed,
+            kernels,
+            cuda_graphs=cuda_graphs,
+            self_check=self_check,
+        )
     if model_file.batches is None and place.rank == 0:
         _say(f"{model_file.path} has no batches(): training on batch() again and again.")
     batches = open_batches(model_file, place, seed)
@@ -214,6 +225,7 @@ def make_engine(
     allow_model_change: bool = False,
     kernels: str = "eager",
     cuda_graphs: bool = False,
+    self_check: bool = True,
 ) -> Engine:
     """See ``CompiledProgram.engine``."""
     from zeroir.runtime import train
@@ -221,7 +233,15 @@ def make_engine(
     model_file = load_model(compiled, model=model, allow_model_change=allow_model_change)
     place = train.join_job()
     compiled, _ = fitted(compiled, place.world_size)
-    return open_engine(compiled, model_file, place, seed, kernels, cuda_graphs=cuda_graphs)
+    return open_engine(
+        compiled,
+        model_file,
+        place,
+        seed,
+        kernels,
+        cuda_graphs=cuda_graphs,
+        self_check=self_check,
+    )
 
 
 def load_model(
@@ -297,6 +317,7 @@ def open_engine(
     kernels: str = "eager",
     *,
     cuda_graphs: bool = False,
+    self_check: bool = False,
 ) -> Engine:
     """An initialised engine at this process's place in the job."""
     from zeroir.runtime.engine import Engine
@@ -307,6 +328,7 @@ def open_engine(
         seed=seed,
         kernels=kernel_backend(kernels),
         cuda_graphs=cuda_graphs,
+        self_check=self_check,
     )
     engine.initialise(model_file.model, seed)
     return engine
