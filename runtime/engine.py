@@ -28,6 +28,7 @@ from zeroir.runtime.executor import Executor, RankResult
 from zeroir.runtime.handlers import Machine
 from zeroir.runtime.kernels.choice import KernelBackend, open_kernels
 from zeroir.runtime.malloc import keep_freed_memory, return_freed_memory
+from zeroir.runtime.self_check import check_kernels
 from zeroir.runtime.storage import Memory
 from zeroir.runtime.streams import Streams, ThreadStreams
 from zeroir.runtime.trace import Clock, HostClock, Recorder, aligned, to_bytes
@@ -69,10 +70,12 @@ class Engine:
 
     The default process group comes first (``rendezvous.join_job``), unless the program is for one rank or the
     backend is ``fake``. Every rank constructs its engine and calls its methods alike. With ``cuda_graphs`` whole
-    sections are launched as CUDA graphs, where they can be; see ``cuda_graphs``.
+    sections are launched as CUDA graphs, where they can be; see ``cuda_graphs``. With ``self_check`` every distinct
+    kernel is compared with its operators first; see ``self_check``.
 
     Raises:
-        UserError: where ranks have different programs, or the job has another world size than the program.
+        UserError: where ranks have different programs, or the job has another world size than the program, or a kernel
+            computes something else than its operators.
     """
 
     def __init__(
@@ -85,6 +88,7 @@ class Engine:
         seed: int = 0,
         timeout: timedelta = DEFAULT_TIMEOUT,
         cuda_graphs: bool = False,
+        self_check: bool = False,
     ) -> None:
         self.program = program
         self.device = device or torch.device("cpu")
@@ -99,6 +103,8 @@ class Engine:
             kernels=open_kernels(kernels, self.device),
         )
         machine.compile()
+        if self_check:
+            check_kernels(machine, kernels)
         self._memory = memory
         self._recorder = Recorder()
         self._graphs: SectionGraphs | None = None

@@ -5,8 +5,8 @@
     python -m tools.conformance --resume
 
 Samples are judged in processes of bounded memory, each sample within a minute; a process is replaced after some of
-them. What was judged is kept in build/conformance.jsonl, from which ``--resume`` goes on. Exits with 1 where a sample is
-wrong or crashed.
+them. What was judged is kept in build/conformance.jsonl, from which ``--resume`` goes on. Exits with 1 where a sample
+is wrong or crashed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rich.progress import track
 
 from tools import record_file
 from tools.conformance.judge import OUTCOMES, Outcome
-from tools.conformance.process import Judges, Judged
+from tools.conformance.process import Judged, Judges
 from tools.conformance.samples import subjects
 
 KEPT = Path(__file__).parents[2] / "build" / "conformance.jsonl"
@@ -44,7 +44,9 @@ def main() -> int:
     options = parser.parse_args()
     names = [name for name in subjects() if fnmatchcase(name, options.only)]
     if not names:
-        parser.error(f"--only {options.only} names no subject, such as 'op add' or 'module nn.Linear'")
+        parser.error(
+            f"--only {options.only} names no subject, such as 'op add' or 'module nn.Linear'"
+        )
     kept = _kept() if options.resume else {}
     KEPT.parent.mkdir(exist_ok=True)
     if not options.resume:
@@ -52,9 +54,9 @@ def main() -> int:
     wanted = [name for name in names if name not in kept]
     with KEPT.open("a") as file:
         found = _judged(wanted, options.samples, options.jobs)
-        for name, verdicts in track(found, "Judging", total=len(wanted)):
-            kept[name] = verdicts
-            file.write(json.dumps([name, verdicts]) + "\n")
+        for name, judged in track(found, "Judging", total=len(wanted)):
+            kept[name] = judged
+            file.write(json.dumps([name, judged]) + "\n")
             file.flush()
     verdicts = {name: kept[name] for name in names}
     counts = Counter(outcome for each in verdicts.values() for outcome, _ in each)
@@ -63,14 +65,18 @@ def main() -> int:
             if outcome in BAD:
                 print(f"{outcome}: {name}, sample {at}: {why}")
     print(", ".join(f"{counts[outcome]} {outcome}" for outcome in Outcome))
-    record_file.write(options.record, "conformance", _record(verdicts), {"samples": options.samples})
+    record_file.write(
+        options.record, "conformance", _record(verdicts), {"samples": options.samples}
+    )
     return 1 if any(counts[outcome] for outcome in BAD) else 0
 
 
 def _judged(names: Sequence[str], samples: int, jobs: int) -> Iterator[tuple[str, list[Judged]]]:
     """The verdicts on every subject, as they come."""
     with Judges() as judges, ThreadPoolExecutor(jobs) as threads:
-        yield from zip(names, threads.map(lambda name: judges.judged(name, samples), names), strict=True)
+        yield from zip(
+            names, threads.map(lambda name: judges.judged(name, samples), names), strict=True
+        )
 
 
 def _kept() -> dict[str, list[Judged]]:

@@ -69,7 +69,7 @@ class Verdict:
     why: str = ""
 
 
-class Unanswerable(Exception):
+class UnanswerableError(Exception):
     """Plain autograd itself has no answer."""
 
 
@@ -93,8 +93,11 @@ class First(nn.Module):
 
     def _computed(self, i: int, tensor: Tensor) -> Tensor:
         if str(i) in self.added:
-            return tensor + self.added[str(i)]
-        zero = self.zero if tensor.is_floating_point() or tensor.is_complex() else self.zero.detach()
+            added: Tensor = self.added[str(i)]
+            return tensor + added
+        zero = (
+            self.zero if tensor.is_floating_point() or tensor.is_complex() else self.zero.detach()
+        )
         if tensor.dtype == torch.bool:
             return tensor ^ zero.bool()
         return tensor + zero.to(tensor.dtype)
@@ -114,7 +117,7 @@ class Middle(nn.Module):
         found = self.sample.call(self.module, tuple(tensors))
         results = [x for x in pytree.tree_leaves(found) if isinstance(x, Tensor)]
         if not results:
-            raise Unanswerable("the call yields no tensor")
+            raise UnanswerableError("the call yields no tensor")
         results = [torch.view_as_real(x) if x.is_complex() else x for x in results]
         return [x.float() * self.one if x.dtype != torch.float64 else x * self.one for x in results]
 
@@ -128,7 +131,7 @@ class Last(nn.Module):
 
     def forward(self, results: list[Tensor]) -> Tensor:
         """Every result times other weights."""
-        loss = self.bias
+        loss: Tensor = self.bias
         for x in results:
             weights = torch.arange(1, x.numel() + 1, dtype=torch.float32) / max(x.numel(), 1)
             loss = loss + (x.float() * weights.view(x.shape)).sum()
@@ -209,7 +212,10 @@ def _eager(sample: Sample, seeds: Tensor | None) -> dict[str, Tensor]:
 def _stepped(sample: Sample) -> tuple[dict[str, Tensor], Tensor]:
     """The same of the compiled program, and the seeds that it drew with."""
     program = _compiled(sample)
-    engine = Engine(program)
+    try:
+        engine = Engine(program, self_check=True)
+    except UserError as error:
+        raise InternalError(f"a program that was compiled does not run: {error}") from error
     try:
         engine.initialise(lambda: Model(sample), 0)
         loss = engine.step(_batch(sample)).loss

@@ -55,6 +55,7 @@ def run_program(
     trace: Path | None = None,
     kernels: str = "eager",
     cuda_graphs: bool = False,
+    self_check: bool = True,
 ) -> None:
     """Train for ``steps`` steps as the rank that torchrun made this process, or alone without torchrun.
 
@@ -82,6 +83,7 @@ def run_program(
                 trace,
                 kernels,
                 cuda_graphs,
+                self_check,
             )
 
 
@@ -164,6 +166,7 @@ def _train(
     trace: Path | None,
     kernels: str,
     cuda_graphs: bool,
+    self_check: bool,
 ) -> None:
     from zeroir.runtime import progress, train
     from zeroir.runtime.comm.job import PeerError
@@ -178,7 +181,15 @@ def _train(
     if place.rank == 0 and note:
         _say(note)
     with warnings_as_sentences():
-        engine = open_engine(compiled, model_file, place, seed, kernels, cuda_graphs=cuda_graphs)
+        engine = open_engine(
+            compiled,
+            model_file,
+            place,
+            seed,
+            kernels,
+            cuda_graphs=cuda_graphs,
+            self_check=self_check,
+        )
     if model_file.batches is None and place.rank == 0:
         _say(f"{model_file.path} has no batches(): training on batch() again and again.")
     batches = open_batches(model_file, place, seed)
@@ -244,6 +255,7 @@ def make_engine(
     allow_model_change: bool = False,
     kernels: str = "eager",
     cuda_graphs: bool = False,
+    self_check: bool = True,
 ) -> Engine:
     """See ``CompiledProgram.engine``."""
     from zeroir.runtime import rendezvous
@@ -251,7 +263,15 @@ def make_engine(
     model_file = load_model(compiled, model=model, allow_model_change=allow_model_change)
     place = rendezvous.join_job()
     compiled, _ = fitted(compiled, place.world_size)
-    return open_engine(compiled, model_file, place, seed, kernels, cuda_graphs=cuda_graphs)
+    return open_engine(
+        compiled,
+        model_file,
+        place,
+        seed,
+        kernels,
+        cuda_graphs=cuda_graphs,
+        self_check=self_check,
+    )
 
 
 def load_model(
@@ -354,6 +374,7 @@ def open_engine(
     kernels: str = "eager",
     *,
     cuda_graphs: bool = False,
+    self_check: bool = False,
 ) -> Engine:
     """An initialised engine at this process's place in the job."""
     from zeroir.runtime.engine import Engine
@@ -364,6 +385,7 @@ def open_engine(
         seed=seed,
         kernels=kernel_backend(kernels),
         cuda_graphs=cuda_graphs,
+        self_check=self_check,
     )
     engine.initialise(model_file.model, seed)
     return engine

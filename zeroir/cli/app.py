@@ -245,6 +245,13 @@ def run(
             negative=(), help="On a GPU, launch whole sections as CUDA graphs where they can be."
         ),
     ] = False,
+    self_check: Annotated[
+        bool,
+        Parameter(
+            name="--self-check",
+            help="Compare each distinct kernel with its operators, on random numbers, before training.",
+        ),
+    ] = True,
     as_json: Annotated[
         bool, Parameter(name="--json", negative=(), help="Print one JSON object a line.")
     ] = False,
@@ -263,6 +270,7 @@ def run(
         flags = {
             "--allow-model-change": allow_model_change,
             "--cuda-graphs": cuda_graphs,
+            "--no-self-check": not self_check,
             "--json": as_json,
         }
         arguments = ["run", str(program)]
@@ -281,6 +289,7 @@ def run(
         as_json=as_json,
         trace=trace,
         cuda_graphs=cuda_graphs,
+        self_check=self_check,
         kernels=kernels,
     )
     return 0
