@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from zeroir.artifact.file import (
     Artifact,
+    envelope,
     from_bytes,
     load,
     require_writable,
@@ -21,6 +22,7 @@ from zeroir.artifact.schema import SCHEMA_VERSION, program_digest
 __all__ = [
     "SCHEMA_VERSION",
     "Artifact",
+    "envelope",
     "from_bytes",
     "load",
     "program_digest",

@@ -26,6 +26,7 @@ import msgpack
 from zeroir.artifact.schema import SCHEMA_VERSION, SchemaError, decode, pack
 from zeroir.errors import UserError
 from zeroir.ir.allowlist import refusal
+from zeroir.ir.limits import LARGEST_FILE_BYTES
 from zeroir.ir.program import Program
 
 MAGIC: Final = b"\x89zeroir\n"
@@ -33,6 +34,8 @@ MAGIC: Final = b"\x89zeroir\n"
 
 _HEAD: Final = struct.Struct(">8sHHQ")
 _DIGEST_BYTES: Final = 32
+_START: Final = _HEAD.size + _DIGEST_BYTES
+_CHUNK_BYTES: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,8 +66,12 @@ class Artifact:
 
 def to_bytes(artifact: Artifact) -> bytes:
     """The bytes of the file, the same for equal artefacts."""
-    body = pack(artifact)
-    head = _HEAD.pack(MAGIC, *SCHEMA_VERSION, len(body))
+    return envelope(pack(artifact))
+
+
+def envelope(body: bytes, version: tuple[int, int] = SCHEMA_VERSION) -> bytes:
+    """The bytes of a file with this body, whatever it holds; ``version`` is (major, minor) of its schema."""
+    head = _HEAD.pack(MAGIC, *version, len(body))
     return head + hashlib.sha256(head + body).digest() + body
 
 
@@ -75,12 +82,9 @@ def from_bytes(data: bytes, name: str = "<bytes>") -> Artifact:
         UserError: where they are no program, damaged, of another schema, or name an op that may not
         run.
     """
-    _check_magic(data, name)
-    start = _HEAD.size + _DIGEST_BYTES
-    if len(data) < start:
-        raise UserError(f"'{name}' is cut off after {len(data)} bytes: copy or compile it again.")
-    _, major, minor, length = _HEAD.unpack_from(data)
-    body = data[start:]
+    length = _body_length(data, name)
+    _, major, minor, _ = _HEAD.unpack_from(data)
+    body = data[_START:]
     if len(body) < length:
         raise UserError(
             f"'{name}' is cut off: {len(body)} of {length} bytes of its body are there; copy or "
@@ -88,7 +92,7 @@ def from_bytes(data: bytes, name: str = "<bytes>") -> Artifact:
         )
     digest = hashlib.sha256(data[: _HEAD.size])
     digest.update(body)
-    if len(body) != length or digest.digest() != data[_HEAD.size : start]:
+    if len(body) != length or digest.digest() != data[_HEAD.size : _START]:
         raise UserError(
             f"'{name}' is damaged: its SHA-256 is not the one it was written with; copy or compile "
             "it again."
@@ -198,10 +202,32 @@ def load(path: str | Path) -> Artifact:
     """
     path = Path(path)
     try:
-        data = path.read_bytes()
+        with path.open("rb") as file:
+            data = bytearray(file.read(_START))
+            stop = _START + _body_length(data, str(path))
+            # One byte more shows that the file goes on. What is no file may have no end, and is not read to it.
+            while len(data) <= stop:
+                chunk = file.read(min(_CHUNK_BYTES, stop + 1 - len(data)))
+                if not chunk:
+                    break
+                data += chunk
     except OSError as error:
         raise UserError(f"'{path}' cannot be read: {error.strerror or error}.") from error
-    return from_bytes(data, str(path))
+    return from_bytes(bytes(data), str(path))
+
+
+def _body_length(data: bytes | bytearray, name: str) -> int:
+    """How long the body is that follows the envelope; UserError where there is no whole envelope of a program."""
+    _check_magic(bytes(data[:_START]), name)
+    if len(data) < _START:
+        raise UserError(f"'{name}' is cut off after {len(data)} bytes: copy or compile it again.")
+    length: int = _HEAD.unpack_from(data)[-1]
+    if length > LARGEST_FILE_BYTES:
+        raise UserError(
+            f"'{name}' is damaged: it says that {length:,} bytes follow, more than any program has; copy or compile "
+            "it again."
+        )
+    return length
 
 
 def _check_magic(data: bytes, name: str) -> None:

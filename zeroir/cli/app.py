@@ -15,7 +15,7 @@ from cyclopts import App, CycloptsError, MissingArgumentError, Parameter, Unused
 from zeroir import __version__
 from zeroir.cli import looks
 from zeroir.cli.arguments import AsJson, AtLeastOne, Kernels, ProgramFile
-from zeroir.cli.console import err, out, print_json
+from zeroir.cli.console import accept_any_text, err, out, print_json
 from zeroir.errors import UserError, ZeroirError
 
 
@@ -308,6 +308,7 @@ app.command("zeroir.cli.looks:report", name="report")
 
 def run_command(arguments: Sequence[str]) -> int:
     """Carry out one command line and return its exit code; errors are printed, never raised."""
+    accept_any_text()
     try:
         if arguments[:1] in ([], ["--help"], ["-h"]):
             app.resolved_commands()  # what lists them says what each is for
