@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from zeroir.errors import UserError
 from zeroir.ir.program import Program
 from zeroir.runtime.tensors import IR_DTYPE
+from zeroir.torch_ops.globals import torch_globals_kept
 
 Factory = Callable[[], nn.Module]
 
@@ -52,12 +53,12 @@ class Source:
 def construct(program: Program, factory: Factory, seed: int) -> Source:
     """Build the module that the program was compiled from, under ``torch.manual_seed(seed)``.
 
-    The caller's generator is left as it was.
+    torch's generators and other globals are left as they were, or this rank would compute unlike those that build none.
 
     Raises:
         UserError: where the module lacks a tensor of the program, or has it in another shape or without values.
     """
-    with torch.random.fork_rng(devices=[]):
+    with torch_globals_kept():
         torch.manual_seed(seed)
         source = Source(factory())
     shapes = {slot.name: slot.shape for flat in program.flats for slot in flat.slots}

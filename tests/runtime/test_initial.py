@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import re
+import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,7 @@ from torch import nn
 from tests.runtime.constructors import CONSTRUCTORS, DIM, Mlp, plain
 from tests.runtime.support import Ranks, lowered, require_success
 from tests.support.programs import mlp
+from zeroir.api.run import construction_note
 from zeroir.errors import UserError
 from zeroir.runtime import initial
 from zeroir.runtime.digests import Digester
@@ -97,6 +101,33 @@ def test_building_may_take_longer_than_a_collective_waits(tmp_path: Path) -> Non
         2, tmp_path, "build-slowly", "5.0", environment={"TEST_TIMEOUT_S": "2.5"}
     ).wait()
     require_success(results)
+
+
+def test_a_constructor_leaves_nothing_behind() -> None:
+    """The module is not kept, and what it changes of torch for itself is not changed for the steps of rank 0 alone."""
+    made: list[weakref.ref[nn.Module]] = []
+
+    def factory() -> nn.Module:
+        torch.set_default_dtype(torch.float64)
+        module = Mlp()
+        made.append(weakref.ref(module))
+        return module
+
+    engine = Engine(lowered(mlp(), 3, 1))
+    engine.initialise(factory, 0)
+    assert torch.get_default_dtype() is torch.float32
+    gc.collect()
+    assert [reference() for reference in made] == [None]
+
+
+def test_what_building_takes_is_said_from_a_gibibyte_on() -> None:
+    program = mlp()
+    assert construction_note(program) is None
+    (slot,) = program.flats[0].slots
+    large = replace(program.flats[0], slots=(replace(slot, shape=(20_000, 20_000)),))
+    note = construction_note(replace(program, flats=(large, *program.flats[1:])))
+    assert note is not None
+    assert "its host needs 1.6 GB more" in note
 
 
 def test_a_model_without_values_is_refused() -> None:

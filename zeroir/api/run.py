@@ -27,10 +27,11 @@ from zeroir.errors import (
     UserError,
     ZeroirError,
 )
-from zeroir.report.names import counted
+from zeroir.report.names import counted, format_bytes
 
 if TYPE_CHECKING:
     from zeroir.frontend.entry import ModelFile, ModelSource
+    from zeroir.ir.program import Program
     from zeroir.runtime.batch import Batch
     from zeroir.runtime.engine import Engine
     from zeroir.runtime.kernels.choice import KernelBackend
@@ -179,6 +180,8 @@ def _train(
             raise
         raise PeerError(str(error)) from error
     if place.rank == 0 and note:
+        _say(note)
+    if place.rank == 0 and (note := construction_note(compiled.program)):
         _say(note)
     with warnings_as_sentences():
         engine = open_engine(
@@ -389,6 +392,20 @@ def open_engine(
     )
     engine.initialise(model_file.model, seed)
     return engine
+
+
+_NOTABLE_BYTES = 1 << 30
+
+
+def construction_note(program: Program) -> str | None:
+    """What building the model takes of rank 0's host beside the engine, where it is worth a line."""
+    numel = sum(flat.numel for flat in program.flats)
+    if 4 * numel < _NOTABLE_BYTES:
+        return None
+    return (
+        f"Rank 0 builds the model whole and hands it out: until then its host needs {format_bytes(4 * numel)} more, if "
+        "the model is made in FP32."
+    )
 
 
 def kernel_backend(name: str) -> KernelBackend:
