@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from zeroir.errors import GraphWarning
+from zeroir.errors import GraphWarning, memory_for
 from zeroir.ir.program import Program, Section
 from zeroir.ir.spans import Span
 from zeroir.runtime import state
@@ -89,7 +89,8 @@ class Engine:
         self.job = open_job(program, backend, self.device, timeout)
         if self.device.type == "cpu":
             return_freed_memory()
-        memory = Memory(program, self.job.rank, self.device)
+        with memory_for("the program's buffers"):
+            memory = Memory(program, self.job.rank, self.device)
         machine = Machine(
             program=program,
             ranks=[memory],
@@ -131,7 +132,8 @@ class Engine:
 
     def initialise(self, factory: Factory, seed: int) -> None:
         """Give every buffer its value before step 1, parameters from the user's module; see ``state``."""
-        state.initialise(self.program, [self._memory], factory, seed)
+        with memory_for("the model's parameters while they get their first values"):
+            state.initialise(self.program, [self._memory], factory, seed)
 
     def initialise_flats(self, initial: Mapping[str, Tensor]) -> None:
         """Give buffers values by name; see ``state.initialise_flats``."""
