@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from zeroir.errors import GraphWarning, ZeroirError
+from zeroir.errors import GraphWarning, ZeroirError, memory_for
 from zeroir.ir.program import Program, Section
 from zeroir.ir.spans import Span
 from zeroir.runtime import initial, state
@@ -95,7 +95,8 @@ class Engine:
         self.job = open_job(program, backend, self.device, timeout)
         if self.device.type == "cpu":
             return_freed_memory()
-        memory = Memory(program, self.job.rank, self.device)
+        with memory_for("the program's buffers"):
+            memory = Memory(program, self.job.rank, self.device)
         machine = Machine(
             program=program,
             ranks=[memory],
@@ -149,7 +150,10 @@ class Engine:
         handout: Handout = NoHandout()
         if not self.job.is_alone:
             handout = JobHandout(rank=self.rank, device=self.device)
-        with self._executor.entered():
+        with (
+            memory_for("the model's parameters while they get their first values"),
+            self._executor.entered(),
+        ):
             initial.initialise(self.program, [self._memory], factory, seed, handout)
 
     def initialise_flats(self, values: Mapping[str, Tensor]) -> None:

@@ -15,7 +15,13 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from zeroir.errors import InternalError, UserError, ZeroirError
+from zeroir.errors import (
+    MEMORY_REMEDY,
+    InternalError,
+    UserError,
+    ZeroirError,
+    is_out_of_memory,
+)
 from zeroir.ir import ops
 from zeroir.ir.buffers import Role
 from zeroir.ir.program import EVALUATE, LAST_MICRO_STEP, MICRO_STEP, UPDATE, Section
@@ -204,10 +210,8 @@ class Executor:
                 f"Rank {self.machine.ranks[0].rank} lost its peers in {place}: another rank stopped or is stuck; "
                 "look at the first rank that failed."
             )
-        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
-            return UserError(
-                f"Memory ran out in {place}: use more ranks, a higher stage, a lower precision or a smaller batch."
-            )
+        if is_out_of_memory(error):
+            return UserError(f"Memory ran out in {place}: {MEMORY_REMEDY}.")
         if isinstance(error, IndexError):
             return UserError(f"The batch does not suit the model: {error}, in {place}.")
         return InternalError(f"{place}: {error}")

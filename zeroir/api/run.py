@@ -20,12 +20,14 @@ from typing import TYPE_CHECKING, NoReturn, TextIO
 from zeroir.api.compiled import CompiledProgram, load_program
 from zeroir.artifact import Artifact, require_writable, write_whole
 from zeroir.errors import (
+    MEMORY_REMEDY,
     GraphWarning,
     InternalError,
     KernelWarning,
     ModelWarning,
     UserError,
     ZeroirError,
+    is_out_of_memory,
 )
 from zeroir.report.names import counted, format_bytes
 
@@ -148,6 +150,9 @@ def _fail(error: BaseException, rank: int) -> NoReturn:
                 train.give_way()
             _say("Interrupted." if rank == 0 else f"Rank {rank} was interrupted.")
             train.abandon_job(130)
+        case _ if is_out_of_memory(error):
+            _say(f"Error on rank {rank}: Memory ran out: {MEMORY_REMEDY}.")
+            train.abandon_job(UserError.exit_code)
         case _:
             traceback.print_exception(error)
             _say(

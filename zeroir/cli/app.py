@@ -16,7 +16,7 @@ from zeroir import __version__
 from zeroir.cli import looks
 from zeroir.cli.arguments import AsJson, AtLeastOne, Kernels, ProgramFile
 from zeroir.cli.console import accept_any_text, err, out, print_json
-from zeroir.errors import UserError, ZeroirError
+from zeroir.errors import MEMORY_REMEDY, UserError, ZeroirError, is_out_of_memory
 
 
 def _shown_default(value: object) -> str | None:
@@ -332,6 +332,8 @@ def run_command(arguments: Sequence[str]) -> int:
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
             _abandon_stdout()
             return _fail(2, f"Not everything could be written: {error.strerror}.")
+        if is_out_of_memory(error):
+            return _fail(2, f"Memory ran out: {MEMORY_REMEDY}.")
         traceback.print_exc()
         return _fail(70, "This is a defect of zeroir; please report it with the lines above.")
     return result if isinstance(result, int) else 0
