@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -43,6 +46,13 @@ CHANGES: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
     "products": (
         lambda: torch.set_float32_matmul_precision("medium"),
         torch.get_float32_matmul_precision,
+    ),
+    "newer products": (
+        lambda: setattr(torch.backends, "fp32_precision", "tf32"),
+        lambda: [
+            attrgetter(f"{owner}fp32_precision")(torch.backends)
+            for owner in ("", "cuda.matmul.", "cudnn.rnn.", "mkldnn.conv.")
+        ],
     ),
     "cudnn": (
         lambda: setattr(torch.backends.cudnn, "benchmark", True),
@@ -97,6 +107,20 @@ def test_a_global_is_restored_after_an_exception(name: str) -> None:
         assert read() != before
         raise ZeroDivisionError
     assert read() == before
+
+
+@pytest.mark.slow
+def test_globals_that_torch_refuses_to_read_are_no_error() -> None:
+    """In a process of its own: torch remembers which of its two interfaces to the precision was used."""
+    lines = (
+        "import torch",
+        "from zeroir.torch_ops.globals import torch_globals_kept",
+        "torch.backends.cudnn.rnn.fp32_precision = 'ieee'",
+        "torch.backends.fp32_precision = 'tf32'",
+        "with torch_globals_kept(): torch.backends.cuda.matmul.fp32_precision = 'ieee'",
+        "assert torch.backends.cuda.matmul.fp32_precision == 'tf32'",
+    )
+    subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True, timeout=120)
 
 
 @pytest.mark.parametrize("forward", ["return self.layer(x).mean()", "raise ValueError('wrong')"])

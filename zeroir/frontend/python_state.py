@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, ModuleType
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,9 @@ Leaf = tuple[object, ...]
 
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-_OPAQUE = (nn.Module, type, FunctionType, MethodType, ModuleType)
+_LASTING = (nn.Module, type, FunctionType, BuiltinFunctionType, ModuleType)
+"""Which one it is matters, not what is in it. Other objects may be made anew at every forward."""
+
 _RANDOM = "the state of Python's random"
 _NUMPY_RANDOM = "the state of numpy.random"
 
@@ -104,14 +106,17 @@ class PythonState:
         elif isinstance(value, tuple):
             self.leaves[name] = (tuple, len(value))
             self._add_all(name, enumerate(value))
-        elif id(value) in self._seen:
+        elif isinstance(value, _LASTING):
             self.leaves[name] = (type(value), id(value))
+            self._seen[id(value)] = value
+        elif id(value) in self._seen:
+            self.leaves[name] = (type(value),)
         else:
             self._seen[id(value)] = value
             self._add_mutable(name, value)
 
     def _add_mutable(self, name: str, value: object) -> None:
-        self.leaves[name] = (type(value), id(value))
+        self.leaves[name] = (type(value),)
         match value:
             case list() | deque():
                 items = list(value)
@@ -147,7 +152,7 @@ def kept_tensors(model: nn.Module, names: Iterable[str]) -> Iterator[tuple[nn.Mo
 
 def _has_own_attributes(value: object) -> bool:
     """Whether an object is of a class of the user's or of a library's whose attributes are its state."""
-    if isinstance(value, _OPAQUE) or not hasattr(value, "__dict__"):
+    if not hasattr(value, "__dict__"):
         return False
     package = type(value).__module__.partition(".")[0]
     return package != "torch" and package not in sys.stdlib_module_names

@@ -105,8 +105,7 @@ def _kept(
         raise refusal from None
     finally:
         for module, name, _ in kept:
-            module._buffers.pop(name, None)
-            module._non_persistent_buffers_set.discard(name)
+            delattr(module, name)
     names = {name for name in changed if name in {each for each, _ in joint.mutations}}
     if not kept or names or not is_settled:
         raise refusal

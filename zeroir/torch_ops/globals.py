@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 _Restore = Callable[[], object]
 
 _DEVICES = ("cpu", "cuda")
+_ALLOWS_TF32 = "allow_tf32"
+_PRODUCTS = "matmul"
 _FILLS = "fill_uninitialized_memory"
 
 
@@ -31,7 +36,7 @@ def torch_globals_kept() -> Iterator[None]:
         _autocast_cache(),
         _anomaly_detection(),
         _threads(),
-        _matmul_precision(),
+        *_precisions(),
         *_backend_switches(),
     ]
     try:
@@ -115,21 +120,45 @@ def _threads() -> _Restore:
     return restore
 
 
-def _matmul_precision() -> _Restore:
-    was = torch.get_float32_matmul_precision()
+def _precisions() -> list[_Restore]:
+    """The precision of FP32 products: torch has two interfaces to it, and may refuse to read the older one."""
+    # Modules whose classes have properties of these names.
+    mkldnn: object = torch.backends.mkldnn
+    cudnn: object = torch.backends.cudnn
+    owners: list[object] = [torch.backends, torch.backends.cuda.matmul, cudnn, mkldnn]
+    owners += [getattr(owner, kind) for owner in (cudnn, mkldnn) for kind in ("conv", "rnn")]
+    owners.append(getattr(mkldnn, _PRODUCTS))
+    found = [_switch(owner, "fp32_precision") for owner in owners]
+    found.append(_readable(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision))
+    found.append(
+        _readable(
+            lambda: getattr(cudnn, _ALLOWS_TF32), lambda was: setattr(cudnn, _ALLOWS_TF32, was)
+        )
+    )
+    return found
+
+
+def _readable(read: Callable[[], T], write: Callable[[T], object]) -> _Restore:
+    """What is put back where it could be read."""
+    try:
+        was = read()
+    except RuntimeError:
+        return lambda: None
 
     def restore() -> None:
-        if torch.get_float32_matmul_precision() != was:
-            torch.set_float32_matmul_precision(was)
+        try:
+            is_same = read() == was
+        except RuntimeError:
+            is_same = False
+        if not is_same:
+            write(was)
 
     return restore
 
 
 def _backend_switches() -> list[_Restore]:
     cudnn, cuda = torch.backends.cudnn, torch.backends.cuda
-    found = [
-        _switch(cudnn, name) for name in ("enabled", "benchmark", "deterministic", "allow_tf32")
-    ]
+    found = [_switch(cudnn, name) for name in ("enabled", "benchmark", "deterministic")]
     found.append(_switch(torch.backends.mkldnn, "enabled"))
     for kind in ("flash", "mem_efficient", "math", "cudnn"):
         was = getattr(cuda, f"{kind}_sdp_enabled")()
