@@ -29,6 +29,11 @@ _NORMS: Final = frozenset(
 )
 """Their statistics, which follow the result, are FP32 on a GPU and of the operand's dtype on a CPU."""
 
+_BOOKKEEPING: Final = frozenset(
+    {"aten._embedding_bag.default", "aten._embedding_bag_forward_only.default"}
+)
+"""Their results after the first are for their own backward: each device keeps what it needs, in shapes of its own."""
+
 
 def misdeclared(segments: Iterable[Segment]) -> str | None:
     """The first node whose operator makes something else than it declares, or refuses the call, as a clause.
@@ -81,7 +86,7 @@ def _problem(node: Node, types: Sequence[TensorType | None]) -> str | None:
     if len(results) != len(node.results):
         return f"declares {len(node.results)} results where {len(results)} are made"
     for at, (declared, result) in enumerate(zip(node.results, results, strict=True)):
-        if declared is None:
+        if declared is None or (at > 0 and node.op in _BOOKKEEPING):
             continue
         wanted, found = _spell(_sketch(declared)), _spell(result)
         is_statistic = at > 0 and node.op in _NORMS and declared.dtype.is_floating

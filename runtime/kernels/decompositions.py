@@ -8,6 +8,7 @@ import torch
 
 from zeroir.torch_ops.attention import attend, attend_backward
 from zeroir.torch_ops.batch_norm import normalise, normalise_backward
+from zeroir.torch_ops.draws import draw_with
 from zeroir.torch_ops.dropout import drop_with
 from zeroir.torch_ops.strided import look_by_index, scatter_by_index
 
@@ -16,7 +17,7 @@ def decompositions(device: torch.device) -> Mapping[torch._ops.OpOverload, Calla
     """The operators of ours that are decomposed on a device; the others are called as they are.
 
     Strided views are everywhere, because a compiler lays tensors out as it likes, and on the CPU all others are. On
-    CUDA the choice between kernels of attention asks the device about real tensors, and the seed of a dropout lies on
+    CUDA the choice between kernels of attention asks the device about real tensors, and a seed lies on
     the host, where a fused kernel cannot read it.
     """
     ours = torch.ops.zeroir
@@ -33,4 +34,5 @@ def decompositions(device: torch.device) -> Mapping[torch._ops.OpOverload, Calla
         ours.batch_norm.default: normalise,
         ours.batch_norm_backward.default: normalise_backward,
         ours.dropout.default: drop_with,
+        ours.uniform.default: draw_with,
     }

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from tools.conformance.samples import UNDEFINED, Sample
+from tools.conformance.samples import OTHERWISE_DERIVED, UNDEFINED, Sample
 from zeroir.config import make_options
 from zeroir.errors import InternalError, UserError
 from zeroir.frontend.entry import ModelFile
@@ -52,7 +52,8 @@ class Outcome(StrEnum):
 
 OUTCOMES = {
     Outcome.RIGHT: "loss, gradients and buffers are those of plain autograd, bit for bit",
-    Outcome.CLOSE: "bit for bit those of zeroir's own operators in eager PyTorch, which are within 1e-4 of torch's",
+    Outcome.CLOSE: "within 1e-4: zeroir's own operators, bit for bit as eager PyTorch computes them, and derivatives "
+    "for which torch chooses among formulas by looking at the values",
     Outcome.DRAWN: "bit for bit those of eager PyTorch with the program's seeds: random numbers are the program's own",
     Outcome.WRONG: "something else",
     Outcome.REFUSED: "no program, and a sentence that says why",
@@ -175,12 +176,14 @@ def judge(sample: Sample) -> Verdict:
         difference = _difference(found, plain)
         if difference is None:
             return Verdict(outcome=Outcome.RIGHT)
+        far = _difference(found, plain, RELATIVE)
+        if sample.name in OTHERWISE_DERIVED and far is None:
+            return Verdict(outcome=Outcome.CLOSE)
         neutral = _eager(sample, seeds)
         if _difference(found, neutral) is not None:
             return Verdict(outcome=Outcome.WRONG, why=difference)
         if len(seeds):
             return Verdict(outcome=Outcome.DRAWN)
-        far = _difference(found, plain, RELATIVE)
         if far is not None:
             return Verdict(outcome=Outcome.WRONG, why=far)
         return Verdict(outcome=Outcome.CLOSE)
@@ -268,6 +271,8 @@ def _difference(
             continue
         other = wanted[name].to(one.dtype).reshape(one.shape)
         is_equal = (one == other) | (one.isnan() & other.isnan())
+        if tolerance:
+            is_equal |= other.isnan()  # Torch's own formula may meet one more NaN on its way.
         if bool(is_equal.all()):
             continue
         gap = float((one.double() - other.double()).abs()[~is_equal].max())

@@ -23,6 +23,9 @@ UNDEFINED = frozenset(
 )
 """Operators whose results are what memory happens to hold."""
 
+OTHERWISE_DERIVED = frozenset({"masked.prod", "prod"})
+"""Operators whose derivative torch computes by one formula or another, after a look at the values."""
+
 _DTYPES = (torch.float32, torch.int64, torch.bool, torch.complex64)
 
 

@@ -240,7 +240,7 @@ def _with_descriptors(module: torch.fx.GraphModule) -> JointGraph:
     placeholders = tuple(
         _placeholder(node)
         for node in module.graph.find_nodes(op="placeholder")
-        if not isinstance(node.meta["desc"], d.ForwardTokenAOTInput)
+        if not isinstance(node.meta["desc"], d.ForwardTokenAOTInput | d.BackwardTokenAOTInput)
     )
     (output,) = module.graph.find_nodes(op="output")
     loss: torch.fx.Node | None = None
@@ -260,7 +260,7 @@ def _with_descriptors(module: torch.fx.GraphModule) -> JointGraph:
                 raise InputChangedError(position)
             case d.InputMutationAOTOutput(mutated_input=d.ParamAOTInput(target=name)):
                 raise ParameterChangedError(name)
-            case None | d.GradAOTOutput() | d.ForwardTokenAOTOutput():
+            case None | d.GradAOTOutput() | d.ForwardTokenAOTOutput() | d.BackwardTokenAOTOutput():
                 pass  # the gradient of a tensor of the batch, for which nobody asked; the order of checks
             case _:
                 raise UnknownDescriptorError(f"an output of the joint graph is {desc}")

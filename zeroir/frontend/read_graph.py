@@ -371,8 +371,8 @@ def _without_nothing(op: torch._ops.OpOverload, node: fx.Node) -> tuple[object, 
 def _check(op: torch._ops.OpOverload, place: str, value: object) -> None:
     if torch.Tag.nondeterministic_seeded in op.tags:
         raise UserError(
-            f"{place or 'The model'} draws random numbers with {op}; programs have no hidden random "
-            "state, so use torch.nn.functional.dropout or pass the numbers in with the batch."
+            f"{place or 'The model'} draws random numbers with {op}, which programs cannot: they have no "
+            "hidden random state. Pass the numbers in with the batch, or draw uniform or normal ones."
         )
     if op._schema.is_mutable:
         raise InternalError(f"the joint graph changes a tensor in place with {op} ({place})")

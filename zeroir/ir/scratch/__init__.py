@@ -152,6 +152,8 @@ def _inner_bytes(node: Node, types: Types, *, is_filled: bool) -> int:
             return layer_norm_backward_bytes(node, types)
         case "zeroir.dropout.default":
             return dropout_bytes(node, types)
+        case "zeroir.uniform.default":
+            return 12 * result_of(node).numel + 8  # two 64-bit integers an element while hashing
         case "zeroir.batch_norm.default":
             return batch_norm_bytes(node, types)
         case "zeroir.batch_norm_backward.default":
