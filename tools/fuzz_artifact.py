@@ -11,6 +11,8 @@ terminal obeys. Exits with 1 where one does not.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import os
 import re
 import resource
@@ -96,14 +98,18 @@ def _read_all(path: Path, output: Path) -> None:
         target = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         os.dup2(target, 1)
         os.dup2(target, 2)
-        exit_code = run_command(["verify", str(path)])
-        if exit_code == 0:
-            shows = (["show", str(path)], ["show", str(path), "--text"])
-            exit_code = max(run_command(command) for command in shows)
+        exit_code = _exit_code(path)
         sys.stdout.flush()
         sys.stderr.flush()
     finally:
         os._exit(exit_code)
+
+
+def _exit_code(path: Path) -> int:
+    exit_code = run_command(["verify", str(path)])
+    if exit_code != 0:
+        return exit_code
+    return max(run_command(["show", str(path), *flags]) for flags in ((), ("--text",)))
 
 
 def _outcome(status: int, cpu_seconds: float, said: str) -> str:
@@ -126,6 +132,9 @@ def batch(name: str, first: int, count: int) -> list[tuple[int, Ending]]:
     bodies = subjects()
     damage = damaged if name == "bodies" else edited
     found: list[tuple[int, Ending]] = []
+    # What the commands import is imported here once, and not in every fork.
+    with contextlib.redirect_stdout(io.StringIO()):
+        _exit_code(_STORED)
     with tempfile.TemporaryDirectory() as folder:
         for seed in range(first, first + count):
             chance = Random(f"{name} {seed}")

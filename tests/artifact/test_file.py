@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from tests.support.examples import examples
 from tests.support.programs import mlp
 from zeroir import artifact as artifacts
-from zeroir.artifact import SCHEMA_VERSION, Artifact, require_writable, write_whole
-from zeroir.artifact.file import MAGIC
+from zeroir.artifact import SCHEMA_VERSION, Artifact
+from zeroir.artifact.outputs import MAGIC, PROGRAM, require_writable, write_whole
 from zeroir.errors import UserError
 from zeroir.ir.program import Program
 
@@ -335,9 +335,9 @@ def test_a_link_stays_a_link_and_what_it_names_is_written(tmp_path: Path) -> Non
     (tmp_path / "there").mkdir()
     link = tmp_path / "link"
     link.symlink_to(tmp_path / "there" / "file")
-    for data in (b"new", b"newer"):
-        require_writable(link)
-        write_whole(link, data)
+    for data in (MAGIC + b"new", MAGIC + b"newer"):
+        require_writable(link, PROGRAM)
+        write_whole(link, data, PROGRAM)
         assert link.is_symlink()
         assert (tmp_path / "there" / "file").read_bytes() == data
     assert [one.name for one in (tmp_path / "there").iterdir()] == ["file"]
@@ -346,10 +346,10 @@ def test_a_link_stays_a_link_and_what_it_names_is_written(tmp_path: Path) -> Non
 def test_a_pipe_is_written_and_not_replaced(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    require_writable(pipe)
+    require_writable(pipe, PROGRAM)
     with ThreadPoolExecutor(1) as reader:
         read = reader.submit(pipe.read_bytes)
-        write_whole(pipe, b"all of it")
+        write_whole(pipe, b"all of it", PROGRAM)
         assert read.result() == b"all of it"
     assert pipe.is_fifo()
     assert list(tmp_path.iterdir()) == [pipe]

@@ -16,7 +16,7 @@ from zeroir.api.run import (
     warnings_as_sentences,
     watched_job,
 )
-from zeroir.artifact import write_whole
+from zeroir.artifact.outputs import MACHINE, write_whole
 from zeroir.cost.machine import Machine, load_machine, to_toml
 from zeroir.cost.profile import measured_machine
 from zeroir.cost.simulate import simulate
@@ -84,7 +84,7 @@ def profile_program(
                 compiled, place, base, output.stem, rounds, seed, model, allow_model_change, kernels
             )
             if found is not None:
-                write_whole(output, to_toml(found.machine).encode())
+                write_whole(output, to_toml(found.machine).encode(), MACHINE)
     return found
 
 

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from zeroir.api.compiled import CompiledProgram, load_program
-from zeroir.artifact import Artifact, require_writable, write_whole
+from zeroir.artifact import Artifact
+from zeroir.artifact.outputs import TIMELINE, require_writable, write_whole
 from zeroir.errors import (
     MEMORY_REMEDY,
     GraphWarning,
@@ -71,7 +72,7 @@ def run_program(
     """
     with watched_job():
         if trace is not None and os.environ.get("RANK", "0") == "0":
-            require_writable(trace, example="trace.json")
+            require_writable(trace, TIMELINE)
         compiled = load_program(path)
         model_file = load_model(compiled, model=model, allow_model_change=allow_model_change)
         with joined_job() as place:
@@ -247,7 +248,7 @@ def _write_trace(path: Path, engine: Engine) -> None:
     if ranks is None:
         return
     document = chrome_trace(engine.program, ranks, step=engine.step_count)
-    write_whole(path, json.dumps(document, separators=(",", ":")).encode())
+    write_whole(path, json.dumps(document, separators=(",", ":")).encode(), TIMELINE)
     _say(f"Wrote {path}, the timeline of step {engine.step_count}: open it at ui.perfetto.dev.")
 
 

@@ -12,10 +12,8 @@ from zeroir.artifact.file import (
     envelope,
     from_bytes,
     load,
-    require_writable,
     save,
     to_bytes,
-    write_whole,
 )
 from zeroir.artifact.schema import SCHEMA_VERSION, program_digest
 
@@ -26,8 +24,6 @@ __all__ = [
     "from_bytes",
     "load",
     "program_digest",
-    "require_writable",
     "save",
     "to_bytes",
-    "write_whole",
 ]

@@ -12,10 +12,7 @@ apart::
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import os
-import secrets
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,14 +20,12 @@ from typing import Final
 
 import msgpack
 
+from zeroir.artifact.outputs import MAGIC, PROGRAM, write_whole
 from zeroir.artifact.schema import SCHEMA_VERSION, SchemaError, decode, pack
 from zeroir.errors import UserError
 from zeroir.ir.allowlist import refusal
 from zeroir.ir.limits import LARGEST_FILE_BYTES
 from zeroir.ir.program import Program
-
-MAGIC: Final = b"\x89zeroir\n"
-"""Not ASCII, so that no text begins with it; the newline shows a file that was copied as text."""
 
 _HEAD: Final = struct.Struct(">8sHHQ")
 _DIGEST_BYTES: Final = 32
@@ -109,89 +104,13 @@ def from_bytes(data: bytes, name: str = "<bytes>") -> Artifact:
     return artifact
 
 
-def require_writable(
-    path: str | Path, *, example: str = "gpt.zir", replaces_program: bool = False
-) -> None:
-    """UserError where no file can be written at the path, before any work is done for it.
-
-    ``example`` is what such a file may be called. A compiled program is overwritten only where ``replaces_program``.
-    """
-    path = Path(path)
-    try:
-        if path.is_dir():
-            raise UserError(
-                f"'{path}' is a folder: name a file to write, for instance {path / example}."
-            )
-        if _is_device(path):
-            return
-        folder = path.parent if not path.is_symlink() else path.resolve().parent
-        is_folder = folder.is_dir()
-    except OSError as error:
-        raise _unwritable(path, error) from error
-    except RuntimeError as error:
-        raise UserError(f"'{path}' cannot be written: it is a link to itself.") from error
-    if not is_folder:
-        raise UserError(f"'{path}' cannot be written: there is no folder '{folder}'.")
-    if not os.access(folder, os.W_OK):
-        raise UserError(f"'{path}' cannot be written: you may not write in '{folder}'.")
-    if not replaces_program and _is_program(path):
-        raise UserError(
-            f"'{path}' is a compiled program: name another file to write, for instance {example}."
-        )
-
-
 def save(artifact: Artifact, path: str | Path) -> None:
     """Write the file whole or not at all: another file's readers never see half of it.
 
     Raises:
-        UserError: where the path cannot be written.
+        UserError: where the path cannot be written, or a file that is no program stands there.
     """
-    require_writable(path, replaces_program=True)
-    write_whole(Path(path), to_bytes(artifact))
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """Write a file whole or not at all; a link stays one, and devices and pipes are written as they are.
-
-    Raises:
-        UserError: where the path cannot be written.
-    """
-    if _is_device(path):
-        try:
-            path.write_bytes(data)
-        except OSError as error:
-            raise _unwritable(path, error) from error
-        return
-    target = path.resolve()
-    beside = target.with_name(f".{target.name}.{secrets.token_hex(6)}.tmp")
-    try:
-        with beside.open("xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(target)
-    except OSError as error:
-        raise _unwritable(path, error) from error
-    finally:
-        with contextlib.suppress(OSError):
-            beside.unlink(missing_ok=True)
-
-
-def _is_program(path: Path) -> bool:
-    try:
-        with path.open("rb") as file:
-            return file.read(len(MAGIC)) == MAGIC
-    except OSError:
-        return False
-
-
-def _is_device(path: Path) -> bool:
-    """Whether something stands there that no file may replace, such as /dev/null or a pipe."""
-    return path.exists() and not path.is_file()
-
-
-def _unwritable(path: Path, error: OSError) -> UserError:
-    return UserError(f"'{path}' cannot be written: {error.strerror or error}.")
+    write_whole(Path(path), to_bytes(artifact), PROGRAM)
 
 
 def load(path: str | Path) -> Artifact:

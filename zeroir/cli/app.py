@@ -261,10 +261,10 @@ def run(
     Example: torchrun --nproc-per-node 2 -m zeroir run gpt.zir --steps 100
     """
     from zeroir.api.run import launch, run_program
-    from zeroir.artifact import require_writable
+    from zeroir.artifact.outputs import TIMELINE, require_writable
 
     if trace is not None and "RANK" not in os.environ:
-        require_writable(trace, example="trace.json")
+        require_writable(trace, TIMELINE)
     if nproc is not None and "RANK" not in os.environ:
         numbers = {"--steps": steps, "--seed": seed, "--log-every": log_every}
         flags = {
