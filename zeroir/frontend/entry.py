@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from zeroir.errors import MEMORY_REMEDY, UserError, ZeroirError, is_out_of_memory
 from zeroir.frontend.imports import hashes_of_imports, hashes_of_modules
 from zeroir.frontend.regions import line_of_caller, noting_autocasts
-from zeroir.torch_ops.devices import OneDevice, one_device
+from zeroir.torch_ops.devices import one_device
 
 _MODULE = "_zeroir_model_"
 _IMPORTS = "_zeroir_imports"
