@@ -47,7 +47,7 @@ DATA_DEPENDENT: tuple[type[Exception], ...] = (
 )
 
 
-def is_higher_order(error: Exception) -> bool:
+def is_higher_order(error: BaseException) -> bool:
     """Whether an exception says that a function was handed to an operator."""
     if isinstance(error, UncapturedHigherOrderOpError):
         return True

@@ -175,7 +175,7 @@ def _replayed(
                 if not step.plan.misfits:
                     return graph
                 step.plan.drop_misfits()
-    except Exception:  # noqa: BLE001 - whatever the model or torch raises, they raise without this, too
+    except (Exception, SystemExit):  # noqa: BLE001 - whatever the model or torch raises, they raise without this, too
         return None
     return None
 
@@ -433,7 +433,7 @@ def _traced(
         ) from None
     except UnknownDescriptorError as error:
         raise InternalError(f"tracing {path} failed: {error}") from error
-    except Exception as error:  # noqa: BLE001 - whatever the model or torch raises
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever the model or torch raises
         if is_higher_order(error):
             raise UserError(
                 f"{where(error, path) or path} uses a higher-order operator such as torch.cond or flex_attention, "
