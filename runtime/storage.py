@@ -83,6 +83,11 @@ class Memory:
         """Say which temporary buffers are live now, where ops ran that nobody carried out one by one."""
         self._live = {*self._persistent, *temporaries}
 
+    def clear(self, names: Collection[str]) -> None:
+        """Make those of the buffers that are persistent zeros, as they were at first."""
+        for name in self._persistent.intersection(names):
+            self._tensors[name].zero_()
+
     def buffer(self, name: str) -> Tensor:
         """The whole buffer as a one-dimensional tensor; InternalError when it is not live."""
         if name not in self._live:

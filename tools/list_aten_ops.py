@@ -43,7 +43,7 @@ RANDOM_ONLY_WITH_DROPOUT = re.compile(r"_?(scaled_dot_product|flash|efficient|cu
 
 REFUSED = re.compile(
     # storage, files, devices, metadata
-    r"from_file|.*resize.*|set|set_data|data|.*pin_memory|is_.*|_is_.*|_to_cpu|_copy_from.*|_lazy_clone"
+    r"from_file|.*as_strided.*|_reshape_alias.*|unsafe_(chunk|split.*)|.*resize.*|set|set_data|data|.*pin_memory|is_.*|_is_.*|_to_cpu|_copy_from.*|_lazy_clone"
     # debugging and tracing
     r"|_test_.*|_debug.*|_async.*|_assert.*|_functional_(assert|sym).*|_make_dep_token|_print|_foobar"
     # forward-mode differentiation, batching, casting modes

@@ -8,22 +8,31 @@ import torch
 
 from zeroir.torch_ops.attention import attend, attend_backward
 from zeroir.torch_ops.batch_norm import normalise, normalise_backward
+from zeroir.torch_ops.draws import draw_with
 from zeroir.torch_ops.dropout import drop_with
+from zeroir.torch_ops.strided import look_by_index, scatter_by_index
 
 
 def decompositions(device: torch.device) -> Mapping[torch._ops.OpOverload, Callable[..., object]]:
     """The operators of ours that are decomposed on a device; the others are called as they are.
 
-    On the CPU all are. On CUDA the choice between kernels of attention asks the device about real tensors, and the
-    seed of a dropout lies on the host, where a fused kernel cannot read it.
+    Strided views are everywhere, because a compiler lays tensors out as it likes, and on the CPU all others are. On
+    CUDA the choice between kernels of attention asks the device about real tensors, and a seed lies on
+    the host, where a fused kernel cannot read it.
     """
     ours = torch.ops.zeroir
+    by_index: dict[torch._ops.OpOverload, Callable[..., object]] = {
+        ours.strided.default: look_by_index,
+        ours.strided_scatter.default: scatter_by_index,
+    }
     if device.type != "cpu":
-        return {}
+        return by_index
     return {
+        **by_index,
         ours.attention.default: attend,
         ours.attention_backward.default: attend_backward,
         ours.batch_norm.default: normalise,
         ours.batch_norm_backward.default: normalise_backward,
         ours.dropout.default: drop_with,
+        ours.uniform.default: draw_with,
     }

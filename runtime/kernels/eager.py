@@ -100,7 +100,7 @@ class _Step:
         # What holds a value besides ``values`` would keep it in memory.
         del args, kwargs, result
         for index, stride in self.layouts:
-            values[index] = _laid_out(values[index], stride)
+            values[index] = laid_out(values[index], stride)
         for index in self.drops:
             values[index] = None
 
@@ -188,7 +188,7 @@ def _prepared(call: Call, device: torch.device) -> _Step:
     )
 
 
-def _laid_out(value: Tensor | None, stride: tuple[int, ...]) -> Tensor | None:
+def laid_out(value: Tensor | None, stride: tuple[int, ...]) -> Tensor | None:
     """The tensor with these strides, as far as they matter: copied if it has others."""
     if value is None or value.stride() == stride:
         return value

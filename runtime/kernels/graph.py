@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Final
 
 import torch
 from torch import fx
@@ -59,14 +60,18 @@ def input_types(segment: Segment, bindings: Sequence[Binding | None]) -> list[Te
     return found
 
 
+_SEEDED: Final = {"zeroir.dropout.default": 2, "zeroir.uniform.default": 1}
+"""Ops that take a seed, and which argument it is."""
+
+
 def host_inputs(segment: Segment) -> frozenset[int]:
-    """The arguments that lie on the host whatever the device: seeds of dropouts."""
+    """The arguments that lie on the host whatever the device: seeds."""
     makers = _makers(segment)
     found: set[int] = set()
     for node in segment.nodes:
-        if node.op != "zeroir.dropout.default":
+        if node.op not in _SEEDED:
             continue
-        seed = node.args[2]
+        seed = node.args[_SEEDED[node.op]]
         while isinstance(seed, Ref) and seed.index in makers:
             seed = makers[seed.index].args[0]
         if isinstance(seed, Ref):

@@ -8,12 +8,11 @@ How far results may be from the eager kernels': Inductor adds in another order, 
 its own polynomials for elementary functions. Eager mode rounds every value that passes from one operator to the next,
 with a relative error of at most eps / 2, and a sum in another order is off by a few roundings of its partial sums. Over
 a path of d operators such errors, taken as independent, grow with the root of d. So results may differ by 4 × eps × √d,
-relative to the largest element, which is what ``tolerance`` computes.
+relative to the largest element, which is what ``kernels.tolerance`` computes.
 """
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -33,28 +32,6 @@ from zeroir.runtime.kernels.cache import KernelCache, cache_folder, kernel_key
 from zeroir.runtime.kernels.compile_pool import Place, compile_missing, has_compiler
 from zeroir.runtime.kernels.compile_worker import Request
 from zeroir.runtime.kernels.eager import EagerKernels
-from zeroir.runtime.tensors import TORCH_DTYPE
-
-
-def tolerance(segment: Segment) -> float:
-    """How far apart results of two kernel backends may be, relative to the largest element of an output.
-
-    4 × eps × √d, with eps of the narrowest floating dtype in the segment and d operators on its longest path. An
-    embedding's gradient may be summed row by row, so it counts as many operators as rows are looked up.
-    """
-    kinds = segment.types()
-    depths: list[int] = [0] * len(segment.inputs)
-    for node in segment.nodes:
-        own = 1
-        if node.op == "aten.embedding_dense_backward.default":
-            _, rows, *_ = node.refs()
-            looked_up = kinds[rows.index]
-            own = 1 if looked_up is None else looked_up.numel
-        depth = own + max((depths[ref.index] for ref in node.refs()), default=0)
-        depths += [depth] * len(node.results)
-    dtypes = {TORCH_DTYPE[kind.dtype] for kind in kinds if kind is not None}
-    eps = max((torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point), default=0.0)
-    return 4 * eps * math.sqrt(max(depths, default=0))
 
 
 class InductorKernels:

@@ -12,7 +12,7 @@ from tests.cli.conftest import GPT, Zeroir
 from tests.cli.test_run import run
 from tests.runtime.timelines import overlapping, require_program_order
 from zeroir.api import load_program
-from zeroir.artifact.file import MAGIC
+from zeroir.artifact.outputs import MAGIC
 from zeroir.cli.app import run_command
 from zeroir.ir.program import LAST_MICRO_STEP, UPDATE
 from zeroir.ir.spans import Span

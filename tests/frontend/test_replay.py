@@ -112,7 +112,9 @@ def test_a_dozen_equal_blocks_are_traced_built_and_hashed_once(
 
     monkeypatch.setattr(replay, "make_template", counted("traced", make_template))
     monkeypatch.setattr(segments, "Segment", counted("built", Segment))
-    monkeypatch.setattr(workspace, "eager_bytes", counted("measured", workspace.eager_bytes))
+    monkeypatch.setattr(
+        workspace, "eager_workspace", counted("measured", workspace.eager_workspace)
+    )
     monkeypatch.setattr(Segment, "digest", counted("hashed", Segment.digest))
     captured = capture(model_file(lambda: Stack(lambda _: Block(), 12)), "fp32", ())
     assert captured.replayed == names(*range(12))

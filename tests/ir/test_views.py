@@ -137,6 +137,38 @@ def test_a_view_sees_what_torch_lets_it_see(
             assert x.storage_offset() + part.offset == result.storage_offset()
 
 
+STRIDED = "zeroir.strided.default"
+
+
+@examples(300)
+@given(
+    x=tensors(),
+    where=st.lists(st.tuples(SMALL, SMALL), max_size=3),
+    offset=st.integers(-2, 12),
+)
+def test_a_strided_view_stays_within_what_it_is_a_view_of(
+    x: Tensor, where: list[tuple[int, int]], offset: int
+) -> None:
+    size, stride = (tuple(pair[i] for pair in where) for i in (0, 1))
+    node = Node(op=STRIDED, args=(Ref(0), size, stride, offset), results=())
+    span = (
+        0
+        if 0 in x.shape
+        else 1 + sum((s - 1) * t for s, t in zip(x.shape, x.stride(), strict=True))
+    )
+    last = offset + sum((s - 1) * t for s, t in where)
+    is_inside = min((offset, *size, *stride)) >= 0 and (0 in size or last < span)
+    if not is_inside:
+        with pytest.raises(ViewError):
+            parts(node, kind_of(x))
+        return
+    made = operator(STRIDED)(x, size, stride, offset)
+    assert isinstance(made, Tensor)
+    (part,) = parts(node, kind_of(x)) or ()
+    assert part.kind == kind_of(made)
+    assert x.storage_offset() + part.offset == made.storage_offset()
+
+
 def test_every_view_that_a_segment_may_name_has_a_rule() -> None:
     """What shares storage by torch's schema, and may be named, is told by its arguments."""
     for name in sorted(allowed_ops()):
@@ -146,7 +178,7 @@ def test_every_view_that_a_segment_may_name_has_a_rule() -> None:
             continue
         if any(result.alias_info is not None for result in schema.returns):
             assert is_view(name) or name == BITCAST, name
-    assert set(ARGUMENTS) <= {name for name in allowed_ops() if is_view(name)}
+    assert {*ARGUMENTS, STRIDED} == {name for name in allowed_ops() if is_view(name)}
     x = torch.ones(4)
     assert torch.ops.aten._unsafe_view(x, [2, 2]).data_ptr() == x.data_ptr()
 

@@ -43,7 +43,8 @@ from zeroir.runtime.kernels.base import Kernel
 from zeroir.runtime.kernels.cache import KernelCache, cache_folder, kernel_key
 from zeroir.runtime.kernels.choice import KernelBackend
 from zeroir.runtime.kernels.eager import EagerKernels
-from zeroir.runtime.kernels.inductor import InductorKernels, tolerance
+from zeroir.runtime.kernels.inductor import InductorKernels
+from zeroir.runtime.kernels.tolerance import tolerance
 from zeroir.runtime.lockstep import run_lockstep
 
 CPU = torch.device("cpu")

@@ -135,6 +135,7 @@ class CompiledProgram:
         allow_model_change: bool = False,
         kernels: str = "eager",
         cuda_graphs: bool = False,
+        self_check: bool = True,
     ) -> Engine:
         """An engine for this process, its parameters initialised from the model file.
 
@@ -142,10 +143,12 @@ class CompiledProgram:
         ``engine.step(batch)`` has the structure, shapes and dtypes of the model file's ``batch()``. ``model`` names
         the model file where it has been moved. ``kernels`` compute the segments: ``eager`` are torch's operators one by
         one, ``inductor`` compiles each distinct segment once and keeps it on disk. With ``cuda_graphs`` a GPU is given
-        whole sections at once, where they can be captured; elsewhere a warning says why not.
+        whole sections at once, where they can be captured; elsewhere a warning says why not. With ``self_check`` each
+        distinct segment is computed once on random numbers, by its kernel and by its plain operators.
 
         Raises:
-            UserError: where the model file is missing or is not the one that was compiled.
+            UserError: where the model file is missing or is not the one that was compiled, or where a kernel computes
+                something else than its operators.
         """
         from zeroir.api.run import make_engine
 
@@ -156,6 +159,7 @@ class CompiledProgram:
             allow_model_change=allow_model_change,
             kernels=kernels,
             cuda_graphs=cuda_graphs,
+            self_check=self_check,
         )
 
 

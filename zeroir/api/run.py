@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import sys
 import traceback
 import uuid
@@ -17,16 +18,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from zeroir.api.compiled import CompiledProgram, load_program
-from zeroir.artifact import Artifact, require_writable, write_whole
-from zeroir.errors import GraphWarning, KernelWarning, ModelWarning, UserError, ZeroirError
-from zeroir.report.names import counted
+from zeroir.artifact import Artifact
+from zeroir.artifact.outputs import TIMELINE, require_writable, write_whole
+from zeroir.errors import (
+    MEMORY_REMEDY,
+    GraphWarning,
+    InternalError,
+    KernelWarning,
+    ModelWarning,
+    UserError,
+    ZeroirError,
+    is_out_of_memory,
+)
+from zeroir.report.names import counted, format_bytes
 
 if TYPE_CHECKING:
     from zeroir.frontend.entry import ModelFile, ModelSource
+    from zeroir.ir.program import Program
     from zeroir.runtime.batch import Batch
     from zeroir.runtime.engine import Engine
     from zeroir.runtime.kernels.choice import KernelBackend
-    from zeroir.runtime.train import Place
+    from zeroir.runtime.rendezvous import Place
 
 
 class ClosedOutputError(ZeroirError):
@@ -47,6 +59,7 @@ def run_program(
     trace: Path | None = None,
     kernels: str = "eager",
     cuda_graphs: bool = False,
+    self_check: bool = True,
 ) -> None:
     """Train for ``steps`` steps as the rank that torchrun made this process, or alone without torchrun.
 
@@ -57,16 +70,12 @@ def run_program(
     Raises:
         UserError: alone, or before the job is joined.
     """
-    from zeroir.runtime import heartbeat, train
-
-    if trace is not None and os.environ.get("RANK", "0") == "0":
-        require_writable(trace, example="trace.json")
-    compiled = load_program(path)
-    model_file = load_model(compiled, model=model, allow_model_change=allow_model_change)
-    place = train.join_job()
-
-    try:
-        with heartbeat.watched(place.rank, place.world_size, give_up):
+    with watched_job():
+        if trace is not None and os.environ.get("RANK", "0") == "0":
+            require_writable(trace, TIMELINE)
+        compiled = load_program(path)
+        model_file = load_model(compiled, model=model, allow_model_change=allow_model_change)
+        with joined_job() as place:
             _train(
                 compiled,
                 model_file,
@@ -78,26 +87,53 @@ def run_program(
                 trace,
                 kernels,
                 cuda_graphs,
+                self_check,
             )
-        train.leave_job()
+
+
+@contextmanager
+def watched_job() -> Iterator[None]:
+    """A body in which a rank of a job ends where another rank falls silent, or the job's store is gone.
+
+    Raises:
+        UserError: where the environment does not say which rank this is, or the store cannot be reached.
+    """
+    from zeroir.runtime import heartbeat, rendezvous
+
+    with heartbeat.watched(rendezvous.read_seat(), _give_up):
+        yield
+
+
+@contextmanager
+def joined_job() -> Iterator[Place]:
+    """A body with a place in the job. In a job of several ranks a failure is said by the rank that met it, and ends it.
+
+    Raises:
+        UserError: alone.
+    """
+    from zeroir.runtime import rendezvous
+
+    seat = rendezvous.read_seat()
+    try:
+        yield rendezvous.join_job()
+        rendezvous.leave_job()
     except (Exception, KeyboardInterrupt) as error:
-        if place.world_size == 1:
+        if seat.world_size == 1:
             raise
-        fail(error, place.rank)
+        _fail(error, seat.rank)
 
 
-def give_up(silent: int) -> NoReturn:
-    """Say that a rank of a job is silent, and stop."""
+def _give_up(why: str) -> NoReturn:
+    """Say why the job cannot go on, and stop."""
     from zeroir.runtime import train
 
-    _say(
-        f"Error: Rank {silent} has given no sign of life for a minute: it was stopped, or its machine cannot be "
-        "reached."
-    )
+    # Whoever failed first may be about to say so.
+    train.give_way()
+    _say(f"Error: {why}")
     train.abandon_job(UserError.exit_code)
 
 
-def fail(error: BaseException, rank: int) -> NoReturn:
+def _fail(error: BaseException, rank: int) -> NoReturn:
     """Say once why this rank of a job stops, and stop."""
     from zeroir.runtime import train
     from zeroir.runtime.comm.job import PeerError
@@ -115,6 +151,9 @@ def fail(error: BaseException, rank: int) -> NoReturn:
                 train.give_way()
             _say("Interrupted." if rank == 0 else f"Rank {rank} was interrupted.")
             train.abandon_job(130)
+        case _ if is_out_of_memory(error):
+            _say(f"Error on rank {rank}: Memory ran out: {MEMORY_REMEDY}.")
+            train.abandon_job(UserError.exit_code)
         case _:
             traceback.print_exception(error)
             _say(
@@ -134,6 +173,7 @@ def _train(
     trace: Path | None,
     kernels: str,
     cuda_graphs: bool,
+    self_check: bool,
 ) -> None:
     from zeroir.runtime import progress, train
     from zeroir.runtime.comm.job import PeerError
@@ -147,8 +187,18 @@ def _train(
         raise PeerError(str(error)) from error
     if place.rank == 0 and note:
         _say(note)
+    if place.rank == 0 and (note := construction_note(compiled.program)):
+        _say(note)
     with warnings_as_sentences():
-        engine = open_engine(compiled, model_file, place, seed, kernels, cuda_graphs=cuda_graphs)
+        engine = open_engine(
+            compiled,
+            model_file,
+            place,
+            seed,
+            kernels,
+            cuda_graphs=cuda_graphs,
+            self_check=self_check,
+        )
     if model_file.batches is None and place.rank == 0:
         _say(f"{model_file.path} has no batches(): training on batch() again and again.")
     batches = open_batches(model_file, place, seed)
@@ -198,7 +248,7 @@ def _write_trace(path: Path, engine: Engine) -> None:
     if ranks is None:
         return
     document = chrome_trace(engine.program, ranks, step=engine.step_count)
-    write_whole(path, json.dumps(document, separators=(",", ":")).encode())
+    write_whole(path, json.dumps(document, separators=(",", ":")).encode(), TIMELINE)
     _say(f"Wrote {path}, the timeline of step {engine.step_count}: open it at ui.perfetto.dev.")
 
 
@@ -214,14 +264,23 @@ def make_engine(
     allow_model_change: bool = False,
     kernels: str = "eager",
     cuda_graphs: bool = False,
+    self_check: bool = True,
 ) -> Engine:
     """See ``CompiledProgram.engine``."""
-    from zeroir.runtime import train
+    from zeroir.runtime import rendezvous
 
     model_file = load_model(compiled, model=model, allow_model_change=allow_model_change)
-    place = train.join_job()
+    place = rendezvous.join_job()
     compiled, _ = fitted(compiled, place.world_size)
-    return open_engine(compiled, model_file, place, seed, kernels, cuda_graphs=cuda_graphs)
+    return open_engine(
+        compiled,
+        model_file,
+        place,
+        seed,
+        kernels,
+        cuda_graphs=cuda_graphs,
+        self_check=self_check,
+    )
 
 
 def load_model(
@@ -324,6 +383,7 @@ def open_engine(
     kernels: str = "eager",
     *,
     cuda_graphs: bool = False,
+    self_check: bool = False,
 ) -> Engine:
     """An initialised engine at this process's place in the job."""
     from zeroir.runtime.engine import Engine
@@ -334,9 +394,24 @@ def open_engine(
         seed=seed,
         kernels=kernel_backend(kernels),
         cuda_graphs=cuda_graphs,
+        self_check=self_check,
     )
     engine.initialise(model_file.model, seed)
     return engine
+
+
+_NOTABLE_BYTES = 1 << 30
+
+
+def construction_note(program: Program) -> str | None:
+    """What building the model takes of rank 0's host beside the engine, where it is worth a line."""
+    numel = sum(flat.numel for flat in program.flats)
+    if 4 * numel < _NOTABLE_BYTES:
+        return None
+    return (
+        f"Rank 0 builds the model whole and hands it out: until then its host needs {format_bytes(4 * numel)} more, if "
+        "the model is made in FP32."
+    )
 
 
 def kernel_backend(name: str) -> KernelBackend:
@@ -376,6 +451,10 @@ def warnings_as_sentences() -> Iterator[None]:
         yield
 
 
+_EXPLAINED = (UserError.exit_code, InternalError.exit_code, ClosedOutputError.exit_code, 130)
+"""Exit codes of ranks that have said why."""
+
+
 def launch(nproc: int, arguments: list[str]) -> int:
     """Run ``zeroir`` with these arguments on ``nproc`` local ranks under torchrun's agent; return their exit code.
 
@@ -396,6 +475,7 @@ def launch(nproc: int, arguments: list[str]) -> int:
         max_restarts=0,
         monitor_interval=0.1,
     )
+    _require_loopback()
     # A rank that fails says why, and the agent is not to talk over it.
     logging.disable(logging.CRITICAL)
     try:
@@ -403,6 +483,10 @@ def launch(nproc: int, arguments: list[str]) -> int:
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode >= 0:
+            if failure.exitcode not in _EXPLAINED:
+                _say(
+                    f"Error: Rank {rank} ended with the exit code {failure.exitcode}, without a reason."
+                )
             return failure.exitcode
         _say(f"Error: Rank {rank} was killed by {signal.Signals(-failure.exitcode).name}.")
         return 128 - failure.exitcode  # as a shell says it
@@ -412,3 +496,18 @@ def launch(nproc: int, arguments: list[str]) -> int:
     finally:
         logging.disable(logging.NOTSET)
     return 0
+
+
+def _require_loopback() -> None:
+    """UserError where processes of this machine cannot reach each other, for which the agent would wait for ever."""
+    try:
+        with (
+            socket.create_server(("localhost", 0)) as server,
+            socket.create_connection(server.getsockname()[:2], timeout=10),
+        ):
+            return
+    except OSError as error:
+        raise UserError(
+            f"The ranks of this machine cannot reach each other at localhost: {error.strerror or error}; bring its "
+            "loopback up (`ip link set lo up`), and let /etc/hosts name it."
+        ) from None

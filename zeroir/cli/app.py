@@ -15,8 +15,8 @@ from cyclopts import App, CycloptsError, MissingArgumentError, Parameter, Unused
 from zeroir import __version__
 from zeroir.cli import looks
 from zeroir.cli.arguments import AsJson, AtLeastOne, Kernels, ProgramFile
-from zeroir.cli.console import err, out, print_json
-from zeroir.errors import UserError, ZeroirError
+from zeroir.cli.console import accept_any_text, err, out, print_json
+from zeroir.errors import MEMORY_REMEDY, UserError, ZeroirError, is_out_of_memory
 
 
 def _shown_default(value: object) -> str | None:
@@ -247,6 +247,13 @@ def run(
             negative=(), help="On a GPU, launch whole sections as CUDA graphs where they can be."
         ),
     ] = False,
+    self_check: Annotated[
+        bool,
+        Parameter(
+            name="--self-check",
+            help="Compare each distinct kernel with its operators, on random numbers, before training.",
+        ),
+    ] = True,
     as_json: Annotated[
         bool, Parameter(name="--json", negative=(), help="Print one JSON object a line.")
     ] = False,
@@ -256,15 +263,16 @@ def run(
     Example: torchrun --nproc-per-node 2 -m zeroir run gpt.zir --steps 100
     """
     from zeroir.api.run import launch, run_program
-    from zeroir.artifact import require_writable
+    from zeroir.artifact.outputs import TIMELINE, require_writable
 
     if trace is not None and "RANK" not in os.environ:
-        require_writable(trace, example="trace.json")
+        require_writable(trace, TIMELINE)
     if nproc is not None and "RANK" not in os.environ:
         numbers = {"--steps": steps, "--seed": seed, "--log-every": log_every}
         flags = {
             "--allow-model-change": allow_model_change,
             "--cuda-graphs": cuda_graphs,
+            "--no-self-check": not self_check,
             "--json": as_json,
         }
         arguments = ["run", str(program)]
@@ -283,6 +291,7 @@ def run(
         as_json=as_json,
         trace=trace,
         cuda_graphs=cuda_graphs,
+        self_check=self_check,
         kernels=kernels,
     )
     return 0
@@ -301,6 +310,7 @@ app.command("zeroir.cli.looks:report", name="report")
 
 def run_command(arguments: Sequence[str]) -> int:
     """Carry out one command line and return its exit code; errors are printed, never raised."""
+    accept_any_text()
     try:
         if arguments[:1] in ([], ["--help"], ["-h"]):
             app.resolved_commands()  # what lists them says what each is for
@@ -324,6 +334,8 @@ def run_command(arguments: Sequence[str]) -> int:
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
             _abandon_stdout()
             return _fail(2, f"Not everything could be written: {error.strerror}.")
+        if is_out_of_memory(error):
+            return _fail(2, f"Memory ran out: {MEMORY_REMEDY}.")
         traceback.print_exc()
         return _fail(70, "This is a defect of zeroir; please report it with the lines above.")
     return result if isinstance(result, int) else 0

@@ -33,6 +33,8 @@ from torch._subclasses.fake_tensor import (
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
+from zeroir.frontend.relative import make_relative
+
 # A tensor without data that is none of the model's parameters and buffers.
 UNREGISTERED: tuple[type[Exception], ...] = (FakeTensorDeviceMismatchError,)
 
@@ -153,6 +155,7 @@ def _exported(
         stack.enter_context(fx_traceback.preserve_node_meta())
         joint = aot_export_joint_with_descriptors(stack, module, tuple(inputs))
     _drop_checks(joint.graph_module.graph)
+    make_relative(joint.graph_module.graph)
     return joint.graph_module
 
 
@@ -237,7 +240,7 @@ def _with_descriptors(module: torch.fx.GraphModule) -> JointGraph:
     placeholders = tuple(
         _placeholder(node)
         for node in module.graph.find_nodes(op="placeholder")
-        if not isinstance(node.meta["desc"], d.ForwardTokenAOTInput)
+        if not isinstance(node.meta["desc"], d.ForwardTokenAOTInput | d.BackwardTokenAOTInput)
     )
     (output,) = module.graph.find_nodes(op="output")
     loss: torch.fx.Node | None = None
@@ -257,7 +260,7 @@ def _with_descriptors(module: torch.fx.GraphModule) -> JointGraph:
                 raise InputChangedError(position)
             case d.InputMutationAOTOutput(mutated_input=d.ParamAOTInput(target=name)):
                 raise ParameterChangedError(name)
-            case None | d.GradAOTOutput() | d.ForwardTokenAOTOutput():
+            case None | d.GradAOTOutput() | d.ForwardTokenAOTOutput() | d.BackwardTokenAOTOutput():
                 pass  # the gradient of a tensor of the batch, for which nobody asked; the order of checks
             case _:
                 raise UnknownDescriptorError(f"an output of the joint graph is {desc}")

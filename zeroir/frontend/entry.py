@@ -20,7 +20,7 @@ from typing import cast
 
 from torch import Tensor, nn
 
-from zeroir.errors import UserError, ZeroirError
+from zeroir.errors import MEMORY_REMEDY, UserError, ZeroirError, is_out_of_memory
 from zeroir.frontend.imports import hashes_of_imports, hashes_of_modules
 from zeroir.frontend.regions import line_of_caller, noting_autocasts
 from zeroir.torch_ops.devices import one_device
@@ -166,6 +166,8 @@ def explain(error: BaseException, path: Path, what: str) -> str:
     """One sentence on an exception in the user's code: what failed, where, and why."""
     line = where(error, path)
     place = f" at {line}" if line else ""
+    if is_out_of_memory(error):
+        return f"{what}{place}, because memory ran out: {MEMORY_REMEDY}."
     reason = " ".join(str(error).split()) or "no message"
     return f"{what}{place}: {type(error).__name__}: {_shorten(reason)}"
 

@@ -24,6 +24,7 @@ from zeroir.frontend._torch_private import (
 )
 from zeroir.frontend.flops import flops
 from zeroir.frontend.joint import Alias, InputKind, Joint, JointInput, JointNode
+from zeroir.frontend.relative import is_beyond
 from zeroir.frontend.replay import Instance
 from zeroir.frontend.template import Template
 from zeroir.frontend.tracking import Note
@@ -91,7 +92,7 @@ def read_graph(
 
 @dataclass(frozen=True, slots=True)
 class _Facts:
-    """What is to be known of a node, wherever it stands."""
+    """What is to be known of a node, wherever it stands; ``offsets`` are from what it is a view of."""
 
     op: torch._ops.OpOverload
     kinds: tuple[TensorType | None, ...]
@@ -114,6 +115,8 @@ class _Reader:
     constants: dict[tuple[bytes, TensorType], int] = field(default_factory=dict)
     # Of every view the value that it was made from.
     parents: dict[int, int] = field(default_factory=dict)
+    # The values that only a backward makes.
+    late: set[int] = field(default_factory=set)
     # Templates are read many times.
     known: dict[fx.Node, _Facts] = field(default_factory=dict)
     # Of every block the values of its forward, for its backward.
@@ -229,12 +232,16 @@ class _Reader:
                 "in it directly."
             )
         _check(op, place.source, node.meta["val"])
+        beyond = is_beyond(node)
+        if beyond is not None:
+            raise UserError(f"{place.source or 'The model'} takes a strided view that {beyond}.")
         tensors = _tensors(node.meta["val"])
+        is_view = op is not aten.view.dtype and op.is_view
         found = self.known[node] = _Facts(
             op=op,
             kinds=tuple(None if x is None else _type(x, place.source) for x in tensors),
-            offsets=tuple(0 if x is None else int(x.storage_offset()) for x in tensors),
-            is_view=op is not aten.view.dtype and op.is_view,
+            offsets=_offsets(node, tensors) if is_view else (0,) * len(tensors),
+            is_view=is_view,
             is_backward=is_backward(node),
             is_gradient_sum=is_gradient_sum(node) and op is aten.add.Tensor,
             flops=flops(op, *_fake_arguments(node), node.meta["val"]),
@@ -261,13 +268,16 @@ class _Reader:
         if facts.op in _COPIES and first is not None and kind and self.types[first] == kind:
             self.values[node] = (first,)
             return
+        # A view may be taken of a copy that was left out, which began at 0 in a storage of its own.
+        offset = 0 if parent is None else self.aliases[parent].offset
+        offsets = [offset + step for step in facts.offsets]
         if parent is not None and len(facts.kinds) == 1 and kind is not None:
-            undone = self._ancestor(parent, kind, facts.offsets[0])
+            undone = self._ancestor(parent, kind, offsets[0])
             if undone is not None:
                 self.values[node] = (undone,)
                 return
         results: list[int] = []
-        for made, offset in zip(facts.kinds, facts.offsets, strict=True):
+        for made, offset in zip(facts.kinds, offsets, strict=True):
             index = len(self.types)
             results.append(index)
             self.types.append(made)
@@ -279,13 +289,19 @@ class _Reader:
         self.values[node] = tuple(results)
         note = self._note(node)
         args, kwargs = self._arguments(facts.op, node)
+        # What the tracer adds at the end to look at a gradient in the parameter's way is not marked.
+        is_backward = facts.is_backward or (
+            note is _NO_NOTE
+            and any(not self.late.isdisjoint(self.values[each]) for each in node.all_input_nodes)
+        )
+        self.late.update(results if is_backward else ())
         self.nodes.append(
             JointNode(
                 op=str(facts.op),
                 args=args,
                 kwargs=kwargs,
                 results=tuple(results),
-                is_backward=facts.is_backward,
+                is_backward=is_backward,
                 is_view=parent is not None,
                 is_gradient_sum=facts.is_gradient_sum,
                 calls=None if note is _NO_NOTE else note.calls,
@@ -355,8 +371,8 @@ def _without_nothing(op: torch._ops.OpOverload, node: fx.Node) -> tuple[object, 
 def _check(op: torch._ops.OpOverload, place: str, value: object) -> None:
     if torch.Tag.nondeterministic_seeded in op.tags:
         raise UserError(
-            f"{place or 'The model'} draws random numbers with {op}; programs have no hidden random "
-            "state, so use torch.nn.functional.dropout or pass the numbers in with the batch."
+            f"{place or 'The model'} draws random numbers with {op}, which programs cannot: they have no "
+            "hidden random state. Pass the numbers in with the batch, or draw uniform or normal ones."
         )
     if op._schema.is_mutable:
         raise InternalError(f"the joint graph changes a tensor in place with {op} ({place})")
@@ -373,6 +389,13 @@ def _tensors(value: object) -> list[Tensor | None]:
     if isinstance(value, list | tuple):
         return [item if isinstance(item, Tensor) else None for item in value]
     raise InternalError(f"a node of the joint graph yields {type(value).__name__}")
+
+
+def _offsets(node: fx.Node, tensors: Sequence[Tensor | None]) -> tuple[int, ...]:
+    """How many elements after the first of what it is a view of each result begins."""
+    (source, *_) = node.args
+    start = cast("fx.Node", source).meta["val"].storage_offset()
+    return tuple(0 if x is None else int(x.storage_offset() - start) for x in tensors)
 
 
 def _type(tensor: Tensor, place: str) -> TensorType:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from zeroir.errors import InternalError
+from zeroir.errors import InternalError, UserError
 from zeroir.frontend.joint import Alias, InputKind, Joint, JointNode
 from zeroir.frontend.partition import Run, parameter_of
 from zeroir.ir.buffers import contiguous_stride
@@ -234,7 +234,12 @@ class _Cutter:
         alias, kind = self.aliases[value], self.defined(value)
         root = self.defined(alias.root)
         if not _is_dense(root):
-            raise InternalError(f"a value that segments share has holes or overlaps: {root}")
+            maker = self.parents.get(alias.root)
+            place = maker.source if maker is not None and maker.source else "The model"
+            raise UserError(
+                f"{place} makes a tensor of shape {list(root.shape)} with strides {list(root.stride)}, between whose "
+                "elements there are others, and another unit uses it; call contiguous() on it."
+            )
         return Source(type=kind, root=alias.root, offset=alias.offset)
 
     def defined(self, value: int) -> TensorType:
@@ -389,6 +394,8 @@ def _is_contiguous(kind: TensorType) -> bool:
 
 def _is_dense(kind: TensorType) -> bool:
     """Whether every element of a type's storage is one element of the tensor."""
+    if not kind.numel:
+        return True
     expected = 1
     for step, size in sorted(zip(kind.stride, kind.shape, strict=True)):
         if size == 1:

@@ -18,7 +18,9 @@ from zeroir.frontend._torch_private import (
     whole_operators,
 )
 from zeroir.frontend.rehearsal import Recording, tensors_in
+from zeroir.frontend.relative import is_beyond
 from zeroir.frontend.tape import Kind, Tape, UnfitError, filled, kind_of, refs_in
+from zeroir.ir.buffers import span_numel
 from zeroir.torch_ops.neutral import NeutralOps
 
 aten = torch.ops.aten
@@ -81,6 +83,8 @@ def make_template(tape: Tape, mode: FakeTensorMode) -> Template:
     if len(seeds) != len(graph.inputs[-1].users):
         raise UnfitError("another use of the seeds than dropout's")
     nodes = tuple(node for node in graph.module.graph.nodes if node.op == "call_function")
+    if any(is_beyond(node) is not None for node in nodes):
+        raise UnfitError("a strided view of more than the block is given")
     return Template(
         tape=tape,
         graph=graph,
@@ -133,7 +137,8 @@ class _Player(nn.Module):
 
 
 def _fresh(kind: Kind) -> Tensor:
-    made = torch.empty_strided(kind.shape, kind.stride, dtype=kind.dtype)
+    span = kind.offset + span_numel(kind.shape, kind.stride)
+    made = torch.empty(span, dtype=kind.dtype).as_strided(kind.shape, kind.stride, kind.offset)
     return made.requires_grad_(kind.requires_grad)
 
 

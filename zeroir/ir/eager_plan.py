@@ -88,7 +88,7 @@ def eager_plan(segment: Segment, bindings: Bindings, can_fill: Callable[[Node], 
     places = {
         value: place for value, place in in_place(segment, bindings).items() if value not in skipped
     }
-    looked_at = _reshaped(segment)
+    looked_at = laid_out_values(segment)
     placed = {place.output for place in places.values()}
     # What is copied or added once a value is there, by the value; and what only at the end.
     soon: dict[int, list[Move]] = {}
@@ -239,9 +239,9 @@ def _copied(segment: Segment, bindings: Bindings) -> Mapping[int, int]:
     return found
 
 
-def _reshaped(segment: Segment) -> set[int]:
-    """Values whose strides decide whether a node that looks at them can."""
-    ops = RESHAPES | {"aten.as_strided.default", "aten.view.dtype"}
+def laid_out_values(segment: Segment) -> set[int]:
+    """Values whose strides decide whether a node that looks at them can, or what it sees."""
+    ops = RESHAPES | {"aten.view.dtype", "zeroir.strided.default", "zeroir.strided_scatter.default"}
     return {ref.index for node in segment.nodes if node.op in ops for ref in node.refs()}
 
 

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple
 
-from zeroir.ir.buffers import contiguous_stride
+from zeroir.ir.buffers import contiguous_stride, span_numel
 from zeroir.ir.dtypes import DType
 from zeroir.ir.segment import Node, NodeArg, Ref, TensorType
 
@@ -31,7 +31,7 @@ class ViewError(ValueError):
 
 def is_view(op: str) -> bool:
     """Whether the op's results always share the storage of its first argument."""
-    return op in _RULES or op in _ELSEWHERE
+    return op in _RULES
 
 
 def parts(node: Node, source: TensorType) -> tuple[Part, ...] | None:
@@ -327,6 +327,16 @@ def _unbind(x: TensorType, dim: NodeArg = 0) -> list[Part]:
     return [part for index in range(x.shape[at]) for part in _select(x, at, index)]
 
 
+def _strided(x: TensorType, size: NodeArg, stride: NodeArg, offset: NodeArg) -> list[Part]:
+    shape, steps, start = _ints(size), _ints(stride), _int(offset)
+    if len(shape) != len(steps) or min((*shape, *steps, start), default=0) < 0:
+        raise ViewError(f"sees {list(shape)} elements at strides {list(steps)} from {start} on")
+    end, extent = start + span_numel(shape, steps), span_numel(x.shape, x.stride)
+    if 0 not in shape and end > extent:
+        raise ViewError(f"sees {end} elements of {extent}")
+    return [Part(start, _of(x, shape, steps))]
+
+
 _RULES: Final[Mapping[str, Callable[..., list[Part]]]] = {
     "aten._unsafe_view.default": _view,
     "aten.alias.default": _alias,
@@ -348,10 +358,8 @@ _RULES: Final[Mapping[str, Callable[..., list[Part]]]] = {
     "aten.unfold.default": _unfold,
     "aten.unsqueeze.default": _unsqueeze,
     "aten.view.default": _view,
+    "zeroir.strided.default": _strided,
 }
-
-_ELSEWHERE: Final = frozenset({"aten._reshape_alias.default", "aten.as_strided.default"})
-"""Views that are told by more than a place in a storage of elements of one dtype."""
 
 BITCAST: Final = "aten.view.dtype"
 """Shares the storage too, but counts it in elements of another dtype: what it sees is a value of its own."""

@@ -1,15 +1,17 @@
 """Our own torch operators, alike on every device, and the mode that puts them in the place of torch's.
 
 The frontend traces them into segments and the runtime executes them, so they belong to neither. Importing this
-package registers ``zeroir::attention``, ``zeroir::batch_norm``, each with its backward, ``zeroir::dropout`` and the
-operators of ``into`` with torch.
+package registers with torch ``zeroir::attention`` and ``zeroir::batch_norm``, each with its backward,
+``zeroir::dropout``, ``zeroir::uniform`` and the operators of ``into`` and ``strided``.
 """
 
 from zeroir.torch_ops.attention import attention, attention_backward
 from zeroir.torch_ops.batch_norm import batch_norm, batch_norm_backward
+from zeroir.torch_ops.draws import uniform
 from zeroir.torch_ops.dropout import dropout
 from zeroir.torch_ops.into import addmm_out, bmm_out, embedding_gradient, mm_out, store
 from zeroir.torch_ops.neutral import NeutralOps, neutral_ops
+from zeroir.torch_ops.strided import strided, strided_scatter
 
 __all__ = [
     "NeutralOps",
@@ -24,4 +26,7 @@ __all__ = [
     "mm_out",
     "neutral_ops",
     "store",
+    "strided",
+    "strided_scatter",
+    "uniform",
 ]

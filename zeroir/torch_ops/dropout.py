@@ -28,7 +28,7 @@ def drop(x: Tensor, p: float, seed: Tensor) -> tuple[Tensor, Tensor]:
 
 def drop_with(x: Tensor, p: float, seed: Tensor | int) -> tuple[Tensor, Tensor]:
     """What ``dropout`` computes, in plain operators that a compiler can trace; a tensor of seeds is on x's device."""
-    mask = (_hash(x.numel(), seed, x.device) >= round(p * 2**_BITS)).view(x.shape)
+    mask = (hashed(x.numel(), seed, x.device) >= round(p * 2**_BITS)).view(x.shape)
     # Laid out as x, so that the types do not depend on the device.
     return torch.empty_like(x).copy_(x * mask * _scale(p)), torch.empty_like(
         x, dtype=torch.bool
@@ -70,7 +70,7 @@ def _scale(p: float) -> float:
     return 0.0 if p >= 1 else 1 / (1 - p)
 
 
-def _hash(numel: int, seed: Tensor | int, device: torch.device) -> Tensor:
+def hashed(numel: int, seed: Tensor | int, device: torch.device) -> Tensor:
     """Uniform integers in [0, 2^24), one per position: SplitMix64 (Steele, Lea and Flood, 2014) at (seed, i)."""
     z = torch.arange(1, numel + 1, dtype=torch.int64, device=device)
     z = z.mul_(_signed(_WEYL)).add_(seed)

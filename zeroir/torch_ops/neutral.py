@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import cast
+from typing import Self, cast
 from unittest import mock
 
 import torch
@@ -23,6 +23,7 @@ from zeroir.torch_ops.attention import attention
 from zeroir.torch_ops.batch_norm import batch_norm
 from zeroir.torch_ops.conditions import tracing_conditions
 from zeroir.torch_ops.devices import on_one_device
+from zeroir.torch_ops.draws import Draws
 from zeroir.torch_ops.dropout import dropout
 from zeroir.torch_ops.recurrent import (
     Step,
@@ -111,7 +112,8 @@ class NeutralOps(TorchFunctionMode):
 
     Devices that the model names are left out: what it computes stays on one.
 
-    Each call of dropout takes the next element of ``seeds`` (i64[sites]); ``sites`` counts them. ``around`` wraps
+    Each dropout, and whatever else draws random numbers, takes the next element of ``seeds`` (i64[sites]); ``sites``
+    counts them. ``around`` wraps
     every torch function that the model calls, which is how a tracer learns what comes from where.
     """
 
@@ -120,6 +122,23 @@ class NeutralOps(TorchFunctionMode):
         self.seeds = seeds
         self.sites = 0
         self._around = around
+        self._draws = Draws(self.seed)
+        self._depth = 0
+
+    def __enter__(self) -> Self:
+        """Begin; within itself, too."""
+        if self._depth == 0:
+            self._draws.__enter__()  # type: ignore[no-untyped-call]
+        self._depth += 1
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """End."""
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._depth -= 1
+        if self._depth == 0:
+            self._draws.__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_function__(
         self,
@@ -164,9 +183,9 @@ class NeutralOps(TorchFunctionMode):
         return func if self._around is None else self._around(func)
 
     def seed(self) -> Tensor:
-        """The seed of the next call of dropout, i64[1]."""
+        """The seed of the next dropout or other random numbers, i64[1]."""
         if self.sites >= self.seeds.numel():
-            raise IndexError(f"there are more calls of dropout than the {self.sites} seeds")
+            raise IndexError(f"random numbers are drawn more often than the {self.sites} seeds")
         self.sites += 1
         return self.seeds[self.sites - 1 : self.sites]
 

@@ -1,0 +1,31 @@
+"""How far two ways of computing a segment may be apart."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from zeroir.ir.segment import Segment
+from zeroir.runtime.tensors import TORCH_DTYPE
+
+
+def tolerance(segment: Segment) -> float:
+    """How far apart results of two kernel backends may be, relative to the largest element of an output.
+
+    4 × eps × √d, with eps of the narrowest floating dtype in the segment and d operators on its longest path. An
+    embedding's gradient may be summed row by row, so it counts as many operators as rows are looked up.
+    """
+    kinds = segment.types()
+    depths: list[int] = [0] * len(segment.inputs)
+    for node in segment.nodes:
+        own = 1
+        if node.op == "aten.embedding_dense_backward.default":
+            _, rows, *_ = node.refs()
+            looked_up = kinds[rows.index]
+            own = 1 if looked_up is None else looked_up.numel
+        depth = own + max((depths[ref.index] for ref in node.refs()), default=0)
+        depths += [depth] * len(node.results)
+    dtypes = {TORCH_DTYPE[kind.dtype] for kind in kinds if kind is not None}
+    eps = max((torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point), default=0.0)
+    return 4 * eps * math.sqrt(max(depths, default=0))

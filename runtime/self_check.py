@@ -1,0 +1,346 @@
+"""Compare each distinct kernel once with the plain form of its segment, before anything is trained.
+
+A planned kernel reads and writes views of the memory that all buffers share, makes results where they belong, and
+passes over copies. The plain form calls the segment's operators one by one on tensors of their own. On the same random
+numbers both must come to the same: to a few roundings, for an operator may add in another order elsewhere in memory.
+
+The check runs before the buffers hold anything: it fills what a kernel is given, and leaves persistent buffers as zeros
+again. Beside them it takes what one segment takes at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from zeroir.errors import UserError
+from zeroir.ir import ops
+from zeroir.ir.buffers import View, span_numel
+from zeroir.ir.eager_plan import laid_out_values
+from zeroir.ir.ops import Mode
+from zeroir.ir.segment import Node, NodeArg, Ref, Segment, TensorType
+from zeroir.ir.views import is_view
+from zeroir.runtime.handlers import Machine
+from zeroir.runtime.kernels.base import Kernel
+from zeroir.runtime.kernels.calls import Value, is_multiple, operator, resolver
+from zeroir.runtime.kernels.choice import KernelBackend
+from zeroir.runtime.kernels.eager import laid_out
+from zeroir.runtime.kernels.tolerance import tolerance
+from zeroir.runtime.storage import Memory
+
+_ELSEWHERE: Final = 64.0
+"""How many times the roundings of a CPU's eager kernels other kernels may be off."""
+
+
+_SCALES: Final = (1.0, 2.0**-8)
+"""Sizes of random numbers, tried in turn: what sums over and over may leave no digit of the larger ones."""
+_BEYOND_NOISE: Final = 256.0
+"""How many times what a rounding of every argument does a difference must be to count."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checked:
+    """How many distinct kernels were compared, and why others could not be: segment to reason."""
+
+    compared: int
+    skipped: Mapping[str, str]
+
+
+def check_kernels(machine: Machine, kernels: KernelBackend) -> Checked:
+    """Compare the kernels of a machine whose buffers hold nothing yet, on the first of its ranks.
+
+    Raises:
+        UserError: where one computes something else.
+    """
+    memory = machine.ranks[0]
+    compared, skipped = 0, dict[str, str]()
+    with torch.no_grad():
+        for op in _distinct(machine, memory):
+            reason = _compare(op, machine, memory, kernels)
+            if reason is None:
+                compared += 1
+            else:
+                skipped[op.segment] = reason
+    return Checked(compared=compared, skipped=skipped)
+
+
+def _distinct(machine: Machine, memory: Memory) -> Iterator[ops.Compute]:
+    """One call of each kernel: the one whose arguments lie furthest from the beginning of memory."""
+    calls: dict[int, list[ops.Compute]] = {}
+    for op in machine.program.ops():
+        if isinstance(op, ops.Compute):
+            calls.setdefault(id(machine.kernel(op)), []).append(op)
+
+    def nearest(op: ops.Compute) -> int:
+        return min((int(memory.view(a.view).storage_offset()) for a in op.arguments), default=0)
+
+    for equal in calls.values():
+        yield max(equal, key=nearest)
+
+
+def _compare(
+    op: ops.Compute, machine: Machine, memory: Memory, kernels: KernelBackend
+) -> str | None:
+    """Why the call cannot be judged; None where kernel and plain form agree."""
+    call = _Call(
+        op=op,
+        segment=machine.program.segment_by_name[op.segment],
+        arguments=[memory.view(argument.view) for argument in op.arguments],
+        destinations=[None if d is None else memory.view(d.view) for d in op.destinations],
+    )
+    views = [a.view for a in op.arguments] + [d.view for d in op.destinations if d is not None]
+    reason: str | None = None
+    try:
+        for scale in _SCALES:
+            reason = call.compare(machine.kernel(op), scale, kernels)
+            if reason is None:
+                break
+    except (torch.OutOfMemoryError, MemoryError):
+        return "there is not enough memory beside the buffers"
+    finally:
+        memory.clear({view.region.buffer for view in views})
+    return reason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Call:
+    """A call of a segment and the tensors that it is given, in the memory of all buffers."""
+
+    op: ops.Compute
+    segment: Segment
+    arguments: Sequence[Tensor]
+    destinations: Sequence[Tensor | None]
+
+    def compare(self, kernel: Kernel, scale: float, kernels: KernelBackend) -> str | None:
+        """Why numbers of this size tell nothing; None where kernel and plain form agree.
+
+        Raises:
+            UserError: where they do not.
+        """
+        self._fill(scale)
+        try:
+            expected = self._expected()
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            return f"its operators refuse random numbers: {str(error).splitlines()[0]}"
+        kernel(self.arguments, self.destinations)
+        gaps: dict[int, str] = {}
+        for output, (wanted, found) in enumerate(zip(expected, self.destinations, strict=True)):
+            if wanted is not None and found is not None:
+                gap = _gap(found, wanted, _allowed(self.segment, found, kernels))
+                if gap is not None:
+                    gaps[output] = gap
+        if not gaps:
+            return None
+        made = {output: _present(self.destinations[output]).clone() for output in gaps}
+        self._fill(scale)
+        for argument in self.arguments:
+            _disturb(argument)
+        disturbed = self._expected()
+        for output, gap in gaps.items():
+            wanted, other = _present(expected[output]), _present(disturbed[output])
+            if _is_told_by(made[output], wanted, other):
+                raise UserError(
+                    f"The kernel of segment @{self.op.segment}, as called for {self.op.unit}, computes something else "
+                    f"than the segment's operators: result {output} of shape {list(wanted.shape)} {gap}. Nothing was "
+                    "trained. Report it with the program; --no-self-check trains in spite of it."
+                )
+        return "roundings of random numbers change its results as much"
+
+    def _fill(self, scale: float) -> None:
+        """Positive numbers, of which most functions are defined; indices that whoever looks them up allows."""
+        limits = _index_limits(self.segment)
+        # Destinations first: what overlaps with an argument is that argument.
+        for tensor in self.destinations:
+            if tensor is not None:
+                _randomise(tensor, scale, 1)
+        for number, tensor in enumerate(self.arguments):
+            _randomise(tensor, scale, limits.get(number, 1))
+
+    def _expected(self) -> list[Tensor | None]:
+        """What the destinations must hold after the call."""
+        device = next((x.device for x in self.destinations if x is not None), torch.device("cpu"))
+        given = [_apart(argument) for argument in self.arguments]
+        results = _Values(self.segment, given, device).results()
+        # A tied parameter's gradient is the destination of several results, one after another.
+        held: dict[View, Tensor] = {}
+        for result, destination, target in zip(
+            results, self.op.destinations, self.destinations, strict=True
+        ):
+            if destination is None or target is None:
+                continue
+            if destination.mode is Mode.WRITE:
+                held[destination.view] = result
+            else:
+                held[destination.view] = held.get(destination.view, target) + result
+        return [None if d is None else held[d.view] for d in self.op.destinations]
+
+
+def _present(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None
+    return tensor
+
+
+# ---------------------------------------------------------------------------------------------------- random numbers
+
+
+def _disturb(tensor: Tensor) -> None:
+    """Change floating-point numbers by a rounding or two."""
+    memory = _span(tensor)
+    if memory.dtype.is_floating_point:
+        generator = torch.Generator(memory.device).manual_seed(memory.numel())
+        change = torch.empty_like(memory, dtype=torch.float32)
+        eps = torch.finfo(memory.dtype).eps
+        change.uniform_(1 - 2 * eps, 1 + 2 * eps, generator=generator)
+        memory.mul_(change.to(memory.dtype))
+
+
+def _randomise(tensor: Tensor, scale: float, limit: int) -> None:
+    memory = _span(tensor)
+    numel = memory.numel()
+    generator = torch.Generator(memory.device).manual_seed(numel + int(memory.storage_offset()))
+    if memory.dtype.is_floating_point:
+        memory.uniform_(0.5 * scale, 1.5 * scale, generator=generator)
+    elif memory.dtype == torch.bool:
+        memory.copy_(torch.rand(numel, device=memory.device, generator=generator) < 0.5)
+    else:
+        memory.random_(limit, generator=generator)
+
+
+def _span(tensor: Tensor) -> Tensor:
+    """All elements from the first to the last of a view, as one dimension."""
+    numel = span_numel(tuple(tensor.shape), tensor.stride())
+    return tensor.as_strided((numel,), (1,), tensor.storage_offset())
+
+
+_LOOKUPS: Final[Mapping[str, tuple[int, int, int | None]]] = {
+    "aten.embedding.default": (0, 1, 0),
+    "aten.embedding_dense_backward.default": (2, 1, None),
+    "aten.gather.default": (0, 2, None),
+    "aten.index_select.default": (0, 2, None),
+    "aten.nll_loss_forward.default": (0, 1, -1),
+    "aten.nll_loss_backward.default": (1, 2, -1),
+}
+"""Ops that look up indices: which argument is looked into, which the indices are, and along what dimension.
+
+Without a dimension the first argument after the tensor says it, or the first is the number of rows itself.
+"""
+
+
+def _index_limits(segment: Segment) -> dict[int, int]:
+    """Of inputs that are but looked up, how large their numbers may become; of others only 0 is known to be right."""
+    types = segment.types()
+    sources = {number: number for number in range(len(segment.inputs))}
+    limits: dict[int, int] = {}
+    first = len(segment.inputs)
+    for node in segment.nodes:
+        results = range(first, first + len(node.results))
+        first = results.stop
+        refs = [ref.index for ref in node.refs()]
+        if is_view(node.op) and refs[0] in sources:
+            sources.update(dict.fromkeys(results, sources[refs[0]]))
+            continue
+        index = node.args[_LOOKUPS[node.op][1]] if node.op in _LOOKUPS else None
+        for ref in refs:
+            if ref in sources:
+                is_looked_up = isinstance(index, Ref) and index.index == ref
+                limit = _rows(node, types) if is_looked_up else 1
+                limits[sources[ref]] = min(limits.get(sources[ref], limit), limit)
+    return limits
+
+
+def _rows(node: Node, types: Sequence[TensorType | None]) -> int:
+    """How many rows there are to look up."""
+    table, _, dim = _LOOKUPS[node.op]
+    what = node.args[table]
+    if not isinstance(what, Ref):
+        return what if isinstance(what, int) else 1
+    kind, along = types[what.index], node.args[1] if dim is None else dim
+    if kind is None or not kind.shape or not isinstance(along, int):
+        return 1
+    return max(kind.shape[along], 1)
+
+
+# -------------------------------------------------------------------------------------------------------- plain form
+
+
+def _apart(tensor: Tensor) -> Tensor:
+    """The same tensor, laid out alike, in memory of its own."""
+    return _span(tensor).clone().as_strided(tensor.shape, tensor.stride())
+
+
+class _Values:
+    """A segment carried out node by node; every value is dropped when nobody needs it any more."""
+
+    def __init__(self, segment: Segment, arguments: Sequence[Tensor], device: torch.device) -> None:
+        self._segment = segment
+        self._values: list[Tensor | None] = list(arguments)
+        self._device = device
+        self._laid_out = laid_out_values(segment)
+        self._last = {ref.index: at for at, node in enumerate(segment.nodes) for ref in node.refs()}
+        self._last.update(dict.fromkeys(segment.outputs, len(segment.nodes)))
+
+    def results(self) -> list[Tensor]:
+        """The segment's outputs."""
+        for at, node in enumerate(self._segment.nodes):
+            self._call(node)
+            for ref in node.refs():
+                if self._last[ref.index] == at:
+                    self._values[ref.index] = None
+        found = [self._values[output] for output in self._segment.outputs]
+        return [x for x in found if x is not None]
+
+    def _call(self, node: Node) -> None:
+        function = operator(node.op)
+        args = [self._resolved(arg) for arg in node.args]
+        made = function(*args, **{name: self._resolved(arg) for name, arg in node.kwargs})
+        results: Sequence[Tensor | None] = made if is_multiple(function) else [made]
+        for kind, value in zip(node.results, results, strict=True):
+            is_laid_out = kind is not None and len(self._values) in self._laid_out
+            self._values.append(laid_out(value, kind.stride) if kind and is_laid_out else value)
+
+    def _resolved(self, arg: NodeArg) -> Value:
+        return resolver(arg, self._device)(self._values)
+
+
+# -------------------------------------------------------------------------------------------------------- comparison
+
+
+def _allowed(segment: Segment, found: Tensor, kernels: KernelBackend) -> float | None:
+    """How far apart results may be, relative to the largest; None where a rounding before can change them at will."""
+    is_reference = found.device.type == "cpu" and kernels is KernelBackend.EAGER
+    if not found.dtype.is_floating_point:
+        return 0.0 if is_reference else None
+    return tolerance(segment) * (1.0 if is_reference else _ELSEWHERE)
+
+
+def _gap(found: Tensor, wanted: Tensor, allowed: float | None) -> str | None:
+    """How far a result is from what it must be, as the end of a sentence; NaN is NaN, and infinity infinity."""
+    if allowed is None or not found.numel():
+        return None
+    is_equal = (found == wanted) | ((found != found) & (wanted != wanted))
+    if bool(is_equal.all()):
+        return None
+    ours, right = found.double(), wanted.double()
+    largest = float(right.masked_fill(~right.isfinite(), 0).abs().max())
+    gap = float((ours - right).abs().masked_fill(is_equal, 0).max())
+    if gap <= allowed * largest:
+        return None
+    count = int((~is_equal).sum())
+    return f"differs in {count} elements, by up to {gap:.3g} where the largest is {largest:.3g}"
+
+
+def _is_told_by(found: Tensor, wanted: Tensor, disturbed: Tensor) -> bool:
+    """Whether a difference is more than roundings make of it; ``disturbed`` is what arguments off by one give."""
+    if not bool(wanted.isfinite().all() and disturbed.isfinite().all()):
+        return False
+    right = wanted.double()
+    gap = (found.double() - right).abs().max()
+    noise = (disturbed.double() - right).abs().max()
+    # Not finite where a finite number belongs is a difference, too.
+    return not bool(gap <= _BEYOND_NOISE * noise)

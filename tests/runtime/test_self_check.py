@@ -1,0 +1,112 @@
+"""Kernels are compared with their operators before anything is trained."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.programs import mlp
+from zeroir.api.compiled import CompiledProgram, compile_model
+from zeroir.errors import UserError
+from zeroir.ir.program import Program
+from zeroir.ir.segment import Node, Segment
+from zeroir.runtime.engine import Engine
+from zeroir.runtime.handlers import Machine
+from zeroir.runtime.kernels.choice import KernelBackend
+from zeroir.runtime.self_check import Checked, check_kernels
+
+MODELS = Path(__file__).parents[1] / "support" / "models"
+MODEL = """
+import torch
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        h = torch.relu(self.second(torch.relu(self.first(x))))
+        return torch.as_strided(h, (2, 8), (16, 1), 8).square().mean()
+
+def model():
+    return Model()
+
+def batch():
+    return torch.randn(4, 8)
+"""
+
+
+@pytest.fixture(scope="module")
+def strided(tmp_path_factory: pytest.TempPathFactory) -> CompiledProgram:
+    path = tmp_path_factory.mktemp("strided") / "model.py"
+    path.write_text(MODEL)
+    return compile_model(path, stage=3, world_size=1, units="*")
+
+
+def reading_storage(program: Program) -> Program:
+    """The program with torch's own strided views, which count from the beginning of all buffers."""
+
+    def node(one: Node) -> Node:
+        is_ours = one.op == "zeroir.strided.default"
+        return replace(one, op="aten.as_strided.default") if is_ours else one
+
+    def segment(one: Segment) -> Segment:
+        return replace(one, nodes=tuple(node(each) for each in one.nodes))
+
+    return replace(program, segments=tuple(segment(one) for one in program.segments))
+
+
+def checked(program: Program) -> Checked:
+    engine = Engine(program)
+    machine: Machine = engine._executor.machine
+    try:
+        return check_kernels(machine, KernelBackend.EAGER)
+    finally:
+        engine.close()
+
+
+def test_a_kernel_that_reads_another_buffer_is_found(strided: CompiledProgram) -> None:
+    damaged = reading_storage(strided.program)
+    assert damaged != strided.program
+    with pytest.raises(UserError, match=r"segment @\S+, as called for .* differs in \d+ elements"):
+        Engine(damaged, self_check=True)
+    Engine(damaged).close()
+    Engine(strided.program, self_check=True).close()
+
+
+@pytest.mark.parametrize(
+    "name", ["convnet", *(pytest.param(name, marks=pytest.mark.slow) for name in ("t5", "traps"))]
+)
+def test_the_kernels_of_models_are_judged_and_right(name: str) -> None:
+    found = checked(compile_model(MODELS / f"{name}.py", world_size=1, stage=3).program)
+    assert not found.skipped
+    assert found.compared
+
+
+def test_equal_layers_are_compared_once() -> None:
+    few, many = (checked(mlp(blocks=blocks, dim=4, features=4, batch=2)) for blocks in (3, 24))
+    assert few == many
+
+
+def test_the_check_leaves_buffers_and_torch_as_they_were(strided: CompiledProgram) -> None:
+    before = torch.get_rng_state()
+    engine = Engine(strided.program, self_check=True)
+    assert torch.equal(torch.get_rng_state(), before)
+    for buffer in strided.program.buffers:
+        if buffer.is_persistent:
+            held: Tensor = engine.buffer(buffer.name)
+            assert not held.any(), buffer.name
+    engine.close()
+
+
+def test_a_users_engine_checks_itself_unless_told_otherwise(strided: CompiledProgram) -> None:
+    scheduled = reading_storage(strided.program)
+    damaged = replace(strided, artifact=replace(strided.artifact, scheduled=scheduled))
+    with pytest.raises(UserError, match="Nothing was trained"):
+        damaged.engine()
+    damaged.engine(self_check=False).close()

@@ -1,0 +1,121 @@
+"""Strided views see their own tensor's memory, wherever that tensor lies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.support.examples import examples
+from zeroir.api.check import check_model
+from zeroir.config import make_options
+from zeroir.errors import UserError
+from zeroir.torch_ops.strided import look, look_by_index, scatter, scatter_by_index
+
+MODEL = """
+import torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        h = torch.relu(self.linear(x))
+        {block}
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList(Block() for _ in range(5))
+        self.last = nn.Linear(8, 8)
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        {model}
+
+def model():
+    return Model()
+
+def batch():
+    return torch.randn(12, 8)
+"""
+PLAIN = "return self.last(x).square().mean()"
+CASES = {
+    "rows apart": ("return h + x", "return self.last(torch.as_strided(x, (2, 8), (16, 1), 8)).square().mean()"),
+    "rows that are written": ("return torch.as_strided_scatter(h, x[:2], (2, 8), (16, 1), 8) + x", PLAIN),
+    "overlapping windows": (
+        "w = h.as_strided((5, 4, 8), (16, 8, 1), h.storage_offset()); return x + (w @ w.mT).mean()",
+        PLAIN,
+    ),
+    "windows of a part": (
+        "w = h[1:].as_strided((4, 4, 8), (16, 8, 1)); return x + (w @ w.mT).mean()",
+        PLAIN,
+    ),
+    "windows of what comes from outside": (
+        "w = x[2:].as_strided((3, 8), (8, 1), 8); return h + w.sum(0)",
+        PLAIN,
+    ),
+    "a part of a copied part": ("return h", "return self.last(x[4:8].clone()[1:]).square().mean()"),
+    "chunks that are not safe": ("a, b = h.unsafe_chunk(2, 1); return torch.cat([b, a * 2], 1)", PLAIN),
+    "chunks for others": (
+        "return h",
+        "a, b = x.unsafe_chunk(2, 1); return (self.last(torch.cat([a, b], 1)) * torch.cat([b, a], 1)).mean()",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_planned_kernels_see_what_plain_torch_sees(name: str, tmp_path: Path) -> None:
+    block, model = CASES[name]
+    path = tmp_path / "model.py"
+    path.write_text(MODEL.format(block=block, model=model), "utf-8")
+    result = check_model(str(path), make_options({"stage": 3, "world_size": 2}), steps=2, seed=0)
+    assert "bit for bit" in str(result)
+
+
+def test_what_lies_beyond_a_tensor_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model.py"
+    block = "return x + h[1:].as_strided((5, 4, 8), (16, 8, 1)).sum((0, 1))"
+    path.write_text(MODEL.format(block=block, model=PLAIN), "utf-8")
+    with pytest.raises(UserError, match=r"model\.py:12 .* sees 104 elements of 96"):
+        check_model(str(path), make_options({"world_size": 1}), steps=1, seed=0)
+
+
+@st.composite
+def windows(draw: st.DrawFn) -> tuple[Tensor, list[int], list[int], int]:
+    """A dense tensor somewhere in a larger storage, and a window of it."""
+    shape = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
+    numel = torch.Size(shape).numel()
+    x = torch.arange(float(numel + 7))[7:].view(shape)
+    x = x.permute(draw(st.permutations(range(len(shape)))))
+    size = draw(st.lists(st.integers(0, 3), max_size=3))
+    stride = draw(st.lists(st.integers(0, 4), min_size=len(size), max_size=len(size)))
+    reach = sum(max(s - 1, 0) * t for s, t in zip(size, stride, strict=True))
+    return x, size, stride, draw(st.integers(0, max(numel - 1 - reach, 0))) if reach < numel else -1
+
+
+@examples(200)
+@given(window=windows())
+def test_a_compiler_sees_the_same(window: tuple[Tensor, list[int], list[int], int]) -> None:
+    x, size, stride, offset = window
+    if offset < 0:
+        return
+    seen = look(x, size, stride, offset)
+    assert torch.equal(look_by_index(x, size, stride, offset), seen)
+    apart = all(step > 0 for extent, step in zip(size, stride, strict=True) if extent > 1)
+    if not apart or len(set(seen.flatten().tolist())) < seen.numel():
+        return
+    source = -torch.arange(1.0, seen.numel() + 1).view(seen.shape)
+    made = scatter(x, source, size, stride, offset)
+    assert made.stride() == x.stride()
+    assert torch.equal(look(made, size, stride, offset), source)
+    assert torch.equal(scatter_by_index(x, source, size, stride, offset), made)

@@ -1,0 +1,106 @@
+"""Compile torch's own samples of its operators and modules, run each a step, and compare it with plain autograd.
+
+    python -m tools.conformance --record docs/records/conformance.json
+    python -m tools.conformance --only "op norm*"
+    python -m tools.conformance --resume
+
+Samples are judged in processes of bounded memory, each sample within a minute; a process is replaced after some of
+them. What was judged is kept in build/conformance.jsonl, from which ``--resume`` goes on. Exits with 1 where a sample
+is wrong or crashed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from rich.progress import track
+
+from tools import record_file
+from tools.conformance.judge import OUTCOMES, Outcome
+from tools.conformance.process import Judged, Judges
+from tools.conformance.samples import subjects
+
+KEPT = Path(__file__).parents[2] / "build" / "conformance.jsonl"
+BAD = (Outcome.WRONG, Outcome.CRASHED)
+
+
+def main() -> int:
+    """Judge what was asked for, say what came out, and write the record."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.conformance", description="Judge torch's own samples."
+    )
+    parser.add_argument("--only", default="*", metavar="NAME", help="subjects, such as 'op norm*'")
+    parser.add_argument("--samples", type=int, default=5, help="of each subject, at most")
+    parser.add_argument("--jobs", type=int, default=2, help="processes at once")
+    parser.add_argument("--resume", action="store_true", help="keep what was judged before")
+    record_file.add_option(parser)
+    options = parser.parse_args()
+    names = [name for name in subjects() if fnmatchcase(name, options.only)]
+    if not names:
+        parser.error(
+            f"--only {options.only} names no subject, such as 'op add' or 'module nn.Linear'"
+        )
+    kept = _kept() if options.resume else {}
+    KEPT.parent.mkdir(exist_ok=True)
+    if not options.resume:
+        KEPT.unlink(missing_ok=True)
+    wanted = [name for name in names if name not in kept]
+    with KEPT.open("a") as file:
+        found = _judged(wanted, options.samples, options.jobs)
+        for name, judged in track(found, "Judging", total=len(wanted)):
+            kept[name] = judged
+            file.write(json.dumps([name, judged]) + "\n")
+            file.flush()
+    verdicts = {name: kept[name] for name in names}
+    counts = Counter(outcome for each in verdicts.values() for outcome, _ in each)
+    for name, each in verdicts.items():
+        for at, (outcome, why) in enumerate(each):
+            if outcome in BAD:
+                print(f"{outcome}: {name}, sample {at}: {why}")
+    print(", ".join(f"{counts[outcome]} {outcome}" for outcome in Outcome))
+    record_file.write(
+        options.record, "conformance", _record(verdicts), {"samples": options.samples}
+    )
+    return 1 if any(counts[outcome] for outcome in BAD) else 0
+
+
+def _judged(names: Sequence[str], samples: int, jobs: int) -> Iterator[tuple[str, list[Judged]]]:
+    """The verdicts on every subject, as they come."""
+    with Judges() as judges, ThreadPoolExecutor(jobs) as threads:
+        yield from zip(
+            names, threads.map(lambda name: judges.judged(name, samples), names), strict=True
+        )
+
+
+def _kept() -> dict[str, list[Judged]]:
+    if not KEPT.exists():
+        return {}
+    lines = [json.loads(line) for line in KEPT.read_text().splitlines()]
+    return {name: [(Outcome(outcome), why) for outcome, why in each] for name, each in lines}
+
+
+def _record(verdicts: Mapping[str, Sequence[Judged]]) -> dict[str, object]:
+    """Counts, and of everything that is not right the reasons, each with those subjects that have it."""
+    counts = Counter(outcome for each in verdicts.values() for outcome, _ in each)
+    reasons: dict[str, dict[str, dict[str, int]]] = {}
+    for name, each in verdicts.items():
+        for outcome, why in each:
+            if outcome is not Outcome.RIGHT:
+                names = reasons.setdefault(outcome, {}).setdefault(why, {})
+                names[name] = names.get(name, 0) + 1
+    return {
+        "subjects": len(verdicts),
+        "outcomes": {outcome: [counts[outcome], OUTCOMES[outcome]] for outcome in Outcome},
+        "reasons": reasons,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,168 @@
+"""Torch's own samples: the one place that looks into ``torch.testing._internal``, which torch does not promise to keep.
+
+A sample is a call of one operator or module with example arguments, as torch's tests make it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from itertools import islice
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+MOST_DRAWN = 400
+"""Samples of one operator that are looked at; a few have thousands."""
+
+UNDEFINED = frozenset(
+    {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
+)
+"""Operators whose results are what memory happens to hold."""
+
+OTHERWISE_DERIVED = frozenset({"masked.prod", "prod"})
+"""Operators whose derivative torch computes by one formula or another, after a look at the values."""
+
+_DTYPES = (torch.float32, torch.int64, torch.bool, torch.complex64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """A call with ``tensors`` among its arguments: ``call(module, tensors)``.
+
+    ``make`` builds the module; without it an operator is called, and the module is None.
+    """
+
+    name: str
+    tensors: tuple[Tensor, ...]
+    call: Callable[[nn.Module | None, tuple[Tensor, ...]], object]
+    make: Callable[[], nn.Module] | None = None
+
+
+class _SampleInput(Protocol):
+    """A call of an operator: ``op(input, *args, **kwargs)``, of whose result a function may want a part only."""
+
+    input: object
+    args: Sequence[object]
+    kwargs: Mapping[str, object]
+    output_process_fn_grad: Callable[[object], object]
+
+
+class _OpInfo(Protocol):
+    """An entry of ``op_db``."""
+
+    name: str
+    variant_test_name: str
+    op: Callable[..., object]
+
+    def supported_dtypes(self, device: str) -> Collection[torch.dtype]: ...
+
+    def sample_inputs(
+        self, device: str, dtype: torch.dtype, *, requires_grad: bool
+    ) -> Iterable[_SampleInput]: ...
+
+
+class _Arguments(Protocol):
+    args: Sequence[object]
+    kwargs: Mapping[str, object]
+
+
+class _ModuleInput(Protocol):
+    constructor_input: _Arguments
+    forward_input: _Arguments | None
+
+
+class _ModuleInfo(Protocol):
+    """An entry of ``module_db``."""
+
+    name: str
+    module_cls: type[nn.Module]
+    module_inputs_func: Callable[..., Iterable[_ModuleInput]]
+
+
+@cache
+def subjects() -> dict[str, Callable[[], Iterator[Sample]]]:
+    """What there are samples of: ``op addmm``, ``op norm.nuc`` and ``module nn.Linear`` to what makes them."""
+    from torch.testing._internal.common_methods_invocations import op_db
+    from torch.testing._internal.common_modules import module_db
+
+    found: dict[str, Callable[[], Iterator[Sample]]] = {}
+    for op in cast("Sequence[_OpInfo]", op_db):
+        variant = f".{op.variant_test_name}" if op.variant_test_name else ""
+        found[f"op {op.name}{variant}"] = partial(_of_operator, op)
+    for module in cast("Sequence[_ModuleInfo]", module_db):
+        found[f"module {module.name}"] = partial(_of_module, module)
+    return found
+
+
+def chosen(name: str, most: int) -> list[Sample]:
+    """So many samples of one subject, spread evenly over those that there are."""
+    torch.manual_seed(0)
+    drawn = list(islice(subjects()[name](), MOST_DRAWN))
+    count = min(most, len(drawn))
+    return [drawn[i * len(drawn) // count] for i in range(count)]
+
+
+def _of_operator(op: _OpInfo) -> Iterator[Sample]:
+    offered = op.supported_dtypes("cpu")
+    dtype = next((one for one in _DTYPES if one in offered), None)
+    if dtype is None:
+        return
+    for sample in op.sample_inputs("cpu", dtype, requires_grad=False):
+        arguments = ((sample.input, *sample.args), sample.kwargs)
+        yield _sample(op.name, arguments, partial(_called, op.op, sample.output_process_fn_grad))
+
+
+def _called(
+    function: Callable[..., object],
+    process: Callable[[object], object],
+    _: nn.Module | None,
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+) -> object:
+    return process(function(*args, **kwargs))
+
+
+def _of_module(info: _ModuleInfo) -> Iterator[Sample]:
+    made = info.module_inputs_func(
+        info, device="cpu", dtype=torch.float32, requires_grad=False, training=True
+    )
+    for inputs in made:
+        given = inputs.forward_input
+        if given is not None:
+            make = partial(_made, info.module_cls, inputs.constructor_input)
+            yield _sample(info.name, (given.args, given.kwargs), _forward, make)
+
+
+def _made(kind: type[nn.Module], given: _Arguments) -> nn.Module:
+    return kind(*given.args, **given.kwargs).train()
+
+
+def _forward(
+    module: nn.Module | None, args: Sequence[object], kwargs: Mapping[str, object]
+) -> object:
+    assert module is not None
+    return module(*args, **kwargs)
+
+
+def _sample(
+    name: str,
+    arguments: tuple[Sequence[object], Mapping[str, object]],
+    call: Callable[[nn.Module | None, Sequence[object], Mapping[str, object]], object],
+    make: Callable[[], nn.Module] | None = None,
+) -> Sample:
+    leaves, spec = pytree.tree_flatten(arguments)
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+
+    def with_tensors(module: nn.Module | None, tensors: tuple[Tensor, ...]) -> object:
+        given = list(leaves)
+        for place, tensor in zip(places, tensors, strict=True):
+            given[place] = tensor
+        args, kwargs = pytree.tree_unflatten(given, spec)
+        return call(module, args, kwargs)
+
+    tensors = tuple(leaves[place].detach() for place in places)
+    return Sample(name=name, tensors=tensors, call=with_tensors, make=make)

@@ -1,0 +1,96 @@
+"""Rewrite ops that see a tensor's storage rather than the tensor, so that they see the same wherever it lies.
+
+``as_strided`` counts from the beginning of a storage, and ``unsafe_split`` yields views that it does not call so. In
+the graph of a model each storage belongs to one value, from whose first element on ``zeroir.strided`` counts.
+
+    aten.as_strided(view of x, size, stride, 8)    →    zeroir.strided(x, size, stride, 8)
+    aten.unsafe_split(x, 2, 0)                     →    aten.split_with_sizes(x, [2, 2], 0)
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import cast
+
+import torch
+from torch import Tensor, fx
+
+from zeroir.ir.buffers import span_numel
+from zeroir.torch_ops.strided import strided, strided_scatter
+
+aten = torch.ops.aten
+
+_LOOKS = (aten.as_strided.default, aten._reshape_alias.default)
+_SPLITS = (
+    aten.unsafe_chunk.default,
+    aten.unsafe_split.Tensor,
+    aten.unsafe_split_with_sizes.default,
+)
+
+
+def make_relative(graph: fx.Graph) -> None:
+    """Rewrite a traced graph in place, whose nodes know the tensors that the tracer saw."""
+    for node in graph.nodes:
+        if node.target in _LOOKS:
+            _look(node)
+        elif node.target is aten.as_strided_scatter.default:
+            _scatter(node)
+        elif node.target in _SPLITS:
+            _split(node)
+
+
+def is_beyond(node: fx.Node) -> str | None:
+    """What a rewritten view sees that its tensor does not have, as the end of a sentence; None where all is there.
+
+    Fake tensors have no memory, so the tracer lets it pass.
+    """
+    if node.target is not strided:
+        return None
+    root, size, stride, start = cast("tuple[fx.Node, list[int], list[int], int]", node.args)
+    tensor = cast("Tensor", root.meta["val"])
+    extent = span_numel(tuple(tensor.shape), tensor.stride())
+    span = span_numel(tuple(size), tuple(stride))
+    if span == 0 or 0 <= start <= extent - span:
+        return None
+    return f"sees {start + span} elements of {extent}" if start >= 0 else f"begins at {start}"
+
+
+def _look(node: fx.Node) -> None:
+    source, size, stride, *_ = node.args
+    root = _root(cast("fx.Node", source))
+    start = _offset(node) - _offset(root)
+    node.target, node.args, node.kwargs = strided, (root, size, stride, start), {}
+
+
+def _scatter(node: fx.Node) -> None:
+    x, source, size, stride, *offsets = node.args
+    start = cast("int | None", node.kwargs.get("storage_offset", offsets[0] if offsets else None))
+    first = _offset(cast("fx.Node", x))
+    relative = 0 if start is None else start - first
+    node.target, node.args, node.kwargs = strided_scatter, (x, source, size, stride, relative), {}
+
+
+def _split(node: fx.Node) -> None:
+    x, _, *dims = node.args
+    dim = cast("int", node.kwargs.get("dim", dims[0] if dims else 0))
+    sizes = [part.shape[dim] for part in cast("list[Tensor]", node.meta["val"])]
+    node.target, node.args, node.kwargs = aten.split_with_sizes.default, (x, sizes, dim), {}
+
+
+def _root(node: fx.Node) -> fx.Node:
+    """The value in whose storage a value lies."""
+    while node.op == "call_function":
+        (maker, *_) = node.all_input_nodes if node.target is operator.getitem else (node,)
+        if not _is_view(maker):
+            return node
+        node = cast("fx.Node", maker.args[0])
+    return node
+
+
+def _is_view(node: fx.Node) -> bool:
+    op = node.target
+    return isinstance(op, torch._ops.OpOverload) and op.is_view and op is not aten.view.dtype
+
+
+def _offset(node: fx.Node) -> int:
+    return int(cast("Tensor", node.meta["val"]).storage_offset())
