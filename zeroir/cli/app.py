@@ -227,7 +227,9 @@ def run(
     ] = 10,
     model: Annotated[
         str | None,
-        Parameter(help="The model file, where it has moved away from where it was compiled."),
+        Parameter(
+            help="The model file, where it has moved, or was compiled from a path that is absolute or leads up."
+        ),
     ] = None,
     allow_model_change: Annotated[
         bool, Parameter(negative=(), help="Run although the model file changed since compilation.")

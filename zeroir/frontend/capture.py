@@ -121,7 +121,7 @@ def capture(
             return _joint(model_file, mode, step, inputs, list(leaves), fewest_equal_calls)
 
         joint, replayed = joint_graph_of_a_step()
-        checkpoints, idle = tuple(tracker.checkpoints), hooks.note()
+        checkpoints, idle, sites = tuple(tracker.checkpoints), hooks.note(), step.sites
         kept = note_on_state(joint, model, mode, step, model_file.modules, joint_graph_of_a_step)
     require_apart(joint, overlapping)
     return Captured(
@@ -130,7 +130,7 @@ def capture(
         parameters=parameters,
         buffers=buffers,
         batch=batch,
-        sites=step.sites,
+        sites=sites,
         replayed=replayed,
         checkpoints=checkpoints,
         notes=tuple(note for note in (on_autocasts(autocasts), idle, kept) if note is not None),
