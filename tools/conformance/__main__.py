@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -89,17 +90,24 @@ def _kept() -> dict[str, list[Judged]]:
 def _record(verdicts: Mapping[str, Sequence[Judged]]) -> dict[str, object]:
     """Counts, and of everything that is not right the reasons, each with those subjects that have it."""
     counts = Counter(outcome for each in verdicts.values() for outcome, _ in each)
-    reasons: dict[str, dict[str, dict[str, int]]] = {}
+    reasons: dict[str, dict[str, Counter[str]]] = {}
     for name, each in verdicts.items():
         for outcome, why in each:
-            if outcome is not Outcome.RIGHT:
-                names = reasons.setdefault(outcome, {}).setdefault(why, {})
-                names[name] = names.get(name, 0) + 1
+            if outcome not in (Outcome.RIGHT, Outcome.SKIPPED):
+                found = reasons.setdefault(outcome, {}).setdefault(_shortened(why), Counter())
+                found[name] += 1
     return {
         "subjects": len(verdicts),
         "outcomes": {outcome: [counts[outcome], OUTCOMES[outcome]] for outcome in Outcome},
         "reasons": reasons,
     }
+
+
+def _shortened(why: str) -> str:
+    """A sentence without where the sample's call stands, which operator of several it was, and what to do."""
+    why = re.sub(r"^\S*(samples|judge)\.py(:\d+)? ", "It ", why)
+    why = re.sub(r" at \S*judge\.py(:\d+)?", "", why)
+    return re.sub(r" \((aten|prims)\.[\w.]+\)", "", why.partition(";")[0]).rstrip(".")[:160]
 
 
 if __name__ == "__main__":

@@ -79,10 +79,14 @@ class EagerReplicas:
         return [float(loss / self._options.micro_steps) for loss in losses]
 
     def parameters(self) -> dict[str, Tensor]:
-        """The parameters by name: FP32 masters of what is trained, the rest as the forward computes with it."""
+        """The parameters by name, FP32 masters of what is trained, the rest as the forward computes with it.
+
+        Those without elements are left out.
+        """
         return {
             name: self._master(name) if name in self._trained else parameter.detach()
             for name, parameter in self.replicas[0].named_parameters()
+            if parameter.numel()
         }
 
     def _master(self, name: str) -> Tensor:

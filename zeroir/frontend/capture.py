@@ -209,12 +209,7 @@ def _check_trainable(model: object, maker: str) -> None:
                 f"The parameter {name} of the model has no shape yet; use a module that is given its sizes in the "
                 "place of a lazy one."
             )
-        if parameter.numel() == 0:
-            raise UserError(
-                f"The parameter {name} of the model has no elements, for its shape is {tuple(parameter.shape)}; "
-                "leave it out."
-            )
-    if not any(parameter.requires_grad for parameter in model.parameters()):
+    if not any(p.requires_grad and p.numel() for p in model.parameters()):
         raise UserError(
             f"{maker} returned a model without a trainable parameter: none of its parameters requires a gradient."
         )

@@ -27,13 +27,18 @@ class TensorInfo:
 def register_plain_tensors(model: nn.Module) -> None:
     """Tensors kept as plain attributes become buffers, so that they have a name and a value at run time.
 
-    Not those that were computed from parameters: as buffers they would lose their gradient.
+    Not those that were computed from parameters: as buffers they would lose their gradient. Parameters without
+    elements, of which there is nothing to train, become buffers, too.
     """
     for module in model.modules():
         for name, value in list(vars(module).items()):
             if isinstance(value, Tensor) and value.grad_fn is None:
                 delattr(module, name)
                 module.register_buffer(name, value, persistent=False)
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None and parameter.numel() == 0:
+                delattr(module, name)
+                module.register_buffer(name, parameter.detach(), persistent=False)
 
 
 def become_fake(

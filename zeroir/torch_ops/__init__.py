@@ -1,12 +1,13 @@
 """Our own torch operators, alike on every device, and the mode that puts them in the place of torch's.
 
 The frontend traces them into segments and the runtime executes them, so they belong to neither. Importing this
-package registers with torch ``zeroir::attention`` and ``zeroir::batch_norm``, each with its backward,
-``zeroir::dropout``, ``zeroir::uniform`` and the operators of ``into`` and ``strided``.
+package registers with torch ``zeroir::attention``, ``zeroir::batch_norm`` and ``zeroir::ctc_loss``, each with its
+backward, ``zeroir::dropout``, ``zeroir::uniform`` and the operators of ``into`` and ``strided``.
 """
 
 from zeroir.torch_ops.attention import attention, attention_backward
 from zeroir.torch_ops.batch_norm import batch_norm, batch_norm_backward
+from zeroir.torch_ops.ctc import ctc_loss, ctc_loss_backward
 from zeroir.torch_ops.draws import uniform
 from zeroir.torch_ops.dropout import dropout
 from zeroir.torch_ops.into import addmm_out, bmm_out, embedding_gradient, mm_out, store
@@ -21,6 +22,8 @@ __all__ = [
     "batch_norm",
     "batch_norm_backward",
     "bmm_out",
+    "ctc_loss",
+    "ctc_loss_backward",
     "dropout",
     "embedding_gradient",
     "mm_out",

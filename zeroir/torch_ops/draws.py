@@ -207,7 +207,7 @@ def _normal_of(given: _Given, source: _Source) -> object:
     mean, std = given.factor("mean", 0.0), given.factor("std", 1.0)
     tensors = [x for x in (mean, std) if isinstance(x, Tensor)]
     if tensors:
-        shape = torch.broadcast_shapes(*(x.shape for x in tensors))
+        shape = torch.broadcast_shapes(*(x.shape for x in tensors))  # type: ignore[no-untyped-call]
         like = tensors[0].new_empty(shape)
     else:
         like = given.like()

@@ -1,4 +1,4 @@
-"""A mode under which a model's attention, dropout, batch norm, recurrence and losses are device-neutral.
+"""A mode under which a model's attention, dropout, batch norm, recurrence, losses and draws are device-neutral.
 
 The frontend traces under it; eager PyTorch under it computes, bit for bit, what the traced program computes.
 Where FP32 and 16-bit operands meet in a matrix product, a convolution or a norm, as a 16-bit layer meets what an FP32
@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from zeroir.torch_ops.attention import attention
 from zeroir.torch_ops.batch_norm import batch_norm
 from zeroir.torch_ops.conditions import tracing_conditions
+from zeroir.torch_ops.ctc import reduced_ctc_loss
 from zeroir.torch_ops.devices import on_one_device
 from zeroir.torch_ops.draws import Draws
 from zeroir.torch_ops.dropout import dropout
@@ -169,6 +170,8 @@ class NeutralOps(TorchFunctionMode):
             raise NotImplementedError(
                 "forward calls backward(); return the loss, whose gradients the program computes"
             )
+        if func is F.ctc_loss:
+            return self._wrapped(reduced_ctc_loss)(*(_widen(arg) for arg in args), **given)
         if func in _RECURRENT:
             return self._wrapped(self._recurrent)(_RECURRENT[func], *args, **given)
         if func in _LOSSES:

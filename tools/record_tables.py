@@ -1,9 +1,9 @@
-"""Write the tables of docs/performance.md from the records of the runs that measured them.
+"""Write the tables of the documents from the records of the runs that made them.
 
-    python -m tools.performance_page
+    python -m tools.record_tables
 
 Every table stands between two comments that name its record, ``<!-- record peers.json -->`` and ``<!-- end -->``;
-what is between them is replaced. Nothing there is typed by hand.
+what is between them is replaced. Nothing there is typed by hand. A place whose record is not there yet stays empty.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from statistics import median
 
 from tools.bench_peers import SETS, TARGETS, Record, ratio
 
-PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
-RECORDS = PAGE.parent / "records"
+DOCS = Path(__file__).parents[1] / "docs"
+PAGES = tuple(DOCS / name for name in ("conformance.md", "performance.md", "trust.md"))
+RECORDS = DOCS / "records"
 _PLACE = re.compile(
     r"(<!-- record (?P<name>[a-z-]+)\.json(?P<part> [a-z]+)? -->\n).*?(<!-- end -->)", re.DOTALL
 )
@@ -28,7 +29,10 @@ def rendered(page: str, records: Path = RECORDS) -> str:
     """The page with every table made from its record."""
 
     def table(match: re.Match[str]) -> str:
-        record = json.loads((records / f"{match['name']}.json").read_text())
+        path = records / f"{match['name']}.json"
+        if not path.exists():
+            return match[0]
+        record = json.loads(path.read_text())
         maker = _TABLES[match["name"] + (match["part"] or "")]
         return f"{match[1]}\n{maker(record)}\n\n{match[4]}"
 
@@ -97,6 +101,26 @@ def _rows(record: Mapping[str, object]) -> str:
     return _markdown(head, rows)
 
 
+def _outcomes(record: Mapping[str, object]) -> str:
+    """How many samples of the conformance suite came to what."""
+    outcomes = record["outcomes"]
+    assert isinstance(outcomes, dict)
+    rows = [[name, f"{count:,}", meaning] for name, (count, meaning) in outcomes.items()]
+    return _markdown(["outcome", "samples", "what it means"], rows)
+
+
+def _refusals(record: Mapping[str, object]) -> str:
+    """Why samples of the conformance suite are refused, and whose."""
+    reasons = record["reasons"]
+    assert isinstance(reasons, dict)
+    refused: dict[str, dict[str, int]] = reasons.get("refused", {})
+    rows = [
+        [why, str(sum(subjects.values())), ", ".join(f"`{name}`" for name in subjects)]
+        for why, subjects in sorted(refused.items(), key=lambda item: -sum(item[1].values()))
+    ]
+    return _markdown(["what the sentence says", "samples", "of"], rows)
+
+
 _TABLES: Mapping[str, Callable[[Mapping[str, object]], str]] = {
     "peers": _peers,
     "peers ratios": _ratios,
@@ -106,12 +130,15 @@ _TABLES: Mapping[str, Callable[[Mapping[str, object]], str]] = {
     "compile": _rows,
     "first-step": _rows,
     "predict": _rows,
+    "conformance": _outcomes,
+    "conformance refused": _refusals,
 }
 
 
 def main() -> int:
-    """Rewrite the page."""
-    PAGE.write_text(rendered(PAGE.read_text()))
+    """Rewrite the pages."""
+    for page in PAGES:
+        page.write_text(rendered(page.read_text()))
     return 0
 
 

@@ -1,0 +1,94 @@
+"""Models that torch's own samples showed to be refused or wrong, and a sample of those samples."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tools.conformance.judge import Outcome, judge
+from tools.conformance.samples import chosen, subjects
+from zeroir.api.check import check_model
+from zeroir.config import make_options
+
+HEAD = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.none = nn.Parameter(torch.zeros(0, 8))
+        self.empty = nn.Linear(0, 8)
+
+def model():
+    return Model()
+
+def batch():
+    return torch.randn(4, 8)
+
+"""
+FORWARDS = {
+    "parameters without elements": """
+        x = self.last(torch.cat([self.first(x), self.none]))
+        return (x + self.empty(x[:, :0])).square().mean() + self.none.sum()
+    """,
+    "a loss over paths": """
+        x = self.last(self.first(x)).reshape(8, 2, 2).log_softmax(-1)
+        targets = torch.tensor([[1, 1, 1], [1, 1, 0]])
+        return F.ctc_loss(x, targets, torch.tensor([8, 7]), torch.tensor([3, 2]))
+    """,
+    "bags of rows": """
+        rows = torch.tensor([0, 3, 2, 1])
+        return F.embedding_bag(rows, self.first(x), torch.tensor([0, 2])).square().mean()
+    """,
+}
+
+
+@pytest.mark.parametrize("name", FORWARDS)
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_models_equal_eager_replicas(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.py"
+    forward = f"    def forward(self, x):{FORWARDS[name]}"
+    path.write_text(HEAD.replace("\ndef model", f"\n{forward}\ndef model", 1))
+    result = check_model(str(path), make_options({"stage": 3, "world_size": 2}), steps=2, seed=0)
+    assert result.is_equal, str(result)
+
+
+SUBJECTS = (
+    "module nn.BatchNorm2d",
+    "module nn.CTCLoss",
+    "op addmm",
+    "op as_strided",
+    "op as_strided_scatter",
+    "op bernoulli",
+    "op nn.functional.fractional_max_pool2d",
+    "op nn.functional.multilabel_margin_loss",
+    "op nn.functional.rrelu",
+    "op native_group_norm",
+    "op normal",
+    "op select_scatter",
+    "op unsafe_chunk",
+    "op unsafe_split",
+)
+
+
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_samples_of_torch_are_right(name: str) -> None:
+    """``python -m tools.conformance`` judges all of them."""
+    verdicts = [judge(sample) for sample in chosen(name, 2)]
+    assert verdicts
+    for verdict in verdicts:
+        assert verdict.outcome in (Outcome.RIGHT, Outcome.CLOSE, Outcome.DRAWN), verdict
+
+
+def test_what_is_complex_is_refused_in_a_sentence() -> None:
+    (verdict,) = (judge(sample) for sample in chosen("op linalg.eig", 1))
+    assert verdict.outcome is Outcome.REFUSED
+    assert "makes a tensor of torch.complex64" in verdict.why
+
+
+def test_torch_has_its_samples_where_they_are_looked_for() -> None:
+    assert set(SUBJECTS) <= set(subjects())

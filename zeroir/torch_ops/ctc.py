@@ -1,0 +1,134 @@
+"""The CTC loss as one operator pair whose result types do not depend on the values of the lengths.
+
+Torch's own sizes what it keeps for its backward by the longest target, and so asks for the lengths while a model is
+traced. Ours keeps room for the longest target that there may be, and calls torch's kernels.
+
+Tensors: log probabilities ``(steps, batch, classes)``; targets ``(batch, longest)``, or all one after another; lengths
+i64 ``(batch,)``.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from zeroir.torch_ops.define import define, fake
+
+aten = torch.ops.aten
+
+
+def ctc(
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Tensor,
+    target_lengths: Tensor,
+    blank: int,
+    zero_infinity: bool,
+) -> tuple[Tensor, Tensor]:
+    """The loss of each sequence (batch,), and what the backward needs: (batch, steps, 2 × longest + 1)."""
+    loss, alpha = aten._ctc_loss.Tensor(
+        log_probs, targets, input_lengths, target_lengths, blank, zero_infinity
+    )
+    return loss, F.pad(alpha, (0, 2 * targets.shape[-1] + 1 - alpha.shape[-1])).contiguous()
+
+
+def ctc_backward(
+    grad: Tensor,
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Tensor,
+    target_lengths: Tensor,
+    loss: Tensor,
+    alpha: Tensor,
+    blank: int,
+    zero_infinity: bool,
+) -> Tensor:
+    """The gradient of the log probabilities, laid out as they are."""
+    longest = int(target_lengths.max()) if target_lengths.numel() else 0
+    found: Tensor = aten._ctc_loss_backward.Tensor(
+        grad,
+        log_probs,
+        targets,
+        input_lengths,
+        target_lengths,
+        loss,
+        alpha[..., : 2 * longest + 1].contiguous(),
+        blank,
+        zero_infinity,
+    )
+    return torch.empty_like(log_probs).copy_(found)
+
+
+ctc_loss = define("zeroir::ctc_loss", ctc)
+ctc_loss_backward = define("zeroir::ctc_loss_backward", ctc_backward)
+
+
+@fake("zeroir::ctc_loss")
+def _(log_probs: Tensor, targets: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    steps, batch = log_probs.shape[:2]
+    return log_probs.new_empty(batch), log_probs.new_empty(batch, steps, 2 * targets.shape[-1] + 1)
+
+
+@fake("zeroir::ctc_loss_backward")
+def _(_: Tensor, log_probs: Tensor, *__: object) -> Tensor:
+    return torch.empty_like(log_probs)
+
+
+_Inputs = tuple[Tensor, Tensor, Tensor, Tensor, int, bool]
+
+
+def _setup_context(
+    ctx: torch.autograd.function.FunctionCtx, inputs: _Inputs, output: tuple[Tensor, Tensor]
+) -> None:
+    *tensors, blank, zero_infinity = inputs
+    ctx.save_for_backward(*tensors, *output)
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+    ctx.how = (blank, zero_infinity)  # type: ignore[attr-defined]
+
+
+def _backward(
+    ctx: torch.autograd.function.FunctionCtx, grad: Tensor | None, _: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    if grad is None:
+        return (None,) * 6
+    saved, how = ctx.saved_tensors, ctx.how  # type: ignore[attr-defined]
+    return (ctc_loss_backward(grad.contiguous(), *saved, *how), *(None,) * 5)
+
+
+torch.library.register_autograd("zeroir::ctc_loss", _backward, setup_context=_setup_context)
+
+
+def reduced_ctc_loss(
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Tensor | tuple[int, ...],
+    target_lengths: Tensor | tuple[int, ...],
+    blank: int = 0,
+    reduction: str = "mean",
+    zero_infinity: bool = False,
+) -> Tensor:
+    """``torch.nn.functional.ctc_loss``, whose arguments these are."""
+    is_batched = log_probs.dim() == 3
+    given, wanted = _lengths(input_lengths, log_probs), _lengths(target_lengths, log_probs)
+    if not is_batched:
+        log_probs = log_probs.unsqueeze(1)
+        targets = targets.unsqueeze(0)
+    loss: Tensor = ctc_loss(log_probs, targets.long(), given, wanted, blank, zero_infinity)[0]
+    if zero_infinity:
+        loss = torch.where(loss == torch.inf, torch.zeros_like(loss), loss)
+    match reduction:
+        case "mean":
+            return (loss / wanted.to(loss.dtype).clamp(min=1)).mean()
+        case "sum":
+            return loss.sum()
+        case _:
+            return loss if is_batched else loss.squeeze(0)
+
+
+def _lengths(lengths: Tensor | tuple[int, ...] | int, log_probs: Tensor) -> Tensor:
+    if isinstance(lengths, Tensor):
+        return lengths.long().reshape(-1)
+    numbers = [lengths] if isinstance(lengths, int) else list(lengths)
+    return torch.tensor(numbers, dtype=torch.int64, device=log_probs.device)
