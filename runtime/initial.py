@@ -110,7 +110,7 @@ class _Part:
 
 
 def _tensors(program: Program) -> list[_Tensor]:
-    """The tensors that rank 0 hands out, in one order on all ranks."""
+    """The tensors that rank 0 hands out, each with at least one element, in one order on all ranks."""
     found: list[_Tensor] = []
     for flat in program.flats:
         buffers = [
@@ -125,10 +125,11 @@ def _tensors(program: Program) -> list[_Tensor]:
             ]
             everything = range(slot.numel)
             held = [h for h in homes if _common(h.anywhere(program.mesh), everything)]
-            found.append(_Tensor(name=slot.name, numel=slot.numel, homes=held))
+            if held:
+                found.append(_Tensor(name=slot.name, numel=slot.numel, homes=held))
     for binding in program.module_buffers:
-        if binding.data is None:
-            buffer = program.buffer_by_name[binding.buffer]
+        buffer = program.buffer_by_name[binding.buffer]
+        if binding.data is None and buffer.numel:
             home = _Home(buffer=buffer, start=0)
             found.append(_Tensor(name=binding.name, numel=buffer.numel, homes=[home]))
     return found
@@ -228,7 +229,7 @@ def _require_agreement(
     by_rank = handout.gather(held)
     if len(by_rank) < mesh.world_size:
         return  # nobody carries the other ranks out
-    for axis in {home.axis for _, home in homes}:
+    for axis in dict.fromkeys(home.axis for _, home in homes):
         columns = torch.tensor([at for at, (_, home) in enumerate(homes) if home.axis == axis])
         groups = mesh.groups(axis) if axis else [(rank,) for rank in range(mesh.world_size)]
         for group in groups:
@@ -245,7 +246,7 @@ def _require_agreement(
 def _named(group: Sequence[int]) -> str:
     if len(group) == 1:
         return f"Rank {group[0]} holds"
-    return f"Ranks {', '.join(map(str, group[:-1]))} and {group[-1]} together hold"
+    return f"The {len(group)} ranks from {group[0]} to {group[-1]} together hold"
 
 
 def _common(one: range, other: range) -> range:
