@@ -14,8 +14,8 @@ from zeroir.errors import UserError
 from zeroir.runtime.comm.job import DEFAULT_TIMEOUT
 from zeroir.runtime.orphans import end_with_agent
 
-JOIN_TIMEOUT: Final = timedelta(seconds=300)
-"""How long ranks wait for one that does not join them."""
+JOIN_TIMEOUT: Final = timedelta(seconds=240)
+"""How long ranks wait for one that does not join them; with 30 s until an agent kills what is frozen, under 5 minutes."""
 
 _MOST_RANKS: Final = 65536
 _REMEDY: Final = "start the job with torchrun or `zeroir run --nproc`, which set it"
