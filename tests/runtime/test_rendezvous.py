@@ -28,7 +28,7 @@ def test_a_local_rank_that_is_no_number_is_refused(monkeypatch: pytest.MonkeyPat
     for name in NAMES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("LOCAL_RANK", "one")
-    with pytest.raises(UserError, match="^LOCAL_RANK is 'one', but"):
+    with pytest.raises(UserError, match=r"^LOCAL_RANK is 'one', but"):
         join_job()
 
 
