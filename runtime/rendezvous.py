@@ -14,8 +14,8 @@ from zeroir.errors import UserError
 from zeroir.runtime.comm.job import DEFAULT_TIMEOUT
 from zeroir.runtime.orphans import end_with_agent
 
-JOIN_TIMEOUT: Final = timedelta(seconds=300)
-"""How long ranks wait for one that does not join them."""
+JOIN_TIMEOUT: Final = timedelta(seconds=240)
+"""How long ranks wait for one that does not join them. An agent takes 30 s more to kill one that is frozen."""
 
 _MOST_RANKS: Final = 65536
 _REMEDY: Final = "start the job with torchrun or `zeroir run --nproc`, which set it"
@@ -56,14 +56,13 @@ class Seat:
 
     rank: int = 0
     world_size: int = 1
-    local_rank: int = 0
     address: str = ""
     port: int | None = None
     is_host: bool = False
 
 
 def read_seat() -> Seat:
-    """This process's place as torchrun's variables say it: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT.
+    """This process's place as torchrun's variables say it: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 
     Raises:
         UserError: where they are incomplete or contradict each other.
@@ -71,7 +70,7 @@ def read_seat() -> Seat:
     if "RANK" not in os.environ:
         if _number("WORLD_SIZE", 1, _MOST_RANKS, default=1) > 1:
             raise UserError(f"WORLD_SIZE is set, but RANK is not: {_REMEDY}, or unset WORLD_SIZE.")
-        return Seat(local_rank=_number("LOCAL_RANK", 0, _MOST_RANKS - 1, default=0))
+        return Seat()
     world_size = _number("WORLD_SIZE", 1, _MOST_RANKS)
     rank = _number("RANK", 0, _MOST_RANKS - 1)
     if rank >= world_size:
@@ -85,7 +84,6 @@ def read_seat() -> Seat:
     return Seat(
         rank=rank,
         world_size=world_size,
-        local_rank=_number("LOCAL_RANK", 0, _MOST_RANKS - 1, default=0),
         address=address,
         port=_number("MASTER_PORT", 1, 65535),
         is_host=rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
@@ -138,13 +136,9 @@ def join_job(timeout: timedelta = DEFAULT_TIMEOUT, patience: timedelta = JOIN_TI
         UserError: where the environment is wrong, the other ranks do not come or cannot be reached, or there are more
             ranks than GPUs on this machine.
     """
-    seat = read_seat()
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", _device_index(seat.local_rank, torch.cuda.device_count()))
-        torch.cuda.set_device(device)
     if dist.is_initialized():
-        return Place(rank=dist.get_rank(), world_size=dist.get_world_size(), device=device)
+        return Place(rank=dist.get_rank(), world_size=dist.get_world_size(), device=_own_device())
+    seat, device = read_seat(), _own_device()
     if seat.port is not None:
         end_with_agent()
         if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
@@ -190,11 +184,17 @@ def _cannot_join(seat: Seat, error: Exception) -> UserError:
     )
 
 
-def _device_index(local_rank: int, count: int) -> int:
-    """Which of this machine's GPUs is this rank's."""
+def _own_device() -> torch.device:
+    """This machine's GPU for this rank, made current; the CPU where there is none."""
+    local_rank = _number("LOCAL_RANK", 0, _MOST_RANKS - 1, default=0)
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
     # NCCL refuses two ranks on one GPU unless it is asked to allow them.
     if local_rank >= count and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
         raise UserError(
             f"Local rank {local_rank} has no GPU, because this machine shows {count}: start no more ranks than that."
         )
-    return local_rank % count
+    device = torch.device("cuda", local_rank % count)
+    torch.cuda.set_device(device)
+    return device

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.zygote import Forked, zygote
 from zeroir.errors import UserError
-from zeroir.runtime.rendezvous import Seat, read_seat
+from zeroir.runtime.rendezvous import Seat, join_job, read_seat
 
 WELL = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 NAMES = (*WELL, "LOCAL_RANK", "TORCHELASTIC_USE_AGENT_STORE")
@@ -22,6 +22,14 @@ def test_a_process_that_nobody_started_is_alone(monkeypatch: pytest.MonkeyPatch)
     assert read_seat() == Seat()
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert read_seat() == Seat()
+
+
+def test_a_local_rank_that_is_no_number_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("LOCAL_RANK", "one")
+    with pytest.raises(UserError, match=r"^LOCAL_RANK is 'one', but"):
+        join_job()
 
 
 @pytest.mark.parametrize(
@@ -38,7 +46,6 @@ def test_a_process_that_nobody_started_is_alone(monkeypatch: pytest.MonkeyPatch)
         ({"MASTER_ADDR": None}, "RANK is set, but MASTER_ADDR is not"),
         ({"MASTER_PORT": None}, "RANK is set, but MASTER_PORT is not"),
         ({"MASTER_PORT": "70000"}, "MASTER_PORT is '70000', but"),
-        ({"LOCAL_RANK": "one"}, "LOCAL_RANK is 'one', but"),
     ],
 )
 def test_an_environment_that_cannot_be_is_refused(
