@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -109,18 +108,16 @@ def test_a_global_is_restored_after_an_exception(name: str) -> None:
     assert read() == before
 
 
-@pytest.mark.slow
 def test_globals_that_torch_refuses_to_read_are_no_error() -> None:
-    """In a process of its own: torch remembers which of its two interfaces to the precision was used."""
-    lines = (
-        "import torch",
-        "from zeroir.torch_ops.globals import torch_globals_kept",
-        "torch.backends.cudnn.rnn.fp32_precision = 'ieee'",
-        "torch.backends.fp32_precision = 'tf32'",
-        "with torch_globals_kept(): torch.backends.cuda.matmul.fp32_precision = 'ieee'",
-        "assert torch.backends.cuda.matmul.fp32_precision == 'tf32'",
-    )
-    subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True, timeout=120)
+    """It remembers which of its two interfaces to the precision was used, and that they say different things."""
+    backends: Any = torch.backends
+    backends.cudnn.rnn.fp32_precision = "ieee"
+    backends.fp32_precision = "tf32"
+    with pytest.raises(RuntimeError):
+        torch.get_float32_matmul_precision()
+    with torch_globals_kept():
+        backends.cuda.matmul.fp32_precision = "ieee"
+    assert backends.cuda.matmul.fp32_precision == "tf32"
 
 
 @pytest.mark.parametrize("forward", ["return self.layer(x).mean()", "raise ValueError('wrong')"])
