@@ -4,7 +4,7 @@
 
 A model file offers `model`, which builds the module whose forward returns the loss, and `batch`,
 an example of one rank's micro-batch: enough to compile. `batches` adds the data to train on, and
-`init` fills the parameters that one module holds itself, so that no rank needs the whole model.
+`init` gives the parameters that one module holds itself their first values.
 """
 
 import functools

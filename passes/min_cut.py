@@ -9,7 +9,7 @@ of computing in the network instead of in rules about it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -268,7 +268,23 @@ class _Rewriter:
         return self._between("aten.permute.default", (Ref(0), order), viewed, place.kind)
 
     def _forwards(self, value: int) -> _Key:
-        """A value of the forward."""
+        """A value of the forward, after what it is computed from; chains may be longer than Python's stack is deep."""
+        key: _Key | None = None
+        stack = [self._making(value)]
+        while stack:
+            try:
+                operand = stack[-1].send(key)
+            except StopIteration as made:
+                key = made.value
+                stack.pop()
+            else:
+                key = None
+                stack.append(self._making(operand))
+        assert key is not None  # The last that ended was the value's own.
+        return key
+
+    def _making(self, value: int) -> Generator[int, _Key | None, _Key]:
+        """Make a value of the forward: yields each value that it needs, is sent its key, and returns its own."""
         storages = self._storages
         key = ("forward", value)
         if key in self._made:
@@ -283,21 +299,28 @@ class _Rewriter:
         elif value == place.root:
             nodes = self._recipe(value).nodes
             if len(nodes) > 1:
-                return self._chain(value, nodes)
+                # Two nodes compute it together.
+                one, other = nodes
+                product = ("product", value)
+                yield from self._adding(one, {}, [product])
+                yield from self._adding(other, {PRODUCT.index: product}, [key])
+                return key
         first, node = storages.nodes[storages.makers[value]]
-        keys = {ref.index: self._forwards(ref.index) for ref in node.refs()}
-        self._add(node, keys, [("forward", first + i) for i in range(len(node.results))])
+        results = [("forward", first + i) for i in range(len(node.results))]
+        yield from self._adding(node, {}, results)
         return key
 
-    def _chain(self, value: int, nodes: Sequence[Node]) -> _Key:
-        """A value that two nodes compute together."""
-        one, other = nodes
-        product, key = ("product", value), ("forward", value)
-        self._add(one, {ref.index: self._forwards(ref.index) for ref in one.refs()}, [product])
-        uses = (ref.index for ref in other.refs() if ref != PRODUCT)
-        others = {index: self._forwards(index) for index in uses}
-        self._add(other, {**others, PRODUCT.index: product}, [key])
-        return key
+    def _adding(
+        self, node: Node, known: Mapping[int, _Key], results: Sequence[_Key]
+    ) -> Generator[int, _Key | None, None]:
+        """Add a node of the forward: yields each value that it needs but those known, and is sent its key."""
+        keys = dict(known)
+        for ref in node.refs():
+            if ref.index not in known:
+                key = yield ref.index
+                assert key is not None  # Whoever asks answers.
+                keys[ref.index] = key
+        self._add(node, keys, results)
 
     def _between(self, op: str, args: tuple[NodeArg, ...], source: _Key, kind: TensorType) -> _Key:
         key = ("between", len(self._nodes))

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from zeroir.ir.segment import Node, NodeArg, Ref, Segment
-from zeroir.ir.workspace import eager_bytes
+from zeroir.ir.workspace import eager_workspace
 
 
 class Pruned(NamedTuple):
@@ -52,7 +52,7 @@ def renumbered(node: Node, numbers: Mapping[int, int]) -> Node:
 
 def measured(segment: Segment) -> Segment:
     """The segment with the memory that it takes now."""
-    return replace(segment, workspace_bytes=(("eager", eager_bytes(segment)),))
+    return replace(segment, workspace_bytes=(("eager", eager_workspace(segment).most_bytes),))
 
 
 def _renumbered_arg(arg: NodeArg, numbers: Mapping[int, int]) -> NodeArg:

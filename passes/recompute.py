@@ -39,12 +39,12 @@ Before ``recompute{units=a}``::
 After::
 
     buffer %m : f32[32] device activation
-    segment @a.forward($0: f32[4,16], $1: f32[16,8]) workspace eager=128 {
+    segment @a.forward($0: f32[4,16], $1: f32[16,8]) workspace eager=114816 {
       $2 = aten.mm.default($0, $1) : f32[4,8]
       $3 = aten.mul.Tensor($2, $2) : f32[4,8]
       return ($3)
     }
-    segment @a.recompute($0: f32[4,16], $1: f32[16,8]) workspace eager=0 {
+    segment @a.recompute($0: f32[4,16], $1: f32[16,8]) workspace eager=114688 {
       $2 = aten.mm.default($0, $1) : f32[4,8]
       return ($2)
     }

@@ -44,13 +44,13 @@ Before ``select-saved``::
 
 After::
 
-    segment @b.forward($0: f32[4,8], $1: f32[8,1]) workspace eager=144 {
+    segment @b.forward($0: f32[4,8], $1: f32[8,1]) workspace eager=114832 {
       $2 = aten.gelu.default($0) : f32[4,8]
       $3 = aten.mm.default($2, $1) : f32[4,1]
       $4 = aten.mean.default($3) : f32[]
       return ($4)
     }
-    segment @b.backward($0: f32[], $1: f32[4,8], $2: f32[8,1]) workspace eager=272 {
+    segment @b.backward($0: f32[], $1: f32[4,8], $2: f32[8,1]) workspace eager=114960 {
       $3 = aten.expand.default($0, [4, 1]) : f32[4,1;0,0]
       $4 = aten.mul.Tensor($3, 0.25) : f32[4,1]
       $5 = aten.t.default($2) : f32[1,8;1,1]

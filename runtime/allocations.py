@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -22,6 +22,13 @@ from zeroir.errors import InternalError
 
 _STDERR: Final = 2
 _NOTICES: Final = (b"SyncActivityProfilerHandler", b"Memory block of unknown size")
+
+
+class Range(NamedTuple):
+    """A call of an operator, or a stretch of time with a name."""
+
+    name: str
+    start_ns: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +41,7 @@ class Event:
     time_ns: int
     address: int
     size_bytes: int
-    ranges: tuple[str, ...]
+    ranges: tuple[Range, ...]
 
 
 def allocations(action: Callable[[], object]) -> list[Event]:
@@ -104,13 +111,15 @@ def by_range(events: Iterable[Event], names: Iterable[str]) -> Mapping[str, Sequ
     wanted = frozenset(names)
     found: dict[str, list[Event]] = {}
     for event in events:
-        name = next((name for name in event.ranges if name in wanted), "")
+        name = next((one.name for one in event.ranges if one.name in wanted), "")
         found.setdefault(name, []).append(event)
     return found
 
 
 def _collect(
-    events: Sequence[torch._C._profiler._ProfilerEvent], ranges: tuple[str, ...], found: list[Event]
+    events: Sequence[torch._C._profiler._ProfilerEvent],
+    ranges: tuple[Range, ...],
+    found: list[Event],
 ) -> None:
     for event in events:
         if event.tag == torch._C._profiler._EventType.Allocation:
@@ -126,4 +135,5 @@ def _collect(
                     )
                 )
         else:
-            _collect(event.children, (*ranges, event.name), found)
+            own = Range(event.name, event.start_time_ns)
+            _collect(event.children, (*ranges, own), found)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import assert_never
@@ -77,6 +77,24 @@ class CudaGraph:
         self.graph.reset()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Crossing:
+    """An op of a stream whose event has the name of one that crosses a joint, and what the stream does before it."""
+
+    event: str
+    before: torch.cuda.Event
+
+
+def _under_way(last: Sequence[_Crossing], pending: Collection[str]) -> list[_Crossing]:
+    """Of a stream's last ops those at its end that signal ``pending``; a name stands for the last op of that name."""
+    found: list[_Crossing] = []
+    for op in reversed(last):
+        if op.event not in pending or any(op.event == later.event for later in found):
+            break
+        found.insert(0, op)
+    return found
+
+
 class CudaStreams:
     """Streams of one process on one CUDA device."""
 
@@ -88,7 +106,7 @@ class CudaStreams:
         for stream in program.streams:
             match stream.executor:
                 case Executor.DEVICE if stream.name == COMPUTE:
-                    # The user's own work, and the copies of a batch, are on the current stream.
+                    # So that a user's own work is on it, too, unless the user changes the current stream.
                     self._streams[stream.name] = torch.cuda.current_stream(device)
                 case Executor.DEVICE:
                     if stream.name in used:
@@ -100,9 +118,8 @@ class CudaStreams:
         self._host_streams = frozenset(on_host)
         self._threads = ThreadStreams(inline=())
         self._events: dict[str, torch.cuda.Event] = {}
-        self._last_signal: dict[str, str | None] = {}
         self._crossing = frozenset(p.event for s in program.sections for p in s.exit.pending)
-        self._before_crossing: dict[str, torch.cuda.Event] = {}
+        self._last: dict[str, list[_Crossing]] = {name: [] for name in self._streams}
         self._capture_stream: torch.cuda.Stream | None = None
         self._pool: torch.cuda._POOL_HANDLE | None = None
 
@@ -127,10 +144,8 @@ class CudaStreams:
         self._threads.join([name for name in pending if name not in self._events])
         signals: dict[str, torch.cuda.Event] = {}
         for name, stream in self._streams.items():
-            if self._last_signal.get(name) not in pending:
-                signals[name] = stream.record_event()
-            elif name in self._before_crossing:
-                signals[name] = self._before_crossing[name]
+            left_out = self._last[name] = _under_way(self._last[name], pending)
+            signals[name] = left_out[0].before if left_out else stream.record_event()
         for name, stream in self._streams.items():
             for other, signal in signals.items():
                 if other != name:
@@ -139,6 +154,18 @@ class CudaStreams:
     def signal(self, event: str) -> None:
         """See ``Streams.signal``."""
         self._events[event] = self._streams[COMPUTE].record_event()
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """See ``Streams.entered``: the caller may have made another stream the current one."""
+        own, callers = self._streams[COMPUTE], torch.cuda.current_stream(self._device)
+        if own == callers:
+            yield
+            return
+        own.wait_event(callers.record_event())
+        with torch.cuda.stream(own):
+            yield
+        callers.wait_event(own.record_event())
 
     def close(self) -> None:
         """See ``Streams.close``."""
@@ -160,6 +187,7 @@ class CudaStreams:
         torch.cuda.empty_cache()
         graph = torch.cuda.CUDAGraph()
         own, events = self._streams, dict(self._events)
+        last = {name: list(ops) for name, ops in self._last.items()}
         self._streams = {**own, COMPUTE: self._capture_stream}
         try:
             with torch.cuda.stream(self._capture_stream):
@@ -174,7 +202,7 @@ class CudaStreams:
             raise
         finally:
             # An event that was recorded in a capture means nothing outside it.
-            self._streams, self._events = own, events
+            self._streams, self._events, self._last = own, events, last
             # torch would keep matrix products' scratch memory, which is the graph's, for as long as the process lives.
             torch._C._cuda_clearCublasWorkspaces()
         return CudaGraph(graph=graph, stream=own[COMPUTE])
@@ -213,12 +241,13 @@ class CudaStreams:
 
     def _on_device(self, name: str, event: str | None, run: Task) -> None:
         stream = self._streams[name]
-        if event in self._crossing and self._last_signal.get(name) not in self._crossing:
-            # A joint leaves out the op that crosses it, but not what its stream does before.
-            self._before_crossing[name] = stream.record_event()
+        if event in self._crossing:
+            # A joint leaves out an op that crosses it, but not what its stream does before.
+            self._last[name].append(_Crossing(event=event, before=stream.record_event()))
+        else:
+            self._last[name].clear()
         with torch.cuda.stream(stream):
             run()
-        self._last_signal[name] = event
         if event is not None:
             self._events[event] = stream.record_event()
 

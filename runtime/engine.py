@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,22 +12,23 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from zeroir.errors import GraphWarning
+from zeroir.errors import GraphWarning, ZeroirError, memory_for
 from zeroir.ir.program import Program, Section
 from zeroir.ir.spans import Span
-from zeroir.runtime import state
+from zeroir.runtime import initial, state
 from zeroir.runtime.batch import Batch
+from zeroir.runtime.comm.handout import Handout, JobHandout, NoHandout
 from zeroir.runtime.comm.job import (
     DEFAULT_TIMEOUT,
     Backend,
     open_job,
 )
+from zeroir.runtime.construction import Factory
 from zeroir.runtime.executor import Executor, RankResult
 from zeroir.runtime.handlers import Machine
 from zeroir.runtime.kernels.choice import KernelBackend, open_kernels
 from zeroir.runtime.malloc import keep_freed_memory, return_freed_memory
 from zeroir.runtime.self_check import check_kernels
-from zeroir.runtime.state import Factory
 from zeroir.runtime.storage import Memory
 from zeroir.runtime.streams import Streams, ThreadStreams
 from zeroir.runtime.trace import Clock, HostClock, Recorder, aligned, to_bytes
@@ -66,10 +68,10 @@ class StepResult:
 class Engine:
     """One rank of a program on this process's device.
 
-    The default process group comes first (``train.join_job``), unless the program is for one rank or the backend is
-    ``fake``. Every rank constructs its engine and calls its methods alike. With ``cuda_graphs`` whole sections are
-    launched as CUDA graphs, where they can be; see ``cuda_graphs``. With ``self_check`` every distinct kernel is
-    compared with its operators first; see ``self_check``.
+    The default process group comes first (``rendezvous.join_job``), unless the program is for one rank or the
+    backend is ``fake``. Every rank constructs its engine and calls its methods alike. With ``cuda_graphs`` whole
+    sections are launched as CUDA graphs, where they can be; see ``cuda_graphs``. With ``self_check`` every distinct
+    kernel is compared with its operators first; see ``self_check``.
 
     Raises:
         UserError: where ranks have different programs, or the job has another world size than the program, or a kernel
@@ -93,7 +95,8 @@ class Engine:
         self.job = open_job(program, backend, self.device, timeout)
         if self.device.type == "cpu":
             return_freed_memory()
-        memory = Memory(program, self.job.rank, self.device)
+        with memory_for("the program's buffers"):
+            memory = Memory(program, self.job.rank, self.device)
         machine = Machine(
             program=program,
             ranks=[memory],
@@ -136,12 +139,27 @@ class Engine:
         return self._executor.step_count
 
     def initialise(self, factory: Factory, seed: int) -> None:
-        """Give every buffer its value before step 1, parameters from the user's module; see ``state``."""
-        state.initialise(self.program, [self._memory], factory, seed)
+        """Give every buffer its value before step 1; every rank calls this alike, and rank 0 alone the factory.
 
-    def initialise_flats(self, initial: Mapping[str, Tensor]) -> None:
+        See ``initial``.
+
+        Raises:
+            UserError: where the module is not the one that the program was compiled from, or ranks hold other values
+                than it has.
+        """
+        handout: Handout = NoHandout()
+        if not self.job.is_alone:
+            handout = JobHandout(rank=self.rank, device=self.device)
+        with (
+            memory_for("the model's parameters while they get their first values"),
+            self._executor.entered(),
+        ):
+            initial.initialise(self.program, [self._memory], factory, seed, handout)
+
+    def initialise_flats(self, values: Mapping[str, Tensor]) -> None:
         """Give buffers values by name; see ``state.initialise_flats``."""
-        state.initialise_flats(self.program, [self._memory], initial)
+        with self._executor.entered():
+            state.initialise_flats(self.program, [self._memory], values)
 
     def step(self, batch: Batch | list[Batch]) -> StepResult:
         """One training step on a batch, or on a list of as many batches as the program has micro-steps.
@@ -166,11 +184,15 @@ class Engine:
 
     def full_parameters(self) -> dict[str, Tensor]:
         """Every parameter by name, whole, FP32 masters where there are some; every rank calls this alike."""
-        return state.full_parameters(self.program, [self._memory], self.job.comm)
+        with self._executor.entered():
+            self._executor.finish()
+            return state.full_parameters(self.program, [self._memory], self.job.comm)
 
     def full_state(self) -> dict[tuple[str, str], Tensor]:
         """Parameters, masters and optimizer states, whole, by (flat, quantity); every rank calls this alike."""
-        return state.full_state(self.program, [self._memory], self.job.comm)
+        with self._executor.entered():
+            self._executor.finish()
+            return state.full_state(self.program, [self._memory], self.job.comm)
 
     def average(self, value: float) -> float:
         """The mean of every rank's value, added in rank order; every rank calls this alike."""
@@ -209,7 +231,12 @@ class Engine:
             torch.cuda.synchronize(self.device)
 
     def close(self) -> None:
-        """Stop the streams and give up the process groups."""
+        """Stop the streams and give up the process groups, once the device has done what it was given.
+
+        After a failure nothing is waited for: streams may be stuck in a collective with a lost peer.
+        """
+        with contextlib.suppress(ZeroirError):
+            self.finish()
         if self._graphs is not None:
             self._graphs.close()
         self._executor.close()

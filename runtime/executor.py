@@ -7,6 +7,7 @@ does, a comm how ranks exchange elements, and kernels how a segment is computed.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property, partial
 
@@ -14,7 +15,13 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from zeroir.errors import InternalError, UserError, ZeroirError
+from zeroir.errors import (
+    MEMORY_REMEDY,
+    InternalError,
+    UserError,
+    ZeroirError,
+    is_out_of_memory,
+)
 from zeroir.ir import ops
 from zeroir.ir.buffers import Role
 from zeroir.ir.program import EVALUATE, LAST_MICRO_STEP, MICRO_STEP, UPDATE, Section
@@ -72,6 +79,7 @@ class Executor:
         self._to_watch: tuple[int, Watch] | None = None
         self._labels: dict[int, str] = {}
         self._task_by_op: dict[int, Task] = {}
+        self._is_begun = False
         self._bound: dict[tuple[str, Watch | None], list[Task]] = {}
 
     def step(self, batches: Sequence[Sequence[Batch]]) -> list[RankResult]:
@@ -82,8 +90,12 @@ class Executor:
         watch: Watch | None = None
         if self._to_watch is not None and self._to_watch[0] == self.step_count + 1:
             watch = self._to_watch[1]
-        if self.step_count == 0:
-            self._establish(LAST_MICRO_STEP if micro_steps == 1 else MICRO_STEP)
+        with self._streams.entered():
+            return self._step(batches, micro_steps, watch)
+
+    def _step(
+        self, batches: Sequence[Sequence[Batch]], micro_steps: int, watch: Watch | None
+    ) -> list[RankResult]:
         for index in range(micro_steps):
             is_last = index == micro_steps - 1
             self._set_inputs([micro_batches[index] for micro_batches in batches], index)
@@ -102,13 +114,23 @@ class Executor:
         """The loss (f32[]) of one batch per local rank, by the program's ``evaluate`` section."""
         if EVALUATE not in self._program.section_by_name:
             raise UserError("The program has no evaluate section; compile it with one.")
-        self._set_inputs(batches, 0)
-        self._run(EVALUATE)
-        return self._losses(1)
+        with self._streams.entered():
+            # Between steps the loss is where the next step begins to add up.
+            resting = self._losses(1)
+            self._set_inputs(batches, 0)
+            self._run(EVALUATE)
+            found = self._losses(1)
+            for memory, loss in zip(self.machine.ranks, resting, strict=True):
+                memory.buffer(self._loss_name)[0] = loss
+            return found
 
     def watch(self, step: int, watch: Watch) -> None:
         """Let every op of that step, counting from 1, be seen, and of no other; ops stay bound to each ``watch``."""
         self._to_watch = step, watch
+
+    def entered(self) -> AbstractContextManager[None]:
+        """A body between steps, on the stream that computes: see ``Streams.entered``."""
+        return self._streams.entered()
 
     def finish(self) -> None:
         """Return when the streams have done all that was submitted; the device may still be at it."""
@@ -125,6 +147,8 @@ class Executor:
                 f"The program has no {name} section; compile it for this many micro-steps."
             )
         with torch.no_grad():
+            if not self._is_begun:
+                self._begin(section)
             self._streams.join([pending.event for pending in section.entry.pending])
             # What is watched is watched op by op.
             if self._run_section is None or watch is not None:
@@ -144,13 +168,10 @@ class Executor:
         for task in tasks:
             task()
 
-    def _establish(self, name: str) -> None:
-        """Make the first section's entry state true, which later is the update's doing."""
-        section = self._program.section_by_name.get(name)
-        if section is None:
-            return
-        with torch.no_grad():
-            state.establish(self._program, self.machine.ranks, self.machine.comm, section.entry)
+    def _begin(self, section: Section) -> None:
+        """Make the entry state of the section that runs first true, which later is the doing of those before it."""
+        self._is_begun = True
+        state.establish(self._program, self.machine.ranks, self.machine.comm, section.entry)
         for pending in section.entry.pending:
             self._streams.signal(pending.event)
 
@@ -189,10 +210,8 @@ class Executor:
                 f"Rank {self.machine.ranks[0].rank} lost its peers in {place}: another rank stopped or is stuck; "
                 "look at the first rank that failed."
             )
-        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
-            return UserError(
-                f"Memory ran out in {place}: use more ranks, a higher stage, a lower precision or a smaller batch."
-            )
+        if is_out_of_memory(error):
+            return UserError(f"Memory ran out in {place}: {MEMORY_REMEDY}.")
         if isinstance(error, IndexError):
             return UserError(f"The batch does not suit the model: {error}, in {place}.")
         return InternalError(f"{place}: {error}")
@@ -222,10 +241,14 @@ class Executor:
                 "pass a list of as many batches, or compile with another --micro-steps."
             )
 
-    def _losses(self, micro_steps: int) -> list[Tensor]:
+    @property
+    def _loss_name(self) -> str:
         if self._program.loss is None:
             raise UserError("The program names no loss; compile it again.")
-        name = self._program.loss
+        return self._program.loss
+
+    def _losses(self, micro_steps: int) -> list[Tensor]:
+        name = self._loss_name
         return [memory.buffer(name)[0].clone() / micro_steps for memory in self.machine.ranks]
 
     def _loss_scale(self, memory: Memory) -> Tensor | None:

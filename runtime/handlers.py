@@ -16,6 +16,7 @@ from zeroir.errors import UserError
 from zeroir.ir import ops
 from zeroir.ir.bindings import bindings
 from zeroir.ir.buffers import Region
+from zeroir.ir.contents import FlatContent
 from zeroir.ir.effects import effects
 from zeroir.ir.ops import Mode
 from zeroir.ir.program import Program
@@ -23,6 +24,7 @@ from zeroir.runtime import numerics, optim
 from zeroir.runtime.comm.base import Comm, Launch, Piece
 from zeroir.runtime.kernels.base import Kernel, Kernels
 from zeroir.runtime.kernels.declared import misdeclared
+from zeroir.runtime.state import flat_start
 from zeroir.runtime.storage import Memory
 from zeroir.runtime.tensors import TORCH_DTYPE
 
@@ -222,6 +224,7 @@ def _prepare_locally(
                 hyper=memory.region(op.hyper),
                 divisor=memory.region(op.gradient_divisor),
                 skip=_region(memory, op.skip),
+                padding=_padding(op.param, memory, machine.program),
             )
             return partial(optim.update, op.algorithm, operands)
         case ops.UpdateScale():
@@ -244,3 +247,23 @@ def _prepare_locally(
 
 def _region(memory: Memory, region: Region | None) -> Tensor | None:
     return None if region is None else memory.region(region)
+
+
+def _padding(region: Region, memory: Memory, program: Program) -> list[Tensor]:
+    """The parts of a region of parameters that belong to no parameter, on this rank."""
+    buffer = program.buffer_by_name[region.buffer]
+    if not isinstance(buffer.holds, FlatContent):
+        return []
+    mesh = program.mesh
+    first, stop = region.local_range(mesh, mesh.coordinate(memory.rank))
+    start = flat_start(program, buffer, memory.rank)
+    found: list[Tensor] = []
+    free = first  # everything before is a parameter's, or found
+    for slot in program.flat_by_name[buffer.holds.flat].slots:
+        taken = max(slot.offset - start, first)
+        if free < min(taken, stop):
+            found.append(memory.buffer(buffer.name)[free : min(taken, stop)])
+        free = max(free, slot.offset + slot.numel - start)
+    if free < stop:
+        found.append(memory.buffer(buffer.name)[free:stop])
+    return found

@@ -2,38 +2,27 @@
 
 A collective waits minutes for a late rank, because loading, compiling and reading data may take that long. A rank whose
 process is frozen, or whose machine is out of reach, need not be waited for: each rank counts up in the job's store,
-whatever its main thread is busy with, and looks whether the next rank's count moves.
+whatever its main thread is busy with, and looks whether the next rank's count moves. Where the store itself is gone,
+the process that kept it is, torchrun's agent or rank 0, and nobody is left to end this rank but itself.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Final, Protocol
+from typing import Final
 
-import torch.distributed as dist
+from zeroir.runtime.rendezvous import JOIN_TIMEOUT, Seat, Store, open_store
 
-_INTERVAL_S: Final = 10.0
+_INTERVAL_S: Final = 3.0
 _SILENCE_S: Final = 60.0
-_DONE: Final = "done"
+_DONE: Final = b"done"
 
-
-class Store(Protocol):
-    """What is needed of torch's stores, whose types torch does not export."""
-
-    def set(self, key: str, value: str, /) -> None:
-        """Let every rank read the value."""
-
-    def get(self, key: str, /) -> bytes:
-        """The value; waits for one."""
-
-    def check(self, keys: list[str], /) -> bool:
-        """Whether there is a value."""
+Alarm = Callable[[str], None]
+"""Hears in one sentence why the job cannot go on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,8 +36,8 @@ class Beat:
 class Heartbeat:
     """This rank's signs of life, and its watch over the next rank of the ring.
 
-    ``on_silence`` hears the rank that has been silent for too long, in the watching thread. When the store itself is
-    gone the watch ends: who held it has ended, which torchrun sees by itself.
+    ``on_alarm`` hears, in the watching thread, that the next rank has been silent for too long after its first sign of
+    life, or that the store is gone.
     """
 
     def __init__(
@@ -56,29 +45,48 @@ class Heartbeat:
         store: Store,
         rank: int,
         world_size: int,
-        on_silence: Callable[[int], None],
+        on_alarm: Alarm,
         beat: Beat | None = None,
     ) -> None:
         self._store = store
         self._rank = rank
+        self._world_size = world_size
         self._next = (rank + 1) % world_size
-        self._on_silence = on_silence
+        self._on_alarm = on_alarm
         self._beat = beat or Beat()
         self._is_over = threading.Event()
         # A daemon: a store that no longer answers must not keep the process.
         self._thread = threading.Thread(target=self._run, name="zeroir-heartbeat", daemon=True)
         self._thread.start()
 
-    def stop(self) -> None:
-        """End the watch, and tell the others that this rank's silence is no alarm from now on."""
+    def break_off(self) -> None:
+        """End the watch, and fall silent."""
         self._is_over.set()
         self._thread.join(self._beat.interval_s)
+
+    def stop(self) -> None:
+        """End the watch, and tell the others that this rank's silence is no alarm from now on.
+
+        Rank 0 stays until the others have done the same, for the store may end with its process.
+        """
+        self.break_off()
         with contextlib.suppress(RuntimeError):
-            self._store.set(str(self._rank), _DONE)
+            self._store.set(str(self._rank), _DONE.decode())
+            deadline = time.monotonic() + self._beat.silence_s
+            others = range(1, self._world_size) if self._rank == 0 else ()
+            for rank in others:
+                while self._heard(rank) != _DONE and time.monotonic() < deadline:
+                    time.sleep(0.01)
 
     def _run(self) -> None:
-        with contextlib.suppress(RuntimeError):
+        try:
             self._watch()
+        except RuntimeError:
+            if not self._is_over.is_set():
+                self._on_alarm(
+                    "The job's store is gone: torchrun's agent or the process of rank 0 was killed, or its machine "
+                    "cannot be reached."
+                )
 
     def _watch(self) -> None:
         seen, count = b"", 0
@@ -86,45 +94,43 @@ class Heartbeat:
         while not self._is_over.is_set():
             count += 1
             self._store.set(str(self._rank), str(count))
-            found = self._heard()
+            found = self._heard(self._next)
             now = time.monotonic()
             # Who was itself stopped for a while cannot say how long others were silent.
             was_away = now - ticked > 3 * self._beat.interval_s
             if found != seen or was_away:
                 seen, heard = found, now
-            elif now - heard > self._beat.silence_s and found != _DONE.encode():
-                self._on_silence(self._next)
+            elif now - heard > self._beat.silence_s and found not in (b"", _DONE):
+                self._on_alarm(
+                    f"Rank {self._next} has given no sign of life for {self._beat.silence_s:.0f} s: it was stopped, "
+                    "or its machine cannot be reached."
+                )
                 return
             ticked = now
             self._is_over.wait(self._beat.interval_s)
 
-    def _heard(self) -> bytes:
-        key = str(self._next)
+    def _heard(self, rank: int) -> bytes:
+        key = str(rank)
         return bytes(self._store.get(key)) if self._store.check([key]) else b""
 
 
 @contextlib.contextmanager
-def watched(rank: int, world_size: int, on_silence: Callable[[int], None]) -> Iterator[None]:
-    """Watch over the job that torchrun started while the body runs; without torchrun there is nothing to watch."""
-    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
-    if world_size == 1 or address is None or port is None:
+def watched(seat: Seat, on_alarm: Alarm, beat: Beat | None = None) -> Iterator[None]:
+    """Watch over the job that torchrun started while the body runs; a process that is alone has nothing to watch.
+
+    Raises:
+        UserError: where the job's store cannot be reached.
+    """
+    if seat.world_size == 1:
         yield
         return
-    run = f"{os.environ.get('TORCHELASTIC_RUN_ID', '')}.{os.environ.get('TORCHELASTIC_RESTART_COUNT', '')}"
+    # A connection of its own: the job's may be busy waiting.
+    store = open_store(seat, "heartbeat", JOIN_TIMEOUT)
+    heartbeat = Heartbeat(store, seat.rank, seat.world_size, on_alarm, beat)
     try:
-        # A connection of its own: the job's may be busy waiting.
-        store = dist.TCPStore(  # type: ignore[attr-defined]
-            address,
-            int(port),
-            is_master=False,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=30),
-        )
-        shared: Store = dist.PrefixStore(f"zeroir/heartbeat/{run}", store)  # type: ignore[attr-defined]
-    except RuntimeError:
-        # The job was joined all the same, so it runs; only its timeouts will notice a rank that was stopped.
         yield
-        return
-    heartbeat = Heartbeat(shared, rank, world_size, on_silence)
-    yield
+    except BaseException:
+        # The interpreter's end would abort the process if it met the thread in torch's store.
+        heartbeat.break_off()
+        raise
     heartbeat.stop()

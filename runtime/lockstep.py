@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -23,14 +24,14 @@ from zeroir.ir.memory.placement import places_to_run
 from zeroir.ir.mesh import HOST
 from zeroir.ir.ops import Op
 from zeroir.ir.program import Program
-from zeroir.runtime import state
+from zeroir.runtime import initial, state
 from zeroir.runtime.batch import Batch
 from zeroir.runtime.comm.base import Launch, Piece
 from zeroir.runtime.comm.lockstep import LockstepComm
+from zeroir.runtime.construction import Factory
 from zeroir.runtime.executor import Executor, RankResult
 from zeroir.runtime.handlers import Machine, communicate
 from zeroir.runtime.kernels.choice import KernelBackend, open_kernels
-from zeroir.runtime.state import Factory
 from zeroir.runtime.storage import Memory
 from zeroir.runtime.streams import Task
 from zeroir.runtime.tensors import poison
@@ -70,13 +71,13 @@ class Lockstep:
         )
 
     def initialise(self, factory: Factory, seed: int) -> None:
-        """Fill every rank's buffers from the user's module; see ``state``."""
-        state.initialise(self.program, self._memories, factory, seed)
+        """Fill every rank's buffers from the user's module; see ``initial``."""
+        initial.initialise(self.program, self._memories, factory, seed)
         self._poison_stale_gradients()
 
-    def initialise_flats(self, initial: Mapping[str, Tensor]) -> None:
+    def initialise_flats(self, values: Mapping[str, Tensor]) -> None:
         """Fill every rank's buffers by name; see ``state.initialise_flats``."""
-        state.initialise_flats(self.program, self._memories, initial)
+        state.initialise_flats(self.program, self._memories, values)
         self._poison_stale_gradients()
 
     def step(self, batches: Sequence[Sequence[Batch]]) -> list[RankResult]:
@@ -94,6 +95,7 @@ class Lockstep:
 
     def full_parameters(self) -> dict[str, Tensor]:
         """Every parameter by name, whole, FP32 masters where there are some."""
+        self._executor.finish()
         return state.full_parameters(self.program, self._memories, self._machine.comm)
 
     def full_state(self) -> dict[tuple[str, str], Tensor]:
@@ -102,6 +104,7 @@ class Lockstep:
         Raises:
             InternalError: where ranks hold different bits of the same elements, or padding is not zero.
         """
+        self._executor.finish()
         return state.full_state(self.program, self._memories, self._machine.comm)
 
     def _poison_stale_gradients(self) -> None:
@@ -224,6 +227,10 @@ class SeededStreams:
     def signal(self, event: str) -> None:
         """See ``Streams.signal``."""
         self._events[event] = _Event(is_done=True)
+
+    def entered(self) -> AbstractContextManager[None]:
+        """See ``Streams.entered``."""
+        return nullcontext()
 
     def close(self) -> None:
         """See ``Streams.close``."""

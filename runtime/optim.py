@@ -22,7 +22,8 @@ class Operands:
     """Tensors of one update on one rank.
 
     ``param``, ``grad`` and ``states`` are flat f32 of one length; ``step``, ``divisor`` and ``skip`` f32[1] and ``lr``
-    f64[1] on their device; ``hyper`` four f64 on the host.
+    f64[1] on their device; ``hyper`` four f64 on the host. ``padding`` are the parts of ``param`` that belong to no
+    parameter.
     """
 
     param: Tensor
@@ -33,6 +34,7 @@ class Operands:
     hyper: Tensor
     divisor: Tensor
     skip: Tensor | None
+    padding: Sequence[Tensor] = ()
 
 
 def update(algorithm: Algorithm, x: Operands) -> None:
@@ -91,6 +93,10 @@ def _adam(kernel: torch._ops.OpOverload, x: Operands) -> None:
         grad_scale=x.divisor,
         found_inf=x.skip,
     )
+    if eps == 0.0:
+        # Where gradients have always been zero an update without eps is 0 / 0.
+        for piece in x.padding:
+            piece.zero_()
 
 
 def _learning_rate(x: Operands) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Collection, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Final, Protocol
 
 import torch
@@ -35,6 +36,9 @@ class Streams(Protocol):
 
     def signal(self, event: str) -> None:
         """Count an event as done whose op belongs to a step before the first."""
+
+    def entered(self) -> AbstractContextManager[None]:
+        """A body that comes after all that its caller has submitted by itself, and before all that it submits next."""
 
     def close(self) -> None:
         """Stop; what is still queued is dropped."""
@@ -123,6 +127,10 @@ class ThreadStreams:
     def signal(self, event: str) -> None:
         """See ``Streams.signal``."""
         self._events[event] = _DONE
+
+    def entered(self) -> AbstractContextManager[None]:
+        """See ``Streams.entered``: who calls is the thread that issues the ops."""
+        return nullcontext()
 
     def call(self, stream: str, task: Task) -> None:
         """Enqueue something that is no op, behind what the stream has to do."""

@@ -1,4 +1,4 @@
-"""The training loop of ``zeroir run``: join the job, take steps, report them, and stop on every rank alike."""
+"""The training loop of ``zeroir run``: take steps, report them, and stop on every rank alike."""
 
 from __future__ import annotations
 
@@ -10,75 +10,14 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn, Protocol
-
-import torch
-import torch.distributed as dist
 
 from zeroir.errors import UserError
 from zeroir.ir.program import InputBinding
 from zeroir.runtime.batch import Batch
-from zeroir.runtime.comm.job import DEFAULT_TIMEOUT, PeerError
+from zeroir.runtime.comm.job import PeerError
 from zeroir.runtime.engine import Engine
-
-_JOIN_TIMEOUT = timedelta(seconds=300)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """Where torchrun put this process."""
-
-    rank: int
-    world_size: int
-    device: torch.device
-
-
-def join_job(timeout: timedelta = DEFAULT_TIMEOUT) -> Place:
-    """Become a rank of the job that torchrun started, over NCCL on CUDA and gloo elsewhere; alone without torchrun.
-
-    ``timeout`` bounds later collectives of the default group.
-
-    Raises:
-        UserError: where the other ranks cannot be reached, or there are more ranks than GPUs on this machine.
-    """
-    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", _device_index(torch.cuda.device_count()))
-        torch.cuda.set_device(device)
-    if "RANK" in os.environ and not dist.is_initialized():
-        if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
-            # Ranks of one machine need no name for it, which some machines cannot resolve.
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        try:
-            dist.init_process_group(backend, timeout=timeout)
-        except (RuntimeError, ValueError) as error:
-            first_line = str(error).partition("\n")[0]
-            raise UserError(
-                f"Rank {rank} could not join the job at {os.environ.get('MASTER_ADDR')}: {first_line}."
-            ) from error
-    return Place(rank=rank, world_size=world_size, device=device)
-
-
-def _device_index(count: int) -> int:
-    """Which of this machine's GPUs is this rank's."""
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    # NCCL refuses two ranks on one GPU unless it is asked to allow them.
-    if local_rank >= count and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
-        raise UserError(
-            f"Local rank {local_rank} has no GPU, because this machine shows {count}: start no more ranks than that."
-        )
-    return local_rank % count
-
-
-def leave_job() -> None:
-    """Give up the default process group after a job that went well."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
 
 _GRACE_S = 1.0
 

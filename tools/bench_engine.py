@@ -27,11 +27,12 @@ from zeroir.ir import ops
 from zeroir.ir.bindings import Binding
 from zeroir.ir.program import LAST_MICRO_STEP, UPDATE, Program
 from zeroir.ir.segment import Segment
-from zeroir.runtime import state
 from zeroir.runtime.batch import Batch
 from zeroir.runtime.comm.local import LocalComm
+from zeroir.runtime.construction import Factory
 from zeroir.runtime.executor import Executor
 from zeroir.runtime.handlers import Machine, Step
+from zeroir.runtime.initial import initialise
 from zeroir.runtime.kernels.base import Kernel, Kernels
 from zeroir.runtime.kernels.choice import KernelBackend, open_kernels
 from zeroir.runtime.storage import Memory
@@ -87,7 +88,7 @@ class TimedMachine(Machine):
 
 
 def overhead(
-    program: Program, factory: state.Factory, batch: Batch, steps: int, *, inline: bool
+    program: Program, factory: Factory, batch: Batch, steps: int, *, inline: bool
 ) -> float:
     """Median seconds of a step per op that nothing below the engine accounts for."""
     clock = Clock()
@@ -97,7 +98,7 @@ def overhead(
     machine = TimedMachine(program=program, ranks=[memory], comm=LocalComm(), kernels=kernels)
     machine.clock = clock
     machine.compile()
-    state.initialise(program, [memory], factory, 0)
+    initialise(program, [memory], factory, 0)
     names = [stream.name for stream in program.streams] if inline else ["compute"]
     executor = Executor(machine, ThreadStreams(inline=names))
     sections = program.section_by_name

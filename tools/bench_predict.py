@@ -162,10 +162,10 @@ def start(arguments: list[str]) -> str:
 def time_steps(path: Path, steps: int, kernels: str) -> None:
     """As a rank: the median of the seconds of a step, printed by rank 0."""
     from zeroir.api.run import load_model, open_batches, open_engine
-    from zeroir.runtime import train
+    from zeroir.runtime import rendezvous
 
     compiled = zeroir.load(path)
-    place = train.join_job()
+    place = rendezvous.join_job()
     model_file = load_model(compiled)
     engine = open_engine(compiled, model_file, place, 0, kernels)
     batches = open_batches(model_file, place, 0)
@@ -178,7 +178,7 @@ def time_steps(path: Path, steps: int, kernels: str) -> None:
         engine.finish()
         seconds.append(time.perf_counter() - begin)
     engine.close()
-    train.leave_job()
+    rendezvous.leave_job()
     if place.rank == 0:
         print(median(seconds[WARM_UP:]))
 

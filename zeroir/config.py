@@ -18,11 +18,11 @@ from pydantic_core import PydanticCustomError
 
 from zeroir.errors import UserError
 from zeroir.ir.amounts import parse_bytes
+from zeroir.ir.limits import MOST_RANKS
 from zeroir.ir.mesh import DATA_AXIS, REPLICATE_AXIS, SHARD_AXIS, Axis, Mesh
 from zeroir.ir.ops import Algorithm
 
 Precision = Literal["fp32", "bf16", "fp16"]
-_MOST_RANKS = 1_048_576
 _IS_WRITTEN: Final = {"is_written": True}
 """Of options that stand in a program already: what they ask for in vain does not keep it from being read."""
 
@@ -55,7 +55,7 @@ class CompileOptions(BaseModel):
     ] = None
     world_size: int = Field(
         ge=1,
-        le=_MOST_RANKS,
+        le=MOST_RANKS,
         default_factory=default_world_size,
         description="Number of ranks. [default: those of the mesh, else the visible GPUs, or 2 without any]",
     )
@@ -357,7 +357,7 @@ def _parse_mesh(text: str) -> Mesh:
             raise _mesh_error(f"'{name}' is no axis of it")
         if name in sizes:
             raise _mesh_error(f"{name} stands there twice")
-        if not (size.isdecimal() and size.isascii() and len(size) <= len(str(_MOST_RANKS))):
+        if not (size.isdecimal() and size.isascii() and len(size) <= len(str(MOST_RANKS))):
             raise _mesh_error(f"the size of {name} is a number of ranks")
         sizes[name] = int(size)
         if sizes[name] < 1:
@@ -366,8 +366,8 @@ def _parse_mesh(text: str) -> Mesh:
         if name not in sizes:
             raise _mesh_error(f"{name} is missing")
     mesh = Mesh(axes=tuple(Axis(name=name, size=sizes[name]) for name in names))
-    if mesh.world_size > _MOST_RANKS:
-        raise _mesh_error(f"it has at most {_MOST_RANKS} ranks")
+    if mesh.world_size > MOST_RANKS:
+        raise _mesh_error(f"it has at most {MOST_RANKS} ranks")
     return mesh
 
 

@@ -68,7 +68,7 @@ class Job:
         """The mean of every rank's value, added in rank order."""
         if self.is_alone:
             return value
-        values = _exchange(torch.tensor([value], dtype=torch.float64), self.device)
+        values = exchanged(torch.tensor([value], dtype=torch.float64), self.device)
         total = sum(float(one) for one in values.view(-1))
         return total / len(values)
 
@@ -76,12 +76,12 @@ class Job:
         """Every rank's bytes, in rank order, on rank 0; None on the others. Every rank calls this alike."""
         if self.is_alone:
             return [own]
-        sizes = _exchange(torch.tensor([len(own)], dtype=torch.int64), self.device).view(-1)
+        sizes = exchanged(torch.tensor([len(own)], dtype=torch.int64), self.device).view(-1)
         padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
         padded[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
         padded = padded.to(self.device)
         rows = [torch.empty_like(padded) for _ in sizes] if self.rank == 0 else None
-        with _explained():
+        with explained():
             dist.gather(padded, rows, dst=0)
         if rows is None:
             return None
@@ -184,22 +184,22 @@ def require_same_program(program: Program, device: torch.device) -> None:
 
 def _exchange_bytes(own: bytes, device: torch.device) -> list[bytes]:
     """Every rank's bytes, as many on each, in rank order."""
-    rows = _exchange(torch.frombuffer(bytearray(own), dtype=torch.uint8), device)
+    rows = exchanged(torch.frombuffer(bytearray(own), dtype=torch.uint8), device)
     return [bytes(row.tolist()) for row in rows]
 
 
-def _exchange(own: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Every rank's tensor, one row per rank, on the CPU."""
+def exchanged(own: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Every rank's tensor, as long on each: one row per rank, on the CPU."""
     world = dist.group.WORLD
     assert world is not None
     rows = torch.empty(dist.get_world_size() * own.numel(), dtype=own.dtype, device=device)
-    with _explained():
+    with explained():
         all_gather_flat(rows, own.to(device), world)
     return rows.view(dist.get_world_size(), -1).cpu()
 
 
 @contextlib.contextmanager
-def _explained() -> Iterator[None]:
+def explained() -> Iterator[None]:
     """A body that exchanges something between steps: say so where other ranks are lost."""
     try:
         yield

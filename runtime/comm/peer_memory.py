@@ -7,6 +7,7 @@ kernel, and a rank that ends wakes all who wait for it.
 
 from __future__ import annotations
 
+import hashlib
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,19 +26,27 @@ from zeroir.runtime.comm.neighbours import Exchange, Neighbour, meet
 _CHUNK_NUMEL: Final = 1 << 18
 """What is read before it is added: few calls, and still in the cache."""
 
+_ADDRESS: Final = struct.Struct("=Q")
+_SHOWN: Final = 8
+"""How many tensors of a collective its title names one by one."""
+
 _CHUNKS: Final = 3
 """How many parts ``combine`` may hold at once."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Circle:
-    """The ranks of one communicator: this rank's coordinate, and the others by theirs."""
+    """The ranks of one communicator: this rank's coordinate, and the others by theirs.
+
+    ``table`` (u64) is where this rank's tensors are in the meeting that is under way.
+    """
 
     name: str
     coordinate: int
     size: int
     neighbours: Mapping[int, Neighbour]
     meetings: int = 0
+    table: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint64))
     _scratch: Tensor | None = field(default=None, init=False)
 
     def scratch(self, turn: int, dtype: torch.dtype, numel: int) -> Tensor:
@@ -154,13 +163,15 @@ class _Meeting:
         pieces = launch.pieces[0]
         self._sources = [piece.source for piece in pieces]
         self._destinations = [piece.destination for piece in pieces]
-        shapes = ", ".join(f"{s.dtype}[{s.numel()}]" for s in self._sources)
-        self._what = f"#{circle.meetings} {what} of {shapes}"
+        self._what = f"#{circle.meetings} {what} of {_in_short(self._sources)}"
         self._step = 0
         self._addresses: dict[int, Sequence[int]] = {}
-        tensors = (*self._sources, *self._destinations)
-        self._table = struct.Struct(f"={len(tensors)}Q")
-        self._tell(self._table.pack(*[tensor.data_ptr() for tensor in tensors]))
+        # Of any length, so the others read it where it is; it stays until all have come to the next meeting.
+        circle.table = torch.tensor(
+            [tensor.data_ptr() for tensor in (*self._sources, *self._destinations)],
+            dtype=torch.uint64,
+        )
+        self._tell(_ADDRESS.pack(circle.table.data_ptr()))
 
     def coordinates(self) -> Iterator[int]:
         """All coordinates, this rank's first and the others from there on, so that not all read one at a time."""
@@ -212,7 +223,10 @@ class _Meeting:
 
     def _address(self, at: int, position: int) -> int:
         if at not in self._addresses:
-            self._addresses[at] = self._table.unpack(self._hear(at, self._table.size))
+            (place,) = _ADDRESS.unpack(self._hear(at, _ADDRESS.size))
+            table = torch.empty_like(self._circle.table)
+            self._circle.neighbours[at].read(place, table)
+            self._addresses[at] = table.tolist()
         return self._addresses[at][position]
 
     @property
@@ -233,6 +247,15 @@ class _Meeting:
                 f"but this rank at {self._title}"
             )
         return message
+
+
+def _in_short(tensors: Sequence[Tensor]) -> str:
+    """The dtypes and sizes of tensors, of many of them a digest in the place of most."""
+    shapes = [f"{tensor.dtype}[{tensor.numel()}]" for tensor in tensors]
+    if len(shapes) <= _SHOWN:
+        return ", ".join(shapes)
+    digest = hashlib.sha256(" ".join(shapes).encode()).hexdigest()[:16]
+    return f"{', '.join(shapes[:_SHOWN])} and {len(shapes) - _SHOWN} more, of digest {digest}"
 
 
 def _chunks(tensor: Tensor) -> Iterator[tuple[int, Tensor]]:

@@ -16,6 +16,7 @@ from zeroir.api.compiled import load_program, load_unverified
 from zeroir.artifact import Artifact
 from zeroir.config import CompileOptions, make_options
 from zeroir.cost.machine import MeasuredSegment, load_machine
+from zeroir.cost.workspaces import with_measured_workspaces
 from zeroir.errors import UserError
 from zeroir.ir.memory.footprint import footprint
 from zeroir.ir.program import Program
@@ -30,9 +31,13 @@ def options(**values: object) -> CompileOptions:
 
 
 def needed(**values: object) -> int:
-    made = options(**values)
-    program = replace(LOGICAL, options=made.to_pairs())
-    return footprint(applied(program, for_options(made))).total_bytes
+    return footprint(made(**values)).total_bytes
+
+
+def made(**values: object) -> Program:
+    chosen = options(**values)
+    program = replace(LOGICAL, options=chosen.to_pairs())
+    return applied(program, for_options(chosen))
 
 
 def saved(program: Program, path: Path) -> Path:
@@ -145,7 +150,7 @@ def test_proposals_count_the_workspaces_that_were_measured(tmp_path: Path) -> No
         for segment in program.segments
     }
     machine = load_machine("cpu-local").model_copy(update={"segments": segments})
-    budget = needed(stage=2) + 10**9
+    budget = footprint(with_measured_workspaces(made(stage=2), machine)).total_bytes
     found = alternatives(LOGICAL, options(), budget, machine)
     assert found[0].changes == {"stage": 2}
     assert all(10**9 < one.footprint.total_bytes <= budget for one in found)

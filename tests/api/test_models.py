@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from pathlib import Path
 
@@ -79,6 +80,20 @@ def test_where_it_is_gone(program: Path, tmp_path: Path) -> None:
     (tmp_path / "project" / "examples" / "gpt.py").unlink()
     with pytest.raises(UserError, match=r"examples/gpt\.py.*gpt\.zir.*--model"):
         find_model(load_program(program))
+
+
+@pytest.mark.parametrize("leads", ["{folder}/examples/gpt.py", "../project/examples/gpt.py"])
+def test_a_path_that_leads_away_is_followed_only_beside_the_program(
+    program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leads: str
+) -> None:
+    named = leads.format(folder=tmp_path / "project")
+    artifact = dataclasses.replace(artifacts.load(program), model_path=named)
+    artifacts.save(artifact, program)
+    monkeypatch.chdir(program.parents[1])
+    with pytest.raises(UserError, match=r"not followed unless you name it.*--model .*gpt\.py"):
+        find_model(load_program(program))
+    (program.parent / "gpt.py").write_bytes(SOURCE)
+    assert found(program) == program.parent / "gpt.py"
 
 
 def test_lowering_anew_is_said_in_a_line(program: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import os
 import stat
 import struct
@@ -20,8 +19,8 @@ from hypothesis import strategies as st
 from tests.support.examples import examples
 from tests.support.programs import mlp
 from zeroir import artifact as artifacts
-from zeroir.artifact import SCHEMA_VERSION, Artifact, require_writable, write_whole
-from zeroir.artifact.file import MAGIC
+from zeroir.artifact import SCHEMA_VERSION, Artifact
+from zeroir.artifact.outputs import MAGIC, PROGRAM, require_writable, write_whole
 from zeroir.errors import UserError
 from zeroir.ir.program import Program
 
@@ -44,8 +43,7 @@ def framed(body: object, major: int = MAJOR, minor: int = MINOR) -> bytes:
     """A file with a right envelope around any body."""
     packed = body if isinstance(body, bytes) else msgpack.packb(body)
     assert isinstance(packed, bytes)
-    head = struct.pack(">8sHHQ", MAGIC, major, minor, len(packed))
-    return head + hashlib.sha256(head + packed).digest() + packed
+    return artifacts.envelope(packed, (major, minor))
 
 
 BYTES = artifacts.to_bytes(make())
@@ -200,6 +198,15 @@ def deep(depth: int) -> list[object]:
         ),
         (lambda body: nodes_of(body)[0].update(args=[deep(100)]), "nest more than 64 deep"),
         (lambda body: nodes_of(body)[0].update(flops=True), "expected int but found bool"),
+        (
+            lambda body: nodes_of(body)[0].update(source="\x1b[2J"),
+            r"the text '\\x1b\[2J' holds the control character U\+001B at scheduled\.segments",
+        ),
+        (lambda body: nodes_of(body)[0].update(args=["\u202ea"]), r"character U\+202E at"),
+        (
+            lambda body: body.update(model_path="x" * 200_000),
+            r"200,000 characters, more than 100,000 at model_path",
+        ),
         (lambda body: nodes_of(body)[0].update(op="aten.add_.Tensor"), "changes its argument"),
         (lambda body: nodes_of(body)[0].update(op="aten.__iadd__.Tensor"), "changes its argument"),
         (lambda body: nodes_of(body)[0].update(op="aten.from_file.default"), "not on the list"),
@@ -243,6 +250,39 @@ def test_a_newer_minor_schema_is_read_where_its_fields_are_known() -> None:
 def test_other_files_are_refused(data: bytes, expected: str) -> None:
     with pytest.raises(UserError, match=expected):
         artifacts.from_bytes(data, "gpt.zir")
+
+
+def test_what_never_ends_is_not_read_to_its_end() -> None:
+    with pytest.raises(UserError, match="'/dev/zero' is not a zeroir program"):
+        artifacts.load("/dev/zero")
+
+
+def test_no_more_is_read_than_the_envelope_says(tmp_path: Path) -> None:
+    endless = tmp_path / "endless.zir"
+    os.mkfifo(endless)
+
+    def write() -> None:
+        with contextlib.suppress(BrokenPipeError), endless.open("wb") as pipe:
+            pipe.write(BYTES)
+            while True:
+                pipe.write(bytes(1 << 20))
+
+    with ThreadPoolExecutor() as pool:
+        pool.submit(write)
+        with pytest.raises(UserError, match="damaged"):
+            artifacts.load(endless)
+
+
+def test_a_body_that_is_said_to_be_huge_is_refused() -> None:
+    head = struct.pack(">8sHHQ", MAGIC, MAJOR, MINOR, 2**40)
+    with pytest.raises(UserError, match=r"is damaged: it says that 1,099,511,627,776 bytes follow"):
+        artifacts.from_bytes(head + bytes(32), "gpt.zir")
+
+
+def test_a_name_that_a_terminal_obeys_cannot_be_stored() -> None:
+    artifact = dataclasses.replace(make(), model_path="gpt\x1b[31m.py")
+    with pytest.raises(UserError, match=r"model_path cannot be stored: .* U\+001B; rename"):
+        artifacts.to_bytes(artifact)
 
 
 def test_paths_that_cannot_be_used_are_user_errors(tmp_path: Path) -> None:
@@ -295,9 +335,9 @@ def test_a_link_stays_a_link_and_what_it_names_is_written(tmp_path: Path) -> Non
     (tmp_path / "there").mkdir()
     link = tmp_path / "link"
     link.symlink_to(tmp_path / "there" / "file")
-    for data in (b"new", b"newer"):
-        require_writable(link)
-        write_whole(link, data)
+    for data in (MAGIC + b"new", MAGIC + b"newer"):
+        require_writable(link, PROGRAM)
+        write_whole(link, data, PROGRAM)
         assert link.is_symlink()
         assert (tmp_path / "there" / "file").read_bytes() == data
     assert [one.name for one in (tmp_path / "there").iterdir()] == ["file"]
@@ -306,10 +346,10 @@ def test_a_link_stays_a_link_and_what_it_names_is_written(tmp_path: Path) -> Non
 def test_a_pipe_is_written_and_not_replaced(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    require_writable(pipe)
+    require_writable(pipe, PROGRAM)
     with ThreadPoolExecutor(1) as reader:
         read = reader.submit(pipe.read_bytes)
-        write_whole(pipe, b"all of it")
+        write_whole(pipe, b"all of it", PROGRAM)
         assert read.result() == b"all of it"
     assert pipe.is_fifo()
     assert list(tmp_path.iterdir()) == [pipe]

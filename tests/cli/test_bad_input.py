@@ -108,7 +108,9 @@ def test_an_output_that_cannot_be_is_refused_before_any_work(
     assert_refused(zeroir("compile", model, "-o", tmp_path / "no" / "folder" / "x.zir"), "folder")
     for folder in ("", ".", tmp_path):
         assert_refused(zeroir("compile", model, "-o", folder), "is a folder")
-    assert_refused(zeroir("compile", model, "-o", "model.py"), "model.py", "the model file itself")
+    assert_refused(
+        zeroir("compile", model, "-o", "model.py"), "model.py", "is not a compiled program"
+    )
     assert list(tmp_path.iterdir()) == [model]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -276,6 +277,45 @@ def test_check_compares_module_buffers(zeroir: Zeroir, tmp_path: Path) -> None:
     assert answer.exit_code == 1
     named = [difference["what"] for difference in answer.json["differences"]]
     assert named == [f"seen of rank {rank} at element 0" for rank in range(2)]
+
+
+DIVERGING = """
+import torch
+from torch import nn
+
+class Diverging(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.line = nn.Linear(4, 4)
+        self.register_buffer("mask", torch.full((4, 4), -torch.inf).triu(1))
+    def forward(self, x):
+        return -(self.line(x) + self.mask[0]).exp().mean()
+
+def model():
+    return Diverging()
+
+def batch():
+    return (torch.ones(2, 4),)
+"""
+
+
+def test_check_does_not_call_what_is_no_number_equal(zeroir: Zeroir, tmp_path: Path) -> None:
+    """A mask may be infinite, a loss or a parameter may not: NaN on both sides would prove nothing."""
+    model = tmp_path / "diverging.py"
+    model.write_text(DIVERGING)
+    options = ("--world-size", "2", "--optimizer", "sgd", "--steps", "4")
+    assert zeroir("check", model, *options, "--lr", "0.001").exit_code == 0
+    answer = zeroir("check", model, *options, "--lr", "1e30")
+    assert answer.exit_code == 1
+    _, *found = answer.out.splitlines()
+    assert len(found) == 2  # for each rank, and nothing of the steps and parameters after it
+    for rank, line in enumerate(found):
+        assert re.match(
+            rf"  step \d: the loss of rank {rank} is (-inf|nan) in eager PyTorch itself, so", line
+        ), line
+    answer = zeroir("check", model, *options[:-1], "1", "--lr", "1e39")
+    assert answer.exit_code == 1
+    assert re.search(r"line.bias at element . is (inf|nan) in eager PyTorch itself", answer.out)
 
 
 def test_run_trains_alone(zeroir: Zeroir, tmp_path: Path) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
+import shlex
 import signal
 import subprocess
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,10 +95,10 @@ WELL = {"WHAT": "", "ON": "0"}
 RUN = ("run", "stage3.zir", "--steps", "100000", "--log-every", "1", "--nproc")
 
 
-def start(folder: Path) -> subprocess.Popen[str]:
+def start(folder: Path, launcher: list[str] | None = None) -> subprocess.Popen[str]:
     """A job of two ranks, started as a user does."""
     return subprocess.Popen(
-        command(*RUN, "2"),
+        launcher or command(*RUN, "2"),
         cwd=folder,
         env={**environment(), **WELL},
         stdout=subprocess.PIPE,
@@ -175,6 +178,51 @@ def test_a_killed_rank_is_named(folder: Path, rank: int) -> None:
     assert not any("torch/distributed" in line for line in found.sentences)
     assert found.sentences[-1] == f"Error: Rank {rank} was killed by SIGKILL."
     assert len(found.sentences) <= 2
+
+
+def is_running(pid: int) -> bool:
+    """Whether the process is there and no corpse that waits for its parent."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    return False
+
+
+def ranks_below(parent: int) -> list[int]:
+    """The process ids of the ranks that a process, or a process of its own, has started."""
+    children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+    found = []
+    for child in map(int, children):
+        is_rank = b"zeroir" in Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")
+        found += [child] if is_rank else ranks_below(child)
+    return found
+
+
+BEHIND_A_SHELL = [
+    *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+    *("--no-python", "sh", "-c", f"{shlex.join(command(*RUN[:-1]))}; exit $?"),
+]
+
+
+@pytest.mark.parametrize(
+    "launcher", [command(*RUN, "2"), BEHIND_A_SHELL], ids=["zeroir", "torchrun"]
+)
+def test_no_rank_outlives_a_launcher_that_is_killed(folder: Path, launcher: list[str]) -> None:
+    """The kernel ends a launcher's ranks; those behind a shell miss the store that torchrun kept."""
+    job = start(folder, launcher)
+    assert job.stdout is not None
+    assert "loss" in job.stdout.readline()
+    ranks = ranks_below(job.pid)
+    assert len(ranks) == 2
+    os.kill(job.pid, signal.SIGKILL)
+    deadline = time.monotonic() + 10
+    while any(map(is_running, ranks)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    left = [rank for rank in ranks if is_running(rank)]
+    for rank in left:
+        os.kill(rank, signal.SIGKILL)
+    assert not left
+    said = finish(job).sentences
+    assert all(line.startswith("Error: The job's store is gone: ") for line in said), said
 
 
 def test_a_reader_that_goes_away_ends_the_job(folder: Path) -> None:

@@ -52,9 +52,9 @@ def test_every_optimizer_equals_torch(zeroir: Zeroir, optimizer: str) -> None:
 def test_trains_on_processes(zeroir: Zeroir, tmp_path: Path) -> None:
     path = tmp_path / "model.zir"
     assert zeroir("compile", MODELS["llama"], "--world-size", "2", "-o", path).exit_code == 0
-    lines = succeed(
-        "run", "model.zir", "--nproc", "2", "--steps", "3", "--log-every", "1", cwd=tmp_path
-    )
+    model = ("--model", MODELS["llama"])
+    options = ("--nproc", "2", "--steps", "3", "--log-every", "1", *model)
+    lines = succeed("run", "model.zir", *options, cwd=tmp_path)
     losses = [float(line.split("loss")[1].split()[0]) for line in lines]
     assert len(losses) == 3
     # It repeats its one example batch, so the loss falls.

@@ -117,7 +117,7 @@ def test_where_nothing_fits_nothing_is_written(zeroir: Zeroir, model: Path, tmp_
         (["--frobnicate"], ["--frobnicate"]),
         (["-o", "no/folder/x.zir"], ["no/folder"]),
         (["-o", "."], ["is a folder"]),
-        (["-o", "chain.py"], ["chain.py", "the model file itself"]),
+        (["-o", "chain.py"], ["chain.py", "is not a compiled program"]),
     ],
 )
 def test_what_is_wrong_is_said_before_the_model_is_loaded(

@@ -59,6 +59,7 @@ def test_training_follows_the_reference_curve(program: Path, tmp_path: Path) -> 
     reference = json.loads(REFERENCE.read_text())
     steps = 60
     arguments = ["--nproc", "2", "--steps", str(steps), "--log-every", "1", "--json"]
+    arguments += ["--model", GPT]
     made = run("run", program, *arguments, cwd=tmp_path)
     assert made.returncode == 0, made.stderr
     losses = [json.loads(line)["loss"] for line in made.stdout.splitlines()]
@@ -73,7 +74,7 @@ def test_accumulation_on_processes_equals_lockstep(zeroir: Zeroir, tmp_path: Pat
     options = ["--micro-steps", "2", "--world-size", "3"]
     path = tmp_path / "gpt.zir"
     assert zeroir("compile", GPT, *options, "-o", path).exit_code == 0
-    arguments = ["--nproc", "3", "--steps", "3", "--log-every", "1", "--json"]
+    arguments = ["--nproc", "3", "--steps", "3", "--log-every", "1", "--json", "--model", GPT]
     made = run("run", "gpt.zir", *arguments, cwd=tmp_path)
     assert made.returncode == 0, made.stderr
     losses = [json.loads(line)["loss"] for line in made.stdout.splitlines()]
@@ -85,7 +86,7 @@ def test_accumulation_on_processes_equals_lockstep(zeroir: Zeroir, tmp_path: Pat
 def test_torchrun_with_another_world_size(program: Path, tmp_path: Path) -> None:
     options = ["--standalone", "--nproc-per-node", "3"]
     torchrun = [sys.executable, "-m", "torch.distributed.run", *options, "-m", "zeroir"]
-    made = finished([*torchrun, "run", str(program), "--steps", "2"], tmp_path)
+    made = finished([*torchrun, "run", str(program), "--steps", "2", "--model", GPT], tmp_path)
     assert made.returncode == 0, made.stderr
     assert made.stderr.count("Compiled for 2 ranks, lowered again for 3.") == 1
     assert "loss" in made.stdout
@@ -95,7 +96,7 @@ def test_a_diverging_loss_stops_every_rank(zeroir: Zeroir, tmp_path: Path) -> No
     path = tmp_path / "gpt.zir"
     options = ["--world-size", "2", "--optimizer", "sgd", "--lr", "1e30"]
     assert zeroir("compile", GPT, *options, "-o", path).exit_code == 0
-    made = run("run", path, "--nproc", "2", "--steps", "20", cwd=tmp_path)
+    made = run("run", path, "--nproc", "2", "--steps", "20", "--model", GPT, cwd=tmp_path)
     assert made.returncode == 2
     assert "The loss is" in made.stderr
     assert "Traceback" not in made.stderr
@@ -104,7 +105,10 @@ def test_a_diverging_loss_stops_every_rank(zeroir: Zeroir, tmp_path: Path) -> No
 def test_an_interrupt_ends_the_job(program: Path, tmp_path: Path) -> None:
     """Ctrl-C to all, in the middle of training: over soon, one sentence, no traceback."""
     job = subprocess.Popen(
-        command("run", program, "--nproc", "2", "--steps", "100000", "--log-every", "1"),
+        command(
+            *("run", program, "--nproc", "2", "--steps", "100000", "--log-every", "1"),
+            *("--model", GPT),
+        ),
         cwd=tmp_path,
         env=environment(),
         stdout=subprocess.PIPE,

@@ -12,7 +12,7 @@ from tests.cli.conftest import GPT, Zeroir
 from tests.cli.test_run import run
 from tests.runtime.timelines import overlapping, require_program_order
 from zeroir.api import load_program
-from zeroir.artifact.file import MAGIC
+from zeroir.artifact.outputs import MAGIC
 from zeroir.cli.app import run_command
 from zeroir.ir.program import LAST_MICRO_STEP, UPDATE
 from zeroir.ir.spans import Span
@@ -35,7 +35,7 @@ def timelines(trace: dict[str, Any]) -> list[list[Span]]:
 def test_what_ran_is_what_was_compiled(tmp_path: Path) -> None:
     """Observed order is the program's on every stream of every rank, and collectives run while segments compute."""
     assert run_command(["compile", GPT, "--world-size", "3", "-o", str(tmp_path / "gpt.zir")]) == 0
-    arguments = ["--nproc", "3", "--steps", "2", "--json", "--trace", "trace.json"]
+    arguments = ["--nproc", "3", "--steps", "2", "--json", "--trace", "trace.json", "--model", GPT]
     made = run("run", "gpt.zir", *arguments, cwd=tmp_path)
     assert made.returncode == 0, made.stderr
     assert [json.loads(line)["step"] for line in made.stdout.splitlines()] == [2]

@@ -219,6 +219,8 @@ def test_a_profile_on_four_ranks_is_a_machine_to_simulate_on(
         "--rounds",
         "2",
         "--json",
+        "--model",
+        GPT,
     ]
     made = run_forked("zeroir", arguments, tmp_path)
     assert made.returncode == 0, made.stderr

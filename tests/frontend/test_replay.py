@@ -112,7 +112,9 @@ def test_a_dozen_equal_blocks_are_traced_built_and_hashed_once(
 
     monkeypatch.setattr(replay, "make_template", counted("traced", make_template))
     monkeypatch.setattr(segments, "Segment", counted("built", Segment))
-    monkeypatch.setattr(workspace, "eager_bytes", counted("measured", workspace.eager_bytes))
+    monkeypatch.setattr(
+        workspace, "eager_workspace", counted("measured", workspace.eager_workspace)
+    )
     monkeypatch.setattr(Segment, "digest", counted("hashed", Segment.digest))
     captured = capture(model_file(lambda: Stack(lambda _: Block(), 12)), "fp32", ())
     assert captured.replayed == names(*range(12))
@@ -127,6 +129,27 @@ def test_a_dozen_equal_blocks_are_traced_built_and_hashed_once(
 def test_few_blocks_are_traced_one_by_one() -> None:
     file = model_file(lambda: Stack(lambda _: Block()))
     assert capture(file, "fp32", (), fewest_equal_calls=LAYERS + 1).replayed == ()
+
+
+class Widening(Block):
+    """Calls a method that a traced tensor answers by another one, so that its calls are not what was rehearsed."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.float())
+
+
+class Warmed(Stack):
+    """Runs its blocks without gradients first."""
+
+    def run(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            x = super().run(x)
+        return super().run(x)
+
+
+def test_a_capture_that_begins_again_finds_gradients_wanted_as_they_were() -> None:
+    assert same_blocks(model_file(lambda: Warmed(lambda _: Widening()))) == ()
+    assert torch.is_grad_enabled()
 
 
 class Indexed(Block):
@@ -168,6 +191,15 @@ class OwnGradient(Block):
     def forward(self, x: Tensor) -> Tensor:
         result: Tensor = super().forward(Doubled.apply(x))  # type: ignore[no-untyped-call]
         return result
+
+
+class Doubling(Stack):
+    """Calls a function of its own between its blocks."""
+
+    def run(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = Doubled.apply(block(x))  # type: ignore[no-untyped-call]
+        return x
 
 
 class InPlace(Block):
@@ -291,6 +323,7 @@ TRAPS: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
     "indexed": (stack_of(Indexed), ()),
     "counting": (stack_of(lambda _: Counting()), names(0, 1, 2, 4)),
     "own gradient": (stack_of(lambda _: OwnGradient()), ()),
+    "own gradient between": (lambda: Doubling(lambda _: Block()), names(*range(LAYERS))),
     "in place": (stack_of(lambda _: InPlace()), ()),
     "running statistics": (stack_of(lambda _: Normed()), ()),
     "stopped": (stack_of(lambda _: Stopped()), names(*range(LAYERS))),
@@ -301,7 +334,7 @@ TRAPS: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
     "hooked": (lambda: Hooked(lambda _: Block()), names(*range(LAYERS))),
     "noting": (lambda: Noting(lambda _: Notebook()), names(1, 2, 3, 4)),
 }
-FAST = {"counting"}
+FAST = {"counting", "own gradient between"}
 
 
 @pytest.mark.parametrize(

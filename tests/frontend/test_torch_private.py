@@ -47,6 +47,19 @@ def graph() -> private.JointGraph:
     return private.joint_graph(mode, toy, [x])
 
 
+def test_hooks_of_a_parameter_are_known() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    assert attempt(lambda: private.gradient_hooks(parameter)) == ()
+    assert not attempt(lambda: private.has_accumulation_hooks(parameter))
+    handle = parameter.register_hook(repr)  # type: ignore[no-untyped-call]
+    parameter.register_hook(print)  # type: ignore[no-untyped-call]
+    assert len(private.gradient_hooks(parameter)) == 2
+    handle.remove()
+    assert private.gradient_hooks(parameter) == (print,)
+    parameter.register_post_accumulate_grad_hook(print)  # type: ignore[no-untyped-call]
+    assert private.has_accumulation_hooks(parameter)
+
+
 def test_placeholders_and_outputs_are_described() -> None:
     joint = attempt(graph)
     assert [p.parameter for p in joint.placeholders if p.parameter] == [

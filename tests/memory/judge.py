@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.memory.library import library_calls, without_scratch
 from zeroir.ir import ops
 from zeroir.ir.bindings import bindings
 from zeroir.ir.op_scratch import scratch_bytes
 from zeroir.ir.program import Program
-from zeroir.ir.scratch import is_bound
-from zeroir.ir.workspace import eager_bytes
+from zeroir.ir.workspace import Workspace, eager_workspace
 from zeroir.runtime import state
 from zeroir.runtime.allocations import Event, allocations, by_range, left_bytes, peak_bytes
 from zeroir.runtime.batch import Batch
@@ -29,6 +29,7 @@ from zeroir.runtime.comm.groups import Groups
 from zeroir.runtime.comm.local import LocalComm
 from zeroir.runtime.executor import Executor
 from zeroir.runtime.handlers import Machine
+from zeroir.runtime.initial import initialise
 from zeroir.runtime.kernels.eager import EagerKernels
 from zeroir.runtime.labels import labels
 from zeroir.runtime.storage import Memory
@@ -41,22 +42,28 @@ SCALAR_OPS = (ops.CheckFinite, ops.Decide, ops.UpdateScale)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What an op declares, what it took at most, and what it left; ``is_exact`` where the first two must be equal."""
+    """What an op declares, what it took, without the scratch memory of libraries and with it, and what it left."""
 
     op: ops.Op
     label: str
-    declared_bytes: int
+    declared: Workspace
+    counted_bytes: int
     peak_bytes: int
     left_bytes: int
-    is_exact: bool
 
     @property
     def is_right(self) -> bool:
-        if self.left_bytes:
+        if self.left_bytes or self.peak_bytes > self.declared.most_bytes:
             return False
-        if self.is_exact:
-            return self.peak_bytes == self.declared_bytes
-        return self.peak_bytes <= self.declared_bytes
+        if isinstance(self.op, SCALAR_OPS):
+            return True
+        return self.counted_bytes == self.declared.counted_bytes
+
+    def __str__(self) -> str:
+        return (
+            f"{self.label} declares {self.declared.counted_bytes} bytes and at most {self.declared.most_bytes}, took"
+            f" {self.counted_bytes} and {self.peak_bytes}, and left {self.left_bytes} under torch {torch.__version__}"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,12 +75,7 @@ class Judged:
 
     @property
     def wrong(self) -> list[str]:
-        return [
-            f"{one.label} declares {one.declared_bytes} bytes, took {one.peak_bytes} and left {one.left_bytes}"
-            f" under torch {torch.__version__}"
-            for one in self.verdicts
-            if not one.is_right
-        ]
+        return [str(one) for one in self.verdicts if not one.is_right]
 
 
 def judge(
@@ -91,15 +93,7 @@ def judge(
     by_label = {names[id(op)]: op for op in program.ops()}
     found = by_range(events, by_label)
     verdicts = [
-        Verdict(
-            op=op,
-            label=label,
-            declared_bytes=declared_bytes(program, op),
-            peak_bytes=peak_bytes(found.get(label, ())),
-            left_bytes=left_bytes(found.get(label, ())),
-            is_exact=not isinstance(op, SCALAR_OPS) and not _has_bound(program, op),
-        )
-        for label, op in by_label.items()
+        _verdict(program, op, label, found.get(label, ())) for label, op in by_label.items()
     ]
     return Judged(verdicts=verdicts, others=found.get("", ()))
 
@@ -120,7 +114,7 @@ def stepping(
     )
     machine.compile()
     if model is not None:
-        state.initialise(program, [memory], lambda: model, 0)
+        initialise(program, [memory], lambda: model, 0)
     if initial is not None:
         state.initialise_flats(program, [memory], initial)
     executor = Executor(machine, ThreadStreams(inline=[stream.name for stream in program.streams]))
@@ -138,20 +132,28 @@ def stepping(
         executor.close()
 
 
-def declared_bytes(program: Program, op: ops.Op) -> int:
+def _verdict(program: Program, op: ops.Op, label: str, events: Sequence[Event]) -> Verdict:
+    calls = (
+        library_calls(program.segment_by_name[op.segment]) if isinstance(op, ops.Compute) else ()
+    )
+    return Verdict(
+        op=op,
+        label=label,
+        declared=_declared(program, op),
+        counted_bytes=peak_bytes(without_scratch(events, calls)),
+        peak_bytes=peak_bytes(events),
+        left_bytes=left_bytes(events),
+    )
+
+
+def _declared(program: Program, op: ops.Op) -> Workspace:
     """What this op needs; of calls of one segment that bind its outputs differently, the program declares the most."""
     declared = scratch_bytes(program, op)
     if not isinstance(op, ops.Compute):
-        return declared
-    own = eager_bytes(program.segment_by_name[op.segment], bindings(op))
-    assert own <= declared
+        return Workspace(counted_bytes=declared, most_bytes=declared)
+    own = eager_workspace(program.segment_by_name[op.segment], bindings(op))
+    assert own.most_bytes <= declared
     return own
-
-
-def _has_bound(program: Program, op: ops.Op) -> bool:
-    return isinstance(op, ops.Compute) and any(
-        is_bound(node) for node in program.segment_by_name[op.segment].nodes
-    )
 
 
 def _comm(program: Program, rank: int) -> Comm:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from tests.memory.library import library_calls, without_scratch
 from zeroir.ir.bindings import Binding
 from zeroir.ir.buffers import span_numel
 from zeroir.ir.ops import Mode
@@ -89,8 +90,16 @@ class Case:
         return lambda: kernel(self.tensors, destinations)
 
 
-def taken_bytes(cases: Sequence[Case]) -> list[int]:
-    """What the kernel of each case holds at most beside its arguments and destinations; it may leave nothing."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taken:
+    """What the kernel of a case holds at most beside its arguments and destinations, without scratch and with it."""
+
+    counted_bytes: int
+    peak_bytes: int
+
+
+def taken(cases: Sequence[Case]) -> list[Taken]:
+    """What every case takes; it may leave nothing."""
     calls = [case.prepared() for case in cases]
     names = [f"case {at}" for at in range(len(cases))]
 
@@ -103,11 +112,18 @@ def taken_bytes(cases: Sequence[Case]) -> list[int]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        events = by_range(allocations(run), names)
+        found = by_range(allocations(run), names)
     finally:
         torch.set_num_threads(threads)
-    assert not any(left_bytes(events.get(name, ())) for name in names)
-    return [peak_bytes(events.get(name, ())) for name in names]
+    events = [found.get(name, ()) for name in names]
+    assert not any(map(left_bytes, events))
+    return [
+        Taken(
+            counted_bytes=peak_bytes(without_scratch(own, library_calls(case.segment))),
+            peak_bytes=peak_bytes(own),
+        )
+        for case, own in zip(cases, events, strict=True)
+    ]
 
 
 def _plain(arg: Argument, tensors: list[Tensor]) -> NodeArg:

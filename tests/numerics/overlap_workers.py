@@ -14,7 +14,7 @@ from tests.runtime.support import initial_flats, random_batches
 from tests.support.programs import mlp
 from zeroir.ir.program import Program
 from zeroir.passes.pipelines import for_stage
-from zeroir.runtime import train
+from zeroir.runtime import rendezvous
 from zeroir.runtime.comm.job import Backend
 from zeroir.runtime.engine import Engine
 
@@ -56,7 +56,7 @@ def main(backend: str) -> None:
                 {key: t.contiguous() for key, t in tensors.items()},
                 folder / f"{stage}.safetensors",
             )
-    train.leave_job()
+    rendezvous.leave_job()
 
 
 if __name__ == "__main__":

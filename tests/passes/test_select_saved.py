@@ -69,6 +69,25 @@ def saved_by_effects(program: Program) -> int:
     return sum(b.size_bytes for b in buffers if not b.is_persistent)
 
 
+def test_a_chain_may_be_longer_than_the_stack_of_python() -> None:
+    """2,000 cheap ops in a row between what is at hand and what the backward needs."""
+    length = 2000
+    chain = "".join(f"  ${3 + i} = aten.relu.default(${2 + i}) : f32[4,8]\n" for i in range(length))
+    last = 2 + length
+    text = print_program(SAVING).replace(
+        "  $3 = aten.mm.default($2, $1) : f32[4,1]\n",
+        f"{chain}  ${last + 1} = aten.mm.default(${last}, $1) : f32[4,1]\n",
+        1,
+    )
+    text = text.replace(
+        "  $4 = aten.mean.default($3) : f32[]\n  return ($2, $4)",
+        f"  ${last + 2} = aten.mean.default(${last + 1}) : f32[]\n  return (${last}, ${last + 2})",
+    )
+    program = SelectSaved()(parse(text))
+    again = [node.op for node in program.segment_by_name["b.backward"].nodes]
+    assert again.count("aten.relu.default") == length
+
+
 # ------------------------------------------------------------------------------------------------------ real models
 
 

@@ -339,28 +339,37 @@ def test_ten_thousand_ops_stay_fluid(tmp_path: Path) -> None:
         page.wait_for_function("document.querySelector('#rows .row[data-row=\"8005\"]')")
         assert page.locator("#rows .row").count() < 60
         _require_all_is_drawn(page)
-        drawn = page.evaluate(
+        glyphs, marking, is_painted_anew = page.evaluate(
             """async () => {
-                let drawn = 0;
+                let painted = 0;
                 const view = Bokeh.index.get_one(zeroir.models.timeline);
                 const glyphs = [...view.all_renderer_views].filter((one) => one.glyph);
                 for (const one of glyphs) {
                     const paint = one.paint.bind(one);
-                    one.paint = (...given) => { drawn += 1; return paint(...given); };
+                    one.paint = (...given) => { painted += 1; return paint(...given); };
                 }
-                for (let row = 0; row < 20; row += 1) {
-                    zeroir.mark(row * 20);
-                    await new Promise((next) => requestAnimationFrame(() => setTimeout(next, 0)));
+                const marking = [];
+                while (marking.length < 5 && marking.at(-1) !== 0) {
+                    painted = 0;
+                    for (let row = 0; row < 20; row += 1) {
+                        zeroir.mark(row * 20);
+                        await new Promise((next) =>
+                            requestAnimationFrame(() => setTimeout(next, 0)));
+                    }
+                    marking.push(painted);
                 }
-                const marking = drawn;
+                painted = 0;
                 zeroir.models.timeline.x_range.end /= 2;
-                for (let wait = 0; wait < 100 && drawn === 0; wait += 1) {
+                for (let wait = 0; wait < 600 && painted === 0; wait += 1) {
                     await new Promise((next) => setTimeout(next, 100));
                 }
-                return [glyphs.length, marking, drawn > 0];
+                return [glyphs.length, marking, painted > 0];
             }"""
         )
-        assert drawn == [2, 0, True]
+        assert glyphs == 2
+        # A paint that was asked for before, by zooming, may come among the first marks.
+        assert marking[-1] == 0
+        assert is_painted_anew
         # Of the whole step an op is less than a pixel, at which nobody can point.
         zoom(page, "timeline", 0, 500)
         zoom(page, "memory", 0, 50)

@@ -124,8 +124,20 @@ def equal(axes: dict[str, int], backends: list[Backend | None], every: int = 1) 
                 CALLS[case.call](job.comm, found)
                 for one, other in zip(found.pieces[0], expected.pieces[RANK], strict=True):
                     assert has_bits_of(one.destination, other.destination), (job.backend, case)
+    if list(axes) == ["dp"]:
+        gather_many(jobs[0].comm)
     for job in jobs:
         job.comm.close()
+
+
+def gather_many(comm: Comm) -> None:
+    """More pairs than the addresses of which one message between ranks has room for."""
+    sources = [torch.full((2,), float(RANK * 10_000 + at)) for at in range(9000)]
+    pieces = [Piece(source=s, destination=torch.zeros(2 * WORLD_SIZE)) for s in sources]
+    comm.all_gather(Launch(comm="along_dp", pieces=[pieces], staging=[None]))
+    for at, piece in enumerate(pieces):
+        expected = [float(rank * 10_000 + at) for rank in range(WORLD_SIZE) for _ in range(2)]
+        assert piece.destination.tolist() == expected
 
 
 def has_bits_of(a: Tensor, b: Tensor) -> bool:

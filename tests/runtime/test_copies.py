@@ -21,10 +21,10 @@ from zeroir.ir.bindings import Binding
 from zeroir.ir.buffers import Role
 from zeroir.ir.program import Program
 from zeroir.ir.segment import Segment
-from zeroir.runtime import state
 from zeroir.runtime.comm.local import LocalComm
 from zeroir.runtime.executor import Executor
 from zeroir.runtime.handlers import Machine
+from zeroir.runtime.initial import initialise
 from zeroir.runtime.kernels.base import Kernel
 from zeroir.runtime.kernels.eager import EagerKernels
 from zeroir.runtime.storage import Memory
@@ -133,7 +133,7 @@ def watched(path: Path, stage: int, *, is_clumsy: bool = False) -> Watch:
     kernels = WatchedKernels(watch, is_clumsy=is_clumsy)
     machine = Machine(program=program, ranks=[memory], comm=LocalComm(), kernels=kernels)
     machine.compile()
-    state.initialise(program, [memory], model_file.model, 0)
+    initialise(program, [memory], model_file.model, 0)
     executor = Executor(machine, ThreadStreams())
     executor.step([[model_file.batch()]])
     executor.close()

@@ -147,6 +147,40 @@ def test_what_crosses_a_joint_holds_nobody_back_but_all_before_it_does() -> None
     assert found[4][1] == {GATHER: 2, REDUCE: 1, COMPUTE: 1}
 
 
+@pytest.mark.parametrize("again", [False, True])
+def test_a_name_may_cross_one_joint_and_be_another_ops_within_a_section(again: bool) -> None:
+    def crossing(event: str) -> State:
+        return State(pending=(Pending(event=event, stream=GATHER),))
+
+    body = (fill(GATHER, "b"), fill(GATHER, "a"), *([fill(GATHER, "a")] if again else []))
+    first = Section(name="last_micro_step", body=body, exit=crossing("a"))
+    second = Section(
+        name="update",
+        entry=crossing("a"),
+        body=(fill(COMPUTE), fill(GATHER, "b"), fill(REDUCE)),
+        exit=crossing("b"),
+    )
+    third = Section(name="evaluate", entry=crossing("b"), body=(fill(COMPUTE),))
+    found, expected = run(replace(mlp(), sections=(first, second, third)))
+    assert nonzero(found) == nonzero(expected)
+    assert found[len(body)][1] == {GATHER: len(body) - 1}
+
+
+def test_a_step_comes_between_what_its_caller_does_on_another_stream_before_and_after() -> None:
+    own = Driver.current
+    streams = CudaStreams(mlp(), torch.device("cuda"))
+    callers = Stream()
+    callers.clock[callers.name] = 3
+    with Driver.using(callers):
+        with streams.entered():
+            assert Driver.current is own
+            assert own.clock == {callers.name: 3}
+            own.clock[own.name] = 5
+        assert Driver.current is callers
+    assert callers.clock == {callers.name: 3, own.name: 5}
+    streams.close()
+
+
 def test_a_wait_for_a_thread_is_no_wait_for_an_old_event_of_the_device(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

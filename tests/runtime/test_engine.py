@@ -5,34 +5,35 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
-from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from tests.runtime.support import ROOT, initial_flats, lowered, random_batches
+from tests.runtime.constructors import Mlp
+from tests.runtime.support import ROOT, initial_flats, lowered, random_batches, with_evaluation
 from tests.support.programs import dense, mlp, tensor
 from zeroir.errors import UserError
 from zeroir.ir import ops
-from zeroir.ir.buffers import Buffer, Region, Role, Space
-from zeroir.ir.contents import NamedContent
+from zeroir.ir.buffers import Buffer, Region, Role, Space, whole
+from zeroir.ir.contents import Content, FlatContent, Micro, NamedContent, Zeros
 from zeroir.ir.dtypes import DType
-from zeroir.ir.program import LAST_MICRO_STEP, UPDATE, InputBinding, Program, Section
+from zeroir.ir.program import (
+    EVALUATE,
+    LAST_MICRO_STEP,
+    UPDATE,
+    Holding,
+    InputBinding,
+    Pending,
+    Program,
+    Section,
+    State,
+)
 from zeroir.ir.segment import Node, Ref, Segment
 from zeroir.runtime.batch import Batch, flatten
 from zeroir.runtime.engine import Engine
 from zeroir.runtime.lockstep import Lockstep
-
-
-class Mlp(nn.Module):
-    """The module that ``mlp()`` is the training step of."""
-
-    def __init__(self, dim: int = 8, features: int = 6, blocks: int = 3) -> None:
-        super().__init__()
-        self.pre = nn.Linear(features, dim, bias=False)
-        self.blocks = nn.ModuleList(nn.Linear(dim, dim) for _ in range(blocks))
-        self.post = nn.Linear(dim, features, bias=False)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -250,6 +251,105 @@ def test_seeds_are_fresh_in_every_step_and_on_every_rank() -> None:
                 seen += [int(seed) for seed in lockstep.buffers(rank)["rng"]]
     assert seen[:12] == seen[12:]
     assert len(set(seen[:12])) == 12
+
+
+@pytest.mark.parametrize("micro_steps", [1, 2])
+def test_an_evaluation_changes_nothing_about_the_steps_after_it(micro_steps: int) -> None:
+    logical = mlp(micro_steps=micro_steps)
+    program = with_evaluation(lowered(logical, 0, 2))
+    first, second = random_batches(2, 2, micro_steps=micro_steps)
+    losses: list[list[float]] = []
+    for is_evaluated in (False, True):
+        lockstep = Lockstep(program)
+        lockstep.initialise_flats(initial_flats(logical))
+        found: list[float] = []
+        for batches in (first, second):
+            if is_evaluated:
+                lockstep.evaluate([of_rank[0] for of_rank in batches])
+            found += [float(result.loss) for result in lockstep.step(batches)]
+        losses.append(found)
+    assert losses[0] == losses[1]
+
+
+_HANDED_ON = Buffer(
+    name="handed_on", dtype=DType.F32, numel=512, space=Space.DEVICE, role=Role.GATHERED
+)
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (Zeros(), 0.0),
+        (FlatContent(quantity="grad", flat="blocks.0", micro=Micro.PAST), 0.0),
+        (FlatContent(quantity="exp_avg", flat="blocks.0"), 0.0),
+        (FlatContent(quantity="param", flat="blocks.0"), None),
+    ],
+)
+def test_a_job_may_begin_with_an_evaluation(content: Content, expected: float | None) -> None:
+    """What a step would have handed on to it is brought about as for a first step."""
+    logical = mlp()
+    program = lowered(logical, 3, 2)
+    numel = program.flat_by_name["blocks.0"].padded_numel
+    buffer = replace(_HANDED_ON, numel=numel)
+    state = State(
+        live=(buffer.name,),
+        holdings=(Holding(region=whole(buffer), content=content),),
+    )
+    one = Region(buffer=buffer.name, offset=3, numel=1)
+    loss = Region(buffer="loss", offset=0, numel=1)
+    body = (ops.Cast(source=one, destination=loss, stream="compute"),)
+    sections = (Section(name=EVALUATE, entry=state, body=body, exit=state),)
+    lockstep = Lockstep(replace(program, buffers=(*program.buffers, buffer), sections=sections))
+    values = initial_flats(logical)
+    lockstep.initialise_flats(values)
+    ((batch,), (other,)) = random_batches(1, 2)[0]
+    wanted = float(values["blocks.0.param"][3]) if expected is None else expected
+    for _ in range(2):
+        assert [float(found) for found in lockstep.evaluate([batch, other])] == [wanted] * 2
+
+
+def test_what_is_read_back_waits_for_ops_that_cross_the_joint() -> None:
+    logical = mlp()
+    crossing = State(pending=(Pending(event="0", stream="gather"),))
+    region = whole(logical.buffer_by_name["root.pre.param"])
+    body = (ops.Fill(destination=region, value=7.0, stream="gather", event="0"),)
+    sections = (
+        Section(name=LAST_MICRO_STEP, body=()),
+        Section(name=UPDATE, body=body, exit=crossing),
+    )
+    for seed in range(4):
+        lockstep = Lockstep(replace(logical, sections=sections), schedule_seed=seed)
+        lockstep.step([random_batches(1, 1)[0][0]])
+        assert lockstep.full_parameters()["pre.weight"].eq(7.0).all()
+
+
+def test_adam_without_eps_leaves_padding_zero() -> None:
+    """Between parameters and behind them; an element whose gradient is zero becomes NaN, as in torch."""
+    logical = mlp(dim=9, optimizer="adam")
+    scalars = tuple(
+        replace(s, values=(0.9, 0.999, 0.0, 0.0)) if s.buffer == "hyper" else s
+        for s in logical.scalars
+    )
+    program = lowered(replace(logical, scalars=scalars), 3, 3)
+    lockstep = Lockstep(program)
+    lockstep.initialise_flats(initial_flats(logical))
+    lockstep.step(random_batches(1, 3)[0])
+    for (flat, _), values in lockstep.full_state().items():  # which looks at the padding at the end
+        slots = program.flat_by_name[flat].slots
+        for slot, following in pairwise(slots):
+            assert values[slot.offset + slot.numel : following.offset].eq(0.0).all()
+
+
+def test_a_device_has_done_everything_before_an_engine_gives_up_what_it_uses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = Engine(lowered(mlp(), 3, 1))
+    done: list[str] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: done.append("waited"))
+    monkeypatch.setattr(engine.job.comm, "close", lambda: done.append("closed"))
+    engine.device = torch.device("cuda")
+    engine.close()
+    assert done == ["waited", "closed"]
 
 
 FAKE = """

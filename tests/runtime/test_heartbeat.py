@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
+from datetime import timedelta
 from functools import partial
+from queue import SimpleQueue
 
 from zeroir.runtime.heartbeat import Beat, Heartbeat
 
@@ -27,7 +29,12 @@ class SharedStore:
         return self._values[key]
 
     def check(self, keys: list[str], /) -> bool:
+        if self.is_gone:
+            raise RuntimeError("the connection was closed")
         return all(key in self._values for key in keys)
+
+    def wait(self, keys: list[str], timeout: timedelta, /) -> None:
+        raise NotImplementedError
 
 
 class FrozenStore(SharedStore):
@@ -52,11 +59,11 @@ class FrozenStore(SharedStore):
 def test_a_silent_rank_is_noticed_by_the_one_before_it() -> None:
     shared = SharedStore()
     stopped = FrozenStore(shared)
-    silent: list[tuple[int, int]] = []
+    silent: list[tuple[int, str]] = []
     is_noticed = threading.Event()
 
-    def notice(by: int, rank: int) -> None:
-        silent.append((by, rank))
+    def notice(by: int, why: str) -> None:
+        silent.append((by, why))
         is_noticed.set()
 
     beats = [
@@ -67,7 +74,9 @@ def test_a_silent_rank_is_noticed_by_the_one_before_it() -> None:
     assert not silent
     stopped.is_frozen = True
     assert is_noticed.wait(10.0)
-    assert silent == [(1, 2)]
+    ((by, why),) = silent
+    assert by == 1
+    assert why.startswith("Rank 2 has given no sign of life for ")
     for beat in beats:
         beat.stop()
 
@@ -75,7 +84,7 @@ def test_a_silent_rank_is_noticed_by_the_one_before_it() -> None:
 def test_a_rank_that_is_done_or_not_yet_there_is_not_missed() -> None:
     """The last rank comes late, the first one leaves early."""
     shared = SharedStore()
-    silent: list[int] = []
+    silent: list[str] = []
     first = Heartbeat(shared, 0, 3, silent.append, BEAT)
     second = Heartbeat(shared, 1, 3, silent.append, BEAT)
     time.sleep(BEAT.silence_s / 2)
@@ -87,12 +96,29 @@ def test_a_rank_that_is_done_or_not_yet_there_is_not_missed() -> None:
         beat.stop()
 
 
-def test_a_store_that_is_gone_ends_the_watch() -> None:
+def test_a_store_that_is_gone_is_noticed_by_all() -> None:
+    """Its keeper was killed, and nobody is left to end the ranks."""
     shared = SharedStore()
-    silent: list[int] = []
-    beats = [Heartbeat(shared, rank, 2, silent.append, BEAT) for rank in range(2)]
+    said: SimpleQueue[str] = SimpleQueue()
+    beats = [Heartbeat(shared, rank, 2, said.put, BEAT) for rank in range(2)]
+    time.sleep(BEAT.interval_s)
     shared.is_gone = True
-    time.sleep(2 * BEAT.silence_s)
-    assert not silent
+    for _ in beats:
+        assert said.get(timeout=10.0).startswith("The job's store is gone: ")
     for beat in beats:
         beat.stop()
+
+
+def test_the_keeper_of_the_store_leaves_last() -> None:
+    """Else a rank that comes to its end a little later would miss the store."""
+    shared = SharedStore()
+    alarms: list[str] = []
+    first, second = (Heartbeat(shared, rank, 2, alarms.append, BEAT) for rank in range(2))
+    keeper = threading.Thread(target=first.stop)
+    keeper.start()
+    keeper.join(5 * BEAT.interval_s)
+    assert keeper.is_alive()
+    second.stop()
+    keeper.join(10.0)
+    assert not keeper.is_alive()
+    assert not alarms

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from zeroir.errors import UserError
-from zeroir.runtime import train
+from zeroir.runtime import rendezvous
 
 
 @pytest.fixture(autouse=True)
@@ -18,18 +18,18 @@ def _two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_rank_has_the_gpu_of_its_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert train.join_job().device.index == 0
+    assert rendezvous.join_job().device.index == 0
     monkeypatch.setenv("LOCAL_RANK", "1")
-    assert train.join_job().device.index == 1
+    assert rendezvous.join_job().device.index == 1
 
 
 def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "3")
     with pytest.raises(UserError, match="Local rank 3 has no GPU, because this machine shows 2"):
-        train.join_job()
+        rendezvous.join_job()
 
 
 def test_ranks_share_gpus_where_nccl_is_told_to_allow_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "3")
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
-    assert train.join_job().device.index == 1
+    assert rendezvous.join_job().device.index == 1

@@ -6,24 +6,34 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
+from torch import Tensor, nn
 
+from tests.runtime.constructors import CONSTRUCTORS, DIM, Mlp
 from tests.runtime.support import initial_flats, lowered, random_batches
 from tests.runtime.workers_cases import CASES, MODEL_STEPS, STEPS, model_options, varied
 from tests.support.programs import mlp
 from zeroir.errors import ZeroirError
 from zeroir.frontend import trace
 from zeroir.frontend.entry import load_model_file
-from zeroir.runtime import train
+from zeroir.runtime import initial, rendezvous, train
+from zeroir.runtime.comm.handout import JobHandout
 from zeroir.runtime.comm.job import Backend
 from zeroir.runtime.engine import Engine
 from zeroir.runtime.kernels.choice import KernelBackend
+from zeroir.runtime.storage import Memory
 
+T = TypeVar("T")
 FOLDER = Path(os.environ["TEST_FOLDER"])
 RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
@@ -118,6 +128,78 @@ def model_stages(path: str) -> None:
             )
 
 
+def initialise(name: str) -> None:
+    """At every stage all ranks hold what plain PyTorch makes, though only some build it: that is printed."""
+    built = 0
+
+    def factory() -> nn.Module:
+        nonlocal built
+        built += 1
+        return CONSTRUCTORS[name]()
+
+    torch.manual_seed(7)
+    expected = dict(CONSTRUCTORS[name]().named_parameters())
+    for stage in range(4):
+        engine = Engine(lowered(mlp(dim=DIM, precision="bf16"), stage, WORLD_SIZE))
+        with patch.object(initial, "MESSAGE_BYTES", 10_000):
+            engine.initialise(factory, 7)
+        for parameter, value in engine.full_parameters().items():
+            assert torch.equal(value, expected[parameter].detach().float()), parameter
+        engine.close()
+    print(f"built {built} times")
+
+
+def bad_starts() -> None:
+    """Print how a job ends whose messages are damaged on their way to rank 1, and one whose rank 0 cannot build."""
+    program = lowered(mlp(dim=DIM), 2, WORLD_SIZE)
+    engine = Engine(program)
+    sound = JobHandout(rank=RANK, device=engine.device)
+    memory = Memory(program, RANK, engine.device)
+    for handout, factory in (
+        (_Faulty(handout=sound), CONSTRUCTORS["plain"]),
+        (sound, partial(Mlp, dim=DIM, blocks=2)),
+    ):
+        try:
+            initial.initialise(program, [memory], factory, 0, handout)
+        except ZeroirError as error:
+            print(f"{type(error).__name__}: {error}")
+    engine.close()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Faulty:
+    """A handout that damages one bit of each long message on its way to rank 1."""
+
+    handout: JobHandout
+
+    @property
+    def device(self) -> torch.device:
+        return self.handout.device
+
+    def make(self, act: Callable[[], T]) -> T | None:
+        return self.handout.make(act)
+
+    def send(self, message: Tensor) -> None:
+        self.handout.send(message)
+        if RANK == 1 and message.dtype == torch.uint8 and message.numel() > 1000:
+            message[5] ^= 1
+
+    def gather(self, own: Tensor) -> Tensor:
+        return self.handout.gather(own)
+
+
+def build_slowly(seconds: str) -> None:
+    """Build a model for longer than a collective waits."""
+
+    def factory() -> nn.Module:
+        time.sleep(float(seconds))
+        return Mlp()
+
+    program = lowered(mlp(), 3, WORLD_SIZE)
+    handout = JobHandout(rank=RANK, device=torch.device("cpu"), interval_s=0.5)
+    initial.initialise(program, [Memory(program, RANK, torch.device("cpu"))], factory, 0, handout)
+
+
 def steps_for_ever(delay_s: str, backend: str) -> None:
     """Train until something ends it; a file tells the test that the rank is under way."""
     program = lowered(mlp(), 3, WORLD_SIZE)
@@ -164,7 +246,7 @@ def main() -> None:
         init_method=f"file://{FOLDER}/store",
         rank=RANK,
         world_size=WORLD_SIZE,
-        timeout=timedelta(seconds=60),
+        timeout=timedelta(seconds=float(os.environ.get("TEST_TIMEOUT_S", "60"))),
     )
     code = 0
     try:
@@ -179,6 +261,12 @@ def main() -> None:
                 micro_steps(*args)
             case "model-stages":
                 model_stages(*args)
+            case "initialise":
+                initialise(*args)
+            case "bad-starts":
+                bad_starts()
+            case "build-slowly":
+                build_slowly(*args)
             case "steps-for-ever":
                 steps_for_ever(*args)
             case "other-program":
@@ -195,7 +283,7 @@ def main() -> None:
         code = 130
     if code:
         train.abandon_job(code)
-    train.leave_job()
+    rendezvous.leave_job()
 
 
 if __name__ == "__main__":

@@ -12,7 +12,9 @@ from dataclasses import replace
 from random import Random
 from typing import cast
 
+from tests.support.edits import Mutation, at, edit, pick, places, put
 from tests.support.mutate_claims import CLAIM_MUTATIONS
+from tests.support.mutate_sums import SUM_MUTATIONS
 from zeroir.ir import ops
 from zeroir.ir.buffers import Region
 from zeroir.ir.contents import FlatContent, Micro
@@ -22,48 +24,7 @@ from zeroir.ir.ops import Mode, Op, Reduction
 from zeroir.ir.program import Program, State
 from zeroir.passes.rewrite import map_regions
 
-Mutation = Callable[[Program, Random], Program | None]
-
 COLLECTIVES = (ops.AllGather, ops.Prefetch, ops.ReduceScatter, ops.AllReduce, ops.Broadcast)
-
-
-def places(program: Program, is_wanted: Callable[[Op], bool]) -> list[tuple[int, int]]:
-    """Section and op numbers of the ops wanted."""
-    return [
-        (s, i)
-        for s, section in enumerate(program.sections)
-        for i, op in enumerate(section.body)
-        if is_wanted(op)
-    ]
-
-
-def edit(program: Program, section: int, change: Callable[[list[Op]], None]) -> Program:
-    """The program with one section's ops changed."""
-    body = list(program.sections[section].body)
-    change(body)
-    sections = list(program.sections)
-    sections[section] = replace(sections[section], body=tuple(body))
-    return replace(program, sections=tuple(sections))
-
-
-def put(program: Program, place: tuple[int, int], *new: Op) -> Program:
-    """The program with one op replaced by others."""
-
-    def change(body: list[Op]) -> None:
-        body[place[1] : place[1] + 1] = new
-
-    return edit(program, place[0], change)
-
-
-def at(program: Program, place: tuple[int, int]) -> Op:
-    return program.sections[place[0]].body[place[1]]
-
-
-def pick(
-    program: Program, chance: Random, is_wanted: Callable[[Op], bool]
-) -> tuple[int, int] | None:
-    found = places(program, is_wanted)
-    return chance.choice(found) if found else None
 
 
 def _on(
@@ -482,4 +443,5 @@ MUTATIONS: Mapping[str, Mutation] = {
     "change-state": _state,
     "change-scalar": _scalar,
     **CLAIM_MUTATIONS,
+    **SUM_MUTATIONS,
 }

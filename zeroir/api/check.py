@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
@@ -21,13 +22,27 @@ _ROUNDING = {"fp32": 64 * 2.0**-23, "bf16": 2.0**-8, "fp16": 2.0**-11}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """Where the program and the reference differ by more than the tolerance. ``step`` counts from 1, as in ``run``."""
+    """Where the program and the reference differ by more than the tolerance. ``step`` counts from 1, as in ``run``.
+
+    A reference that is infinite or no number differs from everything: nothing can be compared with it.
+    """
 
     step: int
     what: str
     program: float
     reference: float
     relative: float
+
+    def __str__(self) -> str:
+        if not math.isfinite(self.reference):
+            return (
+                f"step {self.step}: {self.what} is {self.reference} in eager PyTorch itself, so nothing can be "
+                "compared with it; lower the learning rate, or look for values in the data that the model cannot take"
+            )
+        return (
+            f"step {self.step}: {self.what} is {self.program:.9g}, the reference has {self.reference:.9g} "
+            f"(relative difference {self.relative:.2e})"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,11 +79,7 @@ class Comparison:
             compared = "losses and parameters" if self.kernels == "eager" else "losses"
             return f"{what}: {compared} equal {replicas} {exactly}."
         lines = [f"{what}: not equal to {replicas} {exactly}."]
-        lines += [
-            f"  step {d.step}: {d.what} is {d.program:.9g}, the reference has {d.reference:.9g} "
-            f"(relative difference {d.relative:.2e})"
-            for d in self.differences[:20]
-        ]
+        lines += [f"  {difference}" for difference in self.differences[:20]]
         if len(self.differences) > 20:
             lines.append(f"  … and {len(self.differences) - 20} more")
         return "\n".join(lines)
@@ -83,8 +94,17 @@ def check_model(
     buffers (running statistics). With clipping, whose norm the program adds up shard by shard, it means within a few
     roundings a step: 64 of FP32, or one of the 16-bit dtype. With other kernels than eager ones the losses alone are
     compared, within as much: an optimizer that looks at signs makes a whole step of the rounding of a gradient near
-    zero.
+    zero. The comparison ends, not equal, with the first step whose loss is no number in the reference.
     """
+    from zeroir.torch_ops.globals import torch_globals_kept
+
+    with torch_globals_kept():
+        return _compared(model, options, steps, seed, kernels)
+
+
+def _compared(
+    model: str, options: CompileOptions, steps: int, seed: int, kernels: str
+) -> Comparison:
     import torch
 
     from zeroir.api.reference import EagerReplicas
@@ -114,6 +134,7 @@ def check_model(
     is_exact = options.clip is None and kernels == "eager"
     tolerance = 0.0 if is_exact else steps * _ROUNDING[options.precision]
     differences: list[Difference] = []
+    is_state_compared = kernels == "eager"
     losses: list[tuple[float, ...]] = []
     for step in range(1, steps + 1):
         batches = [[next(stream) for _ in range(options.micro_steps)] for stream in streams]
@@ -122,16 +143,19 @@ def check_model(
         losses.append(tuple(found))
         for rank, (loss, wanted_loss) in enumerate(zip(found, expected, strict=True)):
             differences += _compare(step, f"the loss of rank {rank}", loss, wanted_loss, tolerance)
-    found_parameters = lockstep.full_parameters() if kernels == "eager" else {}
+        if not all(math.isfinite(loss) for loss in expected):
+            is_state_compared = False
+            break
+    found_parameters = lockstep.full_parameters() if is_state_compared else {}
     for name, wanted in reference.parameters().items() if found_parameters else ():
         differences += _compare_tensors(steps, name, found_parameters[name], wanted, tolerance)
     for rank, replica in enumerate(reference.replicas):
         ours, theirs = lockstep.buffers(rank), dict(replica.named_buffers(remove_duplicate=False))
         for binding in program.module_buffers:
-            if binding.name in theirs and kernels == "eager":
+            if binding.name in theirs and is_state_compared:
                 what, wanted = f"{binding.name} of rank {rank}", theirs[binding.name]
                 differences += _compare_tensors(
-                    steps, what, ours[binding.buffer], wanted, tolerance
+                    steps, what, ours[binding.buffer], wanted, tolerance, may_be_infinite=True
                 )
     return Comparison(
         model=model,
@@ -150,21 +174,32 @@ def check_model(
 def _compare(
     step: int, what: str, ours: float, theirs: float, tolerance: float
 ) -> Iterator[Difference]:
-    relative = abs(ours - theirs) / max(abs(theirs), 2.0**-126)
+    relative = abs(ours - theirs) / max(abs(theirs), 2.0**-126)  # no number where theirs is none
     if not relative <= tolerance:
         yield Difference(step=step, what=what, program=ours, reference=theirs, relative=relative)
 
 
 def _compare_tensors(
-    step: int, what: str, ours: Tensor, theirs: Tensor, tolerance: float
+    step: int,
+    what: str,
+    ours: Tensor,
+    theirs: Tensor,
+    tolerance: float,
+    *,
+    may_be_infinite: bool = False,
 ) -> Iterator[Difference]:
-    """The element that differs most, relative to the largest."""
+    """The element that differs most, relative to the largest; no number differs more than any.
+
+    With ``may_be_infinite``, as masks are, equal infinities do not differ.
+    """
     if not theirs.numel():
         return
     found, wanted = ours.double().flatten(), theirs.double().flatten()
     gap = (found - wanted).abs()
-    at = int(gap.argmax())
-    relative = float(gap[at]) / max(float(wanted.abs().max()), 2.0**-126)
+    if may_be_infinite:
+        gap[found == wanted] = 0.0
+    at = int(gap.argmax())  # the first where there is no number
+    relative = float(gap[at] / wanted.abs().max().clamp(min=2.0**-126))
     if not relative <= tolerance:
         yield Difference(
             step=step,

@@ -176,7 +176,8 @@ def compile_with(model: str | Path, options: CompileOptions) -> CompiledProgram:
     """Compile a model file with validated options."""
     artifact = capture(model, options)
     try:
-        proof = _lower(artifact.logical, options)
+        # What the model itself asks for, such as to compute units again, stands with the program.
+        proof = _lower(artifact.logical, options_from_pairs(artifact.logical.options))
     except VerificationError as error:
         raise InternalError(f"The traced program is broken before any pass. {error}") from error
     from zeroir.runtime.kernels.declared import misdeclared
@@ -193,18 +194,27 @@ def capture(model: str | Path, options: CompileOptions) -> Artifact:
 
     from zeroir import __version__
     from zeroir.frontend import entry, trace
+    from zeroir.torch_ops.globals import torch_globals_kept
 
-    model_file = entry.load_model_file(str(model))
-    logical = replace(trace(model_file, options), options=options.to_pairs())
+    with torch_globals_kept():
+        model_file = entry.load_model_file(str(model))
+        logical = trace(model_file, options)
     return Artifact(
         logical=logical,
         scheduled=logical,
-        model_path=str(model_file.path),
+        model_path=str(_from_here(model_file.path)),
         model_factory=model_file.name,
         model_sha256=model_file.sha256,
+        model_imports=tuple(sorted(model_file.imports.items())),
         torch_version=torch.__version__,
         zeroir_version=__version__,
     )
+
+
+def _from_here(path: Path) -> Path:
+    """The path from the folder that the process is in, where the file lies in or below it: a run follows no others."""
+    here = Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path
 
 
 def lowered(artifact: Artifact, options: CompileOptions, machine: Machine) -> CompiledProgram:

@@ -8,21 +8,21 @@ from typing import TYPE_CHECKING
 
 from zeroir.api.compiled import CompiledProgram, load_program
 from zeroir.api.run import (
-    fail,
     fitted,
-    give_up,
+    joined_job,
     load_model,
     open_batches,
     open_engine,
     warnings_as_sentences,
+    watched_job,
 )
-from zeroir.artifact import write_whole
+from zeroir.artifact.outputs import MACHINE, write_whole
 from zeroir.cost.machine import Machine, load_machine, to_toml
 from zeroir.cost.profile import measured_machine
 from zeroir.cost.simulate import simulate
 
 if TYPE_CHECKING:
-    from zeroir.runtime.train import Place
+    from zeroir.runtime.rendezvous import Place
 
 ROUNDS = 20
 """Rounds of a profile unless told otherwise."""
@@ -75,24 +75,16 @@ def profile_program(
     Raises:
         UserError: alone, or before the job is joined.
     """
-    from zeroir.runtime import heartbeat, train
-
-    base = load_machine(machine)
-    compiled = load_program(path)
-    load_model(compiled, model=model, allow_model_change=allow_model_change)
-    place = train.join_job()
-    try:
-        with heartbeat.watched(place.rank, place.world_size, give_up):
+    with watched_job():
+        base = load_machine(machine)
+        compiled = load_program(path)
+        load_model(compiled, model=model, allow_model_change=allow_model_change)
+        with joined_job() as place:
             found = _profile(
                 compiled, place, base, output.stem, rounds, seed, model, allow_model_change, kernels
             )
             if found is not None:
-                write_whole(output, to_toml(found.machine).encode())
-        train.leave_job()
-    except (Exception, KeyboardInterrupt) as error:
-        if place.world_size == 1:
-            raise
-        fail(error, place.rank)
+                write_whole(output, to_toml(found.machine).encode(), MACHINE)
     return found
 
 

@@ -8,7 +8,6 @@ update is torch.optim's, fused, on FP32 master weights.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 
@@ -33,8 +32,9 @@ class EagerReplicas:
     def __init__(
         self, model_file: ModelFile, options: CompileOptions, *, seed: int, seeds: Seeds
     ) -> None:
-        torch.manual_seed(seed)
-        module = model_file.model()
+        # Each is the user's module as the user's code makes it: a copy would lose what is bound to its tensors.
+        self.replicas = [_made(model_file, seed) for _ in range(options.world_size)]
+        module = self.replicas[0]
         self._options = options
         self._seeds = seeds
         mesh = options.device_mesh
@@ -50,8 +50,8 @@ class EagerReplicas:
             for name, parameter in module.named_parameters()
             if parameter.dtype.is_floating_point
         }
-        apply_precision(module, options.precision, options.keep_fp32)
-        self.replicas = [copy.deepcopy(module) for _ in range(options.world_size)]
+        for replica in self.replicas:
+            apply_precision(replica, options.precision, options.keep_fp32)
         self._shapes = {name: p.shape for name, p in module.named_parameters()}
         for replica in self.replicas:
             for name, parameter in replica.named_parameters():
@@ -171,6 +171,11 @@ class EagerReplicas:
             self._hysteresis -= 1
         else:
             self._scale = max(self._scale / 2, options.minimum_loss_scale)
+
+
+def _made(model_file: ModelFile, seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return model_file.model()
 
 
 def _sum(parts: Sequence[Tensor]) -> Tensor:

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import sys
 import traceback
 import uuid
@@ -17,16 +18,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from zeroir.api.compiled import CompiledProgram, load_program
-from zeroir.artifact import require_writable, write_whole
-from zeroir.errors import GraphWarning, KernelWarning, UserError, ZeroirError
-from zeroir.report.names import counted
+from zeroir.artifact import Artifact
+from zeroir.artifact.outputs import TIMELINE, require_writable, write_whole
+from zeroir.errors import (
+    MEMORY_REMEDY,
+    GraphWarning,
+    InternalError,
+    KernelWarning,
+    ModelWarning,
+    UserError,
+    ZeroirError,
+    is_out_of_memory,
+)
+from zeroir.report.names import counted, format_bytes
 
 if TYPE_CHECKING:
-    from zeroir.frontend.entry import ModelFile
+    from zeroir.frontend.entry import ModelFile, ModelSource
+    from zeroir.ir.program import Program
     from zeroir.runtime.batch import Batch
     from zeroir.runtime.engine import Engine
     from zeroir.runtime.kernels.choice import KernelBackend
-    from zeroir.runtime.train import Place
+    from zeroir.runtime.rendezvous import Place
 
 
 class ClosedOutputError(ZeroirError):
@@ -58,16 +70,12 @@ def run_program(
     Raises:
         UserError: alone, or before the job is joined.
     """
-    from zeroir.runtime import heartbeat, train
-
-    if trace is not None and os.environ.get("RANK", "0") == "0":
-        require_writable(trace, example="trace.json")
-    compiled = load_program(path)
-    model_file = load_model(compiled, model=model, allow_model_change=allow_model_change)
-    place = train.join_job()
-
-    try:
-        with heartbeat.watched(place.rank, place.world_size, give_up):
+    with watched_job():
+        if trace is not None and os.environ.get("RANK", "0") == "0":
+            require_writable(trace, TIMELINE)
+        compiled = load_program(path)
+        model_file = load_model(compiled, model=model, allow_model_change=allow_model_change)
+        with joined_job() as place:
             _train(
                 compiled,
                 model_file,
@@ -81,25 +89,51 @@ def run_program(
                 cuda_graphs,
                 self_check,
             )
-        train.leave_job()
+
+
+@contextmanager
+def watched_job() -> Iterator[None]:
+    """A body in which a rank of a job ends where another rank falls silent, or the job's store is gone.
+
+    Raises:
+        UserError: where the environment does not say which rank this is, or the store cannot be reached.
+    """
+    from zeroir.runtime import heartbeat, rendezvous
+
+    with heartbeat.watched(rendezvous.read_seat(), _give_up):
+        yield
+
+
+@contextmanager
+def joined_job() -> Iterator[Place]:
+    """A body with a place in the job. In a job of several ranks a failure is said by the rank that met it, and ends it.
+
+    Raises:
+        UserError: alone.
+    """
+    from zeroir.runtime import rendezvous
+
+    seat = rendezvous.read_seat()
+    try:
+        yield rendezvous.join_job()
+        rendezvous.leave_job()
     except (Exception, KeyboardInterrupt) as error:
-        if place.world_size == 1:
+        if seat.world_size == 1:
             raise
-        fail(error, place.rank)
+        _fail(error, seat.rank)
 
 
-def give_up(silent: int) -> NoReturn:
-    """Say that a rank of a job is silent, and stop."""
+def _give_up(why: str) -> NoReturn:
+    """Say why the job cannot go on, and stop."""
     from zeroir.runtime import train
 
-    _say(
-        f"Error: Rank {silent} has given no sign of life for a minute: it was stopped, or its machine cannot be "
-        "reached."
-    )
+    # Whoever failed first may be about to say so.
+    train.give_way()
+    _say(f"Error: {why}")
     train.abandon_job(UserError.exit_code)
 
 
-def fail(error: BaseException, rank: int) -> NoReturn:
+def _fail(error: BaseException, rank: int) -> NoReturn:
     """Say once why this rank of a job stops, and stop."""
     from zeroir.runtime import train
     from zeroir.runtime.comm.job import PeerError
@@ -117,6 +151,9 @@ def fail(error: BaseException, rank: int) -> NoReturn:
                 train.give_way()
             _say("Interrupted." if rank == 0 else f"Rank {rank} was interrupted.")
             train.abandon_job(130)
+        case _ if is_out_of_memory(error):
+            _say(f"Error on rank {rank}: Memory ran out: {MEMORY_REMEDY}.")
+            train.abandon_job(UserError.exit_code)
         case _:
             traceback.print_exception(error)
             _say(
@@ -149,6 +186,8 @@ def _train(
             raise
         raise PeerError(str(error)) from error
     if place.rank == 0 and note:
+        _say(note)
+    if place.rank == 0 and (note := construction_note(compiled.program)):
         _say(note)
     with warnings_as_sentences():
         engine = open_engine(
@@ -209,7 +248,7 @@ def _write_trace(path: Path, engine: Engine) -> None:
     if ranks is None:
         return
     document = chrome_trace(engine.program, ranks, step=engine.step_count)
-    write_whole(path, json.dumps(document, separators=(",", ":")).encode())
+    write_whole(path, json.dumps(document, separators=(",", ":")).encode(), TIMELINE)
     _say(f"Wrote {path}, the timeline of step {engine.step_count}: open it at ui.perfetto.dev.")
 
 
@@ -228,10 +267,10 @@ def make_engine(
     self_check: bool = True,
 ) -> Engine:
     """See ``CompiledProgram.engine``."""
-    from zeroir.runtime import train
+    from zeroir.runtime import rendezvous
 
     model_file = load_model(compiled, model=model, allow_model_change=allow_model_change)
-    place = train.join_job()
+    place = rendezvous.join_job()
     compiled, _ = fitted(compiled, place.world_size)
     return open_engine(
         compiled,
@@ -250,50 +289,77 @@ def load_model(
     model: str | Path | None = None,
     allow_model_change: bool = False,
 ) -> ModelFile:
-    """The model file that a program was compiled from, or ``model`` in its place.
+    """The model file that a program was compiled from, or ``model`` in its place; it runs once it is known.
 
     Raises:
-        UserError: where it is gone, or is not the same any more and no one allowed that.
+        UserError: where it is gone, or it or a module that it imports is not the same any more and no one allowed that.
     """
-    from zeroir.frontend.entry import load_model_file
+    from zeroir.frontend.entry import read_model_file, run_model_file
 
     artifact = compiled.artifact
     path = find_model(compiled) if model is None else model
     has_factory = str(path).rpartition(":")[2].isidentifier() and not Path(path).exists()
-    model_file = load_model_file(str(path) if has_factory else f"{path}:{artifact.model_factory}")
-    if model_file.sha256 != artifact.model_sha256 and not allow_model_change:
+    source = read_model_file(str(path) if has_factory else f"{path}:{artifact.model_factory}")
+    changed = None if allow_model_change else _changed(source, artifact)
+    if changed is not None:
         raise UserError(
-            f"{model_file.path} changed since the program was compiled from it: compile it again, or pass "
+            f"{changed} since the program was compiled from it: compile it again, or pass "
             "--allow-model-change if the change leaves the computation alone."
         )
-    return model_file
+    return run_model_file(source)
+
+
+def _changed(source: ModelSource, artifact: Artifact) -> str | None:
+    """What of a model file and the modules that it imports is not as it was, as the beginning of a sentence."""
+    if source.sha256 != artifact.model_sha256:
+        return f"{source.path} changed"
+    if artifact.model_imports is None:
+        return None
+    known = dict(artifact.model_imports)
+    found = source.imports(known)
+    for name in sorted({*known, *found}):
+        if name not in found:
+            return f"The module {name}, which {source.path} imports, has gone"
+        if name not in known:
+            return f"The module {name}, which {source.path} imports, has come"
+        if found[name] != known[name]:
+            return f"The module {name}, which {source.path} imports, changed"
+    return None
 
 
 def find_model(compiled: CompiledProgram) -> Path:
     """Where the model file is: as it was named when compiled, from here or a folder above the program, or beside it.
 
-    Of several that exist, the one with the right contents.
+    Of several that exist, the one with the right contents. A path that a program file brings along is followed only
+    where it is relative and leads down, so that no such file chooses what is run.
 
     Raises:
         UserError: where there is none.
     """
     artifact, home = compiled.artifact, compiled.path
     named = Path(artifact.model_path)
-    places = [named]
+    is_followed = home is None or not (named.is_absolute() or ".." in named.parts)
+    places = [named] if is_followed else []
     if home is not None:
-        places += [folder / named for folder in home.resolve().parents]
+        if is_followed:
+            places += [folder / named for folder in home.resolve().parents]
         places.append(home.parent / named.name)
     found = [place for place in places if place.is_file()]
     for place in found:
         if hashlib.sha256(place.read_bytes()).hexdigest() == artifact.model_sha256:
             return place
-    if not found:
-        beside = "" if home is None else f" nor beside {home}"
+    if found:
+        return found[0]
+    if not is_followed:
         raise UserError(
-            f"The model file {named} that the program was compiled from is not here{beside}: "
-            "say with --model where it is."
+            f"The program was compiled from {named}; a path that is absolute or leads up is not followed unless you "
+            f"name it, and there is no {named.name} beside {home}: pass --model {named} if you trust that file."
         )
-    return found[0]
+    beside = "" if home is None else f" nor beside {home}"
+    raise UserError(
+        f"The model file {named} that the program was compiled from is not here{beside}: "
+        "say with --model where it is."
+    )
 
 
 def fitted(compiled: CompiledProgram, world_size: int) -> tuple[CompiledProgram, str | None]:
@@ -334,6 +400,20 @@ def open_engine(
     return engine
 
 
+_NOTABLE_BYTES = 1 << 30
+
+
+def construction_note(program: Program) -> str | None:
+    """What building the model takes of rank 0's host beside the engine, where it is worth a line."""
+    numel = sum(flat.numel for flat in program.flats)
+    if 4 * numel < _NOTABLE_BYTES:
+        return None
+    return (
+        f"Rank 0 builds the model whole and hands it out: until then its host needs {format_bytes(4 * numel)} more, if "
+        "the model is made in FP32."
+    )
+
+
 def kernel_backend(name: str) -> KernelBackend:
     """The kernel backend of that name; UserError where there is none."""
     from zeroir.runtime.kernels.choice import KernelBackend
@@ -350,7 +430,7 @@ def kernel_backend(name: str) -> KernelBackend:
 def warnings_as_sentences() -> Iterator[None]:
     """Print our own warnings as one sentence each, without the line of code that they come from."""
     with warnings.catch_warnings():
-        for ours in (KernelWarning, GraphWarning):
+        for ours in (KernelWarning, GraphWarning, ModelWarning):
             warnings.simplefilter("always", ours)
         others = warnings.showwarning
 
@@ -362,13 +442,17 @@ def warnings_as_sentences() -> Iterator[None]:
             file: TextIO | None = None,
             line: str | None = None,
         ) -> None:
-            if issubclass(category, KernelWarning | GraphWarning):
+            if issubclass(category, KernelWarning | GraphWarning | ModelWarning):
                 _say(f"Warning: {message}")
             else:
                 others(message, category, filename, lineno, file, line)
 
         warnings.showwarning = show
         yield
+
+
+_EXPLAINED = (UserError.exit_code, InternalError.exit_code, ClosedOutputError.exit_code, 130)
+"""Exit codes of ranks that have said why."""
 
 
 def launch(nproc: int, arguments: list[str]) -> int:
@@ -391,6 +475,7 @@ def launch(nproc: int, arguments: list[str]) -> int:
         max_restarts=0,
         monitor_interval=0.1,
     )
+    _require_loopback()
     # A rank that fails says why, and the agent is not to talk over it.
     logging.disable(logging.CRITICAL)
     try:
@@ -398,6 +483,10 @@ def launch(nproc: int, arguments: list[str]) -> int:
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode >= 0:
+            if failure.exitcode not in _EXPLAINED:
+                _say(
+                    f"Error: Rank {rank} ended with the exit code {failure.exitcode}, without a reason."
+                )
             return failure.exitcode
         _say(f"Error: Rank {rank} was killed by {signal.Signals(-failure.exitcode).name}.")
         return 128 - failure.exitcode  # as a shell says it
@@ -407,3 +496,18 @@ def launch(nproc: int, arguments: list[str]) -> int:
     finally:
         logging.disable(logging.NOTSET)
     return 0
+
+
+def _require_loopback() -> None:
+    """UserError where processes of this machine cannot reach each other, for which the agent would wait for ever."""
+    try:
+        with (
+            socket.create_server(("localhost", 0)) as server,
+            socket.create_connection(server.getsockname()[:2], timeout=10),
+        ):
+            return
+    except OSError as error:
+        raise UserError(
+            f"The ranks of this machine cannot reach each other at localhost: {error.strerror or error}; bring its "
+            "loopback up (`ip link set lo up`), and let /etc/hosts name it."
+        ) from None

@@ -9,23 +9,21 @@ from __future__ import annotations
 
 from zeroir.artifact.file import (
     Artifact,
+    envelope,
     from_bytes,
     load,
-    require_writable,
     save,
     to_bytes,
-    write_whole,
 )
 from zeroir.artifact.schema import SCHEMA_VERSION, program_digest
 
 __all__ = [
     "SCHEMA_VERSION",
     "Artifact",
+    "envelope",
     "from_bytes",
     "load",
     "program_digest",
-    "require_writable",
     "save",
     "to_bytes",
-    "write_whole",
 ]

@@ -12,10 +12,7 @@ apart::
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import os
-import secrets
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,16 +20,17 @@ from typing import Final
 
 import msgpack
 
+from zeroir.artifact.outputs import MAGIC, PROGRAM, write_whole
 from zeroir.artifact.schema import SCHEMA_VERSION, SchemaError, decode, pack
 from zeroir.errors import UserError
 from zeroir.ir.allowlist import refusal
+from zeroir.ir.limits import LARGEST_FILE_BYTES
 from zeroir.ir.program import Program
-
-MAGIC: Final = b"\x89zeroir\n"
-"""Not ASCII, so that no text begins with it; the newline shows a file that was copied as text."""
 
 _HEAD: Final = struct.Struct(">8sHHQ")
 _DIGEST_BYTES: Final = 32
+_START: Final = _HEAD.size + _DIGEST_BYTES
+_CHUNK_BYTES: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +40,8 @@ class Artifact:
     ``logical`` is the one-device program that the passes began with, so that the file can be
     lowered again for another world size or stage without the model; ``scheduled`` is what runs, and
     names its passes. ``model_path`` and ``model_factory`` say where the parameters' initial values
-    come from, ``model_sha256`` which version of that file.
+    come from, ``model_sha256`` which version of that file, and ``model_imports`` which of the
+    user's modules it imported: pairs of name and SHA-256, None where that was not written down.
     """
 
     logical: Program
@@ -50,6 +49,7 @@ class Artifact:
     model_path: str
     model_factory: str = "model"
     model_sha256: str
+    model_imports: tuple[tuple[str, str], ...] | None = None
     torch_version: str
     zeroir_version: str
 
@@ -61,8 +61,12 @@ class Artifact:
 
 def to_bytes(artifact: Artifact) -> bytes:
     """The bytes of the file, the same for equal artefacts."""
-    body = pack(artifact)
-    head = _HEAD.pack(MAGIC, *SCHEMA_VERSION, len(body))
+    return envelope(pack(artifact))
+
+
+def envelope(body: bytes, version: tuple[int, int] = SCHEMA_VERSION) -> bytes:
+    """The bytes of a file with this body, whatever it holds; ``version`` is (major, minor) of its schema."""
+    head = _HEAD.pack(MAGIC, *version, len(body))
     return head + hashlib.sha256(head + body).digest() + body
 
 
@@ -73,12 +77,9 @@ def from_bytes(data: bytes, name: str = "<bytes>") -> Artifact:
         UserError: where they are no program, damaged, of another schema, or name an op that may not
         run.
     """
-    _check_magic(data, name)
-    start = _HEAD.size + _DIGEST_BYTES
-    if len(data) < start:
-        raise UserError(f"'{name}' is cut off after {len(data)} bytes: copy or compile it again.")
-    _, major, minor, length = _HEAD.unpack_from(data)
-    body = data[start:]
+    length = _body_length(data, name)
+    _, major, minor, _ = _HEAD.unpack_from(data)
+    body = data[_START:]
     if len(body) < length:
         raise UserError(
             f"'{name}' is cut off: {len(body)} of {length} bytes of its body are there; copy or "
@@ -86,7 +87,7 @@ def from_bytes(data: bytes, name: str = "<bytes>") -> Artifact:
         )
     digest = hashlib.sha256(data[: _HEAD.size])
     digest.update(body)
-    if len(body) != length or digest.digest() != data[_HEAD.size : start]:
+    if len(body) != length or digest.digest() != data[_HEAD.size : _START]:
         raise UserError(
             f"'{name}' is damaged: its SHA-256 is not the one it was written with; copy or compile "
             "it again."
@@ -103,89 +104,13 @@ def from_bytes(data: bytes, name: str = "<bytes>") -> Artifact:
     return artifact
 
 
-def require_writable(
-    path: str | Path, *, example: str = "gpt.zir", replaces_program: bool = False
-) -> None:
-    """UserError where no file can be written at the path, before any work is done for it.
-
-    ``example`` is what such a file may be called. A compiled program is overwritten only where ``replaces_program``.
-    """
-    path = Path(path)
-    try:
-        if path.is_dir():
-            raise UserError(
-                f"'{path}' is a folder: name a file to write, for instance {path / example}."
-            )
-        if _is_device(path):
-            return
-        folder = path.parent if not path.is_symlink() else path.resolve().parent
-        is_folder = folder.is_dir()
-    except OSError as error:
-        raise _unwritable(path, error) from error
-    except RuntimeError as error:
-        raise UserError(f"'{path}' cannot be written: it is a link to itself.") from error
-    if not is_folder:
-        raise UserError(f"'{path}' cannot be written: there is no folder '{folder}'.")
-    if not os.access(folder, os.W_OK):
-        raise UserError(f"'{path}' cannot be written: you may not write in '{folder}'.")
-    if not replaces_program and _is_program(path):
-        raise UserError(
-            f"'{path}' is a compiled program: name another file to write, for instance {example}."
-        )
-
-
 def save(artifact: Artifact, path: str | Path) -> None:
     """Write the file whole or not at all: another file's readers never see half of it.
 
     Raises:
-        UserError: where the path cannot be written.
+        UserError: where the path cannot be written, or a file that is no program stands there.
     """
-    require_writable(path, replaces_program=True)
-    write_whole(Path(path), to_bytes(artifact))
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """Write a file whole or not at all; a link stays one, and devices and pipes are written as they are.
-
-    Raises:
-        UserError: where the path cannot be written.
-    """
-    if _is_device(path):
-        try:
-            path.write_bytes(data)
-        except OSError as error:
-            raise _unwritable(path, error) from error
-        return
-    target = path.resolve()
-    beside = target.with_name(f".{target.name}.{secrets.token_hex(6)}.tmp")
-    try:
-        with beside.open("xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(target)
-    except OSError as error:
-        raise _unwritable(path, error) from error
-    finally:
-        with contextlib.suppress(OSError):
-            beside.unlink(missing_ok=True)
-
-
-def _is_program(path: Path) -> bool:
-    try:
-        with path.open("rb") as file:
-            return file.read(len(MAGIC)) == MAGIC
-    except OSError:
-        return False
-
-
-def _is_device(path: Path) -> bool:
-    """Whether something stands there that no file may replace, such as /dev/null or a pipe."""
-    return path.exists() and not path.is_file()
-
-
-def _unwritable(path: Path, error: OSError) -> UserError:
-    return UserError(f"'{path}' cannot be written: {error.strerror or error}.")
+    write_whole(Path(path), to_bytes(artifact), PROGRAM)
 
 
 def load(path: str | Path) -> Artifact:
@@ -196,10 +121,32 @@ def load(path: str | Path) -> Artifact:
     """
     path = Path(path)
     try:
-        data = path.read_bytes()
+        with path.open("rb") as file:
+            data = bytearray(file.read(_START))
+            stop = _START + _body_length(data, str(path))
+            # One byte more shows that the file goes on. What is no file may have no end, and is not read to it.
+            while len(data) <= stop:
+                chunk = file.read(min(_CHUNK_BYTES, stop + 1 - len(data)))
+                if not chunk:
+                    break
+                data += chunk
     except OSError as error:
         raise UserError(f"'{path}' cannot be read: {error.strerror or error}.") from error
-    return from_bytes(data, str(path))
+    return from_bytes(bytes(data), str(path))
+
+
+def _body_length(data: bytes | bytearray, name: str) -> int:
+    """How long the body is that follows the envelope; UserError where there is no whole envelope of a program."""
+    _check_magic(bytes(data[:_START]), name)
+    if len(data) < _START:
+        raise UserError(f"'{name}' is cut off after {len(data)} bytes: copy or compile it again.")
+    length: int = _HEAD.unpack_from(data)[-1]
+    if length > LARGEST_FILE_BYTES:
+        raise UserError(
+            f"'{name}' is damaged: it says that {length:,} bytes follow, more than any program has; copy or compile "
+            "it again."
+        )
+    return length
 
 
 def _check_magic(data: bytes, name: str) -> None:

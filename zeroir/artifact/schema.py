@@ -23,12 +23,13 @@ from typing import Final
 
 import msgpack
 
-from zeroir.errors import InternalError
+from zeroir.errors import InternalError, UserError
 from zeroir.ir.dtypes import DType
+from zeroir.ir.limits import LONGEST_TEXT, obeyed_character
 from zeroir.ir.program import Program
 from zeroir.ir.segment import Ref, Symbol
 
-SCHEMA_VERSION: Final = (1, 1)
+SCHEMA_VERSION: Final = (1, 2)
 """(major, minor). A minor version adds fields with defaults, or classes; a major one changes what files mean."""
 
 _MAX_DEPTH: Final = 64
@@ -49,6 +50,10 @@ class SchemaError(Exception):
         return "".join(reversed(self.path)).removeprefix(".")
 
 
+class TextError(SchemaError):
+    """A text that is too long, or that a terminal would obey."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Codec:
     """Both directions for one annotated type."""
@@ -58,10 +63,19 @@ class Codec:
 
 
 def encode(value: object) -> object:
-    """The plain data of a dataclass of the closed set. InternalError where a field has the wrong type."""
+    """The plain data of a dataclass of the closed set.
+
+    Raises:
+        UserError: where a name is too long, or a terminal would obey it.
+        InternalError: where a field has the wrong type.
+    """
     kind: type = type(value)
     try:
         return codec(kind).encode(value)
+    except TextError as error:
+        raise UserError(
+            f"{error.place or 'A value'} cannot be stored: {error.message}; rename what has it in the model."
+        ) from error
     except SchemaError as error:
         raise InternalError(f"Cannot store {error.place or 'a value'}: {error.message}.") from error
 
@@ -95,7 +109,7 @@ def codec(hint: object) -> Codec:
     if hint is int:
         return Codec(encode=_int64, decode=_int64)
     if hint is str:
-        return Codec(encode=_text, decode=_plain(str).decode)
+        return Codec(encode=_encode_text, decode=_decode_text)
     if hint in (bool, bytes, types.NoneType):
         assert isinstance(hint, type)
         return _plain(hint)
@@ -128,11 +142,28 @@ def _plain(kind: type) -> Codec:
     return Codec(encode=check, decode=check)
 
 
-def _text(value: object) -> object:
+def _encode_text(value: object) -> object:
     # A version of torch is a subclass of str; a member of an enumeration is not meant as text.
-    if isinstance(value, str) and not isinstance(value, Enum):
-        return str(value)
-    raise _mismatch("str", value)
+    if not isinstance(value, str) or isinstance(value, Enum):
+        raise _mismatch("str", value)
+    _check_text(value)
+    return str(value)
+
+
+def _decode_text(value: object) -> object:
+    if type(value) is not str:
+        raise _mismatch("str", value)
+    _check_text(value)
+    return value
+
+
+def _check_text(value: str) -> None:
+    """Texts are printed by every command: what a terminal obeys has no place in them."""
+    if len(value) > LONGEST_TEXT:
+        raise TextError(f"a text has {len(value):,} characters, more than {LONGEST_TEXT:,}")
+    character = obeyed_character(value)
+    if character is not None:
+        raise TextError(f"the text {value!r:.60} holds the control character {character}")
 
 
 def _float(value: object) -> object:
@@ -326,11 +357,13 @@ def _encode_arg(value: object, depth: int = 0) -> object:
         case Ref():
             return ["ref", _int64(value.index)]
         case Symbol():
-            return ["symbol", value.name]
+            return ["symbol", _encode_text(value.name)]
         case DType():
             return ["dtype", value.value]
-        case None | bool() | float() | str():
+        case None | bool() | float():
             return value
+        case str():
+            return _encode_text(value)
         case int():
             return value if -(2**63) <= value < 2**63 else ["int", hex(value)]
         case tuple():
@@ -343,11 +376,14 @@ def _encode_arg(value: object, depth: int = 0) -> object:
 
 def _decode_arg(value: object, depth: int = 0) -> object:
     match value:
-        case None | bool() | int() | float() | str():
+        case None | bool() | int() | float():
             return value
+        case str():
+            return _decode_text(value)
         case ["ref", int(index)] if type(index) is int:
             return Ref(index)
         case ["symbol", str(name)]:
+            _check_text(name)
             return Symbol(name)
         case ["dtype", str(name)]:
             return codec(DType).decode(name)

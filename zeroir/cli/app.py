@@ -15,8 +15,8 @@ from cyclopts import App, CycloptsError, MissingArgumentError, Parameter, Unused
 from zeroir import __version__
 from zeroir.cli import looks
 from zeroir.cli.arguments import AsJson, AtLeastOne, Kernels, ProgramFile
-from zeroir.cli.console import err, out, print_json
-from zeroir.errors import UserError, ZeroirError
+from zeroir.cli.console import accept_any_text, err, out, print_json
+from zeroir.errors import MEMORY_REMEDY, UserError, ZeroirError, is_out_of_memory
 
 
 def _shown_default(value: object) -> str | None:
@@ -261,10 +261,10 @@ def run(
     Example: torchrun --nproc-per-node 2 -m zeroir run gpt.zir --steps 100
     """
     from zeroir.api.run import launch, run_program
-    from zeroir.artifact import require_writable
+    from zeroir.artifact.outputs import TIMELINE, require_writable
 
     if trace is not None and "RANK" not in os.environ:
-        require_writable(trace, example="trace.json")
+        require_writable(trace, TIMELINE)
     if nproc is not None and "RANK" not in os.environ:
         numbers = {"--steps": steps, "--seed": seed, "--log-every": log_every}
         flags = {
@@ -308,6 +308,7 @@ app.command("zeroir.cli.looks:report", name="report")
 
 def run_command(arguments: Sequence[str]) -> int:
     """Carry out one command line and return its exit code; errors are printed, never raised."""
+    accept_any_text()
     try:
         if arguments[:1] in ([], ["--help"], ["-h"]):
             app.resolved_commands()  # what lists them says what each is for
@@ -331,6 +332,8 @@ def run_command(arguments: Sequence[str]) -> int:
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
             _abandon_stdout()
             return _fail(2, f"Not everything could be written: {error.strerror}.")
+        if is_out_of_memory(error):
+            return _fail(2, f"Memory ran out: {MEMORY_REMEDY}.")
         traceback.print_exc()
         return _fail(70, "This is a defect of zeroir; please report it with the lines above.")
     return result if isinstance(result, int) else 0

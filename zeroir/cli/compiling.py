@@ -10,7 +10,6 @@ from cyclopts import Parameter
 from zeroir.cli.arguments import AsJson, AtLeastOne, Kernels, Model
 from zeroir.cli.console import out, print_json, progress
 from zeroir.config import CompileOptions
-from zeroir.errors import UserError
 
 Options = Annotated[CompileOptions | None, Parameter(name="*")]
 
@@ -31,15 +30,14 @@ def compile(  # noqa: A001 - the command's name is the field's word
     Example: zeroir compile examples/gpt.py --stage 3 --world-size 4 -o gpt.zir
     """
     from zeroir.api import compile_with
-    from zeroir.artifact import require_writable
+    from zeroir.api.run import warnings_as_sentences
+    from zeroir.artifact.outputs import PROGRAM, require_writable
     from zeroir.cli.render import print_summary
 
     source = Path(model.partition(":")[0])
     path = Path(f"{source.stem}.zir") if output is None else output
-    require_writable(path, replaces_program=True)
-    if path.exists() and source.exists() and path.samefile(source):
-        raise UserError(f"'{path}' is the model file itself: name another file to write.")
-    with progress(f"Compiling {model}"):
+    require_writable(path, PROGRAM)
+    with progress(f"Compiling {model}"), warnings_as_sentences():
         compiled = compile_with(model, options or CompileOptions())
         compiled.save(path)
     if as_json:
@@ -65,9 +63,10 @@ def check(
     Example: zeroir check examples/gpt.py --stage 3 --world-size 4
     """
     from zeroir.api.check import check_model
+    from zeroir.api.run import warnings_as_sentences
     from zeroir.cli.render import print_comparison
 
-    with progress(f"Checking {model}"):
+    with progress(f"Checking {model}"), warnings_as_sentences():
         comparison = check_model(
             model, options or CompileOptions(), steps=steps, seed=seed, kernels=kernels
         )

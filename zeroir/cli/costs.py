@@ -39,12 +39,12 @@ def simulate(
     """
     from zeroir.api import load_program
     from zeroir.api.costs import simulate as simulate_program
-    from zeroir.artifact import require_writable, write_whole
+    from zeroir.artifact.outputs import TIMELINE, require_writable, write_whole
     from zeroir.report.costs import render_simulation, simulation_json
     from zeroir.report.trace import simulated_trace
 
     if trace is not None:
-        require_writable(trace, example="trace.json")
+        require_writable(trace, TIMELINE)
     compiled = load_program(program)
     found = simulate_program(compiled, machine, straggler=straggler, micro_steps=micro_steps)
     if as_json:
@@ -53,7 +53,7 @@ def simulate(
         out.print(render_simulation(compiled.program, found))
     if trace is not None:
         document = simulated_trace(compiled.program, found)
-        write_whole(trace, json.dumps(document, separators=(",", ":")).encode())
+        write_whole(trace, json.dumps(document, separators=(",", ":")).encode(), TIMELINE)
         err.print(f"Wrote {trace}: open it at ui.perfetto.dev.", markup=False)
     return 0
 

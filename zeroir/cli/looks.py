@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal, assert_never
 
 from cyclopts import Parameter
 
+from zeroir.artifact.outputs import GRAPH, SNAPSHOT, TIMELINE, OutputKind
 from zeroir.cli.arguments import DEFAULT_MACHINE, AsJson, Machine
 from zeroir.cli.console import out, print_json
 from zeroir.errors import UserError
@@ -18,10 +19,10 @@ if TYPE_CHECKING:
     from zeroir.api import CompiledProgram
 
 Format = Literal["chrome", "memory-snapshot", "flight-recorder", "graphviz"]
-_EXAMPLES: Final[Mapping[Format, str]] = {
-    "chrome": "gpt.json",
-    "memory-snapshot": "gpt.pickle",
-    "graphviz": "gpt.dot",
+_KINDS: Final[Mapping[Format, OutputKind]] = {
+    "chrome": TIMELINE,
+    "memory-snapshot": SNAPSHOT,
+    "graphviz": GRAPH,
 }
 
 
@@ -77,11 +78,16 @@ def export(
     Example: zeroir export gpt.zir --format memory-snapshot -o gpt.pickle
     """
     from zeroir.api import load_program
+    from zeroir.artifact.outputs import require_writable
 
     if section is not None and format != "graphviz":
         raise UserError("--section goes with --format graphviz alone.")
     if machine is not None and format != "chrome":
         raise UserError("--machine goes with --format chrome alone.")
+    if format == "flight-recorder":
+        _require_empty(output)
+    else:
+        require_writable(output, _KINDS[format])
     compiled = load_program(program)
     compiled.require(section=section)
     written = _export(compiled, program, format, output, section, machine or DEFAULT_MACHINE)
@@ -102,13 +108,12 @@ def _export(
     section: str | None,
     machine: str,
 ) -> list[Path]:
-    from zeroir.artifact import require_writable, write_whole
+    from zeroir.artifact.outputs import write_whole
     from zeroir.report.plain_pickle import dumps
 
     program = compiled.program
     if kind == "flight-recorder":
         return _write_dumps(compiled, path, output)
-    require_writable(output, example=_EXAMPLES[kind])
     match kind:
         case "graphviz":
             from zeroir.report.graph import dot
@@ -127,7 +132,7 @@ def _export(
             content = json.dumps(simulated_trace(program, simulation)).encode()
         case _:
             assert_never(kind)
-    write_whole(output, content)
+    write_whole(output, content, _KINDS[kind])
     return [output]
 
 
@@ -154,7 +159,7 @@ def report(
     Example: zeroir report gpt.zir -o gpt.html --machine dgx-h100
     """
     from zeroir.api import load_program
-    from zeroir.artifact import require_writable, write_whole
+    from zeroir.artifact.outputs import PAGE, require_writable, write_whole
     from zeroir.cost.machine import load_machine
     from zeroir.cost.simulate import simulate
     from zeroir.cost.workspaces import with_measured_workspaces
@@ -163,7 +168,7 @@ def report(
     from zeroir.report.page.html import report_html
 
     path = Path(f"{program.stem}.html") if output is None else output
-    require_writable(path, example="gpt.html")
+    require_writable(path, PAGE)
     require_bokeh()
     known = load_machine(machine)
     given = None if memory_budget is None else parse_bytes(memory_budget)
@@ -179,7 +184,7 @@ def report(
         name=program.name,
         budget_bytes=int(budget),
     )
-    write_whole(path, page.encode())
+    write_whole(path, page.encode(), PAGE)
     if as_json:
         print_json({"path": str(path), "machine": known.name, "memory_budget_bytes": int(budget)})
     else:
@@ -187,16 +192,20 @@ def report(
     return 0
 
 
-def _write_dumps(compiled: CompiledProgram, path: Path, folder: Path) -> list[Path]:
-    """One file a rank, named so that the analysis finds the rank; all of them or none."""
-    from zeroir.artifact import write_whole
-    from zeroir.report.flight_recorder import flight_recorder_dumps
-    from zeroir.report.plain_pickle import dumps
-
+def _require_empty(folder: Path) -> None:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(
             f"'{folder}' is not an empty folder: every file in it would count as a rank."
         )
+
+
+def _write_dumps(compiled: CompiledProgram, path: Path, folder: Path) -> list[Path]:
+    """One file a rank, named so that the analysis finds the rank; all of them or none."""
+    from zeroir.artifact.outputs import DUMP, write_whole
+    from zeroir.report.flight_recorder import flight_recorder_dumps
+    from zeroir.report.plain_pickle import dumps
+
+    _require_empty(folder)
     is_new = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -206,7 +215,7 @@ def _write_dumps(compiled: CompiledProgram, path: Path, folder: Path) -> list[Pa
     try:
         for rank, dump in enumerate(flight_recorder_dumps(compiled.program, source=str(path))):
             written.append(folder / f"rank_{rank}")
-            write_whole(written[-1], dumps(dump))
+            write_whole(written[-1], dumps(dump), DUMP)
     except BaseException:
         with contextlib.suppress(OSError):
             for one in written:

@@ -44,20 +44,18 @@ def plan(
     Example: zeroir plan examples/gpt.py --machine dgx-h100 --world-size 64 --memory 80GB -o gpt.zir
     """
     from zeroir.api.plan import plan_with
-    from zeroir.artifact import require_writable
+    from zeroir.api.run import warnings_as_sentences
+    from zeroir.artifact.outputs import PROGRAM, require_writable
     from zeroir.cli.render_plan import plan_json, render_plan
 
-    source = Path(model.partition(":")[0])
     chosen = options or CompileOptions()
     if memory is not None and chosen.memory_budget is not None:
         raise UserError(
             "--memory and --memory-budget are the same to a plan; leave one of them out."
         )
     if output is not None:
-        require_writable(output, replaces_program=True)
-        if output.exists() and source.exists() and output.samefile(source):
-            raise UserError(f"'{output}' is the model file itself: name another file to write.")
-    with progress(f"Planning {model}"):
+        require_writable(output, PROGRAM)
+    with progress(f"Planning {model}"), warnings_as_sentences():
         found = plan_with(model, machine, chosen, memory=memory, most_tried=most_tried)
         if output is not None:
             found.compiled.save(output)

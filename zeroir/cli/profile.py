@@ -48,12 +48,12 @@ def profile(
     """
     from zeroir.api.profile import profile_program
     from zeroir.api.run import launch
-    from zeroir.artifact import require_writable
+    from zeroir.artifact.outputs import MACHINE, require_writable
     from zeroir.report.costs import format_seconds
 
     is_rank = "RANK" in os.environ
     if not is_rank or os.environ["RANK"] == "0":
-        require_writable(output, example="here.toml")
+        require_writable(output, MACHINE)
         if output.suffix != ".toml":
             raise UserError(f"A machine file ends in .toml, unlike '{output}'.")
     if nproc is not None and not is_rank:

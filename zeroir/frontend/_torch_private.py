@@ -38,6 +38,8 @@ from zeroir.frontend.relative import make_relative
 # A tensor without data that is none of the model's parameters and buffers.
 UNREGISTERED: tuple[type[Exception], ...] = (FakeTensorDeviceMismatchError,)
 
+GradientHook = Callable[[Tensor], Tensor | None]
+
 DATA_DEPENDENT: tuple[type[Exception], ...] = (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -167,6 +169,16 @@ def whole_operators() -> Iterator[None]:
     """Keep whole, as eager PyTorch does, what torch can decompose in Python, such as interpolation."""
     with torch._C._DisablePythonDispatcher():
         yield
+
+
+def gradient_hooks(tensor: Tensor) -> tuple[GradientHook, ...]:
+    """What the user's code registered with ``register_hook``, in order."""
+    return tuple((tensor._backward_hooks or {}).values())
+
+
+def has_accumulation_hooks(tensor: Tensor) -> bool:
+    """Whether the user's code called ``register_post_accumulate_grad_hook``."""
+    return bool(tensor._post_accumulate_grad_hooks)
 
 
 def annotated(func: Callable[..., object], note: Callable[[], object]) -> Callable[..., object]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +30,7 @@ from zeroir.frontend._torch_private import (
     whole_operators,
 )
 from zeroir.frontend.entry import ModelFile, explain, where
+from zeroir.frontend.hooks import ParameterHooks
 from zeroir.frontend.joint import Joint
 from zeroir.frontend.module_tensors import (
     Lent,
@@ -41,9 +43,13 @@ from zeroir.frontend.module_tensors import (
     tensor_info,
 )
 from zeroir.frontend.precision import Precision, apply_precision, cast_floating, compute_dtype
+from zeroir.frontend.python_state import PythonState
 from zeroir.frontend.read_graph import read_graph
+from zeroir.frontend.regions import Checkpoint, line_of_caller, noting_autocasts, on_autocasts
 from zeroir.frontend.rehearsal import Blocks, Recorder, Recording
 from zeroir.frontend.replay import Plan, Replayer, make_plan
+from zeroir.frontend.second_call import note_on_state
+from zeroir.frontend.shared_memory import overlapping_tensors, require_apart
 from zeroir.frontend.tracking import Tracker
 from zeroir.frontend.units import find_units
 from zeroir.torch_ops.conditions import tracing_conditions
@@ -61,7 +67,9 @@ _MOST_REPLAYS = 3
 class Captured:
     """A traced model. ``sites`` counts its calls of dropout; ``module`` is the model itself, of fake tensors.
 
-    ``replayed`` names the blocks whose calls were not traced one by one, in the order of the calls.
+    ``replayed`` names the blocks whose calls were not traced one by one, in the order of the calls. ``checkpoints`` are
+    the regions that the model marks to be computed again, and ``notes`` sentences on what its code does and a program
+    does not.
     """
 
     joint: Joint
@@ -71,6 +79,8 @@ class Captured:
     batch: tuple[TensorInfo, ...]
     sites: int
     replayed: tuple[str, ...] = ()
+    checkpoints: tuple[Checkpoint, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 def capture(
@@ -90,24 +100,30 @@ def capture(
     example = model_file.batch()
     leaves = flatten_batch(example, str(model_file.path))
     batch = tuple(tensor_info(f"input {path}", path, x) for path, x in leaves.items())
-    model = _built(model_file)
-    register_plain_tensors(model)
-    apply_precision(model, precision, keep_fp32)
-    mode = fake_mode()
-    parameters, buffers = become_fake(model, mode)
-    tracker = Tracker(folder=model_file.path.parent, stop=__file__)
-    step = _LossStep(model, example, tracker, compute_dtype(precision))
-    with mode:
-        inputs = [torch.empty(x.shape, dtype=x.dtype) for x in leaves.values()]
-        inputs.append(torch.empty(MAX_DROPOUT_SITES, dtype=torch.int64))
-    graph: JointGraph | None = None
-    if len(step.blocks.names) >= fewest_equal_calls:
-        graph = _replayed(mode, step, inputs, fewest_equal_calls)
-    instances = [] if graph is None or step.plan is None else step.plan.instances
-    if graph is None:
-        step.plan = None
-        graph = _traced(model_file, mode, step, inputs, list(leaves))
-    joint = read_graph(graph, [info.name for info in batch], _LossStep.PREFIX, instances)
+    autocasts = dict(model_file.autocasts)
+    folder = model_file.path.parent
+    with noting_autocasts(autocasts, lambda: line_of_caller(folder)):
+        model = _built(model_file)
+        hooks = ParameterHooks(model)
+        register_plain_tensors(model)
+        overlapping = overlapping_tensors(model)
+        apply_precision(model, precision, keep_fp32)
+        mode = fake_mode()
+        parameters, buffers = become_fake(model, mode)
+        tracker = Tracker(folder=folder, stop=__file__)
+        state = PythonState.of(model, model_file.modules)
+        step = _LossStep(model, example, tracker, compute_dtype(precision), hooks, state)
+        with mode:
+            inputs = [torch.empty(x.shape, dtype=x.dtype) for x in leaves.values()]
+            inputs.append(torch.empty(MAX_DROPOUT_SITES, dtype=torch.int64))
+
+        def joint_graph_of_a_step() -> tuple[Joint, tuple[str, ...]]:
+            return _joint(model_file, mode, step, inputs, list(leaves), fewest_equal_calls)
+
+        joint, replayed = joint_graph_of_a_step()
+        checkpoints, idle = tuple(tracker.checkpoints), hooks.note()
+        kept = note_on_state(joint, model, mode, step, model_file.modules, joint_graph_of_a_step)
+    require_apart(joint, overlapping)
     return Captured(
         joint=joint,
         module=model,
@@ -115,8 +131,30 @@ def capture(
         buffers=buffers,
         batch=batch,
         sites=step.sites,
-        replayed=tuple(each.recording.block for each in instances if each.template is not None),
+        replayed=replayed,
+        checkpoints=checkpoints,
+        notes=tuple(note for note in (on_autocasts(autocasts), idle, kept) if note is not None),
     )
+
+
+def _joint(
+    model_file: ModelFile,
+    mode: FakeTensorMode,
+    step: _LossStep,
+    inputs: Sequence[Tensor],
+    paths: Sequence[str],
+    fewest_equal_calls: int,
+) -> tuple[Joint, tuple[str, ...]]:
+    """The joint graph of a step as plain data, and the blocks whose calls were not traced one by one."""
+    graph: JointGraph | None = None
+    if len(step.blocks.names) >= fewest_equal_calls:
+        graph = _replayed(mode, step, inputs, fewest_equal_calls)
+    instances = [] if graph is None or step.plan is None else step.plan.instances
+    if graph is None:
+        step.plan = None
+        graph = _traced(model_file, mode, step, inputs, paths)
+    joint = read_graph(graph, paths, _LossStep.PREFIX, instances)
+    return joint, tuple(each.recording.block for each in instances if each.template is not None)
 
 
 def _replayed(
@@ -124,7 +162,7 @@ def _replayed(
 ) -> JointGraph | None:
     """The joint graph with a node for each call of an equal block; None where that cannot be or does not pay."""
     try:
-        with tracing_conditions():
+        with tracing_conditions(step.checkpointing):
             with tracer_settings(mode):
                 recordings = step.rehearse(inputs)
             step.plan = make_plan(recordings, mode, fewest_equal_calls)
@@ -242,7 +280,13 @@ class _LossStep(nn.Module):
     PREFIX = "model."
 
     def __init__(
-        self, model: nn.Module, example: object, tracker: Tracker, dtype: torch.dtype
+        self,
+        model: nn.Module,
+        example: object,
+        tracker: Tracker,
+        dtype: torch.dtype,
+        hooks: ParameterHooks,
+        state: PythonState,
     ) -> None:
         super().__init__()
         tracker.follow(model)
@@ -254,15 +298,21 @@ class _LossStep(nn.Module):
         self._example = example
         self._tracker = tracker
         self._dtype = dtype
+        self._hooks = hooks
+        self.state = state
 
     def forward(self, *inputs: Tensor) -> Tensor:
         self._tracker.restart()
         *tensors, seeds = inputs
+        self.state.restore()
+        # The tracer's own tensors stand in the places of the parameters.
+        self._hooks.attach(self.model)
         neutral = NeutralOps(seeds, self._tracker.around)
         with whole_operators(), neutral, contextlib.ExitStack() as stack:
             if self.plan is not None:
                 replayer = Replayer(self.plan, neutral, self._tracker)
                 stack.enter_context(self.blocks.watched(replayer))
+                stack.enter_context(replayer.own_functions())
                 stack.enter_context(replayer)
             lent = lend_buffers(self.model)
             loss = self._loss(tensors)
@@ -273,6 +323,7 @@ class _LossStep(nn.Module):
     def rehearse(self, inputs: Sequence[Tensor]) -> list[Recording]:
         """What each call of a block does, found out without a change of the model's buffers."""
         *tensors, seeds = inputs
+        self.state.restore()
         neutral = NeutralOps(seeds)
         known = [*inputs, *self.model.parameters(), *self.model.buffers()]
         recorder = Recorder(neutral, known)
@@ -285,6 +336,10 @@ class _LossStep(nn.Module):
             finally:
                 return_unchanged(lent)
         return recorder.recordings()
+
+    def checkpointing(self) -> AbstractContextManager[None]:
+        """Around what the model's code computes under an activation checkpoint."""
+        return self._tracker.checkpoint()
 
     def _loss(self, tensors: Sequence[Tensor]) -> Tensor:
         given = cast_floating(_rebuilt(self._example, list(tensors)), self._dtype)
@@ -345,7 +400,7 @@ def _traced(
 ) -> JointGraph:
     path = model_file.path
     try:
-        with tracing_conditions():
+        with tracing_conditions(step.checkpointing):
             return joint_graph(mode, step, inputs)
     except ZeroirError:
         raise

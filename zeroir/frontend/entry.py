@@ -1,34 +1,64 @@
 """Load a model file: the Python file in which a user defines ``model`` and ``batch``.
 
-The file is read once, hashed and executed from that text, under a name of its own, so that it neither shadows nor is
-shadowed by another module; while its code runs, its folder stands first on ``sys.path``, as for a script.
+The file is read once and hashed, and so are the user's modules that it imports. It is executed from that text, under a
+name of its own, so that it neither shadows nor is shadowed by another module; while its code runs, its folder stands
+first on ``sys.path``, as for a script.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import cast
 
 from torch import Tensor, nn
 
-from zeroir.errors import UserError, ZeroirError
-from zeroir.torch_ops.devices import OneDevice
+from zeroir.errors import MEMORY_REMEDY, UserError, ZeroirError, is_out_of_memory
+from zeroir.frontend.imports import hashes_of_imports, hashes_of_modules
+from zeroir.frontend.regions import line_of_caller, noting_autocasts
+from zeroir.torch_ops.devices import one_device
+
+_MODULE = "_zeroir_model_"
+_IMPORTS = "_zeroir_imports"
+"""Where a model file's module keeps the hashes of the user's modules that it imported."""
 
 Batch = Sequence[object] | Mapping[str, object] | Tensor
 """One rank's micro-batch: a tuple or dict of tensors, possibly nested, or one tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSource:
+    """A model file that was read and not run. ``path`` is as the user wrote it, ``name`` that of the factory."""
+
+    path: Path
+    name: str
+    text: bytes
+
+    @property
+    def sha256(self) -> str:
+        """Of the file's bytes."""
+        return hashlib.sha256(self.text).hexdigest()
+
+    def imports(self, others: Iterable[str] = ()) -> dict[str, str]:
+        """SHA-256 by name of the user's modules that it imports, and of the ``others`` that there are."""
+        with _folder_first(self.path):
+            found = hashes_of_imports(self.text)
+            return {**hashes_of_modules(set(others) - set(found)), **found}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFile:
     """What a model file offers. ``path`` is as the user wrote it; ``sha256`` is of the file's bytes.
 
+    ``imports`` are the user's modules that it imports, by name, with the SHA-256 of each. ``autocasts`` are the
+    accelerators for which it asked for autocast while it was executed, as decorators do, by ``file:line``.
     ``build`` makes the module whose forward returns the loss; ``model`` makes it and then calls the file's optional
     ``init`` on each of its modules, children first. ``batch`` makes example inputs. All of them raise UserError where
     the user's code raises, naming the line, and leave out the devices that it names. ``batches(rank, world_size, seed,
@@ -42,6 +72,13 @@ class ModelFile:
     model: Callable[[], nn.Module]
     batch: Callable[[], Batch]
     batches: Callable[..., Iterator[Batch]] | None
+    imports: Mapping[str, str] = field(default_factory=dict)
+    autocasts: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Names of the user's Python modules in this process: the file's own, and those that it imports."""
+        return (_module_name(self.sha256), *self.imports)
 
 
 def load_model_file(spec: str) -> ModelFile:
@@ -50,20 +87,43 @@ def load_model_file(spec: str) -> ModelFile:
     Raises:
         UserError: where the file cannot be read, is not Python, raises, or lacks ``model`` or ``batch``.
     """
+    return run_model_file(read_model_file(spec))
+
+
+def read_model_file(spec: str) -> ModelSource:
+    """Read ``path/to/model.py``, or ``path/to/model.py:factory``, and run nothing.
+
+    Raises:
+        UserError: where the file cannot be read.
+    """
     path, name = _split(spec)
-    source = _read(path)
-    digest = hashlib.sha256(source).hexdigest()
-    module = ModuleType(f"_zeroir_model_{digest[:16]}")
+    return ModelSource(path=path, name=name, text=_read(path))
+
+
+def run_model_file(source: ModelSource) -> ModelFile:
+    """Execute a model file.
+
+    Raises:
+        UserError: where it is not Python, raises, or lacks ``model`` or ``batch``.
+    """
+    path, name, digest = source.path, source.name, source.sha256
+    _forget_changed_modules()
+    known = set(sys.modules)
+    module = ModuleType(_module_name(digest))
     module.__file__ = str(path)
     # Dataclasses and pickling look a class's module up by name.
     sys.modules[module.__name__] = module
-    with _folder_first(path):
+    autocasts: dict[str, str] = {}
+    noting = noting_autocasts(autocasts, lambda: line_of_caller(path.parent, in_libraries=False))
+    with _folder_first(path), one_device(), noting:
         try:
-            exec(compile(source, str(path), "exec"), module.__dict__)
+            exec(compile(source.text, str(path), "exec"), module.__dict__)
         except SyntaxError as error:
             raise UserError(f"{path}:{error.lineno} is not valid Python: {error.msg}.") from None
         except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever the user's code raises
             raise UserError(explain(error, path, f"{path} cannot be imported")) from None
+    imports = source.imports(set(sys.modules) - known)
+    setattr(module, _IMPORTS, imports)
     build = cast(
         "Callable[[], nn.Module]", _required(module, path, name, f"{name}() -> torch.nn.Module")
     )
@@ -93,6 +153,8 @@ def load_model_file(spec: str) -> ModelFile:
         path=path,
         name=name,
         sha256=digest,
+        imports=imports,
+        autocasts=autocasts,
         build=built,
         model=initialised,
         batch=example,
@@ -104,6 +166,8 @@ def explain(error: BaseException, path: Path, what: str) -> str:
     """One sentence on an exception in the user's code: what failed, where, and why."""
     line = where(error, path)
     place = f" at {line}" if line else ""
+    if is_out_of_memory(error):
+        return f"{what}{place}, because memory ran out: {MEMORY_REMEDY}."
     reason = " ".join(str(error).split()) or "no message"
     return f"{what}{place}: {type(error).__name__}: {_shorten(reason)}"
 
@@ -117,6 +181,26 @@ def where(error: BaseException, path: Path) -> str | None:
 
 def _shorten(text: str, limit: int = 300) -> str:
     return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def _module_name(sha256: str) -> str:
+    return f"{_MODULE}{sha256[:16]}"
+
+
+def _forget_changed_modules() -> None:
+    """Have the user's modules imported anew that earlier model files imported, where one of them changed since.
+
+    All of them, for one that did not change may hold what another one was.
+    """
+    earlier: dict[str, str] = {}
+    for name, module in list(sys.modules.items()):
+        if name.startswith(_MODULE):
+            earlier.update(getattr(module, _IMPORTS, {}))
+    loaded = {name: sha256 for name, sha256 in earlier.items() if name in sys.modules}
+    if hashes_of_modules(set(loaded)) != loaded:
+        for name in loaded:
+            del sys.modules[name]
+        importlib.invalidate_caches()
 
 
 def _split(spec: str) -> tuple[Path, str]:
@@ -173,7 +257,7 @@ def _function(
 @contextlib.contextmanager
 def _users_code(path: Path, what: str) -> Iterator[None]:
     """Run the user's code as a script would, but on no device in particular, and explain what it raises."""
-    with _folder_first(path), OneDevice():
+    with _folder_first(path), one_device():
         try:
             yield
         except (ZeroirError, KeyboardInterrupt):

@@ -7,9 +7,12 @@ yields what it is for the rest of the model. Where a call differs, the capture b
 
 from __future__ import annotations
 
+import inspect
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -232,14 +235,37 @@ class Replayer(TorchFunctionMode):
     ) -> object:
         """Answer a call inside a block from its tape; make any other on real tensors."""
         given = dict(kwargs or {})
+        if self._plan.has_diverged:
+            # The model unwinds, and what its context managers set back is set back.
+            return func(*args, **given)
         if self._instance is not None:
             return self._answer(self._instance, func, args, given)
         args, given = self._with_real(args), self._with_real(given)  # type: ignore[assignment]
         result = func(*args, **given)
-        is_used = result is None or tensors_in(result)
-        if is_used and any(id(x) in self._stand_ins for x in tensors_in((args, given))):
-            raise self._plan.diverged("another tensor of a block is used after it")
+        if result is None or tensors_in(result):
+            self._require_real((args, given))
         return result
+
+    @contextmanager
+    def own_functions(self) -> Iterator[None]:
+        """Give a user's own autograd functions, which are no torch functions, the real tensors, too."""
+        original = inspect.getattr_static(torch.autograd.Function, "apply").__func__
+
+        def apply(cls: type, /, *args: object, **kwargs: object) -> object:
+            if cls is _BlockFunction or self._plan.has_diverged:
+                return original(cls, *args, **kwargs)
+            if self._instance is not None:
+                raise self._plan.diverged("a block calls a function of its own")
+            args, kwargs = self._with_real(args), self._with_real(kwargs)  # type: ignore[assignment]
+            self._require_real((args, kwargs))
+            return original(cls, *args, **kwargs)
+
+        with mock.patch.object(torch.autograd.Function, "apply", classmethod(apply)):
+            yield
+
+    def _require_real(self, value: object) -> None:
+        if any(id(x) in self._stand_ins for x in tensors_in(value)):
+            raise self._plan.diverged("another tensor of a block is used after it")
 
     def _with_real(self, value: object) -> object:
         if not any(id(x) in self._real for x in tensors_in(value)):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
+
 from zeroir.config import CompileOptions
-from zeroir.errors import UserError
+from zeroir.errors import ModelWarning, UserError
 from zeroir.frontend.capture import Captured, capture
 from zeroir.frontend.entry import ModelFile
 from zeroir.frontend.lower import lower as lower_calls
 from zeroir.frontend.partition import Run, partition
+from zeroir.frontend.regions import recomputed_units, without_units
 from zeroir.frontend.segments import cut
 from zeroir.frontend.units import ROOT, ROOT_PRE, Units, find_units
 from zeroir.ir.program import Program
@@ -15,7 +18,18 @@ from zeroir.ir.program import Program
 
 def trace_model(model_file: ModelFile, options: CompileOptions) -> Program:
     """See ``zeroir.frontend.trace``."""
-    return program_of(capture(model_file, options.precision, options.keep_fp32), options)
+    captured = capture(model_file, options.precision, options.keep_fp32)
+    units = find_units(captured.module, options.units)
+    notes = [*captured.notes]
+    if captured.checkpoints and not options.recompute:
+        options = options.model_copy(
+            update={"recompute": recomputed_units(captured.checkpoints, units)}
+        )
+        lost = without_units(captured.checkpoints, units)
+        notes += [] if lost is None else [lost]
+    for note in notes:
+        warnings.warn(note, ModelWarning, stacklevel=2)
+    return program_of(captured, options)
 
 
 def program_of(captured: Captured, options: CompileOptions) -> Program:

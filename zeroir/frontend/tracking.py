@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 import sysconfig
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from torch import nn
 
 from zeroir.frontend._torch_private import annotated
 from zeroir.frontend.joint import Call
+from zeroir.frontend.regions import Checkpoint, line_of_caller
 
 _SKIPPED = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 _SITE = Path(sysconfig.get_paths()["purelib"])
@@ -37,6 +39,8 @@ class Tracker:
 
     folder: Path
     stop: str
+    checkpoints: list[Checkpoint] = field(default_factory=list)
+    _open: list[tuple[Checkpoint, int]] = field(default_factory=list)
     _calls: list[Call] = field(default_factory=list)
     _counts: Counter[str] = field(default_factory=Counter)
     _sources: dict[tuple[str, int], str] = field(default_factory=dict)
@@ -50,18 +54,37 @@ class Tracker:
 
     def restart(self) -> None:
         """Begin a forward."""
+        self.checkpoints.clear()
+        self._open.clear()
         self._calls.clear()
         self._counts.clear()
         self._origin = 0
 
     def enter(self, name: str) -> None:
         """A module's call begins."""
+        if self._open and self._open[-1][1] == len(self._calls):
+            self._open[-1][0].modules.append(name)
         self._calls.append(Call(module=name, count=self._counts[name]))
         self._counts[name] += 1
 
     def leave(self) -> None:
         """The innermost module's call ends."""
         self._calls.pop()
+
+    def checkpoint(self) -> AbstractContextManager[None]:
+        """Note an activation checkpoint; the modules that are called within are noted with it."""
+        around = tuple(call.module for call in self._calls)
+        checkpoint = Checkpoint(around=around, source=line_of_caller(self.folder))
+        self.checkpoints.append(checkpoint)
+        return self._within(checkpoint)
+
+    @contextmanager
+    def _within(self, checkpoint: Checkpoint) -> Iterator[None]:
+        self._open.append((checkpoint, len(self._calls)))
+        try:
+            yield
+        finally:
+            self._open.pop()
 
     def around(self, func: Callable[..., object]) -> Callable[..., object]:
         """``func`` such that its nodes carry where they come from."""

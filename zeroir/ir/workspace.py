@@ -13,55 +13,70 @@ from zeroir.ir.eager_plan import Call, Move, eager_plan
 from zeroir.ir.filling import can_fill
 from zeroir.ir.ops import Mode
 from zeroir.ir.program import Program
-from zeroir.ir.scratch import call_bytes, copy_bytes
-from zeroir.ir.segment import Segment, TensorType
+from zeroir.ir.scratch import call_bytes, copy_bytes, made_bytes
+from zeroir.ir.scratch.allowance import allowance_bytes
+from zeroir.ir.segment import Segment
 from zeroir.ir.views import is_view
 
 EAGER: Final = "eager"
 """The name of the kernels that carry a segment out op by op."""
 
 
-def eager_bytes(segment: Segment, outputs: Sequence[Binding | None] | None = None) -> int:
-    """The most bytes that the eager kernels hold at once on a CPU, beside a call's arguments and destinations.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workspace:
+    """What the eager kernels hold at once on a CPU, beside a call's arguments and destinations.
+
+    ``counted_bytes`` is exact: all that the kernels make, but for the scratch memory of libraries. ``most_bytes`` has
+    what these are allowed as well, and so is no less than what any machine takes.
+    """
+
+    counted_bytes: int
+    most_bytes: int
+
+
+def eager_workspace(segment: Segment, outputs: Sequence[Binding | None] | None = None) -> Workspace:
+    """The workspace of a call of the segment.
 
     ``outputs`` say how the segment's outputs meet their destinations; without them each is written to memory of its
-    own. The figure is exact but for ops of which ``scratch.is_bound`` is true.
+    own.
     """
-    return _eager_bytes(segment, tuple(plain_bindings(segment) if outputs is None else outputs))
+    return _eager_workspace(segment, tuple(plain_bindings(segment) if outputs is None else outputs))
 
 
 # Passes ask anew for what few of them change.
 @lru_cache(maxsize=1024)
-def _eager_bytes(segment: Segment, how: tuple[Binding | None, ...]) -> int:
+def _eager_workspace(segment: Segment, how: tuple[Binding | None, ...]) -> Workspace:
     plan = eager_plan(segment, how, can_fill)
     types = segment.types()
-    held = _Held(types=types, homes=[None] * plan.values)
-    peak = 0
+    held = _Held(homes=[None] * plan.values)
+    counted = most = 0
     for step in plan.steps:
         match step:
             case Call(node=node):
                 is_filled = step.place is not None
-                peak = max(peak, held.total + call_bytes(node, types, is_filled=is_filled))
+                taken = held.total + call_bytes(node, types, is_filled=is_filled)
+                counted, most = max(counted, taken), max(most, taken + allowance_bytes(node, types))
                 if is_view(node.op):
                     (source, *_) = node.refs()
                     home = held.homes[source.index]
-                    held.take(range(step.first, step.first + len(node.results)), home)
-                elif not is_filled:
                     for value in range(step.first, step.first + len(node.results)):
-                        held.take([value], value)
+                        held.look(value, home)
+                elif not is_filled:
+                    for value, size in enumerate(made_bytes(node, types), step.first):
+                        held.make(value, size)
             case Move(value=value):
                 binding, kind = how[step.place.output], types[value]
                 assert binding is not None
                 assert kind is not None
                 if step.mode is Mode.WRITE and not step.is_home:
-                    peak = max(peak, held.total + copy_bytes(kind, binding.stride))
+                    counted = max(counted, held.total + copy_bytes(kind, binding.stride))
                 if step.is_home:
                     held.drop(value)
             case _:
                 assert_never(step)
         for value in step.drops:
             held.drop(value)
-    return peak
+    return Workspace(counted_bytes=counted, most_bytes=max(counted, most))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -72,19 +87,21 @@ class _Held:
     that belongs to an argument or a destination, or is no more.
     """
 
-    types: Sequence[TensorType | None]
     homes: list[int | None]
     total: int = 0
     _users: dict[int, int] = field(default_factory=dict)
+    _sizes: dict[int, int] = field(default_factory=dict)
 
-    def take(self, values: Sequence[int], home: int | None) -> None:
-        """Let values be part of the memory of ``home``, which begins with its first."""
-        for value in values:
-            if home is None or self.types[value] is None:
-                continue
-            if not self._users.get(home):
-                self.total += self._bytes(home)
-            self.homes[value] = home
+    def make(self, value: int, size_bytes: int) -> None:
+        """Let a value be, in memory of its own."""
+        self.total += size_bytes
+        self._sizes[value] = size_bytes
+        self.look(value, value)
+
+    def look(self, value: int, home: int | None) -> None:
+        """Let a value be part of the memory of ``home``."""
+        self.homes[value] = home
+        if home is not None:
             self._users[home] = self._users.get(home, 0) + 1
 
     def drop(self, value: int) -> None:
@@ -94,11 +111,7 @@ class _Held:
             return
         self._users[home] -= 1
         if not self._users[home]:
-            self.total -= self._bytes(home)
-
-    def _bytes(self, home: int) -> int:
-        kind = self.types[home]
-        return 0 if kind is None else kind.size_bytes
+            self.total -= self._sizes[home]
 
 
 def declared(program: Program) -> Program:
@@ -125,7 +138,7 @@ def _declared(program: Program, names: Collection[str]) -> Program:
         replace(
             segment,
             workspace_bytes=(
-                (EAGER, max(eager_bytes(segment, outputs) for outputs in calls[segment.name])),
+                (EAGER, max(_most_bytes(segment, outputs) for outputs in calls[segment.name])),
                 *(pair for pair in segment.workspace_bytes if pair[0] != EAGER),
             ),
         )
@@ -134,3 +147,7 @@ def _declared(program: Program, names: Collection[str]) -> Program:
         for segment in program.segments
     )
     return replace(program, segments=segments)
+
+
+def _most_bytes(segment: Segment, outputs: Sequence[Binding | None]) -> int:
+    return eager_workspace(segment, outputs).most_bytes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager
 from unittest import mock
 
 import torch
@@ -11,7 +12,9 @@ from torch.utils import checkpoint
 
 
 @contextlib.contextmanager
-def tracing_conditions() -> Iterator[None]:
+def tracing_conditions(
+    checkpointing: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+) -> Iterator[None]:
     """Take the branches that a model takes while it is traced.
 
     * ``torch.compiler.is_compiling()`` says yes: models ask it before they look at the values of tensors, and do
@@ -20,21 +23,23 @@ def tracing_conditions() -> Iterator[None]:
     * Probability distributions do not check their parameters, for which they would look at their values.
     * What a model compiles for itself runs eagerly, as the rest of it.
     * Activation checkpoints just call their function. What is saved and what is recomputed is the program's to say,
-      and a recomputation in the backward would not run under the mode that the forward ran under.
+      and a recomputation in the backward would not run under the mode that the forward ran under. What runs under one
+      runs within ``checkpointing()``.
     """
+
+    def call(function: Callable[..., object], _: object, *args: object) -> object:
+        with checkpointing():
+            return function(*args)
+
+    def begin(*_: object, **__: object) -> Generator[None, None, None]:
+        with checkpointing():
+            yield
+
     with (
         mock.patch.object(torch.compiler, "_is_compiling_flag", True),
         mock.patch.object(torch.distributions.Distribution, "_validate_args", False),
         torch.compiler.set_stance("force_eager"),
-        mock.patch.object(checkpoint.CheckpointFunction, "apply", _call),
-        mock.patch.object(checkpoint, "_checkpoint_without_reentrant_generator", _nothing),
+        mock.patch.object(checkpoint.CheckpointFunction, "apply", call),
+        mock.patch.object(checkpoint, "_checkpoint_without_reentrant_generator", begin),
     ):
         yield
-
-
-def _call(function: Callable[..., object], _: object, *args: object) -> object:
-    return function(*args)
-
-
-def _nothing(*_: object, **__: object) -> Generator[None, None, None]:
-    yield

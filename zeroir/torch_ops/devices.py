@@ -7,7 +7,9 @@ on purpose is made there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -30,6 +32,13 @@ class OneDevice(TorchFunctionMode):
         return on_one_device(func)(*args, **(kwargs or {}))
 
 
+@contextmanager
+def one_device() -> Iterator[None]:
+    """Run the user's code without the devices that it names, a default device among them."""
+    with OneDevice(), mock.patch.object(torch, "set_default_device", _ignore):
+        yield
+
+
 def on_one_device(func: Callable[..., object]) -> Callable[..., object]:
     """A torch function that leaves tensors on the device where they are, and makes them on the default one."""
     if func in _MOVES:
@@ -43,6 +52,10 @@ def on_one_device(func: Callable[..., object]) -> Callable[..., object]:
         return func(*args, **kwargs)
 
     return call
+
+
+def _ignore(_: object) -> None:
+    return None
 
 
 def _stay(tensor: Tensor, *_: object, **__: object) -> Tensor:

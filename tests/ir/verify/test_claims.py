@@ -251,6 +251,24 @@ def test_a_norm_may_be_taken_before_the_update() -> None:
 
 
 @pytest.mark.parametrize(
+    ("again", "after"),
+    [
+        ("grad_norm (%root.pre.grad) -> %norm", "decide"),
+        ("fill %norm = 1.0", "decide"),
+        ("fill %skip = 0.0", "update_scale"),
+    ],
+)
+def test_what_the_engine_tells_of_a_step_is_what_was_decided(again: str, after: str) -> None:
+    """The norm, and whether the step was skipped, are read after the update."""
+    case = Case(stage=2, precision="fp16", clip=1.0)
+    lines = lines_of(case.scheduled)
+    lines.insert(line_with(lines, f"  {after}") + 1, f"  {again}  stream=compute")
+    report = judged(case, lines)
+    assert codes(report) == {"Z405"}
+    assert "which the engine tells of the step" in report.findings[0].sentence
+
+
+@pytest.mark.parametrize(
     ("old", "new"),
     [
         ("flat blocks.0 : f32", "flat blocks.0 : bf16"),

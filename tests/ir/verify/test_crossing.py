@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from tests.ir.verify.test_rejects import codes, find
-from tests.support.mutate import put
+from tests.support.edits import put
 from tests.support.schedules import Case, is_same, run
 from zeroir.ir import ops
 from zeroir.ir.buffers import Buffer, Region, Role, Space, whole

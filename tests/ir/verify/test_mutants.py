@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tests.support.examples import IS_THOROUGH, examples
 from tests.support.mutate import MUTATIONS
 from tests.support.mutate_claims import CLAIM_MUTATIONS
+from tests.support.mutate_sums import SUM_MUTATIONS
 from tests.support.schedules import Case, is_same, run
 from tests.support.subjects import CASES, NAMES, WRITTEN, subject
 from zeroir.errors import ZeroirError
@@ -124,7 +125,7 @@ def test_many_mutants_of_all_programs_that_differ_are_rejected(
     check_subject(name, kind, seed, range(3))
 
 
-@pytest.mark.parametrize("kind", sorted(CLAIM_MUTATIONS))
+@pytest.mark.parametrize("kind", sorted({**CLAIM_MUTATIONS, **SUM_MUTATIONS}))
 def test_every_claim_is_damaged_in_some_program(kind: str) -> None:
     """A damage that no program can take would say nothing."""
     names = (*CASES, *WRITTEN)

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.support.mutate import at, edit, places, put
+from tests.support.edits import at, edit, places, put
 from tests.support.schedules import Case
 from zeroir.ir import ops
 from zeroir.ir.buffers import Region

@@ -10,8 +10,8 @@ import pytest
 
 from tests.ir.verify.test_joints import hybrid
 from tests.ir.verify.test_rejects import codes, find
+from tests.support.edits import at, edit, put
 from tests.support.lowering import applied
-from tests.support.mutate import at, edit, put
 from tests.support.schedules import Case
 from zeroir.ir import ops
 from zeroir.ir.buffers import Buffer, Region, Role, Space, whole
@@ -182,8 +182,8 @@ def test_a_loss_is_summed_once_and_only_by_the_update(section: str, op: Op) -> N
 
 
 def _scratch(program: Program) -> Region:
-    """Something that any section may write: the norm of the last step."""
-    return whole(program.buffer_by_name["norm"])
+    """Something that any section may write: what the last step divided by."""
+    return whole(program.buffer_by_name["gradient_divisor"])
 
 
 # ------------------------------------------------------------------------------------------- parts of a gradient

@@ -5,13 +5,13 @@ keep buffers of their own, all of which torch's allocator sees. The formulas wer
 of torch 2.13, with which tests compare them. They are for one thread, which a job gives each rank unless it is told
 otherwise: some kernels keep a buffer per thread. What the table does not name counts its results.
 
-oneDNN, which multiplies matrices of bf16 and convolves, decides for each CPU how it lays data out. Of what it does the
-figures are bounds, taken where numbers of 16 bits are widened, as are those of the losses and look-ups in ``bounds``;
-``is_bound`` says so.
+The scratch memory of libraries differs from CPU to CPU and is not counted: ``allowance`` bounds it.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 from typing import Final
 
 from zeroir.ir.dtypes import DType
@@ -25,7 +25,6 @@ from zeroir.ir.scratch.arguments import (
     tensor_of,
 )
 from zeroir.ir.scratch.attention import attention_backward_bytes, attention_bytes
-from zeroir.ir.scratch.bounds import BOUNDED, bound_bytes
 from zeroir.ir.scratch.norms import (
     batch_norm_backward_bytes,
     batch_norm_bytes,
@@ -33,7 +32,6 @@ from zeroir.ir.scratch.norms import (
     embedding_gradient_bytes,
     layer_norm_backward_bytes,
 )
-from zeroir.ir.scratch.products import convolution_bytes, product_bytes
 from zeroir.ir.scratch.reductions import mean_bytes, sum_bytes
 from zeroir.ir.segment import Node, TensorType
 from zeroir.ir.views import is_view
@@ -62,27 +60,33 @@ _UNARY: Final = frozenset(
     )
 )
 """Functions whose results are floats whatever they are of."""
-_PRODUCTS: Final = frozenset({"aten.mm.default", "aten.bmm.default", "aten.addmm.default"})
-_CONVOLUTIONS: Final = frozenset({"aten.convolution.default", "aten.convolution_backward.default"})
-_ATTENTION: Final = frozenset({"zeroir.attention.default", "zeroir.attention_backward.default"})
 
 
-def is_bound(node: Node) -> bool:
-    """Whether the figure is no more than a bound."""
-    is_bf16 = any(kind is not None and kind.dtype is DType.BF16 for kind in node.results)
-    if node.op in _CONVOLUTIONS or node.op in BOUNDED:
-        return True
-    return is_bf16 and node.op in _PRODUCTS | _ATTENTION
+_SHRUNK: Final = frozenset(
+    f"aten.{name}.default" for name in ("mse_loss", "smooth_l1_loss", "binary_cross_entropy")
+)
+"""Losses whose result, also where it is one number, keeps the memory in which those of all elements were made."""
+
+
+def made_bytes(node: Node, types: Types) -> list[int]:
+    """What the memory of each result takes that a node's op makes."""
+    if node.op in _SHRUNK:
+        shapes = (reversed(tensor_of(arg, types).shape) for arg in node.args[:2])
+        numel = math.prod(map(max, itertools.zip_longest(*shapes, fillvalue=1)))
+        return [numel * result_of(node).dtype.itemsize_bytes]
+    return [0 if kind is None else kind.size_bytes for kind in node.results]
 
 
 def call_bytes(node: Node, types: Types, *, is_filled: bool = False) -> int:
     """The most bytes that a node's op holds at once, from its call until it returns, results included.
 
+    Not what ``allowance.allowance_bytes`` bounds.
+
     ``is_filled`` says that the result is made in memory that is given.
     """
     if is_view(node.op):
         return 0
-    made = 0 if is_filled else sum(kind.size_bytes for kind in node.results if kind is not None)
+    made = 0 if is_filled else sum(made_bytes(node, types))
     return made + _inner_bytes(node, types, is_filled=is_filled)
 
 
@@ -101,12 +105,6 @@ _TILE: Final = 60
 
 def _inner_bytes(node: Node, types: Types, *, is_filled: bool) -> int:
     """What a node's op holds beside its results."""
-    if node.op in _PRODUCTS:
-        return product_bytes(node, types)
-    if node.op in _CONVOLUTIONS:
-        return convolution_bytes(node, types)
-    if node.op in BOUNDED:
-        return bound_bytes(node, types)
     if node.op in _BINARY:
         return converted_bytes(operands_of(node.args[:2], types), result_of(node).dtype)
     if node.op in _UNARY:

@@ -56,6 +56,10 @@ STRUCTURE: Final[Mapping[str, Law]] = {
         title="overlap within one op",
         remedy="Let an op write each element once; in-place collectives use exactly matching regions.",
     ),
+    "Z011": Law(
+        title="beyond a limit",
+        remedy="Compile the model again: no program of a model comes near these limits.",
+    ),
 }
 
 LAWS: Final[Mapping[str, Law]] = {

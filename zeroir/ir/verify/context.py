@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from zeroir.ir import ops
@@ -23,6 +23,12 @@ class Findings:
     program: Program
     found: list[Finding] = field(default_factory=list)
     _seen: set[tuple[str, str | None, int | None, tuple[str, ...]]] = field(default_factory=set)
+    _histories: dict[str, Mapping[str, list[str]]] = field(default_factory=dict)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no further finding is kept."""
+        return len(self.found) >= FINDINGS_LIMIT
 
     def add(
         self,
@@ -45,7 +51,7 @@ class Findings:
         if key in self._seen:
             return
         self._seen.add(key)
-        if len(self.found) >= FINDINGS_LIMIT:
+        if self.is_full:
             return
         names = tuple(dict.fromkeys(buffers))
         op_text = ""
@@ -54,7 +60,7 @@ class Findings:
         if section is not None and line is not None:
             op_text, window = around(self.program, section, line)
             sources = model_sources(self.program, section.body[line])
-        history = () if section is None else tuple(history_of(section, name) for name in names[:4])
+        history = () if section is None else tuple(self._history(section, names[:4]))
         self.found.append(
             Finding(
                 code=code,
@@ -70,14 +76,27 @@ class Findings:
             )
         )
 
+    def _history(self, section: Section, names: Iterable[str]) -> Iterator[str]:
+        """``%b: allocated @12, gathered @14, released @31``, at most eight events, for each buffer."""
+        if section.name not in self._histories:
+            self._histories[section.name] = _events(section)
+        for name in names:
+            events = self._histories[section.name].get(name, ["not touched in this section"])
+            if len(events) > 8:
+                events = [*events[:4], "...", *events[-3:]]
+            yield f"%{name}: {', '.join(events)}"
+
 
 def printer(program: Program) -> Callable[[Op], str]:
     """The text of an op; its ``repr`` where the program cannot be printed."""
-    from zeroir.ir.text import print_op
+    from zeroir.ir.text.names import Names
+    from zeroir.ir.text.print_ops import op_text
+
+    names = Names(program=program)
 
     def text(op: Op) -> str:
         try:
-            return print_op(op, program)
+            return op_text(op, names)
         except (KeyError, ValueError, IndexError):
             return repr(op)
 
@@ -103,22 +122,19 @@ def model_sources(program: Program, op: Op) -> tuple[str, ...]:
     return tuple(dict.fromkeys(node.source for node in nodes if node.source))[:3]
 
 
-def history_of(section: Section, name: str) -> str:
-    """``%b: allocated @12, gathered @14, released @31``, at most eight events."""
-    events: list[str] = []
+def _events(section: Section) -> Mapping[str, list[str]]:
+    """What the ops of a section do to each buffer, in order."""
+    events: dict[str, list[str]] = {}
     for i, op in enumerate(section.body):
         seen = effects(op)
-        if name in seen.allocs:
-            events.append(f"allocated @{i}")
-        elif name in seen.frees:
-            events.append(f"released @{i}")
-        elif any(region.buffer == name for region in (*seen.writes, *seen.accumulates)):
-            events.append(f"{verb(op)} @{i}")
-        elif any(region.buffer == name for region in seen.reads):
-            events.append(f"read @{i}")
-    if len(events) > 8:
-        events = [*events[:4], "...", *events[-3:]]
-    return f"%{name}: " + (", ".join(events) or "not touched in this section")
+        said = dict.fromkeys((region.buffer for region in seen.reads), f"read @{i}")
+        written = (region.buffer for region in (*seen.writes, *seen.accumulates))
+        said |= dict.fromkeys(written, f"{verb(op)} @{i}")
+        said |= dict.fromkeys(seen.frees, f"released @{i}")
+        said |= dict.fromkeys(seen.allocs, f"allocated @{i}")
+        for name, event in said.items():
+            events.setdefault(name, []).append(event)
+    return events
 
 
 def last_touch(section: Section, name: str, *, is_write: bool) -> int | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 from zeroir.ir.allowlist import refusal
@@ -283,18 +283,30 @@ def _check_state(program: Program, section: str, state: State, findings: Finding
             findings.add(
                 "Z008", f"a state of {section} says what {where} holds, but it is not live"
             )
-        for other in covered:
-            # An own slice may follow what is said of the whole: then that speaks of the rest.
-            is_own = region.shard is not None and other.shard is None
-            if is_own and (other.offset, other.stop) == (region.offset, region.stop):
-                continue
-            if (
-                other.buffer == region.buffer
-                and other.offset < region.stop
-                and region.offset < other.stop
-            ):
-                findings.add("Z008", f"a state of {section} speaks twice of elements of {where}")
         covered.append(region)
+    for region in _told_twice(covered):
+        where = spell(region, program)
+        findings.add("Z008", f"a state of {section} speaks twice of elements of {where}")
+
+
+def _told_twice(regions: list[Region]) -> Iterator[Region]:
+    """Regions that overlap another; an own slice may follow the whole, which then speaks of the rest."""
+    stop, buffer = 0, None
+    whole_one: Region | None = None
+    for region in sorted(regions, key=lambda region: (region.buffer, region.offset, region.stop)):
+        if region.buffer != buffer:
+            stop, buffer, whole_one = region.offset, region.buffer, None
+        if region.offset >= stop:
+            whole_one = region if region.shard is None else None
+        elif (
+            whole_one is not None
+            and region.shard is not None
+            and (whole_one.offset, whole_one.stop) == (region.offset, region.stop)
+        ):
+            whole_one = None
+        else:
+            yield region
+        stop = max(stop, region.stop)
 
 
 def _check_joints(program: Program, findings: Findings) -> None:

@@ -54,6 +54,8 @@ def check_exit(run: Run, outcome: Outcome) -> None:
         if buffer.holds is not None:
             _check_rest(run, buffer, buffer.holds, holdings.get(buffer.name, []))
     _check_scalars(run, outcome)
+    if run.section.name == UPDATE:
+        _check_told(run)
 
 
 def _check_rest(run: Run, buffer: Buffer, content: Content, holdings: list[Holding]) -> None:
@@ -312,6 +314,17 @@ def _check_scalars(run: Run, outcome: Outcome) -> None:
             "the update takes no decision: the step count does not advance",
             section=run.section,
         )
+
+
+def _check_told(run: Run) -> None:
+    """The engine tells after the update what the decision read and wrote, so nothing may overwrite that."""
+    for region, decided in run.told.items():
+        now = run.memory.read(region)
+        if now != decided and not any(algebra.is_poisoned(value) for *_, value in now):
+            what = (
+                "no longer holds what the decision left there, which the engine tells of the step"
+            )
+            _fail(run, "Z405", region, what)
 
 
 def _told_version(run: Run, buffer: Buffer, content: NamedContent) -> int:

@@ -52,7 +52,8 @@ class Outcome:
 
     ``settings`` is what decisions and loss scaling are told, ``steps`` what each optimizer step is; ``roundings`` are
     gradients that lost digits, by flat and dtype, and ``sums`` what was added to what, with the op's line. ``decided``
-    are the decisions taken so far, with whether each may skip the update.
+    are the decisions taken so far, with whether each may skip the update; ``told`` is what the engine tells of the step
+    afterwards, by its region: the norm that a decision read, and whether it skips.
     """
 
     contributions: Contributions
@@ -63,6 +64,7 @@ class Outcome:
     roundings: dict[tuple[str, DType], int]
     sums: dict[algebra.Sum, int]
     decided: dict[int, bool]
+    told: dict[Region, PieceList]
 
 
 class Group(NamedTuple):
@@ -148,6 +150,7 @@ class Run:
         self.roundings: dict[tuple[str, DType], int] = {}
         self.sums: dict[algebra.Sum, int] = {}
         self.decided: dict[int, bool] = {} if before is None else dict(before.decided)
+        self.told: dict[Region, PieceList] = {} if before is None else dict(before.told)
         self._calls: set[tuple[int, Hashable]] = set()
         self._lines: dict[int, int] = {}
         self.flats = dict(self.program.flat_by_name)
@@ -167,6 +170,7 @@ class Run:
             roundings=self.roundings,
             sums=self.sums,
             decided=self.decided,
+            told=self.told,
         )
 
     def fail(self, code: str, sentence: str, *buffers: str, advice: str = "") -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import assert_never
 
@@ -34,17 +34,19 @@ def check_structure(program: Program, findings: Findings) -> None:
         # An event that is pending at the entry may be signalled anew: what crosses one joint may cross the next.
         events: set[str] = set()
         for line, op in enumerate(section.body):
-            for code, sentence in checker.problems(op, events):
-                findings.add(
-                    code, sentence, section=section, line=line, buffers=_buffers(op, program)
-                )
+            problems = list(checker.problems(op, events))
+            names = _buffers(op, program) if problems else ()
+            for code, sentence in problems:
+                findings.add(code, sentence, section=section, line=line, buffers=names)
+        if findings.is_full:
+            return
 
 
 def _buffers(op: Op, program: Program) -> tuple[str, ...]:
     seen = effects(op)
     regions = (*seen.reads, *seen.writes, *seen.accumulates)
     names = (*seen.allocs, *seen.frees, *(region.buffer for region in regions))
-    return tuple(name for name in names if name in program.buffer_by_name)
+    return tuple(name for name in dict.fromkeys(names) if name in program.buffer_by_name)
 
 
 class _Checker:
@@ -246,11 +248,10 @@ class _Checker:
                 if self._space(region) is not Space.DEVICE:
                     yield "Z006", f"{title(op)} needs {self._spell(region)} on the device"
             yield from self._in_place(op, pair, comm.axis)
-        for pair in op.pairs:
-            for other in op.pairs:
-                if pair is not other and _overlap(pair.destination, other.source):
-                    where = f"{self._spell(pair.destination)} is written by one pair"
-                    yield "Z010", f"{title(op)}: {where} and read by another of the same launch"
+        exposed = _exposed_destination(op.pairs)
+        if exposed is not None:
+            where = f"{self._spell(exposed)} is written by one pair"
+            yield "Z010", f"{title(op)}: {where} and read by another of the same launch"
         wire = op.wire_dtype
         if wire is not None:
             for pair in op.pairs:
@@ -481,6 +482,24 @@ class _Checker:
 
 def _overlap(a: Region, b: Region) -> bool:
     return a.buffer == b.buffer and a.offset < b.stop and b.offset < a.stop
+
+
+def _exposed_destination(pairs: Sequence[ops.Pair]) -> Region | None:
+    """A destination that the source of another pair overlaps, if any does."""
+    both = [(pair.destination, i, True) for i, pair in enumerate(pairs)]
+    both += [(pair.source, i, False) for i, pair in enumerate(pairs)]
+    both.sort(key=lambda item: (item[0].buffer, item[0].offset, item[0].stop))
+    # Of the regions so far, written and read, the two that reach farthest: one may be of the very pair.
+    farthest: dict[bool, list[tuple[int, int]]] = {}
+    buffer: str | None = None
+    for region, i, is_written in both:
+        if region.buffer != buffer:
+            buffer, farthest = region.buffer, {True: [], False: []}
+        for stop, j in farthest[not is_written]:
+            if j != i and stop > region.offset:
+                return pairs[i if is_written else j].destination
+        farthest[is_written] = sorted([*farthest[is_written], (region.stop, i)])[-2:]
+    return None
 
 
 def _slice(region: Region, axis: str) -> Region:

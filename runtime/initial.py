@@ -1,0 +1,259 @@
+"""What persistent buffers hold before the first step.
+
+Rank 0 builds the user's module whole, on the CPU (see ``construction``), and hands its values out in messages of a few
+MiB, tensor by tensor; every rank keeps what its buffers hold of them. So the host of rank 0 holds the whole model once,
+until all of it is handed out, and no other rank ever does; parameters are those of plain PyTorch whatever the
+constructor does. Digests then show that all ranks hold what rank 0 has built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from zeroir.errors import UserError
+from zeroir.ir.buffers import Buffer
+from zeroir.ir.contents import MASTER, PARAM, FlatContent
+from zeroir.ir.dtypes import DType
+from zeroir.ir.layout import round_up
+from zeroir.ir.mesh import Mesh
+from zeroir.ir.program import Program
+from zeroir.runtime.comm.handout import Handout, NoHandout
+from zeroir.runtime.comm.job import PeerError
+from zeroir.runtime.construction import Factory, construct
+from zeroir.runtime.digests import Digester
+from zeroir.runtime.state import fill_scalars, flat_buffers
+from zeroir.runtime.storage import Memory
+from zeroir.runtime.tensors import IR_DTYPE, TORCH_DTYPE
+
+MESSAGE_BYTES: Final = 4 << 20
+_ALIGNMENT_BYTES: Final = 16
+_DTYPES: Final = tuple(DType)
+
+
+def initialise(
+    program: Program,
+    ranks: Iterable[Memory],
+    factory: Factory,
+    seed: int,
+    handout: Handout | None = None,
+) -> None:
+    """Fill the persistent buffers of the ranks for step 0; in a job every rank calls this alike.
+
+    Parameters and masters get the module's values (masters before they are rounded to 16 bits), module buffers the
+    module's, constants their data, scalars the program's; everything else, padding included, is zero. Without a
+    ``handout`` the module is built here.
+
+    Raises:
+        UserError: where the module is not the one that the program was compiled from, or ranks hold other values than
+            it has.
+    """
+    handout = handout or NoHandout()
+    memories = list(ranks)
+    for binding in program.module_buffers:
+        if binding.data:
+            # A copy, because torch refuses read-only memory.
+            buffer = program.buffer_by_name[binding.buffer]
+            data = torch.frombuffer(bytearray(binding.data), dtype=TORCH_DTYPE[buffer.dtype])
+            for memory in memories:
+                memory.buffer(buffer.name).copy_(data)
+    fill_scalars(program, memories)
+    tensors = _tensors(program)
+    if tensors:
+        with torch.no_grad():
+            built = _hand_out(program, tensors, memories, factory, seed, handout)
+            _require_agreement(program, tensors, memories, built, handout)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Home:
+    """A buffer that holds elements of a tensor: the ``start``-th, which may be negative, is the first of the buffer.
+
+    With ``axis`` each coordinate holds the elements that follow those of the coordinate before.
+    """
+
+    buffer: Buffer
+    start: int
+    axis: str | None = None
+
+    def on(self, mesh: Mesh, rank: int) -> range:
+        """The elements that are in the buffer on a rank."""
+        shift = 0 if self.axis is None else mesh.coordinate(rank)[self.axis] * self.buffer.numel
+        return range(self.start + shift, self.start + shift + self.buffer.numel)
+
+    def anywhere(self, mesh: Mesh) -> range:
+        """The elements that are in the buffers of all coordinates."""
+        count = 1 if self.axis is None else mesh.size(self.axis)
+        return range(self.start, self.start + count * self.buffer.numel)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tensor:
+    """A tensor of the module that the program holds."""
+
+    name: str
+    numel: int
+    homes: Sequence[_Home]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """Elements of the ``index``-th tensor in a message, from the ``offset_bytes``-th byte on."""
+
+    index: int
+    elements: range
+    offset_bytes: int
+
+
+def _tensors(program: Program) -> list[_Tensor]:
+    """The tensors that rank 0 hands out, in one order on all ranks."""
+    found: list[_Tensor] = []
+    for flat in program.flats:
+        buffers = [
+            (buffer, buffer.holds)
+            for buffer in flat_buffers(program, flat.name, (PARAM, MASTER))
+            if isinstance(buffer.holds, FlatContent)
+        ]
+        for slot in flat.slots:
+            homes = [
+                _Home(buffer=buffer, start=content.offset - slot.offset, axis=content.shard)
+                for buffer, content in buffers
+            ]
+            everything = range(slot.numel)
+            held = [h for h in homes if _common(h.anywhere(program.mesh), everything)]
+            found.append(_Tensor(name=slot.name, numel=slot.numel, homes=held))
+    for binding in program.module_buffers:
+        if binding.data is None:
+            buffer = program.buffer_by_name[binding.buffer]
+            home = _Home(buffer=buffer, start=0)
+            found.append(_Tensor(name=binding.name, numel=buffer.numel, homes=[home]))
+    return found
+
+
+def _messages(numels: Sequence[int], dtypes: Sequence[torch.dtype]) -> Iterator[list[_Part]]:
+    """Cut tensors into parts, and put as many of those into each message as it holds."""
+    parts: list[_Part] = []
+    used = 0
+    for index, (numel, dtype) in enumerate(zip(numels, dtypes, strict=True)):
+        first = 0
+        while first < numel:
+            if used + dtype.itemsize > MESSAGE_BYTES:
+                yield parts
+                parts, used = [], 0
+            stop = min(numel, first + (MESSAGE_BYTES - used) // dtype.itemsize)
+            parts.append(_Part(index=index, elements=range(first, stop), offset_bytes=used))
+            used = round_up(used + (stop - first) * dtype.itemsize, _ALIGNMENT_BYTES)
+            first = stop
+    if parts:
+        yield parts
+
+
+def _hand_out(
+    program: Program,
+    tensors: Sequence[_Tensor],
+    memories: Sequence[Memory],
+    factory: Factory,
+    seed: int,
+    handout: Handout,
+) -> Tensor:
+    """Build the module on rank 0, and fill the buffers of all ranks.
+
+    Returns the digests (i64, one for each home of each tensor) of what rank 0 has built; zeros on the other ranks.
+    """
+    mesh, digester = program.mesh, Digester()
+    source = handout.make(lambda: construct(program, factory, seed))
+    codes = torch.zeros(len(tensors), dtype=torch.uint8)
+    if source is not None:
+        for index, tensor in enumerate(tensors):
+            codes[index] = _DTYPES.index(IR_DTYPE[source.tensor(tensor.name).dtype])
+    codes = codes.to(handout.device)
+    handout.send(codes)
+    dtypes = [TORCH_DTYPE[_DTYPES[code]] for code in codes.tolist()]
+    built = [[torch.zeros((), dtype=torch.int64) for _ in tensor.homes] for tensor in tensors]
+    message = torch.empty(MESSAGE_BYTES, dtype=torch.uint8, device=handout.device)
+    for parts in _messages([tensor.numel for tensor in tensors], dtypes):
+        contents = [
+            message[part.offset_bytes :][: len(part.elements) * dtypes[part.index].itemsize].view(
+                dtypes[part.index]
+            )
+            for part in parts
+        ]
+        if source is not None:
+            for part, values in zip(parts, contents, strict=True):
+                tensor = tensors[part.index]
+                values.copy_(_slice(source.elements(tensor.name), part.elements, 0))
+                for at, home in enumerate(tensor.homes):
+                    there = _common(home.anywhere(mesh), part.elements)
+                    rounded = _slice(values, there, part.elements.start).to(
+                        TORCH_DTYPE[home.buffer.dtype]
+                    )
+                    built[part.index][at] += digester.digest(rounded, there.start).cpu()
+        last = parts[-1]
+        handout.send(message[: last.offset_bytes + contents[-1].numel() * contents[-1].itemsize])
+        for part, values in zip(parts, contents, strict=True):
+            for home in tensors[part.index].homes:
+                for memory in memories:
+                    own = home.on(mesh, memory.rank)
+                    here = _common(own, part.elements)
+                    target = _slice(memory.buffer(home.buffer.name), here, own.start)
+                    target.copy_(_slice(values, here, part.elements.start))
+    return torch.stack([total for of_tensor in built for total in of_tensor])
+
+
+def _require_agreement(
+    program: Program,
+    tensors: Sequence[_Tensor],
+    memories: Sequence[Memory],
+    built: Tensor,
+    handout: Handout,
+) -> None:
+    """UserError where the ranks do not hold, each or together, what rank 0 has built."""
+    mesh, digester = program.mesh, Digester()
+    homes = [(tensor, home) for tensor in tensors for home in tensor.homes]
+    held = torch.zeros(len(memories), len(homes), dtype=torch.int64)
+    for row, memory in zip(held, memories, strict=True):
+        for at, (tensor, home) in enumerate(homes):
+            own = home.on(mesh, memory.rank)
+            here = _common(own, range(tensor.numel))
+            row[at] = digester.digest(
+                _slice(memory.buffer(home.buffer.name), here, own.start), here.start
+            )
+    built = built.to(handout.device)
+    handout.send(built)
+    wanted = built.cpu()
+    by_rank = handout.gather(held)
+    if len(by_rank) < mesh.world_size:
+        return  # nobody carries the other ranks out
+    for axis in {home.axis for _, home in homes}:
+        columns = torch.tensor([at for at, (_, home) in enumerate(homes) if home.axis == axis])
+        groups = mesh.groups(axis) if axis else [(rank,) for rank in range(mesh.world_size)]
+        for group in groups:
+            differs = by_rank[list(group)][:, columns].sum(0) != wanted[columns]
+            if differs.any():
+                tensor, _ = homes[int(columns[int(differs.nonzero()[0])])]
+                speaks = any(memory.rank == group[0] for memory in memories)
+                raise (UserError if speaks else PeerError)(
+                    f"{_named(group)} other values of '{tensor.name}' than rank 0 has built: a memory or a connection "
+                    "is at fault; start again, on another machine if it comes again."
+                )
+
+
+def _named(group: Sequence[int]) -> str:
+    if len(group) == 1:
+        return f"Rank {group[0]} holds"
+    return f"Ranks {', '.join(map(str, group[:-1]))} and {group[-1]} together hold"
+
+
+def _common(one: range, other: range) -> range:
+    """What two ranges of elements have in common."""
+    start = max(one.start, other.start)
+    return range(start, max(start, min(one.stop, other.stop)))
+
+
+def _slice(values: Tensor, elements: range, start: int) -> Tensor:
+    """Those elements of a flat tensor that begins with the ``start``-th."""
+    return values[elements.start - start : elements.stop - start] if elements else values[:0]

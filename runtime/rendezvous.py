@@ -1,0 +1,200 @@
+"""How a process joins its job: what the environment says of it, the job's store, and the default process group."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Final, Protocol
+
+import torch
+import torch.distributed as dist
+
+from zeroir.errors import UserError
+from zeroir.runtime.comm.job import DEFAULT_TIMEOUT
+from zeroir.runtime.orphans import end_with_agent
+
+JOIN_TIMEOUT: Final = timedelta(seconds=300)
+"""How long ranks wait for one that does not join them."""
+
+_MOST_RANKS: Final = 65536
+_REMEDY: Final = "start the job with torchrun or `zeroir run --nproc`, which set it"
+
+
+class Store(Protocol):
+    """What is needed of torch's stores, whose types torch does not export."""
+
+    def set(self, key: str, value: str, /) -> None:
+        """Let every rank read the value."""
+
+    def get(self, key: str, /) -> bytes:
+        """The value; waits for one."""
+
+    def check(self, keys: list[str], /) -> bool:
+        """Whether all of them have a value."""
+
+    def wait(self, keys: list[str], timeout: timedelta, /) -> None:
+        """Return when all of them have a value; DistStoreError where one has none within the timeout."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where torchrun put this process."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seat:
+    """What the environment says of this process's place.
+
+    The job's store is at ``address`` and ``port``, which is None where this process is no rank of a job; ``is_host``
+    where this process holds the store itself, because no agent of torchrun does.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    address: str = ""
+    port: int | None = None
+    is_host: bool = False
+
+
+def read_seat() -> Seat:
+    """This process's place as torchrun's variables say it: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT.
+
+    Raises:
+        UserError: where they are incomplete or contradict each other.
+    """
+    if "RANK" not in os.environ:
+        if _number("WORLD_SIZE", 1, _MOST_RANKS, default=1) > 1:
+            raise UserError(f"WORLD_SIZE is set, but RANK is not: {_REMEDY}, or unset WORLD_SIZE.")
+        return Seat(local_rank=_number("LOCAL_RANK", 0, _MOST_RANKS - 1, default=0))
+    world_size = _number("WORLD_SIZE", 1, _MOST_RANKS)
+    rank = _number("RANK", 0, _MOST_RANKS - 1)
+    if rank >= world_size:
+        raise UserError(
+            f"RANK is {rank}, but the job has {world_size} ranks (WORLD_SIZE), which count from 0: "
+            f"{_REMEDY}."
+        )
+    address = os.environ.get("MASTER_ADDR", "")
+    if not address:
+        raise UserError(f"RANK is set, but MASTER_ADDR is not: {_REMEDY}.")
+    return Seat(
+        rank=rank,
+        world_size=world_size,
+        local_rank=_number("LOCAL_RANK", 0, _MOST_RANKS - 1, default=0),
+        address=address,
+        port=_number("MASTER_PORT", 1, 65535),
+        is_host=rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+    )
+
+
+def _number(name: str, least: int, most: int, *, default: int | None = None) -> int:
+    text = os.environ.get(name)
+    if text is None:
+        if default is None:
+            raise UserError(f"RANK is set, but {name} is not: {_REMEDY}.")
+        return default
+    if text.isascii() and text.isdecimal() and len(text) <= 9 and least <= int(text) <= most:
+        return int(text)
+    shown = text if len(text) <= 40 else f"{text[:40]}…"
+    raise UserError(f"{name} is '{shown}', but must be a number from {least} to {most}: {_REMEDY}.")
+
+
+def open_store(seat: Seat, purpose: str, timeout: timedelta) -> Store:
+    """A connection of its own to what the job's store holds for a purpose; the rank that is the host makes the store.
+
+    Raises:
+        UserError: where the store cannot be reached within the timeout.
+    """
+    assert seat.port is not None
+    # What tells this start of the ranks from others that the store has seen.
+    start = f"{os.environ.get('TORCHELASTIC_RUN_ID', '')}.{os.environ.get('TORCHELASTIC_RESTART_COUNT', '')}"
+    try:
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            seat.address,
+            seat.port,
+            is_master=seat.is_host,
+            wait_for_workers=False,
+            multi_tenant=True,
+            timeout=timeout,
+        )
+    except RuntimeError as error:
+        raise _cannot_join(seat, error) from error
+    shared: Store = dist.PrefixStore(f"zeroir/{purpose}/{start}", store)  # type: ignore[attr-defined]
+    return shared
+
+
+def join_job(timeout: timedelta = DEFAULT_TIMEOUT, patience: timedelta = JOIN_TIMEOUT) -> Place:
+    """Become a rank of the job that torchrun started, over NCCL on CUDA and gloo elsewhere; alone without torchrun.
+
+    ``timeout`` bounds later collectives of the default group, ``patience`` how long the other ranks may take to come.
+    Where the default group is there already, its rank is this process's.
+
+    Raises:
+        UserError: where the environment is wrong, the other ranks do not come or cannot be reached, or there are more
+            ranks than GPUs on this machine.
+    """
+    seat = read_seat()
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", _device_index(seat.local_rank, torch.cuda.device_count()))
+        torch.cuda.set_device(device)
+    if dist.is_initialized():
+        return Place(rank=dist.get_rank(), world_size=dist.get_world_size(), device=device)
+    if seat.port is not None:
+        end_with_agent()
+        if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
+            # Ranks of one machine need no name for it, which some machines cannot resolve.
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        store = open_store(seat, "joined", patience)
+        _await_others(seat, store, patience)
+        try:
+            dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
+        except (RuntimeError, ValueError) as error:
+            raise _cannot_join(seat, error) from error
+    return Place(rank=seat.rank, world_size=seat.world_size, device=device)
+
+
+def leave_job() -> None:
+    """Give up the default process group after a job that went well."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _await_others(seat: Seat, store: Store, patience: timedelta) -> None:
+    """Return when every rank has come this far, so that who does not come can be named."""
+    keys = [str(rank) for rank in range(seat.world_size)]
+    try:
+        store.set(keys[seat.rank], "")
+        try:
+            store.wait(keys, patience)
+        except dist.DistStoreError:
+            missing = next(key for key in keys if not store.check([key]))
+            raise UserError(
+                f"Rank {missing} has not joined the job within {patience.total_seconds():.0f} s: it was not started, "
+                "it was stopped, or it cannot reach "
+                f"{seat.address}:{seat.port}; look at what it printed."
+            ) from None
+    except RuntimeError as error:
+        raise _cannot_join(seat, error) from error
+
+
+def _cannot_join(seat: Seat, error: Exception) -> UserError:
+    reason = " ".join(str(error).partition("\n")[0].split()).rstrip(".")
+    return UserError(
+        f"Rank {seat.rank} could not join the job at {seat.address}:{seat.port}: {reason}."
+    )
+
+
+def _device_index(local_rank: int, count: int) -> int:
+    """Which of this machine's GPUs is this rank's."""
+    # NCCL refuses two ranks on one GPU unless it is asked to allow them.
+    if local_rank >= count and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
+        raise UserError(
+            f"Local rank {local_rank} has no GPU, because this machine shows {count}: start no more ranks than that."
+        )
+    return local_rank % count

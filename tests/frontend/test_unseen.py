@@ -1,0 +1,230 @@
+"""What a model's code does beside computing on tensors: a program does it, too, or says that it does not."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+
+import zeroir
+from tests.support.zygote import run_forked
+from zeroir.api.check import check_model
+from zeroir.config import make_options
+from zeroir.errors import ModelWarning, UserError
+
+MODEL = """
+import random
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+CALLS = 0
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(8, 16)
+        self.down = nn.Linear(16, 8)
+
+    def forward(self, x):
+        return torch.relu(self.down(torch.tanh(self.up(x)))) + x
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.pre = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList(Block() for _ in range(5))
+        self.post = nn.Linear(8, 8)
+        self.calls, self.is_first, self.kept, self.notes, self.facts = 0, True, None, [], {"calls": 1}
+        {init}
+
+    def run(self, x):
+        {run}
+        return x
+
+    {decorator}
+    def forward(self, x):
+        global CALLS
+        x = self.run(self.pre(x))
+        {forward}
+        return self.post(x).square().mean()
+
+def model():
+    return Model()
+
+def batch():
+    return (torch.randn(4, 8),)
+"""
+PARTS = {
+    "init": "pass",
+    "run": "for block in self.blocks: x = block(x)",
+    "decorator": "",
+    "forward": "pass",
+}
+
+
+def write(folder: Path, **parts: str) -> str:
+    text = MODEL
+    for name, part in (PARTS | parts).items():
+        text = text.replace(f"{{{name}}}", part)
+    path = folder / "model.py"
+    path.write_text(text)
+    return str(path)
+
+
+def warned(path: str, stage: int = 2) -> list[str]:
+    """What checking the model warns about; its losses and parameters are the reference's."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        comparison = check_model(
+            path, make_options({"stage": stage, "world_size": 2}), steps=2, seed=0
+        )
+    assert comparison.is_equal, str(comparison)
+    return [str(each.message) for each in found if issubclass(each.category, ModelWarning)]
+
+
+HONOURED = {
+    "gradient of a parameter": "self.pre.weight.register_hook(lambda gradient: gradient * 0.1)",
+    "gradients of a block": "self.blocks[2].up.bias.register_hook(lambda gradient: gradient + 1)",
+    "gradient in place": "self.pre.bias.register_hook(lambda gradient: (gradient.mul_(3), None)[1])",
+    "gradients of a module": (
+        "self.blocks[1].register_full_backward_hook(lambda _, given, __: (given[0] * 3,))"
+    ),
+    "columns": (
+        "w = torch.randn(8, 16); self.pre.weight, self.post.weight = "
+        "nn.Parameter(w[:, :8]), nn.Parameter(w[:, 8:])"
+    ),
+    "a buffer that nobody reads": "self.register_buffer('copy', self.pre.weight.data)",
+}
+
+
+@pytest.mark.parametrize("what", HONOURED)
+def test_what_a_program_can_do_is_done(what: str, tmp_path: Path) -> None:
+    assert warned(write(tmp_path, init=HONOURED[what])) == []
+
+
+REFUSED = {
+    "self.pre.weight.register_post_accumulate_grad_hook(print)": (
+        r"parameter pre\.weight of the model has a hook of register_post_accumulate_grad_hook"
+    ),
+    "self.post.weight = self.pre.weight; self.pre.weight.register_hook(lambda g: g)": (
+        r"parameter pre\.weight of the model has a hook of register_hook and is post\.weight as well"
+    ),
+    "self.post.bias = nn.Parameter(self.pre.weight.data[0])": (
+        r"parameters pre\.weight and post\.bias of the model share memory"
+    ),
+}
+
+
+@pytest.mark.parametrize("init", REFUSED)
+def test_what_programs_cannot_hold_is_refused(init: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=REFUSED[init]):
+        zeroir.compile(write(tmp_path, init=init), world_size=1)
+
+
+def test_a_buffer_in_the_memory_of_a_parameter_is_refused_where_it_is_read(tmp_path: Path) -> None:
+    init, forward = "self.register_buffer('view', self.pre.weight.data[:1])", "x = x * self.view"
+    sentence = r"pre\.weight and view of the model share memory, and training changes pre\.weight"
+    with pytest.raises(UserError, match=sentence):
+        zeroir.compile(write(tmp_path, init=init, forward=forward), world_size=1)
+
+
+CHANGED = {
+    "self.calls += 1; x = x * self.calls": "calls",
+    "x = x * 3 if self.is_first else x; self.is_first = False": "is_first",
+    "self.facts['calls'] += 1; x = x * self.facts['calls']": r"facts\['calls'\]",
+    "self.notes.append(x.shape); x = x / len(self.notes)": "notes",
+    "CALLS += 1; x = x + CALLS": r"model\.py:CALLS",
+    "x = x * random.random()": "the state of Python's random",
+    "x = x if self.kept is None else x + self.kept; self.kept = x.detach()": "kept",
+}
+
+
+@pytest.mark.parametrize("forward", CHANGED)
+def test_state_that_the_next_forward_depends_on_is_refused(forward: str, tmp_path: Path) -> None:
+    sentence = f"forward changes {CHANGED[forward]} and computes something else at its next call"
+    with pytest.raises(UserError, match=sentence):
+        zeroir.compile(write(tmp_path, forward=forward), world_size=1)
+
+
+SAID = {
+    "self.calls += 1": r"forward changes calls at every call, and the program does not",
+    "self.notes.append(x.detach())": r"forward changes notes at every call",
+    "self.kept = torch.arange(8.) if self.kept is None else self.kept; x = x + self.kept": (
+        r"forward keeps kept at its first call for later ones"
+    ),
+    "self.seen = x.detach()": None,
+    "self.is_first = False": None,
+}
+
+
+@pytest.mark.parametrize("forward", SAID)
+def test_state_that_changes_no_value_is_at_most_said(forward: str, tmp_path: Path) -> None:
+    found, expected = warned(write(tmp_path, forward=forward)), SAID[forward]
+    assert len(found) == (expected is not None)
+    assert expected is None or re.search(expected, found[0])
+
+
+CALLS_OF_CHECKPOINT = (
+    "checkpoint(block, x, use_reentrant=False)",
+    "checkpoint(block, x, use_reentrant=True)",
+)
+
+
+@pytest.mark.parametrize("call", CALLS_OF_CHECKPOINT)
+def test_units_under_a_checkpoint_are_computed_again(call: str, tmp_path: Path) -> None:
+    run = f"for at, block in enumerate(self.blocks): x = {call} if at % 2 else block(x)"
+    path = write(tmp_path, run=run)
+    assert warned(path) == []
+    marked = zeroir.compile(path, world_size=1)
+    asked = zeroir.compile(write(tmp_path), world_size=1, recompute=("blocks.1", "blocks.3"))
+    assert marked.options.recompute == ("blocks.1", "blocks.3")
+    assert marked.program.passes == asked.program.passes
+    assert zeroir.compile(path, world_size=1, recompute="blocks.0").options.recompute == (
+        "blocks.0",
+    )
+
+
+def test_a_checkpoint_of_less_than_a_unit_is_said(tmp_path: Path) -> None:
+    path = write(tmp_path, forward="x = checkpoint(self.post, x, use_reentrant=False)")
+    (sentence,) = warned(path)
+    assert re.match(r"model\.py:35 checkpoints less than a unit", sentence)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"forward": "with torch.autocast('cuda', dtype=torch.bfloat16): x = self.post(x)"},
+        {"decorator": "@torch.autocast('cuda')"},
+        {"decorator": "@torch.amp.autocast('cuda', dtype=torch.bfloat16)"},
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*CUDA is not available")
+def test_autocast_for_an_accelerator_is_said(parts: dict[str, str], tmp_path: Path) -> None:
+    with pytest.warns(ModelWarning, match=r"model\.py:3\d asks for torch.autocast\('cuda'\)"):
+        zeroir.compile(write(tmp_path, **parts), world_size=1)
+
+
+def test_a_command_says_it_in_a_sentence(tmp_path: Path) -> None:
+    write(tmp_path, forward="self.calls += 1")
+    made = run_forked("zeroir", ["compile", "model.py", "--world-size", "1"], tmp_path)
+    assert made.returncode == 0
+    assert made.stderr == (
+        "Warning: The model's forward changes calls at every call, and the program does not: it computes what the "
+        "first call does.\n"
+    )
+
+
+def test_autocast_that_is_off_is_not_said(tmp_path: Path) -> None:
+    forward = "with torch.autocast('cuda', enabled=False): x = self.post(x)"
+    assert warned(write(tmp_path, forward=forward)) == []
+
+
+def test_a_hook_that_only_looks_is_said(tmp_path: Path) -> None:
+    path = write(tmp_path, init="self.pre.weight.register_hook(lambda gradient: None)")
+    with pytest.warns(
+        ModelWarning, match=r"hook on the gradient of pre\.weight leaves it as it is"
+    ):
+        zeroir.compile(path, world_size=1)

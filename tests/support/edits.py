@@ -1,0 +1,78 @@
+"""What edits a program for the tests: find ops, replace one, change the ops of a section."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from random import Random
+
+from zeroir.ir.buffers import Buffer, Region
+from zeroir.ir.ops import Op
+from zeroir.ir.program import Program
+from zeroir.passes.rewrite import map_regions
+
+Mutation = Callable[[Program, Random], Program | None]
+"""A damage done to a program, as chance has it; None where there is nothing of its kind to damage."""
+
+
+def places(program: Program, is_wanted: Callable[[Op], bool]) -> list[tuple[int, int]]:
+    """Section and op numbers of the ops wanted."""
+    return [
+        (s, i)
+        for s, section in enumerate(program.sections)
+        for i, op in enumerate(section.body)
+        if is_wanted(op)
+    ]
+
+
+def edit(program: Program, section: int, change: Callable[[list[Op]], None]) -> Program:
+    """The program with one section's ops changed."""
+    body = list(program.sections[section].body)
+    change(body)
+    sections = list(program.sections)
+    sections[section] = replace(sections[section], body=tuple(body))
+    return replace(program, sections=tuple(sections))
+
+
+def put(program: Program, place: tuple[int, int], *new: Op) -> Program:
+    """The program with one op replaced by others."""
+
+    def change(body: list[Op]) -> None:
+        body[place[1] : place[1] + 1] = new
+
+    return edit(program, place[0], change)
+
+
+def at(program: Program, place: tuple[int, int]) -> Op:
+    return program.sections[place[0]].body[place[1]]
+
+
+def pick(
+    program: Program, chance: Random, is_wanted: Callable[[Op], bool]
+) -> tuple[int, int] | None:
+    found = places(program, is_wanted)
+    return chance.choice(found) if found else None
+
+
+def with_buffers(program: Program, *new: Buffer) -> Program:
+    return replace(program, buffers=(*program.buffers, *new))
+
+
+def redirected(program: Program, chance: Random, old: str, new: str) -> Program | None:
+    """One op uses the new buffer where it used the old one."""
+
+    def uses_old(op: Op) -> bool:
+        found: set[str] = set()
+
+        def note(region: Region) -> Region:
+            found.add(region.buffer)
+            return region
+
+        map_regions(op, note)
+        return old in found
+
+    def renamed(region: Region) -> Region:
+        return replace(region, buffer=new) if region.buffer == old else region
+
+    place = pick(program, chance, uses_old)
+    return None if place is None else put(program, place, map_regions(at(program, place), renamed))

@@ -1,0 +1,133 @@
+"""What commands write, and one rule: a file is replaced only by one of its own kind, and whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from zeroir.errors import UserError
+
+MAGIC: Final = b"\x89zeroir\n"
+"""How compiled programs begin. Not ASCII, so that no text does; the newline shows a file that was copied as text."""
+
+_HEAD_BYTES: Final = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputKind:
+    """A kind of file that commands write: what it is called, such a path, and how its first 4 kB are known."""
+
+    noun: str
+    example: str
+    head: re.Pattern[bytes]
+
+
+PROGRAM: Final = OutputKind(
+    noun="a compiled program", example="gpt.zir", head=re.compile(re.escape(MAGIC))
+)
+TIMELINE: Final = OutputKind(
+    noun="a timeline", example="trace.json", head=re.compile(rb'(?s)\{.*"traceEvents"')
+)
+MACHINE: Final = OutputKind(
+    noun="a machine file", example="here.toml", head=re.compile(rb"(?s)(.*\n)?accelerator *=")
+)
+PAGE: Final = OutputKind(
+    noun="a report",
+    example="gpt.html",
+    head=re.compile("(?s)<!DOCTYPE html>.* · zeroir</title>".encode()),
+)
+SNAPSHOT: Final = OutputKind(
+    noun="a memory snapshot",
+    example="gpt.pickle",
+    head=re.compile(rb"(?s)\x80\x04.{,20}segments"),
+)
+GRAPH: Final = OutputKind(noun="a graph", example="gpt.dot", head=re.compile(rb"digraph zeroir \{"))
+DUMP: Final = OutputKind(
+    noun="a flight-recorder dump",
+    example="rank_0",
+    head=re.compile(rb"(?s)\x80\x04.{,20}version"),
+)
+
+
+def require_writable(path: str | Path, kind: OutputKind) -> None:
+    """UserError where no file of the kind can be written at the path, before any work is done for it.
+
+    What stands there already is replaced only where it is empty or of that very kind, whoever wrote it.
+    """
+    path = Path(path)
+    try:
+        if path.is_dir():
+            raise UserError(
+                f"'{path}' is a folder: name a file to write, for instance {path / kind.example}."
+            )
+        if _is_device(path):
+            return
+        folder = path.parent if not path.is_symlink() else path.resolve().parent
+        is_folder = folder.is_dir()
+        head = _head(path)
+    except OSError as error:
+        raise _unwritable(path, error) from error
+    except RuntimeError as error:
+        raise UserError(f"'{path}' cannot be written: it is a link to itself.") from error
+    if not is_folder:
+        raise UserError(f"'{path}' cannot be written: there is no folder '{folder}'.")
+    if not os.access(folder, os.W_OK):
+        raise UserError(f"'{path}' cannot be written: you may not write in '{folder}'.")
+    if head and not kind.head.match(head):
+        found = f"is there already and is not {kind.noun}"
+        if PROGRAM.head.match(head):
+            found = f"is {PROGRAM.noun}"
+        raise UserError(
+            f"'{path}' {found}: name another file to write, for instance {kind.example}."
+        )
+
+
+def write_whole(path: Path, data: bytes, kind: OutputKind) -> None:
+    """Write a file whole or not at all; a link stays one, and devices and pipes are written as they are.
+
+    Raises:
+        UserError: where the path cannot be written, or a file of another kind stands there.
+    """
+    require_writable(path, kind)
+    if _is_device(path):
+        try:
+            path.write_bytes(data)
+        except OSError as error:
+            raise _unwritable(path, error) from error
+        return
+    target = path.resolve()
+    beside = target.with_name(f".{target.name}.{secrets.token_hex(6)}.tmp")
+    try:
+        with beside.open("xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(target)
+    except OSError as error:
+        raise _unwritable(path, error) from error
+    finally:
+        with contextlib.suppress(OSError):
+            beside.unlink(missing_ok=True)
+
+
+def _head(path: Path) -> bytes:
+    """The first bytes of what stands there; none where nothing does."""
+    try:
+        with path.open("rb") as file:
+            return file.read(_HEAD_BYTES)
+    except FileNotFoundError:
+        return b""
+
+
+def _is_device(path: Path) -> bool:
+    """Whether something stands there that no file may replace, such as /dev/null or a pipe."""
+    return path.exists() and not path.is_file()
+
+
+def _unwritable(path: Path, error: OSError) -> UserError:
+    return UserError(f"'{path}' cannot be written: {error.strerror or error}.")

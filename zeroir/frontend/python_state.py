@@ -1,0 +1,187 @@
+"""What a model's Python code remembers from one forward to the next, beside parameters and buffers.
+
+A program is captured from one forward. What forward changes in plain attributes, in what these hold, in globals of the
+user's files, and in the random numbers of Python and NumPy is the same at every forward only where the next one would
+be captured alike.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import BuiltinFunctionType, FunctionType, ModuleType
+
+import torch
+from torch import Tensor, nn
+
+Namespace = MutableMapping[str, object]
+Leaf = tuple[object, ...]
+
+_OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_LASTING = (nn.Module, type, FunctionType, BuiltinFunctionType, ModuleType)
+"""Which one it is matters, not what is in it. Other objects may be made anew at every forward."""
+
+_RANDOM = "the state of Python's random"
+_NUMPY_RANDOM = "the state of numpy.random"
+
+
+@dataclass(slots=True)
+class PythonState:
+    """What was remembered at one moment; ``leaves`` are by the names under which messages know them."""
+
+    leaves: dict[str, Leaf] = field(default_factory=dict)
+    _restores: list[Callable[[], None]] = field(default_factory=list)
+    # Alive for as long as the state, so that no two of them share an id.
+    _seen: dict[int, object] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, model: nn.Module, modules: Iterable[str] = ()) -> PythonState:
+        """The state of a model and of the Python modules of these names."""
+        state = cls()
+        for name, module in model.named_modules():
+            state._namespace(vars(module), f"{name}." if name else "", _OF_TORCH)
+        for name in modules:
+            if name in sys.modules:
+                found = vars(sys.modules[name])
+                file = Path(str(found.get("__file__", name))).name
+                state._namespace(found, f"{file}:", frozenset())
+        state._random_numbers()
+        return state
+
+    def restore(self) -> None:
+        """Make everything what it was."""
+        for restore in self._restores:
+            restore()
+
+    def changed(self, later: PythonState) -> list[str]:
+        """Names of what is not the same at a later moment, in order; of a container rather than of what is in it."""
+        found: list[str] = []
+        for name in {**self.leaves, **later.leaves}:
+            is_inside = found and name.startswith((f"{found[-1]}[", f"{found[-1]}."))
+            if not is_inside and self.leaves.get(name) != later.leaves.get(name):
+                found.append(name)
+        return found
+
+    def _random_numbers(self) -> None:
+        generator = random.getstate()
+        self.leaves[_RANDOM] = generator
+        self._restores.append(lambda: random.setstate(generator))
+        numpy = sys.modules.get("numpy")
+        if numpy is not None:
+            state = numpy.random.get_state()
+            self.leaves[_NUMPY_RANDOM] = (state[0], state[1].tobytes(), *state[2:])
+            self._restores.append(lambda: numpy.random.set_state(state))
+
+    def _namespace(self, values: Namespace, prefix: str, without: frozenset[str]) -> None:
+        """Attributes of a module, or globals; what is dunder is Python's."""
+        kept = {
+            name: value
+            for name, value in values.items()
+            if name not in without and not name.startswith("__")
+        }
+
+        def restore() -> None:
+            for name in list(values):
+                if name not in without and not name.startswith("__") and name not in kept:
+                    del values[name]
+            for name, value in kept.items():
+                if not _is_same(values.get(name), value):
+                    values[name] = value
+
+        self._restores.append(restore)
+        for name, value in kept.items():
+            self._add(prefix + name, value)
+
+    def _add(self, name: str, value: object) -> None:
+        if isinstance(value, _PLAIN):
+            # Not the value itself, for NaN is not equal to NaN, and True is equal to 1.
+            self.leaves[name] = (type(value), repr(value))
+        elif isinstance(value, Tensor):
+            self.leaves[name] = (Tensor, value.dtype, tuple(value.shape))
+        elif isinstance(value, tuple):
+            self.leaves[name] = (tuple, len(value))
+            self._add_all(name, enumerate(value))
+        elif isinstance(value, _LASTING):
+            self.leaves[name] = (type(value), id(value))
+            self._seen[id(value)] = value
+        elif id(value) in self._seen:
+            self.leaves[name] = (type(value),)
+        else:
+            self._seen[id(value)] = value
+            self._add_mutable(name, value)
+
+    def _add_mutable(self, name: str, value: object) -> None:
+        self.leaves[name] = (type(value),)
+        match value:
+            case list() | deque():
+                items = list(value)
+                self._restores.append(lambda: _refill(value, items))
+                self.leaves[name] += (len(items),)
+                self._add_all(name, enumerate(items))
+            case dict():
+                pairs = dict(value)
+                self._restores.append(lambda: _refill_mapping(value, pairs))
+                self.leaves[name] += (len(pairs),)
+                self._add_all(name, ((repr(key), item) for key, item in pairs.items()))
+            case set():
+                members = set(value)
+                self._restores.append(lambda: _refill_set(value, members))
+                self.leaves[name] += (frozenset(map(_identity, members)),)
+            case _ if _has_own_attributes(value):
+                self._namespace(vars(value), f"{name}.", frozenset())
+
+    def _add_all(self, name: str, items: Iterable[tuple[object, object]]) -> None:
+        for key, item in items:
+            self._add(f"{name}[{key}]", item)
+
+
+def kept_tensors(model: nn.Module, names: Iterable[str]) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    """Those of the named attributes of modules that are tensors: module, attribute, tensor."""
+    modules = dict(model.named_modules())
+    for name in names:
+        owner, _, attribute = name.rpartition(".")
+        value = vars(modules[owner]).get(attribute) if owner in modules else None
+        if isinstance(value, Tensor):
+            yield modules[owner], attribute, value
+
+
+def _has_own_attributes(value: object) -> bool:
+    """Whether an object is of a class of the user's or of a library's whose attributes are its state."""
+    if not hasattr(value, "__dict__"):
+        return False
+    package = type(value).__module__.partition(".")[0]
+    return package != "torch" and package not in sys.stdlib_module_names
+
+
+def _identity(value: object) -> object:
+    return (type(value), repr(value)) if isinstance(value, _PLAIN) else (type(value), id(value))
+
+
+def _is_same(now: object, then: object) -> bool:
+    """Whether nothing has to be put back: the tensors that stand in the places of others are the tracer's."""
+    return now is then or (isinstance(now, Tensor) and isinstance(then, Tensor))
+
+
+def _refill(container: list[object] | deque[object], items: list[object]) -> None:
+    if len(container) != len(items) or not all(map(_is_same, container, items)):
+        container.clear()
+        container.extend(items)
+
+
+def _refill_mapping(container: dict[object, object], pairs: dict[object, object]) -> None:
+    if list(container) != list(pairs) or not all(
+        _is_same(container[key], value) for key, value in pairs.items()
+    ):
+        container.clear()
+        container.update(pairs)
+
+
+def _refill_set(container: set[object], members: set[object]) -> None:
+    if container != members:
+        container.clear()
+        container.update(members)

@@ -1,0 +1,182 @@
+"""What torch keeps for a whole process or thread: the user's code may change it, and callers find it as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+_Restore = Callable[[], object]
+
+_DEVICES = ("cpu", "cuda")
+_ALLOWS_TF32 = "allow_tf32"
+_PRODUCTS = "matmul"
+_FILLS = "fill_uninitialized_memory"
+
+
+@contextmanager
+def torch_globals_kept() -> Iterator[None]:
+    """Leave torch's globals as they are, whatever happens within, exceptions included.
+
+    They are the grad mode, the states of the generators (of GPUs where CUDA is in use), the default dtype and device,
+    the deterministic flags, autocast, anomaly detection, the number of threads, the precision of FP32 products, and the
+    switches of the backends.
+    """
+    restores = [
+        _grad_mode(),
+        *_generators(),
+        _default_dtype(),
+        _default_device(),
+        _determinism(),
+        *(_autocast(device) for device in _DEVICES),
+        _autocast_cache(),
+        _anomaly_detection(),
+        _threads(),
+        *_precisions(),
+        *_backend_switches(),
+    ]
+    try:
+        yield
+    finally:
+        for restore in restores:
+            restore()
+
+
+def _grad_mode() -> _Restore:
+    was = torch.is_grad_enabled()
+    return lambda: torch.set_grad_enabled(was)
+
+
+def _generators() -> list[_Restore]:
+    cpu = torch.get_rng_state()
+    found: list[_Restore] = [lambda: torch.set_rng_state(cpu)]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        gpus = torch.cuda.get_rng_state_all()
+        found.append(lambda: torch.cuda.set_rng_state_all(gpus))
+    return found
+
+
+def _default_dtype() -> _Restore:
+    was = torch.get_default_dtype()
+    return lambda: torch.set_default_dtype(was)
+
+
+def _default_device() -> _Restore:
+    was = torch.get_default_device()
+
+    def restore() -> None:
+        # To set it costs time at every call of a torch function from then on, so it is left unset where it was.
+        if torch.get_default_device() != was:
+            torch.set_default_device(None if was.type == "cpu" else was)
+
+    return restore
+
+
+def _determinism() -> _Restore:
+    is_on = torch.are_deterministic_algorithms_enabled()
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    # A module whose class has a property of that name.
+    memory: object = torch.utils.deterministic
+    fills = getattr(memory, _FILLS)
+
+    def restore() -> None:
+        torch.use_deterministic_algorithms(is_on, warn_only=warns)
+        setattr(memory, _FILLS, fills)
+
+    return restore
+
+
+def _autocast(device: str) -> _Restore:
+    is_on, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+
+    def restore() -> None:
+        torch.set_autocast_enabled(device, is_on)
+        torch.set_autocast_dtype(device, dtype)
+
+    return restore
+
+
+def _autocast_cache() -> _Restore:
+    was = torch.is_autocast_cache_enabled()
+    return lambda: torch.set_autocast_cache_enabled(was)
+
+
+def _anomaly_detection() -> _Restore:
+    is_on, checks_nan = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
+    return lambda: torch.autograd.set_detect_anomaly(is_on, checks_nan)
+
+
+def _threads() -> _Restore:
+    was = torch.get_num_threads()
+
+    def restore() -> None:
+        if torch.get_num_threads() != was:
+            torch.set_num_threads(was)
+
+    return restore
+
+
+def _precisions() -> list[_Restore]:
+    """The precision of FP32 products: torch has two interfaces to it, and may refuse to read the older one."""
+    # Modules whose classes have properties of these names.
+    mkldnn: object = torch.backends.mkldnn
+    cudnn: object = torch.backends.cudnn
+    owners: list[object] = [torch.backends, torch.backends.cuda.matmul, cudnn, mkldnn]
+    owners += [getattr(owner, kind) for owner in (cudnn, mkldnn) for kind in ("conv", "rnn")]
+    owners.append(getattr(mkldnn, _PRODUCTS))
+    found = [_switch(owner, "fp32_precision") for owner in owners]
+    found.append(_readable(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision))
+    found.append(
+        _readable(
+            lambda: getattr(cudnn, _ALLOWS_TF32), lambda was: setattr(cudnn, _ALLOWS_TF32, was)
+        )
+    )
+    return found
+
+
+def _readable(read: Callable[[], T], write: Callable[[T], object]) -> _Restore:
+    """What is put back where it could be read."""
+    try:
+        was = read()
+    except RuntimeError:
+        return lambda: None
+
+    def restore() -> None:
+        try:
+            is_same = read() == was
+        except RuntimeError:
+            is_same = False
+        if not is_same:
+            write(was)
+
+    return restore
+
+
+def _backend_switches() -> list[_Restore]:
+    cudnn, cuda = torch.backends.cudnn, torch.backends.cuda
+    found = [_switch(cudnn, name) for name in ("enabled", "benchmark", "deterministic")]
+    found.append(_switch(torch.backends.mkldnn, "enabled"))
+    for kind in ("flash", "mem_efficient", "math", "cudnn"):
+        was = getattr(cuda, f"{kind}_sdp_enabled")()
+        enable = getattr(cuda, f"enable_{kind}_sdp")
+        found.append(_calling(enable, was))
+    return found
+
+
+def _switch(owner: object, name: str) -> _Restore:
+    was = getattr(owner, name)
+
+    def restore() -> None:
+        # Some cannot be set any more where torch froze its flags.
+        if getattr(owner, name) != was:
+            setattr(owner, name, was)
+
+    return restore
+
+
+def _calling(function: Callable[[object], object], value: object) -> _Restore:
+    return lambda: function(value)
