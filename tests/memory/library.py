@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from typing import Final
 
-from zeroir.ir.scratch.allowance import ATTENTION, allowance_bytes, is_fused
+from zeroir.ir.scratch.allowance import ATTENTION, allowance_bytes
+from zeroir.ir.scratch.attention import is_fused
 from zeroir.ir.segment import Node, Segment
 from zeroir.runtime.allocations import Event
 

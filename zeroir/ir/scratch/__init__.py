@@ -5,16 +5,19 @@ keep buffers of their own, all of which torch's allocator sees. The formulas wer
 of torch 2.13, with which tests compare them. They are for one thread, which a job gives each rank unless it is told
 otherwise: some kernels keep a buffer per thread. What the table does not name counts its results.
 
-The scratch memory of libraries differs from CPU to CPU and is not counted: ``allowance`` bounds it.
+The scratch memory of libraries differs from CPU to CPU and is not counted, nor is that of operators that were never
+looked at: ``allowance`` bounds both.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable, Mapping
 from typing import Final
 
 from zeroir.ir.dtypes import DType
+from zeroir.ir.op_lists import listed_ops
 from zeroir.ir.promotion import common_dtype
 from zeroir.ir.scratch.arguments import (
     Types,
@@ -36,36 +39,8 @@ from zeroir.ir.scratch.reductions import mean_bytes, sum_bytes
 from zeroir.ir.segment import Node, TensorType
 from zeroir.ir.views import is_view
 
-_BINARY: Final = frozenset(
-    f"aten.{name}"
-    for name in (
-        *(
-            f"{op}.{kind}"
-            for op in ("add", "sub", "rsub", "mul", "div")
-            for kind in ("Tensor", "Scalar")
-        ),
-        *(f"{op}.default" for op in ("maximum", "minimum")),
-    )
-)
-_COMPARISONS: Final = frozenset(
-    f"aten.{name}.{kind}"
-    for name in ("eq", "ne", "lt", "le", "gt", "ge")
-    for kind in ("Tensor", "Scalar")
-)
-_UNARY: Final = frozenset(
-    f"aten.{name}.default"
-    for name in (
-        *("acos", "asin", "atan", "cos", "cosh", "erf", "erfc", "exp", "expm1", "log", "log10"),
-        *("log1p", "log2", "reciprocal", "rsqrt", "sigmoid", "sin", "sinh", "sqrt", "tan", "tanh"),
-    )
-)
-"""Functions whose results are floats whatever they are of."""
-
-
-_SHRUNK: Final = frozenset(
-    f"aten.{name}.default" for name in ("mse_loss", "smooth_l1_loss", "binary_cross_entropy")
-)
-"""Losses whose result, also where it is one number, keeps the memory in which those of all elements were made."""
+Formula = Callable[[Node, Types], int]
+"""What a node's op holds beside its results."""
 
 
 def made_bytes(node: Node, types: Types) -> list[int]:
@@ -80,9 +55,8 @@ def made_bytes(node: Node, types: Types) -> list[int]:
 def call_bytes(node: Node, types: Types, *, is_filled: bool = False) -> int:
     """The most bytes that a node's op holds at once, from its call until it returns, results included.
 
-    Not what ``allowance.allowance_bytes`` bounds.
-
-    ``is_filled`` says that the result is made in memory that is given.
+    What ``allowance.allowance_bytes`` bounds comes on top of it. ``is_filled`` says that the result is made in memory
+    that is given.
     """
     if is_view(node.op):
         return 0
@@ -103,64 +77,121 @@ def copy_bytes(source: TensorType, stride: tuple[int, ...]) -> int:
 _TILE: Final = 60
 
 
+def is_counted(op: str) -> bool:
+    """Whether all that an op takes is counted, on any CPU: a formula tells it, or none was found to be needed."""
+    return op in _FORMULAS or is_view(op) or op in listed_ops("counted_ops.txt")
+
+
 def _inner_bytes(node: Node, types: Types, *, is_filled: bool) -> int:
-    """What a node's op holds beside its results."""
-    if node.op in _BINARY:
-        return converted_bytes(operands_of(node.args[:2], types), result_of(node).dtype)
-    if node.op in _UNARY:
-        return converted_bytes(operands_of(node.args[:1], types), result_of(node).dtype)
-    if node.op in _COMPARISONS:
-        operands = operands_of(node.args[:2], types)
-        return converted_bytes(operands, common_dtype(operands))
-    match node.op:
-        case "aten.where.self":
-            return converted_bytes(operands_of(node.args[1:3], types), result_of(node).dtype)
-        case "aten.clamp.Tensor":
-            return converted_bytes(operands_of(node.args[:3], types), result_of(node).dtype)
-        case "aten.clone.default" | "aten._to_copy.default":
-            source, result = tensor_of(node.args[0], types), result_of(node)
-            return copy_bytes(source, result.stride) if source.dtype is result.dtype else 0
-        case "aten.isinf.default":
-            # Its absolute value against infinity, a number.
-            source = tensor_of(node.args[0], types)
-            number = converted_bytes([source, DType.F64], source.dtype)
-            return source.size_bytes + number if source.dtype.is_floating else 0
-        case "aten.sum.dim_IntList" | "aten.sum.default":
-            return sum_bytes(node, types)
-        case "aten.mean.dim" | "aten.mean.default":
-            return mean_bytes(node, types)
-        case "aten.embedding.default":
-            return dense_bytes(node.args[1], types)
-        case "aten.embedding_dense_backward.default":
-            if is_filled:
-                return embedding_gradient_bytes(node, types)
-            return dense_bytes(node.args[0], types) + dense_bytes(node.args[1], types)
-        case (
-            "aten.native_layer_norm.default"
-            | "aten._softmax.default"
-            | "aten._log_softmax.default"
-            | "aten.tril.default"
-            | "aten.triu.default"
-        ):
-            return dense_bytes(node.args[0], types)
-        case "aten._softmax_backward_data.default" | "aten._log_softmax_backward_data.default":
-            return dense_bytes(node.args[0], types) + dense_bytes(node.args[1], types)
-        case "aten.any.default" | "aten.all.default":
-            source = tensor_of(node.args[0], types)
-            return 0 if source.dtype is DType.BOOL else source.numel
-        case "aten.native_layer_norm_backward.default":
-            return layer_norm_backward_bytes(node, types)
-        case "zeroir.dropout.default":
-            return dropout_bytes(node, types)
-        case "zeroir.uniform.default":
-            return 12 * result_of(node).numel + 8  # two 64-bit integers an element while hashing
-        case "zeroir.batch_norm.default":
-            return batch_norm_bytes(node, types)
-        case "zeroir.batch_norm_backward.default":
-            return batch_norm_backward_bytes(node, types)
-        case "zeroir.attention.default":
-            return attention_bytes(node, types)
-        case "zeroir.attention_backward.default":
-            return attention_backward_bytes(node, types)
-        case _:
-            return 0
+    if is_filled and node.op == _EMBEDDING_GRADIENT:
+        return embedding_gradient_bytes(node, types)
+    formula = _FORMULAS.get(node.op)
+    return 0 if formula is None else formula(node, types)
+
+
+def _converted(first: int, last: int) -> Formula:
+    """These operands are converted to the result's dtype."""
+
+    def formula(node: Node, types: Types) -> int:
+        operands = operands_of(node.args[first:last], types)
+        return converted_bytes(operands, result_of(node).dtype)
+
+    return formula
+
+
+def _compared(node: Node, types: Types) -> int:
+    operands = operands_of(node.args[:2], types)
+    return converted_bytes(operands, common_dtype(operands))
+
+
+def _dense(*places: int) -> Formula:
+    """These operands, as far as there are any, are copied where they do not lie in row-major order."""
+
+    def formula(node: Node, types: Types) -> int:
+        given = (node.args[place] for place in places)
+        return sum(dense_bytes(arg, types) for arg in given if arg is not None)
+
+    return formula
+
+
+def _looked_up(node: Node, types: Types) -> int:
+    """A loss that is one number reads all that it is of in row-major order."""
+    is_reduced = node.args[3] != 0
+    return _dense(0, 1, 2)(node, types) if is_reduced else 0
+
+
+def _cloned(node: Node, types: Types) -> int:
+    source, result = tensor_of(node.args[0], types), result_of(node)
+    return copy_bytes(source, result.stride) if source.dtype is result.dtype else 0
+
+
+def _is_infinite(node: Node, types: Types) -> int:
+    """The absolute value against infinity, a number."""
+    source = tensor_of(node.args[0], types)
+    number = converted_bytes([source, DType.F64], source.dtype)
+    return source.size_bytes + number if source.dtype.is_floating else 0
+
+
+def _as_bools(node: Node, types: Types) -> int:
+    source = tensor_of(node.args[0], types)
+    return 0 if source.dtype is DType.BOOL else source.numel
+
+
+_SHRUNK: Final = frozenset(
+    f"aten.{name}.default" for name in ("mse_loss", "smooth_l1_loss", "binary_cross_entropy")
+)
+"""Losses whose result, even one number, keeps the memory in which those of all elements were made."""
+
+_EMBEDDING_GRADIENT: Final = "aten.embedding_dense_backward.default"
+
+_ARITHMETIC: Final = (
+    *(
+        f"{op}.{kind}"
+        for op in ("add", "sub", "rsub", "mul", "div")
+        for kind in ("Tensor", "Scalar")
+    ),
+    *("maximum.default", "minimum.default", "atan2.default", "copysign.Tensor", "xlogy.Tensor"),
+)
+_COMPARISONS: Final = tuple(
+    f"{op}.{kind}" for op in ("eq", "ne", "lt", "le", "gt", "ge") for kind in ("Tensor", "Scalar")
+)
+_FUNCTIONS: Final = (
+    *("acos", "acosh", "asin", "asinh", "atan", "atanh", "cos", "cosh", "digamma", "erf", "erfc"),
+    *("erfinv", "exp", "exp2", "expm1", "i0", "lgamma", "log", "log10", "log1p", "log2"),
+    *("reciprocal", "rsqrt", "sigmoid", "sin", "sinc", "sinh", "sqrt", "tan", "tanh"),
+)
+"""Their results are floats whatever they are of."""
+
+_FORMULAS: Final[Mapping[str, Formula]] = {
+    **{f"aten.{name}": _converted(0, 2) for name in _ARITHMETIC},
+    **{f"aten.{name}.default": _converted(0, 1) for name in _FUNCTIONS},
+    **{f"aten.{name}": _compared for name in _COMPARISONS},
+    "aten.where.self": _converted(1, 3),
+    "aten.clamp.Tensor": _converted(0, 3),
+    "aten.clone.default": _cloned,
+    "aten._to_copy.default": _cloned,
+    "aten.isinf.default": _is_infinite,
+    "aten.any.default": _as_bools,
+    "aten.all.default": _as_bools,
+    "aten.sum.dim_IntList": sum_bytes,
+    "aten.sum.default": sum_bytes,
+    "aten.mean.dim": mean_bytes,
+    "aten.mean.default": mean_bytes,
+    "aten.nll_loss_forward.default": _looked_up,
+    "aten.embedding.default": _dense(1),
+    _EMBEDDING_GRADIENT: _dense(0, 1),
+    "aten._softmax.default": _dense(0),
+    "aten._log_softmax.default": _dense(0),
+    "aten._softmax_backward_data.default": _dense(0, 1),
+    "aten._log_softmax_backward_data.default": _dense(0, 1),
+    "aten.tril.default": _dense(0),
+    "aten.triu.default": _dense(0),
+    "aten.native_layer_norm.default": _dense(0, 2, 3),
+    "aten.native_layer_norm_backward.default": layer_norm_backward_bytes,
+    "zeroir.uniform.default": lambda node, _: 12 * result_of(node).numel + 8,  # two 64-bit integers an element
+    "zeroir.dropout.default": dropout_bytes,
+    "zeroir.batch_norm.default": batch_norm_bytes,
+    "zeroir.batch_norm_backward.default": batch_norm_backward_bytes,
+    "zeroir.attention.default": attention_bytes,
+    "zeroir.attention_backward.default": attention_backward_bytes,
+}

@@ -1,15 +1,17 @@
 """What operators may take for scratch memory that nobody can count ahead: a rule that is generous for every CPU.
 
 Libraries (oneDNN, MKL, OpenBLAS, the Compute Library) compute matrix products, convolutions and attention. They copy,
-widen and pack what they read as each CPU likes it best. A few operators of torch itself, losses over all elements,
-look-ups, sorts and resizing, keep buffers that are not worth a formula each. What they are allowed:
+widen and pack what they read as each CPU likes it best. Operators of torch itself, such as losses over all elements,
+look-ups and sorts, keep buffers that are not worth a formula each; of some rare ones nobody knows. All that is not
+counted is allowed:
 
-* all of them ``SLACK_BYTES``;
-* libraries every operand and every result once more, with 32 bits an element at least, products in blocks of 64 by 64
-  and convolutions of 16 channels, and both a row-major copy of every operand that lies otherwise;
-* convolutions whatever each output looks at, written out, and two gradients of the weights in FP32;
-* attention keys and values anew for every head of the queries, and four blocks of scores in FP32;
-* the operators of torch itself everything once more, with 64 bits an element.
+* to each of them ``SLACK_BYTES``;
+* every operand and result once more, with 32 bits an element at least, products in blocks of 64 by 64 and convolutions
+  of 16 channels;
+* to products and convolutions a row-major copy of every operand that lies otherwise;
+* to convolutions whatever each output looks at, written out, and two gradients of the weights in FP32;
+* to attention keys and values anew for every head of the queries, and four blocks of scores in FP32;
+* to operators that neither ``counted_ops.txt`` nor ``measured_ops.txt`` names eight times as much.
 """
 
 from __future__ import annotations
@@ -19,8 +21,11 @@ from collections.abc import Iterable, Iterator
 from typing import Final
 
 from zeroir.ir.dtypes import DType
+from zeroir.ir.op_lists import listed_ops
+from zeroir.ir.scratch import is_counted
 from zeroir.ir.scratch.arguments import Types, is_contiguous, tensor_of
-from zeroir.ir.segment import Node, NodeArg, Ref, TensorType
+from zeroir.ir.scratch.attention import is_fused, operands
+from zeroir.ir.segment import Node, TensorType
 
 PRODUCTS: Final = frozenset(
     f"aten.{name}.default"
@@ -28,25 +33,6 @@ PRODUCTS: Final = frozenset(
 )
 CONVOLUTIONS: Final = frozenset({"aten.convolution.default", "aten.convolution_backward.default"})
 ATTENTION: Final = frozenset({"zeroir.attention.default", "zeroir.attention_backward.default"})
-OTHERS: Final = frozenset(
-    f"aten.{name}"
-    for name in (
-        *("mse_loss.default", "smooth_l1_loss.default", "huber_loss.default"),
-        *("binary_cross_entropy.default", "binary_cross_entropy_backward.default"),
-        *("binary_cross_entropy_with_logits.default", "logsumexp.default"),
-        *("gather.default", "scatter_add.default", "scatter.src", "scatter.value"),
-        *("sort.default", "sort.stable", "topk.default"),
-        *(
-            f"upsample_{way}{kind}"
-            for way in (
-                *("nearest1d", "nearest2d", "nearest3d"),
-                *("bilinear2d", "bicubic2d", "trilinear3d"),
-            )
-            for kind in (".vec", ".default")
-        ),
-    )
-)
-
 SLACK_BYTES: Final = 1 << 16
 """More than a library takes for tables, tiles and padding, however little it computes."""
 
@@ -64,15 +50,15 @@ def allowance_bytes(node: Node, types: Types) -> int:
         return _convolution_bytes(node, types) + SLACK_BYTES
     if node.op in ATTENTION:
         return _attention_bytes(node, types) + SLACK_BYTES
-    if node.op in OTHERS:
-        return sum(8 * kind.numel for kind in _tensors(node, types)) + SLACK_BYTES
-    return 0
+    if is_counted(node.op):
+        return 0
+    copies = 1 if node.op in listed_ops("measured_ops.txt") else 8
+    return copies * copied_bytes(node, types) + SLACK_BYTES
 
 
-def is_fused(node: Node, types: Types) -> bool:
-    """Whether attention is one kernel on a CPU, which has all heads of one size, and not products of matrices."""
-    q, _, v = (tensor_of(arg, types) for arg in _attention_operands(node))
-    return q.shape[3] == v.shape[3]
+def copied_bytes(node: Node, types: Types) -> int:
+    """Every operand and result once more, with 32 bits an element at least."""
+    return sum(_wide_bytes(kind, kind.shape) for kind in _tensors(node, types))
 
 
 def _tensors(node: Node, types: Types) -> list[TensorType]:
@@ -81,8 +67,8 @@ def _tensors(node: Node, types: Types) -> list[TensorType]:
 
 
 def _operands(node: Node, types: Types) -> Iterator[TensorType]:
-    for arg in node.args:
-        if isinstance(arg, Ref) and (kind := types[arg.index]) is not None:
+    for ref in node.refs():
+        if (kind := types[ref.index]) is not None:
             yield kind
 
 
@@ -131,18 +117,12 @@ def _convolution_bytes(node: Node, types: Types) -> int:
 
 def _attention_bytes(node: Node, types: Types) -> int:
     """Keys and values for every head of the queries, and scores: blocks of them, or all where no kernel fuses."""
-    q, k, v = (tensor_of(arg, types) for arg in _attention_operands(node))
+    q, k, v = (tensor_of(arg, types) for arg in operands(node))
     batch, heads, length, _ = q.shape
     rows, columns = _blocked((length, k.shape[2]), _MATRIX_BLOCK)
     keys = _wide_bytes(q, (batch, heads, columns, k.shape[3] + v.shape[3]))
-    copies = sum(_wide_bytes(kind, kind.shape) for kind in _tensors(node, types))
+    copies = copied_bytes(node, types)
     if is_fused(node, types):
         blocks = (min(rows, _SCORES_BLOCK), min(columns, _SCORES_BLOCK))
         return copies + keys + 4 * _wide_bytes(q, blocks)
     return 2 * copies + 4 * keys + 8 * _wide_bytes(q, (batch, heads, rows, columns))
-
-
-def _attention_operands(node: Node) -> tuple[NodeArg, ...]:
-    """q, k and v, which follow the gradient in the backward."""
-    first = 0 if node.op == "zeroir.attention.default" else 1
-    return node.args[first : first + 3]

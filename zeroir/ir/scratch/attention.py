@@ -6,9 +6,20 @@ from collections.abc import Sequence
 
 from zeroir.ir.buffers import contiguous_stride
 from zeroir.ir.dtypes import DType
-from zeroir.ir.scratch.allowance import is_fused
 from zeroir.ir.scratch.arguments import Types, tensor_of
 from zeroir.ir.segment import Node, NodeArg, Ref, TensorType
+
+
+def operands(node: Node) -> tuple[NodeArg, ...]:
+    """q, k and v, which follow the gradient in the backward."""
+    first = 0 if node.op == "zeroir.attention.default" else 1
+    return node.args[first : first + 3]
+
+
+def is_fused(node: Node, types: Types) -> bool:
+    """Whether one kernel computes attention on a CPU, as it does where all heads have one size."""
+    q, _, v = (tensor_of(arg, types) for arg in operands(node))
+    return q.shape[3] == v.shape[3]
 
 
 def attention_bytes(node: Node, types: Types) -> int:

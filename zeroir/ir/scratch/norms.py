@@ -32,8 +32,8 @@ def embedding_gradient_bytes(node: Node, types: Types) -> int:
 
 def layer_norm_backward_bytes(node: Node, types: Types) -> int:
     """Two sums per parameter, after what does not lie in row-major order was copied."""
-    grad, x = node.args[:2]
-    copies = dense_bytes(grad, types) + dense_bytes(x, types)
+    grad, x, _, _, _, weight, bias = node.args[:7]
+    copies = sum(dense_bytes(arg, types) for arg in (grad, x, weight, bias) if arg is not None)
     has_parameters = any(kind is not None for kind in node.results[1:])
     numel = math.prod(numbers_of(node.args[2]))
     itemsize_bytes = tensor_of(x, types).dtype.itemsize_bytes
