@@ -28,7 +28,13 @@ from zeroir.frontend._torch_private import (
     tracer_settings,
     whole_operators,
 )
-from zeroir.frontend.entry import ModelFile, explain, where
+from zeroir.frontend.entry import (
+    ModelFile,
+    explain,
+    parameter_shapes,
+    require_same_parameters,
+    where,
+)
 from zeroir.frontend.joint import Joint
 from zeroir.frontend.module_tensors import (
     Lent,
@@ -46,6 +52,7 @@ from zeroir.frontend.rehearsal import Blocks, Recorder, Recording
 from zeroir.frontend.replay import Plan, Replayer, make_plan
 from zeroir.frontend.tracking import Tracker
 from zeroir.frontend.units import find_units
+from zeroir.torch_ops.batches import strange_kind
 from zeroir.torch_ops.conditions import tracing_conditions
 from zeroir.torch_ops.neutral import NeutralOps
 
@@ -95,6 +102,7 @@ def capture(
     apply_precision(model, precision, keep_fp32)
     mode = fake_mode()
     parameters, buffers = become_fake(model, mode)
+    shapes = parameter_shapes(model)
     tracker = Tracker(folder=model_file.path.parent, stop=__file__)
     step = _LossStep(model, example, tracker, compute_dtype(precision))
     with mode:
@@ -107,6 +115,7 @@ def capture(
     if graph is None:
         step.plan = None
         graph = _traced(model_file, mode, step, inputs, list(leaves))
+    require_same_parameters(model, shapes, f"forward of {model_file.path}", f"{model_file.name}()")
     joint = read_graph(graph, [info.name for info in batch], _LossStep.PREFIX, instances)
     return Captured(
         joint=joint,
@@ -188,14 +197,20 @@ def flatten_batch(batch: object, path: str) -> dict[str, Tensor]:
     Raises:
         UserError: where something in it is no tensor.
     """
-    if isinstance(batch, Tensor):
-        return {"0": batch}
     found: dict[str, Tensor] = {}
-    _collect(batch, "", found, path)
+    if isinstance(batch, Tensor):
+        found["0"] = batch
+    else:
+        _collect(batch, "", found, path)
     if not found:
         raise UserError(
             f"batch() in {path} returned no tensor; it must return a tuple or dict of tensors."
         )
+    for place, tensor in found.items():
+        if (kind := strange_kind(tensor)) is not None:
+            raise UserError(
+                f"The input {place} of batch() in {path} is {kind}; batches are dense tensors with values."
+            )
     return found
 
 
