@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final, Literal, assert_never
+from typing import TYPE_CHECKING, Annotated, Literal, assert_never
 
 from cyclopts import Parameter
 
-from zeroir.artifact.outputs import GRAPH, SNAPSHOT, TIMELINE, OutputKind
 from zeroir.cli.arguments import DEFAULT_MACHINE, AsJson, Machine
 from zeroir.cli.console import out, print_json
 from zeroir.errors import UserError
 
 if TYPE_CHECKING:
     from zeroir.api import CompiledProgram
+    from zeroir.artifact.outputs import OutputKind
 
 Format = Literal["chrome", "memory-snapshot", "flight-recorder", "graphviz"]
-_KINDS: Final[Mapping[Format, OutputKind]] = {
-    "chrome": TIMELINE,
-    "memory-snapshot": SNAPSHOT,
-    "graphviz": GRAPH,
-}
 
 
 def show_passes(compiled: CompiledProgram, *, as_json: bool) -> int:
@@ -87,7 +81,7 @@ def export(
     if format == "flight-recorder":
         _require_empty(output)
     else:
-        require_writable(output, _KINDS[format])
+        require_writable(output, _kind_of(format))
     compiled = load_program(program)
     compiled.require(section=section)
     written = _export(compiled, program, format, output, section, machine or DEFAULT_MACHINE)
@@ -98,6 +92,12 @@ def export(
     else:
         out.print(f"Wrote {len(written)} files to {output}.", markup=False)
     return 0
+
+
+def _kind_of(format: Format) -> OutputKind:  # noqa: A002 - the option's name
+    from zeroir.artifact.outputs import GRAPH, SNAPSHOT, TIMELINE
+
+    return {"chrome": TIMELINE, "memory-snapshot": SNAPSHOT, "graphviz": GRAPH}[format]
 
 
 def _export(
@@ -132,7 +132,7 @@ def _export(
             content = json.dumps(simulated_trace(program, simulation)).encode()
         case _:
             assert_never(kind)
-    write_whole(output, content, _KINDS[kind])
+    write_whole(output, content, _kind_of(kind))
     return [output]
 
 
