@@ -15,7 +15,6 @@ from zeroir.errors import UserError
 
 if TYPE_CHECKING:
     from zeroir.api import CompiledProgram
-    from zeroir.artifact.outputs import OutputKind
 
 Format = Literal["chrome", "memory-snapshot", "flight-recorder", "graphviz"]
 
@@ -72,8 +71,9 @@ def export(
     Example: zeroir export gpt.zir --format memory-snapshot -o gpt.pickle
     """
     from zeroir.api import load_program
-    from zeroir.artifact.outputs import require_writable
+    from zeroir.artifact.outputs import GRAPH, SNAPSHOT, TIMELINE, require_writable, write_whole
 
+    kinds = {"chrome": TIMELINE, "memory-snapshot": SNAPSHOT, "graphviz": GRAPH}
     if section is not None and format != "graphviz":
         raise UserError("--section goes with --format graphviz alone.")
     if machine is not None and format != "chrome":
@@ -81,10 +81,15 @@ def export(
     if format == "flight-recorder":
         _require_empty(output)
     else:
-        require_writable(output, _kind_of(format))
+        require_writable(output, kinds[format])
     compiled = load_program(program)
     compiled.require(section=section)
-    written = _export(compiled, program, format, output, section, machine or DEFAULT_MACHINE)
+    if format == "flight-recorder":
+        written = _write_dumps(compiled, program, output)
+    else:
+        machine = machine or DEFAULT_MACHINE
+        write_whole(output, _exported(compiled, program, format, section, machine), kinds[format])
+        written = [output]
     if as_json:
         print_json({"format": format, "paths": [str(path) for path in written]})
     elif len(written) == 1:
@@ -94,46 +99,34 @@ def export(
     return 0
 
 
-def _kind_of(format: Format) -> OutputKind:  # noqa: A002 - the option's name
-    from zeroir.artifact.outputs import GRAPH, SNAPSHOT, TIMELINE
-
-    return {"chrome": TIMELINE, "memory-snapshot": SNAPSHOT, "graphviz": GRAPH}[format]
-
-
-def _export(
+def _exported(
     compiled: CompiledProgram,
     path: Path,
-    kind: Format,
-    output: Path,
+    kind: Literal["chrome", "memory-snapshot", "graphviz"],
     section: str | None,
     machine: str,
-) -> list[Path]:
-    from zeroir.artifact.outputs import write_whole
+) -> bytes:
     from zeroir.report.plain_pickle import dumps
 
     program = compiled.program
-    if kind == "flight-recorder":
-        return _write_dumps(compiled, path, output)
     match kind:
         case "graphviz":
             from zeroir.report.graph import dot
 
-            content = dot(program, section=section).encode()
+            return dot(program, section=section).encode()
         case "memory-snapshot":
             from zeroir.report.memory_snapshot import memory_snapshot
 
-            content = dumps(memory_snapshot(program, source=str(path)))
+            return dumps(memory_snapshot(program, source=str(path)))
         case "chrome":
             from zeroir.cost.machine import load_machine
             from zeroir.cost.simulate import simulate
             from zeroir.report.trace import simulated_trace
 
             simulation = simulate(program, load_machine(machine), logical=compiled.logical)
-            content = json.dumps(simulated_trace(program, simulation)).encode()
+            return json.dumps(simulated_trace(program, simulation)).encode()
         case _:
             assert_never(kind)
-    write_whole(output, content, _kind_of(kind))
-    return [output]
 
 
 def report(
