@@ -10,6 +10,7 @@ from zeroir.errors import UserError
 from zeroir.ir.program import InputBinding, Program
 from zeroir.runtime.storage import Memory
 from zeroir.runtime.tensors import TORCH_DTYPE
+from zeroir.torch_ops.batches import strange_kind
 
 Batch = Tensor | Mapping[str, object] | Sequence[object]
 """A tensor, or tuples, lists and dicts of tensors, nested as the model's forward takes them."""
@@ -34,21 +35,35 @@ def _collect(value: object, path: str, found: dict[str, Tensor]) -> None:
 
 
 def write_inputs(program: Program, memory: Memory, batch: Batch) -> None:
-    """Copy a batch to the program's input buffers.
+    """Copy a batch to the program's input buffers; see :func:`inputs_of`."""
+    for binding, tensor in inputs_of(program, batch):
+        memory.buffer(binding.buffer).view(binding.shape).copy_(tensor, non_blocking=True)
+
+
+def inputs_of(program: Program, batch: Batch) -> list[tuple[InputBinding, Tensor]]:
+    """The tensor of a batch for each input of the program.
 
     Raises:
-        UserError: where the batch has another structure, shape or dtype than the program was compiled for.
+        UserError: where the batch has another structure, shape or dtype than the program was compiled for, or tensors
+            that no values can be copied from.
     """
     tensors = flatten(batch)
+    found: list[tuple[InputBinding, Tensor]] = []
     for binding in program.inputs:
-        tensor = tensors.pop(binding.path, None)
+        tensor = tensors.get(binding.path)
         _check(binding, tensor)
         assert tensor is not None
-        memory.buffer(binding.buffer).view(binding.shape).copy_(tensor, non_blocking=True)
+        found.append((binding, tensor))
     # What the compiler saw and the model never reads has no buffer, so further tensors are no error.
+    return found
 
 
 def _check(binding: InputBinding, tensor: Tensor | None) -> None:
+    kind = None if tensor is None else strange_kind(tensor)
+    if kind is not None:
+        raise UserError(
+            f"The batch's '{binding.path}' is {kind}; yield dense tensors with values, like the model file's batch()."
+        )
     expected = _describe(str(TORCH_DTYPE[binding.dtype]), binding.shape)
     if tensor is None:
         raise UserError(

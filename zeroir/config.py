@@ -18,7 +18,7 @@ from pydantic_core import PydanticCustomError
 
 from zeroir.errors import UserError
 from zeroir.ir.amounts import parse_bytes
-from zeroir.ir.limits import MOST_RANKS
+from zeroir.ir.limits import MOST_BYTES, MOST_COUNT, MOST_RANKS
 from zeroir.ir.mesh import DATA_AXIS, REPLICATE_AXIS, SHARD_AXIS, Axis, Mesh
 from zeroir.ir.ops import Algorithm
 
@@ -63,7 +63,8 @@ class CompileOptions(BaseModel):
         Precision, Field(description="Dtype of parameters, activations and gradients.")
     ] = "fp32"
     micro_steps: Annotated[
-        int, Field(ge=1, description="Micro-steps over which a gradient accumulates.")
+        int,
+        Field(ge=1, le=MOST_COUNT, description="Micro-steps over which a gradient accumulates."),
     ] = 1
 
     units: Annotated[
@@ -104,7 +105,12 @@ class CompileOptions(BaseModel):
     ] = None
 
     prefetch: Annotated[
-        int, Field(ge=0, description="How many units ahead parameters are gathered (stage 3).")
+        int,
+        Field(
+            ge=0,
+            le=MOST_COUNT,
+            description="How many units ahead parameters are gathered (stage 3).",
+        ),
     ] = 1
     prefetch_budget: Annotated[
         str | None,
@@ -129,7 +135,11 @@ class CompileOptions(BaseModel):
     ] = ()
     live_gradients: Annotated[
         int,
-        Field(ge=1, description="How many units' full gradients may exist at once (stages 2, 3)."),
+        Field(
+            ge=1,
+            le=MOST_COUNT,
+            description="How many units' full gradients may exist at once (stages 2, 3).",
+        ),
     ] = 2
     select_saved: Annotated[
         bool,
@@ -141,6 +151,7 @@ class CompileOptions(BaseModel):
         int,
         Field(
             ge=0,
+            le=MOST_BYTES,
             description="Bytes up to which neighbouring collectives are merged into one; 0 merges none.",
         ),
     ] = 0
@@ -170,11 +181,14 @@ class CompileOptions(BaseModel):
     loss_scale_window: Annotated[
         int,
         Field(
-            ge=1, description="Steps without overflow after which the loss scale doubles (fp16)."
+            ge=1,
+            le=MOST_COUNT,
+            description="Steps without overflow after which the loss scale doubles (fp16).",
         ),
     ] = 1000
     loss_scale_hysteresis: Annotated[
-        int, Field(ge=1, description="Overflows before the loss scale halves (fp16).")
+        int,
+        Field(ge=1, le=MOST_COUNT, description="Overflows before the loss scale halves (fp16)."),
     ] = 2
     minimum_loss_scale: Annotated[float, Field(gt=0, description="Smallest loss scale (fp16).")] = (
         1.0

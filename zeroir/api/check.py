@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from zeroir.api.compiled import compile_with
 from zeroir.config import CompileOptions
+from zeroir.errors import UserError
 from zeroir.report.names import counted
 
 if TYPE_CHECKING:
@@ -109,6 +110,7 @@ def _compared(
 
     from zeroir.api.reference import EagerReplicas
     from zeroir.api.run import kernel_backend, load_model
+    from zeroir.runtime.batch import inputs_of
     from zeroir.runtime.lockstep import Lockstep
     from zeroir.runtime.seeds import site_seed
 
@@ -138,6 +140,8 @@ def _compared(
     losses: list[tuple[float, ...]] = []
     for step in range(1, steps + 1):
         batches = [[next(stream) for _ in range(options.micro_steps)] for stream in streams]
+        for batch in (one for stream in batches for one in stream):
+            inputs_of(program, batch)  # refused before eager PyTorch fails on it
         expected = reference.step(batches)
         found = [float(result.loss) for result in lockstep.step(batches)]
         losses.append(tuple(found))
@@ -212,12 +216,19 @@ def _compare_tensors(
 
 def _batches(model_file: ModelFile, rank: int, world_size: int, seed: int) -> Iterator[Batch]:
     """The model file's batches, or variations of its example, different on every rank and step."""
+    from zeroir.runtime.train import model_error
+
     if model_file.batches is not None:
-        yield from model_file.batches(rank, world_size, seed, 0)
+        try:
+            yield from model_file.batches(rank, world_size, seed, 0)
+        except UserError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise model_error("batches()", error) from error
     import torch
     from torch.utils import _pytree as pytree
 
-    generator = torch.Generator().manual_seed(seed * 1_000_003 + rank)
+    generator = torch.Generator().manual_seed((seed * 1_000_003 + rank) % 2**63)
 
     def vary(tensor: Tensor) -> Tensor:
         # Shuffled and not disturbed: targets and indices keep the range that the model asks of them.

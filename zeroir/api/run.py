@@ -236,6 +236,8 @@ def open_batches(model_file: ModelFile, place: Place, seed: int) -> Iterator[Bat
         return train.repeat_batch(model_file.batch)
     try:
         return model_file.batches(place.rank, place.world_size, seed, 0)
+    except UserError:
+        raise
     except (Exception, SystemExit) as error:
         raise train.model_error("batches()", error) from error
 

@@ -14,8 +14,8 @@ from cyclopts import App, CycloptsError, MissingArgumentError, Parameter, Unused
 
 from zeroir import __version__
 from zeroir.cli import looks
-from zeroir.cli.arguments import AsJson, AtLeastOne, Kernels, ProgramFile
-from zeroir.cli.console import accept_any_text, err, out, print_json
+from zeroir.cli.arguments import AsJson, AtLeastOne, InSeeds, Kernels, ProgramFile
+from zeroir.cli.console import accept_any_text, err, out, print_json, shortened_words
 from zeroir.errors import MEMORY_REMEDY, UserError, ZeroirError, is_out_of_memory
 
 
@@ -221,7 +221,9 @@ def run(
         int | None,
         Parameter(validator=AtLeastOne, help="Start this many local ranks with torchrun."),
     ] = None,
-    seed: Annotated[int, Parameter(help="Seed of weights, data and dropout.")] = 0,
+    seed: Annotated[
+        int, Parameter(validator=InSeeds, help="Seed of weights, data and dropout.")
+    ] = 0,
     log_every: Annotated[
         int, Parameter(validator=AtLeastOne, help="Print the loss every so many steps.")
     ] = 10,
@@ -336,7 +338,7 @@ def run_command(arguments: Sequence[str]) -> int:
         return 0
     except Exception as error:  # noqa: BLE001 - the last resort, which must not look like a finding (exit code 1)
         if (sentence := _explain_options(error)) is not None:
-            return _fail(2, sentence)
+            return _fail(2, shortened_words(sentence))
         if isinstance(error, OSError) and error.errno in _UNWRITABLE and error.filename is None:
             _abandon_stdout()
             return _fail(2, f"Not everything could be written: {error.strerror}.")
@@ -378,7 +380,7 @@ def _explain_options(error: BaseException | None) -> str | None:
 
 def _explain_usage(error: CycloptsError) -> str:
     if (explained := _explain_options(error.__cause__)) is not None:
-        return explained
+        return shortened_words(explained)
     command = " ".join(["zeroir", *(error.command_chain or ())])
     match error:
         case UnusedCliTokensError(unused_tokens=[first, *_]):
@@ -387,5 +389,5 @@ def _explain_usage(error: CycloptsError) -> str:
             name = error.keyword or argument.name
             sentence = f"{name} needs a value." if name.startswith("-") else f"{name} is missing."
         case _:
-            sentence = " ".join(str(error).split())
+            sentence = shortened_words(" ".join(str(error).split()))
     return f"{sentence} See `{command} --help`."

@@ -14,6 +14,8 @@ Model = Annotated[
 ProgramFile = Annotated[Path, Parameter(help="A compiled program (.zir).")]
 AsJson = Annotated[bool, Parameter(name="--json", negative=(), help="Print one JSON document.")]
 AtLeastOne = Number(gte=1)
+InSeeds = Number(gte=-(2**63), lt=2**63)
+"""What torch takes as a seed everywhere."""
 Machine = Annotated[
     str,
     Parameter(

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from zeroir.cli.arguments import AsJson, AtLeastOne, Kernels, Model
+from zeroir.cli.arguments import AsJson, AtLeastOne, InSeeds, Kernels, Model
 from zeroir.cli.console import out, print_json, progress
 from zeroir.config import CompileOptions
 
@@ -54,7 +54,10 @@ def check(
     *,
     options: Options = None,
     steps: Annotated[int, Parameter(validator=AtLeastOne, help="Training steps to compare.")] = 3,
-    seed: Annotated[int, Parameter(help="Seed of weights, data, dropout and interleaving.")] = 0,
+    seed: Annotated[
+        int,
+        Parameter(validator=InSeeds, help="Seed of weights, data, dropout and interleaving."),
+    ] = 0,
     kernels: Kernels = "eager",
     as_json: AsJson = False,
 ) -> int:

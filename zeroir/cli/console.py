@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import io
 import json
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,6 +36,11 @@ def accept_any_text() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="zeroir")
+
+
+def shortened_words(text: str) -> str:
+    """The text with the middle left out of words that are too long to be read, such as numbers of 1,000 digits."""
+    return re.sub(r"\S{200,}", lambda word: f"{word[0][:60]}…{word[0][-20:]}", text)
 
 
 class _Console(Console):

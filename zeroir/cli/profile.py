@@ -8,7 +8,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from zeroir.cli.arguments import AsJson, AtLeastOne, Kernels, ProgramFile
+from zeroir.cli.arguments import AsJson, AtLeastOne, InSeeds, Kernels, ProgramFile
 from zeroir.cli.console import out, print_json
 from zeroir.errors import UserError
 
@@ -31,7 +31,9 @@ def profile(
         int,
         Parameter(validator=AtLeastOne, help="Rounds: in each some steps are timed, one recorded."),
     ] = 20,
-    seed: Annotated[int, Parameter(help="Seed of weights, data and dropout.")] = 0,
+    seed: Annotated[
+        int, Parameter(validator=InSeeds, help="Seed of weights, data and dropout.")
+    ] = 0,
     model: Annotated[
         str | None,
         Parameter(

@@ -13,7 +13,7 @@ import tomllib
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 from pydantic import (
     AfterValidator,
@@ -47,6 +47,9 @@ def _require(is_met: bool, expected: str, figure: Figure) -> Figure:
         raise PydanticCustomError("figure", "{expected}", {"expected": expected})
     return figure
 
+
+_LONGEST_FILE: Final = 10_000_000
+"""In characters, of a machine file: one that was profiled has a line for every segment."""
 
 Positive = Annotated[
     Figure, AfterValidator(lambda figure: _require(figure.value > 0, "a value above 0", figure))
@@ -244,11 +247,14 @@ def load_machine(name: str | Path) -> Machine:
             f"There is no machine '{name}': choose {', '.join(known)}, or name a TOML file."
         )
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open(encoding="utf-8") as opened:
+            text = opened.read(_LONGEST_FILE + 1)
     except OSError as error:
         raise UserError(f"The machine file {path} cannot be read: {error.strerror}.") from None
     except UnicodeDecodeError:
         raise UserError(f"The machine file {path} is no text: name a TOML file.") from None
+    if len(text) > _LONGEST_FILE:
+        raise UserError(f"The machine file {path} is far too long: name a TOML file of a machine.")
     return parse_machine(text, str(path))
 
 
@@ -258,6 +264,8 @@ def parse_machine(text: str, name: str) -> Machine:
         return Machine.model_validate(tomllib.loads(text))
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"The machine file {name} is no TOML: {error}.") from None
+    except RecursionError:
+        raise UserError(f"The machine file {name} nests deeper than any machine does.") from None
     except ValidationError as error:
         found = error.errors(include_url=False)
         # A key that is misspelt is missing, too, and says more about the mistake.

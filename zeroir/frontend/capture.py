@@ -29,7 +29,13 @@ from zeroir.frontend._torch_private import (
     tracer_settings,
     whole_operators,
 )
-from zeroir.frontend.entry import ModelFile, explain, where
+from zeroir.frontend.entry import (
+    ModelFile,
+    explain,
+    parameter_shapes,
+    require_same_parameters,
+    where,
+)
 from zeroir.frontend.hooks import ParameterHooks
 from zeroir.frontend.joint import Joint
 from zeroir.frontend.module_tensors import (
@@ -52,6 +58,7 @@ from zeroir.frontend.second_call import note_on_state
 from zeroir.frontend.shared_memory import overlapping_tensors, require_apart
 from zeroir.frontend.tracking import Tracker
 from zeroir.frontend.units import find_units
+from zeroir.torch_ops.batches import strange_kind
 from zeroir.torch_ops.conditions import tracing_conditions
 from zeroir.torch_ops.neutral import NeutralOps
 
@@ -110,6 +117,7 @@ def capture(
         apply_precision(model, precision, keep_fp32)
         mode = fake_mode()
         parameters, buffers = become_fake(model, mode)
+        shapes = parameter_shapes(model)
         tracker = Tracker(folder=folder, stop=__file__)
         state = PythonState.of(model, model_file.modules)
         step = _LossStep(model, example, tracker, compute_dtype(precision), hooks, state)
@@ -121,6 +129,8 @@ def capture(
             return _joint(model_file, mode, step, inputs, list(leaves), fewest_equal_calls)
 
         joint, replayed = joint_graph_of_a_step()
+        forward = f"forward of {model_file.path}"
+        require_same_parameters(model, shapes, forward, f"{model_file.name}()")
         checkpoints, idle, sites = tuple(tracker.checkpoints), hooks.note(), step.sites
         kept = note_on_state(joint, model, mode, step, model_file.modules, joint_graph_of_a_step)
     require_apart(joint, overlapping)
@@ -221,14 +231,20 @@ def flatten_batch(batch: object, path: str) -> dict[str, Tensor]:
     Raises:
         UserError: where something in it is no tensor.
     """
-    if isinstance(batch, Tensor):
-        return {"0": batch}
     found: dict[str, Tensor] = {}
-    _collect(batch, "", found, path)
+    if isinstance(batch, Tensor):
+        found["0"] = batch
+    else:
+        _collect(batch, "", found, path)
     if not found:
         raise UserError(
             f"batch() in {path} returned no tensor; it must return a tuple or dict of tensors."
         )
+    for place, tensor in found.items():
+        if (kind := strange_kind(tensor)) is not None:
+            raise UserError(
+                f"The input {place} of batch() in {path} is {kind}; batches are dense tensors with values."
+            )
     return found
 
 

@@ -142,12 +142,25 @@ def run_model_file(source: ModelSource) -> ModelFile:
         found = built()
         if init is None:
             return found
+        shapes = parameter_shapes(found)
         with _users_code(path, "init()"):
-            return found.apply(init)
+            found.apply(init)
+        require_same_parameters(found, shapes, f"init() in {path}", f"{name}()")
+        return found
 
     def example() -> Batch:
         with _users_code(path, "batch()"):
             return cast("Batch", batch())
+
+    def offered(*arguments: object) -> Iterator[Batch]:
+        assert batches is not None
+        found = batches(*arguments)
+        if not isinstance(found, Iterable):
+            raise UserError(
+                f"batches() in {path} returned {type(found).__name__}; it must return an iterator over batches, as a "
+                "function with `yield` does."
+            )
+        return cast("Iterator[Batch]", iter(found))
 
     return ModelFile(
         path=path,
@@ -158,8 +171,27 @@ def run_model_file(source: ModelSource) -> ModelFile:
         build=built,
         model=initialised,
         batch=example,
-        batches=cast("Callable[..., Iterator[Batch]] | None", batches),
+        batches=None if batches is None else offered,
     )
+
+
+def parameter_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """The shape of every parameter, by each of its names."""
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: tuple(parameter.shape) for name, parameter in named}
+
+
+def require_same_parameters(
+    model: nn.Module, shapes: Mapping[str, tuple[int, ...]], what: str, maker: str
+) -> None:
+    """UserError where the parameters of a model are no longer those it was made with: ``what`` changed them."""
+    now = parameter_shapes(model)
+    for name in sorted(now.keys() | shapes.keys()):
+        if now.get(name) != shapes.get(name):
+            verb = "adds" if name not in shapes else "removes" if name not in now else "reshapes"
+            raise UserError(
+                f"{what} {verb} the parameter {name}: make all parameters in {maker}, as they are to be trained."
+            )
 
 
 def explain(error: BaseException, path: Path, what: str) -> str:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 
 from zeroir.errors import UserError
+from zeroir.ir.limits import MOST_BYTES
 
 _AMOUNT = re.compile(
-    r"(?P<number>[0-9]+(\.[0-9]*)?(e[0-9]{1,2})?) *((?P<prefix>[kmgt])(?P<binary>i?))?b?",
+    r"(?P<number>[0-9]{1,30}(\.[0-9]{,30})?(e[0-9]{1,2})?) *((?P<prefix>[kmgt])(?P<binary>i?))?b?",
     re.IGNORECASE,
 )
 
@@ -20,6 +21,11 @@ def parse_bytes(text: str) -> int:
     """
     found = _AMOUNT.fullmatch(text.strip())
     if found is None:
-        raise UserError(f"'{text}' is no amount of memory; write it as 80GB, 512MiB or 1e9.")
+        raise UserError(f"'{text:.60}' is no amount of memory; write it as 80GB, 512MiB or 1e9.")
     base = 1024 if found["binary"] else 1000
-    return int(float(found["number"]) * base ** " kmgt".index((found["prefix"] or " ").lower()))
+    amount = int(float(found["number"]) * base ** " kmgt".index((found["prefix"] or " ").lower()))
+    if amount > MOST_BYTES:
+        raise UserError(
+            f"'{text}' is more memory than any machine has; write it as 80GB or 512MiB."
+        )
+    return amount

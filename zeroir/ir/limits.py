@@ -12,12 +12,15 @@ MOST_COMMUNICATORS: Final = 64
 MOST_ITEMS: Final = 1_000_000
 """Of each other kind that a program lists: ops, nodes, buffers, parameters and so on."""
 
+MOST_COUNT: Final = 2**31 - 1
+"""Of what options count: micro-steps, units, steps."""
+
 MOST_DIMENSIONS: Final = 64
 """Of a tensor, as in torch."""
 MOST_ELEMENTS: Final = 2**48
 """Of a buffer, a flat or a tensor; strides are no longer either."""
 MOST_BYTES: Final = 2**48
-"""Of planned memory and of a segment's workspace."""
+"""Of planned memory, of a segment's workspace and of amounts that options name."""
 
 LONGEST_NAME: Final = 1_000
 LONGEST_TEXT: Final = 100_000
