@@ -125,6 +125,11 @@ def _cloned(node: Node, types: Types) -> int:
     return copy_bytes(source, result.stride) if source.dtype is result.dtype else 0
 
 
+def _hashed(node: Node, _: Types) -> int:
+    """Two 64-bit integers for each element, while they are hashed, and a mask."""
+    return 12 * result_of(node).numel + 8
+
+
 def _is_infinite(node: Node, types: Types) -> int:
     """The absolute value against infinity, a number."""
     source = tensor_of(node.args[0], types)
@@ -188,7 +193,7 @@ _FORMULAS: Final[Mapping[str, Formula]] = {
     "aten.triu.default": _dense(0),
     "aten.native_layer_norm.default": _dense(0, 2, 3),
     "aten.native_layer_norm_backward.default": layer_norm_backward_bytes,
-    "zeroir.uniform.default": lambda node, _: 12 * result_of(node).numel + 8,  # two 64-bit integers an element
+    "zeroir.uniform.default": _hashed,
     "zeroir.dropout.default": dropout_bytes,
     "zeroir.batch_norm.default": batch_norm_bytes,
     "zeroir.batch_norm_backward.default": batch_norm_backward_bytes,
