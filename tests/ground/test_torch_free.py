@@ -123,7 +123,7 @@ def test_help_programs_and_modules_need_no_torch(tmp_path: Path) -> None:
         ["verify", program],
         ["diff", program, program],
         *(
-            ["export", program, "--format", kind, "-o", out]
+            ["export", program, "--format", kind, "-o", f"{out}.{kind}"]
             for kind in ("chrome", "memory-snapshot", "graphviz")
         ),
         ["export", program, "--format", "flight-recorder", "-o", f"{out}.dumps"],

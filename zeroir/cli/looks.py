@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final, Literal, assert_never
+from typing import TYPE_CHECKING, Annotated, Literal, assert_never
 
 from cyclopts import Parameter
 
-from zeroir.artifact.outputs import GRAPH, SNAPSHOT, TIMELINE, OutputKind
 from zeroir.cli.arguments import DEFAULT_MACHINE, AsJson, Machine
 from zeroir.cli.console import out, print_json
 from zeroir.errors import UserError
 
 if TYPE_CHECKING:
     from zeroir.api import CompiledProgram
+    from zeroir.artifact.outputs import OutputKind
 
 Format = Literal["chrome", "memory-snapshot", "flight-recorder", "graphviz"]
-_KINDS: Final[Mapping[Format, OutputKind]] = {
-    "chrome": TIMELINE,
-    "memory-snapshot": SNAPSHOT,
-    "graphviz": GRAPH,
-}
 
 
 def show_passes(compiled: CompiledProgram, *, as_json: bool) -> int:
@@ -87,7 +81,7 @@ def export(
     if format == "flight-recorder":
         _require_empty(output)
     else:
-        require_writable(output, _KINDS[format])
+        require_writable(output, _kind(format))
     compiled = load_program(program)
     compiled.require(section=section)
     written = _export(compiled, program, format, output, section, machine or DEFAULT_MACHINE)
@@ -132,8 +126,25 @@ def _export(
             content = json.dumps(simulated_trace(program, simulation)).encode()
         case _:
             assert_never(kind)
-    write_whole(output, content, _KINDS[kind])
+    write_whole(output, content, _kind(kind))
     return [output]
+
+
+def _kind(format_: Format) -> OutputKind:
+    """The kind of file that a format is written to, or of each file in its folder."""
+    from zeroir.artifact.outputs import DUMP, GRAPH, SNAPSHOT, TIMELINE
+
+    match format_:
+        case "graphviz":
+            return GRAPH
+        case "memory-snapshot":
+            return SNAPSHOT
+        case "chrome":
+            return TIMELINE
+        case "flight-recorder":
+            return DUMP
+        case _:
+            assert_never(format_)
 
 
 def report(
@@ -201,7 +212,7 @@ def _require_empty(folder: Path) -> None:
 
 def _write_dumps(compiled: CompiledProgram, path: Path, folder: Path) -> list[Path]:
     """One file a rank, named so that the analysis finds the rank; all of them or none."""
-    from zeroir.artifact.outputs import DUMP, write_whole
+    from zeroir.artifact.outputs import write_whole
     from zeroir.report.flight_recorder import flight_recorder_dumps
     from zeroir.report.plain_pickle import dumps
 
@@ -215,7 +226,7 @@ def _write_dumps(compiled: CompiledProgram, path: Path, folder: Path) -> list[Pa
     try:
         for rank, dump in enumerate(flight_recorder_dumps(compiled.program, source=str(path))):
             written.append(folder / f"rank_{rank}")
-            write_whole(written[-1], dumps(dump), DUMP)
+            write_whole(written[-1], dumps(dump), _kind("flight-recorder"))
     except BaseException:
         with contextlib.suppress(OSError):
             for one in written:
