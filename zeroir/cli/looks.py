@@ -15,6 +15,7 @@ from zeroir.errors import UserError
 
 if TYPE_CHECKING:
     from zeroir.api import CompiledProgram
+    from zeroir.artifact.outputs import OutputKind
 
 Format = Literal["chrome", "memory-snapshot", "flight-recorder", "graphviz"]
 
@@ -71,9 +72,8 @@ def export(
     Example: zeroir export gpt.zir --format memory-snapshot -o gpt.pickle
     """
     from zeroir.api import load_program
-    from zeroir.artifact.outputs import GRAPH, SNAPSHOT, TIMELINE, require_writable, write_whole
+    from zeroir.artifact.outputs import require_writable
 
-    kinds = {"chrome": TIMELINE, "memory-snapshot": SNAPSHOT, "graphviz": GRAPH}
     if section is not None and format != "graphviz":
         raise UserError("--section goes with --format graphviz alone.")
     if machine is not None and format != "chrome":
@@ -81,15 +81,10 @@ def export(
     if format == "flight-recorder":
         _require_empty(output)
     else:
-        require_writable(output, kinds[format])
+        require_writable(output, _kind(format))
     compiled = load_program(program)
     compiled.require(section=section)
-    if format == "flight-recorder":
-        written = _write_dumps(compiled, program, output)
-    else:
-        machine = machine or DEFAULT_MACHINE
-        write_whole(output, _exported(compiled, program, format, section, machine), kinds[format])
-        written = [output]
+    written = _export(compiled, program, format, output, section, machine or DEFAULT_MACHINE)
     if as_json:
         print_json({"format": format, "paths": [str(path) for path in written]})
     elif len(written) == 1:
@@ -99,34 +94,57 @@ def export(
     return 0
 
 
-def _exported(
+def _export(
     compiled: CompiledProgram,
     path: Path,
-    kind: Literal["chrome", "memory-snapshot", "graphviz"],
+    kind: Format,
+    output: Path,
     section: str | None,
     machine: str,
-) -> bytes:
+) -> list[Path]:
+    from zeroir.artifact.outputs import write_whole
     from zeroir.report.plain_pickle import dumps
 
     program = compiled.program
+    if kind == "flight-recorder":
+        return _write_dumps(compiled, path, output)
     match kind:
         case "graphviz":
             from zeroir.report.graph import dot
 
-            return dot(program, section=section).encode()
+            content = dot(program, section=section).encode()
         case "memory-snapshot":
             from zeroir.report.memory_snapshot import memory_snapshot
 
-            return dumps(memory_snapshot(program, source=str(path)))
+            content = dumps(memory_snapshot(program, source=str(path)))
         case "chrome":
             from zeroir.cost.machine import load_machine
             from zeroir.cost.simulate import simulate
             from zeroir.report.trace import simulated_trace
 
             simulation = simulate(program, load_machine(machine), logical=compiled.logical)
-            return json.dumps(simulated_trace(program, simulation)).encode()
+            content = json.dumps(simulated_trace(program, simulation)).encode()
         case _:
             assert_never(kind)
+    write_whole(output, content, _kind(kind))
+    return [output]
+
+
+def _kind(format_: Format) -> OutputKind:
+    """The kind of file that a format is written to, or of each file in its folder."""
+    from zeroir.artifact.outputs import DUMP, GRAPH, SNAPSHOT, TIMELINE
+
+    match format_:
+        case "graphviz":
+            return GRAPH
+        case "memory-snapshot":
+            return SNAPSHOT
+        case "chrome":
+            return TIMELINE
+        case "flight-recorder":
+            return DUMP
+        case _:
+            assert_never(format_)
 
 
 def report(
@@ -194,7 +212,7 @@ def _require_empty(folder: Path) -> None:
 
 def _write_dumps(compiled: CompiledProgram, path: Path, folder: Path) -> list[Path]:
     """One file a rank, named so that the analysis finds the rank; all of them or none."""
-    from zeroir.artifact.outputs import DUMP, write_whole
+    from zeroir.artifact.outputs import write_whole
     from zeroir.report.flight_recorder import flight_recorder_dumps
     from zeroir.report.plain_pickle import dumps
 
@@ -208,7 +226,7 @@ def _write_dumps(compiled: CompiledProgram, path: Path, folder: Path) -> list[Pa
     try:
         for rank, dump in enumerate(flight_recorder_dumps(compiled.program, source=str(path))):
             written.append(folder / f"rank_{rank}")
-            write_whole(written[-1], dumps(dump), DUMP)
+            write_whole(written[-1], dumps(dump), _kind("flight-recorder"))
     except BaseException:
         with contextlib.suppress(OSError):
             for one in written:
