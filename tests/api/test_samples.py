@@ -63,6 +63,7 @@ SUBJECTS = (
     "module nn.TransformerEncoder",
     "op addmm",
     "op as_strided",
+    "op as_strided_copy",
     "op as_strided_scatter",
     "op bernoulli",
     "op nn.functional.fractional_max_pool2d",
