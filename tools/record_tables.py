@@ -130,6 +130,8 @@ _TABLES: Mapping[str, Callable[[Mapping[str, object]], str]] = {
     "compile": _rows,
     "first-step": _rows,
     "predict": _rows,
+    "mutants": _rows,
+    "fuzz": _rows,
     "conformance": _outcomes,
     "conformance refused": _refusals,
 }

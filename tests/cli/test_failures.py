@@ -59,6 +59,8 @@ def batches(rank, world_size, seed, start_step=0):
                 raise ValueError("the data file\\nis damaged")
             case "exit":
                 raise SystemExit(5)
+            case "leave":
+                os._exit(7)
             case "end":
                 return
             case "shape":
@@ -223,6 +225,12 @@ def test_no_rank_outlives_a_launcher_that_is_killed(folder: Path, launcher: list
     assert not left
     said = finish(job).sentences
     assert all(line.startswith("Error: The job's store is gone: ") for line in said), said
+
+
+def test_a_rank_that_leaves_without_a_word_is_named(folder: Path) -> None:
+    made = run_forked("zeroir", [*RUN, "2"], folder, {"WHAT": "leave", "ON": "1"})
+    assert made.returncode == 7
+    assert made.stderr.endswith("Error: Rank 1 ended with the exit code 7, without a reason.\n")
 
 
 def test_a_reader_that_goes_away_ends_the_job(folder: Path) -> None:

@@ -32,6 +32,8 @@ class Block(nn.Module):
         return torch.relu(self.down(torch.tanh(self.up(x)))) + x
 
 class Model(nn.Module):
+    count = 0
+
     def __init__(self):
         super().__init__()
         self.pre = nn.Linear(8, 8)
@@ -136,6 +138,7 @@ CHANGED = {
     "x = x * 3 if self.is_first else x; self.is_first = False": "is_first",
     "self.facts['calls'] += 1; x = x * self.facts['calls']": r"facts\['calls'\]",
     "self.notes.append(x.shape); x = x / len(self.notes)": "notes",
+    "Model.count += 1; x = x + Model.count": r"Model\.count",
     "CALLS += 1; x = x + CALLS": r"model\.py:CALLS",
     "x = x * random.random()": "the state of Python's random",
     "x = x if self.kept is None else x + self.kept; self.kept = x.detach()": "kept",
@@ -190,7 +193,7 @@ def test_units_under_a_checkpoint_are_computed_again(call: str, tmp_path: Path) 
 def test_a_checkpoint_of_less_than_a_unit_is_said(tmp_path: Path) -> None:
     path = write(tmp_path, forward="x = checkpoint(self.post, x, use_reentrant=False)")
     (sentence,) = warned(path)
-    assert re.match(r"model\.py:35 checkpoints less than a unit", sentence)
+    assert re.match(r"model\.py:37 checkpoints less than a unit", sentence)
 
 
 @pytest.mark.parametrize(

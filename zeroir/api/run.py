@@ -460,6 +460,7 @@ def launch(nproc: int, arguments: list[str]) -> int:
 
     The exit code is that of the rank that failed first, or 0.
     """
+    _require_loopback()
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -475,7 +476,6 @@ def launch(nproc: int, arguments: list[str]) -> int:
         max_restarts=0,
         monitor_interval=0.1,
     )
-    _require_loopback()
     # A rank that fails says why, and the agent is not to talk over it.
     logging.disable(logging.CRITICAL)
     try:

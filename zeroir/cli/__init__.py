@@ -6,6 +6,7 @@ import gc
 import os
 import sys
 
+from zeroir.cli.streams import open_standard_streams
 from zeroir.runtime.orphans import end_with_agent
 
 __all__ = ["main"]
@@ -13,6 +14,7 @@ __all__ = ["main"]
 
 def main() -> None:
     """The entry point: exit 0 on success, 1 on a finding, 2 on a user's error, 70 on ours, 130 on Ctrl-C."""
+    open_standard_streams()
     end_with_agent()
     # A connection that breaks is told in a sentence; torch would print a trace of C++ frames before it.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

@@ -227,7 +227,9 @@ def run(
     ] = 10,
     model: Annotated[
         str | None,
-        Parameter(help="The model file, where it has moved away from where it was compiled."),
+        Parameter(
+            help="The model file, where it has moved, or was compiled from a path that is absolute or leads up."
+        ),
     ] = None,
     allow_model_change: Annotated[
         bool, Parameter(negative=(), help="Run although the model file changed since compilation.")
@@ -322,6 +324,12 @@ def run_command(arguments: Sequence[str]) -> int:
         return _fail(error.exit_code, str(error))
     except KeyboardInterrupt:
         return _fail(130, "Interrupted.")
+    except SystemExit as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        return _fail(
+            2,
+            f"{frame.filename}:{frame.lineno} called sys.exit, which a model must not: raise an error there.",
+        )
     except BrokenPipeError:
         # The reader went away (`zeroir show … | head`) and wants to hear no more.
         _abandon_stdout()
@@ -329,7 +337,7 @@ def run_command(arguments: Sequence[str]) -> int:
     except Exception as error:  # noqa: BLE001 - the last resort, which must not look like a finding (exit code 1)
         if (sentence := _explain_options(error)) is not None:
             return _fail(2, sentence)
-        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        if isinstance(error, OSError) and error.errno in _UNWRITABLE and error.filename is None:
             _abandon_stdout()
             return _fail(2, f"Not everything could be written: {error.strerror}.")
         if is_out_of_memory(error):
@@ -339,13 +347,21 @@ def run_command(arguments: Sequence[str]) -> int:
     return result if isinstance(result, int) else 0
 
 
+_UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
+"""What a disk, a terminal that is gone or a stream that is for reading say to what is printed."""
+
+
 def _abandon_stdout() -> None:
     """Let what is still in the buffer go nowhere when the interpreter flushes it at its exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _fail(exit_code: int, sentence: str) -> int:
-    err.print(sentence if exit_code == 130 else f"Error: {sentence}", style="red", markup=False)
+    sentence = sentence if exit_code == 130 else f"Error: {sentence}"
+    try:
+        err.print(sentence, style="red", markup=False)
+    except MemoryError:  # rich takes some
+        sys.stderr.write(f"{sentence}\n")
     return exit_code
 
 

@@ -46,7 +46,7 @@ class _Console(Console):
 def _console(*, is_stderr: bool) -> Console:
     stream = sys.stderr if is_stderr else sys.stdout
     width = None if stream.isatty() else _PIPE_WIDTH
-    return _Console(stderr=is_stderr, highlight=False, soft_wrap=True, width=width)
+    return _Console(stderr=is_stderr, highlight=False, soft_wrap=True, width=width, emoji=False)
 
 
 out = _console(is_stderr=False)

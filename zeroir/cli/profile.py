@@ -34,7 +34,9 @@ def profile(
     seed: Annotated[int, Parameter(help="Seed of weights, data and dropout.")] = 0,
     model: Annotated[
         str | None,
-        Parameter(help="The model file, where it has moved away from where it was compiled."),
+        Parameter(
+            help="The model file, where it has moved, or was compiled from a path that is absolute or leads up."
+        ),
     ] = None,
     allow_model_change: Annotated[
         bool, Parameter(negative=(), help="Run although the model file changed since compilation.")

@@ -123,7 +123,7 @@ def capture(
             return _joint(model_file, mode, step, inputs, list(leaves), fewest_equal_calls)
 
         joint, replayed = joint_graph_of_a_step()
-        checkpoints, idle = tuple(tracker.checkpoints), hooks.note()
+        checkpoints, idle, sites = tuple(tracker.checkpoints), hooks.note(), step.sites
         kept = note_on_state(joint, model, mode, step, model_file.modules, joint_graph_of_a_step)
     require_apart(joint, overlapping)
     return Captured(
@@ -132,7 +132,7 @@ def capture(
         parameters=parameters,
         buffers=buffers,
         batch=batch,
-        sites=step.sites,
+        sites=sites,
         replayed=replayed,
         checkpoints=checkpoints,
         notes=tuple(note for note in (on_autocasts(autocasts), idle, kept) if note is not None),
@@ -177,7 +177,7 @@ def _replayed(
                 if not step.plan.misfits:
                     return graph
                 step.plan.drop_misfits()
-    except Exception:  # noqa: BLE001 - whatever the model or torch raises, they raise without this, too
+    except (Exception, SystemExit):  # noqa: BLE001 - whatever the model or torch raises, they raise without this, too
         return None
     return None
 
@@ -425,7 +425,7 @@ def _traced(
         ) from None
     except UnknownDescriptorError as error:
         raise InternalError(f"tracing {path} failed: {error}") from error
-    except Exception as error:  # noqa: BLE001 - whatever the model or torch raises
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever the model or torch raises
         if is_higher_order(error):
             raise UserError(
                 f"{where(error, path) or path} uses a higher-order operator such as torch.cond or flex_attention, "
@@ -436,7 +436,7 @@ def _traced(
         raise UserError(explain(error, path, "The model's forward cannot be traced")) from None
 
 
-def _depends_on_values(error: Exception, path: Path) -> UserError:
+def _depends_on_values(error: BaseException, path: Path) -> UserError:
     return UserError(
         f"{where(error, path) or path} uses the values of a tensor to decide what to do or what shape to make "
         f"({_operator(error)}); a program is compiled once for all values, so express it with tensor operations such "
@@ -444,6 +444,6 @@ def _depends_on_values(error: Exception, path: Path) -> UserError:
     )
 
 
-def _operator(error: Exception) -> str:
+def _operator(error: BaseException) -> str:
     func = getattr(error, "func", None)
     return str(func) if func is not None else type(error).__name__

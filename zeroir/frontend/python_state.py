@@ -1,8 +1,8 @@
 """What a model's Python code remembers from one forward to the next, beside parameters and buffers.
 
-A program is captured from one forward. What forward changes in plain attributes, in what these hold, in globals of the
-user's files, and in the random numbers of Python and NumPy is the same at every forward only where the next one would
-be captured alike.
+A program is captured from one forward. What forward changes in plain attributes of modules and of their classes, in
+what these hold, in globals of the user's files, and in the random numbers of Python and NumPy is the same at every
+forward only where the next one would be captured alike.
 """
 
 from __future__ import annotations
@@ -45,6 +45,9 @@ class PythonState:
         state = cls()
         for name, module in model.named_modules():
             state._namespace(vars(module), f"{name}." if name else "", _OF_TORCH)
+        for kind in dict.fromkeys(kind for each in model.modules() for kind in type(each).__mro__):
+            if not _is_pythons_or_torchs(kind):
+                state._namespace(_ClassAttributes(kind), f"{kind.__name__}.", frozenset())
         for name in modules:
             if name in sys.modules:
                 found = vars(sys.modules[name])
@@ -140,6 +143,28 @@ class PythonState:
             self._add(f"{name}[{key}]", item)
 
 
+class _ClassAttributes(MutableMapping[str, object]):
+    """The attributes of a class itself, which only setattr can change."""
+
+    def __init__(self, kind: type) -> None:
+        self._kind = kind
+
+    def __getitem__(self, name: str) -> object:
+        return vars(self._kind)[name]
+
+    def __setitem__(self, name: str, value: object) -> None:
+        setattr(self._kind, name, value)
+
+    def __delitem__(self, name: str) -> None:
+        delattr(self._kind, name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(tuple(vars(self._kind)))
+
+    def __len__(self) -> int:
+        return len(vars(self._kind))
+
+
 def kept_tensors(model: nn.Module, names: Iterable[str]) -> Iterator[tuple[nn.Module, str, Tensor]]:
     """Those of the named attributes of modules that are tensors: module, attribute, tensor."""
     modules = dict(model.named_modules())
@@ -152,10 +177,12 @@ def kept_tensors(model: nn.Module, names: Iterable[str]) -> Iterator[tuple[nn.Mo
 
 def _has_own_attributes(value: object) -> bool:
     """Whether an object is of a class of the user's or of a library's whose attributes are its state."""
-    if not hasattr(value, "__dict__"):
-        return False
-    package = type(value).__module__.partition(".")[0]
-    return package != "torch" and package not in sys.stdlib_module_names
+    return hasattr(value, "__dict__") and not _is_pythons_or_torchs(type(value))
+
+
+def _is_pythons_or_torchs(kind: type) -> bool:
+    package = kind.__module__.partition(".")[0]
+    return package == "torch" or package in sys.stdlib_module_names
 
 
 def _identity(value: object) -> object:

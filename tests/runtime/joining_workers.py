@@ -1,0 +1,37 @@
+"""A rank that joins a job under watch: ``join patience_s silence_s``, or ``stop …``, which freezes it after a while."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from datetime import timedelta
+from typing import NoReturn
+
+from zeroir.errors import UserError
+from zeroir.runtime import heartbeat, rendezvous
+
+
+def give_up(why: str) -> NoReturn:
+    print(why, file=sys.stderr, flush=True)
+    os._exit(2)
+
+
+def main() -> None:
+    what, patience_s, silence_s = sys.argv[1], float(sys.argv[2]), float(sys.argv[3])
+    beat = heartbeat.Beat(interval_s=0.05, silence_s=silence_s)
+    with heartbeat.watched(rendezvous.read_seat(), give_up, beat):
+        if what == "stop":
+            time.sleep(0.5)
+            os.kill(os.getpid(), signal.SIGSTOP)
+        try:
+            rendezvous.join_job(patience=timedelta(seconds=patience_s))
+        except UserError as error:
+            give_up(str(error))
+        print("joined", flush=True)
+        rendezvous.leave_job()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""What a rank's environment must say, and ranks that do not come or stop on the way."""
+
+from __future__ import annotations
+
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.zygote import Forked, zygote
+from zeroir.errors import UserError
+from zeroir.runtime.rendezvous import Seat, read_seat
+
+WELL = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+NAMES = (*WELL, "LOCAL_RANK", "TORCHELASTIC_USE_AGENT_STORE")
+
+
+def test_a_process_that_nobody_started_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
+    assert read_seat() == Seat()
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert read_seat() == Seat()
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"RANK": "abc"}, "RANK is 'abc', but must be a number from 0 to 65535: start the job"),
+        ({"RANK": "-1"}, "RANK is '-1', but must be a number from 0"),
+        ({"RANK": "9" * 5000}, "RANK is '9{40}…', but must be"),
+        ({"RANK": "5"}, "RANK is 5, but the job has 2 ranks"),
+        ({"WORLD_SIZE": "x"}, "WORLD_SIZE is 'x', but must be a number from 1 to 65536"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE is '0', but"),
+        ({"WORLD_SIZE": None}, "RANK is set, but WORLD_SIZE is not"),
+        ({"RANK": None}, "WORLD_SIZE is set, but RANK is not"),
+        ({"MASTER_ADDR": None}, "RANK is set, but MASTER_ADDR is not"),
+        ({"MASTER_PORT": None}, "RANK is set, but MASTER_PORT is not"),
+        ({"MASTER_PORT": "70000"}, "MASTER_PORT is '70000', but"),
+        ({"LOCAL_RANK": "one"}, "LOCAL_RANK is 'one', but"),
+    ],
+)
+def test_an_environment_that_cannot_be_is_refused(
+    monkeypatch: pytest.MonkeyPatch, change: dict[str, str | None], sentence: str
+) -> None:
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
+    for name, text in {**WELL, **change}.items():
+        if text is not None:
+            monkeypatch.setenv(name, text)
+    with pytest.raises(UserError, match=f"^{sentence}"):
+        read_seat()
+
+
+class Joining:
+    """Processes that join a job without an agent, as started by hand on several hosts."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            self._port = server.getsockname()[1]
+
+    def start(self, rank: int, *arguments: str) -> Forked:
+        place = {
+            "RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "LOCAL_WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self._port),
+        }
+        module = "tests.runtime.joining_workers"
+        return Forked(zygote(0), module, arguments, place, self._folder / f"rank{rank}")
+
+
+@pytest.mark.dist
+def test_ranks_join_and_leave(tmp_path: Path) -> None:
+    job = Joining(tmp_path)
+    for rank in [job.start(rank, "join", "30", "30") for rank in range(2)]:
+        assert rank.wait(time.monotonic() + 60) == 0, rank.output()
+        assert rank.output()[0] == "joined\n"
+
+
+@pytest.mark.dist
+def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
+    rank = Joining(tmp_path).start(0, "join", "1", "30")
+    assert rank.wait(time.monotonic() + 60) == 2
+    assert "Rank 1 has not joined the job within 1 s: " in rank.output()[1]
+
+
+@pytest.mark.dist
+def test_a_rank_that_is_stopped_while_it_joins_is_named(tmp_path: Path) -> None:
+    job = Joining(tmp_path)
+    waiting, stopped = job.start(0, "join", "60", "2"), job.start(1, "stop", "60", "2")
+    try:
+        assert waiting.wait(time.monotonic() + 60) == 2, waiting.output()
+    finally:
+        stopped.kill()
+    _, said = waiting.output()
+    assert said.startswith("Rank 1 has given no sign of life for 2 s: ")
