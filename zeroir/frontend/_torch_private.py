@@ -47,6 +47,11 @@ DATA_DEPENDENT: tuple[type[Exception], ...] = (
 )
 
 
+def asks_for_data(error: BaseException) -> bool:
+    """Whether an exception says that C++ wanted to read a tensor that has no data."""
+    return isinstance(error, RuntimeError) and "its data is not allocated yet" in str(error)
+
+
 def is_higher_order(error: BaseException) -> bool:
     """Whether an exception says that a function was handed to an operator."""
     if isinstance(error, UncapturedHigherOrderOpError):

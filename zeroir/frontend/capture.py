@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ from zeroir.frontend._torch_private import (
     JointGraph,
     ParameterChangedError,
     UnknownDescriptorError,
+    asks_for_data,
     fake_mode,
     is_higher_order,
     joint_graph,
@@ -421,12 +423,7 @@ def _traced(
     except ZeroirError:
         raise
     except DATA_DEPENDENT as error:
-        line = where(error, path) or str(path)
-        raise UserError(
-            f"{line} uses the values of a tensor to decide what to do or what shape to make "
-            f"({_operator(error)}); a program is compiled once for all values, so express it with tensor "
-            "operations such as torch.where."
-        ) from None
+        raise _depends_on_values(error, path) from None
     except UNREGISTERED as error:
         line = where(error, path) or str(path)
         raise UserError(
@@ -450,9 +447,19 @@ def _traced(
                 f"{where(error, path) or path} uses a higher-order operator such as torch.cond or flex_attention, "
                 "which zeroir cannot look into; express it with tensor operations such as torch.where."
             ) from None
+        if asks_for_data(error):
+            raise _depends_on_values(error, path) from None
         raise UserError(explain(error, path, "The model's forward cannot be traced")) from None
 
 
-def _operator(error: Exception) -> str:
+def _depends_on_values(error: BaseException, path: Path) -> UserError:
+    return UserError(
+        f"{where(error, path) or path} uses the values of a tensor to decide what to do or what shape to make "
+        f"({_operator(error)}); a program is compiled once for all values, so express it with tensor operations such "
+        "as torch.where."
+    )
+
+
+def _operator(error: BaseException) -> str:
     func = getattr(error, "func", None)
     return str(func) if func is not None else type(error).__name__

@@ -30,9 +30,11 @@ _SPLITS = (
 
 def make_relative(graph: fx.Graph) -> None:
     """Rewrite a traced graph in place, whose nodes know the tensors that the tracer saw."""
-    for node in graph.nodes:
+    for node in list(graph.nodes):
         if node.target in _LOOKS:
             _look(node)
+        elif node.target is aten.as_strided_copy.default:
+            _copy(graph, node)
         elif node.target is aten.as_strided_scatter.default:
             _scatter(node)
         elif node.target in _SPLITS:
@@ -60,6 +62,20 @@ def _look(node: fx.Node) -> None:
     root = _root(cast("fx.Node", source))
     start = _offset(node) - _offset(root)
     node.target, node.args, node.kwargs = strided, (root, size, stride, start), {}
+
+
+def _copy(graph: fx.Graph, node: fx.Node) -> None:
+    source, size, stride, *offsets = node.args
+    given = cast("fx.Node", source)
+    start = node.kwargs.get("storage_offset", offsets[0] if offsets else None)
+    with graph.inserting_before(node):
+        view = graph.call_function(strided, (source, size, stride))
+    tensor = cast("Tensor", given.meta["val"])
+    first = _offset(given) if start is None else start
+    view.meta = {**node.meta, "val": tensor.as_strided(size, stride, first)}  # type: ignore[arg-type]
+    _look(view)
+    node.target, node.args = aten.clone.default, (view,)
+    node.kwargs = {"memory_format": torch.contiguous_format}
 
 
 def _scatter(node: fx.Node) -> None:

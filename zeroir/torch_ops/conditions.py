@@ -8,6 +8,8 @@ from contextlib import AbstractContextManager
 from unittest import mock
 
 import torch
+from torch import Tensor
+from torch.nn.modules import transformer
 from torch.utils import checkpoint
 
 
@@ -21,6 +23,7 @@ def tracing_conditions(
       something else that is as right but rounds differently. ``is_exporting()`` does not: shapes are what they are, so
       attention may be called causal where a model for any shape would make a mask.
     * Probability distributions do not check their parameters, for which they would look at their values.
+    * Transformers take a mask for causal where they are told so, and do not compare it with one that is.
     * What a model compiles for itself runs eagerly, as the rest of it.
     * Activation checkpoints just call their function. What is saved and what is recomputed is the program's to say,
       and a recomputation in the backward would not run under the mode that the forward ran under. What runs under one
@@ -38,8 +41,15 @@ def tracing_conditions(
     with (
         mock.patch.object(torch.compiler, "_is_compiling_flag", True),
         mock.patch.object(torch.distributions.Distribution, "_validate_args", False),
+        mock.patch.object(transformer, "_detect_is_causal_mask", _is_said_to_be_causal),
         torch.compiler.set_stance("force_eager"),
         mock.patch.object(checkpoint.CheckpointFunction, "apply", call),
         mock.patch.object(checkpoint, "_checkpoint_without_reentrant_generator", begin),
     ):
         yield
+
+
+def _is_said_to_be_causal(
+    _: Tensor | None, is_causal: bool | None = None, __: object = None
+) -> bool:
+    return is_causal is True
