@@ -106,6 +106,7 @@ _TABLES: Mapping[str, Callable[[Mapping[str, object]], str]] = {
     "compile": _rows,
     "first-step": _rows,
     "predict": _rows,
+    "fuzz": _rows,
 }
 
 
