@@ -18,7 +18,7 @@ from statistics import median
 from tools.bench_peers import SETS, TARGETS, Record, ratio
 
 DOCS = Path(__file__).parents[1] / "docs"
-PAGES = tuple(DOCS / name for name in ("conformance.md", "performance.md", "trust.md"))
+PAGES = tuple(DOCS / name for name in ("conformance.md", "ir.md", "performance.md", "trust.md"))
 RECORDS = DOCS / "records"
 _PLACE = re.compile(
     r"(<!-- record (?P<name>[a-z-]+)\.json(?P<part> [a-z]+)? -->\n).*?(<!-- end -->)", re.DOTALL
