@@ -22,11 +22,11 @@ from typing import Final, cast
 
 import torch
 from torch import Tensor
-from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from tests.memory.nodes import Argument, Case, segment_of, taken, unwanted
+from tools import torch_samples
 from tools.list_aten_ops import FOLDER, PATH, write
 from zeroir.ir.op_lists import listed_ops
 from zeroir.ir.scratch.allowance import ATTENTION, CONVOLUTIONS, PRODUCTS, copied_bytes
@@ -115,8 +115,8 @@ def _detached(leaf: object) -> object:
 def sampled_cases(samples: int, *, every: int = 1) -> list[Case]:
     """Segments of one op: the calls in so many samples for every dtype of each ``every``-th operator of torch."""
     calls = _Calls()
-    for info, dtype in itertools.product(op_db[::every], DTYPES):
-        if dtype in info.supported_dtypes("cpu"):  # type: ignore[no-untyped-call]
+    for info, dtype in itertools.product(torch_samples.operators()[::every], DTYPES):
+        if dtype in info.supported_dtypes("cpu"):
             is_differentiable = info.supports_autograd and dtype.is_floating_point
             for run in itertools.islice(_runs(info, dtype, is_differentiable), samples):
                 # Torch refuses some of its samples here, with errors of many kinds.

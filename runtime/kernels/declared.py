@@ -17,6 +17,7 @@ from torch import Tensor
 from zeroir.ir.segment import Node, Ref, Segment, TensorType
 from zeroir.ir.views import is_view
 from zeroir.runtime.kernels.calls import operator, resolver
+from zeroir.runtime.kernels.compiler_import import compiler_not_imported
 from zeroir.runtime.tensors import TORCH_DTYPE
 
 _META = torch.device("meta")
@@ -40,6 +41,11 @@ def misdeclared(segments: Iterable[Segment]) -> str | None:
 
     Equal nodes are asked once, wherever they stand.
     """
+    with compiler_not_imported():
+        return _misdeclared(segments)
+
+
+def _misdeclared(segments: Iterable[Segment]) -> str | None:
     known: set[Hashable] = set()
     for segment in {segment.digest(): segment for segment in segments}.values():
         types = segment.types()

@@ -216,17 +216,19 @@ def test_check_compares_with_eager(zeroir: Zeroir) -> None:
 
 
 FICKLE = """
+import itertools
+
 import torch
 from torch import nn
 
+CALLS = itertools.count(1)
+
 class Fickle(nn.Module):
-    calls = 0
     def __init__(self):
         super().__init__()
         self.line = nn.Linear(4, 4)
     def forward(self, x):
-        Fickle.calls += 1
-        return self.line(x).square().mean() * Fickle.calls
+        return self.line(x).square().mean() * next(CALLS)
 
 def model():
     return Fickle()
@@ -248,18 +250,20 @@ def test_check_finds_what_the_trace_cannot_see(zeroir: Zeroir, tmp_path: Path) -
 
 
 COUNTER = """
+import itertools
+
 import torch
 from torch import nn
 
+CALLS = itertools.count(1)
+
 class Counter(nn.Module):
-    calls = 0
     def __init__(self):
         super().__init__()
         self.line = nn.Linear(4, 4)
         self.register_buffer("seen", torch.zeros(2))
     def forward(self, x):
-        Counter.calls += 1
-        self.seen.add_(Counter.calls)
+        self.seen.add_(next(CALLS))
         return self.line(x).square().mean()
 
 def model():

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from tests.support.programs import mlp
@@ -35,3 +38,34 @@ def test_a_program_that_declares_something_else_does_not_run(name: str) -> None:
         UserError, match=r"^The program cannot run: node \d+ of segment @.*compile it"
     ):
         Lockstep(program)
+
+
+def test_asking_does_not_import_the_compiler() -> None:
+    """It takes a second or more, on every rank. What torch keeps with its functions is as before."""
+    script = """
+import sys
+import torch
+from tests.support.programs import mlp
+from zeroir.runtime.kernels.declared import misdeclared
+assert misdeclared(mlp().segments) is None
+assert "torch._dynamo" not in sys.modules, torch.__version__
+from torch._decomp import decomposition_table
+kept = [f for f in decomposition_table.values() if "__dynamo_disable" in vars(getattr(f, "__wrapped__", f))]
+assert not kept, (torch.__version__, kept[:3])
+import torch._dynamo
+assert torch._dynamo.__file__ and torch.compile
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_what_else_is_asked_of_the_compiler_is_imported() -> None:
+    script = """
+import sys
+import torch
+from zeroir.runtime.kernels.compiler_import import compiler_not_imported
+with compiler_not_imported():
+    import torch._dynamo
+    assert torch._dynamo.config.cache_size_limit
+assert sys.modules["torch._dynamo"].__file__
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)

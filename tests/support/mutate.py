@@ -22,6 +22,7 @@ from zeroir.ir.dtypes import DType
 from zeroir.ir.mesh import HOST
 from zeroir.ir.ops import Mode, Op, Reduction
 from zeroir.ir.program import Program, State
+from zeroir.ir.segment import Segment
 from zeroir.passes.rewrite import map_regions
 
 COLLECTIVES = (ops.AllGather, ops.Prefetch, ops.ReduceScatter, ops.AllReduce, ops.Broadcast)
@@ -284,15 +285,22 @@ def _gradient_name(op: Op, _program: Program, chance: Random) -> tuple[Op, ...] 
 
 
 def _wrong_segment(op: Op, program: Program, chance: Random) -> tuple[Op, ...] | None:
+    """Call another segment that takes and makes as many values, of the same types where there is one."""
     if not isinstance(op, ops.Compute):
         return None
     mine = program.segment_by_name[op.segment]
-    alike = [
-        s.name
-        for s in program.segments
-        if s.inputs == mine.inputs and s.output_types() == mine.output_types()
-    ]
-    return (replace(op, segment=chance.choice(alike)),)
+    others = [s for s in program.segments if s is not mine]
+    alike = [s.name for s in others if _signature(s) == _signature(mine)]
+    alike = alike or [s.name for s in others if _arity(s) == _arity(mine)]
+    return (replace(op, segment=chance.choice(alike)),) if alike else None
+
+
+def _signature(segment: Segment) -> tuple[object, ...]:
+    return segment.inputs, segment.output_types()
+
+
+def _arity(segment: Segment) -> tuple[int, int]:
+    return len(segment.inputs), len(segment.outputs)
 
 
 def _wire(op: Op, _program: Program, chance: Random) -> tuple[Op, ...] | None:

@@ -1,4 +1,4 @@
-"""Torch's own samples: the one place that looks into ``torch.testing._internal``, which torch does not promise to keep.
+"""Torch's own samples, as small models are made of them.
 
 A sample is a call of one operator or module with example arguments, as torch's tests make it.
 """
@@ -14,6 +14,8 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+
+from tools import torch_samples
 
 MOST_DRAWN = 400
 """Samples of one operator that are looked at; a few have thousands."""
@@ -86,14 +88,11 @@ class _ModuleInfo(Protocol):
 @cache
 def subjects() -> dict[str, Callable[[], Iterator[Sample]]]:
     """What there are samples of: ``op addmm``, ``op norm.nuc`` and ``module nn.Linear`` to what makes them."""
-    from torch.testing._internal.common_methods_invocations import op_db
-    from torch.testing._internal.common_modules import module_db
-
     found: dict[str, Callable[[], Iterator[Sample]]] = {}
-    for op in cast("Sequence[_OpInfo]", op_db):
+    for op in cast("Sequence[_OpInfo]", torch_samples.operators()):
         variant = f".{op.variant_test_name}" if op.variant_test_name else ""
         found[f"op {op.name}{variant}"] = partial(_of_operator, op)
-    for module in cast("Sequence[_ModuleInfo]", module_db):
+    for module in cast("Sequence[_ModuleInfo]", torch_samples.modules()):
         found[f"module {module.name}"] = partial(_of_module, module)
     return found
 

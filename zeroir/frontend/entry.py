@@ -152,9 +152,9 @@ def run_model_file(source: ModelSource) -> ModelFile:
         with _users_code(path, "batch()"):
             return cast("Batch", batch())
 
-    def offered(*arguments: object) -> Iterator[Batch]:
+    def offered(*arguments: object, **named: object) -> Iterator[Batch]:
         assert batches is not None
-        found = batches(*arguments)
+        found = batches(*arguments, **named)
         if not isinstance(found, Iterable):
             raise UserError(
                 f"batches() in {path} returned {type(found).__name__}; it must return an iterator over batches, as a "

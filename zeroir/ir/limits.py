@@ -19,7 +19,7 @@ MOST_DIMENSIONS: Final = 64
 """Of a tensor, as in torch."""
 MOST_ELEMENTS: Final = 2**48
 """Of a buffer, a flat or a tensor; strides are no longer either."""
-MOST_BYTES: Final = 2**48
+MOST_BYTES: Final = 2**56
 """Of planned memory, of a segment's workspace and of amounts that options name."""
 
 LONGEST_NAME: Final = 1_000

@@ -1,0 +1,60 @@
+"""Call torch's meta kernels without importing torch's compiler, which takes a second or more on every rank.
+
+Many of these kernels are Python functions that the compiler is kept out of. Their first call imports the compiler for
+nothing but that (``torch._compile._disable_dynamo``).
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Final, TypeVar
+
+F = TypeVar("F", bound=Callable[..., object])
+
+_COMPILER: Final = "torch._dynamo"
+_NOTED: Final = "__dynamo_disable"
+"""Where a function keeps what the compiler made of it when it was first called."""
+
+
+@contextmanager
+def compiler_not_imported() -> Iterator[None]:
+    """A body in which functions that the compiler is kept out of are called as they are, unless it is imported already.
+
+    What a function needs of the compiler beside that is imported.
+    """
+    if _COMPILER in sys.modules:
+        yield
+        return
+    stand_in = _StandIn(_COMPILER)
+    sys.modules[_COMPILER] = stand_in
+    try:
+        yield
+    finally:
+        stand_in.leave()
+
+
+class _StandIn(ModuleType):
+    """Stands where the compiler's module would, and makes room for it when more of it is asked for."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self._called: list[Callable[..., object]] = []
+
+    def disable(self, function: F, *_: object, **__: object) -> F:
+        self._called.append(function)
+        return function
+
+    def leave(self) -> None:
+        """Leave everything as if no function had been called yet."""
+        if sys.modules.get(_COMPILER) is self:
+            del sys.modules[_COMPILER]
+        for function in self._called:
+            vars(function).pop(_NOTED, None)
+
+    def __getattr__(self, name: str) -> object:
+        self.leave()
+        return getattr(importlib.import_module(_COMPILER), name)
