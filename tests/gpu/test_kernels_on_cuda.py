@@ -43,6 +43,15 @@ def test_the_example_agrees_with_eager_kernels(
     assert kept[1] == kept[2]
 
 
+@pytest.mark.parametrize("kernels", KernelBackend)
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_every_kernel_passes_its_check_before_training(
+    device: torch.device, kernels: KernelBackend, precision: str
+) -> None:
+    program = example(3, 1, precision)
+    Engine(program, device=device, kernels=kernels, seed=SEED, self_check=True).close()
+
+
 def test_compiled_kernels_wait_for_the_device_nowhere(
     device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
