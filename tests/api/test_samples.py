@@ -86,6 +86,13 @@ def test_samples_of_torch_are_right(name: str) -> None:
         assert verdict.outcome in (Outcome.RIGHT, Outcome.CLOSE, Outcome.DRAWN), verdict
 
 
+@pytest.mark.parametrize("name", ["op stack", "op unbind"])
+def test_views_without_elements_begin_within_their_buffers(name: str) -> None:
+    """Torch lets them begin beyond the end of what they are a view of."""
+    verdicts = [judge(sample) for sample in chosen(name, 3)]
+    assert [verdict.outcome for verdict in verdicts] == 3 * [Outcome.RIGHT]
+
+
 def test_what_is_complex_is_refused_in_a_sentence() -> None:
     (verdict,) = (judge(sample) for sample in chosen("op linalg.eig", 1))
     assert verdict.outcome is Outcome.REFUSED

@@ -395,7 +395,10 @@ def _offsets(node: fx.Node, tensors: Sequence[Tensor | None]) -> tuple[int, ...]
     """How many elements after the first of what it is a view of each result begins."""
     (source, *_) = node.args
     start = cast("fx.Node", source).meta["val"].storage_offset()
-    return tuple(0 if x is None else int(x.storage_offset() - start) for x in tensors)
+    # What has no elements may begin anywhere; here it does where its source does, which is within a buffer.
+    return tuple(
+        0 if x is None or not x.numel() else int(x.storage_offset() - start) for x in tensors
+    )
 
 
 def _type(tensor: Tensor, place: str) -> TensorType:
