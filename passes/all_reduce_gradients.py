@@ -96,10 +96,10 @@ from zeroir.ir.buffers import Region
 from zeroir.ir.mesh import DATA_AXIS, REDUCE, Axis, Communicator
 from zeroir.ir.ops import Op
 from zeroir.ir.program import LAST_MICRO_STEP, UPDATE, Program, Section, State
-from zeroir.passes import rewrite
 from zeroir.passes.base import Fact, format_spec
-from zeroir.passes.order import synchronise
-from zeroir.passes.resize import resize
+from zeroir.passes.common import rewrite
+from zeroir.passes.common.order import synchronise
+from zeroir.passes.common.resize import resize
 
 AXIS = DATA_AXIS
 REDUCE_COMM = "reduce"

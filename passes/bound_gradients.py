@@ -93,9 +93,9 @@ from zeroir.errors import UserError
 from zeroir.ir import ops
 from zeroir.ir.ops import Op
 from zeroir.ir.program import Program, Section
-from zeroir.passes import rewrite
 from zeroir.passes.base import Fact, format_spec
-from zeroir.passes.order import synchronise
+from zeroir.passes.common import rewrite
+from zeroir.passes.common.order import synchronise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -99,11 +99,11 @@ from zeroir.ir import ops
 from zeroir.ir.ops import Op
 from zeroir.ir.program import Program, Section
 from zeroir.ir.traffic import payloads
-from zeroir.passes import rewrite
 from zeroir.passes.base import Fact, format_spec, split_spec
 from zeroir.passes.bound_gradients import BoundGradients
-from zeroir.passes.conflicts import Touched
-from zeroir.passes.order import synchronise, unordered
+from zeroir.passes.common import rewrite
+from zeroir.passes.common.conflicts import Touched
+from zeroir.passes.common.order import synchronise, unordered
 from zeroir.passes.prefetch import Prefetch
 
 _Mergeable = ops.AllGather | ops.ReduceScatter | ops.AllReduce

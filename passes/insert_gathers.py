@@ -89,10 +89,10 @@ from zeroir.ir.buffers import Role
 from zeroir.ir.mesh import COMPUTE
 from zeroir.ir.ops import Op
 from zeroir.ir.program import UPDATE, Program, Section
-from zeroir.passes import rewrite
 from zeroir.passes.all_reduce_gradients import AXIS
 from zeroir.passes.base import Fact, format_spec
-from zeroir.passes.order import synchronise, unordered
+from zeroir.passes.common import rewrite
+from zeroir.passes.common.order import synchronise, unordered
 from zeroir.passes.shard_parameters import gather
 
 

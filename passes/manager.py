@@ -9,12 +9,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from zeroir.errors import InternalError, UserError
-from zeroir.ir.memory.placement import unplanned
 from zeroir.ir.program import Program
-from zeroir.ir.verify import Reference, Report, VerificationError, verify
-from zeroir.ir.workspace import corrected
+from zeroir.memory.placement import unplanned
 from zeroir.passes.base import Fact, Pass, listed
 from zeroir.passes.catalogue import PASSES, parse_spec
+from zeroir.verify import Reference, Report, VerificationError, verify
+from zeroir.workspace.segments import corrected
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

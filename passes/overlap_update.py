@@ -133,10 +133,10 @@ from zeroir.ir.effects import effects
 from zeroir.ir.mesh import COMPUTE, Executor, Stream
 from zeroir.ir.ops import Op
 from zeroir.ir.program import LAST_MICRO_STEP, UPDATE, Holding, Program, Section, State
-from zeroir.passes import rewrite
 from zeroir.passes.base import Fact, format_spec
-from zeroir.passes.conflicts import Touched
-from zeroir.passes.order import synchronise, without_waits
+from zeroir.passes.common import rewrite
+from zeroir.passes.common.conflicts import Touched
+from zeroir.passes.common.order import synchronise, without_waits
 
 _Movable = (
     ops.Decide | ops.OptimizerStep | ops.Alloc | ops.Release | ops.Cast | ops.Fill | ops.AllGather

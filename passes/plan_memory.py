@@ -1,7 +1,7 @@
 """Give every temporary buffer its place in memory: an offset in the one block that those of its space share.
 
 Buffers share bytes where one surely ends before the other begins, by streams and events and not by the program's text
-(see ``zeroir.ir.memory.placement``); the verifier proves it anew (Z106). The runtime allocates the block once, so
+(see ``zeroir.memory.placement``); the verifier proves it anew (Z106). The runtime allocates the block once, so
 nothing is fragmented and what a rank takes is known before it starts. The plan is for the ops as they stand: whatever
 pass runs afterwards is handed the program without it.
 
@@ -30,8 +30,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from zeroir.ir.memory.placement import place_all
 from zeroir.ir.program import Program
+from zeroir.memory.placement import place_all
 from zeroir.passes.base import Fact, format_spec
 
 

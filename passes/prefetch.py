@@ -95,11 +95,11 @@ from zeroir.errors import UserError
 from zeroir.ir import ops
 from zeroir.ir.ops import Op
 from zeroir.ir.program import Program, Section
-from zeroir.passes import rewrite
 from zeroir.passes.base import Fact, format_spec
-from zeroir.passes.early import as_early_as_fits
-from zeroir.passes.order import synchronise, unordered
-from zeroir.passes.waves import Wave, ahead, find_waves, without_gather_waits
+from zeroir.passes.common import rewrite
+from zeroir.passes.common.gather_early import as_early_as_fits
+from zeroir.passes.common.gather_groups import Wave, ahead, find_waves, without_gather_waits
+from zeroir.passes.common.order import synchronise, unordered
 
 _DEFAULT_DISTANCE = 1
 

@@ -79,8 +79,8 @@ from zeroir.ir.ops import Op
 from zeroir.ir.program import Program
 from zeroir.ir.segment import Segment
 from zeroir.passes.base import Fact, format_spec
-from zeroir.passes.reissue import Body, Call, Pruner
-from zeroir.passes.units import ALL_REPEATED, check_patterns, matching
+from zeroir.passes.common.reissue import Body, Call, Pruner
+from zeroir.passes.common.units import ALL_REPEATED, check_patterns, matching
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -146,11 +146,11 @@ from zeroir.ir.contents import GRAD, Content, FlatContent
 from zeroir.ir.mesh import REPLICATE_AXIS, SHARD_AXIS, Axis, Communicator, Mesh
 from zeroir.ir.ops import Mode, Op
 from zeroir.ir.program import LAST_MICRO_STEP, Holding, Program, Section, State
-from zeroir.passes import rewrite
 from zeroir.passes.all_reduce_gradients import AXIS
 from zeroir.passes.base import Fact, format_spec
-from zeroir.passes.conflicts import Touched
-from zeroir.passes.order import synchronise
+from zeroir.passes.common import rewrite
+from zeroir.passes.common.conflicts import Touched
+from zeroir.passes.common.order import synchronise
 
 ACROSS_COMM = "across"
 

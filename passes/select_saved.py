@@ -91,8 +91,8 @@ from zeroir.ir.ops import Argument, Compute, Destination, Mode, Op
 from zeroir.ir.program import Program, Section
 from zeroir.ir.segment import Segment, TensorType
 from zeroir.passes.base import Fact
-from zeroir.passes.min_cut import Choice, Given, Input, Output, Source, choose
-from zeroir.passes.storages import Need, Pair, Use
+from zeroir.passes.common.min_cut import Choice, Given, Input, Output, Source, choose
+from zeroir.passes.common.storages import Need, Pair, Use
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

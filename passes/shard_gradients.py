@@ -91,10 +91,10 @@ from zeroir.ir.contents import FlatContent, Micro
 from zeroir.ir.mesh import COMPUTE, REDUCE
 from zeroir.ir.ops import Mode, Op
 from zeroir.ir.program import LAST_MICRO_STEP, Flat, Program, Section
-from zeroir.passes import rewrite
 from zeroir.passes.all_reduce_gradients import AXIS, REDUCE_COMM
 from zeroir.passes.base import Fact, format_spec
-from zeroir.passes.order import synchronise, unordered
+from zeroir.passes.common import rewrite
+from zeroir.passes.common.order import synchronise, unordered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -81,10 +81,10 @@ from zeroir.ir.buffers import Region, Role
 from zeroir.ir.mesh import GATHER, Communicator
 from zeroir.ir.ops import Op
 from zeroir.ir.program import LAST_MICRO_STEP, UPDATE, Flat, Program, Section, State
-from zeroir.passes import rewrite
 from zeroir.passes.all_reduce_gradients import AXIS
 from zeroir.passes.base import Fact, format_spec
-from zeroir.passes.order import synchronise, unordered
+from zeroir.passes.common import rewrite
+from zeroir.passes.common.order import synchronise, unordered
 
 GATHER_COMM = "gather"
 

@@ -99,10 +99,10 @@ from zeroir.ir.buffers import Buffer, Region, Role, Space, whole
 from zeroir.ir.mesh import COMPUTE, GATHER
 from zeroir.ir.ops import Op
 from zeroir.ir.program import UPDATE, Program, Section
-from zeroir.passes import rewrite
 from zeroir.passes.all_reduce_gradients import AXIS
 from zeroir.passes.base import Fact, format_spec
-from zeroir.passes.order import synchronise, unordered
+from zeroir.passes.common import rewrite
+from zeroir.passes.common.order import synchronise, unordered
 from zeroir.passes.shard_optimizer import GATHER_COMM
 
 

@@ -88,12 +88,12 @@ from zeroir.ir import ops
 from zeroir.ir.buffers import Role
 from zeroir.ir.ops import Op
 from zeroir.ir.program import UPDATE, Program, Section
-from zeroir.passes import rewrite
 from zeroir.passes.base import Fact, format_spec, split_spec
 from zeroir.passes.bound_gradients import BoundGradients
-from zeroir.passes.order import synchronise, unordered
+from zeroir.passes.common import rewrite
+from zeroir.passes.common.order import synchronise, unordered
+from zeroir.passes.common.units import ALL_REPEATED, check_patterns, matching
 from zeroir.passes.prefetch import Prefetch
-from zeroir.passes.units import ALL_REPEATED, check_patterns, matching
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,11 +28,11 @@ from zeroir.runtime.executor import Executor, RankResult
 from zeroir.runtime.handlers import Machine
 from zeroir.runtime.kernels.choice import KernelBackend, open_kernels
 from zeroir.runtime.malloc import keep_freed_memory, return_freed_memory
+from zeroir.runtime.measured_workspaces import DeviceWatcher, on_host
 from zeroir.runtime.self_check import check_kernels
 from zeroir.runtime.storage import Memory
 from zeroir.runtime.streams import Streams, ThreadStreams
 from zeroir.runtime.trace import Clock, HostClock, Recorder, aligned, to_bytes
-from zeroir.runtime.workspaces import DeviceWatcher, on_host
 
 if TYPE_CHECKING:
     from zeroir.runtime.cuda_graphs import SectionGraphs

@@ -24,6 +24,7 @@ from zeroir.errors import (
 )
 from zeroir.ir import ops
 from zeroir.ir.buffers import Role
+from zeroir.ir.labels import labels
 from zeroir.ir.program import EVALUATE, LAST_MICRO_STEP, MICRO_STEP, UPDATE, Section
 from zeroir.runtime import state
 from zeroir.runtime.batch import Batch, write_inputs
@@ -32,7 +33,6 @@ from zeroir.runtime.comm.job import (
     is_lost_connection,
 )
 from zeroir.runtime.handlers import Machine
-from zeroir.runtime.labels import labels
 from zeroir.runtime.seeds import site_seed
 from zeroir.runtime.storage import Memory
 from zeroir.runtime.streams import Streams, Task

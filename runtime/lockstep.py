@@ -20,10 +20,10 @@ from torch import Tensor
 from zeroir.errors import InternalError
 from zeroir.ir import ops
 from zeroir.ir.contents import FlatContent, Micro
-from zeroir.ir.memory.placement import places_to_run
 from zeroir.ir.mesh import HOST
 from zeroir.ir.ops import Op
 from zeroir.ir.program import Program
+from zeroir.memory.placement import places_to_run
 from zeroir.runtime import initial, state
 from zeroir.runtime.batch import Batch
 from zeroir.runtime.comm.base import Launch, Piece

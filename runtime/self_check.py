@@ -20,7 +20,6 @@ from torch import Tensor
 from zeroir.errors import UserError
 from zeroir.ir import ops
 from zeroir.ir.buffers import View, span_numel
-from zeroir.ir.eager_plan import laid_out_values
 from zeroir.ir.ops import Mode
 from zeroir.ir.segment import Node, NodeArg, Ref, Segment, TensorType
 from zeroir.ir.views import is_view
@@ -31,6 +30,7 @@ from zeroir.runtime.kernels.choice import KernelBackend
 from zeroir.runtime.kernels.eager import laid_out
 from zeroir.runtime.kernels.tolerance import tolerance
 from zeroir.runtime.storage import Memory
+from zeroir.workspace.eager_plan import laid_out_values
 
 _ELSEWHERE: Final = 64.0
 """How many times the roundings of a CPU's eager kernels other kernels may be off."""

@@ -15,8 +15,8 @@ from torch import Tensor
 from zeroir.errors import InternalError
 from zeroir.ir.buffers import Region, Space, View
 from zeroir.ir.dtypes import DType
-from zeroir.ir.memory.placement import Placement, places_to_run
 from zeroir.ir.program import Program
+from zeroir.memory.placement import Placement, places_to_run
 from zeroir.runtime.tensors import TORCH_DTYPE, poison
 
 

@@ -93,8 +93,8 @@ def phases(arguments: argparse.Namespace, depth: int) -> dict[str, float]:
         from zeroir.frontend.entry import load_model_file
         from zeroir.frontend.tracing import program_of
         from zeroir.ir.text import print_program
-        from zeroir.ir.verify import check, verify
         from zeroir.passes.pipelines import for_options
+        from zeroir.verify import check, verify
     choices = {
         "stage": arguments.stage,
         "world_size": arguments.world_size,

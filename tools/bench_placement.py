@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from zeroir.ir import ops
 from zeroir.ir.buffers import Buffer, Region, Role, Space
 from zeroir.ir.dtypes import DType
-from zeroir.ir.memory.lifetimes import Lifetimes
-from zeroir.ir.memory.placement import place_all
 from zeroir.ir.mesh import Axis, Mesh
 from zeroir.ir.ops import Op
 from zeroir.ir.program import LAST_MICRO_STEP, Program, Section
+from zeroir.memory.lifetimes import Lifetimes
+from zeroir.memory.placement import place_all
 from zeroir.passes.plan_memory import PlanMemory
 
 SAVED = 24

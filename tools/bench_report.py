@@ -20,10 +20,10 @@ from tests.support.programs import mlp
 from zeroir.cost.machine import load_machine
 from zeroir.cost.simulate import simulate
 from zeroir.ir.program import Program
-from zeroir.ir.verify import verify
 from zeroir.passes.pipelines import for_stage
 from zeroir.report.page.html import report_html
 from zeroir.report.summary import summarise
+from zeroir.verify import verify
 
 RANKS: Final = 8
 ROUNDS: Final = 20

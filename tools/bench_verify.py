@@ -17,8 +17,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tests.support.programs import mlp
 from zeroir.ir.program import Program
-from zeroir.ir.verify import verify
 from zeroir.passes.pipelines import for_stage
+from zeroir.verify import verify
 
 TARGET_SECONDS = 2.0
 

@@ -2,9 +2,9 @@
 
 Every op of torch that the samples of its own tests call, forward and backward, is carried out by the eager kernels
 while torch's allocator is watched, with operands as they are and with their dimensions the other way round in memory.
-The first list has the ops that took no more than ``zeroir.ir.scratch`` counts, the second those that took no more
-beside it than every operand and result once more with 32 bits an element. What libraries compute as the CPU likes it
-is in neither; see ``zeroir.ir.scratch.allowance``.
+The first list has the ops that took no more than ``zeroir.workspace.scratch`` counts, the second those that took no
+more beside it than every operand and result once more with 32 bits an element. What libraries compute as the CPU likes
+it is in neither; see ``zeroir.workspace.scratch.allowance``.
 
     python -m tools.list_counted_ops         write the files
 """
@@ -29,9 +29,9 @@ from tests.memory.nodes import Argument, Case, segment_of, taken, unwanted
 from tools import torch_samples
 from tools.list_aten_ops import FOLDER, PATH, write
 from zeroir.ir.op_lists import listed_ops
-from zeroir.ir.scratch.allowance import ATTENTION, CONVOLUTIONS, PRODUCTS, copied_bytes
 from zeroir.ir.views import is_view
-from zeroir.ir.workspace import eager_workspace
+from zeroir.workspace.scratch.allowance import ATTENTION, CONVOLUTIONS, PRODUCTS, copied_bytes
+from zeroir.workspace.segments import eager_workspace
 
 COUNTED_PATH: Final = FOLDER / "counted_ops.txt"
 MEASURED_PATH: Final = FOLDER / "measured_ops.txt"

@@ -23,8 +23,8 @@ from rich.progress import track
 from tests.support.mutate import MUTATIONS
 from tests.support.subjects import NAMES, subject
 from tools import record_file
-from zeroir.ir.diff import diff
-from zeroir.ir.verify import Reference, verify
+from zeroir.report.diff import diff
+from zeroir.verify import Reference, verify
 
 SEEDS = 3
 """Interleavings that an accepted mutant is run under."""

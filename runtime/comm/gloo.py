@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from zeroir.ir.op_scratch import SMALL_NUMEL
 from zeroir.ir.ops import Reduction
 from zeroir.runtime.comm.base import Launch, combine, to_wire
 from zeroir.runtime.comm.groups import Groups
+from zeroir.workspace.collective_scratch import SMALL_NUMEL
 
 
 class GlooComm:

@@ -8,8 +8,8 @@ import torch
 
 from zeroir.torch_ops.attention import attend, attend_backward
 from zeroir.torch_ops.batch_norm import normalise, normalise_backward
-from zeroir.torch_ops.draws import draw_with
 from zeroir.torch_ops.dropout import drop_with
+from zeroir.torch_ops.random_numbers import draw_with
 from zeroir.torch_ops.strided import look_by_index, scatter_by_index
 
 

@@ -18,13 +18,13 @@ from typing import Final, assert_never, cast
 import torch
 from torch import Tensor
 
-from zeroir.ir import eager_plan as planning
 from zeroir.ir.bindings import Binding, Bindings
-from zeroir.ir.eager_plan import Call, Look, Move, Permute, Place, Reshape, eager_plan
 from zeroir.ir.ops import Mode
 from zeroir.ir.segment import Node, NodeArg, Segment
 from zeroir.runtime.kernels.base import Kernel
 from zeroir.runtime.kernels.calls import Resolve, is_multiple, operator, out_overload, resolver
+from zeroir.workspace import eager_plan as planning
+from zeroir.workspace.eager_plan import Call, Look, Move, Permute, Place, Reshape, eager_plan
 
 Undo = Callable[[Tensor], Tensor]
 """Given a destination, the tensor to write so that a view of it is what the destination must hold."""

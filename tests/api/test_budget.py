@@ -16,12 +16,12 @@ from zeroir.api.compiled import load_program, load_unverified
 from zeroir.artifact import Artifact
 from zeroir.config import CompileOptions, make_options
 from zeroir.cost.machine import MeasuredSegment, load_machine
-from zeroir.cost.workspaces import with_measured_workspaces
+from zeroir.cost.measured_workspaces import with_measured_workspaces
 from zeroir.errors import UserError
-from zeroir.ir.memory.footprint import footprint
 from zeroir.ir.program import Program
-from zeroir.ir.verify import VerificationError
+from zeroir.memory.footprint import footprint
 from zeroir.passes.pipelines import for_options, lower
+from zeroir.verify import VerificationError
 
 LOGICAL = mlp(blocks=3, dim=32)
 

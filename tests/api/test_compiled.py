@@ -12,8 +12,8 @@ from zeroir.api.compiled import CompiledProgram
 from zeroir.artifact import Artifact
 from zeroir.config import make_options
 from zeroir.ir.program import Program
-from zeroir.ir.verify import Reference, Report, verify
 from zeroir.passes import manager
+from zeroir.verify import Reference, Report, verify
 
 
 def compiled_for_four(**values: object) -> CompiledProgram:

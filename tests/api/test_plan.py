@@ -12,17 +12,17 @@ import zeroir
 from tests.cost.support import machine
 from tests.support.lowering import applied
 from tests.support.programs import mlp
-from zeroir.api.choices import Dimension, Value, regions, unit_ranges, words
 from zeroir.api.compiled import capture
-from zeroir.api.kinds import Kind, to_unshard, unit_kinds
 from zeroir.api.plan import Planner
+from zeroir.api.search_space import Dimension, Value, regions, unit_ranges, words
+from zeroir.api.unit_classes import Kind, to_unshard, unit_kinds
 from zeroir.config import CompileOptions, make_options
 from zeroir.cost.machine import Machine
 from zeroir.cost.search import Outcome, Point, search
 from zeroir.cost.simulate import simulate
 from zeroir.errors import UserError
-from zeroir.ir.memory.footprint import footprint
 from zeroir.ir.program import Program
+from zeroir.memory.footprint import footprint
 from zeroir.passes.pipelines import for_options
 from zeroir.report.names import format_bytes
 

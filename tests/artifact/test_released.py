@@ -16,8 +16,8 @@ from zeroir import artifact as artifacts
 from zeroir.artifact import SCHEMA_VERSION, Artifact
 from zeroir.config import make_options
 from zeroir.ir.text import parse, print_program
-from zeroir.ir.verify import verify
 from zeroir.passes.pipelines import lower
+from zeroir.verify import verify
 
 DATA = Path(__file__).parents[1] / "data"
 PRESENT = DATA / f"schema_{SCHEMA_VERSION[0]}_{SCHEMA_VERSION[1]}.zir"

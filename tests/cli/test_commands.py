@@ -13,9 +13,9 @@ import torch
 import zeroir as package
 from tests.cli.conftest import GPT, Zeroir
 from zeroir import artifact
-from zeroir.ir.explain import CODES
 from zeroir.ir.ops import Release
 from zeroir.ir.text import parse
+from zeroir.verify.explain import CODES
 
 FACTS = {
     "stage",

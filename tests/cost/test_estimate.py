@@ -21,8 +21,8 @@ from zeroir.cost.estimate import (
     optimizer_bytes_per_parameter,
     states_per_parameter,
 )
-from zeroir.ir.memory.states import model_state_bytes
 from zeroir.ir.traffic import collective_bytes
+from zeroir.memory.states import model_state_bytes
 from zeroir.passes.pipelines import for_stage
 
 PAPER = json.loads(

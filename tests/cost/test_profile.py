@@ -24,9 +24,9 @@ from zeroir.cost.machine import (
     parse_machine,
     to_toml,
 )
+from zeroir.cost.measured_workspaces import with_measured_workspaces
 from zeroir.cost.profile import Step, fit, measured_machine, typical
 from zeroir.cost.simulate import Simulation, simulate
-from zeroir.cost.workspaces import with_measured_workspaces
 from zeroir.ir.program import Program
 from zeroir.ir.spans import Span
 

@@ -211,7 +211,7 @@ def check_bash(block: Block) -> None:
 def check_zir(text: str, fails_with: str | None = None) -> None:
     """Parse and verify a program; with a code, expect the verifier to reject it with that."""
     from zeroir.ir.text import parse
-    from zeroir.ir.verify import verify
+    from zeroir.verify import verify
 
     report = verify(parse(text))
     if fails_with is None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.eager import assert_equals_eager
-from zeroir.ir.verify import verify
+from zeroir.verify import verify
 
 MODELS = Path(__file__).parents[1] / "support" / "models"
 GPT = Path(__file__).parents[2] / "examples" / "gpt.py"

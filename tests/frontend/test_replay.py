@@ -18,9 +18,9 @@ from zeroir.frontend.capture import capture
 from zeroir.frontend.entry import ModelFile, load_model_file
 from zeroir.frontend.template import make_template
 from zeroir.frontend.tracing import program_of
-from zeroir.ir import workspace
 from zeroir.ir.segment import Segment
 from zeroir.ir.text import print_program
+from zeroir.workspace import segments as workspace
 
 MODELS = Path(__file__).parents[1] / "support" / "models"
 NEVER = 10**9

@@ -15,7 +15,7 @@ from zeroir.ir.ops import Alloc, Compute, Mode, OptimizerStep, Release
 from zeroir.ir.program import LAST_MICRO_STEP, UPDATE, Program
 from zeroir.ir.segment import Segment, TensorType
 from zeroir.ir.text import parse, print_program
-from zeroir.ir.verify import verify
+from zeroir.verify import verify
 
 MODELS = Path(__file__).parents[1] / "support" / "models"
 GPT = Path(__file__).parents[2] / "examples" / "gpt.py"

@@ -14,8 +14,8 @@ import zeroir
 from examples import gpt
 from zeroir.frontend.entry import ModelFile, load_model_file
 from zeroir.ir.buffers import Buffer, Space
-from zeroir.ir.memory.placement import places_to_run
 from zeroir.ir.program import Program
+from zeroir.memory.placement import places_to_run
 from zeroir.runtime.batch import Batch
 from zeroir.runtime.engine import Engine
 from zeroir.runtime.lockstep import Lockstep

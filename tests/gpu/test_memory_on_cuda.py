@@ -28,12 +28,12 @@ from tests.support.programs import mlp
 from tools.peers import gpu_gpt
 from zeroir.config import make_options
 from zeroir.cost.machine import MeasuredSegment, load_machine
-from zeroir.cost.workspaces import with_measured_workspaces
+from zeroir.cost.measured_workspaces import with_measured_workspaces
 from zeroir.frontend import load_model_file, trace
 from zeroir.ir.buffers import Space
-from zeroir.ir.memory.footprint import footprint
-from zeroir.ir.memory.states import MODEL_STATE_ROLES, model_state_bytes
 from zeroir.ir.program import Program
+from zeroir.memory.footprint import footprint
+from zeroir.memory.states import MODEL_STATE_ROLES, model_state_bytes
 from zeroir.runtime.comm.fake import join_fake_world
 from zeroir.runtime.comm.job import Backend
 from zeroir.runtime.engine import Engine

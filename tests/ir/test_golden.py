@@ -6,9 +6,9 @@ from pathlib import Path
 
 from tests.support.programs import mlp
 from zeroir.config import make_options
-from zeroir.ir.diff import diff, summary
 from zeroir.ir.program import Program
 from zeroir.passes.pipelines import lower
+from zeroir.report.diff import diff, summary
 
 GOLDEN = Path(__file__).parents[1] / "data" / "stage_2_to_3.diff"
 

@@ -16,9 +16,9 @@ from zeroir.ir.allowlist import allowed_ops
 from zeroir.ir.dtypes import DType
 from zeroir.ir.segment import Node, NodeArg, Ref, TensorType
 from zeroir.ir.text import parse, print_program
-from zeroir.ir.verify import verify
 from zeroir.ir.views import BITCAST, ViewError, is_same_type, is_view, mistyped, parts
 from zeroir.torch_ops.types import TORCH_DTYPE
+from zeroir.verify import verify
 
 DTYPES = {dtype: name for name, dtype in TORCH_DTYPE.items()}
 

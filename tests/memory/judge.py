@@ -17,9 +17,8 @@ from torch import nn
 from tests.memory.library import library_calls, without_scratch
 from zeroir.ir import ops
 from zeroir.ir.bindings import bindings
-from zeroir.ir.op_scratch import scratch_bytes
+from zeroir.ir.labels import labels
 from zeroir.ir.program import Program
-from zeroir.ir.workspace import Workspace, eager_workspace
 from zeroir.runtime import state
 from zeroir.runtime.allocations import Event, allocations, by_range, left_bytes, peak_bytes
 from zeroir.runtime.batch import Batch
@@ -31,9 +30,10 @@ from zeroir.runtime.executor import Executor
 from zeroir.runtime.handlers import Machine
 from zeroir.runtime.initial import initialise
 from zeroir.runtime.kernels.eager import EagerKernels
-from zeroir.runtime.labels import labels
 from zeroir.runtime.storage import Memory
 from zeroir.runtime.streams import ThreadStreams
+from zeroir.workspace.collective_scratch import scratch_bytes
+from zeroir.workspace.segments import Workspace, eager_workspace
 
 CPU = torch.device("cpu")
 SCALAR_OPS = (ops.CheckFinite, ops.Decide, ops.UpdateScale)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from typing import Final
 
-from zeroir.ir.scratch.allowance import ATTENTION, allowance_bytes
-from zeroir.ir.scratch.attention import is_fused
 from zeroir.ir.segment import Node, Segment
 from zeroir.runtime.allocations import Event
+from zeroir.workspace.scratch.allowance import ATTENTION, allowance_bytes
+from zeroir.workspace.scratch.attention import is_fused
 
 _FUSED: Final[Mapping[str, str]] = {
     "zeroir.attention.default": "aten::_scaled_dot_product_flash_attention_for_cpu",

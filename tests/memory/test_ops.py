@@ -10,7 +10,7 @@ import torch
 from tests.memory.nodes import taken
 from tests.memory.test_scratch import described
 from tools.list_counted_ops import sampled_cases
-from zeroir.ir.workspace import eager_workspace
+from zeroir.workspace.segments import eager_workspace
 
 
 @pytest.mark.slow

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from tests.support.examples import examples
 from zeroir.ir.dtypes import DType
-from zeroir.ir.promotion import Operand, common_dtype, promoted
 from zeroir.ir.segment import TensorType
 from zeroir.ir.views import view_stride
 from zeroir.runtime.tensors import IR_DTYPE, TORCH_DTYPE
+from zeroir.workspace.promotion import Operand, common_dtype, promoted
 
 NUMBERS = {DType.BOOL: True, DType.I64: 2, DType.F64: 0.5}
 

@@ -16,11 +16,11 @@ from torch import Tensor
 from tests.memory.nodes import Argument, Case, bound, segment_of, taken, unwanted
 from tools.list_aten_ops import PATH, read
 from zeroir.errors import UserError
-from zeroir.ir.filling import can_fill
 from zeroir.ir.ops import Mode
 from zeroir.ir.segment import Node
-from zeroir.ir.workspace import eager_workspace
 from zeroir.runtime.kernels.calls import operator, out_overload
+from zeroir.workspace.filling import can_fill
+from zeroir.workspace.segments import eager_workspace
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 I64, BOOL = torch.int64, torch.bool

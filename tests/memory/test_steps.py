@@ -21,17 +21,17 @@ from tests.support.examples import IS_THOROUGH
 from tests.support.programs import mlp
 from zeroir.config import make_options
 from zeroir.cost.machine import MeasuredSegment, load_machine
-from zeroir.cost.workspaces import with_measured_workspaces
+from zeroir.cost.measured_workspaces import with_measured_workspaces
 from zeroir.frontend import load_model_file, trace
 from zeroir.frontend.entry import ModelFile
 from zeroir.ir import ops
 from zeroir.ir.buffers import Role
-from zeroir.ir.memory.footprint import footprint
 from zeroir.ir.program import Program
-from zeroir.ir.workspace import declared
+from zeroir.memory.footprint import footprint
 from zeroir.passes.pipelines import lower
 from zeroir.runtime import numerics
-from zeroir.runtime.workspaces import on_host
+from zeroir.runtime.measured_workspaces import on_host
+from zeroir.workspace.segments import declared
 
 ROOT = Path(__file__).parents[2]
 MODELS = ("gpt", "gpt2", "bert", "convnet", "llama", "t5", "translator", "vit", "traps")

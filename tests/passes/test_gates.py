@@ -20,10 +20,10 @@ from zeroir.ir import ops
 from zeroir.ir.buffers import Role, Space
 from zeroir.ir.program import EVALUATE, Program
 from zeroir.ir.text import parse, print_program
-from zeroir.ir.verify import verify
 from zeroir.passes import manager
 from zeroir.passes.pipelines import for_stage
 from zeroir.runtime.lockstep import Lockstep
+from zeroir.verify import verify
 
 GATES = Path(__file__).parents[1] / "data" / "gates"
 NAMES = ("hybrid", "paged", "offload", "evaluate")

@@ -13,10 +13,11 @@ from tests.support.programs import mlp
 from zeroir.errors import InternalError, UserError
 from zeroir.ir import ops
 from zeroir.ir.program import Program, Section
-from zeroir.ir.verify import VerificationError
-from zeroir.passes import manager, rewrite
+from zeroir.passes import manager
 from zeroir.passes.base import Fact
+from zeroir.passes.common import rewrite
 from zeroir.passes.pipelines import for_stage, parse_spec
+from zeroir.verify import VerificationError
 
 
 def test_each_pass_is_noted_in_the_program() -> None:

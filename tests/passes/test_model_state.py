@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.support.examples import examples
 from tests.support.programs import mlp
 from zeroir.ir.layout import padded_numel, used_numel
-from zeroir.ir.memory.states import model_state_bytes
+from zeroir.memory.states import model_state_bytes
 from zeroir.passes.pipelines import for_stage
 
 BYTES = {"fp32": (4, 4, 8), "bf16": (2, 2, 12), "fp16": (2, 2, 12)}

@@ -19,13 +19,13 @@ from zeroir.ir.buffers import Buffer, Region, Role, Space
 from zeroir.ir.contents import NamedContent
 from zeroir.ir.dtypes import DType
 from zeroir.ir.effects import effects
-from zeroir.ir.memory.lifetimes import Lifetimes
-from zeroir.ir.memory.most_live import most_live
 from zeroir.ir.mesh import COMPUTE, GATHER, REDUCE, Axis, Mesh
 from zeroir.ir.ops import Op
 from zeroir.ir.program import Holding, Pending, Program, Section, State
-from zeroir.passes.conflicts import touches
-from zeroir.passes.order import synchronise, unordered
+from zeroir.memory.lifetimes import Lifetimes
+from zeroir.memory.most_live import most_live
+from zeroir.passes.common.conflicts import touches
+from zeroir.passes.common.order import synchronise, unordered
 from zeroir.passes.pipelines import for_stage
 
 

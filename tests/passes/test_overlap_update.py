@@ -22,12 +22,12 @@ from zeroir.config import make_options
 from zeroir.ir import ops
 from zeroir.ir.ops import Op
 from zeroir.ir.program import LAST_MICRO_STEP, MICRO_STEP, UPDATE, Program, State
-from zeroir.ir.verify import verify
 from zeroir.passes import manager
-from zeroir.passes.order import synchronise, unordered
+from zeroir.passes.common.order import synchronise, unordered
 from zeroir.passes.overlap_update import STREAM, OverlapUpdate
 from zeroir.passes.pipelines import for_options, for_stage
 from zeroir.runtime.lockstep import Lockstep
+from zeroir.verify import verify
 
 
 def _without_global_decision(case: Case) -> Case:

@@ -6,10 +6,10 @@ import pytest
 
 from tests.support.programs import mlp
 from zeroir.config import make_options, options_from_pairs
-from zeroir.ir.verify import verify
 from zeroir.passes.bound_gradients import BoundGradients
 from zeroir.passes.pipelines import for_options, for_stage, lower
 from zeroir.passes.plan_memory import PlanMemory
+from zeroir.verify import verify
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

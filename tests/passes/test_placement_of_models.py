@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.ir.test_placement import meetings
+from tests.memory.test_placement import meetings
 from tests.support.programs import mlp
 from zeroir.api.check import check_model
 from zeroir.api.compiled import capture
 from zeroir.config import make_options
 from zeroir.ir.buffers import Space
-from zeroir.ir.memory.placement import placements_with_bound
 from zeroir.ir.program import Program
+from zeroir.memory.placement import placements_with_bound
 from zeroir.passes.pipelines import for_options
 
 MODELS = Path("tests/support/models")

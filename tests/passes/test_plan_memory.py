@@ -12,14 +12,14 @@ from tests.support.programs import mlp
 from tests.support.schedules import Case as Schedule
 from tests.support.schedules import is_same, run
 from zeroir.artifact.schema import decode, encode
-from zeroir.ir.memory.placement import place_all, places_to_run, planned, unplanned
 from zeroir.ir.program import Program
 from zeroir.ir.text import parse, print_program
-from zeroir.ir.verify import verify
+from zeroir.memory.placement import place_all, places_to_run, planned, unplanned
 from zeroir.passes import manager
 from zeroir.passes.overlap_update import OverlapUpdate
 from zeroir.passes.pipelines import for_stage
 from zeroir.passes.plan_memory import PlanMemory
+from zeroir.verify import verify
 
 
 def offsets(program: Program) -> dict[str, int | None]:

@@ -19,12 +19,12 @@ from zeroir.config import make_options
 from zeroir.errors import UserError
 from zeroir.ir import ops
 from zeroir.ir.buffers import Space
-from zeroir.ir.memory.curve import peak
-from zeroir.ir.memory.lifetimes import Lifetimes
-from zeroir.ir.memory.most_live import most_live
 from zeroir.ir.mesh import GATHER
 from zeroir.ir.program import LAST_MICRO_STEP, UPDATE, Program
 from zeroir.ir.traffic import collective_bytes
+from zeroir.memory.curve import peak
+from zeroir.memory.lifetimes import Lifetimes
+from zeroir.memory.most_live import most_live
 from zeroir.passes.pipelines import for_options, for_stage, parse_spec
 from zeroir.passes.prefetch import Prefetch
 

@@ -23,17 +23,17 @@ from zeroir.errors import UserError
 from zeroir.frontend import ModelFile, load_model_file
 from zeroir.ir import ops
 from zeroir.ir.buffers import Role
-from zeroir.ir.memory.curve import peak
 from zeroir.ir.program import LAST_MICRO_STEP, Program
 from zeroir.ir.text import parse, print_program
 from zeroir.ir.traffic import collective_bytes
-from zeroir.ir.verify import verify
+from zeroir.memory.curve import peak
 from zeroir.passes import manager
 from zeroir.passes.base import Pass
 from zeroir.passes.pipelines import for_stage, lower
 from zeroir.passes.recompute import Recompute
 from zeroir.passes.select_saved import SelectSaved
 from zeroir.runtime.lockstep import Lockstep
+from zeroir.verify import verify
 
 ROOT = Path(__file__).parents[2]
 MODELS = ROOT / "tests" / "support" / "models"

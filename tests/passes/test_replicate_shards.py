@@ -24,11 +24,11 @@ from zeroir.ir.ops import Op
 from zeroir.ir.program import LAST_MICRO_STEP, MICRO_STEP, UPDATE, Program
 from zeroir.ir.text import parse, print_program
 from zeroir.ir.traffic import collective_bytes
-from zeroir.ir.verify import verify
 from zeroir.passes import manager
-from zeroir.passes.order import synchronise
+from zeroir.passes.common.order import synchronise
 from zeroir.passes.pipelines import for_stage
 from zeroir.passes.replicate_shards import ReplicateShards
+from zeroir.verify import verify
 
 STAGES = range(4)
 

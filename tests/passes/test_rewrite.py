@@ -9,7 +9,7 @@ from zeroir.ir import ops
 from zeroir.ir.buffers import Buffer, Role, Space, whole
 from zeroir.ir.dtypes import DType
 from zeroir.ir.program import UPDATE, Program
-from zeroir.passes import rewrite
+from zeroir.passes.common import rewrite
 
 
 def with_casts(program: Program, pairs: list[tuple[str, Buffer]]) -> Program:

@@ -26,10 +26,10 @@ from zeroir.ir import ops
 from zeroir.ir.buffers import Role
 from zeroir.ir.program import LAST_MICRO_STEP, Program
 from zeroir.ir.text import parse, print_program
-from zeroir.ir.verify import verify
 from zeroir.passes.pipelines import for_stage, lower
 from zeroir.passes.select_saved import SelectSaved
 from zeroir.runtime.lockstep import Lockstep
+from zeroir.verify import verify
 
 ROOT = Path(__file__).parents[2]
 MODELS = ROOT / "tests" / "support" / "models"

@@ -17,10 +17,10 @@ from zeroir.ir.layout import padded_numel
 from zeroir.ir.mesh import Axis
 from zeroir.ir.program import LAST_MICRO_STEP, UPDATE, Program
 from zeroir.ir.traffic import collective_bytes
-from zeroir.ir.verify import verify
 from zeroir.passes import manager
+from zeroir.passes.common.resize import resize
 from zeroir.passes.pipelines import for_stage
-from zeroir.passes.resize import resize
+from zeroir.verify import verify
 
 
 @pytest.mark.parametrize(

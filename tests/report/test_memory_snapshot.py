@@ -11,8 +11,8 @@ import pytest
 from tests.report.torch_judges import memory_viz
 from tests.support.schedules import Case
 from zeroir.ir.buffers import Space
-from zeroir.ir.memory.curve import peak
 from zeroir.ir.program import Program
+from zeroir.memory.curve import peak
 from zeroir.report.memory_snapshot import memory_snapshot
 from zeroir.report.plain_pickle import PROTOCOL, dumps
 

@@ -14,13 +14,13 @@ from tests.support.programs import mlp
 from tests.support.schedules import Case
 from zeroir.cost.estimate import EstimateOptions, estimate
 from zeroir.errors import UserError
-from zeroir.ir.verify import verify
 from zeroir.passes.manager import run
 from zeroir.passes.pipelines import for_stage
 from zeroir.report.costs import render_estimate
 from zeroir.report.passes import pass_rows, programs_after_passes
 from zeroir.report.render import render_passes, render_schedule, render_summary
 from zeroir.report.summary import summarise
+from zeroir.verify import verify
 
 CASE = Case(stage=3, ranks=3, blocks=4)
 

@@ -11,8 +11,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from tests.runtime.support import initial_flats, lowered, random_batches
 from tests.support.programs import mlp
-from zeroir.ir.memory.placement import places_to_run
-from zeroir.ir.memory.states import MODEL_STATE_ROLES, model_state_bytes
+from zeroir.memory.placement import places_to_run
+from zeroir.memory.states import MODEL_STATE_ROLES, model_state_bytes
 from zeroir.runtime.lockstep import Lockstep
 from zeroir.runtime.storage import Memory
 

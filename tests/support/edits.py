@@ -9,7 +9,7 @@ from random import Random
 from zeroir.ir.buffers import Buffer, Region
 from zeroir.ir.ops import Op
 from zeroir.ir.program import Program
-from zeroir.passes.rewrite import map_regions
+from zeroir.passes.common.rewrite import map_regions
 
 Mutation = Callable[[Program, Random], Program | None]
 """A damage done to a program, as chance has it; None where there is nothing of its kind to damage."""

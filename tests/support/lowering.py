@@ -11,9 +11,9 @@ from functools import lru_cache
 
 from tests.support.examples import IS_THOROUGH
 from zeroir.ir.program import Program
-from zeroir.ir.verify import check
 from zeroir.passes import manager
 from zeroir.passes.base import Pass
+from zeroir.verify import check
 
 
 @lru_cache(maxsize=64)

@@ -23,7 +23,7 @@ from zeroir.ir.mesh import HOST
 from zeroir.ir.ops import Mode, Op, Reduction
 from zeroir.ir.program import Program, State
 from zeroir.ir.segment import Segment
-from zeroir.passes.rewrite import map_regions
+from zeroir.passes.common.rewrite import map_regions
 
 COLLECTIVES = (ops.AllGather, ops.Prefetch, ops.ReduceScatter, ops.AllReduce, ops.Broadcast)
 

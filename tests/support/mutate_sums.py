@@ -17,7 +17,7 @@ from zeroir.ir.program import (
     Section,
     State,
 )
-from zeroir.passes.rewrite import map_regions
+from zeroir.passes.common.rewrite import map_regions
 
 # ----------------------------------------------------------------------------------------------------------- operands
 

@@ -51,7 +51,7 @@ from zeroir.ir.program import (
     State,
 )
 from zeroir.ir.segment import Node, NodeArg, Ref, Segment, TensorType
-from zeroir.ir.workspace import corrected
+from zeroir.workspace.segments import corrected
 
 PRECISIONS = {"fp32": DType.F32, "fp16": DType.F16, "bf16": DType.BF16}
 

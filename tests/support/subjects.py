@@ -9,10 +9,10 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from tests.ir.verify.test_crossing import carried, crossing_micro_steps
 from tests.passes.numbers import initial
 from tests.passes.test_gates import gate, gate_logical
 from tests.support.schedules import Case
+from tests.verify.test_crossing import carried, crossing_micro_steps
 from zeroir.api.compiled import compile_with
 from zeroir.config import make_options
 from zeroir.frontend.entry import load_model_file

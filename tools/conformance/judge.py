@@ -28,11 +28,11 @@ from zeroir.errors import InternalError, UserError
 from zeroir.frontend.entry import ModelFile
 from zeroir.frontend.tracing import trace_model
 from zeroir.ir.program import Program
-from zeroir.ir.verify import VerificationError
 from zeroir.passes.pipelines import lower_with_proof
 from zeroir.runtime.engine import Engine
 from zeroir.runtime.seeds import site_seed
 from zeroir.torch_ops import neutral_ops
+from zeroir.verify import VerificationError
 
 RELATIVE = 1e-4
 """How far from plain autograd the result of an operator of ours may lie, relative to the largest element."""

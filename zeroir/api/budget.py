@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from zeroir.api.kinds import repeated_units
+from zeroir.api.unit_classes import repeated_units
 from zeroir.config import CompileOptions
 from zeroir.cost.machine import Machine
-from zeroir.cost.workspaces import with_measured_workspaces
-from zeroir.ir.memory.footprint import Footprint, footprint
+from zeroir.cost.measured_workspaces import with_measured_workspaces
 from zeroir.ir.program import Program
+from zeroir.memory.footprint import Footprint, footprint
 from zeroir.report.names import format_bytes
 
 _ENOUGH = 3

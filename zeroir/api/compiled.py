@@ -14,10 +14,10 @@ from zeroir.errors import InternalError, UserError
 from zeroir.ir.amounts import parse_bytes
 from zeroir.ir.program import Program
 from zeroir.ir.text import print_program, print_section
-from zeroir.ir.verify import Report, VerificationError
-from zeroir.ir.verify import verify as verify_program
 from zeroir.report.names import counted, shortened
 from zeroir.report.summary import Summary, summarise
+from zeroir.verify import Report, VerificationError
+from zeroir.verify import verify as verify_program
 
 if TYPE_CHECKING:
     from zeroir.cost.machine import Machine
@@ -267,7 +267,7 @@ def _examined(
     machine: Machine | None = None,
 ) -> CompiledProgram:
     if machine is not None:
-        from zeroir.cost.workspaces import with_measured_workspaces
+        from zeroir.cost.measured_workspaces import with_measured_workspaces
 
         scheduled = with_measured_workspaces(artifact.scheduled, machine)
         artifact = replace(artifact, scheduled=scheduled)

@@ -12,26 +12,26 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Final
 
-from zeroir.api.choices import EARLY, Value, regions, words
 from zeroir.api.compiled import CompiledProgram, capture, lowered
+from zeroir.api.search_space import EARLY, Value, regions, words
 from zeroir.config import CompileOptions, make_options
 from zeroir.cost.bounds import compute_bound_s, wire_bound_s
 from zeroir.cost.machine import Machine, load_machine
+from zeroir.cost.measured_workspaces import with_measured_workspaces
 from zeroir.cost.search import Outcome, Point, search
 from zeroir.cost.simulate import Measured, simulate
-from zeroir.cost.workspaces import with_measured_workspaces
 from zeroir.errors import UserError
 from zeroir.ir import ops
 from zeroir.ir.amounts import parse_bytes
-from zeroir.ir.memory.footprint import FullestMoment, footprint
-from zeroir.ir.memory.placement import unplaced
 from zeroir.ir.program import Program
-from zeroir.ir.workspace import corrected
+from zeroir.memory.footprint import FullestMoment, footprint
+from zeroir.memory.placement import unplaced
 from zeroir.passes.base import Fact, Pass
 from zeroir.passes.pipelines import for_options
 from zeroir.passes.plan_memory import PlanMemory
 from zeroir.report.costs import format_seconds, path_shares
 from zeroir.report.names import format_bytes
+from zeroir.workspace.segments import corrected
 
 MOST_TRIED: Final = 500
 """Choices that a search tries at most, unless told otherwise."""

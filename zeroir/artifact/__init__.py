@@ -2,7 +2,7 @@
 
 It is msgpack with a fixed envelope, holds plain data only, names only ops of the allow-list, and
 has the same bytes for the same contents. Loading checks its form; whether the program is valid is
-for ``zeroir.ir.verify``.
+for ``zeroir.verify``.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from typing import Annotated
 from cyclopts import App, CycloptsError, MissingArgumentError, Parameter, UnusedCliTokensError
 
 from zeroir import __version__
-from zeroir.cli import looks
+from zeroir.cli import exports as looks
 from zeroir.cli.arguments import AsJson, AtLeastOne, InSeeds, Kernels, ProgramFile
 from zeroir.cli.console import accept_any_text, err, out, print_json, shortened_words
 from zeroir.errors import MEMORY_REMEDY, UserError, ZeroirError, is_out_of_memory
@@ -113,8 +113,8 @@ def diff(
     """
     from zeroir.api import load_program
     from zeroir.cli.render import print_diff, print_diff_summary
-    from zeroir.ir.diff import diff as diff_programs
-    from zeroir.ir.diff import summary as diff_summary
+    from zeroir.report.diff import diff as diff_programs
+    from zeroir.report.diff import summary as diff_summary
 
     before, after = load_program(old).program, load_program(new).program
     text = diff_programs(before, after, old_name=str(old), new_name=str(new))
@@ -190,8 +190,8 @@ def explain(
     Example: zeroir explain Z101
     """
     from zeroir.cli.render import law_json, print_laws
-    from zeroir.ir.explain import CODES
-    from zeroir.ir.explain import explain as explain_code
+    from zeroir.verify.explain import CODES
+    from zeroir.verify.explain import explain as explain_code
 
     if code is None:
         if as_json:
@@ -306,8 +306,8 @@ app.command("zeroir.cli.costs:simulate", name="simulate")
 app.command("zeroir.cli.costs:estimate", name="estimate")
 app.command("zeroir.cli.plan:plan", name="plan")
 app.command("zeroir.cli.profile:profile", name="profile")
-app.command("zeroir.cli.looks:export", name="export")
-app.command("zeroir.cli.looks:report", name="report")
+app.command("zeroir.cli.exports:export", name="export")
+app.command("zeroir.cli.exports:report", name="report")
 
 
 def run_command(arguments: Sequence[str]) -> int:

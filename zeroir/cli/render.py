@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.text import Text
 
-from zeroir.ir.explain import CODES
 from zeroir.report.render import (
     render_laws,
     render_passes,
@@ -18,14 +17,15 @@ from zeroir.report.render import (
     render_summary,
 )
 from zeroir.report.schedule import schedule
+from zeroir.verify.explain import CODES
 
 if TYPE_CHECKING:  # no command needs all of what these take
     from zeroir.api.check import Comparison
-    from zeroir.ir.diff import DiffSummary
     from zeroir.ir.program import Program
-    from zeroir.ir.verify import Finding, Report
+    from zeroir.report.diff import DiffSummary
     from zeroir.report.passes import PassRow
     from zeroir.report.summary import Summary
+    from zeroir.verify import Finding, Report
 
 _DIFF_STYLES = {"+": "green", "-": "red", "@": "cyan"}
 

@@ -8,8 +8,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from zeroir.api.choices import words
 from zeroir.api.plan import Candidate, Plan
+from zeroir.api.search_space import words
 from zeroir.report.costs import format_seconds, measured_words
 from zeroir.report.lines import Lines
 from zeroir.report.names import counted, format_bytes

@@ -31,6 +31,7 @@ from zeroir.frontend._torch_private import (
     tracer_settings,
     whole_operators,
 )
+from zeroir.frontend.block_recording import Blocks, Recorder, Recording
 from zeroir.frontend.entry import (
     ModelFile,
     explain,
@@ -54,7 +55,6 @@ from zeroir.frontend.precision import Precision, apply_precision, cast_floating,
 from zeroir.frontend.python_state import PythonState
 from zeroir.frontend.read_graph import read_graph
 from zeroir.frontend.regions import Checkpoint, line_of_caller, noting_autocasts, on_autocasts
-from zeroir.frontend.rehearsal import Blocks, Recorder, Recording
 from zeroir.frontend.replay import Plan, Replayer, make_plan
 from zeroir.frontend.second_call import note_on_state
 from zeroir.frontend.shared_memory import overlapping_tensors, require_apart

@@ -30,7 +30,7 @@ from zeroir.ir.program import (
     Slot,
     State,
 )
-from zeroir.ir.workspace import declared
+from zeroir.workspace.segments import declared
 
 
 def lower(

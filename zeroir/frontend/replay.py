@@ -19,8 +19,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
-from zeroir.frontend.rehearsal import Function, Recording, tensors_in
-from zeroir.frontend.tape import (
+from zeroir.frontend.block_calls import (
     Kind,
     Ref,
     Tape,
@@ -32,6 +31,7 @@ from zeroir.frontend.tape import (
     mapped,
     refs_in,
 )
+from zeroir.frontend.block_recording import Function, Recording, tensors_in
 from zeroir.frontend.template import Template, make_template
 from zeroir.frontend.tracking import Note, Tracker
 from zeroir.torch_ops.neutral import NeutralOps

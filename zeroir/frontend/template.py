@@ -17,9 +17,9 @@ from zeroir.frontend._torch_private import (
     is_gradient_sum,
     whole_operators,
 )
-from zeroir.frontend.rehearsal import Recording, tensors_in
+from zeroir.frontend.block_calls import Kind, Tape, UnfitError, filled, kind_of, refs_in
+from zeroir.frontend.block_recording import Recording, tensors_in
 from zeroir.frontend.relative import is_beyond
-from zeroir.frontend.tape import Kind, Tape, UnfitError, filled, kind_of, refs_in
 from zeroir.ir.buffers import span_numel
 from zeroir.torch_ops.neutral import NeutralOps
 

@@ -14,10 +14,10 @@ from typing import Final, assert_never
 from zeroir.ir import ops
 from zeroir.ir.buffers import Region
 from zeroir.ir.dtypes import DType
+from zeroir.ir.labels import labels
 from zeroir.ir.program import Program
 from zeroir.report.plain_pickle import Plain
 from zeroir.report.step import step_sections
-from zeroir.runtime.labels import labels
 
 FORMAT_VERSION: Final = "2.10"
 DEFAULT_TIMEOUT_MS: Final = 600_000

@@ -11,8 +11,8 @@ from typing import assert_never
 from zeroir.ir import ops
 from zeroir.ir.buffers import Region
 from zeroir.ir.effects import Effects, effects
+from zeroir.ir.labels import labels
 from zeroir.ir.program import Program, Section
-from zeroir.runtime.labels import labels
 
 
 def dot(program: Program, *, section: str | None = None) -> str:

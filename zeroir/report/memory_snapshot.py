@@ -14,8 +14,8 @@ from typing import Final
 
 from zeroir.ir import ops
 from zeroir.ir.buffers import Buffer, Space
-from zeroir.ir.memory.placement import placements, rounded
 from zeroir.ir.program import Program
+from zeroir.memory.placement import placements, rounded
 from zeroir.report.origins import buffer_sources, split_source
 from zeroir.report.plain_pickle import Plain
 from zeroir.report.step import step_sections

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from zeroir.errors import UserError
-from zeroir.ir.memory.curve import peak
 from zeroir.ir.ops import op_name
 from zeroir.ir.program import Program
 from zeroir.ir.traffic import collective_bytes, on_the_wire
-from zeroir.ir.workspace import corrected
+from zeroir.memory.curve import peak
 from zeroir.passes.catalogue import parse_spec
 from zeroir.passes.manager import apply
+from zeroir.workspace.segments import corrected
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,14 +10,14 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from zeroir.ir.explain import CODES
 from zeroir.ir.program import MICRO_STEP, Program, Section
 from zeroir.ir.traffic import COLLECTIVE_KEYS, on_the_wire
-from zeroir.ir.verify import PROVED, Report
 from zeroir.report.lines import UNBOUNDED_WIDTH, Lines
 from zeroir.report.names import counted, format_bytes, format_flops, shortened
 from zeroir.report.schedule import Fold, Row, fold, schedule
 from zeroir.report.summary import Summary, Temporary
+from zeroir.verify import PROVED, Report
+from zeroir.verify.explain import CODES
 
 if TYPE_CHECKING:  # passes are slow to load
     from zeroir.report.passes import PassRow

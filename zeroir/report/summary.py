@@ -6,13 +6,13 @@ from collections import Counter
 from typing import TypedDict
 
 from zeroir.ir.buffers import Space
-from zeroir.ir.memory.curve import peak
-from zeroir.ir.memory.placement import placements_with_bound
-from zeroir.ir.memory.states import model_state_bytes
 from zeroir.ir.ops import op_name
 from zeroir.ir.program import Program
 from zeroir.ir.traffic import collective_bytes
-from zeroir.ir.verify import Report
+from zeroir.memory.curve import peak
+from zeroir.memory.placement import placements_with_bound
+from zeroir.memory.states import model_state_bytes
+from zeroir.verify import Report
 
 
 class Temporary(TypedDict):

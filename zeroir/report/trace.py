@@ -12,12 +12,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from zeroir.cost.simulate import Simulation
 from zeroir.ir import ops
 from zeroir.ir.effects import effects
+from zeroir.ir.labels import labels
 from zeroir.ir.mesh import HOST
 from zeroir.ir.program import Program
 from zeroir.ir.spans import Span
 from zeroir.ir.traffic import payloads
 from zeroir.report.names import format_bytes
-from zeroir.runtime.labels import labels
 
 Event = Mapping[str, object]
 

@@ -8,10 +8,10 @@ backward, ``zeroir::dropout``, ``zeroir::uniform`` and the operators of ``into``
 from zeroir.torch_ops.attention import attention, attention_backward
 from zeroir.torch_ops.batch_norm import batch_norm, batch_norm_backward
 from zeroir.torch_ops.ctc import ctc_loss, ctc_loss_backward
-from zeroir.torch_ops.draws import uniform
 from zeroir.torch_ops.dropout import dropout
 from zeroir.torch_ops.into import addmm_out, bmm_out, embedding_gradient, mm_out, store
 from zeroir.torch_ops.neutral import NeutralOps, neutral_ops
+from zeroir.torch_ops.random_numbers import uniform
 from zeroir.torch_ops.strided import strided, strided_scatter
 
 __all__ = [

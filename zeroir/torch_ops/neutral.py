@@ -24,8 +24,8 @@ from zeroir.torch_ops.batch_norm import batch_norm
 from zeroir.torch_ops.conditions import tracing_conditions
 from zeroir.torch_ops.ctc import reduced_ctc_loss
 from zeroir.torch_ops.devices import on_one_device
-from zeroir.torch_ops.draws import Draws
 from zeroir.torch_ops.dropout import dropout
+from zeroir.torch_ops.random_numbers import Draws
 from zeroir.torch_ops.recurrent import (
     Step,
     gru_step,

@@ -11,16 +11,16 @@ from zeroir.cost.simulate import ClassResult, Simulation
 from zeroir.ir import ops
 from zeroir.ir.buffers import Role
 from zeroir.ir.effects import effects
-from zeroir.ir.memory.curve import live_bytes
+from zeroir.ir.labels import labels
 from zeroir.ir.ops import op_name
 from zeroir.ir.program import EVALUATE, Program
 from zeroir.ir.spans import Span
 from zeroir.ir.traffic import payloads
+from zeroir.memory.curve import live_bytes
 from zeroir.report.names import shortened
 from zeroir.report.origins import op_source
 from zeroir.report.schedule import buffer_owners
 from zeroir.report.step import step_sections
-from zeroir.runtime.labels import labels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

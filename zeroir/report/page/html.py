@@ -9,11 +9,9 @@ from importlib import resources
 from typing import Final
 
 from zeroir.cost.simulate import ClassResult, Simulation
-from zeroir.ir.explain import CODES
 from zeroir.ir.mesh import HOST
 from zeroir.ir.program import MICRO_STEP, Program
 from zeroir.ir.traffic import on_the_wire
-from zeroir.ir.verify import PROVED, Report
 from zeroir.report.names import counted, format_bytes, format_flops
 from zeroir.report.page import charts
 from zeroir.report.page.facts import (
@@ -25,6 +23,8 @@ from zeroir.report.page.facts import (
     unit_facts,
 )
 from zeroir.report.summary import Summary
+from zeroir.verify import PROVED, Report
+from zeroir.verify.explain import CODES
 
 _ASSETS: Final = resources.files("zeroir.report.page")
 

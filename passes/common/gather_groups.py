@@ -1,0 +1,131 @@
+"""The gathers of a section, and which of them are read first by the same op."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from zeroir.ir import ops
+from zeroir.ir.buffers import Role
+from zeroir.ir.effects import effects
+from zeroir.ir.mesh import GATHER
+from zeroir.ir.ops import Op
+from zeroir.ir.program import Program, Section
+from zeroir.passes.common import rewrite
+
+
+@dataclass(slots=True, kw_only=True)
+class Gather:
+    """A gather into one buffer or a bucket of them, and where it and the buffers' lives stand in the body.
+
+    ``earliest`` is one past the last op that the gather must follow: a release that ended a previous life of a buffer,
+    or a change of what is gathered. ``first_use`` is None until it is met; it stays so where nobody reads what is
+    gathered. ``releases`` lack a buffer that outlives the section.
+    """
+
+    op: ops.AllGather
+    allocs: tuple[int, ...]
+    index: int
+    earliest: int
+    first_use: int | None = None
+    releases: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wave:
+    """The gathers whose buffers the compute op at ``first_use`` is the first to read."""
+
+    first_use: int
+    gathers: tuple[Gather, ...]
+
+    @property
+    def releases(self) -> tuple[int, ...]:
+        """Where the buffers end."""
+        return tuple(sorted(release for gather in self.gathers for release in gather.releases))
+
+    @property
+    def stream(self) -> str:
+        """What gathers them."""
+        return self.gathers[0].op.stream
+
+
+def find_waves(body: Sequence[Op], program: Program) -> tuple[Wave, ...]:
+    """The waves of a section in order of use. A gather that nobody reads belongs to none."""
+    found: dict[int, list[Gather]] = {}
+    for gather in _gathers(body, program):
+        if gather.first_use is not None:
+            found.setdefault(gather.first_use, []).append(gather)
+    return tuple(Wave(first_use=use, gathers=tuple(found[use])) for use in sorted(found))
+
+
+def _gathers(body: Sequence[Op], program: Program) -> list[Gather]:
+    """The gathers of a section into temporary buffers, in program order."""
+    found: list[Gather] = []
+    live: dict[str, Gather] = {}
+    allocs: dict[str, int] = {}
+    releases: dict[str, int] = {}
+    changes: dict[str, int] = {}
+    for index, op in enumerate(body):
+        match op:
+            case ops.Alloc():
+                allocs[op.buffer] = index
+            case ops.Release():
+                releases[op.buffer] = index
+                if op.buffer in live:
+                    live.pop(op.buffer).releases.append(index)
+            case ops.AllGather() if _is_temporary(op, program, allocs):
+                names = [pair.destination.buffer for pair in op.pairs]
+                sources = (pair.source.buffer for pair in op.pairs)
+                after = (
+                    *(releases.get(name, -1) for name in names),
+                    *(changes.get(name, -1) for name in sources),
+                )
+                gather = Gather(
+                    op=op,
+                    allocs=tuple(allocs[name] for name in names),
+                    index=index,
+                    earliest=max(after) + 1,
+                )
+                live.update(dict.fromkeys(names, gather))
+                found.append(gather)
+            case _:
+                effect = effects(op)
+                changed = (*effect.writes, *effect.accumulates)
+                changes.update((region.buffer, index) for region in changed)
+                for name in rewrite.used_buffers(op) & live.keys():
+                    if live[name].first_use is None:
+                        live[name].first_use = index
+    return found
+
+
+def _is_temporary(op: ops.AllGather, program: Program, allocs: dict[str, int]) -> bool:
+    """Whether a gather fills nothing but gathered buffers that begin in this section."""
+    names = [pair.destination.buffer for pair in op.pairs]
+    return all(
+        name in allocs and program.buffer_by_name[name].role is Role.GATHERED for name in names
+    )
+
+
+def ahead(op: ops.AllGather) -> ops.Prefetch:
+    """The gather under the name that says that it is issued ahead of need."""
+    return ops.Prefetch(
+        pairs=op.pairs,
+        comm=op.comm,
+        stream=op.stream,
+        event=op.event,
+        wire_dtype=op.wire_dtype,
+        staging=op.staging,
+    )
+
+
+def without_gather_waits(section: Section) -> Section:
+    """The section without what holds its gathers back, but for events that are pending at its entry."""
+    pending = {p.event for p in section.entry.pending}
+    return replace(
+        section,
+        body=tuple(
+            op
+            for op in section.body
+            if not (isinstance(op, ops.Wait) and op.on == GATHER and op.waited not in pending)
+        ),
+    )

@@ -1,0 +1,76 @@
+"""What a rank's device must hold, when it is fullest, and which line of the model is to blame."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.support.lowering import applied
+from tests.support.programs import mlp
+from zeroir.ir.text import parse
+from zeroir.memory.curve import peak
+from zeroir.memory.footprint import WORKSPACE, footprint
+from zeroir.memory.placement import place_all, unplaced
+from zeroir.passes.pipelines import for_stage
+from zeroir.passes.plan_memory import PlanMemory
+
+TEXT = """zeroir 1
+mesh dp=1
+streams compute:device gather:device
+buffer %x : f32[64] device input = value x
+buffer %a : f32[256] device activation
+buffer %b : f32[128] device gathered
+input x : f32[64] -> %x
+
+segment @double($0: f32[64]) workspace eager=96 {
+  $1 = aten.mul.Tensor($0, $0) : f32[64]  at "model.py:3"
+  return ($1)
+}
+
+section evaluate {
+  alloc %a  stream=compute
+  !0 = compute @double(%x) -> (%a[0:64])  unit=u stream=compute
+  release %a  stream=compute
+  alloc %b  stream=gather
+  release %b  stream=gather
+}
+"""
+
+
+def test_streams_that_no_wait_orders_count_together() -> None:
+    found = footprint(parse(TEXT))
+    assert found.fullest.role_bytes == {
+        "activation": 1024,
+        "gathered": 512,
+        "input": 256,
+        WORKSPACE: 96,
+    }
+    assert found.fullest.is_exact
+    assert (found.resting_bytes, found.arena_bytes, found.scratch_bytes) == (256, 1536, 96)
+    assert found.total_bytes == found.fullest.live_bytes == 1888
+
+
+def test_what_a_wait_orders_counts_apart_and_the_line_of_the_model_is_named() -> None:
+    ordered = TEXT.replace("  alloc %b", "  wait !0  on=gather\n  alloc %b")
+    found = footprint(parse(ordered))
+    assert found.fullest.role_bytes == {"activation": 1024, "gathered": 512, "input": 256}
+    after = ordered.replace("  release %a", "  !1 = release %a").replace("wait !0", "wait !1")
+    found = footprint(parse(after))
+    assert found.fullest.role_bytes == {"activation": 1024, "input": 256, WORKSPACE: 96}
+    assert (found.fullest.section, found.fullest.index) == ("evaluate", 1)
+    assert (found.fullest.unit, found.fullest.source) == ("u", "model.py:3")
+    assert found.arena_bytes == 1024
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_it_bounds_what_program_order_shows(stage: int) -> None:
+    program = applied(mlp(blocks=3), for_stage(stage, 2))
+    found = footprint(program)
+    assert peak(program).total_bytes <= found.fullest.live_bytes <= found.fullest.bound_bytes
+    (placement,) = place_all(program).values()
+    assert found.arena_bytes == placement.size_bytes
+    assert found == footprint(PlanMemory()(program))
+    least = footprint(program, place=unplaced)
+    assert replace(least, arena_bytes=found.arena_bytes) == found
+    assert least.arena_bytes == placement.live_bytes

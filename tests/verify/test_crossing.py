@@ -1,0 +1,401 @@
+"""What crosses a joint between two sections: gathers, releases, writes, and what the host does there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from tests.support.edits import put
+from tests.support.schedules import Case, is_same, run
+from tests.verify.test_rejects import codes, find
+from zeroir.ir import ops
+from zeroir.ir.buffers import Buffer, Region, Role, Space, whole
+from zeroir.ir.contents import PARAM, FlatContent
+from zeroir.ir.dtypes import DType
+from zeroir.ir.mesh import COMPUTE, GATHER, HOST
+from zeroir.ir.ops import Op, Pair
+from zeroir.ir.program import (
+    LAST_MICRO_STEP,
+    MICRO_STEP,
+    UPDATE,
+    Holding,
+    Pending,
+    Program,
+    Section,
+    State,
+)
+from zeroir.verify import verify
+
+FULL = "root.pre.full"
+CROSSING = "crossing"
+FULL = "root.pre.full"
+
+
+def first_gather(section: Section) -> tuple[int, int, str]:
+    """Lines of the alloc and the gather of the first unit, and the gather's event."""
+    alloc = next(
+        i for i, op in enumerate(section.body) if isinstance(op, ops.Alloc) and op.buffer == FULL
+    )
+    gather = next(i for i, op in enumerate(section.body) if isinstance(op, ops.AllGather))
+    op = section.body[gather]
+    assert isinstance(op, ops.AllGather)
+    assert op.pairs[0].destination.buffer == FULL
+    assert op.event is not None
+    return alloc, gather, op.event
+
+
+def carried(program: Program, *, says_after: bool = True, gathers_early: bool = False) -> Program:
+    """The program whose first gather is issued at the end of the section before."""
+    full, param = program.buffer_by_name[FULL], program.buffer_by_name["root.pre.param"]
+    between = State(
+        live=(FULL,),
+        holdings=(
+            Holding(
+                region=whole(full),
+                content=FlatContent(quantity=PARAM, flat="root.pre"),
+                after=CROSSING if says_after else None,
+            ),
+        ),
+        pending=(Pending(event=CROSSING, stream=GATHER),),
+    )
+
+    def joined(state: State) -> State:
+        return replace(between, holdings=(*between.holdings, *state.holdings))
+
+    last, update = program.section_by_name[LAST_MICRO_STEP], program.section_by_name[UPDATE]
+    alloc, gather, event = first_gather(last)
+    body: list[Op] = [
+        replace(op, waited=CROSSING) if isinstance(op, ops.Wait) and op.waited == event else op
+        for i, op in enumerate(last.body)
+        if i not in (alloc, gather)
+    ]
+    issue: list[Op] = [
+        ops.Alloc(buffer=FULL, stream=GATHER),
+        ops.Prefetch(
+            pairs=(Pair(source=whole(param), destination=whole(full)),),
+            comm="gather",
+            stream=GATHER,
+            event=CROSSING,
+        ),
+    ]
+    ending: list[Op] = list(update.body)
+    cast = next(
+        i
+        for i, op in enumerate(ending)
+        if isinstance(op, ops.Cast) and op.destination.buffer == param.name
+    )
+    if gathers_early:
+        ending[cast:cast] = issue
+    else:
+        stepped = ending[cast]
+        assert isinstance(stepped, ops.Cast)
+        ending[cast] = replace(stepped, event="stepped")
+        ending += [ops.Wait(waited="stepped", on=GATHER), *issue]
+    changed = {
+        LAST_MICRO_STEP: replace(last, entry=joined(last.entry), body=tuple(body)),
+        UPDATE: replace(update, body=tuple(ending), exit=joined(update.exit)),
+    }
+    return replace(program, sections=tuple(changed[s.name] for s in program.sections))
+
+
+CASE = Case(stage=3, precision="bf16")
+
+
+def test_a_gather_may_cross_a_joint() -> None:
+    program = carried(CASE.scheduled)
+    report = verify(program, CASE.logical)
+    assert report.is_valid, report.render()
+
+
+def test_what_a_pending_gather_fills_is_true_only_after_it() -> None:
+    assert codes(verify(carried(CASE.scheduled, says_after=False))) == {"Z103"}
+
+
+def test_a_pending_gather_is_awaited_before_its_use() -> None:
+    program = carried(CASE.scheduled)
+    sections = tuple(
+        replace(
+            section,
+            body=tuple(
+                op
+                for op in section.body
+                if not (isinstance(op, ops.Wait) and op.waited == CROSSING)
+            ),
+        )
+        for section in program.sections
+    )
+    report = verify(replace(program, sections=sections))
+    assert report.findings[0].code == "Z103"
+
+
+def test_a_gather_that_crosses_the_update_must_come_after_it() -> None:
+    """Gathered before the step, the parameters of the next step are those of the last one."""
+    report = verify(carried(CASE.scheduled, gathers_early=True))
+    assert not report.is_valid
+    assert codes(report) <= {"Z105", "Z103", "Z401"}
+
+
+def test_a_pending_event_needs_a_signal() -> None:
+    program = CASE.scheduled
+    state = State(pending=(Pending(event=CROSSING, stream=GATHER),))
+    sections = tuple(
+        replace(
+            s,
+            entry=s.entry if s.name == UPDATE else state,
+            exit=s.exit if s.name == LAST_MICRO_STEP else state,
+        )
+        for s in program.sections
+    )
+    assert "Z202" in codes(verify(replace(program, sections=sections)))
+
+
+def crossing_micro_steps(program: Program) -> Program:
+    """The program of several micro-steps in which every section gathers the first unit for the one that follows it."""
+    full, param = program.buffer_by_name[FULL], program.buffer_by_name["root.pre.param"]
+    issue: list[Op] = [
+        ops.Alloc(buffer=FULL, stream=GATHER),
+        ops.Prefetch(
+            pairs=(Pair(source=whole(param), destination=whole(full)),),
+            comm="gather",
+            stream=GATHER,
+            event=CROSSING,
+        ),
+    ]
+    holding = Holding(
+        region=whole(full), content=FlatContent(quantity=PARAM, flat="root.pre"), after=CROSSING
+    )
+
+    def joined(state: State) -> State:
+        return replace(
+            state,
+            live=(*state.live, FULL),
+            holdings=(*state.holdings, holding),
+            pending=(Pending(event=CROSSING, stream=GATHER),),
+        )
+
+    sections: list[Section] = []
+    for section in program.sections:
+        body: list[Op] = list(section.body)
+        if section.name == UPDATE:
+            last = max(i for i, op in enumerate(body) if isinstance(op, ops.Cast))
+            cast = body[last]
+            assert isinstance(cast, ops.Cast)
+            body[last] = replace(cast, event="stepped")
+            sections.append(
+                replace(
+                    section,
+                    body=(*body, ops.Wait(waited="stepped", on=GATHER), *issue),
+                    exit=joined(section.exit),
+                )
+            )
+            continue
+        alloc, gather, event = first_gather(section)
+        body = [
+            replace(op, waited=CROSSING) if isinstance(op, ops.Wait) and op.waited == event else op
+            for i, op in enumerate(body)
+            if i not in (alloc, gather)
+        ]
+        if section.name == LAST_MICRO_STEP:
+            sections.append(replace(section, entry=joined(section.entry), body=tuple(body)))
+            continue
+        release = next(
+            i for i, op in enumerate(body) if isinstance(op, ops.Release) and op.buffer == FULL
+        )
+        released = body[release]
+        assert isinstance(released, ops.Release)
+        event = released.event or "released"
+        body[release] = replace(released, event=event)
+        body += [ops.Wait(waited=event, on=GATHER), *issue]
+        sections.append(
+            replace(
+                section, entry=joined(section.entry), body=tuple(body), exit=joined(section.exit)
+            )
+        )
+    return replace(program, sections=tuple(sections))
+
+
+def _one(name: str) -> Region:
+    return Region(buffer=name, offset=0, numel=1)
+
+
+MICRO = Case(stage=3, precision="bf16", micro_steps=2, clip=1.0)
+
+
+def test_a_gather_may_cross_every_joint_of_a_step() -> None:
+    """One event is pending at the entry and signalled anew for the exit."""
+    program = crossing_micro_steps(MICRO.scheduled)
+    report = verify(program, MICRO.logical)
+    assert report.is_valid, report.render()
+    expected = run(MICRO.scheduled)
+    for schedule_seed in range(6):
+        assert is_same(run(program, schedule_seed=schedule_seed), expected)
+
+
+@pytest.mark.parametrize("section", [MICRO_STEP, LAST_MICRO_STEP])
+def test_what_crosses_every_joint_is_awaited_behind_each(section: str) -> None:
+    program = crossing_micro_steps(MICRO.scheduled)
+    place = find(program, section, lambda op: isinstance(op, ops.Wait) and op.waited == CROSSING)
+    assert verify(put(program, place)).findings[0].code in {"Z101", "Z103"}
+
+
+# ---------------------------------------------------------------------------------------- other ops that cross a joint
+
+
+def crossing_op(
+    program: Program,
+    *,
+    ending: Sequence[Op],
+    beginning: Sequence[Op],
+    pending: Sequence[Pending],
+    live: Sequence[str] = (),
+) -> Program:
+    """The update ends with some ops, the next step begins with others, and events are pending in between."""
+    state = State(live=tuple(live), pending=tuple(pending))
+    last, update = program.section_by_name[LAST_MICRO_STEP], program.section_by_name[UPDATE]
+    joined = replace(state, holdings=update.exit.holdings)
+    return replace(
+        program,
+        buffers=(*program.buffers, *(_scratch(name) for name in ("one", "two"))),
+        sections=(
+            replace(last, entry=joined, body=(*beginning, *last.body)),
+            replace(update, body=(*update.body, *ending), exit=joined),
+        ),
+    )
+
+
+def _scratch(name: str) -> Buffer:
+    return Buffer(name=name, dtype=DType.F32, numel=8, space=Space.DEVICE, role=Role.STAGING)
+
+
+def _alloc(name: str, event: str | None = None) -> Op:
+    return ops.Alloc(buffer=name, stream="copy_in", event=event)
+
+
+def _release(name: str, stream: str = "copy_in", event: str | None = None) -> Op:
+    return ops.Release(buffer=name, stream=stream, event=event)
+
+
+def _fill(name: str, stream: str = "copy_in", event: str | None = None) -> Op:
+    region = Region(buffer=name, offset=0, numel=8)
+    return ops.Fill(destination=region, value=1.0, stream=stream, event=event)
+
+
+CROSSING_OPS = {
+    "a release": (
+        [_alloc("one"), _release("one", event="p")],
+        [ops.Alloc(buffer="one", stream=COMPUTE), _release("one", COMPUTE)],
+        [Pending(event="p", stream="copy_in")],
+        [],
+    ),
+    "an alloc": (
+        [_alloc("one", event="p")],
+        [_fill("one", COMPUTE), _release("one", COMPUTE)],
+        [Pending(event="p", stream="copy_in")],
+        ["one"],
+    ),
+    "a write": (
+        [_alloc("one"), _fill("one", event="p")],
+        [_fill("one", COMPUTE), _release("one", COMPUTE)],
+        [Pending(event="p", stream="copy_in")],
+        ["one"],
+    ),
+    "two writes": (
+        [_alloc("one"), _alloc("two"), _fill("one", event="p"), _fill("two", event="q")],
+        [
+            _fill("one", COMPUTE),
+            _fill("two", COMPUTE),
+            _release("one", COMPUTE),
+            _release("two", COMPUTE),
+        ],
+        [Pending(event="p", stream="copy_in"), Pending(event="q", stream="copy_in")],
+        ["one", "two"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CROSSING_OPS)
+def test_whatever_crosses_a_joint_is_awaited(name: str) -> None:
+    ending, beginning, pending, live = CROSSING_OPS[name]
+
+    def crossing(waits: Sequence[Op], listed: Sequence[Pending] = pending) -> Program:
+        return crossing_op(
+            CASE.scheduled, ending=ending, beginning=[*waits, *beginning], pending=listed, live=live
+        )
+
+    awaited = crossing([ops.Wait(waited=pending[-1].event, on=COMPUTE)])
+    assert verify(awaited).is_valid, verify(awaited).render()
+    assert verify(crossing([ops.Wait(waited=pending[-1].event, on=HOST)])).is_valid
+    assert codes(verify(crossing([]))) <= {"Z101", "Z105"}
+    assert not verify(crossing([])).is_valid
+    if len(pending) > 1:
+        # The first one's event says nothing of the second, however the state lists them.
+        first = [ops.Wait(waited=pending[0].event, on=COMPUTE)]
+        assert codes(verify(crossing(first))) == {"Z105"}
+        assert codes(verify(crossing(first, pending[::-1]))) == {"Z009"} or "Z202" in codes(
+            verify(crossing(first, pending[::-1]))
+        )
+
+
+def test_the_host_reads_scalars_at_a_joint() -> None:
+    """No op may still write the loss when the engine reads it, nor read a batch when the next one comes."""
+    program = CASE.scheduled
+    fill = ops.Fill(destination=_one("gradient_divisor"), value=1.0, stream="copy_in", event="p")
+    waits: list[Op] = [ops.Wait(waited="p", on=COMPUTE)]
+    pending = [Pending(event="p", stream="copy_in")]
+    report = verify(
+        crossing_op(program, ending=[*_behind_compute(), fill], beginning=waits, pending=pending)
+    )
+    assert "Z105" in codes(report)
+    assert any("the host reads" in finding.sentence for finding in report.findings)
+    source = Region(buffer="input.x", offset=0, numel=8)
+    copy = ops.Cast(
+        source=source, destination=replace(source, buffer="one"), stream="copy_in", event="p"
+    )
+    report = verify(
+        crossing_op(
+            program,
+            ending=[_alloc("one"), copy],
+            beginning=[*waits, _release("one", COMPUTE)],
+            pending=pending,
+            live=["one"],
+        )
+    )
+    assert codes(report) == {"Z105"}
+    assert "the host fills anew" in report.findings[0].sentence
+
+
+def _behind_compute() -> list[Op]:
+    fill = ops.Fill(destination=_one("gradient_divisor"), value=1.0, stream=COMPUTE, event="done")
+    return [fill, ops.Wait(waited="done", on="copy_in")]
+
+
+# ------------------------------------------------------------------------------------------------ waits of the host
+
+
+def test_the_host_may_wait_instead_of_a_stream() -> None:
+    """What is issued later, on any stream, comes after."""
+    program = CASE.scheduled
+    sections = tuple(
+        replace(
+            s, body=tuple(replace(op, on=HOST) if isinstance(op, ops.Wait) else op for op in s.body)
+        )
+        for s in program.sections
+    )
+    report = verify(replace(program, sections=sections), CASE.logical)
+    assert report.is_valid, report.render()
+
+
+def test_the_host_orders_nothing_that_was_issued_before_its_wait() -> None:
+    program = CASE.scheduled
+    place = find(program, LAST_MICRO_STEP, lambda op: isinstance(op, ops.Compute))
+    section, line = place
+    body = list(program.sections[section].body)
+    wait = next(i for i in reversed(range(line)) if isinstance(body[i], ops.Wait))
+    late = body[wait]
+    assert isinstance(late, ops.Wait)
+    body[wait : line + 1] = [*body[wait + 1 : line + 1], replace(late, on=HOST)]
+    sections = list(program.sections)
+    sections[section] = replace(sections[section], body=tuple(body))
+    assert verify(replace(program, sections=tuple(sections))).findings[0].code == "Z103"

@@ -1,0 +1,104 @@
+"""What is beyond every model is refused before it costs anything; a logical program is proved like a scheduled one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from tests.support.programs import mlp
+from zeroir.ir.mesh import STREAMS, Axis, Mesh
+from zeroir.ir.ops import OptimizerStep
+from zeroir.ir.program import Program
+from zeroir.verify import Reference, verify
+
+PROGRAM = mlp(blocks=1)
+
+
+def with_buffer(**changes: object) -> Program:
+    """The program with its last buffer, a temporary one, changed."""
+    *others, last = PROGRAM.buffers
+    return replace(PROGRAM, buffers=(*others, replace(last, **changes)))  # type: ignore[arg-type]
+
+
+def with_slot(**changes: object) -> Program:
+    """The program with its first parameter changed."""
+    first, *others = PROGRAM.flats
+    slot, *slots = first.slots
+    slot = replace(slot, **changes)  # type: ignore[arg-type]
+    return replace(PROGRAM, flats=(replace(first, slots=(slot, *slots)), *others))
+
+
+def with_result(**changes: object) -> Program:
+    """The program with the first result of its first segment changed."""
+    first, *others = PROGRAM.segments
+    node, *nodes = first.nodes
+    (result, *results) = node.results
+    assert result is not None
+    node = replace(node, results=(replace(result, **changes), *results))  # type: ignore[arg-type]
+    return replace(PROGRAM, segments=(replace(first, nodes=(node, *nodes)), *others))
+
+
+@pytest.mark.parametrize(
+    ("spoilt", "words"),
+    [
+        (lambda: replace(PROGRAM, streams=STREAMS * 3000), "21,000 streams, more than 64"),
+        (
+            lambda: replace(PROGRAM, mesh=Mesh(axes=(Axis(name="dp", size=2**21),))),
+            "more than 1,048,576 ranks",
+        ),
+        (
+            lambda: replace(PROGRAM, mesh=Mesh(axes=(Axis(name="dp", size=1),) * 2000)),
+            "2,000 axes, more than 8",
+        ),
+        (lambda: with_buffer(numel=2**62), "4,611,686,018,427,387,904 elements, more than"),
+        (lambda: with_buffer(offset=2**60), "stands at byte 1,152,921,504,606,846,976, beyond"),
+        (lambda: with_buffer(name="x" * 5000), "the name of a buffer has 5,000 characters"),
+        (lambda: with_slot(shape=(2,) * 5000), "5,000 dimensions, more than 64"),
+        (lambda: with_slot(shape=(-1,)), "a size below 0"),
+        (lambda: with_result(shape=(2**40, 2**40), stride=(1, 1)), "more than 281,474,976,710,656"),
+        (lambda: with_result(stride=()), "2 sizes and 0 strides"),
+        (lambda: with_result(stride=(-1, 1)), "a stride below 0"),
+    ],
+)
+def test_what_is_beyond_a_limit_is_refused(spoilt: Callable[[], Program], words: str) -> None:
+    report = verify(spoilt())
+    assert {finding.code for finding in report.findings} == {"Z011"}
+    assert any(words in finding.sentence for finding in report.findings)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda program: replace(program, buffers=program.buffers[:-1]),
+        lambda program: replace(program, segments=program.segments[1:]),
+        lambda program: replace(program, flats=program.flats[1:]),
+        lambda program: replace(program, sections=program.sections[1:] * 2),
+    ],
+)
+def test_a_logical_program_is_proved_too(spoil: Callable[[Program], Program]) -> None:
+    broken = spoil(PROGRAM)
+    report = verify(PROGRAM, broken)
+    assert not report.is_valid
+    assert all(f.sentence.startswith("in the logical program, ") for f in report.findings)
+    assert report.laws["Z406"] == "not examined: the logical program is broken"
+
+
+def test_a_reference_is_proved_once_and_is_its_own_proof() -> None:
+    reference = Reference(PROGRAM)
+    assert verify(PROGRAM, reference) is reference.report
+    assert reference.report.is_valid
+    assert "Z406" in reference.report.laws
+
+
+def test_an_op_of_very_many_operands_is_told_of_quickly() -> None:
+    update = PROGRAM.section_by_name["update"]
+    step = next(op for op in update.body if isinstance(op, OptimizerStep))
+    unknown = replace(step.grad, buffer="nobody")
+    many = [unknown] * 200_000
+    long = replace(step, states=tuple(many))
+    section = replace(update, body=tuple(long if op is step else op for op in update.body))
+    sections = (*PROGRAM.sections[:-1], section)
+    report = verify(replace(PROGRAM, sections=sections))
+    assert {finding.code for finding in report.findings} == {"Z001"}

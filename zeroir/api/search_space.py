@@ -1,0 +1,251 @@
+"""What a search for the best options may choose from: a grid of options for every stage and mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from math import prod
+from typing import Final, assert_never
+
+from zeroir.api.unit_classes import repeated_units, to_recompute, to_unshard, unit_kinds
+from zeroir.config import CompileOptions
+from zeroir.cost.search import Family, Point
+from zeroir.ir.mesh import REPLICATE_AXIS, SHARD_AXIS
+from zeroir.ir.program import Program
+from zeroir.passes.common.units import ALL_REPEATED
+from zeroir.report.names import format_bytes
+
+Value = int | bool | str | tuple[str, ...] | None
+
+EARLY: Final = "early"
+"""The value of ``prefetch`` for gathers that are as early as the memory allows."""
+
+_PREFETCH: Final = (0, 1, 2, 3, 4, EARLY)
+_LIVE_GRADIENTS: Final = (1, 2, 3, 4)
+_BUCKET_BYTES: Final = (0, 25_000_000, 100_000_000, 400_000_000)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dimension:
+    """An option that is chosen: its values, and by their index those of most speed, by default, and of least memory."""
+
+    name: str
+    values: tuple[Value, ...]
+    fast: int
+    usual: int
+    lean: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kinds:
+    """An option that names units: how many of each kind, counted from the first of each or from the last.
+
+    ``kinds`` holds for each kind its units, in order. With ``is_fast`` most speed is where all are named, else where
+    none are; least memory is the opposite. By default none are.
+    """
+
+    name: str
+    kinds: tuple[tuple[str, ...], ...]
+    is_fast: bool
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """An axis for every kind, and where it matters one for the end that is counted from."""
+        counts = tuple(len(kind) + 1 for kind in self.kinds)
+        return (*counts, 2) if self._has_ends else counts
+
+    @property
+    def size(self) -> int:
+        """How many sets of units can be named."""
+        counts = prod(len(kind) + 1 for kind in self.kinds)
+        return 2 * counts - 2 ** len(self.kinds) if self._has_ends else counts
+
+    def start(self, *, is_all: bool) -> Point:
+        """All units, or none."""
+        counts = tuple(len(kind) if is_all else 0 for kind in self.kinds)
+        return (*counts, 0) if self._has_ends else counts
+
+    def units(self, at: Point) -> set[str]:
+        """What is named at a point."""
+        is_from_last = self._has_ends and at[-1] == 1
+        return {
+            unit
+            for kind, count in zip(self.kinds, at, strict=False)
+            for unit in (kind[len(kind) - count :] if is_from_last else kind[:count])
+        }
+
+    @property
+    def _has_ends(self) -> bool:
+        return any(len(kind) > 1 for kind in self.kinds)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Region:
+    """Choices of one stage and one mesh. ``units`` are all that are repeated, in order."""
+
+    stage: int
+    mesh: str | None
+    units: tuple[str, ...]
+    dimensions: tuple[Dimension | Kinds, ...]
+
+    @property
+    def size(self) -> int:
+        """How many choices these are."""
+        return prod(
+            one.size if isinstance(one, Kinds) else len(one.values) for one in self.dimensions
+        )
+
+    def settings(self, point: Point) -> Mapping[str, Value]:
+        """What a point of the grid chooses, by option."""
+        chosen: dict[str, Value] = {"stage": self.stage, "mesh": self.mesh}
+        rest = list(point)
+        for one in self.dimensions:
+            match one:
+                case Dimension():
+                    chosen[one.name] = one.values[rest.pop(0)]
+                case Kinds():
+                    at = tuple(rest.pop(0) for _ in one.sizes)
+                    chosen[one.name] = self._named(one.units(at))
+                case _:
+                    assert_never(one)
+        return chosen
+
+    def values(self, name: str) -> tuple[Value, ...]:
+        """The values of a dimension; none where there is no such one."""
+        found = (d for d in self.dimensions if isinstance(d, Dimension) and d.name == name)
+        return next((d.values for d in found), ())
+
+    def _named(self, units: set[str]) -> tuple[str, ...]:
+        """Patterns that name these units."""
+        found = tuple(unit for unit in self.units if unit in units)
+        return (ALL_REPEATED,) if found and found == self.units else found
+
+    @property
+    def family(self) -> Family:
+        """The grid: it begins with what takes least time by itself, what is usual, and what takes least memory."""
+        sizes: list[int] = []
+        fast: list[int] = []
+        usual: list[int] = []
+        lean: list[int] = []
+        for one in self.dimensions:
+            match one:
+                case Dimension():
+                    sizes.append(len(one.values))
+                    for start, at in ((fast, one.fast), (usual, one.usual), (lean, one.lean)):
+                        start.append(at)
+                case Kinds():
+                    sizes += one.sizes
+                    fast += one.start(is_all=one.is_fast)
+                    usual += one.start(is_all=False)
+                    lean += one.start(is_all=not one.is_fast)
+                case _:
+                    assert_never(one)
+        starts = dict.fromkeys((tuple(fast), tuple(usual), tuple(lean)))
+        return Family(sizes=tuple(sizes), starts=tuple(starts))
+
+
+def words(settings: Mapping[str, Value]) -> str:
+    """A choice in short: ``stage 3, prefetch 2``; what is off is left out."""
+    said: list[str] = []
+    for name, value in settings.items():
+        match name, value:
+            case "stage", _:
+                said.append(f"stage {value}")
+            case "mesh", str():
+                said.append(value)
+            case "bucket", int() if value:
+                said.append(f"buckets of {format_bytes(value)}")
+            case _, ():
+                pass
+            case _, tuple():
+                said.append(f"{name} {unit_ranges(value)}")
+            case _, bool():
+                said.append(f"{'' if value else 'no-'}{name.replace('_', '-')}")
+            case _, None | 0:
+                pass
+            case _:
+                said.append(f"{name.replace('_', ' ')} {value}")
+    return ", ".join(said)
+
+
+def unit_ranges(units: Iterable[str]) -> str:
+    """Names of units in short: ``encoder.0-3 decoder.1``; all that are repeated are ``all``."""
+
+    def place(unit: str) -> tuple[str, int]:
+        stem, _, number = unit.rpartition(".")
+        return (stem, int(number)) if number.isdecimal() else (unit, -1)
+
+    def run(item: tuple[int, tuple[str, int]]) -> tuple[str, int]:
+        at, (stem, number) = item
+        return stem, number - at
+
+    said: list[str] = []
+    for _, items in groupby(enumerate(map(place, units)), run):
+        places = [one for _, one in items]
+        (stem, first), (_, last) = places[0], places[-1]
+        if first < 0:
+            said += ["all" if stem == ALL_REPEATED else stem]
+        else:
+            said.append(f"{stem}.{first}" + (f"-{last}" if last > first else ""))
+    return " ".join(said)
+
+
+def regions(options: CompileOptions, logical: Program) -> tuple[Region, ...]:
+    """All choices that leave alone what is set in the options, at the stages at which it means something."""
+    is_set = options.model_fields_set
+    stages = [
+        stage
+        for stage in ((options.stage,) if "stage" in is_set else (0, 1, 2, 3))
+        if options.model_copy(update={"stage": stage}).without_effect is None
+    ]
+    units = repeated_units(logical)
+    found: list[Region] = []
+    for stage in stages:
+        meshes = [options.mesh] if "mesh" in is_set else _meshes(stage, options.world_size)
+        dimensions = tuple(
+            one
+            for one in _dimensions(stage, logical)
+            if one.name not in is_set and not (one.name == "prefetch" and options.prefetch_budget)
+        )
+        found += [
+            Region(stage=stage, mesh=mesh, units=units, dimensions=dimensions) for mesh in meshes
+        ]
+    return tuple(found)
+
+
+def _meshes(stage: int, world_size: int) -> list[str | None]:
+    """One group, and where something is sharded every way to make equal groups of ranks."""
+    found: list[str | None] = [None]
+    if stage:
+        found += [
+            f"{REPLICATE_AXIS}={world_size // shard},{SHARD_AXIS}={shard}"
+            for shard in range(2, world_size)
+            if world_size % shard == 0
+        ]
+    return found
+
+
+def _dimensions(stage: int, logical: Program) -> Sequence[Dimension | Kinds]:
+    """What is to be chosen at a stage."""
+    kinds = unit_kinds(logical)
+    # Beyond what there is, all buckets are alike.
+    whole_bytes = 4 * logical.parameters_numel
+    sizes = tuple(
+        size
+        for at, size in enumerate(_BUCKET_BYTES)
+        if not at or _BUCKET_BYTES[at - 1] < whole_bytes
+    )
+    saved = Dimension(name="select_saved", values=(False, True), fast=0, usual=1, lean=1)
+    again = Kinds(name="recompute", kinds=to_recompute(kinds), is_fast=False)
+    bucket = Dimension(name="bucket", values=sizes, fast=min(2, len(sizes) - 1), usual=0, lean=0)
+    live = Dimension(name="live_gradients", values=_LIVE_GRADIENTS, fast=3, usual=1, lean=0)
+    ahead = Dimension(name="prefetch", values=_PREFETCH, fast=2, usual=1, lean=0)
+    whole = Kinds(name="unshard", kinds=to_unshard(kinds), is_fast=True)
+    return (
+        saved,
+        again,
+        bucket,
+        *((live,) if stage >= 2 else ()),
+        *((ahead, whole) if stage == 3 else ()),
+    )

@@ -1,0 +1,237 @@
+"""Commands that write a program down for the eye: what passes did, and files for other viewers and for browsers."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal, assert_never
+
+from cyclopts import Parameter
+
+from zeroir.cli.arguments import DEFAULT_MACHINE, AsJson, Machine
+from zeroir.cli.console import out, print_json
+from zeroir.errors import UserError
+
+if TYPE_CHECKING:
+    from zeroir.api import CompiledProgram
+    from zeroir.artifact.outputs import OutputKind
+
+Format = Literal["chrome", "memory-snapshot", "flight-recorder", "graphviz"]
+
+
+def show_passes(compiled: CompiledProgram, *, as_json: bool) -> int:
+    """Print what each pass changed."""
+    from dataclasses import asdict
+
+    from zeroir.cli.render import print_passes
+    from zeroir.report.passes import pass_rows, programs_after_passes
+
+    rows = pass_rows(programs_after_passes(compiled.logical, compiled.program))
+    if as_json:
+        print_json({"passes": [asdict(row) for row in rows]})
+    else:
+        print_passes(out, rows)
+    return 0
+
+
+def print_pass(compiled: CompiledProgram) -> None:
+    """Say after which of its passes a program is shown."""
+    specs = compiled.program.passes
+    last = f"`{specs[-1]}`" if specs else "none yet"
+    out.print(f"After pass {len(specs)}: {last}.\n", markup=False)
+
+
+def export(
+    program: Annotated[Path, Parameter(help="A compiled program (.zir).")],
+    /,
+    *,
+    format: Annotated[  # noqa: A002  the flag's name is the field's word
+        Format,
+        Parameter(
+            help="graphviz: ops, streams and events in DOT; memory-snapshot: for pytorch.org/memory_viz; "
+            "flight-recorder: a folder with every rank's collectives, for torch's fr_trace; chrome: the simulated "
+            "step, for ui.perfetto.dev."
+        ),
+    ],
+    output: Annotated[
+        Path,
+        Parameter(name=["-o", "--output"], help="The file, or for flight-recorder the folder."),
+    ],
+    section: Annotated[str | None, Parameter(help="Only this section (graphviz).")] = None,
+    machine: Annotated[
+        str | None,
+        Parameter(
+            help=f"Where the step is simulated (chrome), as for `zeroir simulate`. [default: {DEFAULT_MACHINE}]"
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> int:
+    """Write a compiled program for a viewer that people already have.
+
+    Example: zeroir export gpt.zir --format memory-snapshot -o gpt.pickle
+    """
+    from zeroir.api import load_program
+    from zeroir.artifact.outputs import require_writable
+
+    if section is not None and format != "graphviz":
+        raise UserError("--section goes with --format graphviz alone.")
+    if machine is not None and format != "chrome":
+        raise UserError("--machine goes with --format chrome alone.")
+    if format == "flight-recorder":
+        _require_empty(output)
+    else:
+        require_writable(output, _kind(format))
+    compiled = load_program(program)
+    compiled.require(section=section)
+    written = _export(compiled, program, format, output, section, machine or DEFAULT_MACHINE)
+    if as_json:
+        print_json({"format": format, "paths": [str(path) for path in written]})
+    elif len(written) == 1:
+        out.print(f"Wrote {written[0]}.", markup=False)
+    else:
+        out.print(f"Wrote {len(written)} files to {output}.", markup=False)
+    return 0
+
+
+def _export(
+    compiled: CompiledProgram,
+    path: Path,
+    kind: Format,
+    output: Path,
+    section: str | None,
+    machine: str,
+) -> list[Path]:
+    from zeroir.artifact.outputs import write_whole
+    from zeroir.report.plain_pickle import dumps
+
+    program = compiled.program
+    if kind == "flight-recorder":
+        return _write_dumps(compiled, path, output)
+    match kind:
+        case "graphviz":
+            from zeroir.report.graph import dot
+
+            content = dot(program, section=section).encode()
+        case "memory-snapshot":
+            from zeroir.report.memory_snapshot import memory_snapshot
+
+            content = dumps(memory_snapshot(program, source=str(path)))
+        case "chrome":
+            from zeroir.cost.machine import load_machine
+            from zeroir.cost.simulate import simulate
+            from zeroir.report.trace import simulated_trace
+
+            simulation = simulate(program, load_machine(machine), logical=compiled.logical)
+            content = json.dumps(simulated_trace(program, simulation)).encode()
+        case _:
+            assert_never(kind)
+    write_whole(output, content, _kind(kind))
+    return [output]
+
+
+def _kind(format_: Format) -> OutputKind:
+    """The kind of file that a format is written to, or of each file in its folder."""
+    from zeroir.artifact.outputs import DUMP, GRAPH, SNAPSHOT, TIMELINE
+
+    match format_:
+        case "graphviz":
+            return GRAPH
+        case "memory-snapshot":
+            return SNAPSHOT
+        case "chrome":
+            return TIMELINE
+        case "flight-recorder":
+            return DUMP
+        case _:
+            assert_never(format_)
+
+
+def report(
+    program: Annotated[Path, Parameter(help="A compiled program (.zir).")],
+    /,
+    *,
+    output: Annotated[
+        Path | None,
+        Parameter(name=["-o", "--output"], help="Where to write. [default: PROGRAM.html, here]"),
+    ] = None,
+    machine: Machine = DEFAULT_MACHINE,
+    memory_budget: Annotated[
+        str | None,
+        Parameter(
+            name=["--memory-budget", "--budget"],
+            help="Device memory of a rank, such as 80GB, drawn as a line. [default: the program's, else the machine's]",
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> int:
+    """Write one HTML page about a compiled program: its step over time, its memory, its ops, units and laws.
+
+    Example: zeroir report gpt.zir -o gpt.html --machine dgx-h100
+    """
+    from zeroir.api import load_program
+    from zeroir.artifact.outputs import PAGE, require_writable, write_whole
+    from zeroir.cost.machine import load_machine
+    from zeroir.cost.measured_workspaces import with_measured_workspaces
+    from zeroir.cost.simulate import simulate
+    from zeroir.report.names import parse_bytes
+    from zeroir.report.page.charts import require_bokeh
+    from zeroir.report.page.html import report_html
+
+    path = Path(f"{program.stem}.html") if output is None else output
+    require_writable(path, PAGE)
+    require_bokeh()
+    known = load_machine(machine)
+    given = None if memory_budget is None else parse_bytes(memory_budget)
+    compiled = load_program(program)
+    if given is None and (own := compiled.program.option.get("memory_budget")) is not None:
+        given = parse_bytes(own)
+    budget = known.memory.size_bytes.value if given is None else given
+    page = report_html(
+        with_measured_workspaces(compiled.program, known),
+        compiled.report,
+        compiled.summary(),
+        simulate(compiled.program, known, logical=compiled.logical),
+        name=program.name,
+        budget_bytes=int(budget),
+    )
+    write_whole(path, page.encode(), PAGE)
+    if as_json:
+        print_json({"path": str(path), "machine": known.name, "memory_budget_bytes": int(budget)})
+    else:
+        out.print(f"Wrote {path}.", markup=False)
+    return 0
+
+
+def _require_empty(folder: Path) -> None:
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(
+            f"'{folder}' is not an empty folder: every file in it would count as a rank."
+        )
+
+
+def _write_dumps(compiled: CompiledProgram, path: Path, folder: Path) -> list[Path]:
+    """One file a rank, named so that the analysis finds the rank; all of them or none."""
+    from zeroir.artifact.outputs import write_whole
+    from zeroir.report.flight_recorder import flight_recorder_dumps
+    from zeroir.report.plain_pickle import dumps
+
+    _require_empty(folder)
+    is_new = not folder.exists()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"The folder '{folder}' cannot be made: {error.strerror}.") from error
+    written: list[Path] = []
+    try:
+        for rank, dump in enumerate(flight_recorder_dumps(compiled.program, source=str(path))):
+            written.append(folder / f"rank_{rank}")
+            write_whole(written[-1], dumps(dump), _kind("flight-recorder"))
+    except BaseException:
+        with contextlib.suppress(OSError):
+            for one in written:
+                one.unlink(missing_ok=True)
+            if is_new:
+                folder.rmdir()
+        raise
+    return written

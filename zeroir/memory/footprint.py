@@ -1,0 +1,168 @@
+"""What a rank's memory must hold: what rests there, the arena of temporary buffers, and the scratch memory of ops.
+
+The fullest moment is that of the worst order of ops that a program allows: streams that no wait orders may run ahead
+or lag behind, so more may be live at once than program order shows. The arena is what the runtime allocates, so the
+total is the resting buffers, the arena and the most scratch memory at once, whatever is live inside the arena.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from zeroir.ir import ops
+from zeroir.ir.buffers import Space
+from zeroir.ir.ops import Op
+from zeroir.ir.program import Program, Section
+from zeroir.ir.segment import Segment
+from zeroir.memory.lifetimes import Lifetimes
+from zeroir.memory.most_live import most_live
+from zeroir.memory.placement import Placement, placements
+from zeroir.workspace.collective_scratch import device_bytes
+
+WORKSPACE: Final = "workspace"
+"""Under which scratch memory counts among the roles."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FullestMoment:
+    """When most is live in the worst legal order of ops, and who is to blame.
+
+    ``index`` is the op of ``section`` that begins last of what is live then, -1 where that is live at the section's
+    entry; ``section`` is empty where nothing temporary ever lives. ``unit`` and ``source`` (``file:line``) are of the
+    computation that needs what the op begins, empty where there is none. ``role_bytes`` are the bytes live then by
+    role, scratch memory under ``workspace``, largest first. Where not ``is_exact``, some order of ops may hold more,
+    but never more than ``bound_bytes``.
+    """
+
+    section: str
+    index: int
+    unit: str
+    source: str
+    role_bytes: Mapping[str, int]
+    bound_bytes: int
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes of all roles."""
+        return sum(self.role_bytes.values())
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether no legal order of ops holds more."""
+        return self.live_bytes == self.bound_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Footprint:
+    """Bytes on one rank in one space.
+
+    ``resting_bytes`` are of persistent buffers, ``arena_bytes`` of the block in which temporary ones stand, planned or
+    not, and ``scratch_bytes`` the most that ops need beyond their buffers, all that may run at once together.
+    """
+
+    space: Space
+    resting_bytes: int
+    arena_bytes: int
+    scratch_bytes: int
+    fullest: FullestMoment
+
+    @property
+    def total_bytes(self) -> int:
+        """What must be there."""
+        return self.resting_bytes + self.arena_bytes + self.scratch_bytes
+
+
+def footprint(
+    program: Program,
+    *,
+    space: Space = Space.DEVICE,
+    kernels: str = "eager",
+    place: Callable[[Program], Mapping[Space, Placement]] = placements,
+) -> Footprint:
+    """The footprint of a program whose segments take the workspace that they declare for these kernels.
+
+    ``place`` gives the block of temporary buffers: with ``unplaced`` the footprint is the least that it can be, found
+    without looking for places.
+    What gloo takes for collectives is not in it; see ``zeroir.workspace.collective_scratch``.
+    """
+    names = program.buffer_by_name
+
+    def has_scratch(op: Op) -> bool:
+        return device_bytes(program, op, kernels=kernels) > 0
+
+    found = Lifetimes.of(program, has_scratch if space is Space.DEVICE else None)
+    sizes: list[int] = []
+    for life, name in enumerate(found.buffers):
+        if name:
+            sizes.append(names[name].size_bytes if names[name].space is space else 0)
+        else:
+            section, index = found.place(program, found.firsts[life])
+            sizes.append(device_bytes(program, section.body[index], kernels=kernels))
+    here = [life for life, size in enumerate(sizes) if size]
+    loose = [life for life in here if not found.buffers[life]]
+    most = most_live(found, here, sizes)
+    resting = {b.name: b for b in program.buffers if b.is_persistent and b.space is space}
+    role_bytes: dict[str, int] = {}
+    for buffer in resting.values():
+        role = buffer.role.value
+        role_bytes[role] = role_bytes.get(role, 0) + buffer.size_bytes
+    resting_bytes = sum(role_bytes.values())
+    for life in most.lives:
+        name = found.buffers[life]
+        role = names[name].role.value if name else WORKSPACE
+        role_bytes[role] = role_bytes.get(role, 0) + sizes[life]
+    section_name, index, unit, source = "", -1, "", ""
+    if most.lives:
+        section, index = found.place(program, most.moment)
+        section_name = section.name
+        unit, source = _blame(program, section, index)
+    placement = place(program).get(space)
+    return Footprint(
+        space=space,
+        resting_bytes=resting_bytes,
+        arena_bytes=0 if placement is None else placement.size_bytes,
+        scratch_bytes=most_live(found, loose, sizes).bound_bytes,
+        fullest=FullestMoment(
+            section=section_name,
+            index=index,
+            unit=unit,
+            source=source,
+            role_bytes=dict(sorted(role_bytes.items(), key=lambda item: (-item[1], item[0]))),
+            bound_bytes=resting_bytes + most.bound_bytes,
+        ),
+    )
+
+
+def _blame(program: Program, section: Section, index: int) -> tuple[str, str]:
+    """Unit and line of the model of an op, or of the computation that first touches what it begins."""
+    if index < 0:
+        return "", ""
+    op = section.body[index]
+    later = section.body[index:]
+    if isinstance(op, ops.Alloc):
+        later = tuple(one for one in later if op.buffer in _touched(one))
+    for one in later:
+        if isinstance(one, ops.Compute):
+            return one.unit, _source(program.segment_by_name[one.segment])
+        if not isinstance(op, ops.Alloc):
+            break
+    return "", ""
+
+
+def _touched(op: Op) -> set[str]:
+    if not isinstance(op, ops.Compute):
+        return set()
+    found = {argument.view.region.buffer for argument in op.arguments}
+    return found | {d.view.region.buffer for d in op.destinations if d is not None}
+
+
+def _source(segment: Segment) -> str:
+    """The line of the model that makes the largest value of a segment."""
+    largest, found = -1, ""
+    for node in segment.nodes:
+        size = sum(kind.size_bytes for kind in node.results if kind is not None)
+        if node.source and size > largest:
+            largest, found = size, node.source
+    return found

@@ -1,0 +1,241 @@
+"""The verifier: proves that a program trains as the unsharded one would, or says which law it breaks and where.
+
+Three stages, each resting on the one before: the *structure* of every op by itself, the *ordering* of accesses by
+vector clocks, and the *values* that memory holds by one abstract interpreter. A stage runs once the ones before found
+nothing, so a report speaks of causes and not of their consequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+
+from zeroir.ir.buffers import whole
+from zeroir.ir.program import LAST_MICRO_STEP, MICRO_STEP, SECTION_NAMES, UPDATE, Program
+from zeroir.verify.arenas import check_arenas
+from zeroir.verify.budget import check_budget
+from zeroir.verify.codes import CODES, LAWS, STRUCTURE, Law
+from zeroir.verify.collectives import check_collectives, compare_jobs
+from zeroir.verify.context import Findings, last_touch
+from zeroir.verify.declarations import check_declarations
+from zeroir.verify.domain import Numbering
+from zeroir.verify.exits import check_exit
+from zeroir.verify.interpreter import Outcome, Run, Shared
+from zeroir.verify.limits import check_limits
+from zeroir.verify.ordering import check_ordering
+from zeroir.verify.reference import content, contributor, differences
+from zeroir.verify.report import PROVED, Finding, Report, VerificationError
+from zeroir.verify.structure import check_structure
+
+__all__ = [
+    "CODES",
+    "LAWS",
+    "PROVED",
+    "STRUCTURE",
+    "Finding",
+    "Law",
+    "Reference",
+    "Report",
+    "VerificationError",
+    "check",
+    "verify",
+    "verify_job",
+]
+
+_ORDER_LAWS = ("Z101", "Z103", "Z104", "Z105", "Z106", "Z201", "Z202")
+_VALUE_LAWS = ("Z102", "Z401", "Z402", "Z403", "Z404", "Z405", "Z406")
+
+
+class Reference:
+    """A logical program that several programs are verified against; it is proved, and what it computes found, once."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.numbering = Numbering()
+        """Of the values of this program and of those that are compared with it."""
+        self._outcomes: dict[bool, dict[str, Outcome]] = {}
+
+    @cached_property
+    def report(self) -> Report:
+        """Whether the logical program itself holds: nothing can be compared with one that does not."""
+        return _examined(self.program, self, None)
+
+    def remember(self, outcomes: dict[str, Outcome]) -> None:
+        """What its sections compute, segment by segment, as its own proof found it."""
+        self._outcomes[False] = outcomes
+
+    def outcomes(self, *, by_node: bool) -> dict[str, Outcome]:
+        """What its sections compute, with values numbered node by node or segment by segment."""
+        if by_node not in self._outcomes:
+            shared = Shared.of(self.program, self.numbering, by_node=by_node)
+            findings = Findings(self.program)
+            self._outcomes[by_node] = _outcomes(shared, findings, is_checked=False)
+        return self._outcomes[by_node]
+
+
+def verify(
+    program: Program,
+    reference: Program | Reference | None = None,
+    budget_bytes: int | None = None,
+) -> Report:
+    """Examine a program.
+
+    ``reference`` is the logical program that it came from: then Z406 proves that every gradient contribution, the loss
+    and the settings of the update are those of the reference, which is examined first. ``budget_bytes`` is the device
+    memory of one rank: then Z301 proves that what rests there, the arena of temporary buffers and the declared
+    workspaces of segments fit it.
+    """
+    if isinstance(reference, Program):
+        reference = Reference(reference)
+    if reference is not None and program is reference.program and budget_bytes is None:
+        return reference.report
+    if reference is None or program is reference.program or reference.report.is_valid:
+        return _examined(program, reference, budget_bytes)
+    asked = _asked(program, reference, budget_bytes)
+    found = tuple(
+        replace(finding, sentence=f"in the logical program, {finding.sentence}")
+        for finding in reference.report.findings
+    )
+    unexamined = dict.fromkeys(asked, "not examined: the logical program is broken")
+    return Report(findings=found, asked=asked, unexamined=unexamined)
+
+
+def check(
+    program: Program,
+    reference: Program | Reference | None = None,
+    budget_bytes: int | None = None,
+) -> None:
+    """Raise what ``verify`` finds.
+
+    Raises:
+        VerificationError: where the program breaks a law.
+    """
+    report = verify(program, reference, budget_bytes)
+    if not report.is_valid:
+        raise VerificationError(report)
+
+
+def verify_job(programs: Sequence[Program]) -> Report:
+    """Whether programs that run as one job, one per rank, issue the same collectives (Z201)."""
+    if not programs:
+        return Report()
+    findings = Findings(programs[0])
+    compare_jobs(programs, findings)
+    return Report(findings=tuple(findings.found), asked=("Z201",))
+
+
+def _asked(
+    program: Program, reference: Reference | None, budget_bytes: int | None
+) -> tuple[str, ...]:
+    unasked = {"Z406"} if reference is None else set()
+    unasked |= {"Z301"} if budget_bytes is None else set()
+    unasked |= {"Z106"} if all(buffer.offset is None for buffer in program.buffers) else set()
+    return tuple(code for code in LAWS if code not in unasked)
+
+
+def _examined(program: Program, reference: Reference | None, budget_bytes: int | None) -> Report:
+    """A program by itself, and against a reference that holds or is the very program."""
+    asked = _asked(program, reference, budget_bytes)
+    findings = Findings(program)
+    if not _check_structure(program, findings):
+        why = "not examined: the structure is broken"
+        unexamined = dict.fromkeys((*_ORDER_LAWS, *_VALUE_LAWS, "Z301"), why)
+        return Report(findings=tuple(findings.found), asked=asked, unexamined=unexamined)
+    is_ordered = _check_order(program, findings)
+    if is_ordered and budget_bytes is not None:
+        check_budget(program, findings, budget_bytes)
+    if not is_ordered:
+        why = "not examined: the order of ops is broken"
+        unexamined = dict.fromkeys((*_VALUE_LAWS, "Z301"), why)
+        return Report(findings=tuple(findings.found), asked=asked, unexamined=unexamined)
+    _check_values(program, reference, findings)
+    return Report(findings=tuple(findings.found), asked=asked)
+
+
+def _check_structure(program: Program, findings: Findings) -> bool:
+    """Whether declarations and ops hold, each by itself; the other checks rest on it."""
+    for check_part in (check_limits, check_declarations, check_structure):
+        if not findings.found:
+            check_part(program, findings)
+    return not findings.found
+
+
+def _check_order(program: Program, findings: Findings) -> bool:
+    """Whether no interleaving breaks what the values rest on."""
+    for check_part in (check_collectives, check_ordering, check_arenas):
+        if not findings.found:
+            check_part(program, findings)
+    return not findings.found
+
+
+def _outcomes(shared: Shared, findings: Findings, *, is_checked: bool) -> dict[str, Outcome]:
+    found: dict[str, Outcome] = {}
+    for section in sorted(shared.program.sections, key=lambda s: SECTION_NAMES.index(s.name)):
+        before = found.get(LAST_MICRO_STEP) if section.name == UPDATE else None
+        run = Run(shared, section, findings, before)
+        found[section.name] = run.run()
+        if is_checked:
+            check_exit(run, found[section.name])
+    return found
+
+
+def _check_values(program: Program, reference: Reference | None, findings: Findings) -> None:
+    # A pass may have cut segments anew: then only what is inside them can be compared.
+    is_recut = reference is not None and _digests(program) != _digests(reference.program)
+    numbering = Numbering() if reference is None else reference.numbering
+    # A program for one rank, and a logical program, say themselves what contributes how often.
+    may_repeat = reference is not None or program.mesh.world_size == 1
+    shared = Shared.of(program, numbering, by_node=is_recut, may_repeat=may_repeat)
+    outcomes = _outcomes(shared, findings, is_checked=True)
+    _check_micro_steps(program, outcomes, findings)
+    if reference is not None and program is reference.program:
+        reference.remember(outcomes)
+    elif reference is not None and not findings.found:
+        _check_sameness(program, outcomes, reference, findings, by_node=is_recut)
+
+
+def _check_sameness(
+    program: Program,
+    outcomes: dict[str, Outcome],
+    reference: Reference,
+    findings: Findings,
+    *,
+    by_node: bool,
+) -> None:
+    wanted = reference.outcomes(by_node=by_node)
+    found = differences(program, outcomes, reference.program, wanted)
+    for sentence, name, line, advice in found:
+        section = None if name is None else program.section_by_name[name]
+        findings.add("Z406", sentence, section=section, line=line, advice=advice)
+
+
+def _digests(program: Program) -> set[str]:
+    return {segment.digest() for segment in program.segments}
+
+
+def _check_micro_steps(program: Program, outcomes: dict[str, Outcome], findings: Findings) -> None:
+    """Every micro-step makes the same contributions."""
+    if MICRO_STEP not in outcomes or LAST_MICRO_STEP not in outcomes:
+        return
+    first, last = outcomes[MICRO_STEP].contributions, outcomes[LAST_MICRO_STEP].contributions
+    for name in sorted({*first, *last}):
+        if sorted(first.get(name, [])) != sorted(last.get(name, [])):
+            findings.add(
+                "Z402",
+                f"the gradient of {name} has other contributions in the last micro-step than before",
+                section=program.section_by_name[LAST_MICRO_STEP],
+                line=contributor(program, LAST_MICRO_STEP, name),
+                advice="Let micro_step and last_micro_step make the same contributions.",
+            )
+    if program.loss is None:
+        return
+    loss = whole(program.buffer_by_name[program.loss])
+    if content(outcomes[MICRO_STEP], loss) != content(outcomes[LAST_MICRO_STEP], loss):
+        findings.add(
+            "Z402",
+            "the last micro-step adds something else to the loss than those before",
+            section=program.section_by_name[LAST_MICRO_STEP],
+            line=last_touch(program.section_by_name[LAST_MICRO_STEP], program.loss, is_write=True),
+            advice="Let micro_step and last_micro_step add the same loss.",
+        )

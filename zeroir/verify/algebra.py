@@ -1,0 +1,380 @@
+"""What casts, sums and collectives do to abstract values, element by element."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Final, NamedTuple
+
+from zeroir.ir.contents import MASTER, PARAM
+from zeroir.ir.dtypes import DType
+from zeroir.ir.ops import Reduction
+from zeroir.ir.program import Flat
+from zeroir.verify.descriptions import CAUSES
+from zeroir.verify.domain import (
+    ALL_TERM,
+    LOST_TERM,
+    PAST_TERM,
+    POISON,
+    SPENT,
+    Decision,
+    Elements,
+    FlatKey,
+    Gradient,
+    NamedKey,
+    Numbering,
+    Poison,
+    Slice,
+    Split,
+    Statistic,
+    Term,
+    Undefined,
+    Value,
+    Zero,
+    aligned,
+    mapped,
+    moved,
+    rebased,
+)
+
+Fail = Callable[[str, str], None]
+"""Reports a code and a sentence."""
+
+
+def undefined_in(value: Value) -> Undefined | None:
+    """The first undefined part of a value."""
+    if isinstance(value, Undefined):
+        return value
+    if isinstance(value, Slice):
+        parts = [inner for _, _, inner in value.array]
+    elif isinstance(value, Split):
+        parts = [value.own, *(inner for _, _, inner in value.rest)]
+    else:
+        return None
+    return next((found for part in parts if (found := undefined_in(part))), None)
+
+
+def is_poisoned(value: Value) -> bool:
+    """Whether part of a value has been reported already."""
+    if isinstance(value, Slice):
+        return any(is_poisoned(inner) for _, _, inner in value.array)
+    if isinstance(value, Split):
+        return is_poisoned(value.own) or any(is_poisoned(inner) for _, _, inner in value.rest)
+    return isinstance(value, Poison)
+
+
+class Addition(NamedTuple):
+    """How two operands are added: rounded to ``dtype``; ``note`` is told of each sum of gradients."""
+
+    dtype: DType
+    numbering: Numbering
+    fail: Fail
+    note: Callable[[Sum], None]
+
+
+class Sum(NamedTuple):
+    """One rounding of a flat's gradient: contributions that are there, others that are added to them, and the dtype.
+
+    Each side is a sorted multiset of terms. Which of two operands comes first does not matter.
+    """
+
+    flat: str
+    dtype: DType
+    sides: tuple[tuple[Term, ...], tuple[Term, ...]]
+
+    @classmethod
+    def of(cls, dtype: DType, left: Gradient, right: Gradient) -> Sum:
+        """The sum of two gradients of one flat.
+
+        Micro-steps may be added up before or after ranks are, and round otherwise then, as the user is told. So when
+        one side holds micro-steps that are over, the axes that either is summed over do not count.
+        """
+        sides = (left.terms, right.terms)
+        if any(term.source in (PAST_TERM, ALL_TERM) for terms in sides for term in terms):
+            sides = (_on_no_axis(left.terms), _on_no_axis(right.terms))
+        one, other = sorted(sides)
+        return cls(left.flat, dtype, (one, other))
+
+
+def _on_no_axis(terms: tuple[Term, ...]) -> tuple[Term, ...]:
+    return tuple(sorted(term._replace(summed=()) for term in terms))
+
+
+def add(left: Value, right: Value, how: Addition) -> Value:
+    """``left + right`` at each position; contributions to one gradient gather in one multiset."""
+    fail = how.fail
+    if isinstance(left, Slice) or isinstance(right, Slice):
+        return _add_slices(left, right, how)
+    if isinstance(left, Poison) or isinstance(right, Poison):
+        return POISON
+    for value in (left, right):
+        if isinstance(value, Undefined):
+            fail("Z402", f"a sum takes in {CAUSES[value.cause]}")
+            return POISON
+        if isinstance(value, Split):
+            fail("Z402", "a sum takes in elements of which only this rank's slice was replaced")
+            return POISON
+    if isinstance(left, Zero):
+        return right
+    if isinstance(right, Zero):
+        return left
+    if isinstance(left, Gradient) and isinstance(right, Gradient):
+        is_same = (left.flat, left.shift, left.strides) == (right.flat, right.shift, right.strides)
+        if is_same:
+            how.note(Sum.of(how.dtype, left, right))
+            return replace(left, terms=merged(left.terms, right.terms))
+        fail("Z402", "gradients of different elements are added to one another")
+        return POISON
+    if isinstance(left, Gradient) or isinstance(right, Gradient):
+        fail("Z402", "what no compute op calls a gradient (`grad NAME: …`) is added to a gradient")
+        return POISON
+    if isinstance(left, Elements) and isinstance(right, Elements):
+        is_alike = left.summed == right.summed
+        terms = [
+            (v.key, v.shift - left.shift, v.strides, () if is_alike else v.summed)
+            for v in (left, right)
+        ]
+        number = how.numbering.of(("add", how.dtype, *terms))
+        return Elements(number, left.shift, (), left.summed if is_alike else ())
+    return Elements(how.numbering.of(("add", how.dtype, left, right)))
+
+
+def _add_slices(left: Value, right: Value, how: Addition) -> Value:
+    if isinstance(left, Zero):
+        return right
+    if isinstance(right, Zero):
+        return left
+    template = left if isinstance(left, Slice) else right
+    if not isinstance(template, Slice):
+        raise TypeError("one operand is a slice")
+    pair = [_as_slice(value, template) for value in (left, right)]
+    if pair[0] is None or pair[1] is None:
+        how.fail(
+            "Z402", "two sums whose elements stand on different ranks are added to one another"
+        )
+        return POISON
+    first, second = pair[0], pair[1]
+    array = rebased(second.array, second.shift - first.shift)
+    return Slice(
+        tuple((a, b, add(x, y, how)) for a, b, x, y in aligned(first.array, array)),
+        first.shift,
+        first.strides,
+    )
+
+
+def _as_slice(value: Value, like: Slice) -> Slice | None:
+    """The value written as a slice with the strides of another one."""
+    if isinstance(value, Slice):
+        return value if value.strides == like.strides else None
+    inner: Value = value
+    if isinstance(value, Elements | Gradient):
+        if value.strides != like.strides:
+            return None
+        inner = replace(value, shift=value.shift - like.shift, strides=())
+    elif isinstance(value, Split):
+        return None
+    return Slice(tuple((a, b, inner) for a, b, _ in like.array), like.shift, like.strides)
+
+
+def merged(left: tuple[Term, ...], right: tuple[Term, ...]) -> tuple[Term, ...]:
+    """The sum of two multisets of contributions."""
+    counts: dict[tuple[int, tuple[str, ...]], int] = {}
+    for term in (*left, *right):
+        key = (term.source, term.summed)
+        counts[key] = counts.get(key, 0) + term.times
+    return tuple(sorted(Term(*key, times) for key, times in counts.items()))
+
+
+def lost(value: Gradient) -> Gradient:
+    """A gradient that something made unrecognisable."""
+    return replace(value, terms=tuple(t._replace(source=LOST_TERM) for t in value.terms))
+
+
+def spent(value: Value) -> Value:
+    """What an optimizer step leaves of a gradient: padding, and what nothing contributes to, stay zero."""
+    return mapped(value, lambda leaf: leaf if isinstance(leaf, Zero | Poison) else SPENT)
+
+
+_EXACT: Final[Mapping[DType, frozenset[DType]]] = {
+    DType.F64: frozenset(
+        {DType.F32, DType.F16, DType.BF16, DType.I32, DType.I16, DType.I8, DType.U8}
+    ),
+    DType.F32: frozenset({DType.F16, DType.BF16, DType.I16, DType.I8, DType.U8}),
+    DType.F16: frozenset({DType.I8, DType.U8}),
+    DType.BF16: frozenset({DType.I8, DType.U8}),
+    DType.I64: frozenset({DType.I32, DType.I16, DType.I8, DType.U8}),
+    DType.I32: frozenset({DType.I16, DType.I8, DType.U8}),
+    DType.I16: frozenset({DType.I8, DType.U8}),
+}
+
+
+def represents(wide: DType, narrow: DType) -> bool:
+    """Whether every element of the dtype ``narrow`` is one of ``wide``, so that converting rounds nothing."""
+    return wide is narrow or narrow is DType.BOOL or narrow in _EXACT.get(wide, frozenset())
+
+
+def on_wire(value: Value, wire: DType, numbering: Numbering) -> Value:
+    """The value once rounded to another dtype: a sum of gradients stays one, nothing else does."""
+
+    def leaf(inner: Value) -> Value:
+        match inner:
+            case Elements():
+                return Elements(
+                    numbering.of(("wire", wire, inner.key, inner.summed)),
+                    inner.shift,
+                    inner.strides,
+                )
+            case Gradient():
+                return inner if wire.is_floating else lost(inner)
+            case Statistic(kind="norm") | Decision():
+                return Elements(numbering.of(("wire", wire, inner)))
+            case _:
+                return inner
+
+    return mapped(value, leaf)
+
+
+def rounded_flats(value: Value, target: DType, flats: Mapping[str, Flat]) -> set[str]:
+    """Flats whose gradients lose digits by rounding to ``target``.
+
+    Rounding one micro-step's contributions to the flat's own dtype is what every reduction does. Sums over
+    micro-steps are FP32, and nothing narrower than the flat's dtype is part of training.
+    """
+    match value:
+        case Gradient():
+            is_usual = target is flats[value.flat].dtype and all(
+                term.source >= 0 for term in value.terms
+            )
+            return set() if is_usual else {value.flat}
+        case Slice():
+            parts = [inner for _, _, inner in value.array]
+        case Split():
+            parts = [value.own, *(inner for _, _, inner in value.rest)]
+        case _:
+            return set()
+    return set().union(*(rounded_flats(part, target, flats) for part in parts))
+
+
+class CastRule(NamedTuple):
+    """A conversion between two dtypes."""
+
+    source: DType
+    target: DType
+    flats: dict[str, Flat]
+    numbering: Numbering
+
+
+def cast(value: Value, rule: CastRule) -> Value:
+    """Rounding a master copy to its flat's dtype gives the parameter; a gradient stays one; the rest gets a number."""
+    if rule.source is rule.target:
+        return value
+    return mapped(value, lambda leaf: _cast_leaf(leaf, rule))
+
+
+def _cast_leaf(value: Value, rule: CastRule) -> Value:
+    match value:
+        case Elements(key=FlatKey(quantity=quantity, flat=flat, version=version)):
+            if quantity == MASTER and rule.target is rule.flats[flat].dtype:
+                return replace(value, key=FlatKey(PARAM, flat, version))
+            return replace(value, key=rule.numbering.of(("cast", rule.target, value.key)))
+        case Elements():
+            return replace(value, key=rule.numbering.of(("cast", rule.target, value.key)))
+        case Gradient():
+            return value if rule.target.is_floating else lost(value)
+        case Statistic() | Decision():
+            return Elements(rule.numbering.of(("cast", rule.target, value)))
+        case _:
+            return value
+
+
+def scaled(value: Value, by: int, numbering: Numbering) -> Value:
+    """The value times the number ``by``."""
+
+    def leaf(inner: Value) -> Value:
+        match inner:
+            case Gradient():
+                return lost(inner)
+            case Elements():
+                return replace(inner, key=numbering.of(("scale", inner.key, by)))
+            case Statistic() | Decision():
+                return Elements(numbering.of(("scale", inner, by)))
+            case _:
+                return inner
+
+    return mapped(value, leaf)
+
+
+class Combination(NamedTuple):
+    """How a collective combines the values of the ranks along an axis."""
+
+    axis: str
+    reduction: Reduction
+    numbering: Numbering
+    fail: Fail
+
+
+def reduced(value: Value, how: Combination) -> Value:
+    """The combination of what every rank along the axis holds here."""
+    if isinstance(value, Slice):
+        if any(axis == how.axis for axis, _ in value.strides):
+            how.fail("Z402", f"a reduction over {how.axis} adds up slices of different elements")
+            return POISON
+        return replace(value, array=tuple((a, b, reduced(v, how)) for a, b, v in value.array))
+    match value:
+        case Gradient():
+            if any(axis == how.axis for axis, _ in value.strides):
+                how.fail("Z402", f"a reduction over {how.axis} adds up different elements")
+                return POISON
+            if how.reduction is not Reduction.SUM:
+                how.fail("Z402", "gradients are combined by their maximum instead of their sum")
+                return POISON
+            terms = tuple(t._replace(summed=(*t.summed, how.axis)) for t in value.terms)
+            return replace(value, terms=terms)
+        case Statistic():
+            is_sum = how.reduction is Reduction.SUM
+            summed = (*value.summed, how.axis)
+            return replace(
+                value,
+                # A maximum is the same in any order.
+                summed=summed if is_sum else tuple(sorted(summed)),
+                is_sum=value.is_sum and is_sum,
+            )
+        case Elements(key=int() | NamedKey()) if how.reduction is Reduction.SUM and not any(
+            axis == how.axis for axis, _ in value.strides
+        ):
+            return replace(value, summed=(*value.summed, how.axis))
+        case Elements() | Decision():
+            key = moved(value, -value.shift) if isinstance(value, Elements) else value
+            number = how.numbering.of((how.reduction, how.axis, key))
+            return Elements(number, value.shift if isinstance(value, Elements) else 0)
+        case Undefined():
+            how.fail("Z402", f"a reduction over {how.axis} takes in {CAUSES[value.cause]}")
+            return POISON
+        case Split():
+            how.fail(
+                "Z402",
+                f"a reduction over {how.axis} takes in elements of which only this rank's slice "
+                "was replaced",
+            )
+            return POISON
+        case _:
+            return value
+
+
+def from_rank(value: Value, axis: str, rank: int, numbering: Numbering) -> Value:
+    """The value of one rank of the axis as every rank sees it; itself where all ranks hold the same."""
+
+    def leaf(inner: Value) -> Value:
+        match inner:
+            case Elements(key=FlatKey()):
+                return inner
+            case Elements() if axis not in inner.summed:
+                return replace(inner, key=numbering.of(("from", axis, rank, inner.key)))
+            case Gradient() if any(axis not in term.summed for term in inner.terms):
+                return lost(inner)
+            case Statistic() if axis not in inner.summed:
+                return Elements(numbering.of(("from", axis, rank, inner)))
+            case _:
+                return inner
+
+    return mapped(value, leaf)

@@ -1,0 +1,122 @@
+"""What each rank asks of its communicators: the same sequence on every rank, and sizes that fit the axis."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from zeroir.ir import ops
+from zeroir.ir.program import Program, Section
+from zeroir.verify.context import Findings, spell, title
+
+
+class Launch(NamedTuple):
+    """One collective as one rank issues it: what its peers must match."""
+
+    kind: str
+    comm: str
+    pairs: tuple[tuple[int, int, str], ...]
+    detail: str
+
+
+def launches(program: Program, section: Section) -> list[Launch]:
+    """The collectives of a section in issue order; alike on every rank, since regions have equal local sizes."""
+    found: list[Launch] = []
+    for op in section.body:
+        match op:
+            case ops.AllGather() | ops.Prefetch():
+                # A prefetch and an all-gather meet each other on the wire.
+                found.append(_launch(program, op, "all_gather", ""))
+            case ops.ReduceScatter() | ops.AllReduce():
+                found.append(_launch(program, op, title(op), str(op.reduction)))
+            case ops.Broadcast():
+                found.append(_launch(program, op, title(op), f"root {op.root}"))
+            case _:
+                pass
+    return found
+
+
+def _launch(program: Program, op: ops.Collective, kind: str, detail: str) -> Launch:
+    pairs = tuple(
+        (
+            pair.source.local_numel(program.mesh),
+            pair.destination.local_numel(program.mesh),
+            str(op.wire_dtype or program.buffer_by_name[pair.source.buffer].dtype),
+        )
+        for pair in op.pairs
+    )
+    return Launch(kind, op.comm, pairs, detail)
+
+
+def check_collectives(program: Program, findings: Findings) -> None:
+    """Each launch must fit its axis: then every group of ranks agrees on it."""
+    for section in program.sections:
+        for line, op in enumerate(section.body):
+            if not isinstance(
+                op, ops.AllGather | ops.Prefetch | ops.ReduceScatter | ops.AllReduce | ops.Broadcast
+            ):
+                continue
+            comm = program.comm_by_name.get(op.comm)
+            if comm is None:
+                continue
+            sentence = _misfit(program, op, program.mesh.size(comm.axis))
+            if sentence is not None:
+                findings.add("Z201", sentence, section=section, line=line)
+
+
+def _misfit(program: Program, op: ops.Collective, size: int) -> str | None:
+    if isinstance(op, ops.Broadcast) and not 0 <= op.root < size:
+        return f"broadcast from rank {op.root} of an axis that has {size}"
+    for pair in op.pairs:
+        source = pair.source.local_numel(program.mesh)
+        destination = pair.destination.local_numel(program.mesh)
+        match op:
+            case ops.AllGather() | ops.Prefetch():
+                wanted = source * size
+            case ops.ReduceScatter():
+                wanted = source // size if source % size == 0 else -1
+            case _:
+                wanted = source
+        if destination != wanted:
+            return (
+                f"{title(op)} over {size} ranks takes {spell(pair.source, program)} of {source} elements "
+                f"to {spell(pair.destination, program)} of {destination}"
+            )
+    return None
+
+
+def compare_jobs(programs: Sequence[Program], findings: Findings) -> None:
+    """Programs that run as one job must issue the same collectives."""
+    first = programs[0]
+    for number, other in enumerate(programs[1:], start=1):
+        if other.mesh != first.mesh or other.comms != first.comms:
+            findings.add(
+                "Z201", f"program {number} has another mesh or other communicators than program 0"
+            )
+            continue
+        if [s.name for s in other.sections] != [s.name for s in first.sections]:
+            findings.add("Z201", f"program {number} has other sections than program 0")
+            continue
+        counts = [p.option.get("micro_steps", "1") for p in (first, other)]
+        if counts[0] != counts[1]:
+            findings.add(
+                "Z201",
+                f"program {number} takes {counts[1]} micro-steps a step, program 0 takes {counts[0]}",
+            )
+            continue
+        for mine, theirs in zip(first.sections, other.sections, strict=True):
+            ours, others = launches(first, mine), launches(other, theirs)
+            for at, (a, b) in enumerate(zip(ours, others, strict=False)):
+                if a != b:
+                    findings.add(
+                        "Z201",
+                        f"collective {at} of {mine.name} is {a.kind} on {a.comm} {list(a.pairs)} in program 0 "
+                        f"and {b.kind} on {b.comm} {list(b.pairs)} in program {number}",
+                    )
+                    break
+            else:
+                if len(ours) != len(others):
+                    findings.add(
+                        "Z201",
+                        f"{mine.name} has {len(ours)} collectives in program 0 and {len(others)} in program {number}",
+                    )

@@ -1,0 +1,210 @@
+"""What every check needs: the program, the findings so far, and how to word them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from zeroir.ir import ops
+from zeroir.ir.buffers import Region
+from zeroir.ir.effects import effects
+from zeroir.ir.ops import Op
+from zeroir.ir.program import Program, Section
+from zeroir.verify.report import Finding
+
+FINDINGS_LIMIT = 100
+"""After this many findings of one stage the rest is noise."""
+
+
+@dataclass
+class Findings:
+    """Collects findings about one program, with the op's text, its neighbours and the buffers' history."""
+
+    program: Program
+    found: list[Finding] = field(default_factory=list)
+    _seen: set[tuple[str, str | None, int | None, tuple[str, ...]]] = field(default_factory=set)
+    _histories: dict[str, Mapping[str, list[str]]] = field(default_factory=dict)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no further finding is kept."""
+        return len(self.found) >= FINDINGS_LIMIT
+
+    def add(
+        self,
+        code: str,
+        sentence: str,
+        *,
+        section: Section | None = None,
+        line: int | None = None,
+        buffers: Iterable[str] = (),
+        advice: str = "",
+        is_of_exit: bool = False,
+    ) -> None:
+        """Add one finding; of several with one code at one op, or in one sentence, only the first is kept.
+
+        What is wrong at a section's exit is not of the op that it points to: then each buffer counts for itself.
+        """
+        buffers = tuple(buffers)
+        what = (sentence,) if line is None else buffers if is_of_exit else ()
+        key = (code, None if section is None else section.name, line, what)
+        if key in self._seen:
+            return
+        self._seen.add(key)
+        if self.is_full:
+            return
+        names = tuple(dict.fromkeys(buffers))
+        op_text = ""
+        window: tuple[str, ...] = ()
+        sources: tuple[str, ...] = ()
+        if section is not None and line is not None:
+            op_text, window = around(self.program, section, line)
+            sources = model_sources(self.program, section.body[line])
+        history = () if section is None else tuple(self._history(section, names[:4]))
+        self.found.append(
+            Finding(
+                code=code,
+                sentence=sentence,
+                section=None if section is None else section.name,
+                line=line,
+                op=op_text,
+                window=window,
+                history=history,
+                sources=sources,
+                buffers=names,
+                advice=advice,
+            )
+        )
+
+    def _history(self, section: Section, names: Iterable[str]) -> Iterator[str]:
+        """``%b: allocated @12, gathered @14, released @31``, at most eight events, for each buffer."""
+        if section.name not in self._histories:
+            self._histories[section.name] = _events(section)
+        for name in names:
+            events = self._histories[section.name].get(name, ["not touched in this section"])
+            if len(events) > 8:
+                events = [*events[:4], "...", *events[-3:]]
+            yield f"%{name}: {', '.join(events)}"
+
+
+def printer(program: Program) -> Callable[[Op], str]:
+    """The text of an op; its ``repr`` where the program cannot be printed."""
+    from zeroir.ir.text.names import Names
+    from zeroir.ir.text.print_ops import op_text
+
+    names = Names(program=program)
+
+    def text(op: Op) -> str:
+        try:
+            return op_text(op, names)
+        except (KeyError, ValueError, IndexError):
+            return repr(op)
+
+    return text
+
+
+def around(program: Program, section: Section, line: int) -> tuple[str, tuple[str, ...]]:
+    """The op's text, and the text of it and two ops on either side with the op marked."""
+    text = printer(program)
+    low = max(0, min(line - 2, len(section.body) - 5))
+    window: list[str] = []
+    for i in range(low, min(low + 5, len(section.body))):
+        mark = ">" if i == line else " "
+        window.append(f"{mark}{i:5d}: {text(section.body[i])}")
+    return text(section.body[line]), tuple(window)
+
+
+def model_sources(program: Program, op: Op) -> tuple[str, ...]:
+    """The lines of the model that a compute op came from, at most three."""
+    if not isinstance(op, ops.Compute) or op.segment not in program.segment_by_name:
+        return ()
+    nodes = program.segment_by_name[op.segment].nodes
+    return tuple(dict.fromkeys(node.source for node in nodes if node.source))[:3]
+
+
+def _events(section: Section) -> Mapping[str, list[str]]:
+    """What the ops of a section do to each buffer, in order."""
+    events: dict[str, list[str]] = {}
+    for i, op in enumerate(section.body):
+        seen = effects(op)
+        said = dict.fromkeys((region.buffer for region in seen.reads), f"read @{i}")
+        written = (region.buffer for region in (*seen.writes, *seen.accumulates))
+        said |= dict.fromkeys(written, f"{verb(op)} @{i}")
+        said |= dict.fromkeys(seen.frees, f"released @{i}")
+        said |= dict.fromkeys(seen.allocs, f"allocated @{i}")
+        for name, event in said.items():
+            events.setdefault(name, []).append(event)
+    return events
+
+
+def last_touch(section: Section, name: str, *, is_write: bool) -> int | None:
+    """The line of the last op of the section that uses (or writes) a buffer."""
+    found: int | None = None
+    for line, op in enumerate(section.body):
+        seen = effects(op)
+        regions = (*seen.writes, *seen.accumulates)
+        if not is_write:
+            regions = (*regions, *seen.reads)
+        if name in (*seen.allocs, *(region.buffer for region in regions)):
+            found = line
+    return found
+
+
+def verb(op: Op) -> str:
+    """What an op does to its destination, as a past participle."""
+    match op:
+        case ops.AllGather() | ops.Prefetch():
+            return "gathered"
+        case ops.ReduceScatter() | ops.AllReduce():
+            return "reduced"
+        case ops.Broadcast():
+            return "broadcast"
+        case ops.Cast():
+            return "cast"
+        case ops.Fill():
+            return "filled"
+        case ops.Scale():
+            return "scaled"
+        case ops.OptimizerStep():
+            return "updated"
+        case ops.ToHost() | ops.ToDevice() | ops.Load() | ops.Store():
+            return "copied"
+        case _:
+            return "written"
+
+
+def title(op: Op) -> str:
+    """What an op is called in a sentence."""
+    match op:
+        case ops.Compute():
+            return f"compute @{op.segment}"
+        case ops.AllGather():
+            return "all_gather"
+        case ops.ReduceScatter():
+            return "reduce_scatter"
+        case ops.AllReduce():
+            return "all_reduce"
+        case ops.OptimizerStep():
+            return "optimizer_step"
+        case ops.GradNorm():
+            return "grad_norm"
+        case ops.CheckFinite():
+            return "check_finite"
+        case ops.UpdateScale():
+            return "update_scale"
+        case ops.ToHost():
+            return "to_host"
+        case ops.ToDevice():
+            return "to_device"
+        case _:
+            return type(op).__name__.lower()
+
+
+def spell(region: Region, program: Program) -> str:
+    """The region as the text writes it."""
+    buffer = program.buffer_by_name.get(region.buffer)
+    is_whole = buffer is not None and (region.offset, region.numel) == (0, buffer.numel)
+    if is_whole and region.shard is None:
+        return f"%{region.buffer}"
+    suffix = "" if region.shard is None else f"@{region.shard}"
+    return f"%{region.buffer}[{region.offset}:{region.stop}]{suffix}"

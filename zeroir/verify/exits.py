@@ -1,0 +1,397 @@
+"""Whether the memory at a section's end entails the exit state.
+
+The micro-step that ends becomes part of the past, and at the end of the update version 1 becomes version 0 of the
+next step: contents are judged after that change of reckoning.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from zeroir.ir import ops
+from zeroir.ir.buffers import Buffer, Region, Role, whole
+from zeroir.ir.contents import GRAD, PARAM, Content, FlatContent, Micro, NamedContent, Zeros
+from zeroir.ir.program import EVALUATE, LAST_MICRO_STEP, MICRO_STEP, UPDATE, Holding
+from zeroir.verify import algebra
+from zeroir.verify.context import last_touch, spell
+from zeroir.verify.descriptions import CAUSES, describe
+from zeroir.verify.domain import (
+    Elements,
+    FlatKey,
+    NamedKey,
+    PieceList,
+    Poison,
+    Split,
+    Statistic,
+    Strides,
+    Undefined,
+    Value,
+    Zero,
+    rebased,
+    spread,
+    unpack,
+)
+from zeroir.verify.gradients import Wanted, is_zero, measure, wanted_sources
+from zeroir.verify.interpreter import Outcome, Run
+
+
+def check_exit(run: Run, outcome: Outcome) -> None:
+    """Report every content of the exit state that the memory does not entail."""
+    holdings: dict[str, list[Holding]] = {}
+    refined = {
+        replace(h.region, shard=None)
+        for h in run.section.exit.holdings
+        if h.region.shard is not None
+    }
+    for holding in run.section.exit.holdings:
+        holdings.setdefault(holding.region.buffer, []).append(holding)
+        region = holding.region
+        pieces = run.memory.read(region)
+        if region in refined:
+            pieces = _rests(pieces)
+        _check(run, region, pieces, holding.content, (0, run.memory.numel(region)))
+    for buffer in run.program.buffers:
+        if buffer.holds is not None:
+            _check_rest(run, buffer, buffer.holds, holdings.get(buffer.name, []))
+    _check_scalars(run, outcome)
+    if run.section.name == UPDATE:
+        _check_told(run)
+
+
+def _check_rest(run: Run, buffer: Buffer, content: Content, holdings: list[Holding]) -> None:
+    """What no holding covers rests; beside an own slice that a holding covers, the rest of it does."""
+    pieces = run.memory.read(whole(buffer))
+    if not holdings:
+        _check(run, whole(buffer), pieces, content, (0, buffer.numel))
+        return
+    at = 0
+    for holding in sorted(holdings, key=lambda h: h.region.offset):
+        region = holding.region
+        if region.offset > at:
+            _check(
+                run,
+                whole(buffer),
+                _between(pieces, at, region.offset),
+                content,
+                (at, region.offset),
+            )
+        if region.shard is not None and run.layout.sizes[region.shard] > 1:
+            if any(h.region == replace(region, shard=None) for h in holdings):
+                continue
+            inner = _rests(_between(pieces, region.offset, region.stop))
+            rest = run.layout.beside(holding, content)
+            if rest is content:
+                _check(run, whole(buffer), inner, content, (region.offset, region.stop))
+            else:
+                full = Region(buffer=buffer.name, offset=region.offset, numel=region.numel)
+                _check(run, full, rebased(inner, region.offset), rest, (0, region.numel))
+        at = max(at, region.stop)
+    if at < buffer.numel:
+        _check(run, whole(buffer), _between(pieces, at, buffer.numel), content, (at, buffer.numel))
+
+
+def _own_slices(run: Run, pieces: PieceList) -> list[tuple[int, int, Value]]:
+    """The pieces with every split replaced by what each rank holds in its own slice."""
+    found: list[tuple[int, int, Value]] = []
+    for a, b, value in pieces:
+        if isinstance(value, Split):
+            size = run.layout.sizes[value.axis]
+            numel = (b - a) // size
+            whole_own = spread(unpack(value.own, numel), value.axis, size, numel, numel)
+            found += rebased(whole_own, -a)
+        else:
+            found.append((a, b, value))
+    return found
+
+
+def _rests(pieces: PieceList) -> list[tuple[int, int, Value]]:
+    """The pieces with every split replaced by what stands outside the own slice."""
+    found: list[tuple[int, int, Value]] = []
+    for a, b, value in pieces:
+        if isinstance(value, Split):
+            found += rebased(value.rest, -a)
+        else:
+            found.append((a, b, value))
+    return found
+
+
+def _between(pieces: PieceList, start: int, stop: int) -> list[tuple[int, int, Value]]:
+    return [(max(a, start), min(b, stop), v) for a, b, v in pieces if a < stop and b > start]
+
+
+def _check(
+    run: Run, region: Region, pieces: PieceList, content: Content, interval: tuple[int, int]
+) -> None:
+    """``pieces`` of the region, at positions ``interval``, against the content of the whole region."""
+    if any(isinstance(value, Split) for _, _, value in pieces):
+        # Each element is in some rank's own slice, and in the rest of every other rank.
+        for version in (_own_slices(run, pieces), _rests(pieces)):
+            _check(run, region, version, content, interval)
+        return
+    match content:
+        case FlatContent() if content.quantity == GRAD:
+            _check_gradient(run, region, pieces, content, interval)
+        case FlatContent():
+            _check_flat(run, region, pieces, content)
+        case NamedContent():
+            _check_named(run, region, pieces, content)
+        case Zeros():
+            wrong = next(
+                (v for _, _, v in pieces if not is_zero(v) and not algebra.is_poisoned(v)), None
+            )
+            if wrong is not None:
+                _fail(run, "Z402", region, f"should be zeros but holds {describe(wrong)}")
+
+
+def _fail(run: Run, code: str, region: Region, sentence: str, advice: str = "") -> None:
+    """Report at the last op that wrote the buffer: that is where to look."""
+    where = spell(region, run.program)
+    run.findings.add(
+        code,
+        f"at the exit of {run.section.name} {where} {sentence}",
+        section=run.section,
+        line=last_touch(run.section, region.buffer, is_write=True),
+        buffers=(region.buffer,),
+        advice=advice,
+        is_of_exit=True,
+    )
+
+
+def _check_flat(run: Run, region: Region, pieces: PieceList, content: FlatContent) -> None:
+    flat = run.program.flat_by_name[content.flat]
+    is_stepped = run.section.name == UPDATE and flat.is_trainable
+    version = content.version + (1 if is_stepped else 0)
+    strides = run.layout.strides(content, run.memory.numel(region))
+    expected = Elements(FlatKey(content.quantity, content.flat, version), content.offset, strides)
+    for a, b, value in pieces:
+        if value == expected or algebra.is_poisoned(value):
+            continue
+        if isinstance(value, Zero) and not strides and _is_padding(run, content, a, b):
+            continue
+        buffer = run.program.buffer_by_name[region.buffer]
+        # A gathered copy that went stale endangers computes; a persistent one was not updated right.
+        code = "Z403" if buffer.is_persistent or content.quantity != PARAM else "Z401"
+        stage = "the updated " if is_stepped else ""
+        _fail(
+            run,
+            code,
+            region,
+            f"should hold {stage}{content.quantity} of flat {content.flat} but holds {describe(value)}",
+        )
+        return
+
+
+def _is_padding(run: Run, content: FlatContent, start: int, stop: int) -> bool:
+    cuts = run.layout.between(content.flat, content.offset + start, content.offset + stop)
+    return all(slot is None for _, _, slot in cuts)
+
+
+def _check_gradient(
+    run: Run,
+    region: Region,
+    pieces: PieceList,
+    content: FlatContent,
+    interval: tuple[int, int],
+) -> None:
+    start, stop = interval
+    strides: Strides = run.layout.strides(content, run.memory.numel(region))
+    on_flat = run.layout.on_flat(
+        rebased(pieces, start), stop - start, content.offset + start, strides
+    )
+    if on_flat is None:
+        _fail(
+            run, "Z402", region, f"does not hold the gradient of flat {content.flat} in this order"
+        )
+        return
+    if content.micro in (Micro.STALE, None):
+        _check_stale(run, region, on_flat, content.flat)
+        return
+    section = run.section.name
+    micro = content.micro or Micro.ALL
+    has_past = run.layout.has_past
+    wanted = Wanted(
+        wanted_sources(micro, section, has_past, run.contributions),
+        run.layout.reduced(content),
+        run.term_name,
+    )
+    if section == UPDATE and micro is Micro.PAST:
+        # The next step begins: nothing has been summed.
+        if any(not is_zero(v) and not algebra.is_poisoned(v) for _, _, v in on_flat):
+            _fail(run, "Z402", region, "should be zeros again for the next step")
+        return
+    if section == MICRO_STEP and micro is Micro.PAST:
+        wanted = wanted._replace(
+            sources=wanted_sources(Micro.ALL, section, has_past, run.contributions)
+        )
+    problem = measure(run.layout, on_flat, content.flat, wanted)
+    if problem is not None:
+        sentence = f"breaks its contract: {problem.sentence}"
+        _fail(run, problem.code, region, sentence, problem.advice)
+
+
+def _check_stale(run: Run, region: Region, on_flat: PieceList, flat: str) -> None:
+    for a, b, value in on_flat:
+        if isinstance(value, Zero | Poison):
+            continue
+        for x, y, slot in run.layout.between(flat, a, b):
+            if slot is None:
+                what = CAUSES[value.cause] if isinstance(value, Undefined) else "not zeros"
+                _fail(run, "Z402", region, f"has padding [{x}:{y}] that is {what}")
+                return
+
+
+def _check_named(run: Run, region: Region, pieces: PieceList, content: NamedContent) -> None:
+    buffer = run.program.buffer_by_name[region.buffer]
+    is_kept = buffer.role is Role.CONSTANT or _is_elsewhere(run, region, content)
+    # An evaluation is over when training goes on: all that it may leave behind is its loss.
+    is_evaluated = run.section.name == EVALUATE and buffer.role in (Role.SCALAR, Role.MODULE_BUFFER)
+    is_kept |= is_evaluated and buffer.name != run.program.loss
+    for _, _, value in pieces:
+        hole = algebra.undefined_in(value)
+        if hole is not None:
+            _fail(run, "Z103", region, f"holds {CAUSES[hole.cause]}")
+            return
+        if is_kept and not _is_own(value, content) and not algebra.is_poisoned(value):
+            should = f"should hold the value {content.name} unchanged"
+            _fail(run, "Z103", region, f"{should} but holds {describe(value)}")
+            return
+
+
+def _is_own(value: Value, content: NamedContent) -> bool:
+    return value == Elements(NamedKey(content.name, content.version))
+
+
+def _is_elsewhere(run: Run, region: Region, content: NamedContent) -> bool:
+    """Whether another buffer or region goes by this name, so that the name says what stands here."""
+    holders = run.program.buffers_by_content.get(content, ())
+    if any(name != region.buffer for name in holders):
+        return True
+    return any(h.content == content and h.region != region for h in run.section.exit.holdings)
+
+
+def _check_scalars(run: Run, outcome: Outcome) -> None:
+    """Hyper-parameters and loss scales keep their meaning; one decision advances the step count once."""
+    program = run.program
+    kept: set[str] = set()
+    counts: set[str] = set()
+    advancing: set[str] = set()
+    written: set[str] = set()
+    for op in program.ops():
+        match op:
+            case ops.OptimizerStep():
+                kept |= {op.lr.buffer, op.hyper.buffer}
+            case ops.UpdateScale():
+                advancing.add(op.state.buffer)
+            case ops.Decide():
+                counts.add(op.step.buffer)
+            case ops.Compute():
+                written |= {d.view.region.buffer for d in op.destinations if d is not None}
+                kept |= {
+                    a.view.region.buffer
+                    for a in op.arguments
+                    if program.buffer_by_name[a.view.region.buffer].role is Role.SCALAR
+                }
+            case _:
+                pass
+    for name in sorted((kept | advancing | counts) - written):
+        buffer = program.buffer_by_name[name]
+        if isinstance(buffer.holds, NamedContent):
+            is_advancing = run.section.name == UPDATE and name in advancing | counts
+            versions = (0, 1) if is_advancing else (0,)
+            if run.section.name == LAST_MICRO_STEP and name in counts:
+                versions = (_told_version(run, buffer, buffer.holds),)
+            _check_kept(run, buffer, buffer.holds, versions)
+    if program.loss is not None:
+        _check_loss(run, whole(program.buffer_by_name[program.loss]))
+    if (
+        run.section.name == UPDATE
+        and counts
+        and not outcome.decisions
+        and not _has_advanced(run, counts)
+    ):
+        run.findings.add(
+            "Z405",
+            "the update takes no decision: the step count does not advance",
+            section=run.section,
+        )
+
+
+def _check_told(run: Run) -> None:
+    """The engine tells after the update what the decision read and wrote, so nothing may overwrite that."""
+    for region, decided in run.told.items():
+        now = run.memory.read(region)
+        if now != decided and not any(algebra.is_poisoned(value) for *_, value in now):
+            what = (
+                "no longer holds what the decision left there, which the engine tells of the step"
+            )
+            _fail(run, "Z405", region, what)
+
+
+def _told_version(run: Run, buffer: Buffer, content: NamedContent) -> int:
+    """How far the exit state says that a step count has advanced: by one where the decision was taken early."""
+    told = replace(content, version=content.version + 1)
+    return int(
+        any(h.region == whole(buffer) and h.content == told for h in run.section.exit.holdings)
+    )
+
+
+def _has_advanced(run: Run, counts: set[str]) -> bool:
+    """Whether a step count is the next one, by a decision of the section before."""
+    names = run.program.buffer_by_name
+    return any(
+        isinstance(value, Elements) and isinstance(value.key, NamedKey) and value.key.version == 1
+        for name in counts
+        for _, _, value in run.memory.read(whole(names[name]))
+    )
+
+
+def _check_kept(run: Run, buffer: Buffer, content: NamedContent, versions: tuple[int, ...]) -> None:
+    """A scalar that the user, or the ops made for it, may change, and nothing else."""
+    good = [Elements(NamedKey(content.name, content.version + version)) for version in versions]
+    for _, _, value in run.memory.read(whole(buffer)):
+        if isinstance(value, Poison) or value in good:
+            continue
+        is_moved = isinstance(value, Elements) and value.key == NamedKey(content.name, 1)
+        what = (
+            "changes outside the update"
+            if is_moved
+            else f"was overwritten: it holds {describe(value)}"
+        )
+        _fail(run, "Z405", whole(buffer), what)
+        return
+
+
+_LOSS_ADVICE = (
+    "Leave this rank's loss, a mean over its batch, to the update, which may sum it over every axis once; "
+    "the engine divides."
+)
+
+
+def _check_loss(run: Run, region: Region) -> None:
+    """A micro-step leaves this rank's loss; the update may sum it over every axis, once, or clear it."""
+    is_update = run.section.name == UPDATE
+    content = run.program.buffer_by_name[region.buffer].holds
+    for _, _, value in run.memory.read(region):
+        if isinstance(value, Zero | Poison | Undefined):
+            continue
+        summed = value.summed if isinstance(value, Elements | Statistic) else ()
+        if not is_update:
+            if summed:
+                what = "is summed over ranks, which only the update may do"
+                _fail(run, "Z402", region, what, _LOSS_ADVICE)
+            return
+        if isinstance(content, NamedContent) and value not in (
+            Elements(NamedKey(content.name, content.version)),
+            Elements(NamedKey(content.name, content.version), summed=run.layout.axes),
+        ):
+            sentence = f"is changed: it holds {describe(value)}"
+            if len(set(summed)) < len(summed):
+                sentence = "is summed more than once over an axis"
+            elif isinstance(value, Elements) and value.key == NamedKey(
+                content.name, content.version
+            ):
+                sentence = "is summed over some axes only"
+                if set(summed) == set(run.layout.axes):
+                    sentence = f"is summed over {' and then '.join(summed)}, not innermost first"
+            _fail(run, "Z402", region, sentence, _LOSS_ADVICE)
+        return

@@ -1,0 +1,420 @@
+"""The abstract interpreter: one run over a section that stands for every rank, every interleaving and every value.
+
+It assumes the section's entry state, lets each op transform the abstract memory, and ends with a memory that
+``exits`` measures against the exit state. Ordering has been proved before, so program order speaks for every order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple, assert_never
+
+from zeroir.ir import ops
+from zeroir.ir.buffers import Region, whole
+from zeroir.ir.contents import GRAD, PARAM, NamedContent
+from zeroir.ir.dtypes import DType
+from zeroir.ir.ops import Mode, Op
+from zeroir.ir.program import OptimizerGroup, Program, Section, Slot
+from zeroir.verify import algebra, statistics, transfers, update
+from zeroir.verify.context import Findings, spell, title
+from zeroir.verify.contracts import Layout
+from zeroir.verify.descriptions import ADVICE, CAUSES, describe
+from zeroir.verify.domain import (
+    ALL_TERM,
+    PAST_TERM,
+    POISON,
+    ZERO,
+    Decision,
+    Elements,
+    FlatKey,
+    Gradient,
+    Numbering,
+    PieceList,
+    Statistic,
+    Term,
+    Undefined,
+    Value,
+    Zero,
+    aligned,
+)
+from zeroir.verify.memory import Memory
+from zeroir.verify.numbers import Operand, Segments
+from zeroir.verify.update import Stepped
+
+Contributions = dict[str, list[int]]
+"""Per parameter, the value numbers that contribute to its gradient, in the order in which they are added."""
+
+
+@dataclass
+class Outcome:
+    """What a section computes.
+
+    ``settings`` is what decisions and loss scaling are told, ``steps`` what each optimizer step is; ``roundings`` are
+    gradients that lost digits, by flat and dtype, and ``sums`` what was added to what, with the op's line. ``decided``
+    are the decisions taken so far, with whether each may skip the update; ``told`` is what the engine tells of the step
+    afterwards, by its region: the norm that a decision read, and whether it skips.
+    """
+
+    contributions: Contributions
+    memory: Memory
+    decisions: int
+    settings: dict[tuple[Hashable, ...], int]
+    steps: list[Stepped]
+    roundings: dict[tuple[str, DType], int]
+    sums: dict[algebra.Sum, int]
+    decided: dict[int, bool]
+    told: dict[Region, PieceList]
+
+
+class Group(NamedTuple):
+    """An optimizer group: its intervals by flat, in order."""
+
+    algorithm: ops.Algorithm
+    intervals: Mapping[str, list[tuple[int, int]]]
+
+    @classmethod
+    def of(cls, group: OptimizerGroup) -> Group:
+        """Sort a program's group."""
+        intervals: dict[str, list[tuple[int, int]]] = {}
+        for flat, start, stop in sorted(group.intervals):
+            intervals.setdefault(flat, []).append((start, stop))
+        return cls(group.algorithm, intervals)
+
+
+@dataclass
+class Shared:
+    """What the runs over a program's sections share."""
+
+    program: Program
+    layout: Layout
+    numbering: Numbering
+    segments: Segments
+    parameters: Mapping[str, tuple[Value, int]]
+    gradients: Mapping[str, tuple[str, Slot]]
+    groups: Mapping[str, Group]
+    may_repeat: bool
+
+    @classmethod
+    def of(
+        cls,
+        program: Program,
+        numbering: Numbering,
+        *,
+        by_node: bool = False,
+        may_repeat: bool = True,
+    ) -> Shared:
+        """Prepare runs.
+
+        With ``by_node`` values are numbered node by node instead of segment by segment. With ``may_repeat`` a call
+        that is repeated word for word contributes anew, as when a model adds a module's result to itself; without it
+        the call counts once, and a gradient that holds it twice is wrong.
+        """
+        homes = program.parameter_by_name
+        return cls(
+            program=program,
+            layout=Layout(program),
+            numbering=numbering,
+            segments=Segments(program, numbering, by_node=by_node),
+            parameters={
+                name: (Elements(FlatKey(PARAM, flat.name, 0), slot.offset), slot.numel)
+                for name, (flat, slot) in homes.items()
+            },
+            gradients={name: (flat.name, slot) for name, (flat, slot) in homes.items()},
+            groups={group.name: Group.of(group) for group in program.groups},
+            may_repeat=may_repeat,
+        )
+
+
+class Run:
+    """One pass over one section."""
+
+    def __init__(
+        self, shared: Shared, section: Section, findings: Findings, before: Outcome | None = None
+    ) -> None:
+        self.shared = shared
+        self.program = shared.program
+        self.layout = shared.layout
+        self.numbering = shared.numbering
+        self.section = section
+        self.findings = findings
+        self.memory = Memory(self.program.buffer_by_name, self.program.mesh)
+        self.sizes = shared.layout.sizes
+        self.line = 0
+        self.op: Op | None = None
+        self.contributions: Contributions = {}
+        self.is_consumed: set[str] = set()
+        self.decisions = 0
+        self.settings: dict[tuple[Hashable, ...], int] = {}
+        self.steps: list[Stepped] = []
+        self.roundings: dict[tuple[str, DType], int] = {}
+        self.sums: dict[algebra.Sum, int] = {}
+        self.decided: dict[int, bool] = {} if before is None else dict(before.decided)
+        self.told: dict[Region, PieceList] = {} if before is None else dict(before.told)
+        self._calls: set[tuple[int, Hashable]] = set()
+        self._lines: dict[int, int] = {}
+        self.flats = dict(self.program.flat_by_name)
+        self._enter(before)
+
+    def run(self) -> Outcome:
+        """Interpret the body."""
+        for line, op in enumerate(self.section.body):
+            self.line, self.op = line, op
+            self._step(op)
+        return Outcome(
+            contributions=self.contributions,
+            memory=self.memory,
+            decisions=self.decisions,
+            settings=self.settings,
+            steps=self.steps,
+            roundings=self.roundings,
+            sums=self.sums,
+            decided=self.decided,
+            told=self.told,
+        )
+
+    def fail(self, code: str, sentence: str, *buffers: str, advice: str = "") -> None:
+        """Report a finding at the current op."""
+        self.findings.add(
+            code, sentence, section=self.section, line=self.line, buffers=buffers, advice=advice
+        )
+
+    def term_name(self, source: int) -> str:
+        """A contribution in a sentence."""
+        if source == PAST_TERM:
+            return "the sum of the micro-steps before"
+        if source == ALL_TERM:
+            return "the sum of the step's micro-steps"
+        line = self._lines.get(source)
+        return "a contribution" if line is None else f"the contribution of op {line}"
+
+    def note_rounding(self, pieces: PieceList, target: DType) -> None:
+        """Remember which gradients lose digits here."""
+        for _, _, value in pieces:
+            for flat in algebra.rounded_flats(value, target, self.flats):
+                self.roundings.setdefault((flat, target), self.line)
+
+    # ------------------------------------------------------------------------------------------------- entry state
+
+    def _enter(self, before: Outcome | None) -> None:
+        for buffer in self.program.buffers:
+            if buffer.holds is not None:
+                self.memory.write(whole(buffer), self.layout.pieces(buffer.holds, buffer.numel))
+        told = {holding.region for holding in self.section.entry.holdings}
+        for holding in self.section.entry.holdings:
+            region = holding.region
+            resting = self.program.buffer_by_name[region.buffer].holds
+            is_told = replace(region, shard=None) in told
+            if region.shard is not None and resting is not None and not is_told:
+                rest = self.layout.beside(holding, resting)
+                if rest is not resting:
+                    full = Region(buffer=region.buffer, offset=region.offset, numel=region.numel)
+                    self.memory.write(full, self.layout.pieces(rest, region.numel))
+            numel = self.memory.numel(region)
+            self.memory.write(region, self.layout.pieces(holding.content, numel))
+        if before is not None:
+            self._carry(before)
+
+    def _carry(self, before: Outcome) -> None:
+        """A statistic or decision of the section before is known for what it is, and not by its buffer's name alone."""
+        for buffer in self.program.buffers:
+            if isinstance(buffer.holds, NamedContent):
+                pieces = before.memory.read(whole(buffer))
+                if any(isinstance(value, Statistic | Decision) for _, _, value in pieces):
+                    self.memory.write(whole(buffer), pieces)
+
+    # -------------------------------------------------------------------------------------------------- operations
+
+    def _step(self, op: Op) -> None:
+        match op:
+            case ops.Wait():
+                pass
+            case ops.Alloc():
+                self.memory.reset(op.buffer)
+            case ops.Release():
+                self.memory.forget(op.buffer)
+            case ops.AllGather() | ops.Prefetch():
+                transfers.gather(self, op)
+            case ops.ReduceScatter() | ops.AllReduce():
+                transfers.reduce(self, op)
+            case ops.Broadcast():
+                transfers.broadcast(self, op)
+            case ops.Compute():
+                self._compute(op)
+            case ops.Cast():
+                self._cast(op)
+            case ops.Fill():
+                number = self.numbering.of(("fill", op.value))
+                value: Value = ZERO if op.value == 0 else Elements(number)
+                self.memory.write(op.destination, [(0, self.memory.numel(op.destination), value)])
+            case ops.Scale():
+                self._scale(op)
+            case ops.GradNorm() | ops.CheckFinite():
+                statistics.statistic(self, op)
+            case ops.Decide():
+                update.decide(self, op)
+            case ops.OptimizerStep():
+                update.optimizer_step(self, op)
+            case ops.UpdateScale():
+                update.update_scale(self, op)
+            case ops.ToHost() | ops.ToDevice() | ops.Load() | ops.Store():
+                self.memory.write(op.destination, self.take(op.source))
+            case _:
+                assert_never(op)
+
+    def take(self, region: Region, code: str = "Z103") -> PieceList:
+        """Read a region whose every element must be defined; what is not becomes poison."""
+        pieces = self.memory.read(region)
+        found: list[tuple[int, int, Value]] | None = None
+        for i, (a, b, value) in enumerate(pieces):
+            if isinstance(value, Elements | Gradient | Zero):
+                continue
+            hole = algebra.undefined_in(value)
+            if hole is None:
+                continue
+            self.complain(region, a, b, hole, code)
+            found = list(pieces) if found is None else found
+            found[i] = (a, b, POISON)
+        return pieces if found is None else found
+
+    def complain(self, region: Region, start: int, stop: int, hole: Undefined, code: str) -> None:
+        """Report a read of undefined elements ``[start, stop)`` of a region."""
+        name = "this op" if self.op is None else title(self.op)
+        where = spell(region, self.program)
+        part = "" if (start, stop) == (0, self.memory.numel(region)) else f" [{start}:{stop}] of"
+        self.fail(
+            code,
+            f"{name} reads{part} {where}, which has {CAUSES[hole.cause]}",
+            region.buffer,
+            advice=ADVICE[hole.cause],
+        )
+
+    # ----------------------------------------------------------------------------------------------------- compute
+
+    def _compute(self, op: ops.Compute) -> None:
+        operands: list[Operand] = []
+        is_poisoned = False
+        for argument in op.arguments:
+            region = argument.view.region
+            name = argument.parameter
+            if name is not None:
+                if not self._is_parameter(name, region):
+                    is_poisoned = True
+                operands.append(Operand(("parameter", self.shared.gradients[name][1].name)))
+                continue
+            pieces = self.take(region)
+            if len(pieces) == 1:
+                value = pieces[0][2]
+                if isinstance(value, Elements) and not value.strides:
+                    key = (value.key, value.summed) if value.summed else value.key
+                    operands.append(Operand(key, value.shift))
+                    continue
+            if any(algebra.is_poisoned(value) for _, _, value in pieces):
+                is_poisoned = True
+            operands.append(Operand(tuple(pieces)))
+        results = self.shared.segments.results(op.segment, tuple(operands))
+        for destination, (number, key, shift) in zip(op.destinations, results, strict=True):
+            if destination is None:
+                continue
+            if destination.gradient is not None:
+                self._contribute(op, destination, destination.gradient, number, is_poisoned)
+                continue
+            region = destination.view.region
+            numel = self.memory.numel(region)
+            result: Value = POISON if is_poisoned else Elements(key, shift)
+            if destination.mode is Mode.WRITE:
+                self.memory.write(region, [(0, numel, result)])
+            else:
+                self.memory.write(
+                    region, self._added(self.take(region), [(0, numel, result)], region)
+                )
+
+    def _is_parameter(self, name: str, region: Region) -> bool:
+        expected, numel = self.shared.parameters[name]
+        pieces = self.memory.read(region)
+        if not pieces or (len(pieces) == 1 and pieces[0][2] == expected and region.numel == numel):
+            return True
+        if any(algebra.is_poisoned(value) for _, _, value in pieces):
+            return False
+        found = next((value for _, _, value in pieces if value != expected), pieces[0][2])
+        self.fail(
+            "Z401",
+            f"{title(self.section.body[self.line])} needs parameter {name} in "
+            f"{spell(region, self.program)}, which holds {describe(found)}",
+            region.buffer,
+        )
+        return False
+
+    def _contribute(
+        self,
+        op: ops.Compute,
+        destination: ops.Destination,
+        name: str,
+        number: int,
+        is_poisoned: bool,
+    ) -> None:
+        flat, slot = self.shared.gradients[name]
+        region = destination.view.region
+        value: Value = Gradient(flat, (Term(number, (), 1),), slot.offset)
+        if is_poisoned:
+            value = POISON
+        if slot.name in self.is_consumed:
+            self.fail(
+                "Z405",
+                f"{title(op)} contributes to the gradient of {name} after a statistic or an "
+                "update has read it",
+                region.buffer,
+            )
+        call = (number, (op.arguments, name))
+        added = self.contributions.setdefault(slot.name, [])
+        self._lines.setdefault(number, self.line)
+        if self.shared.may_repeat or call not in self._calls:
+            self._calls.add(call)
+            added.append(number)
+        pieces: PieceList = [(0, region.numel, value)]
+        if destination.mode is Mode.ACCUMULATE:
+            pieces = self._added(self.memory.read(region), pieces, region)
+        self.memory.write(region, pieces)
+
+    def _added(self, left: PieceList, right: PieceList, region: Region) -> PieceList:
+        def fail(code: str, sentence: str) -> None:
+            self.fail(code, f"{sentence}, in {spell(region, self.program)}", region.buffer)
+
+        def note(added: algebra.Sum) -> None:
+            self.sums.setdefault(added, self.line)
+
+        dtype = self.program.buffer_by_name[region.buffer].dtype
+        how = algebra.Addition(dtype, self.numbering, fail, note)
+        if len(left) != 1 or len(right) != 1:
+            found: list[tuple[int, int, Value]] = []
+            for a, b, x, y in aligned(left, right):
+                found.append((a, b, algebra.add(x, y, how)))
+            return found
+        return [(left[0][0], left[0][1], algebra.add(left[0][2], right[0][2], how))]
+
+    # ----------------------------------------------------------------------------------------- casts, copies, scales
+
+    def _cast(self, op: ops.Cast) -> None:
+        buffers = self.program.buffer_by_name
+        source, target = buffers[op.source.buffer], buffers[op.destination.buffer]
+        rule = algebra.CastRule(source.dtype, target.dtype, self.flats, self.numbering)
+        is_sum = op.mode is Mode.ACCUMULATE
+        code = "Z402" if is_sum or self._is_gradient(op.source) else "Z103"
+        taken = self.take(op.source, code)
+        if not algebra.represents(target.dtype, source.dtype):
+            self.note_rounding(taken, target.dtype)
+        pieces: PieceList = [(a, b, algebra.cast(v, rule)) for a, b, v in taken]
+        if is_sum:
+            pieces = self._added(self.memory.read(op.destination), pieces, op.destination)
+        self.memory.write(op.destination, pieces)
+
+    def _is_gradient(self, region: Region) -> bool:
+        holds = self.program.buffer_by_name[region.buffer].holds
+        return getattr(holds, "quantity", None) == GRAD
+
+    def _scale(self, op: ops.Scale) -> None:
+        by = self.numbering.of(("by", tuple(self.take(op.by))))
+        self.memory.write(
+            op.region,
+            [(a, b, algebra.scaled(v, by, self.numbering)) for a, b, v in self.take(op.region)],
+        )

@@ -1,0 +1,133 @@
+"""Limits on counts, names and sizes (Z011): what is beyond them is no program, and would cost whoever examines it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+
+from zeroir.ir import limits, ops
+from zeroir.ir.buffers import View
+from zeroir.ir.program import Program
+from zeroir.ir.segment import Segment, TensorType
+from zeroir.verify.context import Findings
+
+
+def check_limits(program: Program, findings: Findings) -> None:
+    """Check everything that a program declares; the other checks may take its sizes for granted."""
+    for sentence in (*_counts(program), *_names(program), *_sizes(program)):
+        findings.add("Z011", sentence)
+
+
+def _counts(program: Program) -> Iterator[str]:
+    slots = sum(len(flat.slots) for flat in program.flats)
+    nodes = sum(len(segment.nodes) for segment in program.segments)
+    ops_ = sum(len(section.body) for section in program.sections)
+    states = [state for section in program.sections for state in (section.entry, section.exit)]
+    counted = (
+        ("axes", len(program.mesh.axes), limits.MOST_AXES),
+        ("streams", len(program.streams), limits.MOST_STREAMS),
+        ("communicators", len(program.comms), limits.MOST_COMMUNICATORS),
+        ("flats", len(program.flats), limits.MOST_ITEMS),
+        ("parameters", slots, limits.MOST_ITEMS),
+        ("buffers", len(program.buffers), limits.MOST_ITEMS),
+        ("segments", len(program.segments), limits.MOST_ITEMS),
+        ("nodes", nodes, limits.MOST_ITEMS),
+        ("ops", ops_, limits.MOST_ITEMS),
+        ("holdings", sum(len(state.holdings) for state in states), limits.MOST_ITEMS),
+        ("groups", len(program.groups), limits.MOST_ITEMS),
+    )
+    for what, count, most in counted:
+        if count > most:
+            yield f"the program has {count:,} {what}, more than {most:,}"
+    if math.prod(max(axis.size, 1) for axis in program.mesh.axes[:20]) > limits.MOST_RANKS:
+        yield f"the mesh has more than {limits.MOST_RANKS:,} ranks"
+
+
+def _names(program: Program) -> Iterator[str]:
+    kinds: tuple[tuple[str, Iterable[str]], ...] = (
+        ("an axis", (axis.name for axis in program.mesh.axes)),
+        ("a stream", (stream.name for stream in program.streams)),
+        ("a communicator", (comm.name for comm in program.comms)),
+        ("a flat", (flat.name for flat in program.flats)),
+        ("a unit", (flat.unit for flat in program.flats)),
+        (
+            "a parameter",
+            (
+                n
+                for flat in program.flats
+                for slot in flat.slots
+                for n in (slot.name, *slot.aliases)
+            ),
+        ),
+        ("a buffer", (buffer.name for buffer in program.buffers)),
+        ("a segment", (segment.name for segment in program.segments)),
+        ("an operator", (node.op for segment in program.segments for node in segment.nodes)),
+        ("an input", (binding.path for binding in program.inputs)),
+        ("a module buffer", (binding.name for binding in program.module_buffers)),
+        ("a group", (group.name for group in program.groups)),
+    )
+    for what, names in kinds:
+        for name in names:
+            if len(name) > limits.LONGEST_NAME:
+                yield f"the name of {what} has {len(name):,} characters, more than {limits.LONGEST_NAME:,}"
+                break
+
+
+def _sizes(program: Program) -> Iterator[str]:
+    for flat in program.flats:
+        yield from _numel(f"flat {flat.name}", flat.padded_numel)
+        for slot in flat.slots:
+            yield from _shape(f"parameter {slot.name}", slot.shape)
+            yield from _numel(f"parameter {slot.name} begins at element", slot.offset)
+    for buffer in program.buffers:
+        yield from _numel(f"buffer %{buffer.name}", buffer.numel)
+        if buffer.offset is not None and buffer.offset > limits.MOST_BYTES:
+            yield f"buffer %{buffer.name} stands at byte {buffer.offset:,}, beyond {limits.MOST_BYTES:,}"
+    bound = [(binding.buffer, binding.shape) for binding in program.inputs]
+    bound += [(binding.buffer, binding.shape) for binding in program.module_buffers]
+    for name, shape in bound:
+        yield from _shape(f"what is bound to %{name}", shape)
+    for segment in program.segments:
+        yield from _segment(segment)
+    for op in program.ops():
+        if isinstance(op, ops.Compute):
+            for view in _views(op):
+                yield from _strided(f"compute @{op.segment}", view.shape, view.stride)
+
+
+def _views(op: ops.Compute) -> Iterator[View]:
+    yield from (argument.view for argument in op.arguments)
+    yield from (one.view for one in op.destinations if one is not None)
+
+
+def _segment(segment: Segment) -> Iterator[str]:
+    where = f"segment @{segment.name}"
+    results = (result for node in segment.nodes for result in node.results)
+    for kind in (*segment.inputs, *results):
+        if isinstance(kind, TensorType):
+            yield from _strided(where, kind.shape, kind.stride)
+    for backend, size in segment.workspace_bytes:
+        if not 0 <= size <= limits.MOST_BYTES:
+            yield f"{where} has a workspace of {size:,} bytes for {backend}"
+
+
+def _strided(where: str, shape: tuple[int, ...], stride: tuple[int, ...]) -> Iterator[str]:
+    yield from _shape(where, shape)
+    if len(stride) != len(shape):
+        yield f"{where} has a tensor of {len(shape)} sizes and {len(stride)} strides"
+    if any(not 0 <= step <= limits.MOST_ELEMENTS for step in stride):
+        yield f"{where} has a tensor with a stride below 0 or above {limits.MOST_ELEMENTS:,}"
+
+
+def _shape(where: str, shape: tuple[int, ...]) -> Iterator[str]:
+    if len(shape) > limits.MOST_DIMENSIONS:
+        yield f"{where} has a tensor of {len(shape):,} dimensions, more than {limits.MOST_DIMENSIONS}"
+    elif any(size < 0 for size in shape):
+        yield f"{where} has a tensor with a size below 0"
+    elif math.prod(shape) > limits.MOST_ELEMENTS:
+        yield f"{where} has a tensor of more than {limits.MOST_ELEMENTS:,} elements"
+
+
+def _numel(what: str, numel: int) -> Iterator[str]:
+    if numel > limits.MOST_ELEMENTS:
+        yield f"{what} has {numel:,} elements, more than {limits.MOST_ELEMENTS:,}"

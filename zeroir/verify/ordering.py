@@ -1,0 +1,476 @@
+"""Happens-before by vector clocks, from effects alone.
+
+A stream runs its ops in program order; a wait orders a stream, or the host and with it every stream, after the op
+that signals. Whatever is not ordered so may run in any order, and two accesses of which one writes must not. Each
+buffer keeps, per interval, who wrote it last and who has read it since.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zeroir.ir import ops
+from zeroir.ir.buffers import Region, Role
+from zeroir.ir.effects import Effects, effects
+from zeroir.ir.mesh import HOST
+from zeroir.ir.ops import Op
+from zeroir.ir.program import EVALUATE, MICRO_STEP, UPDATE, Program, Section
+from zeroir.verify.context import Findings, last_touch, spell, title
+from zeroir.verify.crossing import Carried, Crossing, crossings
+from zeroir.verify.intervals import IntervalMap
+
+ENTRY = -1
+"""Whoever wrote before the section: ordered before everything in it."""
+
+Access = tuple[int, tuple[tuple[int, int], ...]]
+"""The last writer, and per stream the last reader since: ``(writer, ((stream, reader), ...))``."""
+
+ASYNCHRONOUS = (
+    ops.AllGather,
+    ops.Prefetch,
+    ops.ReduceScatter,
+    ops.AllReduce,
+    ops.Broadcast,
+    ops.ToHost,
+    ops.ToDevice,
+    ops.Load,
+    ops.Store,
+)
+
+
+@dataclass(slots=True)
+class _Issued:
+    """An op on its stream: position there, and what to call it."""
+
+    stream: int
+    position: int
+    op: Op | None
+    line: int
+
+
+class Ordering:
+    """One pass over one section."""
+
+    def __init__(
+        self, program: Program, section: Section, findings: Findings, crossing: Crossing
+    ) -> None:
+        self.program = program
+        self.section = section
+        self.findings = findings
+        self.crossing = crossing
+        self.streams = {stream.name: i for i, stream in enumerate(program.streams)}
+        count = len(self.streams)
+        self.clocks = [[0] * count for _ in range(count)]
+        self.issued: list[_Issued] = []
+        self.events: dict[str, list[int]] = {}
+        self.signallers: dict[str, int] = {}
+        self.maps: dict[str, IntervalMap[Access]] = {}
+        self.live: set[str] = set(section.entry.live)
+        self.released: dict[str, int] = {}
+        self.last_collective: dict[str, int] = {}
+        self.line = 0
+
+    def run(self) -> None:
+        """Check the whole section."""
+        self._enter()
+        for line, op in enumerate(self.section.body):
+            self.line = line
+            self._step(op)
+        self._leave()
+
+    # ---------------------------------------------------------------------------------------------------- the clocks
+
+    def _enter(self) -> None:
+        holdings = self.section.entry.holdings
+        for pending in self.section.entry.pending:
+            stream = self.streams[pending.stream]
+            me = self._issue(stream, None, -1)
+            clock = [0] * len(self.streams)
+            clock[stream] = self.clocks[stream][stream]
+            self.events[pending.event] = clock
+            self.signallers[pending.event] = me
+            for holding in holdings:
+                if holding.after == pending.event:
+                    self._mark_write(holding.region, me)
+            carried = self.crossing.get(pending.event)
+            if carried is None:
+                continue
+            seen = carried.effects
+            for region in (*seen.writes, *seen.accumulates):
+                self._mark_write(region, me)
+            for region in seen.reads:
+                self._mark_read(region, stream, me)
+            for name in seen.allocs:
+                numel = self.program.buffer_by_name[name].numel
+                self.maps[name] = IntervalMap(numel, (me, ()))
+            for name in seen.frees:
+                self.released.setdefault(name, me)
+            if seen.comm is not None:
+                self.last_collective[seen.comm] = me
+
+    def _issue(self, stream: int, op: Op | None, line: int) -> int:
+        clock = self.clocks[stream]
+        self.issued.append(_Issued(stream, clock[stream], op, line))
+        clock[stream] += 1
+        return len(self.issued) - 1
+
+    def _is_before(self, earlier: int, stream: int) -> bool:
+        """Whether an issued op is done before the next op of a stream begins."""
+        if earlier == ENTRY:
+            return True
+        other = self.issued[earlier]
+        return self.clocks[stream][other.stream] > other.position
+
+    def _wait(self, op: ops.Wait) -> None:
+        clock = self.events.get(op.waited)
+        if clock is None:
+            self._fail("Z202", f"wait !{op.waited}: no op before it signals that event")
+            return
+        targets = self.clocks if op.on == HOST else [self.clocks[self.streams[op.on]]]
+        for target in targets:
+            for i, at in enumerate(clock):
+                if at > target[i]:
+                    target[i] = at
+
+    # ------------------------------------------------------------------------------------------------------- the ops
+
+    def _step(self, op: Op) -> None:
+        if isinstance(op, ops.Wait):
+            self._wait(op)
+            return
+        seen = effects(op)
+        stream = self.streams[seen.stream]
+        if seen.comm is not None:
+            self._collective(seen.comm, stream)
+        me = len(self.issued)
+        for name in seen.allocs:
+            self._alloc(name, stream, me)
+        self._accesses(op, seen, stream, me)
+        for name in seen.frees:
+            self._release(name, stream)
+        self._issue(stream, op, self.line)
+        if seen.comm is not None:
+            self.last_collective[seen.comm] = me
+        for name in seen.frees:
+            self.released[name] = me
+        for event in seen.signals:
+            self.events[event] = list(self.clocks[stream])
+            self.signallers[event] = me
+
+    def _accesses(self, op: Op, seen: Effects, stream: int, me: int) -> None:
+        for region in seen.reads:
+            if self._is_live(region, op):
+                self._check_writers(region, stream, op, is_read=True)
+        for region in seen.writes:
+            if self._is_live(region, op):
+                self._check_all(region, stream, op, is_read=False)
+        for region in seen.accumulates:
+            if self._is_live(region, op):
+                self._check_all(region, stream, op, is_read=True)
+        for region in seen.reads:
+            self._mark_read(region, stream, me)
+        for region in seen.writes:
+            self._mark_write(region, me)
+        for region in seen.accumulates:
+            self._mark_write(region, me)
+
+    def _is_live(self, region: Region, op: Op) -> bool:
+        name = region.buffer
+        if name in self.live or self.program.buffer_by_name[name].is_persistent:
+            return True
+        where = spell(region, self.program)
+        if name in self.released:
+            at = self._when(self.released[name])
+            self._fail(
+                "Z101",
+                f"{title(op)} uses {where} after its release{at}",
+                name,
+                advice=f"Move the release behind this op, or this op before the release{at}.",
+            )
+        else:
+            self._fail(
+                "Z101",
+                f"{title(op)} uses {where} before its alloc",
+                name,
+                advice=f"Alloc %{name} before this op.",
+            )
+        return False
+
+    def _when(self, issued: int) -> str:
+        line = self.issued[issued].line
+        return ", which is pending from before," if line < 0 else f" @{line}"
+
+    def _alloc(self, name: str, stream: int, me: int) -> None:
+        if name in self.live:
+            self._fail(
+                "Z104",
+                f"alloc %{name}, which is live already",
+                name,
+                advice=f"Release %{name} first, or drop this alloc.",
+            )
+        earlier = self.released.get(name, ENTRY)
+        if not self._is_before(earlier, stream):
+            at = self._when(earlier)
+            self._fail(
+                "Z101",
+                f"alloc %{name} may run before its release{at} on another stream",
+                name,
+                advice=self._order(earlier),
+            )
+        self.live.add(name)
+        numel = self.program.buffer_by_name[name].numel
+        self.maps[name] = IntervalMap(numel, (me, ()))
+
+    def _release(self, name: str, stream: int) -> None:
+        if name not in self.live:
+            word = "a second time" if name in self.released else "without an alloc"
+            self._fail(
+                "Z101",
+                f"release %{name} {word}",
+                name,
+                advice="Drop this release, or move the alloc.",
+            )
+            return
+        self.live.discard(name)
+        numel = self.program.buffer_by_name[name].numel
+        for _, _, (writer, readers) in self._map(name).read(0, numel):
+            for user in (writer, *(reader for _, reader in readers)):
+                if not self._is_before(user, stream):
+                    other = self.issued[user]
+                    who = "a pending op" if other.op is None else f"{title(other.op)} @{other.line}"
+                    self._fail(
+                        "Z101",
+                        f"release %{name} may run before {who}, which still uses it",
+                        name,
+                        advice=self._order(user),
+                    )
+                    return
+
+    def _collective(self, comm: str, stream: int) -> None:
+        axis = self.program.comm_by_name[comm].axis
+        for other, last in self.last_collective.items():
+            if other != comm and self.program.comm_by_name[other].axis == axis:
+                continue
+            if not self._is_before(last, stream):
+                line = self.issued[last].line
+                at = "a pending one" if line < 0 else f"the one @{line}"
+                self._fail(
+                    "Z202",
+                    f"the collective on {comm} and {at} on {other} have no order: "
+                    "ranks may start them in different orders",
+                    advice=self._order(last),
+                )
+                return
+
+    # -------------------------------------------------------------------------------------------------- the accesses
+
+    def _map(self, name: str) -> IntervalMap[Access]:
+        found = self.maps.get(name)
+        if found is None:
+            numel = self.program.buffer_by_name[name].numel
+            found = self.maps[name] = IntervalMap(numel, (ENTRY, ()))
+        return found
+
+    def _check_writers(self, region: Region, stream: int, op: Op, *, is_read: bool) -> None:
+        for _, _, (writer, _) in self._map(region.buffer).read(region.offset, region.stop):
+            if not self._is_before(writer, stream):
+                self._conflict(writer, region, op, is_read=is_read, was_write=True)
+                return
+
+    def _check_all(self, region: Region, stream: int, op: Op, *, is_read: bool) -> None:
+        for _, _, (writer, readers) in self._map(region.buffer).read(region.offset, region.stop):
+            if not self._is_before(writer, stream):
+                self._conflict(writer, region, op, is_read=is_read, was_write=True)
+                return
+            for _, reader in readers:
+                if not self._is_before(reader, stream):
+                    self._conflict(reader, region, op, is_read=is_read, was_write=False)
+                    return
+
+    def _mark_write(self, region: Region, me: int) -> None:
+        self._map(region.buffer).write(region.offset, region.stop, (me, ()))
+
+    def _mark_read(self, region: Region, stream: int, me: int) -> None:
+        kept = self._map(region.buffer)
+        for a, b, (writer, readers) in kept.read(region.offset, region.stop):
+            if readers:
+                others = tuple(item for item in readers if item[0] != stream)
+                kept.write(a, b, (writer, (*others, (stream, me))))
+            else:
+                kept.write(a, b, (writer, ((stream, me),)))
+
+    def _conflict(
+        self, earlier: int, region: Region, op: Op, *, is_read: bool, was_write: bool
+    ) -> None:
+        other = self.issued[earlier]
+        where = spell(region, self.program)
+        name = region.buffer
+        if isinstance(other.op, ops.Alloc):
+            self._fail(
+                "Z101",
+                f"{title(op)} may use {where} before its alloc @{other.line}",
+                name,
+                advice=self._order(earlier),
+            )
+            return
+        is_pending = other.op is None
+        who = (
+            "an op pending from before" if other.op is None else f"{title(other.op)} @{other.line}"
+        )
+        if was_write and is_read and (is_pending or isinstance(other.op, ASYNCHRONOUS)):
+            self._fail(
+                "Z103",
+                f"{title(op)} reads {where} without waiting for {who}, which writes it on "
+                f"another stream",
+                name,
+                advice=self._order(earlier),
+            )
+            return
+        did = "writes" if was_write else "reads"
+        does = "reads" if is_read else "writes"
+        self._fail(
+            "Z105",
+            f"{title(op)} {does} {where} while {who} {did} it on another stream",
+            name,
+            advice=self._order(earlier),
+        )
+
+    # --------------------------------------------------------------------------------------------------- exit state
+
+    def _leave(self) -> None:
+        state = self.section.exit
+        section = self.section
+        for name in sorted(self.live - set(state.live)):
+            self.findings.add(
+                "Z104",
+                f"%{name} is not released: it is live at the exit of {section.name}, whose exit state does not "
+                "say so",
+                section=section,
+                line=last_touch(section, name, is_write=False),
+                buffers=(name,),
+                advice=f"Release %{name} after this op, its last use, or name it in the exit state.",
+                is_of_exit=True,
+            )
+        for name in state.live:
+            if name not in self.live:
+                self.findings.add(
+                    "Z104",
+                    f"the exit state of {section.name} says that %{name} is live, but it is not",
+                    section=section,
+                    buffers=(name,),
+                )
+        latest = ENTRY
+        for pending in state.pending:
+            at = self._leave_pending(pending.event, pending.stream)
+            if at is not None and at < latest:
+                self.findings.add(
+                    "Z202",
+                    f"the exit state of {section.name} lists !{pending.event} after an event that is "
+                    "signalled later: list pending events in the order of their ops",
+                    section=section,
+                )
+            latest = latest if at is None else at
+
+    def _leave_pending(self, event: str, stream: str) -> int | None:
+        """Check one pending event; the op that signals it."""
+        section = self.section
+        at = self.signallers.get(event)
+        if at is None or self.issued[at].stream != self.streams[stream]:
+            self.findings.add(
+                "Z202",
+                f"the exit state of {section.name} says that !{event} is pending on {stream}, "
+                "but no op there signals it",
+                section=section,
+            )
+            return None
+        issued = self.issued[at]
+        if issued.op is not None:
+            found = Carried(section.name, issued.line, issued.op, effects(issued.op))
+        elif event in self.crossing:
+            found = self.crossing[event]
+        else:
+            return at
+        self._leave_host(found)
+        for region in (*found.effects.writes, *found.effects.accumulates):
+            self._leave_write(event, region)
+        return at
+
+    def _leave_host(self, carried: Carried) -> None:
+        """What the host does at a joint waits for no op that is under way there.
+
+        It reads scalars. Before a micro-step it writes inputs and seeds, and between steps whoever trains may change
+        scalars, such as the learning rate.
+        """
+        seen, name = carried.effects, self.section.name
+        written = (*seen.writes, *seen.accumulates)
+        touched = (*seen.reads, *written)
+        hit: list[tuple[str, str]] = []
+        if name in (MICRO_STEP, UPDATE, EVALUATE):
+            anew = "which the host fills anew for the next micro-step"
+            hit += [(r.buffer, anew) for r in touched if self._role(r) in (Role.INPUT, Role.RNG)]
+        reads = "which the host reads when the section is over"
+        hit += [(r.buffer, reads) for r in written if self._role(r) is Role.SCALAR]
+        if name in (UPDATE, EVALUATE):
+            changes = "which the host may change between steps"
+            hit += [(r.buffer, changes) for r in seen.reads if self._role(r) is Role.SCALAR]
+        is_own = carried.section == name
+        issuer = "" if is_own else f" of {carried.section}"
+        for buffer, what in hit:
+            self.findings.add(
+                "Z105",
+                f"{title(carried.op)}{issuer} is still under way at the exit of {name}, but uses %{buffer}, {what}",
+                section=self.section,
+                line=carried.line if is_own else None,
+                buffers=(buffer,),
+            )
+
+    def _role(self, region: Region) -> Role:
+        return self.program.buffer_by_name[region.buffer].role
+
+    def _leave_write(self, event: str, region: Region) -> None:
+        """What a pending op writes is true only after its event: the exit state must say so."""
+        buffer = self.program.buffer_by_name[region.buffer]
+        over = [h for h in self.section.exit.holdings if _overlap(h.region, region)]
+        is_wrong = any(holding.after != event for holding in over)
+        if buffer.is_persistent and not over:
+            is_wrong = True
+        if is_wrong:
+            self.findings.add(
+                "Z103",
+                f"the exit state of {self.section.name} says what {spell(region, self.program)} holds, "
+                f"but not that this is so only after !{event}",
+                section=self.section,
+                buffers=(region.buffer,),
+            )
+
+    def _order(self, earlier: int) -> str:
+        """How to order the op at hand after an earlier one."""
+        other = self.issued[earlier]
+        op = self.section.body[self.line]
+        if isinstance(op, ops.Wait):
+            return ""
+        event = None if other.op is None or isinstance(other.op, ops.Wait) else other.op.event
+        if other.op is None:
+            event = next((e for e, at in self.signallers.items() if at == earlier), None)
+        if event is not None:
+            return f"Put `wait !{event} on={op.stream}` before this op."
+        return (
+            f"Let op {other.line} signal an event, and wait for it on {op.stream} before this op."
+        )
+
+    def _fail(self, code: str, sentence: str, *buffers: str, advice: str = "") -> None:
+        self.findings.add(
+            code, sentence, section=self.section, line=self.line, buffers=buffers, advice=advice
+        )
+
+
+def _overlap(a: Region, b: Region) -> bool:
+    return a.buffer == b.buffer and a.offset < b.stop and b.offset < a.stop
+
+
+def check_ordering(program: Program, findings: Findings) -> None:
+    """Order, lifetimes and events of every section, whatever is under way at its entry."""
+    ways = crossings(program)
+    for section in program.sections:
+        for crossing in ways[section.name]:
+            Ordering(program, section, findings, crossing).run()

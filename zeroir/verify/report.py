@@ -1,0 +1,104 @@
+"""What the verifier says: findings, the laws they break, and the error that lists them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from zeroir.errors import UserError
+from zeroir.verify.codes import CODES, LAWS
+
+PROVED = "proved"
+
+_LONGEST_LINE = 210
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One broken law.
+
+    ``sentence`` says what is wrong. ``section`` and ``line`` point to the op (``line`` counts the ops of the section
+    from 0; None where no op is to blame), ``op`` is its text, ``window`` the text of the five lines around it,
+    ``history`` what happened to each buffer involved (``%b: allocated @12, gathered @14``), ``sources`` the lines of
+    the model that the op came from, ``advice`` what to do in this very case, where more can be said than for the law.
+    """
+
+    code: str
+    sentence: str
+    section: str | None = None
+    line: int | None = None
+    op: str = ""
+    window: tuple[str, ...] = ()
+    history: tuple[str, ...] = ()
+    sources: tuple[str, ...] = ()
+    buffers: tuple[str, ...] = ()
+    advice: str = ""
+
+    @property
+    def remedy(self) -> str:
+        """What to do, as one sentence."""
+        return self.advice or CODES[self.code].remedy
+
+    @property
+    def place(self) -> str:
+        """``section:line``, the section alone, or ``program``."""
+        if self.section is None:
+            return "program"
+        return self.section if self.line is None else f"{self.section}:{self.line}"
+
+    def render(self) -> str:
+        """The long form, several lines."""
+        lines = [f"{self.code} {self.place}: {self.sentence}"]
+        lines += [f"    {_shortened(line)}" for line in self.window]
+        lines += [f"  {line}" for line in self.history]
+        lines += [f"  from {source}" for source in self.sources]
+        lines.append(f"  {self.remedy} See `zeroir explain {self.code}`.")
+        return "\n".join(lines)
+
+
+def _shortened(line: str) -> str:
+    """The begin and the end of a line that is too long to be looked at, as of a compute op with many operands."""
+    if len(line) <= _LONGEST_LINE:
+        return line
+    return f"{line[: _LONGEST_LINE * 2 // 3]} … {line[-_LONGEST_LINE // 3 :]}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """All findings in the order of the checks. Ordering is examined once the structure holds, values once both do."""
+
+    findings: tuple[Finding, ...] = ()
+    asked: tuple[str, ...] = tuple(LAWS)
+    unexamined: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether no law is broken."""
+        return not self.findings
+
+    @property
+    def laws(self) -> Mapping[str, str]:
+        """Each law's code: ``proved``, the first finding's sentence, or why it was not examined.
+
+        Z106 is there only where the program is planned, Z301 where a budget was given, and Z406 where a logical
+        program was.
+        """
+        said = {code: self.unexamined.get(code, PROVED) for code in self.asked}
+        for finding in reversed(self.findings):
+            said[finding.code] = f"{finding.place}: {finding.sentence}"
+        return said
+
+    def render(self, limit: int = 10) -> str:
+        """The long form of the first findings; empty when there are none."""
+        parts = [finding.render() for finding in self.findings[:limit]]
+        if len(self.findings) > limit:
+            parts.append(f"... and {len(self.findings) - limit} more findings")
+        return "\n\n".join(parts)
+
+
+class VerificationError(UserError):
+    """A program that breaks a law; ``report`` has the findings."""
+
+    def __init__(self, report: Report) -> None:
+        super().__init__(report.render())
+        self.report = report

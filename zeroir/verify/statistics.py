@@ -1,0 +1,137 @@
+"""What the update reads of gradients: that they are finished, and the statistics that decisions rest on."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from zeroir.ir import ops
+from zeroir.ir.buffers import Region
+from zeroir.ir.contents import Micro
+from zeroir.verify import algebra
+from zeroir.verify.context import spell
+from zeroir.verify.domain import POISON, Cover, PieceList, Poison, Statistic, Value, moved
+from zeroir.verify.gradients import Problem, Wanted, is_zero, locate, measure, wanted_sources
+
+if TYPE_CHECKING:
+    from zeroir.verify.interpreter import Run
+
+NORM = "norm"
+OVERFLOW = "overflow"
+
+
+def use_gradient(run: Run, flat: str, pieces: PieceList) -> Problem | None:
+    """Why these pieces of a flat's gradient are not finished; nothing may contribute to them any more."""
+    for a, b, _ in pieces:
+        for _, _, slot in run.layout.between(flat, a, b):
+            if slot is not None:
+                run.is_consumed.add(slot.name)
+    wanted = Wanted(
+        wanted_sources(Micro.ALL, run.section.name, run.layout.has_past, run.contributions),
+        run.layout.axes,
+        run.term_name,
+    )
+    return measure(run.layout, pieces, flat, wanted)
+
+
+def statistic(run: Run, op: ops.GradNorm | ops.CheckFinite) -> None:
+    """A statistic covers the gradients it read, if they were final."""
+    covers: list[Cover] = []
+    order: list[tuple[str, int, int]] = []
+    is_reported = False
+    for source in op.sources:
+        already = len(covers)
+        for a, b, value in run.take(source, "Z405"):
+            if algebra.is_poisoned(value):
+                is_reported = True
+                continue
+            if is_zero(value):
+                continue
+            cover, problem = _cover(run, a, b, value)
+            if cover is None or problem is not None:
+                sentence = problem.sentence if problem else "it reads something that is no gradient"
+                where = spell(source, run.program)
+                run.fail(
+                    "Z405",
+                    f"a statistic on unfinished gradients: {sentence} in {where}",
+                    source.buffer,
+                )
+                is_reported = True
+            else:
+                covers.append(cover)
+        order += _read(run, covers[already:])
+    kind = NORM if isinstance(op, ops.GradNorm) else OVERFLOW
+    result: Value = POISON if is_reported else Statistic(kind, tuple(covers), tuple(order))
+    run.memory.write(op.destination, [(0, 1, result)])
+
+
+def _read(run: Run, covers: list[Cover]) -> list[tuple[str, int, int]]:
+    """What one source is on all ranks together, by flat, without the padding around it."""
+    found: dict[str, tuple[int, int]] = {}
+    for cover in covers:
+        for start, stop in cover.intervals(run.layout.sizes):
+            for a, b, slot in run.layout.between(cover.flat, start, stop):
+                if slot is not None:
+                    low, high = found.get(cover.flat, (a, b))
+                    found[cover.flat] = min(low, a), max(high, b)
+    return [(flat, *interval) for flat, interval in found.items()]
+
+
+def _cover(run: Run, start: int, stop: int, value: Value) -> tuple[Cover | None, Problem | None]:
+    place = locate(value)
+    if place is None:
+        return None, None
+    flat, shift, strides = place
+    here = [(0, stop - start, moved(value, start))]
+    on_flat = run.layout.on_flat(here, stop - start, shift + start, strides)
+    if on_flat is None:
+        return None, None
+    problem = use_gradient(run, flat, on_flat)
+    return Cover(flat, shift + start, strides, stop - start, problem is None), problem
+
+
+def statistic_problem(run: Run, region: Region, kind: str) -> str | None:
+    """Why a scalar is not the global statistic of that kind over all gradients."""
+    (_, _, value), *rest = run.take(region, "Z405")
+    if rest or isinstance(value, Poison):
+        return None
+    name = spell(region, run.program)
+    if not isinstance(value, Statistic) or value.kind != kind:
+        return f"{name} is not this step's {kind}"
+    for axis in run.layout.axes:
+        cuts = [any(a == axis for a, _ in cover.strides) for cover in value.covers]
+        times = value.summed.count(axis)
+        if times == 0 and any(cuts):
+            return f"{name} is this rank's part of the {kind}: it is not combined over {axis}"
+        if kind == NORM and times and (times > 1 or not all(cuts)):
+            return f"{name} counts gradients more than once over {axis}"
+    in_order = tuple(axis for axis in run.layout.axes if axis in value.summed)
+    if kind == NORM and value.summed != in_order:
+        return f"{name} is summed over {' and then '.join(value.summed)}, not innermost first"
+    if kind == NORM and not value.is_sum:
+        return f"{name} is combined by its maximum instead of its sum"
+    return _coverage_problem(run, value, name)
+
+
+def _coverage_problem(run: Run, value: Statistic, name: str) -> str | None:
+    intervals: dict[str, list[tuple[int, int]]] = {}
+    for cover in value.covers:
+        intervals.setdefault(cover.flat, []).extend(cover.intervals(run.layout.sizes))
+    for flat in run.program.flats:
+        if not flat.is_trainable:
+            continue
+        counts = sorted(intervals.get(flat.name, []))
+        for start, stop, slot in run.layout.cuts(flat.name):
+            if slot is None:
+                continue
+            at = start
+            for low, high in counts:
+                if high <= start or low >= stop:
+                    continue
+                if low < at and value.kind == NORM and max(low, start) < at:
+                    return f"{name} counts the gradient of {slot.name} twice"
+                if low > at:
+                    break
+                at = max(at, high)
+            if at < stop:
+                return f"{name} leaves out the gradient of {slot.name}"
+    return None

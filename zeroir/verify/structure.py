@@ -1,0 +1,506 @@
+"""Each op by itself: what it names exists, its regions lie inside their buffers, dtypes, sizes and spaces agree."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import assert_never
+
+from zeroir.ir import ops
+from zeroir.ir.buffers import Region, Role, Space, View, contiguous_stride, span_numel
+from zeroir.ir.dtypes import DType
+from zeroir.ir.effects import Effects, effects
+from zeroir.ir.mesh import HOST, Executor
+from zeroir.ir.ops import Mode, Op
+from zeroir.ir.program import Program
+from zeroir.ir.segment import TensorType
+from zeroir.ir.views import is_same_stride
+from zeroir.verify.context import Findings, spell, title
+from zeroir.verify.declarations import region_problem
+
+Problem = tuple[str, str]
+
+HYPER_NUMEL = 4
+
+LANES_NUMEL = 64
+"""Pieces of an optimizer step are multiples of this: vectors of FP32 on a CPU have 4 to 16 elements, and what is left
+over is rounded otherwise. Parameters begin at multiples of it too."""
+
+
+def check_structure(program: Program, findings: Findings) -> None:
+    """Check every op of every section; several problems of one op are several findings."""
+    checker = _Checker(program)
+    for section in program.sections:
+        # An event that is pending at the entry may be signalled anew: what crosses one joint may cross the next.
+        events: set[str] = set()
+        for line, op in enumerate(section.body):
+            problems = list(checker.problems(op, events))
+            names = _buffers(op, program) if problems else ()
+            for code, sentence in problems:
+                findings.add(code, sentence, section=section, line=line, buffers=names)
+        if findings.is_full:
+            return
+
+
+def _buffers(op: Op, program: Program) -> tuple[str, ...]:
+    seen = effects(op)
+    regions = (*seen.reads, *seen.writes, *seen.accumulates)
+    names = (*seen.allocs, *seen.frees, *(region.buffer for region in regions))
+    return tuple(name for name in dict.fromkeys(names) if name in program.buffer_by_name)
+
+
+class _Checker:
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.mesh = program.mesh
+        self.buffers = program.buffer_by_name
+        self.executors = {stream.name: stream.executor for stream in program.streams}
+        self.outputs = {s.name: s.output_types() for s in program.segments}
+        self._known: set[Region] = set()
+
+    def problems(self, op: Op, events: set[str]) -> Iterator[Problem]:
+        """Everything wrong with one op."""
+        if isinstance(op, ops.Wait):
+            if op.on != HOST and op.on not in self.executors:
+                yield "Z001", f"wait on the undeclared stream {op.on}"
+            return
+        if op.stream not in self.executors:
+            yield "Z001", f"{title(op)} runs on the undeclared stream {op.stream}"
+        if op.event is not None:
+            if op.event in events:
+                yield "Z002", f"event !{op.event} is signalled twice in one section"
+            events.add(op.event)
+        is_sound = True
+        seen = effects(op)
+        for region in (*seen.reads, *seen.writes, *seen.accumulates):
+            if region in self._known:
+                continue
+            problem = region_problem(self.program, region)
+            if problem is None:
+                self._known.add(region)
+            else:
+                is_sound = False
+                yield problem[0], f"{title(op)}: {problem[1]}"
+        if is_sound:
+            yield from self._own(op)
+            yield from self._apart(op, seen)
+            yield from self._executor(op)
+
+    def _own(
+        self,
+        op: ops.Memory
+        | ops.Collective
+        | ops.Compute
+        | ops.Cast
+        | ops.Fill
+        | ops.Scale
+        | ops.Update
+        | ops.Transfer,
+    ) -> Iterator[Problem]:
+        match op:
+            case ops.Alloc() | ops.Release():
+                buffer = self.buffers.get(op.buffer)
+                if buffer is None:
+                    yield "Z001", f"{title(op)} of the undeclared buffer %{op.buffer}"
+                elif buffer.is_persistent:
+                    yield "Z007", f"{title(op)} of the persistent buffer %{op.buffer}"
+            case (
+                ops.AllGather()
+                | ops.Prefetch()
+                | ops.ReduceScatter()
+                | ops.AllReduce()
+                | ops.Broadcast()
+            ):
+                yield from self._collective(op)
+            case ops.Compute():
+                yield from self._compute(op)
+            case ops.Cast():
+                yield from self._cast(op)
+            case ops.Fill():
+                yield from self._in_memory(op, op.destination)
+            case ops.Scale():
+                yield from self._in_memory(op, op.region, op.by)
+                yield from self._scalar(op, "by", op.by)
+                if not self._dtype(op.region).is_floating:
+                    yield (
+                        "Z004",
+                        f"scale multiplies {self._spell(op.region)}, which is not floating",
+                    )
+            case ops.GradNorm() | ops.CheckFinite():
+                yield from self._scalar(op, "destination", op.destination, DType.F32)
+                for source in op.sources:
+                    if not self._dtype(source).is_floating:
+                        yield (
+                            "Z004",
+                            f"{title(op)} reads {self._spell(source)}, which is not floating",
+                        )
+            case ops.Decide():
+                yield from self._decide(op)
+            case ops.OptimizerStep():
+                yield from self._optimizer_step(op)
+            case ops.UpdateScale():
+                yield from self._scalar(op, "skip", op.skip, DType.F32)
+                if self._numel(op.state) != 3 or self._dtype(op.state) is not DType.F32:
+                    yield "Z004", f"update_scale needs f32[3] in {self._spell(op.state)}"
+            case ops.ToHost():
+                yield from self._transfer(op, Space.DEVICE, Space.HOST)
+            case ops.ToDevice():
+                yield from self._transfer(op, Space.HOST, Space.DEVICE)
+            case ops.Load():
+                yield from self._transfer(op, Space.DISK, Space.HOST)
+            case ops.Store():
+                yield from self._transfer(op, Space.HOST, Space.DISK)
+            case _:
+                assert_never(op)
+
+    # ------------------------------------------------------------------------------------------------------ helpers
+
+    def _spell(self, region: Region) -> str:
+        return spell(region, self.program)
+
+    def _dtype(self, region: Region) -> DType:
+        return self.buffers[region.buffer].dtype
+
+    def _space(self, region: Region) -> Space:
+        return self.buffers[region.buffer].space
+
+    def _role(self, region: Region) -> Role:
+        return self.buffers[region.buffer].role
+
+    def _numel(self, region: Region) -> int:
+        return region.local_numel(self.mesh)
+
+    def _scalar(
+        self, op: Op, name: str, region: Region | None, dtype: DType | None = None
+    ) -> Iterator[Problem]:
+        if region is None:
+            return
+        if self._numel(region) != 1:
+            yield (
+                "Z005",
+                f"{title(op)} needs one element as {name}, {self._spell(region)} has {self._numel(region)}",
+            )
+        if dtype is not None and self._dtype(region) is not dtype:
+            yield (
+                "Z004",
+                f"{title(op)} needs {dtype} as {name}, {self._spell(region)} is {self._dtype(region)}",
+            )
+
+    def _in_memory(self, op: Op, *regions: Region) -> Iterator[Problem]:
+        for region in regions:
+            if self._space(region) is Space.DISK:
+                yield "Z006", f"{title(op)} cannot work on {self._spell(region)}, which is on disk"
+
+    def _executor(self, op: Op) -> Iterator[Problem]:
+        """The stream must be carried out by what can reach the memory: no wait orders the others' work."""
+        executor = None if isinstance(op, ops.Wait) else self.executors.get(op.stream)
+        match op:
+            case ops.Alloc() | ops.Release() | ops.Wait():
+                return
+            case ops.Cast() | ops.Fill():
+                space = self._space(op.destination)
+            case ops.Scale():
+                space = self._space(op.region)
+            case ops.GradNorm() | ops.CheckFinite():
+                space = self._space(op.destination)
+            case ops.Decide():
+                space = self._space(op.gradient_divisor)
+            case ops.OptimizerStep():
+                space = self._space(op.param)
+            case ops.UpdateScale():
+                space = self._space(op.state)
+            case ops.Load() | ops.Store():
+                space = Space.HOST
+            case _:
+                space = Space.DEVICE
+        if executor is not None and (executor is Executor.DEVICE) is not (space is Space.DEVICE):
+            yield (
+                "Z006",
+                f"{title(op)} works on {space} memory, but stream {op.stream} is carried out by the {executor}",
+            )
+
+    def _apart(self, op: Op, seen: Effects) -> Iterator[Problem]:
+        """No op reads what it writes, nor writes an element twice, but those that say how they do."""
+        if isinstance(op, ops.Collective | ops.Compute | ops.Cast):
+            return
+        written = [*seen.writes, *seen.accumulates]
+        yield from self._disjoint(op, written)
+        for source in seen.reads:
+            if any(_overlap(source, target) for target in written):
+                yield "Z010", f"{title(op)} reads {self._spell(source)}, which it overwrites"
+                return
+
+    # -------------------------------------------------------------------------------------------------------- ops
+
+    def _collective(self, op: ops.Collective) -> Iterator[Problem]:
+        comm = self.program.comm_by_name.get(op.comm)
+        if comm is None:
+            yield "Z001", f"{title(op)} uses the undeclared communicator {op.comm}"
+            return
+        if not op.pairs:
+            yield "Z005", f"{title(op)} moves nothing: it has no pairs"
+        for pair in op.pairs:
+            source, destination = self._dtype(pair.source), self._dtype(pair.destination)
+            if source is not destination:
+                what = f"{self._spell(pair.source)} is {source}"
+                yield "Z004", f"{title(op)}: {what}, {self._spell(pair.destination)} {destination}"
+            for region in (pair.source, pair.destination):
+                if self._space(region) is not Space.DEVICE:
+                    yield "Z006", f"{title(op)} needs {self._spell(region)} on the device"
+            yield from self._in_place(op, pair, comm.axis)
+        exposed = _exposed_destination(op.pairs)
+        if exposed is not None:
+            where = f"{self._spell(exposed)} is written by one pair"
+            yield "Z010", f"{title(op)}: {where} and read by another of the same launch"
+        wire = op.wire_dtype
+        if wire is not None:
+            for pair in op.pairs:
+                if wire.is_floating is not self._dtype(pair.source).is_floating:
+                    what = f"{self._spell(pair.source)} of {self._dtype(pair.source)}"
+                    yield "Z004", f"{title(op)} cannot send {what} as {wire}"
+        written = [pair.destination for pair in op.pairs]
+        if op.staging is not None:
+            written.append(op.staging)
+            for pair in op.pairs:
+                if _overlap(pair.source, op.staging):
+                    yield (
+                        "Z010",
+                        f"{title(op)} stages over its own source {self._spell(pair.source)}",
+                    )
+        yield from self._disjoint(op, written)
+
+    def _in_place(self, op: ops.Collective, pair: ops.Pair, axis: str) -> Iterator[Problem]:
+        source, destination = pair.source, pair.destination
+        if not _overlap(source, destination):
+            return
+        is_exact = source == destination
+        match op:
+            case ops.AllGather() | ops.Prefetch():
+                is_exact = is_exact or source == _slice(destination, axis)
+            case ops.ReduceScatter():
+                is_exact = is_exact or destination == _slice(source, axis)
+            case _:
+                pass
+        if not is_exact:
+            where = f"from {self._spell(source)} to {self._spell(destination)}"
+            yield "Z010", f"{title(op)} {where} overlaps itself without working in place"
+
+    def _disjoint(self, op: Op, regions: list[Region]) -> Iterator[Problem]:
+        if len(regions) < 2:
+            return
+        ordered = sorted(regions, key=lambda region: (region.buffer, region.offset))
+        for first, second in pairwise(ordered):
+            if _overlap(first, second):
+                yield "Z010", f"{title(op)} writes elements of {self._spell(second)} twice"
+                return
+
+    def _compute(self, op: ops.Compute) -> Iterator[Problem]:
+        segment = self.program.segment_by_name.get(op.segment)
+        if segment is None:
+            yield "Z001", f"compute calls the undeclared segment @{op.segment}"
+            return
+        outputs = self.outputs[op.segment]
+        if len(op.arguments) != len(segment.inputs):
+            yield (
+                "Z005",
+                f"compute @{op.segment} has {len(op.arguments)} arguments, the segment {len(segment.inputs)} inputs",
+            )
+            return
+        if len(op.destinations) != len(outputs):
+            yield (
+                "Z005",
+                f"compute @{op.segment} has {len(op.destinations)} destinations, the segment {len(outputs)} outputs",
+            )
+            return
+        for i, (argument, kind) in enumerate(zip(op.arguments, segment.inputs, strict=True)):
+            yield from self._view(op, f"argument {i}", argument.view, kind)
+            if argument.parameter is not None:
+                yield from self._parameter(op, argument.parameter, argument.view)
+        written: list[Region] = []
+        added: list[Region] = []
+        for i, (destination, kind) in enumerate(zip(op.destinations, outputs, strict=True)):
+            if destination is None:
+                continue
+            yield from self._view(op, f"destination {i}", destination.view, kind)
+            yield from self._filled(op, i, destination.view)
+            if destination.gradient is not None:
+                yield from self._parameter(op, destination.gradient, destination.view)
+            is_write = destination.mode is Mode.WRITE
+            if is_write:
+                for earlier in added:
+                    if _overlap(earlier, destination.view.region):
+                        yield (
+                            "Z010",
+                            f"compute @{op.segment} overwrites {self._spell(earlier)}, to which it has added",
+                        )
+            (written if is_write else added).append(destination.view.region)
+        yield from self._disjoint(op, written)
+
+    def _parameter(self, op: ops.Compute, name: str, view: View) -> Iterator[Problem]:
+        home = self.program.parameter_by_name.get(name)
+        if home is None:
+            yield "Z001", f"compute @{op.segment} names the undeclared parameter {name}"
+            return
+        shape = home[1].shape
+        where = f"compute @{op.segment}: {self._spell(view.region)}"
+        if view.numel != home[1].numel or view.region.numel != home[1].numel:
+            yield "Z005", f"{where} has {view.numel} elements, parameter {name} {home[1].numel}"
+        elif view.shape != shape or not is_same_stride(
+            shape, view.stride, contiguous_stride(shape)
+        ):
+            found = f"{list(view.shape)} with strides {list(view.stride)}"
+            yield (
+                "Z005",
+                f"{where} is seen as {found}, parameter {name} stands row-major as {list(shape)}",
+            )
+
+    def _filled(self, op: ops.Compute, number: int, view: View) -> Iterator[Problem]:
+        """A result must fill its destination: what it leaves out would look written."""
+        where = f"compute @{op.segment}: destination {number}"
+        span = span_numel(view.shape, view.stride)
+        if span < view.numel:
+            yield "Z005", f"{where} writes elements more than once"
+        elif max(span, self._numel(view.region)) > view.numel:
+            left_out = max(span, self._numel(view.region)) - view.numel
+            yield (
+                "Z005",
+                f"{where} leaves {left_out} of the elements of {self._spell(view.region)} unwritten",
+            )
+
+    def _view(self, op: ops.Compute, what: str, view: View, kind: TensorType) -> Iterator[Problem]:
+        where = f"compute @{op.segment}: {what} {self._spell(view.region)}"
+        if len(view.shape) != len(view.stride):
+            yield "Z005", f"{where} has {len(view.shape)} sizes and {len(view.stride)} strides"
+            return
+        if view.shape != kind.shape or not is_same_stride(view.shape, view.stride, kind.stride):
+            wanted = f"{list(kind.shape)} with strides {list(kind.stride)}"
+            found = f"{list(view.shape)} with strides {list(view.stride)}"
+            yield "Z005", f"{where} is {found}, the segment has {wanted}"
+        if self._dtype(view.region) is not kind.dtype:
+            yield "Z004", f"{where} is {self._dtype(view.region)}, the segment has {kind.dtype}"
+        if any(step < 0 for step in view.stride) or span_numel(
+            view.shape, view.stride
+        ) > self._numel(view.region):
+            yield "Z003", f"{where} does not fit its {self._numel(view.region)} elements"
+        # A seed is read by the host when it launches the kernel, so that no device waits for it.
+        is_seed = self._role(view.region) is Role.RNG and self._space(view.region) is Space.HOST
+        if self._space(view.region) is not Space.DEVICE and not is_seed:
+            yield "Z006", f"{where} is not on the device"
+
+    def _cast(self, op: ops.Cast) -> Iterator[Problem]:
+        yield from self._in_memory(op, op.source, op.destination)
+        if self._numel(op.source) != self._numel(op.destination):
+            yield (
+                "Z005",
+                f"cast from {self._numel(op.source)} to {self._numel(op.destination)} elements",
+            )
+        if self._space(op.source) is not self._space(op.destination):
+            yield (
+                "Z006",
+                f"cast from {self._spell(op.source)} to {self._spell(op.destination)} crosses spaces",
+            )
+        if _overlap(op.source, op.destination) and op.source != op.destination:
+            yield (
+                "Z010",
+                f"cast from {self._spell(op.source)} to {self._spell(op.destination)} overlaps itself",
+            )
+
+    def _decide(self, op: ops.Decide) -> Iterator[Problem]:
+        for name, region in (
+            ("step", op.step),
+            ("gradient_divisor", op.gradient_divisor),
+            ("overflow", op.overflow),
+            ("norm", op.norm),
+            ("skip", op.skip),
+        ):
+            yield from self._scalar(op, name, region, DType.F32)
+        if op.loss_scale is not None and self._dtype(op.loss_scale) is not DType.F32:
+            yield "Z004", f"decide needs f32 as loss_scale, {self._spell(op.loss_scale)} is not"
+        if (op.skip is None) != (op.overflow is None):
+            yield "Z005", "decide needs overflow and skip together, or neither"
+        if (op.norm is None) != (op.max_norm is None):
+            yield "Z005", "decide needs norm and max_norm together, or neither"
+        if op.divisor < 1:
+            yield "Z005", f"decide divides by {op.divisor}"
+
+    def _optimizer_step(self, op: ops.OptimizerStep) -> Iterator[Problem]:
+        names = op.algorithm.state_names
+        if len(op.states) != len(names):
+            yield (
+                "Z005",
+                f"{op.algorithm} keeps {len(names)} states, optimizer_step has {len(op.states)}",
+            )
+        numel, dtype, space = self._numel(op.param), self._dtype(op.param), self._space(op.param)
+        for region in (op.grad, *op.states):
+            if self._numel(region) != numel:
+                found = f"{self._spell(region)} has {self._numel(region)} elements"
+                yield "Z005", f"optimizer_step: {found}, {self._spell(op.param)} {numel}"
+            if self._dtype(region) is not dtype:
+                yield (
+                    "Z004",
+                    f"optimizer_step: {self._spell(region)} is {self._dtype(region)}, {self._spell(op.param)} {dtype}",
+                )
+            if self._space(region) is not space:
+                yield (
+                    "Z006",
+                    f"optimizer_step: {self._spell(region)} is not in the space of {self._spell(op.param)}",
+                )
+        for region in (op.param, op.grad, *op.states):
+            if region.offset % LANES_NUMEL or self._numel(region) % LANES_NUMEL:
+                where = (
+                    f"{self._spell(region)} off the {LANES_NUMEL} elements that its kernels take"
+                )
+                yield "Z003", f"optimizer_step cuts {where} at a time, which rounds otherwise"
+        if dtype is not DType.F32:
+            yield "Z004", f"optimizer_step updates {self._spell(op.param)} of {dtype}: it needs f32"
+        yield from self._in_memory(op, op.param)
+        yield from self._scalar(op, "lr", op.lr, DType.F64)
+        yield from self._scalar(op, "step", op.step, DType.F32)
+        yield from self._scalar(op, "gradient_divisor", op.gradient_divisor, DType.F32)
+        yield from self._scalar(op, "skip", op.skip, DType.F32)
+        if self._dtype(op.hyper) is not DType.F64 or self._numel(op.hyper) != HYPER_NUMEL:
+            yield "Z004", f"optimizer_step needs f64[{HYPER_NUMEL}] in {self._spell(op.hyper)}"
+
+    def _transfer(self, op: ops.Transfer, source: Space, destination: Space) -> Iterator[Problem]:
+        for region, space in ((op.source, source), (op.destination, destination)):
+            if self._space(region) is not space:
+                yield (
+                    "Z006",
+                    f"{title(op)} needs {self._spell(region)} on {space}, it is on {self._space(region)}",
+                )
+        if self._numel(op.source) != self._numel(op.destination):
+            yield (
+                "Z005",
+                f"{title(op)} copies {self._numel(op.source)} to {self._numel(op.destination)} elements",
+            )
+        if self._dtype(op.source) is not self._dtype(op.destination):
+            yield (
+                "Z004",
+                f"{title(op)} copies {self._dtype(op.source)} to {self._dtype(op.destination)}",
+            )
+
+
+def _overlap(a: Region, b: Region) -> bool:
+    return a.buffer == b.buffer and a.offset < b.stop and b.offset < a.stop
+
+
+def _exposed_destination(pairs: Sequence[ops.Pair]) -> Region | None:
+    """A destination that the source of another pair overlaps, if any does."""
+    both = [(pair.destination, i, True) for i, pair in enumerate(pairs)]
+    both += [(pair.source, i, False) for i, pair in enumerate(pairs)]
+    both.sort(key=lambda item: (item[0].buffer, item[0].offset, item[0].stop))
+    # Of the regions so far, written and read, the two that reach farthest: one may be of the very pair.
+    farthest: dict[bool, list[tuple[int, int]]] = {}
+    buffer: str | None = None
+    for region, i, is_written in both:
+        if region.buffer != buffer:
+            buffer, farthest = region.buffer, {True: [], False: []}
+        for stop, j in farthest[not is_written]:
+            if j != i and stop > region.offset:
+                return pairs[i if is_written else j].destination
+        farthest[is_written] = sorted([*farthest[is_written], (region.stop, i)])[-2:]
+    return None
+
+
+def _slice(region: Region, axis: str) -> Region:
+    return Region(buffer=region.buffer, offset=region.offset, numel=region.numel, shard=axis)

@@ -1,0 +1,363 @@
+"""The update's ops in the abstract interpreter: the decision, optimizer steps, loss scaling."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from zeroir.ir import ops
+from zeroir.ir.buffers import Region
+from zeroir.ir.contents import MASTER, PARAM
+from zeroir.verify import algebra
+from zeroir.verify.context import spell
+from zeroir.verify.descriptions import describe
+from zeroir.verify.domain import (
+    POISON,
+    Cover,
+    Decision,
+    Elements,
+    FlatKey,
+    NamedKey,
+    PieceList,
+    Poison,
+    Statistic,
+    Value,
+    rebased,
+)
+from zeroir.verify.gradients import locate
+from zeroir.verify.statistics import NORM, OVERFLOW, statistic_problem, use_gradient
+
+if TYPE_CHECKING:
+    from zeroir.verify.interpreter import Run
+
+
+NORM_ORDER: Final = "order of the norm"
+"""Tells, among the settings, in which order a norm adds up gradients."""
+
+
+class Stepped(NamedTuple):
+    """Flat elements that an optimizer step updates, what the step is told, and its line."""
+
+    elements: Cover
+    setting: Hashable
+    line: int
+
+
+# ----------------------------------------------------------------------------------------------------- the decision
+
+
+def decide(run: Run, op: ops.Decide) -> None:
+    """Check what the decision rests on; its results are good for the ops after it."""
+    _check_divisor(run, op)
+    for region, kind in ((op.overflow, OVERFLOW), (op.norm, NORM)):
+        if region is None:
+            continue
+        problem = statistic_problem(run, region, kind)
+        if problem is not None:
+            run.fail("Z405", f"decide rests on a wrong statistic: {problem}", region.buffer)
+    scales = {o.state.buffer for o in run.program.ops() if isinstance(o, ops.UpdateScale)}
+    if scales and (op.loss_scale is None or op.loss_scale.buffer not in scales):
+        run.fail("Z405", "decide ignores the loss scale that update_scale maintains")
+    if op.loss_scale is not None and not _is_version(run, op.loss_scale, 0):
+        run.fail(
+            "Z405",
+            "decide reads a loss scale that is no longer the one the backward used",
+            op.loss_scale.buffer,
+        )
+    told = (
+        "decide",
+        op.overflow is not None,
+        op.max_norm,
+        _held(run, op.step),
+        None if op.loss_scale is None else _held(run, op.loss_scale),
+    )
+    run.settings.setdefault(told, run.line)
+    if op.norm is not None:
+        run.settings.setdefault((NORM_ORDER, _order(run, op.norm)), run.line)
+        run.told[op.norm] = list(run.memory.read(op.norm))
+    number = run.numbering.of(("decision", run.section.name, run.line))
+    run.decided[number] = op.skip is not None
+    run.memory.write(op.gradient_divisor, [(0, 1, Decision("divisor", number))])
+    if op.skip is not None:
+        run.memory.write(op.skip, [(0, 1, Decision("skip", number))])
+        run.told[op.skip] = list(run.memory.read(op.skip))
+    if not _is_version(run, op.step, 0):
+        run.fail("Z405", "the step count advances a second time", op.step.buffer)
+    _advance(run, op.step)
+    run.decisions += 1
+
+
+def _check_divisor(run: Run, op: ops.Decide) -> None:
+    """The option ``micro_steps`` is how many micro-batches the engine takes, so it is what to divide by."""
+    world_size = run.program.mesh.world_size
+    given = run.program.option.get("micro_steps", "" if run.layout.has_past else "1")
+    count = int(given) if given.isdecimal() else 0
+    if count < 1:
+        run.fail(
+            "Z402",
+            f"decide divides gradients by {op.divisor}, but no option says for how many micro-steps",
+            advice="Give the header micro_steps=…: the engine takes that many batches a step.",
+        )
+    elif count > 1 and not run.layout.has_past:
+        run.fail(
+            "Z402",
+            f"a step has {count} micro-steps, but the program has no section micro_step",
+            advice="Add the section micro_step, or give the header micro_steps=1.",
+        )
+    elif op.divisor != world_size * count:
+        ranks = f"the world size {world_size}"
+        ranks = ranks if count == 1 else f"{world_size} ranks × {count} micro-steps"
+        run.fail(
+            "Z402",
+            f"decide divides gradients by {op.divisor} instead of {ranks}",
+            advice=f"Say divisor={world_size * count}: gradients are sums over ranks and micro-steps.",
+        )
+
+
+def _order(run: Run, norm: Region) -> Hashable:
+    """In which order a norm adds up gradients: another one rounds otherwise."""
+    return tuple(
+        value.order if isinstance(value, Statistic) else None
+        for _, _, value in run.memory.read(norm)
+    )
+
+
+def _held(run: Run, region: Region) -> Hashable:
+    """What a scalar holds, wherever it stands."""
+    return tuple(run.memory.read(region))
+
+
+def _is_version(run: Run, region: Region, version: int) -> bool:
+    """Whether a scalar still is what the step began with, changed in place that many times."""
+    for _, _, value in run.memory.read(region):
+        if isinstance(value, Poison):
+            continue
+        if not (isinstance(value, Elements) and isinstance(value.key, NamedKey)):
+            return False
+        if value.key.version != version or value.summed or value.strides:
+            return False
+    return True
+
+
+def _advance(run: Run, region: Region) -> None:
+    """Scalars changed in place carry a version."""
+    changed: list[tuple[int, int, Value]] = []
+    for a, b, value in run.memory.read(region):
+        new: Value = POISON
+        if isinstance(value, Elements) and isinstance(value.key, NamedKey):
+            new = Elements(NamedKey(value.key.name, value.key.version + 1), value.shift)
+        changed.append((a, b, new))
+    run.memory.write(region, changed)
+
+
+def update_scale(run: Run, op: ops.UpdateScale) -> None:
+    """The loss scale follows this step's decision, once."""
+    if _decision(run, op.skip, "skip") is None:
+        run.fail("Z405", "update_scale does not follow this step's skip decision", op.skip.buffer)
+    if not _is_version(run, op.state, 0):
+        run.fail("Z405", "the loss scale is updated a second time", op.state.buffer)
+    told = ("scale", _held(run, op.state), op.window, op.factor, op.hysteresis, op.minimum)
+    run.settings.setdefault(told, run.line)
+    _advance(run, op.state)
+
+
+def _decision(run: Run, region: Region, what: str) -> int | None:
+    """The number of the decision that a scalar holds."""
+    for _, _, value in run.memory.read(region):
+        if isinstance(value, Decision) and value.what == what:
+            return value.number
+    return None
+
+
+# ------------------------------------------------------------------------------------------------------- the update
+
+
+def optimizer_step(run: Run, op: ops.OptimizerStep) -> None:
+    """Each element moves to the next version, with its states, by its final gradient, after the decision."""
+    _check_scalars(run, op)
+    setting = (op.algorithm, _held(run, op.step), _held(run, op.lr), _held(run, op.hyper))
+    states = [
+        (name, run.take(r, "Z403"))
+        for name, r in zip(op.algorithm.state_names, op.states, strict=True)
+    ]
+    gradient = run.take(op.grad, "Z402")
+    written: list[tuple[int, int, Value]] = []
+    written_states: list[list[tuple[int, int, Value]]] = [[] for _ in states]
+    for a, b, value in run.take(op.param, "Z403"):
+        is_good = (
+            isinstance(value, Elements)
+            and isinstance(value.key, FlatKey)
+            and value.key.quantity in (MASTER, PARAM)
+        )
+        if not is_good or not isinstance(value, Elements) or not isinstance(value.key, FlatKey):
+            if not algebra.is_poisoned(value):
+                where = spell(op.param, run.program)
+                run.fail(
+                    "Z403",
+                    f"optimizer_step updates {where}, which holds no parameter or master weights",
+                    op.param.buffer,
+                )
+            written.append((a, b, POISON))
+            for out in written_states:
+                out.append((a, b, POISON))
+            continue
+        key = value.key
+        if not run.program.flat_by_name[key.flat].is_trainable:
+            run.fail("Z403", f"optimizer_step updates the frozen flat {key.flat}", op.param.buffer)
+        elements = Cover(key.flat, value.shift + a, value.strides, b - a, True)
+        run.steps.append(Stepped(elements, setting, run.line))
+        _check_group(run, op, elements)
+        if key.version:
+            run.fail(
+                "Z403",
+                f"optimizer_step updates {key.quantity} of flat {key.flat} a second time",
+                op.param.buffer,
+            )
+        written.append(
+            (
+                a,
+                b,
+                Elements(
+                    FlatKey(key.quantity, key.flat, key.version + 1), value.shift, value.strides
+                ),
+            )
+        )
+        for (name, pieces), out in zip(states, written_states, strict=True):
+            expected = Elements(FlatKey(name, key.flat, key.version), value.shift, value.strides)
+            _check_state(run, op, name, pieces, (a, b), expected)
+            new = FlatKey(name, key.flat, key.version + 1)
+            out.append((a, b, Elements(new, value.shift, value.strides)))
+        _check_gradient(run, op, gradient, (a, b), value, key.flat)
+    run.memory.write(op.grad, [(a, b, algebra.spent(value)) for a, b, value in gradient])
+    run.memory.write(op.param, written)
+    for region, pieces in zip(op.states, written_states, strict=True):
+        run.memory.write(region, pieces)
+
+
+def _check_group(run: Run, op: ops.OptimizerStep, elements: Cover) -> None:
+    """A step of a group touches the group's elements, with the group's algorithm."""
+    group = run.shared.groups.get(op.group)
+    if group is None:
+        if run.shared.groups:
+            run.fail("Z403", f"optimizer_step names group {op.group}, which is not declared")
+        return
+    if group.algorithm is not op.algorithm:
+        run.fail(
+            "Z403",
+            f"optimizer_step is {op.algorithm}, but group {op.group} trains with {group.algorithm}",
+        )
+    own = group.intervals.get(elements.flat, ())
+    for start, stop in elements.intervals(run.layout.sizes):
+        for a, b, slot in run.layout.between(elements.flat, start, stop):
+            at = a
+            for low, high in own:
+                if low <= at < high:
+                    at = high
+            if slot is not None and at < b:
+                run.fail(
+                    "Z403",
+                    f"optimizer_step of group {op.group} updates {slot.name}, which is not in that group",
+                    op.param.buffer,
+                    advice="Step the elements of each group by themselves, with the hyper-parameters of their group.",
+                )
+                return
+
+
+def _cut(pieces: PieceList, start: int, stop: int) -> list[tuple[int, int, Value]]:
+    return [
+        (max(a, start), min(b, stop), value) for a, b, value in pieces if a < stop and b > start
+    ]
+
+
+def _check_state(
+    run: Run,
+    op: ops.OptimizerStep,
+    name: str,
+    pieces: PieceList,
+    interval: tuple[int, int],
+    expected: Elements,
+) -> None:
+    for _, _, value in _cut(pieces, *interval):
+        if value != expected and not algebra.is_poisoned(value):
+            state = op.states[op.algorithm.state_names.index(name)]
+            run.fail(
+                "Z403",
+                f"optimizer_step of {spell(op.param, run.program)} takes {spell(state, run.program)} as its "
+                f"{name}, which holds {describe(value)}",
+                op.param.buffer,
+                state.buffer,
+                advice=f"Give it {describe(expected)}.",
+            )
+
+
+def _check_gradient(
+    run: Run,
+    op: ops.OptimizerStep,
+    gradient: PieceList,
+    interval: tuple[int, int],
+    param: Elements,
+    flat: str,
+) -> None:
+    start, stop = interval
+    here = rebased(_cut(gradient, start, stop), start)
+    if any(algebra.is_poisoned(value) for _, _, value in here):
+        return
+    where = spell(op.grad, run.program)
+    on_flat = run.layout.on_flat(here, stop - start, param.shift + start, param.strides)
+    for _, _, value in here:
+        place = locate(value)
+        if on_flat is None or (
+            place is not None and place != (flat, param.shift + start, param.strides)
+        ):
+            run.fail(
+                "Z403",
+                f"optimizer_step steps other elements than those whose gradient stands in {where}",
+                op.param.buffer,
+                op.grad.buffer,
+            )
+            return
+    if on_flat is None:
+        return
+    problem = use_gradient(run, flat, on_flat)
+    if problem is not None:
+        run.fail(
+            problem.code,
+            f"optimizer_step reads {where}: {problem.sentence}",
+            op.grad.buffer,
+            advice=problem.advice,
+        )
+
+
+def _check_scalars(run: Run, op: ops.OptimizerStep) -> None:
+    number = _decision(run, op.gradient_divisor, "divisor")
+    if number is None:
+        run.fail(
+            "Z405",
+            f"optimizer_step reads {spell(op.gradient_divisor, run.program)}, which is not this step's decision",
+            op.gradient_divisor.buffer,
+        )
+        return
+    if not _is_version(run, op.step, 1):
+        (_, _, value), *_ = run.memory.read(op.step)
+        run.fail(
+            "Z405",
+            f"optimizer_step reads {spell(op.step, run.program)}, which is not the count that decide advanced: "
+            f"it holds {describe(value)}",
+            op.step.buffer,
+        )
+    for region in (op.lr, op.hyper):
+        if not _is_version(run, region, 0):
+            run.fail(
+                "Z405",
+                f"optimizer_step reads {spell(region, run.program)}, which the step has overwritten",
+                region.buffer,
+            )
+    if op.skip is None:
+        if run.decided.get(number, False):
+            run.fail("Z405", "optimizer_step ignores the decision to skip", op.param.buffer)
+    elif _decision(run, op.skip, "skip") != number:
+        run.fail(
+            "Z405",
+            f"optimizer_step reads {spell(op.skip, run.program)}, which is not this step's decision",
+            op.skip.buffer,
+        )

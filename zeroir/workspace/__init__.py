@@ -1,0 +1,1 @@
+"""How segments are carried out on a CPU, and what that takes beside their inputs and destinations."""

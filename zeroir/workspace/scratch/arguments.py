@@ -1,0 +1,81 @@
+"""What the formulas ask of a node: its tensors and numbers, and what copies of them take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from zeroir.ir.buffers import contiguous_stride
+from zeroir.ir.dtypes import DType
+from zeroir.ir.segment import Node, NodeArg, Ref, TensorType
+from zeroir.workspace.promotion import Operand
+
+Types = Sequence[TensorType | None]
+"""The types of a segment's values, by number."""
+
+
+def tensor_of(arg: NodeArg, types: Types) -> TensorType:
+    """The type of an argument that is a tensor."""
+    assert isinstance(arg, Ref)
+    kind = types[arg.index]
+    assert kind is not None
+    return kind
+
+
+def result_of(node: Node) -> TensorType:
+    """The type of the one result of a node."""
+    (kind,) = node.results
+    assert kind is not None
+    return kind
+
+
+def numbers_of(arg: NodeArg) -> tuple[int, ...]:
+    """The integers of an argument that is one or a tuple of them."""
+    found = arg if isinstance(arg, tuple) else (arg,)
+    return tuple(one for one in found if isinstance(one, int))
+
+
+def operands_of(args: Sequence[NodeArg], types: Types) -> list[Operand]:
+    """Tensors by their type; numbers, which torch makes tensors of, by their dtype."""
+    found: list[Operand] = []
+    for arg in args:
+        match arg:
+            case Ref():
+                found.append(tensor_of(arg, types))
+            case bool():
+                found.append(DType.BOOL)
+            case int():
+                found.append(DType.I64)
+            case float():
+                found.append(DType.F64)
+            case _:
+                pass
+    return found
+
+
+def converted_bytes(operands: Sequence[Operand], common: DType) -> int:
+    """Numbers as tensors, and once more whatever is not of the dtype that is computed in."""
+    found = 0
+    for operand in operands:
+        if isinstance(operand, TensorType):
+            own, numel = operand.dtype, operand.numel
+        else:
+            own, numel = operand, 1
+            found += own.itemsize_bytes
+        found += 0 if own is common else numel * common.itemsize_bytes
+    return found
+
+
+def is_contiguous(kind: TensorType) -> bool:
+    """Whether a tensor lies in row-major order without gaps."""
+    return kind.numel == 0 or all(
+        size == 1 or own == wanted
+        for size, own, wanted in zip(
+            kind.shape, kind.stride, contiguous_stride(kind.shape), strict=True
+        )
+    )
+
+
+def dense_bytes(arg: NodeArg, types: Types) -> int:
+    """The copy of a tensor that must lie in row-major order; none where it does."""
+    kind = tensor_of(arg, types)
+    return 0 if is_contiguous(kind) else kind.size_bytes

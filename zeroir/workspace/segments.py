@@ -1,0 +1,153 @@
+"""The memory that running a segment takes beyond its inputs and destinations."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Final, assert_never
+
+from zeroir.ir import ops
+from zeroir.ir.bindings import Binding, bindings, plain_bindings
+from zeroir.ir.ops import Mode
+from zeroir.ir.program import Program
+from zeroir.ir.segment import Segment
+from zeroir.ir.views import is_view
+from zeroir.workspace.eager_plan import Call, Move, eager_plan
+from zeroir.workspace.filling import can_fill
+from zeroir.workspace.scratch import call_bytes, copy_bytes, made_bytes
+from zeroir.workspace.scratch.allowance import allowance_bytes
+
+EAGER: Final = "eager"
+"""The name of the kernels that carry a segment out op by op."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workspace:
+    """What the eager kernels hold at once on a CPU, beside a call's arguments and destinations.
+
+    ``counted_bytes`` is exact: all that the kernels make, but for the scratch memory of libraries. ``most_bytes`` has
+    what these are allowed as well, and so is no less than what any machine takes.
+    """
+
+    counted_bytes: int
+    most_bytes: int
+
+
+def eager_workspace(segment: Segment, outputs: Sequence[Binding | None] | None = None) -> Workspace:
+    """The workspace of a call of the segment.
+
+    ``outputs`` say how the segment's outputs meet their destinations; without them each is written to memory of its
+    own.
+    """
+    return _eager_workspace(segment, tuple(plain_bindings(segment) if outputs is None else outputs))
+
+
+# Passes ask anew for what few of them change.
+@lru_cache(maxsize=1024)
+def _eager_workspace(segment: Segment, how: tuple[Binding | None, ...]) -> Workspace:
+    plan = eager_plan(segment, how, can_fill)
+    types = segment.types()
+    held = _Held(homes=[None] * plan.values)
+    counted = most = 0
+    for step in plan.steps:
+        match step:
+            case Call(node=node):
+                is_filled = step.place is not None
+                taken = held.total + call_bytes(node, types, is_filled=is_filled)
+                counted, most = max(counted, taken), max(most, taken + allowance_bytes(node, types))
+                if is_view(node.op):
+                    (source, *_) = node.refs()
+                    home = held.homes[source.index]
+                    for value in range(step.first, step.first + len(node.results)):
+                        held.look(value, home)
+                elif not is_filled:
+                    for value, size in enumerate(made_bytes(node, types), step.first):
+                        held.make(value, size)
+            case Move(value=value):
+                binding, kind = how[step.place.output], types[value]
+                assert binding is not None
+                assert kind is not None
+                if step.mode is Mode.WRITE and not step.is_home:
+                    counted = max(counted, held.total + copy_bytes(kind, binding.stride))
+                if step.is_home:
+                    held.drop(value)
+            case _:
+                assert_never(step)
+        for value in step.drops:
+            held.drop(value)
+    return Workspace(counted_bytes=counted, most_bytes=max(counted, most))
+
+
+@dataclass(slots=True, kw_only=True)
+class _Held:
+    """The memory of a call's own values.
+
+    ``homes`` are, for every value, the one whose memory it is part of: itself or what it is a view of, and None where
+    that belongs to an argument or a destination, or is no more.
+    """
+
+    homes: list[int | None]
+    total: int = 0
+    _users: dict[int, int] = field(default_factory=dict)
+    _sizes: dict[int, int] = field(default_factory=dict)
+
+    def make(self, value: int, size_bytes: int) -> None:
+        """Let a value be, in memory of its own."""
+        self.total += size_bytes
+        self._sizes[value] = size_bytes
+        self.look(value, value)
+
+    def look(self, value: int, home: int | None) -> None:
+        """Let a value be part of the memory of ``home``."""
+        self.homes[value] = home
+        if home is not None:
+            self._users[home] = self._users.get(home, 0) + 1
+
+    def drop(self, value: int) -> None:
+        """End a value; the memory that nothing is part of any more is freed."""
+        home, self.homes[value] = self.homes[value], None
+        if home is None:
+            return
+        self._users[home] -= 1
+        if not self._users[home]:
+            self.total -= self._sizes[home]
+
+
+def declared(program: Program) -> Program:
+    """The program, whose segments declare the most memory that any of their calls takes."""
+    names = {op.segment for op in program.ops() if isinstance(op, ops.Compute)}
+    return _declared(program, names)
+
+
+def corrected(program: Program) -> Program:
+    """The program after its calls were changed: what segments declare of their memory, if anything, is true again."""
+    names = {
+        s.name for s in program.segments if any(kind == EAGER for kind, _ in s.workspace_bytes)
+    }
+    return _declared(program, names)
+
+
+def _declared(program: Program, names: Collection[str]) -> Program:
+    """The program with the memory of these segments declared anew, as far as they are called."""
+    calls: dict[str, dict[tuple[Binding | None, ...], None]] = {}
+    for op in program.ops():
+        if isinstance(op, ops.Compute) and op.segment in names:
+            calls.setdefault(op.segment, {})[tuple(bindings(op))] = None
+    segments = tuple(
+        replace(
+            segment,
+            workspace_bytes=(
+                (EAGER, max(_most_bytes(segment, outputs) for outputs in calls[segment.name])),
+                *(pair for pair in segment.workspace_bytes if pair[0] != EAGER),
+            ),
+        )
+        if segment.name in calls
+        else segment
+        for segment in program.segments
+    )
+    return replace(program, segments=segments)
+
+
+def _most_bytes(segment: Segment, outputs: Sequence[Binding | None]) -> int:
+    return eager_workspace(segment, outputs).most_bytes
