@@ -21,10 +21,10 @@ from zeroir.verify.context import Findings, last_touch
 from zeroir.verify.declarations import check_declarations
 from zeroir.verify.domain import Numbering
 from zeroir.verify.exits import check_exit
-from zeroir.verify.interpreter import Outcome, Run, Shared
+from zeroir.verify.interpreter import SectionOutcome, SectionRun, Shared
 from zeroir.verify.limits import check_limits
 from zeroir.verify.ordering import check_ordering
-from zeroir.verify.reference import content, contributor, differences
+from zeroir.verify.reference import content, contributor, mismatches
 from zeroir.verify.report import PROVED, Finding, Report, VerificationError
 from zeroir.verify.structure import check_structure
 
@@ -54,18 +54,18 @@ class Reference:
         self.program = program
         self.numbering = Numbering()
         """Of the values of this program and of those that are compared with it."""
-        self._outcomes: dict[bool, dict[str, Outcome]] = {}
+        self._outcomes: dict[bool, dict[str, SectionOutcome]] = {}
 
     @cached_property
     def report(self) -> Report:
         """Whether the logical program itself holds: nothing can be compared with one that does not."""
         return _examined(self.program, self, None)
 
-    def remember(self, outcomes: dict[str, Outcome]) -> None:
+    def remember(self, outcomes: dict[str, SectionOutcome]) -> None:
         """What its sections compute, segment by segment, as its own proof found it."""
         self._outcomes[False] = outcomes
 
-    def outcomes(self, *, by_node: bool) -> dict[str, Outcome]:
+    def outcomes(self, *, by_node: bool) -> dict[str, SectionOutcome]:
         """What its sections compute, with values numbered node by node or segment by segment."""
         if by_node not in self._outcomes:
             shared = Shared.of(self.program, self.numbering, by_node=by_node)
@@ -169,11 +169,11 @@ def _check_order(program: Program, findings: Findings) -> bool:
     return not findings.found
 
 
-def _outcomes(shared: Shared, findings: Findings, *, is_checked: bool) -> dict[str, Outcome]:
-    found: dict[str, Outcome] = {}
+def _outcomes(shared: Shared, findings: Findings, *, is_checked: bool) -> dict[str, SectionOutcome]:
+    found: dict[str, SectionOutcome] = {}
     for section in sorted(shared.program.sections, key=lambda s: SECTION_NAMES.index(s.name)):
         before = found.get(LAST_MICRO_STEP) if section.name == UPDATE else None
-        run = Run(shared, section, findings, before)
+        run = SectionRun(shared, section, findings, before)
         found[section.name] = run.run()
         if is_checked:
             check_exit(run, found[section.name])
@@ -197,14 +197,14 @@ def _check_values(program: Program, reference: Reference | None, findings: Findi
 
 def _check_sameness(
     program: Program,
-    outcomes: dict[str, Outcome],
+    outcomes: dict[str, SectionOutcome],
     reference: Reference,
     findings: Findings,
     *,
     by_node: bool,
 ) -> None:
     wanted = reference.outcomes(by_node=by_node)
-    found = differences(program, outcomes, reference.program, wanted)
+    found = mismatches(program, outcomes, reference.program, wanted)
     for sentence, name, line, advice in found:
         section = None if name is None else program.section_by_name[name]
         findings.add("Z406", sentence, section=section, line=line, advice=advice)
@@ -214,7 +214,9 @@ def _digests(program: Program) -> set[str]:
     return {segment.digest() for segment in program.segments}
 
 
-def _check_micro_steps(program: Program, outcomes: dict[str, Outcome], findings: Findings) -> None:
+def _check_micro_steps(
+    program: Program, outcomes: dict[str, SectionOutcome], findings: Findings
+) -> None:
     """Every micro-step makes the same contributions."""
     if MICRO_STEP not in outcomes or LAST_MICRO_STEP not in outcomes:
         return

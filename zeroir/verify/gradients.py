@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from zeroir.ir.contents import Micro
 from zeroir.ir.program import UPDATE, Slot
-from zeroir.verify.contracts import Layout
 from zeroir.verify.descriptions import CAUSES, describe
 from zeroir.verify.domain import (
     ALL_TERM,
@@ -25,6 +24,7 @@ from zeroir.verify.domain import (
     Value,
     Zero,
 )
+from zeroir.verify.flat_layout import FlatLayout
 
 
 class Problem(NamedTuple):
@@ -59,7 +59,7 @@ def wanted_sources(
     return sources
 
 
-def measure(layout: Layout, pieces: PieceList, flat: str, wanted: Wanted) -> Problem | None:
+def measure(layout: FlatLayout, pieces: PieceList, flat: str, wanted: Wanted) -> Problem | None:
     """The first element, in flat coordinates, at which the pieces are not the gradient that is wanted."""
     for a, b, value in pieces:
         if isinstance(value, Poison):

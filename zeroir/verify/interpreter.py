@@ -17,8 +17,8 @@ from zeroir.ir.dtypes import DType
 from zeroir.ir.ops import Mode, Op
 from zeroir.ir.program import OptimizerGroup, Program, Section, Slot
 from zeroir.verify import algebra, statistics, transfers, update
+from zeroir.verify.abstract_memory import AbstractMemory
 from zeroir.verify.context import Findings, spell, title
-from zeroir.verify.contracts import Layout
 from zeroir.verify.descriptions import ADVICE, CAUSES, describe
 from zeroir.verify.domain import (
     ALL_TERM,
@@ -38,16 +38,16 @@ from zeroir.verify.domain import (
     Zero,
     aligned,
 )
-from zeroir.verify.memory import Memory
-from zeroir.verify.numbers import Operand, Segments
+from zeroir.verify.flat_layout import FlatLayout
 from zeroir.verify.update import Stepped
+from zeroir.verify.value_numbers import Operand, Segments
 
 Contributions = dict[str, list[int]]
 """Per parameter, the value numbers that contribute to its gradient, in the order in which they are added."""
 
 
 @dataclass
-class Outcome:
+class SectionOutcome:
     """What a section computes.
 
     ``settings`` is what decisions and loss scaling are told, ``steps`` what each optimizer step is; ``roundings`` are
@@ -57,7 +57,7 @@ class Outcome:
     """
 
     contributions: Contributions
-    memory: Memory
+    memory: AbstractMemory
     decisions: int
     settings: dict[tuple[Hashable, ...], int]
     steps: list[Stepped]
@@ -67,14 +67,14 @@ class Outcome:
     told: dict[Region, PieceList]
 
 
-class Group(NamedTuple):
+class GroupIntervals(NamedTuple):
     """An optimizer group: its intervals by flat, in order."""
 
     algorithm: ops.Algorithm
     intervals: Mapping[str, list[tuple[int, int]]]
 
     @classmethod
-    def of(cls, group: OptimizerGroup) -> Group:
+    def of(cls, group: OptimizerGroup) -> GroupIntervals:
         """Sort a program's group."""
         intervals: dict[str, list[tuple[int, int]]] = {}
         for flat, start, stop in sorted(group.intervals):
@@ -87,12 +87,12 @@ class Shared:
     """What the runs over a program's sections share."""
 
     program: Program
-    layout: Layout
+    layout: FlatLayout
     numbering: Numbering
     segments: Segments
     parameters: Mapping[str, tuple[Value, int]]
     gradients: Mapping[str, tuple[str, Slot]]
-    groups: Mapping[str, Group]
+    groups: Mapping[str, GroupIntervals]
     may_repeat: bool
 
     @classmethod
@@ -113,7 +113,7 @@ class Shared:
         homes = program.parameter_by_name
         return cls(
             program=program,
-            layout=Layout(program),
+            layout=FlatLayout(program),
             numbering=numbering,
             segments=Segments(program, numbering, by_node=by_node),
             parameters={
@@ -121,16 +121,20 @@ class Shared:
                 for name, (flat, slot) in homes.items()
             },
             gradients={name: (flat.name, slot) for name, (flat, slot) in homes.items()},
-            groups={group.name: Group.of(group) for group in program.groups},
+            groups={group.name: GroupIntervals.of(group) for group in program.groups},
             may_repeat=may_repeat,
         )
 
 
-class Run:
+class SectionRun:
     """One pass over one section."""
 
     def __init__(
-        self, shared: Shared, section: Section, findings: Findings, before: Outcome | None = None
+        self,
+        shared: Shared,
+        section: Section,
+        findings: Findings,
+        before: SectionOutcome | None = None,
     ) -> None:
         self.shared = shared
         self.program = shared.program
@@ -138,7 +142,7 @@ class Run:
         self.numbering = shared.numbering
         self.section = section
         self.findings = findings
-        self.memory = Memory(self.program.buffer_by_name, self.program.mesh)
+        self.memory = AbstractMemory(self.program.buffer_by_name, self.program.mesh)
         self.sizes = shared.layout.sizes
         self.line = 0
         self.op: Op | None = None
@@ -156,12 +160,12 @@ class Run:
         self.flats = dict(self.program.flat_by_name)
         self._enter(before)
 
-    def run(self) -> Outcome:
+    def run(self) -> SectionOutcome:
         """Interpret the body."""
         for line, op in enumerate(self.section.body):
             self.line, self.op = line, op
             self._step(op)
-        return Outcome(
+        return SectionOutcome(
             contributions=self.contributions,
             memory=self.memory,
             decisions=self.decisions,
@@ -196,7 +200,7 @@ class Run:
 
     # ------------------------------------------------------------------------------------------------- entry state
 
-    def _enter(self, before: Outcome | None) -> None:
+    def _enter(self, before: SectionOutcome | None) -> None:
         for buffer in self.program.buffers:
             if buffer.holds is not None:
                 self.memory.write(whole(buffer), self.layout.pieces(buffer.holds, buffer.numel))
@@ -215,7 +219,7 @@ class Run:
         if before is not None:
             self._carry(before)
 
-    def _carry(self, before: Outcome) -> None:
+    def _carry(self, before: SectionOutcome) -> None:
         """A statistic or decision of the section before is known for what it is, and not by its buffer's name alone."""
         for buffer in self.program.buffers:
             if isinstance(buffer.holds, NamedContent):

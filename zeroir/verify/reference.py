@@ -11,15 +11,15 @@ from zeroir.ir.buffers import Region, Role, whole
 from zeroir.ir.contents import Content, NamedContent
 from zeroir.ir.effects import effects
 from zeroir.ir.program import LAST_MICRO_STEP, UPDATE, Program
-from zeroir.verify.contracts import Layout
 from zeroir.verify.domain import Elements, Zero
-from zeroir.verify.interpreter import Outcome
+from zeroir.verify.flat_layout import FlatLayout
+from zeroir.verify.interpreter import SectionOutcome
 from zeroir.verify.update import NORM_ORDER
 
-Outcomes = Mapping[str, Outcome]
+Outcomes = Mapping[str, SectionOutcome]
 
 
-class Difference(NamedTuple):
+class Mismatch(NamedTuple):
     """What differs, in which section (None: in the program), the op to look at, and what to do."""
 
     sentence: str
@@ -28,28 +28,28 @@ class Difference(NamedTuple):
     advice: str = ""
 
 
-def differences(
+def mismatches(
     program: Program, outcomes: Outcomes, reference: Program, wanted: Outcomes
-) -> list[Difference]:
+) -> list[Mismatch]:
     """Where the program computes something else than the reference."""
     found = [*_header(program, reference), *_bindings(program, reference)]
     for section in reference.section_by_name:
         if section not in outcomes:
-            found.append(Difference(f"section {section} of the logical program is missing"))
+            found.append(Mismatch(f"section {section} of the logical program is missing"))
             continue
         mine, theirs = outcomes[section], wanted[section]
         for name in sorted({*mine.contributions, *theirs.contributions}):
             one, other = (o.contributions.get(name, []) for o in (mine, theirs))
             if sorted(one) != sorted(other):
                 found.append(
-                    Difference(
+                    Mismatch(
                         f"the gradient of {name} is not made of the values of the logical program",
                         section,
                         contributor(program, section, name),
                     )
                 )
         found += [
-            Difference(
+            Mismatch(
                 f"the gradient of flat {flat} passes through {dtype}, which it does not in the logical program",
                 section,
                 line,
@@ -60,7 +60,7 @@ def differences(
         ]
     sums = {added for outcome in wanted.values() for added in outcome.sums}
     found += [
-        Difference(
+        Mismatch(
             f"contributions to the gradient of flat {added.flat} are added in {added.dtype}, in another order or "
             "dtype than in the logical program: that rounds otherwise",
             section,
@@ -76,21 +76,21 @@ def differences(
     return found
 
 
-def _header(program: Program, reference: Program) -> Iterator[Difference]:
+def _header(program: Program, reference: Program) -> Iterator[Mismatch]:
     """What the header says of parameters and steps; how long flats are and what pads them is a schedule's affair."""
     mine, theirs = ({flat.name: flat for flat in p.flats} for p in (program, reference))
     for name in sorted({*mine, *theirs}):
         one, other = mine.get(name), theirs.get(name)
         if one is None or other is None:
-            yield Difference(f"flat {name} is in one of the two programs only")
+            yield Mismatch(f"flat {name} is in one of the two programs only")
         elif one != replace(other, padded_numel=one.padded_numel):
-            yield Difference(
+            yield Mismatch(
                 f"flat {name} has other parameters, places or another dtype than in the logical program",
                 advice=_CHANGE_BOTH,
             )
     counts = [p.option.get("micro_steps", "1") for p in (program, reference)]
     if counts[0] != counts[1]:
-        yield Difference(
+        yield Mismatch(
             f"a step has {counts[0]} micro-steps, in the logical program {counts[1]}",
             advice=_CHANGE_BOTH,
         )
@@ -98,24 +98,24 @@ def _header(program: Program, reference: Program) -> Iterator[Difference]:
         {(b.holds, b.numel) for b in p.buffers if b.role is Role.RNG} for p in (program, reference)
     ]
     if seeds[0] != seeds[1]:
-        yield Difference("seeds are drawn for other places than in the logical program")
+        yield Mismatch("seeds are drawn for other places than in the logical program")
 
 
 _CHANGE_BOTH = "Change the logical program, and lower it again."
 
 
-def _bindings(program: Program, reference: Program) -> list[Difference]:
+def _bindings(program: Program, reference: Program) -> list[Mismatch]:
     """What comes from outside: inputs, module buffers and constants, first values of scalars."""
 
     def held(owner: Program, name: str) -> Content | None:
         buffer = owner.buffer_by_name.get(name)
         return None if buffer is None else buffer.holds
 
-    found: list[Difference] = []
+    found: list[Mismatch] = []
     theirs = {b.path: (held(reference, b.buffer), b.dtype, b.shape) for b in reference.inputs}
     mine = {b.path: (held(program, b.buffer), b.dtype, b.shape) for b in program.inputs}
     found += [
-        Difference(
+        Mismatch(
             f"input {path} is bound to another value than in the logical program",
             advice=_CHANGE_BOTH,
         )
@@ -127,7 +127,7 @@ def _bindings(program: Program, reference: Program) -> list[Difference]:
     }
     own = {b.name: (held(program, b.buffer), b.shape, b.data) for b in program.module_buffers}
     found += [
-        Difference(
+        Mismatch(
             f"module buffer {name} is bound to another value than in the logical program",
             advice=_CHANGE_BOTH,
         )
@@ -137,7 +137,7 @@ def _bindings(program: Program, reference: Program) -> list[Difference]:
     first, expected = ({b.buffer: b.values for b in p.scalars} for p in (program, reference))
     # Scalars that nobody gives a value begin with zeros.
     found += [
-        Difference(
+        Mismatch(
             f"%{name} begins with another value than in the logical program",
             advice=_CHANGE_BOTH,
         )
@@ -165,10 +165,10 @@ def contributor(program: Program, section: str, name: str) -> int | None:
 
 def _scalars(
     program: Program, outcomes: Outcomes, reference: Program, wanted: Outcomes
-) -> list[Difference]:
-    found: list[Difference] = []
+) -> list[Mismatch]:
+    found: list[Mismatch] = []
     if program.loss != reference.loss:
-        found.append(Difference("the loss stands in another buffer than in the logical program"))
+        found.append(Mismatch("the loss stands in another buffer than in the logical program"))
     named = [b.name for b in reference.buffers if isinstance(b.holds, NamedContent)]
     decided = {
         region.buffer
@@ -181,7 +181,7 @@ def _scalars(
             continue
         for name in named:
             if name not in program.buffer_by_name:
-                found.append(Difference(f"%{name} of the logical program is missing", section))
+                found.append(Mismatch(f"%{name} of the logical program is missing", section))
                 continue
             if name in decided and section == LAST_MICRO_STEP:
                 continue  # A decision may be taken early: what it leaves is compared after the update.
@@ -189,11 +189,11 @@ def _scalars(
             theirs = content(wanted[section], whole(reference.buffer_by_name[name]))
             if mine != theirs:
                 what = "the loss" if name == reference.loss else f"%{name}"
-                found.append(Difference(f"{what} is not the value of the logical program", section))
+                found.append(Mismatch(f"{what} is not the value of the logical program", section))
     return found
 
 
-def content(outcome: Outcome, region: Region) -> Hashable:
+def content(outcome: SectionOutcome, region: Region) -> Hashable:
     """What a scalar holds, whatever it was summed over; statistics and decisions only by kind."""
     found: list[Hashable] = []
     for a, b, value in outcome.memory.read(region):
@@ -209,13 +209,13 @@ def content(outcome: Outcome, region: Region) -> Hashable:
 
 def _settings(
     program: Program, outcomes: Outcomes, reference: Program, wanted: Outcomes
-) -> list[Difference]:
+) -> list[Mismatch]:
     """What decisions, loss scaling and the steps of each parameter are told, wherever that stands."""
-    found: list[Difference] = []
+    found: list[Mismatch] = []
     told = {key for outcome in wanted.values() for key in outcome.settings}
     for name, outcome in outcomes.items():
         found += [
-            Difference(
+            Mismatch(
                 "the norm adds up gradients in another order than in the logical program: that rounds otherwise"
                 if key[0] == NORM_ORDER
                 else "the update is told something else than in the logical program",
@@ -228,9 +228,7 @@ def _settings(
         ]
     if not found and told - {key for outcome in outcomes.values() for key in outcome.settings}:
         found.append(
-            Difference(
-                "the update lacks a decision or a loss scaling of the logical program", UPDATE
-            )
+            Mismatch("the update lacks a decision or a loss scaling of the logical program", UPDATE)
         )
     mine, theirs = _steps(program, outcomes), _steps(reference, wanted)
     for parameter in sorted({*mine, *theirs}):
@@ -239,7 +237,7 @@ def _settings(
             continue
         section, line = one[0][3] if one else (UPDATE, None)
         found.append(
-            Difference(
+            Mismatch(
                 f"{parameter} is updated by another algorithm or other hyper-parameters than in the logical program",
                 section,
                 line,
@@ -249,14 +247,14 @@ def _settings(
     return found
 
 
-_Step = tuple[int, int, Hashable, tuple[str, int]]
+_ParameterStep = tuple[int, int, Hashable, tuple[str, int]]
 """Elements ``[start, stop)`` of a parameter, the setting of their step, and where it is."""
 
 
-def _steps(program: Program, outcomes: Outcomes) -> dict[str, list[_Step]]:
+def _steps(program: Program, outcomes: Outcomes) -> dict[str, list[_ParameterStep]]:
     """Per parameter its optimizer steps, in the order of its elements."""
-    layout = Layout(program)
-    found: dict[str, list[_Step]] = {}
+    layout = FlatLayout(program)
+    found: dict[str, list[_ParameterStep]] = {}
     for section, outcome in outcomes.items():
         for step in outcome.steps:
             for start, stop in step.elements.intervals(layout.sizes):
@@ -269,9 +267,9 @@ def _steps(program: Program, outcomes: Outcomes) -> dict[str, list[_Step]]:
     return {name: _joined(sorted(steps, key=lambda s: s[:2])) for name, steps in found.items()}
 
 
-def _joined(steps: list[_Step]) -> list[_Step]:
+def _joined(steps: list[_ParameterStep]) -> list[_ParameterStep]:
     """Adjoining steps that are told the same as one."""
-    found: list[_Step] = []
+    found: list[_ParameterStep] = []
     for start, stop, setting, place in steps:
         if found and found[-1][1] == start and found[-1][2] == setting:
             found[-1] = (found[-1][0], stop, setting, found[-1][3])

@@ -28,7 +28,7 @@ from zeroir.verify.gradients import locate
 from zeroir.verify.statistics import NORM, OVERFLOW, statistic_problem, use_gradient
 
 if TYPE_CHECKING:
-    from zeroir.verify.interpreter import Run
+    from zeroir.verify.interpreter import SectionRun
 
 
 NORM_ORDER: Final = "order of the norm"
@@ -46,7 +46,7 @@ class Stepped(NamedTuple):
 # ----------------------------------------------------------------------------------------------------- the decision
 
 
-def decide(run: Run, op: ops.Decide) -> None:
+def decide(run: SectionRun, op: ops.Decide) -> None:
     """Check what the decision rests on; its results are good for the ops after it."""
     _check_divisor(run, op)
     for region, kind in ((op.overflow, OVERFLOW), (op.norm, NORM)):
@@ -87,7 +87,7 @@ def decide(run: Run, op: ops.Decide) -> None:
     run.decisions += 1
 
 
-def _check_divisor(run: Run, op: ops.Decide) -> None:
+def _check_divisor(run: SectionRun, op: ops.Decide) -> None:
     """The option ``micro_steps`` is how many micro-batches the engine takes, so it is what to divide by."""
     world_size = run.program.mesh.world_size
     given = run.program.option.get("micro_steps", "" if run.layout.has_past else "1")
@@ -114,7 +114,7 @@ def _check_divisor(run: Run, op: ops.Decide) -> None:
         )
 
 
-def _order(run: Run, norm: Region) -> Hashable:
+def _order(run: SectionRun, norm: Region) -> Hashable:
     """In which order a norm adds up gradients: another one rounds otherwise."""
     return tuple(
         value.order if isinstance(value, Statistic) else None
@@ -122,12 +122,12 @@ def _order(run: Run, norm: Region) -> Hashable:
     )
 
 
-def _held(run: Run, region: Region) -> Hashable:
+def _held(run: SectionRun, region: Region) -> Hashable:
     """What a scalar holds, wherever it stands."""
     return tuple(run.memory.read(region))
 
 
-def _is_version(run: Run, region: Region, version: int) -> bool:
+def _is_version(run: SectionRun, region: Region, version: int) -> bool:
     """Whether a scalar still is what the step began with, changed in place that many times."""
     for _, _, value in run.memory.read(region):
         if isinstance(value, Poison):
@@ -139,7 +139,7 @@ def _is_version(run: Run, region: Region, version: int) -> bool:
     return True
 
 
-def _advance(run: Run, region: Region) -> None:
+def _advance(run: SectionRun, region: Region) -> None:
     """Scalars changed in place carry a version."""
     changed: list[tuple[int, int, Value]] = []
     for a, b, value in run.memory.read(region):
@@ -150,7 +150,7 @@ def _advance(run: Run, region: Region) -> None:
     run.memory.write(region, changed)
 
 
-def update_scale(run: Run, op: ops.UpdateScale) -> None:
+def update_scale(run: SectionRun, op: ops.UpdateScale) -> None:
     """The loss scale follows this step's decision, once."""
     if _decision(run, op.skip, "skip") is None:
         run.fail("Z405", "update_scale does not follow this step's skip decision", op.skip.buffer)
@@ -161,7 +161,7 @@ def update_scale(run: Run, op: ops.UpdateScale) -> None:
     _advance(run, op.state)
 
 
-def _decision(run: Run, region: Region, what: str) -> int | None:
+def _decision(run: SectionRun, region: Region, what: str) -> int | None:
     """The number of the decision that a scalar holds."""
     for _, _, value in run.memory.read(region):
         if isinstance(value, Decision) and value.what == what:
@@ -172,7 +172,7 @@ def _decision(run: Run, region: Region, what: str) -> int | None:
 # ------------------------------------------------------------------------------------------------------- the update
 
 
-def optimizer_step(run: Run, op: ops.OptimizerStep) -> None:
+def optimizer_step(run: SectionRun, op: ops.OptimizerStep) -> None:
     """Each element moves to the next version, with its states, by its final gradient, after the decision."""
     _check_scalars(run, op)
     setting = (op.algorithm, _held(run, op.step), _held(run, op.lr), _held(run, op.hyper))
@@ -234,7 +234,7 @@ def optimizer_step(run: Run, op: ops.OptimizerStep) -> None:
         run.memory.write(region, pieces)
 
 
-def _check_group(run: Run, op: ops.OptimizerStep, elements: Cover) -> None:
+def _check_group(run: SectionRun, op: ops.OptimizerStep, elements: Cover) -> None:
     """A step of a group touches the group's elements, with the group's algorithm."""
     group = run.shared.groups.get(op.group)
     if group is None:
@@ -270,7 +270,7 @@ def _cut(pieces: PieceList, start: int, stop: int) -> list[tuple[int, int, Value
 
 
 def _check_state(
-    run: Run,
+    run: SectionRun,
     op: ops.OptimizerStep,
     name: str,
     pieces: PieceList,
@@ -291,7 +291,7 @@ def _check_state(
 
 
 def _check_gradient(
-    run: Run,
+    run: SectionRun,
     op: ops.OptimizerStep,
     gradient: PieceList,
     interval: tuple[int, int],
@@ -328,7 +328,7 @@ def _check_gradient(
         )
 
 
-def _check_scalars(run: Run, op: ops.OptimizerStep) -> None:
+def _check_scalars(run: SectionRun, op: ops.OptimizerStep) -> None:
     number = _decision(run, op.gradient_divisor, "divisor")
     if number is None:
         run.fail(

@@ -32,7 +32,7 @@ from zeroir.verify.domain import (
 )
 
 
-class Layout:
+class FlatLayout:
     """Where parameters and padding stand in each flat."""
 
     def __init__(self, program: Program) -> None:
