@@ -27,6 +27,7 @@ from zeroir.verify.domain import (
     Undefined,
     Value,
     Zero,
+    cut,
     rebased,
     spread,
     unpack,
@@ -71,14 +72,14 @@ def _check_rest(run: SectionRun, buffer: Buffer, content: Content, holdings: lis
             _check(
                 run,
                 whole(buffer),
-                _between(pieces, at, region.offset),
+                cut(pieces, at, region.offset),
                 content,
                 (at, region.offset),
             )
         if region.shard is not None and run.layout.sizes[region.shard] > 1:
             if any(h.region == replace(region, shard=None) for h in holdings):
                 continue
-            inner = _rests(_between(pieces, region.offset, region.stop))
+            inner = _rests(cut(pieces, region.offset, region.stop))
             rest = run.layout.beside(holding, content)
             if rest is content:
                 _check(run, whole(buffer), inner, content, (region.offset, region.stop))
@@ -87,7 +88,7 @@ def _check_rest(run: SectionRun, buffer: Buffer, content: Content, holdings: lis
                 _check(run, full, rebased(inner, region.offset), rest, (0, region.numel))
         at = max(at, region.stop)
     if at < buffer.numel:
-        _check(run, whole(buffer), _between(pieces, at, buffer.numel), content, (at, buffer.numel))
+        _check(run, whole(buffer), cut(pieces, at, buffer.numel), content, (at, buffer.numel))
 
 
 def _own_slices(run: SectionRun, pieces: PieceList) -> list[tuple[int, int, Value]]:
@@ -113,10 +114,6 @@ def _rests(pieces: PieceList) -> list[tuple[int, int, Value]]:
         else:
             found.append((a, b, value))
     return found
-
-
-def _between(pieces: PieceList, start: int, stop: int) -> list[tuple[int, int, Value]]:
-    return [(max(a, start), min(b, stop), v) for a, b, v in pieces if a < stop and b > start]
 
 
 def _check(

@@ -13,7 +13,6 @@ from zeroir.verify.domain import (
     ALL_TERM,
     LOST_TERM,
     PAST_TERM,
-    Elements,
     Gradient,
     PieceList,
     Poison,
@@ -167,8 +166,3 @@ def is_zero(value: Value) -> bool:
     if isinstance(value, Slice):
         return all(is_zero(inner) for _, _, inner in value.array)
     return isinstance(value, Zero)
-
-
-def is_named(value: Value) -> bool:
-    """Whether the value is a named content."""
-    return isinstance(value, Elements) and not isinstance(value.key, int)

@@ -88,7 +88,7 @@ def _cover(
     if on_flat is None:
         return None, None
     problem = use_gradient(run, flat, on_flat)
-    return Cover(flat, shift + start, strides, stop - start, problem is None), problem
+    return Cover(flat, shift + start, strides, stop - start), problem
 
 
 def statistic_problem(run: SectionRun, region: Region, kind: str) -> str | None:

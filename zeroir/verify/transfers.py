@@ -16,7 +16,7 @@ from zeroir.verify.domain import (
     Value,
     at_coordinate,
     coalesced,
-    moved,
+    opened,
     simplify,
     spread,
     unpack,
@@ -86,13 +86,8 @@ def reduce(run: SectionRun, op: ops.ReduceScatter | ops.AllReduce) -> None:
 
 def _slice(run: SectionRun, pieces: PieceList, axis: str, numel: int) -> Value:
     """This rank's slice of pieces over ``[0, numel × size)``."""
-    array: list[tuple[int, int, Value]] = []
-    for a, b, value in pieces:
-        # One level of arrays is enough: open packed pieces.
-        for x, y, inner in unpack(moved(value, a), b - a):
-            array.append((a + x, a + y, moved(inner, -a)))
     sizes = tuple(run.sizes.items())
-    return simplify(Slice(tuple(array), 0, ((axis, numel),)), numel, sizes)
+    return simplify(Slice(tuple(opened(pieces)), 0, ((axis, numel),)), numel, sizes)
 
 
 def broadcast(run: SectionRun, op: ops.Broadcast) -> None:

@@ -22,6 +22,7 @@ from zeroir.verify.domain import (
     Poison,
     Statistic,
     Value,
+    cut,
     rebased,
 )
 from zeroir.verify.gradients import locate
@@ -204,7 +205,7 @@ def optimizer_step(run: SectionRun, op: ops.OptimizerStep) -> None:
         key = value.key
         if not run.program.flat_by_name[key.flat].is_trainable:
             run.fail("Z403", f"optimizer_step updates the frozen flat {key.flat}", op.param.buffer)
-        elements = Cover(key.flat, value.shift + a, value.strides, b - a, True)
+        elements = Cover(key.flat, value.shift + a, value.strides, b - a)
         run.steps.append(Stepped(elements, setting, run.line))
         _check_group(run, op, elements)
         if key.version:
@@ -263,12 +264,6 @@ def _check_group(run: SectionRun, op: ops.OptimizerStep, elements: Cover) -> Non
                 return
 
 
-def _cut(pieces: PieceList, start: int, stop: int) -> list[tuple[int, int, Value]]:
-    return [
-        (max(a, start), min(b, stop), value) for a, b, value in pieces if a < stop and b > start
-    ]
-
-
 def _check_state(
     run: SectionRun,
     op: ops.OptimizerStep,
@@ -277,7 +272,7 @@ def _check_state(
     interval: tuple[int, int],
     expected: Elements,
 ) -> None:
-    for _, _, value in _cut(pieces, *interval):
+    for _, _, value in cut(pieces, *interval):
         if value != expected and not algebra.is_poisoned(value):
             state = op.states[op.algorithm.state_names.index(name)]
             run.fail(
@@ -299,7 +294,7 @@ def _check_gradient(
     flat: str,
 ) -> None:
     start, stop = interval
-    here = rebased(_cut(gradient, start, stop), start)
+    here = rebased(cut(gradient, start, stop), start)
     if any(algebra.is_poisoned(value) for _, _, value in here):
         return
     where = spell(op.grad, run.program)
