@@ -33,10 +33,10 @@ from zeroir.verify.domain import (
     unpack,
 )
 from zeroir.verify.gradients import Wanted, is_zero, measure, wanted_sources
-from zeroir.verify.interpreter import SectionOutcome, SectionRun
+from zeroir.verify.interpreter import SectionRun
 
 
-def check_exit(run: SectionRun, outcome: SectionOutcome) -> None:
+def check_exit(run: SectionRun) -> None:
     """Report every content of the exit state that the memory does not entail."""
     holdings: dict[str, list[Holding]] = {}
     refined = {
@@ -54,7 +54,7 @@ def check_exit(run: SectionRun, outcome: SectionOutcome) -> None:
     for buffer in run.program.buffers:
         if buffer.holds is not None:
             _check_rest(run, buffer, buffer.holds, holdings.get(buffer.name, []))
-    _check_scalars(run, outcome)
+    _check_scalars(run)
     if run.section.name == UPDATE:
         _check_told(run)
 
@@ -266,7 +266,7 @@ def _is_elsewhere(run: SectionRun, region: Region, content: NamedContent) -> boo
     return any(h.content == content and h.region != region for h in run.section.exit.holdings)
 
 
-def _check_scalars(run: SectionRun, outcome: SectionOutcome) -> None:
+def _check_scalars(run: SectionRun) -> None:
     """Hyper-parameters and loss scales keep their meaning; one decision advances the step count once."""
     program = run.program
     kept: set[str] = set()
@@ -303,7 +303,7 @@ def _check_scalars(run: SectionRun, outcome: SectionOutcome) -> None:
     if (
         run.section.name == UPDATE
         and counts
-        and not outcome.decisions
+        and not run.decisions
         and not _has_advanced(run, counts)
     ):
         run.findings.add(

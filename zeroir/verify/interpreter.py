@@ -46,27 +46,6 @@ Contributions = dict[str, list[int]]
 """Per parameter, the value numbers that contribute to its gradient, in the order in which they are added."""
 
 
-@dataclass
-class SectionOutcome:
-    """What a section computes.
-
-    ``settings`` is what decisions and loss scaling are told, ``steps`` what each optimizer step is; ``roundings`` are
-    gradients that lost digits, by flat and dtype, and ``sums`` what was added to what, with the op's line. ``decided``
-    are the decisions taken so far, with whether each may skip the update; ``told`` is what the engine tells of the step
-    afterwards, by its region: the norm that a decision read, and whether it skips.
-    """
-
-    contributions: Contributions
-    memory: AbstractMemory
-    decisions: int
-    settings: dict[tuple[Hashable, ...], int]
-    steps: list[Stepped]
-    roundings: dict[tuple[str, DType], int]
-    sums: dict[algebra.Sum, int]
-    decided: dict[int, bool]
-    told: dict[Region, PieceList]
-
-
 class GroupIntervals(NamedTuple):
     """An optimizer group: its intervals by flat, in order."""
 
@@ -127,14 +106,20 @@ class Shared:
 
 
 class SectionRun:
-    """One pass over one section."""
+    """One section, interpreted: what it computes.
+
+    ``settings`` is what decisions and the loss scaling are given, ``steps`` what each optimizer step does,
+    ``roundings`` the gradients that lost digits, by flat and dtype, and ``sums`` which contributions were added to
+    which; each with the line of its op. ``decided`` are the decisions so far, and whether each may skip the update.
+    ``told`` is what the engine reports of the step, by its region: the norm that a decision read, and whether it skips.
+    """
 
     def __init__(
         self,
         shared: Shared,
         section: Section,
         findings: Findings,
-        before: SectionOutcome | None = None,
+        before: SectionRun | None = None,
     ) -> None:
         self.shared = shared
         self.program = shared.program
@@ -147,7 +132,7 @@ class SectionRun:
         self.line = 0
         self.op: Op | None = None
         self.contributions: Contributions = {}
-        self.is_consumed: set[str] = set()
+        self.consumed: set[str] = set()
         self.decisions = 0
         self.settings: dict[tuple[Hashable, ...], int] = {}
         self.steps: list[Stepped] = []
@@ -160,22 +145,11 @@ class SectionRun:
         self.flats = dict(self.program.flat_by_name)
         self._enter(before)
 
-    def run(self) -> SectionOutcome:
-        """Interpret the body."""
+    def interpret(self) -> None:
+        """Let every op of the body change the abstract memory."""
         for line, op in enumerate(self.section.body):
             self.line, self.op = line, op
             self._step(op)
-        return SectionOutcome(
-            contributions=self.contributions,
-            memory=self.memory,
-            decisions=self.decisions,
-            settings=self.settings,
-            steps=self.steps,
-            roundings=self.roundings,
-            sums=self.sums,
-            decided=self.decided,
-            told=self.told,
-        )
 
     def fail(self, code: str, sentence: str, *buffers: str, advice: str = "") -> None:
         """Report a finding at the current op."""
@@ -200,7 +174,7 @@ class SectionRun:
 
     # ------------------------------------------------------------------------------------------------- entry state
 
-    def _enter(self, before: SectionOutcome | None) -> None:
+    def _enter(self, before: SectionRun | None) -> None:
         for buffer in self.program.buffers:
             if buffer.holds is not None:
                 self.memory.write(whole(buffer), self.layout.pieces(buffer.holds, buffer.numel))
@@ -219,7 +193,7 @@ class SectionRun:
         if before is not None:
             self._carry(before)
 
-    def _carry(self, before: SectionOutcome) -> None:
+    def _carry(self, before: SectionRun) -> None:
         """A statistic or decision of the section before is known for what it is, and not by its buffer's name alone."""
         for buffer in self.program.buffers:
             if isinstance(buffer.holds, NamedContent):
@@ -362,7 +336,7 @@ class SectionRun:
         value: Value = Gradient(flat, (Term(number, (), 1),), slot.offset)
         if is_poisoned:
             value = POISON
-        if slot.name in self.is_consumed:
+        if slot.name in self.consumed:
             self.fail(
                 "Z405",
                 f"{title(op)} contributes to the gradient of {name} after a statistic or an "

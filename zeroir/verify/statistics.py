@@ -24,7 +24,7 @@ def use_gradient(run: SectionRun, flat: str, pieces: PieceList) -> Problem | Non
     for a, b, _ in pieces:
         for _, _, slot in run.layout.between(flat, a, b):
             if slot is not None:
-                run.is_consumed.add(slot.name)
+                run.consumed.add(slot.name)
     wanted = Wanted(
         wanted_sources(Micro.ALL, run.section.name, run.layout.has_past, run.contributions),
         run.layout.axes,
