@@ -15,7 +15,7 @@ from zeroir.cost.classes import RankClass, rank_classes
 from zeroir.cost.durations import Durations
 from zeroir.cost.events import Timeline, Timing, run
 from zeroir.cost.machine import Machine
-from zeroir.cost.tasks import Kind, Task, require_micro_steps, step_tasks
+from zeroir.cost.tasks import Task, TaskKind, require_micro_steps, step_tasks
 from zeroir.errors import UserError
 from zeroir.ir import ops
 from zeroir.ir.mesh import COMPUTE
@@ -179,8 +179,8 @@ def _timings(
     issue, nothing = Timing(fixed_ns=issue_ns), Timing(fixed_ns=0)
     timings: list[Timing] = []
     for task in tasks:
-        if task.op is None or task.kind is not Kind.RUN:
-            timings.append(issue if task.kind is Kind.ISSUE else nothing)
+        if task.op is None or task.kind is not TaskKind.RUN:
+            timings.append(issue if task.kind is TaskKind.ISSUE else nothing)
             continue
         # A section runs once for each micro-step, with the same timings.
         place = task.section, task.index
@@ -221,7 +221,7 @@ def _class_result(
     sent: dict[str, float] = {}
     for number, task in enumerate(tasks):
         op = task.op
-        if op is None or task.kind is not Kind.RUN:
+        if op is None or task.kind is not TaskKind.RUN:
             continue
         ready_ns, begun_ns, end_ns = (
             timeline.ready_ns[number],
@@ -288,7 +288,7 @@ def _critical_path(tasks: Sequence[Task], timelines: Sequence[Timeline]) -> tupl
                 PathItem(
                     section=task.section,
                     index=task.index,
-                    is_issue=task.kind is Kind.ISSUE,
+                    is_issue=task.kind is TaskKind.ISSUE,
                     rank_class=rank_class,
                     duration_ns=duration_ns,
                 )
@@ -301,7 +301,7 @@ def _flops(tasks: Sequence[Task], durations: Durations, machine: Machine) -> tup
     """The floating-point operations of a rank in a step, and the seconds that they take at the dense peak."""
     total, ideal_s = 0, 0.0
     for task in tasks:
-        if task.kind is not Kind.RUN or not isinstance(task.op, ops.Compute):
+        if task.kind is not TaskKind.RUN or not isinstance(task.op, ops.Compute):
             continue
         for dtype, count in durations.segment(task.op.segment).flops.items():
             total += count
