@@ -212,7 +212,7 @@ class Engine:
     def timelines(self) -> list[list[Span]] | None:
         """What was recorded on every rank, on one clock; None on other ranks than 0. Every rank calls this alike."""
         self._executor.finish()
-        parts = self.job.gather(to_bytes(self._recorder.spans(self.program)))
+        parts = self.job.gather(to_bytes(self._recorder.spans()))
         return None if parts is None else aligned(parts)
 
     def workspaces(self, step: Callable[[], object]) -> Mapping[str, int]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from zeroir.errors import UserError
 from zeroir.ir import ops
-from zeroir.ir.bindings import bindings
+from zeroir.ir.bindings import Binding, bindings
 from zeroir.ir.buffers import Region
 from zeroir.ir.contents import FlatContent
 from zeroir.ir.effects import effects
@@ -46,9 +46,7 @@ class Machine:
     ranks: Sequence[Memory]
     comm: Comm
     kernels: Kernels
-    # By identity: hashing an op costs more than running it, and the program keeps its ops alive.
-    _kernel_by_op: dict[int, Kernel] = field(default_factory=dict)
-    _launch_by_op: dict[int, tuple[Launch, frozenset[str]]] = field(default_factory=dict)
+    _kernels: dict[tuple[str, tuple[Binding | None, ...]], Kernel] = field(default_factory=dict)
     _temporary: frozenset[str] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -68,13 +66,14 @@ class Machine:
         self.kernels.finish()
 
     def kernel(self, op: ops.Compute) -> Kernel:
-        """The kernel of one op of the program."""
-        found = self._kernel_by_op.get(id(op))
-        if found is None:
+        """The kernel of one op of the program; ops that bind a segment alike share it."""
+        # By the segment's name: its digest, by which a backend finds equal ones, is slower to ask for.
+        key = (op.segment, tuple(bindings(op)))
+        kernel = self._kernels.get(key)
+        if kernel is None:
             segment = self.program.segment_by_name[op.segment]
-            found = self.kernels.compile(segment, bindings(op))
-            self._kernel_by_op[id(op)] = found
-        return found
+            kernel = self._kernels[key] = self.kernels.compile(segment, key[1])
+        return kernel
 
     def prepare(self, op: ops.Op) -> Step:
         """What carries out one op for every local rank. Order is the streams' affair: a ``wait`` does nothing here.
@@ -91,7 +90,13 @@ class Machine:
                 | ops.AllReduce()
                 | ops.Broadcast()
             ):
-                return lambda: communicate(op, self.launch(op), self.comm)
+                collective = self.prepare_collective(op)
+
+                def run() -> None:
+                    collective.require_live()
+                    communicate(op, collective.launch, self.comm)
+
+                return run
             case ops.Alloc() | ops.Release():
                 steps = [_prepare_locally(op, memory, self) for memory in self.ranks]
             case _:
@@ -109,20 +114,30 @@ class Machine:
 
         return everywhere
 
-    def launch(self, op: ops.Collective) -> Launch:
-        """A collective with the tensors of every local rank; InternalError where one is not allocated."""
-        found = self._launch_by_op.get(id(op))
-        if found is None:
-            found = self._launch_by_op[id(op)] = (_launch(op, self), self._temporaries(op))
-        what, names = found
-        for memory in self.ranks:
-            memory.require(names)
-        return what
+    def prepare_collective(self, op: ops.Collective) -> PreparedCollective:
+        """A collective with the tensors of every local rank."""
+        return PreparedCollective(
+            launch=_launch(op, self), temporaries=self._temporaries(op), ranks=self.ranks
+        )
 
     def _temporaries(self, op: ops.Op) -> frozenset[str]:
         found = effects(op)
         used = {r.buffer for r in (*found.reads, *found.writes, *found.accumulates)}
         return self._temporary & used
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedCollective:
+    """A collective whose tensors are found, and the temporary buffers in which they lie."""
+
+    launch: Launch
+    temporaries: frozenset[str]
+    ranks: Sequence[Memory]
+
+    def require_live(self) -> None:
+        """InternalError unless every rank has allocated these buffers."""
+        for memory in self.ranks:
+            memory.require(self.temporaries)
 
 
 def _checked(step: Step, memory: Memory, names: frozenset[str]) -> Step:

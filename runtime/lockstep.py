@@ -30,12 +30,12 @@ from zeroir.runtime.comm.base import Launch, Piece
 from zeroir.runtime.comm.lockstep import LockstepComm
 from zeroir.runtime.construction import Factory
 from zeroir.runtime.executor import Executor, RankResult
-from zeroir.runtime.handlers import Machine, communicate
+from zeroir.runtime.handlers import Machine, PreparedCollective, communicate
 from zeroir.runtime.kernels.choice import KernelBackend, open_kernels
 from zeroir.runtime.storage import Memory
 from zeroir.runtime.streams import Task
 from zeroir.runtime.tensors import poison
-from zeroir.runtime.trace import Watch
+from zeroir.runtime.trace import WatchOp
 
 CPU = torch.device("cpu")
 
@@ -181,6 +181,7 @@ class _Item:
     op: Op
     run: Task
     event: _Event
+    collective: PreparedCollective | None = None
     begun: Launch | None = None
 
 
@@ -193,12 +194,15 @@ class SeededStreams:
         self._queues: dict[str, deque[_Item]] = {}
         self._events: dict[str, _Event] = {}
 
-    def bind(self, op: Op, run: Task, watch: Watch | None = None) -> Task:
+    def bind(self, op: Op, run: Task, watch: WatchOp | None = None) -> Task:
         """See ``Streams.bind``: ops wait in their queues until the host waits or a joint comes."""
-        task = run if watch is None else watch(op, run)
-        return lambda: self._submit(op, task)
+        task = run if watch is None else watch(run)
+        collective: PreparedCollective | None = None
+        if isinstance(op, ops.Collective):
+            collective = self._machine.prepare_collective(op)
+        return lambda: self._submit(op, task, collective)
 
-    def _submit(self, op: Op, run: Task) -> None:
+    def _submit(self, op: Op, run: Task, collective: PreparedCollective | None) -> None:
         match op:
             case ops.Wait():
                 event = self._events[op.waited]
@@ -210,17 +214,18 @@ class SeededStreams:
                 event = _Event()
                 if op.event is not None:
                     self._events[op.event] = event
-                self._enqueue(op.stream, _Item(op=op, run=run, event=event))
+                item = _Item(op=op, run=run, event=event, collective=collective)
+                self._enqueue(op.stream, item)
 
     def join(self, pending: Collection[str]) -> None:
         """See ``Streams.join``."""
-        still = {id(self._events[name]) for name in pending if name in self._events}
+        still = {self._events[name] for name in pending if name in self._events}
         self._run_until(
             [
                 item.event
                 for queue in self._queues.values()
                 for item in queue
-                if id(item.event) not in still
+                if item.event not in still
             ]
         )
 
@@ -275,10 +280,11 @@ class SeededStreams:
                 | ops.AllReduce()
                 | ops.Broadcast()
             ):
+                assert item.collective is not None
+                item.collective.require_live()  # at its end, too
                 if item.begun is None:
-                    item.begun = self._begin(self._machine.launch(item.op))
+                    item.begun = self._begin(item.collective.launch)
                     return
-                self._machine.launch(item.op)  # what it uses must still be allocated
                 communicate(item.op, item.begun, self._machine.comm)
             case _:
                 item.run()

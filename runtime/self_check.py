@@ -19,6 +19,7 @@ from torch import Tensor
 
 from zeroir.errors import UserError
 from zeroir.ir import ops
+from zeroir.ir.bindings import Binding, bindings
 from zeroir.ir.buffers import View, span_numel
 from zeroir.ir.ops import Mode
 from zeroir.ir.segment import Node, NodeArg, Ref, Segment, TensorType
@@ -70,10 +71,11 @@ def check_kernels(machine: Machine, kernels: KernelBackend) -> Checked:
 
 def _distinct(machine: Machine, memory: Memory) -> Iterator[ops.Compute]:
     """One call of each kernel: the one whose arguments lie furthest from the beginning of memory."""
-    calls: dict[int, list[ops.Compute]] = {}
+    digests = {segment.name: segment.digest() for segment in machine.program.segments}
+    calls: dict[tuple[str, tuple[Binding | None, ...]], list[ops.Compute]] = {}
     for op in machine.program.ops():
         if isinstance(op, ops.Compute):
-            calls.setdefault(id(machine.kernel(op)), []).append(op)
+            calls.setdefault((digests[op.segment], tuple(bindings(op))), []).append(op)
 
     def nearest(op: ops.Compute) -> int:
         return min((int(memory.view(a.view).storage_offset()) for a in op.arguments), default=0)

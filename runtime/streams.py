@@ -16,7 +16,7 @@ import torch
 
 from zeroir.ir.mesh import COMPUTE, HOST
 from zeroir.ir.ops import Alloc, Op, Release, Wait
-from zeroir.runtime.trace import Watch
+from zeroir.runtime.trace import WatchOp
 
 Task = Callable[[], None]
 
@@ -24,7 +24,7 @@ Task = Callable[[], None]
 class Streams(Protocol):
     """Runs ops in the order that their streams and waits demand."""
 
-    def bind(self, op: Op, run: Task, watch: Watch | None = None) -> Task:
+    def bind(self, op: Op, run: Task, watch: WatchOp | None = None) -> Task:
         """What enqueues the op on its stream, each time that it is called, where ``run`` carries it out.
 
         A ``wait`` orders a stream or the host, and ``run`` does nothing. ``watch`` sees ops run, and threads wait for
@@ -96,12 +96,12 @@ class ThreadStreams:
         self._workers: dict[str, _Worker] = {}
         self._failure: BaseException | None = None
 
-    def bind(self, op: Op, run: Task, watch: Watch | None = None) -> Task:
+    def bind(self, op: Op, run: Task, watch: WatchOp | None = None) -> Task:
         """See ``Streams.bind``."""
         if isinstance(op, Wait):
             return self._waiting(op, watch)
         if watch is not None:
-            run = watch(op, run)
+            run = watch(run)
         match op:
             case Alloc() | Release() if op.stream in self._inline and op.event is None:
                 # Nothing to order, and a failure elsewhere is noticed by the next op that computes.
@@ -173,8 +173,8 @@ class ThreadStreams:
 
         worker.put(carry_out)
 
-    def _waiting(self, op: Wait, watch: Watch | None) -> Task:
-        wait = self._await if watch is None else watch(op, self._await)
+    def _waiting(self, op: Wait, watch: WatchOp | None) -> Task:
+        wait = self._await if watch is None else watch(self._await)
 
         def here() -> None:
             wait(self._events[op.waited])

@@ -90,7 +90,7 @@ def judge(
     with stepping(program, batches, model=model, initial=initial, rank=rank) as step:
         events = allocations(step)
     names = labels(program)
-    by_label = {names[id(op)]: op for op in program.ops()}
+    by_label = {names[position]: op for position, op in program.positioned_ops()}
     found = by_range(events, by_label)
     verdicts = [
         _verdict(program, op, label, found.get(label, ())) for label, op in by_label.items()

@@ -172,7 +172,7 @@ def _timings(
     straggler: float,
 ) -> list[Timing]:
     slowdown = straggler if one.is_straggler else 1.0
-    known: dict[int, Timing] = {}
+    by_position: dict[tuple[str, int], Timing] = {}
     issue, nothing = Timing(fixed_ns=issue_ns), Timing(fixed_ns=0)
     found: list[Timing] = []
     for task in tasks:
@@ -180,9 +180,11 @@ def _timings(
             found.append(issue if task.kind is Kind.ISSUE else nothing)
             continue
         # The same op runs in every micro-step.
-        timing = known.get(id(task.op))
+        position = task.section, task.index
+        timing = by_position.get(position)
         if timing is None:
-            timing = known[id(task.op)] = _timing(program, task.op, durations, one, slowdown)
+            timing = _timing(program, task.op, durations, one, slowdown)
+            by_position[position] = timing
         found.append(timing)
     return found
 
