@@ -41,7 +41,7 @@ class CudaClock:
         self._first_ns = time.perf_counter_ns()
 
     def mark(self, stream: str) -> Mark:
-        """See ``Clock.mark``."""
+        """See ``StreamClock.mark``."""
         if stream not in self._on_device:
             return self._host.mark(stream)
         event = _timed_event()

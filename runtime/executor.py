@@ -32,9 +32,9 @@ from zeroir.runtime.comm.job import (
     LostPeersError,
     is_lost_connection,
 )
-from zeroir.runtime.handlers import Machine
+from zeroir.runtime.handlers import LocalRanks
+from zeroir.runtime.rank_memory import RankMemory
 from zeroir.runtime.seeds import site_seed
-from zeroir.runtime.storage import Memory
 from zeroir.runtime.streams import Streams, Task
 from zeroir.runtime.trace import P, Watch, watch_op
 
@@ -58,21 +58,21 @@ class RankResult:
     grad_norm: Tensor | None
 
 
-class Executor:
-    """The loop over a program's sections, for the local ranks of a machine; backends and lockstep share it."""
+class StepExecutor:
+    """Runs the sections of a program for the local ranks; the engine and lockstep share it."""
 
     def __init__(
         self,
-        machine: Machine,
+        local_ranks: LocalRanks,
         streams: Streams,
         *,
         seed: int = 0,
         run_section: RunSection | None = None,
     ) -> None:
-        self.machine = machine
+        self.local_ranks = local_ranks
         self.step_count = 0
         self.seed = seed
-        self._program = machine.program
+        self._program = local_ranks.program
         self._streams = streams
         self._run_section = run_section
         self._rng_buffers = [b.name for b in self._program.buffers if b.role is Role.RNG]
@@ -101,12 +101,12 @@ class Executor:
             self._run(LAST_MICRO_STEP if is_last else MICRO_STEP, watch)
         # The update may reduce the loss over ranks, or clear it for the next step.
         losses = self._losses(micro_steps)
-        scales = [self._loss_scale(memory) for memory in self.machine.ranks]
+        scales = [self._loss_scale(memory) for memory in self.local_ranks.memories]
         self._run(UPDATE, watch)
         self.step_count += 1
         return [
             self._result(memory, loss, scale)
-            for memory, loss, scale in zip(self.machine.ranks, losses, scales, strict=True)
+            for memory, loss, scale in zip(self.local_ranks.memories, losses, scales, strict=True)
         ]
 
     def evaluate(self, batches: Sequence[Batch]) -> list[Tensor]:
@@ -119,7 +119,7 @@ class Executor:
             self._set_inputs(batches, 0)
             self._run(EVALUATE)
             found = self._losses(1)
-            for memory, loss in zip(self.machine.ranks, resting, strict=True):
+            for memory, loss in zip(self.local_ranks.memories, resting, strict=True):
                 memory.buffer(self._loss_name)[0] = loss
             return found
 
@@ -179,13 +179,15 @@ class Executor:
     def _begin(self, section: Section) -> None:
         """Make the entry state of the section that runs first true, which later is the doing of those before it."""
         self._is_begun = True
-        state.establish(self._program, self.machine.ranks, self.machine.comm, section.entry)
+        state.establish(
+            self._program, self.local_ranks.memories, self.local_ranks.comm, section.entry
+        )
         for pending in section.entry.pending:
             self._streams.signal(pending.event)
 
     def _task(self, position: OpPosition, op: ops.Op) -> Task:
         """The function that carries an op out, the same whether it is watched or not."""
-        step = self.machine.prepare(op)
+        step = self.local_ranks.prepare(op)
 
         def run() -> None:
             try:
@@ -213,8 +215,8 @@ class Executor:
         place = f"{self._labels[position]} of step {self.step_count + 1}"
         if isinstance(error, RuntimeError) and is_lost_connection(error):
             return LostPeersError(
-                f"Rank {self.machine.ranks[0].rank} lost its peers in {place}: another rank stopped or is stuck; "
-                "look at the first rank that failed."
+                f"Rank {self.local_ranks.memories[0].rank} lost its peers in {place}: another rank stopped or is "
+                "stuck; look at the first rank that failed."
             )
         if is_out_of_memory(error):
             return UserError(f"Memory ran out in {place}: {MEMORY_REMEDY}.")
@@ -228,7 +230,7 @@ class Executor:
         return labels(self._program)
 
     def _set_inputs(self, batches: Sequence[Batch], micro_step: int) -> None:
-        for memory, batch in zip(self.machine.ranks, batches, strict=True):
+        for memory, batch in zip(self.local_ranks.memories, batches, strict=True):
             write_inputs(self._program, memory, batch)
             for name in self._rng_buffers:
                 sites = memory.buffer(name)
@@ -254,16 +256,18 @@ class Executor:
 
     def _losses(self, micro_steps: int) -> list[Tensor]:
         name = self._loss_name
-        return [memory.buffer(name)[0].clone() / micro_steps for memory in self.machine.ranks]
+        return [
+            memory.buffer(name)[0].clone() / micro_steps for memory in self.local_ranks.memories
+        ]
 
-    def _loss_scale(self, memory: Memory) -> Tensor | None:
+    def _loss_scale(self, memory: RankMemory) -> Tensor | None:
         """The loss scale of this step, before the update may change it."""
         decide = self._decision
         if decide is None or decide.loss_scale is None:
             return None
         return memory.region(decide.loss_scale)[0].clone()
 
-    def _result(self, memory: Memory, loss: Tensor, scale: Tensor | None) -> RankResult:
+    def _result(self, memory: RankMemory, loss: Tensor, scale: Tensor | None) -> RankResult:
         decide = self._decision
         mean_loss = None
         if self._is_loss_reduced and self._program.loss is not None:

@@ -44,7 +44,7 @@ class Streams(Protocol):
         """Stop; what is still queued is dropped."""
 
 
-class Event:
+class ThreadEvent:
     """Something that happens once: an op is done."""
 
     __slots__ = ("is_done",)
@@ -53,16 +53,16 @@ class Event:
         self.is_done = is_done
 
 
-_DONE: Final = Event(is_done=True)
+_DONE: Final = ThreadEvent(is_done=True)
 
 
-class _Worker:
+class _StreamThread:
     """A stream's thread and queue."""
 
     def __init__(self, name: str, run: Callable[[Task], None]) -> None:
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._run = run
-        self.issued: list[Event] = []
+        self.issued: list[ThreadEvent] = []
         # A daemon: a thread that is stuck in a collective must not keep a failed process alive.
         self._thread = threading.Thread(target=self._loop, name=f"zeroir-{name}", daemon=True)
         self._thread.start()
@@ -92,8 +92,8 @@ class ThreadStreams:
     def __init__(self, inline: Iterable[str] = (COMPUTE,)) -> None:
         self._inline = frozenset(inline)
         self._condition = threading.Condition()
-        self._events: dict[str, Event] = {}
-        self._workers: dict[str, _Worker] = {}
+        self._events: dict[str, ThreadEvent] = {}
+        self._workers: dict[str, _StreamThread] = {}
         self._failure: BaseException | None = None
 
     def bind(self, op: Op, run: Task, watch: WatchOp | None = None) -> Task:
@@ -143,9 +143,9 @@ class ThreadStreams:
             worker.stop(timeout_s)
         self._workers.clear()
 
-    def _worker(self, stream: str) -> _Worker:
+    def _worker(self, stream: str) -> _StreamThread:
         if stream not in self._workers:
-            self._workers[stream] = _Worker(stream, self._guarded)
+            self._workers[stream] = _StreamThread(stream, self._guarded)
         return self._workers[stream]
 
     def _inline_task(self, name: str | None, run: Task) -> Task:
@@ -159,7 +159,7 @@ class ThreadStreams:
         return carry_out
 
     def _enqueue(self, stream: str, name: str | None, run: Task) -> None:
-        event = Event()
+        event = ThreadEvent()
         if name is not None:
             self._events[name] = event
         worker = self._worker(stream)
@@ -197,7 +197,7 @@ class ThreadStreams:
                     self._failure = error
                 self._condition.notify_all()
 
-    def _await(self, event: Event) -> None:
+    def _await(self, event: ThreadEvent) -> None:
         if not event.is_done:
             with self._condition:
                 self._condition.wait_for(lambda: event.is_done or self._failure is not None)

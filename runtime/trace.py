@@ -46,7 +46,7 @@ def watch_op(watch: Watch, position: OpPosition, op: Op) -> WatchOp:
     return wrapped
 
 
-class Clock(Protocol):
+class StreamClock(Protocol):
     """Marks moments in the order of a stream."""
 
     def mark(self, stream: str) -> Mark:
@@ -62,14 +62,14 @@ class HostClock:
         return lambda: now
 
 
-class Recorder:
+class SpanRecorder:
     """Sees ops run, from any thread, and keeps when they began and ended."""
 
     def __init__(self) -> None:
-        self._clock: Clock = HostClock()
+        self._clock: StreamClock = HostClock()
         self._seen: list[tuple[OpPosition, Mark, Mark]] = []
 
-    def begin(self, clock: Clock) -> None:
+    def begin(self, clock: StreamClock) -> None:
         """Forget what was seen, and go by this clock from now on."""
         self._clock = clock
         self._seen = []

@@ -19,7 +19,7 @@ from zeroir.ir.mesh import COMPUTE, GATHER, HOST, REDUCE
 from zeroir.ir.ops import Op
 from zeroir.ir.program import Pending, Program, Section, State
 from zeroir.runtime.cuda import CudaGraph, CudaStreams
-from zeroir.runtime.trace import HostClock, Mark, Recorder, watch_op
+from zeroir.runtime.trace import HostClock, Mark, SpanRecorder, watch_op
 
 
 @dataclass(eq=False)
@@ -223,7 +223,7 @@ def test_a_watched_wait_for_a_thread_is_seen_as_the_programs_own(
                 marked.append(Driver.current)
             return super().mark(stream)
 
-    recorder = Recorder()
+    recorder = SpanRecorder()
     recorder.begin(Clock())
     for position, op in section.positioned_ops():
         streams.bind(op, lambda: None, watch_op(recorder.watch, position, op))()

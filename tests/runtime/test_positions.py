@@ -22,7 +22,7 @@ from zeroir.report.graph import dot
 from zeroir.report.page.facts import step_ops
 from zeroir.report.trace import chrome_trace, simulated_trace
 from zeroir.runtime.engine import Engine
-from zeroir.runtime.handlers import Machine
+from zeroir.runtime.handlers import LocalRanks
 from zeroir.runtime.trace import P
 
 MICRO_STEPS = 3
@@ -144,7 +144,7 @@ def test_a_failure_names_the_section_that_ran(stage: int, monkeypatch: pytest.Mo
     def fail(*_: object) -> None:
         raise RuntimeError("no more")
 
-    monkeypatch.setattr(Machine, "kernel", lambda *_: fail)
+    monkeypatch.setattr(LocalRanks, "kernel", lambda *_: fail)
     with pytest.raises(Exception, match="no more") as raised:
         step(trained)
     trained.close()
