@@ -35,6 +35,7 @@ from zeroir.ir.buffers import Region
 from zeroir.ir.mesh import DATA_AXIS, REDUCE, Axis, Communicator
 from zeroir.ir.ops import Op
 from zeroir.ir.program import LAST_MICRO_STEP, UPDATE, Program, Section, State
+from zeroir.ir.section_view import SectionView
 from zeroir.passes.base import Fact, Pass
 from zeroir.passes.common import rewrite
 from zeroir.passes.common.order import synchronise
@@ -99,12 +100,12 @@ class AllReduceGradients(Pass):
 
 
 def _reduce_gradients(section: Section, program: Program) -> Section:
-    writers = rewrite.last_writers(section.body)
+    writers = SectionView(program, section.body).writers
     after: dict[int, list[Op]] = {}
     for buffer in rewrite.complete_gradients(section):
         numel = program.buffer_by_name[buffer].numel
         region = Region(buffer=buffer, offset=0, numel=numel)
-        after.setdefault(writers[buffer], []).append(_all_reduce(region))
+        after.setdefault(writers[buffer][-1], []).append(_all_reduce(region))
     body = rewrite.insert(section.body, after=after)
     return replace(section, body=body, exit=_reduced(section.exit))
 

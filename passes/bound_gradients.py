@@ -24,6 +24,7 @@ from zeroir.errors import UserError
 from zeroir.ir import ops
 from zeroir.ir.ops import Op
 from zeroir.ir.program import Program, Section
+from zeroir.ir.section_view import SectionView
 from zeroir.passes.base import Fact, Pass
 from zeroir.passes.common import rewrite
 from zeroir.passes.common.order import synchronise
@@ -53,12 +54,12 @@ class BoundGradients(Pass):
 
     def _rewrite(self, section: Section, program: Program) -> Section:
         # Gradients that one op completes belong to one unit, and so do those that one launch reduces.
-        writers = rewrite.last_writers(section.body)
+        writers = SectionView(program, section.body).writers
         completed_by: dict[str, int] = {}
         for op in section.body:
             if isinstance(op, ops.ReduceScatter):
                 names = [pair.source.buffer for pair in op.pairs]
-                completed_by.update(dict.fromkeys(names, max(writers[name] for name in names)))
+                completed_by.update(dict.fromkeys(names, max(writers[name][-1] for name in names)))
         full = {name for name in completed_by if not program.buffer_by_name[name].is_persistent}
         body = list(section.body)
         released: dict[int, list[int]] = {}

@@ -30,6 +30,7 @@ from zeroir.ir.buffers import Role
 from zeroir.ir.mesh import COMPUTE
 from zeroir.ir.ops import Op
 from zeroir.ir.program import UPDATE, Program, Section
+from zeroir.ir.section_view import SectionView
 from zeroir.passes.all_reduce_gradients import AXIS
 from zeroir.passes.base import Fact, Pass
 from zeroir.passes.common import rewrite
@@ -107,24 +108,22 @@ class _Computes:
     """The compute ops of a section: who reads what, and where the forward ends and the backward begins."""
 
     def __init__(self, body: Sequence[Op], program: Program) -> None:
-        self.readers: dict[str, list[int]] = {}
+        view = SectionView(program, body)
+        self.readers = {
+            name: [index for index in readers if index in view.computes]
+            for name, readers in view.readers.items()
+        }
         self.of_unit: dict[str, list[int]] = {}
         self.previous: dict[int, int] = {}
         """The compute op before each."""
-        last, last_loss, has_gradients = -1, -1, False
-        for index, op in enumerate(body):
-            if not isinstance(op, ops.Compute):
-                continue
-            self.previous[index], last = last, index
+        previous, has_gradients = -1, False
+        for index, op in view.computes.items():
+            self.previous[index], previous = previous, index
             self.of_unit.setdefault(op.unit, []).append(index)
-            for name in {argument.view.region.buffer for argument in op.arguments}:
-                self.readers.setdefault(name, []).append(index)
-            for destination in filter(None, op.destinations):
-                has_gradients |= destination.gradient is not None
-                if destination.view.region.buffer == program.loss:
-                    last_loss = index
-        forward = range(last_loss + 1)
-        backward = range(last_loss + 1, len(body))
+            has_gradients |= any(d is not None and d.gradient is not None for d in op.destinations)
+        last_forward = -1 if view.loss is None else view.loss
+        forward = range(last_forward + 1)
+        backward = range(last_forward + 1, len(body))
         self.phases = (forward, backward) if has_gradients else (range(len(body)),)
 
     def runs(self, buffer: str) -> list[int]:

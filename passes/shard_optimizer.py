@@ -34,6 +34,7 @@ from zeroir.ir.buffers import Region, Role
 from zeroir.ir.mesh import GATHER, Communicator
 from zeroir.ir.ops import Op
 from zeroir.ir.program import LAST_MICRO_STEP, UPDATE, Flat, Program, Section, State
+from zeroir.ir.section_view import SectionView
 from zeroir.passes.all_reduce_gradients import AXIS
 from zeroir.passes.base import Fact, Pass
 from zeroir.passes.common import rewrite
@@ -144,7 +145,7 @@ def _update_shards(
                 return op
 
     body = tuple(rewritten(op) for op in section.body)
-    writers = rewrite.last_writers(body)
+    writers = SectionView(program, body).writers
     after: dict[int, list[Op]] = {}
     for name in rewrite.param_buffers(program):
         if name in writers:
@@ -154,7 +155,7 @@ def _update_shards(
                 comm=GATHER_COMM,
                 stream=GATHER,
             )
-            after.setdefault(writers[name], []).append(gather)
+            after.setdefault(writers[name][-1], []).append(gather)
     return replace(
         section, entry=_own_slices(section.entry), body=rewrite.insert(body, after=after)
     )
