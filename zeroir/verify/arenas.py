@@ -36,7 +36,7 @@ def check_arenas(program: Program, findings: Findings) -> None:
 
 @dataclass(slots=True, eq=False)
 class _Lifetime:
-    """One stay of a buffer in its place: the line where it begins (-1: the entry), the number of the op that ends it."""
+    """A buffer in its place: the line where it begins (-1: the entry), and the number of the op that ends it."""
 
     name: str
     line: int
