@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import Final
 
 from zeroir.ir.allowlist import refusal
+from zeroir.ir.bounds import AheadBound, BehindBound
 from zeroir.ir.buffers import Buffer, Region, whole
 from zeroir.ir.contents import GRAD, MASTER, Content, FlatContent
 from zeroir.ir.mesh import HOST
@@ -62,6 +63,7 @@ def _check_names(program: Program, findings: Findings) -> None:
         ("buffer", [buffer.name for buffer in program.buffers]),
         ("segment", [segment.name for segment in program.segments]),
         ("section", [section.name for section in program.sections]),
+        ("bound on", [bound.kind.value for bound in program.bounds]),
         (
             "parameter",
             [n for flat in program.flats for s in flat.slots for n in (s.name, *s.aliases)],
@@ -70,6 +72,15 @@ def _check_names(program: Program, findings: Findings) -> None:
     for kind, names in kinds:
         for name in _duplicates(names):
             findings.add("Z002", f"{kind} {name} is declared twice")
+    streams = {stream.name for stream in program.streams}
+    for bound in program.bounds:
+        if isinstance(bound, BehindBound) and bound.behind not in streams:
+            findings.add(
+                "Z001",
+                f"the bound on {bound.kind.value} names the undeclared stream {bound.behind}",
+            )
+        if isinstance(bound, AheadBound) and bound.ahead < 0:
+            findings.add("Z008", f"the bound on {bound.kind.value} lets {bound.ahead} run ahead")
     for section in program.sections:
         if section.name not in SECTION_NAMES:
             known = ", ".join(SECTION_NAMES)
