@@ -31,7 +31,6 @@ class Finding:
     window: tuple[str, ...] = ()
     history: tuple[str, ...] = ()
     sources: tuple[str, ...] = ()
-    buffers: tuple[str, ...] = ()
     advice: str = ""
 
     @property
