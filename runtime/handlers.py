@@ -84,15 +84,9 @@ class Machine:
         match op:
             case ops.Wait():
                 return lambda: None
-            case (
-                ops.AllGather()
-                | ops.Prefetch()
-                | ops.ReduceScatter()
-                | ops.AllReduce()
-                | ops.Broadcast()
-            ):
+            case ops.Collective():
                 return lambda: communicate(op, self.launch(op), self.comm)
-            case ops.Alloc() | ops.Release():
+            case ops.Memory():
                 steps = [_prepare_locally(op, memory, self) for memory in self.ranks]
             case _:
                 names = self._temporaries(op)
@@ -109,7 +103,7 @@ class Machine:
 
         return everywhere
 
-    def launch(self, op: ops.Collective) -> Launch:
+    def launch(self, op: ops.CollectiveOp) -> Launch:
         """A collective with the tensors of every local rank; InternalError where one is not allocated."""
         found = self._launch_by_op.get(id(op))
         if found is None:
@@ -137,7 +131,7 @@ def _checked(step: Step, memory: Memory, names: frozenset[str]) -> Step:
     return checked
 
 
-def _launch(op: ops.Collective, machine: Machine) -> Launch:
+def _launch(op: ops.CollectiveOp, machine: Machine) -> Launch:
     return Launch(
         comm=op.comm,
         pieces=[
@@ -156,7 +150,7 @@ def _launch(op: ops.Collective, machine: Machine) -> Launch:
     )
 
 
-def communicate(op: ops.Collective, what: Launch, comm: Comm) -> None:
+def communicate(op: ops.CollectiveOp, what: Launch, comm: Comm) -> None:
     """Hand a collective to the backend."""
     match op:
         case ops.AllGather() | ops.Prefetch():
@@ -172,7 +166,7 @@ def communicate(op: ops.Collective, what: Launch, comm: Comm) -> None:
 
 
 def _prepare_locally(
-    op: ops.Memory | ops.Compute | ops.Cast | ops.Fill | ops.Scale | ops.Update | ops.Transfer,
+    op: ops.MemoryOp | ops.Compute | ops.ElementwiseOp | ops.UpdateOp | ops.TransferOp,
     memory: Memory,
     machine: Machine,
 ) -> Step:
@@ -237,7 +231,7 @@ def _prepare_locally(
                 hysteresis=op.hysteresis,
                 minimum=op.minimum,
             )
-        case ops.ToHost() | ops.ToDevice() | ops.Load() | ops.Store():
+        case ops.Transfer():
             return partial(
                 memory.region(op.destination).copy_, memory.region(op.source), non_blocking=True
             )

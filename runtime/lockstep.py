@@ -268,13 +268,7 @@ class SeededStreams:
             case ops.Wait():
                 queue.popleft()
                 return
-            case (
-                ops.AllGather()
-                | ops.Prefetch()
-                | ops.ReduceScatter()
-                | ops.AllReduce()
-                | ops.Broadcast()
-            ):
+            case ops.Collective():
                 if item.begun is None:
                     item.begun = self._begin(self._machine.launch(item.op))
                     return

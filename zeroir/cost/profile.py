@@ -262,13 +262,7 @@ def _of(
 ) -> _Seen:
     """What an op is, of which nothing was seen yet."""
     match op:
-        case (
-            ops.AllGather()
-            | ops.Prefetch()
-            | ops.ReduceScatter()
-            | ops.AllReduce()
-            | ops.Broadcast()
-        ):
+        case ops.Collective():
             kind: _Kind = _OfCollective(collective_kind(op), rings[op.comm][rank])
             return _Seen(kind=kind, size_bytes=sum(count for _, count in payloads(op, program)))
         case ops.Compute():

@@ -36,7 +36,7 @@ def launches(program: Program, section: Section) -> list[Launch]:
     return found
 
 
-def _launch(program: Program, op: ops.Collective, kind: str, detail: str) -> Launch:
+def _launch(program: Program, op: ops.CollectiveOp, kind: str, detail: str) -> Launch:
     pairs = tuple(
         (
             pair.source.local_numel(program.mesh),
@@ -52,9 +52,7 @@ def check_collectives(program: Program, findings: Findings) -> None:
     """Each launch must fit its axis: then every group of ranks agrees on it."""
     for section in program.sections:
         for line, op in enumerate(section.body):
-            if not isinstance(
-                op, ops.AllGather | ops.Prefetch | ops.ReduceScatter | ops.AllReduce | ops.Broadcast
-            ):
+            if not isinstance(op, ops.Collective):
                 continue
             comm = program.comm_by_name.get(op.comm)
             if comm is None:
@@ -64,7 +62,7 @@ def check_collectives(program: Program, findings: Findings) -> None:
                 findings.add("Z201", sentence, section=section, line=line)
 
 
-def _misfit(program: Program, op: ops.Collective, size: int) -> str | None:
+def _misfit(program: Program, op: ops.CollectiveOp, size: int) -> str | None:
     if isinstance(op, ops.Broadcast) and not 0 <= op.root < size:
         return f"broadcast from rank {op.root} of an axis that has {size}"
     for pair in op.pairs:

@@ -257,7 +257,7 @@ class Run:
                 update.optimizer_step(self, op)
             case ops.UpdateScale():
                 update.update_scale(self, op)
-            case ops.ToHost() | ops.ToDevice() | ops.Load() | ops.Store():
+            case ops.Transfer():
                 self.memory.write(op.destination, self.take(op.source))
             case _:
                 assert_never(op)
