@@ -56,7 +56,8 @@ def _map_value(value: object, change: Change) -> object:
         case tuple():
             return tuple([_map_value(item, change) for item in value])
         case _:
-            assert is_dataclass(value) and not isinstance(value, type)
+            assert is_dataclass(value)
+            assert not isinstance(value, type)
             return _mapped(value, change)
 
 
