@@ -20,10 +20,6 @@ from zeroir.torch_ops.strided import (
     strided_view,
     strided_view_by_index,
 )
-    scatter,
-    scatter_by_index,
-    strided_view_by_index,
-)
 
 MODEL = """
 import torch
