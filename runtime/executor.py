@@ -6,7 +6,7 @@ does, a comm how ranks exchange elements, and kernels how a segment is computed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -25,18 +25,18 @@ from zeroir.errors import (
 from zeroir.ir import ops
 from zeroir.ir.buffers import Role
 from zeroir.ir.labels import labels
-from zeroir.ir.program import EVALUATE, LAST_MICRO_STEP, MICRO_STEP, UPDATE, Section
+from zeroir.ir.program import EVALUATE, LAST_MICRO_STEP, MICRO_STEP, UPDATE, OpPosition, Section
 from zeroir.runtime import state
 from zeroir.runtime.batch import Batch, write_inputs
 from zeroir.runtime.comm.job import (
     LostPeersError,
     is_lost_connection,
 )
-from zeroir.runtime.handlers import Machine
+from zeroir.runtime.handlers import LocalRanks
+from zeroir.runtime.rank_memory import RankMemory
 from zeroir.runtime.seeds import site_seed
-from zeroir.runtime.storage import Memory
 from zeroir.runtime.streams import Streams, Task
-from zeroir.runtime.trace import P, Watch
+from zeroir.runtime.trace import P, Watch, watch_op
 
 RunSection = Callable[[Section, Callable[[], None]], None]
 """Carries out a section whose ops the function submits."""
@@ -58,28 +58,27 @@ class RankResult:
     grad_norm: Tensor | None
 
 
-class Executor:
-    """The loop over a program's sections, for the local ranks of a machine; backends and lockstep share it."""
+class StepExecutor:
+    """Runs the sections of a program for the local ranks; the engine and lockstep share it."""
 
     def __init__(
         self,
-        machine: Machine,
+        local_ranks: LocalRanks,
         streams: Streams,
         *,
         seed: int = 0,
         run_section: RunSection | None = None,
     ) -> None:
-        self.machine = machine
+        self.local_ranks = local_ranks
         self.step_count = 0
         self.seed = seed
-        self._program = machine.program
+        self._program = local_ranks.program
         self._streams = streams
         self._run_section = run_section
         self._rng_buffers = [b.name for b in self._program.buffers if b.role is Role.RNG]
         self._to_watch: tuple[int, Watch] | None = None
-        self._labels: dict[int, str] = {}
-        self._task_by_op: dict[int, Task] = {}
         self._is_begun = False
+        self._prepared: dict[str, list[Task]] = {}
         self._bound: dict[tuple[str, Watch | None], list[Task]] = {}
 
     def step(self, batches: Sequence[Sequence[Batch]]) -> list[RankResult]:
@@ -102,12 +101,12 @@ class Executor:
             self._run(LAST_MICRO_STEP if is_last else MICRO_STEP, watch)
         # The update may reduce the loss over ranks, or clear it for the next step.
         losses = self._losses(micro_steps)
-        scales = [self._loss_scale(memory) for memory in self.machine.ranks]
+        scales = [self._loss_scale(memory) for memory in self.local_ranks.memories]
         self._run(UPDATE, watch)
         self.step_count += 1
         return [
             self._result(memory, loss, scale)
-            for memory, loss, scale in zip(self.machine.ranks, losses, scales, strict=True)
+            for memory, loss, scale in zip(self.local_ranks.memories, losses, scales, strict=True)
         ]
 
     def evaluate(self, batches: Sequence[Batch]) -> list[Tensor]:
@@ -120,7 +119,7 @@ class Executor:
             self._set_inputs(batches, 0)
             self._run(EVALUATE)
             found = self._losses(1)
-            for memory, loss in zip(self.machine.ranks, resting, strict=True):
+            for memory, loss in zip(self.local_ranks.memories, resting, strict=True):
                 memory.buffer(self._loss_name)[0] = loss
             return found
 
@@ -163,24 +162,32 @@ class Executor:
         # Ops that are bound stay so, watched ones too: else what is recorded would run for the first time.
         tasks = self._bound.get((section.name, watch))
         if tasks is None:
-            tasks = [self._streams.bind(op, self._task(op), watch) for op in section.body]
-            self._bound[section.name, watch] = tasks
+            tasks = self._bound[section.name, watch] = self._bind(section, watch)
         for task in tasks:
             task()
+
+    def _bind(self, section: Section, watch: Watch | None) -> list[Task]:
+        runs = self._prepared.get(section.name)
+        if runs is None:
+            runs = [self._task(position, op) for position, op in section.positioned_ops()]
+            self._prepared[section.name] = runs
+        return [
+            self._streams.bind(op, run, None if watch is None else watch_op(watch, position, op))
+            for (position, op), run in zip(section.positioned_ops(), runs, strict=True)
+        ]
 
     def _begin(self, section: Section) -> None:
         """Make the entry state of the section that runs first true, which later is the doing of those before it."""
         self._is_begun = True
-        state.establish(self._program, self.machine.ranks, self.machine.comm, section.entry)
+        state.establish(
+            self._program, self.local_ranks.memories, self.local_ranks.comm, section.entry
+        )
         for pending in section.entry.pending:
             self._streams.signal(pending.event)
 
-    def _task(self, op: ops.Op) -> Task:
-        """What carries an op out, the same whether it is watched or not."""
-        found = self._task_by_op.get(id(op))
-        if found is not None:
-            return found
-        step = self.machine.prepare(op)
+    def _task(self, position: OpPosition, op: ops.Op) -> Task:
+        """The function that carries an op out, the same whether it is watched or not."""
+        step = self.local_ranks.prepare(op)
 
         def run() -> None:
             try:
@@ -188,13 +195,14 @@ class Executor:
             except UserError:
                 raise
             except Exception as error:
-                raise self._explained(op, error) from error
+                raise self._explained(position, error) from error
 
-        self._task_by_op[id(op)] = run
         return run
 
-    def _named(self, op: ops.Op, run: Callable[P, None], /) -> Callable[P, None]:
-        label = self._label(op)
+    def _named(
+        self, position: OpPosition, _: ops.Op, run: Callable[P, None], /
+    ) -> Callable[P, None]:
+        label = self._labels[position]
 
         def named(*args: P.args, **kwargs: P.kwargs) -> None:
             with record_function(label):
@@ -202,13 +210,13 @@ class Executor:
 
         return named
 
-    def _explained(self, op: ops.Op, error: Exception) -> ZeroirError:
+    def _explained(self, position: OpPosition, error: Exception) -> ZeroirError:
         """What went wrong in an op, where, and what to do if the user can do something."""
-        place = f"{self._label(op)} of step {self.step_count + 1}"
+        place = f"{self._labels[position]} of step {self.step_count + 1}"
         if isinstance(error, RuntimeError) and is_lost_connection(error):
             return LostPeersError(
-                f"Rank {self.machine.ranks[0].rank} lost its peers in {place}: another rank stopped or is stuck; "
-                "look at the first rank that failed."
+                f"Rank {self.local_ranks.memories[0].rank} lost its peers in {place}: another rank stopped or is "
+                "stuck; look at the first rank that failed."
             )
         if is_out_of_memory(error):
             return UserError(f"Memory ran out in {place}: {MEMORY_REMEDY}.")
@@ -216,14 +224,13 @@ class Executor:
             return UserError(f"The batch does not suit the model: {error}, in {place}.")
         return InternalError(f"{place}: {error}")
 
-    def _label(self, op: ops.Op) -> str:
-        """Where an op stands in the program's text, for profiles and errors."""
-        if not self._labels:
-            self._labels = labels(self._program)
-        return self._labels.get(id(op), type(op).__name__)
+    @cached_property
+    def _labels(self) -> Mapping[OpPosition, str]:
+        """The ops in a few words, for profiles and errors."""
+        return labels(self._program)
 
     def _set_inputs(self, batches: Sequence[Batch], micro_step: int) -> None:
-        for memory, batch in zip(self.machine.ranks, batches, strict=True):
+        for memory, batch in zip(self.local_ranks.memories, batches, strict=True):
             write_inputs(self._program, memory, batch)
             for name in self._rng_buffers:
                 sites = memory.buffer(name)
@@ -249,16 +256,18 @@ class Executor:
 
     def _losses(self, micro_steps: int) -> list[Tensor]:
         name = self._loss_name
-        return [memory.buffer(name)[0].clone() / micro_steps for memory in self.machine.ranks]
+        return [
+            memory.buffer(name)[0].clone() / micro_steps for memory in self.local_ranks.memories
+        ]
 
-    def _loss_scale(self, memory: Memory) -> Tensor | None:
+    def _loss_scale(self, memory: RankMemory) -> Tensor | None:
         """The loss scale of this step, before the update may change it."""
         decide = self._decision
         if decide is None or decide.loss_scale is None:
             return None
         return memory.region(decide.loss_scale)[0].clone()
 
-    def _result(self, memory: Memory, loss: Tensor, scale: Tensor | None) -> RankResult:
+    def _result(self, memory: RankMemory, loss: Tensor, scale: Tensor | None) -> RankResult:
         decide = self._decision
         mean_loss = None
         if self._is_loss_reduced and self._program.loss is not None:

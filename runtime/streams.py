@@ -16,7 +16,7 @@ import torch
 
 from zeroir.ir.mesh import COMPUTE, HOST
 from zeroir.ir.ops import Alloc, Op, Release, Wait
-from zeroir.runtime.trace import Watch
+from zeroir.runtime.trace import WatchOp
 
 Task = Callable[[], None]
 
@@ -24,7 +24,7 @@ Task = Callable[[], None]
 class Streams(Protocol):
     """Runs ops in the order that their streams and waits demand."""
 
-    def bind(self, op: Op, run: Task, watch: Watch | None = None) -> Task:
+    def bind(self, op: Op, run: Task, watch: WatchOp | None = None) -> Task:
         """What enqueues the op on its stream, each time that it is called, where ``run`` carries it out.
 
         A ``wait`` orders a stream or the host, and ``run`` does nothing. ``watch`` sees ops run, and threads wait for
@@ -44,7 +44,7 @@ class Streams(Protocol):
         """Stop; what is still queued is dropped."""
 
 
-class Event:
+class ThreadEvent:
     """Something that happens once: an op is done."""
 
     __slots__ = ("is_done",)
@@ -53,16 +53,16 @@ class Event:
         self.is_done = is_done
 
 
-_DONE: Final = Event(is_done=True)
+_DONE: Final = ThreadEvent(is_done=True)
 
 
-class _Worker:
+class _StreamThread:
     """A stream's thread and queue."""
 
     def __init__(self, name: str, run: Callable[[Task], None]) -> None:
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._run = run
-        self.issued: list[Event] = []
+        self.issued: list[ThreadEvent] = []
         # A daemon: a thread that is stuck in a collective must not keep a failed process alive.
         self._thread = threading.Thread(target=self._loop, name=f"zeroir-{name}", daemon=True)
         self._thread.start()
@@ -92,16 +92,16 @@ class ThreadStreams:
     def __init__(self, inline: Iterable[str] = (COMPUTE,)) -> None:
         self._inline = frozenset(inline)
         self._condition = threading.Condition()
-        self._events: dict[str, Event] = {}
-        self._workers: dict[str, _Worker] = {}
+        self._events: dict[str, ThreadEvent] = {}
+        self._workers: dict[str, _StreamThread] = {}
         self._failure: BaseException | None = None
 
-    def bind(self, op: Op, run: Task, watch: Watch | None = None) -> Task:
+    def bind(self, op: Op, run: Task, watch: WatchOp | None = None) -> Task:
         """See ``Streams.bind``."""
         if isinstance(op, Wait):
             return self._waiting(op, watch)
         if watch is not None:
-            run = watch(op, run)
+            run = watch(run)
         match op:
             case Alloc() | Release() if op.stream in self._inline and op.event is None:
                 # Nothing to order, and a failure elsewhere is noticed by the next op that computes.
@@ -143,9 +143,9 @@ class ThreadStreams:
             worker.stop(timeout_s)
         self._workers.clear()
 
-    def _worker(self, stream: str) -> _Worker:
+    def _worker(self, stream: str) -> _StreamThread:
         if stream not in self._workers:
-            self._workers[stream] = _Worker(stream, self._guarded)
+            self._workers[stream] = _StreamThread(stream, self._guarded)
         return self._workers[stream]
 
     def _inline_task(self, name: str | None, run: Task) -> Task:
@@ -159,7 +159,7 @@ class ThreadStreams:
         return carry_out
 
     def _enqueue(self, stream: str, name: str | None, run: Task) -> None:
-        event = Event()
+        event = ThreadEvent()
         if name is not None:
             self._events[name] = event
         worker = self._worker(stream)
@@ -173,8 +173,8 @@ class ThreadStreams:
 
         worker.put(carry_out)
 
-    def _waiting(self, op: Wait, watch: Watch | None) -> Task:
-        wait = self._await if watch is None else watch(op, self._await)
+    def _waiting(self, op: Wait, watch: WatchOp | None) -> Task:
+        wait = self._await if watch is None else watch(self._await)
 
         def here() -> None:
             wait(self._events[op.waited])
@@ -197,7 +197,7 @@ class ThreadStreams:
                     self._failure = error
                 self._condition.notify_all()
 
-    def _await(self, event: Event) -> None:
+    def _await(self, event: ThreadEvent) -> None:
         if not event.is_done:
             with self._condition:
                 self._condition.wait_for(lambda: event.is_done or self._failure is not None)

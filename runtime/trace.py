@@ -11,7 +11,7 @@ from typing import ParamSpec, Protocol
 
 from zeroir.ir.effects import effects
 from zeroir.ir.ops import Op
-from zeroir.ir.program import Program
+from zeroir.ir.program import OpPosition
 from zeroir.ir.spans import Span
 
 Mark = Callable[[], int]
@@ -22,13 +22,31 @@ P = ParamSpec("P")
 
 
 class Watch(Protocol):
-    """Sees ops run: it wraps what carries an op out, whatever arguments that takes."""
+    """Observes ops: it wraps the function that carries an op out, whatever arguments that takes."""
 
-    def __call__(self, op: Op, run: Callable[P, None], /) -> Callable[P, None]:
-        """What does as ``run`` does, each call of which is seen as the op."""
+    def __call__(
+        self, position: OpPosition, op: Op, run: Callable[P, None], /
+    ) -> Callable[P, None]:
+        """A function that does what ``run`` does, and each call of which is observed as the op at that position."""
 
 
-class Clock(Protocol):
+class WatchOp(Protocol):
+    """A ``Watch`` of one op."""
+
+    def __call__(self, run: Callable[P, None], /) -> Callable[P, None]:
+        """See ``Watch``."""
+
+
+def watch_op(watch: Watch, position: OpPosition, op: Op) -> WatchOp:
+    """The watch of one op."""
+
+    def wrapped(run: Callable[P, None], /) -> Callable[P, None]:
+        return watch(position, op, run)
+
+    return wrapped
+
+
+class StreamClock(Protocol):
     """Marks moments in the order of a stream."""
 
     def mark(self, stream: str) -> Mark:
@@ -44,19 +62,19 @@ class HostClock:
         return lambda: now
 
 
-class Recorder:
+class SpanRecorder:
     """Sees ops run, from any thread, and keeps when they began and ended."""
 
     def __init__(self) -> None:
-        self._clock: Clock = HostClock()
-        self._seen: list[tuple[Op, Mark, Mark]] = []
+        self._clock: StreamClock = HostClock()
+        self._seen: list[tuple[OpPosition, Mark, Mark]] = []
 
-    def begin(self, clock: Clock) -> None:
+    def begin(self, clock: StreamClock) -> None:
         """Forget what was seen, and go by this clock from now on."""
         self._clock = clock
         self._seen = []
 
-    def watch(self, op: Op, run: Callable[P, None], /) -> Callable[P, None]:
+    def watch(self, position: OpPosition, op: Op, run: Callable[P, None], /) -> Callable[P, None]:
         """See ``Watch``."""
         stream = effects(op).stream
 
@@ -65,18 +83,16 @@ class Recorder:
             seen = self._seen
             start = self._clock.mark(stream)
             run(*args, **kwargs)
-            seen.append((op, start, self._clock.mark(stream)))
+            seen.append((position, start, self._clock.mark(stream)))
 
         return watched
 
-    def spans(self, program: Program) -> list[Span]:
+    def spans(self) -> list[Span]:
         """What was seen, in the order in which it ended; every stream must have come so far."""
-        places = {
-            id(op): (section.name, index)
-            for section in program.sections
-            for index, op in enumerate(section.body)
-        }
-        return [Span(*places[id(op)], start(), end()) for op, start, end in self._seen]
+        return [
+            Span(position.section, position.index, start(), end())
+            for position, start, end in self._seen
+        ]
 
 
 def to_bytes(spans: Sequence[Span]) -> bytes:

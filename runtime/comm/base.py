@@ -14,7 +14,7 @@ from zeroir.runtime.tensors import accumulation_dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class TensorPair:
     """Source and destination of one pair on one rank: flat, contiguous tensors, perhaps of one memory."""
 
     source: Tensor
@@ -22,15 +22,15 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Launch:
+class CollectiveTensors:
     """One collective with its tensors resolved.
 
-    ``pieces[i]`` are the pairs of the i-th local rank, in the op's order; ``staging[i]`` its scratch, if the program
+    ``pairs[i]`` are the pairs of the i-th local rank, in the op's order; ``staging[i]`` its scratch, if the program
     gives one. ``wire_dtype`` is what travels (the source's type when None).
     """
 
     comm: str
-    pieces: Sequence[Sequence[Piece]]
+    pairs: Sequence[Sequence[TensorPair]]
     staging: Sequence[Tensor | None]
     wire_dtype: torch.dtype | None = None
 
@@ -46,16 +46,16 @@ class Comm(Protocol):
     added in FP32 in rank order and rounded once to the destination's dtype.
     """
 
-    def all_gather(self, launch: Launch) -> None:
+    def all_gather(self, tensors: CollectiveTensors) -> None:
         """Per pair: destination = every rank's source, concatenated in coordinate order."""
 
-    def reduce_scatter(self, launch: Launch, reduction: Reduction) -> None:
+    def reduce_scatter(self, tensors: CollectiveTensors, reduction: Reduction) -> None:
         """Per pair: destination = this coordinate's slice of the combined sources."""
 
-    def all_reduce(self, launch: Launch, reduction: Reduction) -> None:
+    def all_reduce(self, tensors: CollectiveTensors, reduction: Reduction) -> None:
         """Per pair: destination = the combined sources."""
 
-    def broadcast(self, launch: Launch, root: int) -> None:
+    def broadcast(self, tensors: CollectiveTensors, root: int) -> None:
         """Per pair: destination = the source of coordinate ``root``."""
 
     def close(self) -> None:

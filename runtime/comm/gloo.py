@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from zeroir.ir.ops import Reduction
-from zeroir.runtime.comm.base import Launch, combine, to_wire
+from zeroir.runtime.comm.base import CollectiveTensors, combine, to_wire
 from zeroir.runtime.comm.groups import Groups
 from zeroir.workspace.collective_scratch import SMALL_NUMEL
 
@@ -27,44 +27,44 @@ class GlooComm:
     def __init__(self, groups: Groups) -> None:
         self._groups = groups
 
-    def all_gather(self, launch: Launch) -> None:
+    def all_gather(self, tensors: CollectiveTensors) -> None:
         """See ``Comm.all_gather``."""
-        group = self._groups.by_comm[launch.comm]
-        sources = [to_wire(piece.source, launch.wire_dtype) for piece in launch.pieces[0]]
-        slots = [piece.destination.view(group.size(), -1).unbind() for piece in launch.pieces[0]]
+        group = self._groups.by_comm[tensors.comm]
+        sources = [to_wire(pair.source, tensors.wire_dtype) for pair in tensors.pairs[0]]
+        slots = [pair.destination.view(group.size(), -1).unbind() for pair in tensors.pairs[0]]
         _gather(sources, slots, group)
 
-    def reduce_scatter(self, launch: Launch, reduction: Reduction) -> None:
+    def reduce_scatter(self, tensors: CollectiveTensors, reduction: Reduction) -> None:
         """See ``Comm.reduce_scatter``."""
-        group = self._groups.by_comm[launch.comm]
+        group = self._groups.by_comm[tensors.comm]
         rows = [
-            to_wire(piece.source, launch.wire_dtype).view(group.size(), -1).unbind()
-            for piece in launch.pieces[0]
+            to_wire(pair.source, tensors.wire_dtype).view(group.size(), -1).unbind()
+            for pair in tensors.pairs[0]
         ]
-        into = [piece.destination for piece in launch.pieces[0]]
-        _reduce(rows, into, reduction, group, launch.staging[0])
+        into = [pair.destination for pair in tensors.pairs[0]]
+        _reduce(rows, into, reduction, group, tensors.staging[0])
 
-    def all_reduce(self, launch: Launch, reduction: Reduction) -> None:
+    def all_reduce(self, tensors: CollectiveTensors, reduction: Reduction) -> None:
         """See ``Comm.all_reduce``: the reduce_scatter above and an all_gather."""
-        group = self._groups.by_comm[launch.comm]
+        group = self._groups.by_comm[tensors.comm]
         size, own = group.size(), group.rank()
-        sources = [to_wire(piece.source, launch.wire_dtype) for piece in launch.pieces[0]]
-        destinations = [piece.destination for piece in launch.pieces[0]]
+        sources = [to_wire(pair.source, tensors.wire_dtype) for pair in tensors.pairs[0]]
+        destinations = [pair.destination for pair in tensors.pairs[0]]
         if sum(source.numel() for source in sources) <= SMALL_NUMEL:
             _reduce([[source] * size for source in sources], destinations, reduction, group, None)
             return
         rows = [source.tensor_split(size) for source in sources]
         slots = [destination.tensor_split(size) for destination in destinations]
-        _reduce(rows, [parts[own] for parts in slots], reduction, group, launch.staging[0])
+        _reduce(rows, [parts[own] for parts in slots], reduction, group, tensors.staging[0])
         _gather([parts[own] for parts in slots], slots, group)
 
-    def broadcast(self, launch: Launch, root: int) -> None:
+    def broadcast(self, tensors: CollectiveTensors, root: int) -> None:
         """See ``Comm.broadcast``."""
-        group = self._groups.by_comm[launch.comm]
-        for piece in launch.pieces[0]:
-            message = to_wire(piece.source, launch.wire_dtype).clone()
+        group = self._groups.by_comm[tensors.comm]
+        for pair in tensors.pairs[0]:
+            message = to_wire(pair.source, tensors.wire_dtype).clone()
             dist.broadcast(message, group=group, group_src=root)
-            piece.destination.copy_(message)
+            pair.destination.copy_(message)
 
     def close(self) -> None:
         """Destroy the process groups."""

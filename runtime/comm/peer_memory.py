@@ -19,8 +19,8 @@ from torch import Tensor
 
 from zeroir.ir.ops import Reduction
 from zeroir.ir.program import Program
-from zeroir.runtime.comm.base import Launch, combine, to_wire
-from zeroir.runtime.comm.neighbours import Exchange, Neighbour, meet
+from zeroir.runtime.comm.base import CollectiveTensors, combine, to_wire
+from zeroir.runtime.comm.peers import Exchange, Peer, connect_peers
 from zeroir.workspace.collective_scratch import SMALL_NUMEL
 
 _CHUNK_NUMEL: Final = 1 << 18
@@ -35,17 +35,17 @@ _CHUNKS: Final = 3
 
 
 @dataclass(slots=True, kw_only=True)
-class Circle:
+class PeerGroup:
     """The ranks of one communicator: this rank's coordinate, and the others by theirs.
 
-    ``table`` (u64) is where this rank's tensors are in the meeting that is under way.
+    ``table`` (u64) is where this rank's tensors are in the collective that is under way.
     """
 
     name: str
     coordinate: int
     size: int
-    neighbours: Mapping[int, Neighbour]
-    meetings: int = 0
+    peers: Mapping[int, Peer]
+    collectives_begun: int = 0
     table: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint64))
     _scratch: Tensor | None = field(default=None, init=False)
 
@@ -68,16 +68,16 @@ def open_peer_memory(
         for comm in program.comms
     ]
     others = [[other for other in group if other != rank] for group in groups]
-    met = meet(rank, others, exchange, timeout)
+    met = connect_peers(rank, others, exchange, timeout)
     if met is None:
         return None
     return PeerMemoryComm(
         {
-            comm.name: Circle(
+            comm.name: PeerGroup(
                 name=comm.name,
                 coordinate=group.index(rank),
                 size=len(group),
-                neighbours={group.index(other): found for other, found in known.items()},
+                peers={group.index(other): found for other, found in known.items()},
             )
             for comm, group, known in zip(program.comms, groups, met, strict=True)
         }
@@ -85,93 +85,93 @@ def open_peer_memory(
 
 
 class PeerMemoryComm:
-    """Collectives of one rank whose peers are its neighbours; ``circles`` holds those of each communicator."""
+    """Collectives of one rank that reads its peers' memory; ``peer_groups`` holds those of each communicator."""
 
-    def __init__(self, circles: Mapping[str, Circle]) -> None:
-        self._circles = circles
+    def __init__(self, peer_groups: Mapping[str, PeerGroup]) -> None:
+        self._groups = peer_groups
 
-    def all_gather(self, launch: Launch) -> None:
+    def all_gather(self, tensors: CollectiveTensors) -> None:
         """See ``Comm.all_gather``."""
-        meeting = self._meet("all_gather", launch)
-        for index, piece in enumerate(launch.pieces[0]):
-            slots = piece.destination.view(meeting.size, -1)
-            for at in meeting.coordinates():
-                meeting.fetch(at, index, slots[at])
-        meeting.agree()
+        collective = self._open("all_gather", tensors)
+        for index, pair in enumerate(tensors.pairs[0]):
+            slots = pair.destination.view(collective.size, -1)
+            for at in collective.coordinates():
+                collective.fetch(at, index, slots[at])
+        collective.agree()
 
-    def reduce_scatter(self, launch: Launch, reduction: Reduction) -> None:
+    def reduce_scatter(self, tensors: CollectiveTensors, reduction: Reduction) -> None:
         """See ``Comm.reduce_scatter``."""
-        meeting = self._meet(f"reduce_scatter by {reduction}", launch)
-        for index, piece in enumerate(launch.pieces[0]):
-            start = meeting.coordinate * piece.destination.numel()
-            meeting.combine(index, start, reduction, piece.destination)
-        meeting.agree()
+        collective = self._open(f"reduce_scatter by {reduction}", tensors)
+        for index, pair in enumerate(tensors.pairs[0]):
+            start = collective.coordinate * pair.destination.numel()
+            collective.combine(index, start, reduction, pair.destination)
+        collective.agree()
 
-    def all_reduce(self, launch: Launch, reduction: Reduction) -> None:
+    def all_reduce(self, tensors: CollectiveTensors, reduction: Reduction) -> None:
         """See ``Comm.all_reduce``: the reduce_scatter above and an all_gather."""
-        pieces = launch.pieces[0]
-        meeting = self._meet(f"all_reduce by {reduction}", launch)
-        if sum(piece.source.numel() for piece in pieces) <= SMALL_NUMEL:
-            totals = [torch.empty_like(piece.destination) for piece in pieces]
+        pairs = tensors.pairs[0]
+        collective = self._open(f"all_reduce by {reduction}", tensors)
+        if sum(pair.source.numel() for pair in pairs) <= SMALL_NUMEL:
+            totals = [torch.empty_like(pair.destination) for pair in pairs]
             for index, total in enumerate(totals):
-                meeting.combine(index, 0, reduction, total)
-            meeting.agree()
-            for piece, total in zip(pieces, totals, strict=True):
-                piece.destination.copy_(total)
+                collective.combine(index, 0, reduction, total)
+            collective.agree()
+            for pair, total in zip(pairs, totals, strict=True):
+                pair.destination.copy_(total)
             return
-        slices = [piece.destination.tensor_split(meeting.size) for piece in pieces]
+        slices = [pair.destination.tensor_split(collective.size) for pair in pairs]
         for index, parts in enumerate(slices):
-            own = parts[meeting.coordinate]
-            meeting.combine(index, _start(parts, meeting.coordinate), reduction, own)
-        meeting.agree()
+            own = parts[collective.coordinate]
+            collective.combine(index, _start(parts, collective.coordinate), reduction, own)
+        collective.agree()
         for index, parts in enumerate(slices):
-            for at in meeting.coordinates():
-                if at != meeting.coordinate:
-                    meeting.fetch_result(at, index, _start(parts, at), parts[at])
-        meeting.agree()
+            for at in collective.coordinates():
+                if at != collective.coordinate:
+                    collective.fetch_result(at, index, _start(parts, at), parts[at])
+        collective.agree()
 
-    def broadcast(self, launch: Launch, root: int) -> None:
+    def broadcast(self, tensors: CollectiveTensors, root: int) -> None:
         """See ``Comm.broadcast``."""
-        meeting = self._meet(f"broadcast from {root}", launch)
-        for index, piece in enumerate(launch.pieces[0]):
-            meeting.fetch(root, index, piece.destination)
-        meeting.agree()
+        collective = self._open(f"broadcast from {root}", tensors)
+        for index, pair in enumerate(tensors.pairs[0]):
+            collective.fetch(root, index, pair.destination)
+        collective.agree()
 
     def close(self) -> None:
-        """Hang up on the neighbours."""
-        for circle in self._circles.values():
-            for neighbour in circle.neighbours.values():
-                neighbour.close()
+        """Close the channels to the peers."""
+        for peer_group in self._groups.values():
+            for peer in peer_group.peers.values():
+                peer.close()
 
-    def _meet(self, what: str, launch: Launch) -> _Meeting:
-        return _Meeting(self._circles[launch.comm], what, launch)
+    def _open(self, what: str, tensors: CollectiveTensors) -> _OpenCollective:
+        return _OpenCollective(self._groups[tensors.comm], what, tensors)
 
 
-class _Meeting:
+class _OpenCollective:
     """One collective of one communicator: everyone's tensors, where they are, and who has come how far.
 
     Raises:
         RuntimeError: where another rank is at another collective, or at one of other sizes or dtypes.
     """
 
-    def __init__(self, circle: Circle, what: str, launch: Launch) -> None:
-        circle.meetings += 1
-        self.size = circle.size
-        self.coordinate = circle.coordinate
-        self._circle = circle
-        self._wire_dtype = launch.wire_dtype
-        pieces = launch.pieces[0]
-        self._sources = [piece.source for piece in pieces]
-        self._destinations = [piece.destination for piece in pieces]
-        self._what = f"#{circle.meetings} {what} of {_in_short(self._sources)}"
+    def __init__(self, peer_group: PeerGroup, what: str, tensors: CollectiveTensors) -> None:
+        peer_group.collectives_begun += 1
+        self.size = peer_group.size
+        self.coordinate = peer_group.coordinate
+        self._group = peer_group
+        self._wire_dtype = tensors.wire_dtype
+        pairs = tensors.pairs[0]
+        self._sources = [pair.source for pair in pairs]
+        self._destinations = [pair.destination for pair in pairs]
+        self._what = f"#{peer_group.collectives_begun} {what} of {_in_short(self._sources)}"
         self._step = 0
         self._addresses: dict[int, Sequence[int]] = {}
-        # Of any length, so the others read it where it is; it stays until all have come to the next meeting.
-        circle.table = torch.tensor(
+        # Of any length, so the others read it where it is; it stays until all have begun the next collective.
+        peer_group.table = torch.tensor(
             [tensor.data_ptr() for tensor in (*self._sources, *self._destinations)],
             dtype=torch.uint64,
         )
-        self._tell(_ADDRESS.pack(circle.table.data_ptr()))
+        self._tell(_ADDRESS.pack(peer_group.table.data_ptr()))
 
     def coordinates(self) -> Iterator[int]:
         """All coordinates, this rank's first and the others from there on, so that not all read one at a time."""
@@ -201,11 +201,11 @@ class _Meeting:
 
     def agree(self) -> None:
         """Return when every rank has come this far."""
-        for at in self._circle.neighbours:
+        for at in self._group.peers:
             self._address(at, 0)  # who had nothing to read from a rank has not heard it yet
         self._step += 1
         self._tell(b"")
-        for at in self._circle.neighbours:
+        for at in self._group.peers:
             self._hear(at, 0)
 
     def _part(self, at: int, index: int, start: int, numel: int) -> Tensor:
@@ -213,19 +213,19 @@ class _Meeting:
         source = self._sources[index]
         if at == self.coordinate:
             return to_wire(source[start : start + numel], self._wire_dtype)
-        part = self._circle.scratch(at, source.dtype, numel)
+        part = self._group.scratch(at, source.dtype, numel)
         self._read(at, index, start, part)
         return to_wire(part, self._wire_dtype)
 
     def _read(self, at: int, position: int, start: int, into: Tensor) -> None:
         address = self._address(at, position) + start * into.itemsize
-        self._circle.neighbours[at].read(address, into)
+        self._group.peers[at].read(address, into)
 
     def _address(self, at: int, position: int) -> int:
         if at not in self._addresses:
             (place,) = _ADDRESS.unpack(self._hear(at, _ADDRESS.size))
-            table = torch.empty_like(self._circle.table)
-            self._circle.neighbours[at].read(place, table)
+            table = torch.empty_like(self._group.table)
+            self._group.peers[at].read(place, table)
             self._addresses[at] = table.tolist()
         return self._addresses[at][position]
 
@@ -235,15 +235,15 @@ class _Meeting:
 
     def _tell(self, message: bytes) -> None:
         whole = b"%b\0%b" % (self._title.encode(), message)
-        for neighbour in self._circle.neighbours.values():
-            neighbour.send(whole)
+        for peer in self._group.peers.values():
+            peer.send(whole)
 
     def _hear(self, at: int, count_bytes: int) -> bytes:
-        neighbour = self._circle.neighbours[at]
-        title, _, message = neighbour.receive().partition(b"\0")
+        peer = self._group.peers[at]
+        title, _, message = peer.receive().partition(b"\0")
         if title != self._title.encode() or len(message) != count_bytes:
             raise RuntimeError(
-                f"on the communicator '{self._circle.name}' rank {neighbour.rank} is at {title.decode()}, "
+                f"on the communicator '{self._group.name}' rank {peer.rank} is at {title.decode()}, "
                 f"but this rank at {self._title}"
             )
         return message
@@ -259,7 +259,7 @@ def _in_short(tensors: Sequence[Tensor]) -> str:
 
 
 def _chunks(tensor: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """A flat tensor in pieces, with their offsets."""
+    """A flat tensor in chunks, with their offsets."""
     for start in range(0, tensor.numel(), _CHUNK_NUMEL):
         yield start, tensor[start : start + _CHUNK_NUMEL]
 

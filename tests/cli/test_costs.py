@@ -126,7 +126,7 @@ def test_an_estimate_as_json_is_the_apis(zeroir: Zeroir) -> None:
         assert row["host_bytes"] == stage.host_bytes > 0
     assert found["activations"]["layers_bytes"] == 8 * 2048 * 4096 * 40 * 2
     text = zeroir("estimate", "--params", "7e9", *shape, *more).out
-    for word in ("whole units", "activations", "on the host", "one layer, made again"):
+    for word in ("whole units", "activations", "on the host", "one layer, recomputed"):
         assert word in text
 
 

@@ -37,7 +37,7 @@ from zeroir.memory.states import MODEL_STATE_ROLES, model_state_bytes
 from zeroir.runtime.comm.fake import join_fake_world
 from zeroir.runtime.comm.job import Backend
 from zeroir.runtime.engine import Engine
-from zeroir.runtime.storage import Memory
+from zeroir.runtime.rank_memory import RankMemory
 
 pytestmark = pytest.mark.gpu
 
@@ -136,7 +136,7 @@ def test_large_buffers_start_aligned_and_cost_no_more_than_the_allocators_roundi
     gc.collect()
     torch.cuda.empty_cache()
     before = allocated_bytes()
-    memory = Memory(program, 0, device)
+    memory = RankMemory(program, 0, device)
     found = allocated_bytes() - before
     large = sum(1 for size in sizes if size > 1 << 20)
     assert large > 0

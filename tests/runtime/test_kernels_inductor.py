@@ -115,7 +115,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     idle: list[subprocess.Popen[bytes]] = []
     start = compile_pool._start
 
-    def put_back(self: compile_pool._Worker, *_: object) -> None:
+    def put_back(self: compile_pool._CompileProcess, *_: object) -> None:
         if self._process is not None:
             idle.append(self._process)
             self._process = None
@@ -124,10 +124,10 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.setenv("ZEROIR_CACHE_DIR", str(folder))
         # Importing the compiler takes as long as compiling a few segments.
         patch.setattr(compile_pool, "_start", lambda: idle.pop() if idle else start())
-        patch.setattr(compile_pool._Worker, "__exit__", put_back)
+        patch.setattr(compile_pool._CompileProcess, "__exit__", put_back)
         yield folder
     for process in idle:
-        worker = compile_pool._Worker()
+        worker = compile_pool._CompileProcess()
         worker._process = process
         worker._end()
 
@@ -400,7 +400,7 @@ def test_the_graph_fills_destinations_like_the_eager_kernels() -> None:
         found = [torch.zeros(one.shape) for one in kinds]
         expected = [torch.zeros(one.shape) for one in kinds]
         run_graph(segment, how, arguments, found)
-        planned = graph.plan(how)
+        planned = graph.graph_outputs(how)
         targets: list[Tensor | None] = [None] * len(how)
         for output, tensor in zip((*planned.direct, *planned.scratch), expected, strict=True):
             targets[output] = tensor

@@ -143,9 +143,9 @@ class CompiledProgram:
         ``engine.step(batch)`` has the structure, shapes and dtypes of the model file's ``batch()``. ``model`` names
         the model file where it has been moved. ``kernels`` selects the kernels of segments: ``eager`` runs torch's
         operators one by one, ``inductor`` compiles each distinct segment once and keeps it on disk. With
-        ``cuda_graphs`` sections are launched as CUDA graphs where they can be captured; otherwise a warning says why not. With
-        ``self_check`` each distinct segment is computed once on random numbers, by its kernel and by its plain
-        operators.
+        ``cuda_graphs`` sections are launched as CUDA graphs where they can be captured; otherwise a warning says why
+        not. With ``self_check`` each distinct segment is computed once on random numbers, by its kernel and by its
+        plain operators.
 
         Raises:
             UserError: where the model file is missing or is not the one that was compiled, or where a kernel and

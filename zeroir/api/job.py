@@ -23,7 +23,7 @@ from zeroir.errors import (
 )
 
 if TYPE_CHECKING:
-    from zeroir.runtime.rendezvous import Place
+    from zeroir.runtime.rendezvous import JobRank
 
 
 class ClosedOutputError(ZeroirError):
@@ -41,12 +41,12 @@ def watched_job() -> Iterator[None]:
     """
     from zeroir.runtime import heartbeat, rendezvous
 
-    with heartbeat.watched(rendezvous.read_seat(), _give_up):
+    with heartbeat.watched(rendezvous.read_launch_environment(), _give_up):
         yield
 
 
 @contextmanager
-def joined_job() -> Iterator[Place]:
+def joined_job() -> Iterator[JobRank]:
     """Join the job. In a job of several ranks, the rank that fails says why and ends.
 
     Raises:
@@ -54,14 +54,14 @@ def joined_job() -> Iterator[Place]:
     """
     from zeroir.runtime import rendezvous
 
-    seat = rendezvous.read_seat()
+    environment = rendezvous.read_launch_environment()
     try:
         yield rendezvous.join_job()
         rendezvous.leave_job()
     except (Exception, KeyboardInterrupt) as error:
-        if seat.world_size == 1:
+        if environment.world_size == 1:
             raise
-        _fail(error, seat.rank)
+        _fail(error, environment.rank)
 
 
 def _give_up(why: str) -> NoReturn:

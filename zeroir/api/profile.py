@@ -16,7 +16,7 @@ from zeroir.cost.profile import measured_machine
 from zeroir.cost.simulate import simulate
 
 if TYPE_CHECKING:
-    from zeroir.runtime.rendezvous import Place
+    from zeroir.runtime.rendezvous import JobRank
 
 ROUNDS = 20
 """The default number of rounds of a profile."""
@@ -73,9 +73,17 @@ def profile_program(
         base = load_machine(machine)
         compiled = load_program(path)
         load_model(compiled, model=model, allow_model_change=allow_model_change)
-        with joined_job() as place:
+        with joined_job() as job_rank:
             result = _profile(
-                compiled, place, base, output.stem, rounds, seed, model, allow_model_change, kernels
+                compiled,
+                job_rank,
+                base,
+                output.stem,
+                rounds,
+                seed,
+                model,
+                allow_model_change,
+                kernels,
             )
             if result is not None:
                 write_whole(output, to_toml(result.machine).encode(), MACHINE)
@@ -84,7 +92,7 @@ def profile_program(
 
 def _profile(
     compiled: CompiledProgram,
-    place: Place,
+    job_rank: JobRank,
     base: Machine,
     name: str,
     rounds: int,
@@ -96,10 +104,10 @@ def _profile(
     from zeroir.runtime import profile
 
     model_file = load_model(compiled, model=model, allow_model_change=allow_model_change)
-    compiled, _ = fitted(compiled, place.world_size)
+    compiled, _ = fitted(compiled, job_rank.world_size)
     with warnings_as_sentences():
-        engine = open_engine(compiled, model_file, place, seed, kernels)
-    recording = profile.record(engine, open_batches(model_file, place, seed), rounds=rounds)
+        engine = open_engine(compiled, model_file, job_rank, seed, kernels)
+    recording = profile.record(engine, open_batches(model_file, job_rank, seed), rounds=rounds)
     engine.close()
     if recording is None:
         return None

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from zeroir.runtime.batch import Batch
     from zeroir.runtime.engine import Engine
     from zeroir.runtime.kernels.choice import KernelBackend
-    from zeroir.runtime.rendezvous import Place
+    from zeroir.runtime.rendezvous import JobRank
 
 
 def run_program(
@@ -44,7 +44,8 @@ def run_program(
     """Train for ``steps`` steps as the rank that torchrun made this process, or alone without torchrun.
 
     Rank 0 prints, and writes the recorded timeline of the last step to ``trace``. In a job of several ranks, a rank
-    that fails prints why and ends its process at once, because its threads may be blocked in a collective with a lost peer.
+    that fails prints why and ends its process at once, because its threads may be blocked in a collective with a
+    lost peer.
 
     Raises:
         UserError: in a job of one rank, or before the job is joined.
@@ -54,11 +55,11 @@ def run_program(
             require_writable(trace, TIMELINE)
         compiled = load_program(path)
         model_file = load_model(compiled, model=model, allow_model_change=allow_model_change)
-        with joined_job() as place:
+        with joined_job() as job_rank:
             _train(
                 compiled,
                 model_file,
-                place,
+                job_rank,
                 steps,
                 seed,
                 log_every,
@@ -73,7 +74,7 @@ def run_program(
 def _train(
     compiled: CompiledProgram,
     model_file: ModelFile,
-    place: Place,
+    job_rank: JobRank,
     steps: int,
     seed: int,
     log_every: int,
@@ -87,32 +88,34 @@ def _train(
     from zeroir.runtime.comm.job import PeerError
 
     try:
-        compiled, note = fitted(compiled, place.world_size)
+        compiled, note = fitted(compiled, job_rank.world_size)
     except UserError as error:
         # The error is the same on every rank, and one sentence is enough: rank 0's.
-        if place.rank == 0:
+        if job_rank.rank == 0:
             raise
         raise PeerError(str(error)) from error
-    if place.rank == 0 and note:
+    if job_rank.rank == 0 and note:
         say(note)
-    if place.rank == 0 and (note := construction_note(compiled.program)):
+    if job_rank.rank == 0 and (note := construction_note(compiled.program)):
         say(note)
     with warnings_as_sentences():
         engine = open_engine(
             compiled,
             model_file,
-            place,
+            job_rank,
             seed,
             kernels,
             cuda_graphs=cuda_graphs,
             self_check=self_check,
         )
-    if model_file.batches is None and place.rank == 0:
+    if model_file.batches is None and job_rank.rank == 0:
         say(f"{model_file.path} has no batches(): training on batch() again and again.")
-    batches = open_batches(model_file, place, seed)
+    batches = open_batches(model_file, job_rank, seed)
     if trace is not None:
         engine.record(steps)
-    reporter = progress.reporter(place.rank, steps, as_json=as_json, out=sys.stdout, err=sys.stderr)
+    reporter = progress.reporter(
+        job_rank.rank, steps, as_json=as_json, out=sys.stdout, err=sys.stderr
+    )
     try:
         with warnings_as_sentences():
             train.train(engine, batches, steps=steps, reporter=reporter, log_every=log_every)
@@ -132,7 +135,7 @@ def _train(
     engine.close()
 
 
-def open_batches(model_file: ModelFile, place: Place, seed: int) -> Iterator[Batch]:
+def open_batches(model_file: ModelFile, job_rank: JobRank, seed: int) -> Iterator[Batch]:
     """This rank's batches: those of the model file's ``batches``, or its example batch again and again.
 
     Raises:
@@ -143,7 +146,7 @@ def open_batches(model_file: ModelFile, place: Place, seed: int) -> Iterator[Bat
     if model_file.batches is None:
         return train.repeat_batch(model_file.batch)
     try:
-        return model_file.batches(place.rank, place.world_size, seed, 0)
+        return model_file.batches(job_rank.rank, job_rank.world_size, seed, 0)
     except UserError:
         raise
     except (Exception, SystemExit) as error:
@@ -176,12 +179,12 @@ def make_engine(
     from zeroir.runtime import rendezvous
 
     model_file = load_model(compiled, model=model, allow_model_change=allow_model_change)
-    place = rendezvous.join_job()
-    compiled, _ = fitted(compiled, place.world_size)
+    job_rank = rendezvous.join_job()
+    compiled, _ = fitted(compiled, job_rank.world_size)
     return open_engine(
         compiled,
         model_file,
-        place,
+        job_rank,
         seed,
         kernels,
         cuda_graphs=cuda_graphs,
@@ -285,19 +288,19 @@ def fitted(compiled: CompiledProgram, world_size: int) -> tuple[CompiledProgram,
 def open_engine(
     compiled: CompiledProgram,
     model_file: ModelFile,
-    place: Place,
+    job_rank: JobRank,
     seed: int,
     kernels: str = "eager",
     *,
     cuda_graphs: bool = False,
     self_check: bool = False,
 ) -> Engine:
-    """An initialised engine at this process's place in the job."""
+    """An initialised engine for this process's rank of the job."""
     from zeroir.runtime.engine import Engine
 
     engine = Engine(
         compiled.program,
-        device=place.device,
+        device=job_rank.device,
         seed=seed,
         kernels=kernel_backend(kernels),
         cuda_graphs=cuda_graphs,

@@ -147,6 +147,17 @@ class State:
     pending: tuple[Pending, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class OpPosition:
+    """Where an op stands: the name of its section, and its index there.
+
+    It alone tells two ops apart. Equal ops occur more than once, and sections may share the object of an op.
+    """
+
+    section: str
+    index: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
     """A straight-line list of ops with its contract. Event names are unique within a section."""
@@ -155,6 +166,11 @@ class Section:
     entry: State = field(default_factory=State)
     body: tuple[Op, ...]
     exit: State = field(default_factory=State)
+
+    def positioned_ops(self) -> Iterator[tuple[OpPosition, Op]]:
+        """Every op with its position, in order."""
+        for index, op in enumerate(self.body):
+            yield OpPosition(self.name, index), op
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,6 +246,11 @@ class Program:
         """Every op of every section, in order."""
         for section in self.sections:
             yield from section.body
+
+    def positioned_ops(self) -> Iterator[tuple[OpPosition, Op]]:
+        """Every op of every section with its position, in order."""
+        for section in self.sections:
+            yield from section.positioned_ops()
 
     @property
     def parameters_numel(self) -> int:

@@ -1,8 +1,8 @@
 """Random numbers that are functions of a seed and an element's position, instead of torch's generators.
 
 Torch's generators differ between devices and keep hidden state. Under the mode ``SeededRandomOps`` every random
-operator takes the next seed of the program, as a dropout does, and computes its numbers from ``zeroir::uniform`` with plain
-operators. The numbers differ from torch's, but their distributions are the same.
+operator takes the next seed of the program, as a dropout does, and computes its numbers from ``zeroir::uniform`` with
+plain operators. The numbers differ from torch's, but their distributions are the same.
 """
 
 from __future__ import annotations

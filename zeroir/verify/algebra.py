@@ -32,6 +32,7 @@ from zeroir.verify.domain import (
     Value,
     Zero,
     aligned,
+    leaves,
     mapped,
     moved,
     rebased,
@@ -43,24 +44,12 @@ Fail = Callable[[str, str], None]
 
 def undefined_in(value: Value) -> Undefined | None:
     """The first undefined part of a value."""
-    if isinstance(value, Undefined):
-        return value
-    if isinstance(value, Slice):
-        parts = [inner for _, _, inner in value.array]
-    elif isinstance(value, Split):
-        parts = [value.own, *(inner for _, _, inner in value.rest)]
-    else:
-        return None
-    return next((found for part in parts if (found := undefined_in(part))), None)
+    return next((leaf for leaf in leaves(value) if isinstance(leaf, Undefined)), None)
 
 
 def is_poisoned(value: Value) -> bool:
     """Whether part of a value has been reported already."""
-    if isinstance(value, Slice):
-        return any(is_poisoned(inner) for _, _, inner in value.array)
-    if isinstance(value, Split):
-        return is_poisoned(value.own) or any(is_poisoned(inner) for _, _, inner in value.rest)
-    return isinstance(value, Poison)
+    return any(isinstance(leaf, Poison) for leaf in leaves(value))
 
 
 class Addition(NamedTuple):
@@ -240,19 +229,12 @@ def rounded_flats(value: Value, target: DType, flats: Mapping[str, Flat]) -> set
     Rounding one micro-step's contributions to the flat's own dtype is what every reduction does. Sums over
     micro-steps are FP32, and nothing narrower than the flat's dtype is part of training.
     """
-    match value:
-        case Gradient():
-            is_usual = target is flats[value.flat].dtype and all(
-                term.source >= 0 for term in value.terms
-            )
-            return set() if is_usual else {value.flat}
-        case Slice():
-            parts = [inner for _, _, inner in value.array]
-        case Split():
-            parts = [value.own, *(inner for _, _, inner in value.rest)]
-        case _:
-            return set()
-    return set().union(*(rounded_flats(part, target, flats) for part in parts))
+    return {
+        leaf.flat
+        for leaf in leaves(value)
+        if isinstance(leaf, Gradient)
+        and (target is not flats[leaf.flat].dtype or any(term.source < 0 for term in leaf.terms))
+    }
 
 
 class CastRule(NamedTuple):

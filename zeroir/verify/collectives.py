@@ -10,7 +10,7 @@ from zeroir.ir.program import Program, Section
 from zeroir.verify.context import Findings, spell, title
 
 
-class Launch(NamedTuple):
+class LaunchSignature(NamedTuple):
     """One collective as one rank issues it: what its peers must match."""
 
     kind: str
@@ -19,9 +19,9 @@ class Launch(NamedTuple):
     detail: str
 
 
-def launches(program: Program, section: Section) -> list[Launch]:
+def launches(program: Program, section: Section) -> list[LaunchSignature]:
     """The collectives of a section in issue order; alike on every rank, since regions have equal local sizes."""
-    found: list[Launch] = []
+    found: list[LaunchSignature] = []
     for op in section.body:
         match op:
             case ops.AllGather() | ops.Prefetch():
@@ -36,7 +36,7 @@ def launches(program: Program, section: Section) -> list[Launch]:
     return found
 
 
-def _launch(program: Program, op: ops.Collective, kind: str, detail: str) -> Launch:
+def _launch(program: Program, op: ops.Collective, kind: str, detail: str) -> LaunchSignature:
     pairs = tuple(
         (
             pair.source.local_numel(program.mesh),
@@ -45,7 +45,7 @@ def _launch(program: Program, op: ops.Collective, kind: str, detail: str) -> Lau
         )
         for pair in op.pairs
     )
-    return Launch(kind, op.comm, pairs, detail)
+    return LaunchSignature(kind, op.comm, pairs, detail)
 
 
 def check_collectives(program: Program, findings: Findings) -> None:

@@ -7,7 +7,7 @@ in two changes neither half. Mesh axes of size 1 never appear.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple, assert_never
 
@@ -88,13 +88,12 @@ class Gradient:
 
 
 class Cover(NamedTuple):
-    """Flat elements ``shift + Σ stride × coordinate + [0, numel)`` that a statistic has read, final or not."""
+    """Flat elements ``shift + Σ stride × coordinate + [0, numel)`` that a statistic or an optimizer step has read."""
 
     flat: str
     shift: int
     strides: Strides
     numel: int
-    is_final: bool
 
     def intervals(self, sizes: Mapping[str, int]) -> list[tuple[int, int]]:
         """What it stands for on all ranks of axes of these sizes together, as intervals of flat elements."""
@@ -285,9 +284,7 @@ def pack(pieces: PieceList) -> Value:
 
 def unpack(value: Value, numel: int) -> list[tuple[int, int, Value]]:
     """The pieces over ``[0, numel)`` of one value there."""
-    if not isinstance(value, Slice):
-        return [(0, numel, value)]
-    if value.strides:
+    if not isinstance(value, Slice) or value.strides:
         return [(0, numel, value)]
     return window(value.array, value.shift, numel)
 
@@ -369,6 +366,33 @@ def spread(
             for low, high, inner in unpack(there, b - a):
                 found.append((origin + a + low, origin + a + high, moved(inner, -(origin + a))))
     return coalesced(found)
+
+
+def opened(pieces: PieceList) -> list[tuple[int, int, Value]]:
+    """The pieces, with every slice that is the same on all ranks replaced by the pieces it is made of."""
+    return [
+        (start + low, start + high, moved(inner, -start))
+        for start, stop, value in pieces
+        for low, high, inner in unpack(moved(value, start), stop - start)
+    ]
+
+
+def cut(pieces: PieceList, start: int, stop: int) -> list[tuple[int, int, Value]]:
+    """The parts of the pieces inside ``[start, stop)``, at their positions."""
+    return [(max(a, start), min(b, stop), v) for a, b, v in pieces if a < stop and b > start]
+
+
+def leaves(value: Value) -> Iterator[Value]:
+    """The value, or the values that a slice or a split is made of."""
+    if isinstance(value, Slice):
+        for _, _, inner in value.array:
+            yield from leaves(inner)
+    elif isinstance(value, Split):
+        yield from leaves(value.own)
+        for _, _, inner in value.rest:
+            yield from leaves(inner)
+    else:
+        yield value
 
 
 def mapped(value: Value, change: Callable[[Value], Value]) -> Value:

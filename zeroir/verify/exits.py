@@ -27,15 +27,16 @@ from zeroir.verify.domain import (
     Undefined,
     Value,
     Zero,
+    cut,
     rebased,
     spread,
     unpack,
 )
 from zeroir.verify.gradients import Wanted, is_zero, measure, wanted_sources
-from zeroir.verify.interpreter import Outcome, Run
+from zeroir.verify.interpreter import SectionRun
 
 
-def check_exit(run: Run, outcome: Outcome) -> None:
+def check_exit(run: SectionRun) -> None:
     """Report every content of the exit state that the memory does not entail."""
     holdings: dict[str, list[Holding]] = {}
     refined = {
@@ -53,12 +54,12 @@ def check_exit(run: Run, outcome: Outcome) -> None:
     for buffer in run.program.buffers:
         if buffer.holds is not None:
             _check_rest(run, buffer, buffer.holds, holdings.get(buffer.name, []))
-    _check_scalars(run, outcome)
+    _check_scalars(run)
     if run.section.name == UPDATE:
         _check_told(run)
 
 
-def _check_rest(run: Run, buffer: Buffer, content: Content, holdings: list[Holding]) -> None:
+def _check_rest(run: SectionRun, buffer: Buffer, content: Content, holdings: list[Holding]) -> None:
     """What no holding covers rests; beside an own slice that a holding covers, the rest of it does."""
     pieces = run.memory.read(whole(buffer))
     if not holdings:
@@ -71,14 +72,14 @@ def _check_rest(run: Run, buffer: Buffer, content: Content, holdings: list[Holdi
             _check(
                 run,
                 whole(buffer),
-                _between(pieces, at, region.offset),
+                cut(pieces, at, region.offset),
                 content,
                 (at, region.offset),
             )
         if region.shard is not None and run.layout.sizes[region.shard] > 1:
             if any(h.region == replace(region, shard=None) for h in holdings):
                 continue
-            inner = _rests(_between(pieces, region.offset, region.stop))
+            inner = _rests(cut(pieces, region.offset, region.stop))
             rest = run.layout.beside(holding, content)
             if rest is content:
                 _check(run, whole(buffer), inner, content, (region.offset, region.stop))
@@ -87,10 +88,10 @@ def _check_rest(run: Run, buffer: Buffer, content: Content, holdings: list[Holdi
                 _check(run, full, rebased(inner, region.offset), rest, (0, region.numel))
         at = max(at, region.stop)
     if at < buffer.numel:
-        _check(run, whole(buffer), _between(pieces, at, buffer.numel), content, (at, buffer.numel))
+        _check(run, whole(buffer), cut(pieces, at, buffer.numel), content, (at, buffer.numel))
 
 
-def _own_slices(run: Run, pieces: PieceList) -> list[tuple[int, int, Value]]:
+def _own_slices(run: SectionRun, pieces: PieceList) -> list[tuple[int, int, Value]]:
     """The pieces with every split replaced by what each rank holds in its own slice."""
     found: list[tuple[int, int, Value]] = []
     for a, b, value in pieces:
@@ -115,12 +116,8 @@ def _rests(pieces: PieceList) -> list[tuple[int, int, Value]]:
     return found
 
 
-def _between(pieces: PieceList, start: int, stop: int) -> list[tuple[int, int, Value]]:
-    return [(max(a, start), min(b, stop), v) for a, b, v in pieces if a < stop and b > start]
-
-
 def _check(
-    run: Run, region: Region, pieces: PieceList, content: Content, interval: tuple[int, int]
+    run: SectionRun, region: Region, pieces: PieceList, content: Content, interval: tuple[int, int]
 ) -> None:
     """``pieces`` of the region, at positions ``interval``, against the content of the whole region."""
     if any(isinstance(value, Split) for _, _, value in pieces):
@@ -143,7 +140,7 @@ def _check(
                 _fail(run, "Z402", region, f"should be zeros but holds {describe(wrong)}")
 
 
-def _fail(run: Run, code: str, region: Region, sentence: str, advice: str = "") -> None:
+def _fail(run: SectionRun, code: str, region: Region, sentence: str, advice: str = "") -> None:
     """Report at the last op that wrote the buffer: that is where to look."""
     where = spell(region, run.program)
     run.findings.add(
@@ -157,7 +154,7 @@ def _fail(run: Run, code: str, region: Region, sentence: str, advice: str = "") 
     )
 
 
-def _check_flat(run: Run, region: Region, pieces: PieceList, content: FlatContent) -> None:
+def _check_flat(run: SectionRun, region: Region, pieces: PieceList, content: FlatContent) -> None:
     flat = run.program.flat_by_name[content.flat]
     is_stepped = run.section.name == UPDATE and flat.is_trainable
     version = content.version + (1 if is_stepped else 0)
@@ -181,13 +178,13 @@ def _check_flat(run: Run, region: Region, pieces: PieceList, content: FlatConten
         return
 
 
-def _is_padding(run: Run, content: FlatContent, start: int, stop: int) -> bool:
+def _is_padding(run: SectionRun, content: FlatContent, start: int, stop: int) -> bool:
     cuts = run.layout.between(content.flat, content.offset + start, content.offset + stop)
     return all(slot is None for _, _, slot in cuts)
 
 
 def _check_gradient(
-    run: Run,
+    run: SectionRun,
     region: Region,
     pieces: PieceList,
     content: FlatContent,
@@ -229,7 +226,7 @@ def _check_gradient(
         _fail(run, problem.code, region, sentence, problem.advice)
 
 
-def _check_stale(run: Run, region: Region, on_flat: PieceList, flat: str) -> None:
+def _check_stale(run: SectionRun, region: Region, on_flat: PieceList, flat: str) -> None:
     for a, b, value in on_flat:
         if isinstance(value, Zero | Poison):
             continue
@@ -240,7 +237,7 @@ def _check_stale(run: Run, region: Region, on_flat: PieceList, flat: str) -> Non
                 return
 
 
-def _check_named(run: Run, region: Region, pieces: PieceList, content: NamedContent) -> None:
+def _check_named(run: SectionRun, region: Region, pieces: PieceList, content: NamedContent) -> None:
     buffer = run.program.buffer_by_name[region.buffer]
     is_kept = buffer.role is Role.CONSTANT or _is_elsewhere(run, region, content)
     # An evaluation is over when training goes on: all that it may leave behind is its loss.
@@ -261,7 +258,7 @@ def _is_own(value: Value, content: NamedContent) -> bool:
     return value == Elements(NamedKey(content.name, content.version))
 
 
-def _is_elsewhere(run: Run, region: Region, content: NamedContent) -> bool:
+def _is_elsewhere(run: SectionRun, region: Region, content: NamedContent) -> bool:
     """Whether another buffer or region goes by this name, so that the name says what stands here."""
     holders = run.program.buffers_by_content.get(content, ())
     if any(name != region.buffer for name in holders):
@@ -269,7 +266,7 @@ def _is_elsewhere(run: Run, region: Region, content: NamedContent) -> bool:
     return any(h.content == content and h.region != region for h in run.section.exit.holdings)
 
 
-def _check_scalars(run: Run, outcome: Outcome) -> None:
+def _check_scalars(run: SectionRun) -> None:
     """Hyper-parameters and loss scales keep their meaning; one decision advances the step count once."""
     program = run.program
     kept: set[str] = set()
@@ -306,7 +303,7 @@ def _check_scalars(run: Run, outcome: Outcome) -> None:
     if (
         run.section.name == UPDATE
         and counts
-        and not outcome.decisions
+        and not run.decisions
         and not _has_advanced(run, counts)
     ):
         run.findings.add(
@@ -316,7 +313,7 @@ def _check_scalars(run: Run, outcome: Outcome) -> None:
         )
 
 
-def _check_told(run: Run) -> None:
+def _check_told(run: SectionRun) -> None:
     """The engine tells after the update what the decision read and wrote, so nothing may overwrite that."""
     for region, decided in run.told.items():
         now = run.memory.read(region)
@@ -327,7 +324,7 @@ def _check_told(run: Run) -> None:
             _fail(run, "Z405", region, what)
 
 
-def _told_version(run: Run, buffer: Buffer, content: NamedContent) -> int:
+def _told_version(run: SectionRun, buffer: Buffer, content: NamedContent) -> int:
     """How far the exit state says that a step count has advanced: by one where the decision was taken early."""
     told = replace(content, version=content.version + 1)
     return int(
@@ -335,7 +332,7 @@ def _told_version(run: Run, buffer: Buffer, content: NamedContent) -> int:
     )
 
 
-def _has_advanced(run: Run, counts: set[str]) -> bool:
+def _has_advanced(run: SectionRun, counts: set[str]) -> bool:
     """Whether a step count is the next one, by a decision of the section before."""
     names = run.program.buffer_by_name
     return any(
@@ -345,7 +342,9 @@ def _has_advanced(run: Run, counts: set[str]) -> bool:
     )
 
 
-def _check_kept(run: Run, buffer: Buffer, content: NamedContent, versions: tuple[int, ...]) -> None:
+def _check_kept(
+    run: SectionRun, buffer: Buffer, content: NamedContent, versions: tuple[int, ...]
+) -> None:
     """A scalar that the user, or the ops made for it, may change, and nothing else."""
     good = [Elements(NamedKey(content.name, content.version + version)) for version in versions]
     for _, _, value in run.memory.read(whole(buffer)):
@@ -367,7 +366,7 @@ _LOSS_ADVICE = (
 )
 
 
-def _check_loss(run: Run, region: Region) -> None:
+def _check_loss(run: SectionRun, region: Region) -> None:
     """A micro-step leaves this rank's loss; the update may sum it over every axis, once, or clear it."""
     is_update = run.section.name == UPDATE
     content = run.program.buffer_by_name[region.buffer].holds

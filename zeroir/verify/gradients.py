@@ -8,13 +8,11 @@ from typing import NamedTuple
 
 from zeroir.ir.contents import Micro
 from zeroir.ir.program import UPDATE, Slot
-from zeroir.verify.contracts import Layout
 from zeroir.verify.descriptions import CAUSES, describe
 from zeroir.verify.domain import (
     ALL_TERM,
     LOST_TERM,
     PAST_TERM,
-    Elements,
     Gradient,
     PieceList,
     Poison,
@@ -25,6 +23,7 @@ from zeroir.verify.domain import (
     Value,
     Zero,
 )
+from zeroir.verify.flat_layout import FlatLayout
 
 
 class Problem(NamedTuple):
@@ -59,7 +58,7 @@ def wanted_sources(
     return sources
 
 
-def measure(layout: Layout, pieces: PieceList, flat: str, wanted: Wanted) -> Problem | None:
+def measure(layout: FlatLayout, pieces: PieceList, flat: str, wanted: Wanted) -> Problem | None:
     """The first element, in flat coordinates, at which the pieces are not the gradient that is wanted."""
     for a, b, value in pieces:
         if isinstance(value, Poison):
@@ -167,8 +166,3 @@ def is_zero(value: Value) -> bool:
     if isinstance(value, Slice):
         return all(is_zero(inner) for _, _, inner in value.array)
     return isinstance(value, Zero)
-
-
-def is_named(value: Value) -> bool:
-    """Whether the value is a named content."""
-    return isinstance(value, Elements) and not isinstance(value.key, int)

@@ -23,7 +23,7 @@ from zeroir.verify.domain import (
 from zeroir.verify.intervals import IntervalMap
 
 
-class Memory:
+class AbstractMemory:
     """Buffers by name. Reads and writes take regions and give pieces counted from the region's start."""
 
     def __init__(self, buffers: Mapping[str, Buffer], mesh: Mesh) -> None:

@@ -32,7 +32,7 @@ _CREDENTIALS: Final = struct.Struct("=iII")
 _PR_SET_PTRACER: Final = 0x59616D61
 
 
-class _Span(ctypes.Structure):
+class _IoVector(ctypes.Structure):
     """``struct iovec``."""
 
     _fields_ = (("base", ctypes.c_void_p), ("numbytes", ctypes.c_size_t))
@@ -42,9 +42,9 @@ _libc = ctypes.CDLL(None, use_errno=True)  # calls release the interpreter's loc
 _libc.process_vm_readv.restype = ctypes.c_ssize_t
 _libc.process_vm_readv.argtypes = [
     ctypes.c_int,
-    ctypes.POINTER(_Span),
+    ctypes.POINTER(_IoVector),
     ctypes.c_ulong,
-    ctypes.POINTER(_Span),
+    ctypes.POINTER(_IoVector),
     ctypes.c_ulong,
     ctypes.c_ulong,
 ]
@@ -60,8 +60,8 @@ def read_memory(pid: int, address: int, into: int, count_bytes: int) -> None:
     done = 0
     while done < count_bytes:  # the kernel moves at most 2 GiB a call
         here, there = (
-            _Span(into + done, count_bytes - done),
-            _Span(address + done, count_bytes - done),
+            _IoVector(into + done, count_bytes - done),
+            _IoVector(address + done, count_bytes - done),
         )
         moved: int = _libc.process_vm_readv(pid, here, 1, there, 1, 0)
         if moved <= 0:
@@ -71,7 +71,7 @@ def read_memory(pid: int, address: int, into: int, count_bytes: int) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Neighbour:
+class Peer:
     """Another rank of a communicator: its memory, and messages to and from it."""
 
     rank: int
@@ -125,7 +125,7 @@ class Neighbour:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Card:
+class _PeerAddress:
     """How a rank introduces itself. ``address`` is where its memory holds ``secret``, by which a reader knows it."""
 
     host: bytes
@@ -136,23 +136,23 @@ class _Card:
     _LAYOUT: ClassVar = struct.Struct("=32sqQ16s")
 
     def pack(self) -> bytes:
-        """The card as bytes, as many for every rank."""
+        """The address as bytes: as many for every rank."""
         return self._LAYOUT.pack(self.host, self.pid, self.address, self.secret)
 
     @classmethod
-    def unpack(cls, data: bytes) -> _Card:
-        """The card that was packed."""
+    def unpack(cls, data: bytes) -> _PeerAddress:
+        """The address that was packed."""
         host, pid, address, secret = cls._LAYOUT.unpack(data)
         return cls(host=host, pid=pid, address=address, secret=secret)
 
-    def room(self, index: int) -> str:
+    def socket_name(self, index: int) -> str:
         """Where the rank is called for its ``index``-th group: an abstract name, which leaves no file behind."""
         return f"\0zeroir.{self.secret.hex()}.{index}"
 
 
-def meet(
+def connect_peers(
     rank: int, groups: Sequence[Sequence[int]], exchange: Exchange, timeout: timedelta
-) -> list[dict[int, Neighbour]] | None:
+) -> list[dict[int, Peer]] | None:
     """The other ranks of each of this rank's ``groups``, by rank; None, on every rank, where one cannot read another.
 
     Every rank calls this alike, with its groups in one order. ``timeout`` bounds the wait for each later message.
@@ -162,38 +162,40 @@ def meet(
     _libc.prctl(_PR_SET_PTRACER, os.getppid(), 0, 0, 0)
     secret = secrets.token_bytes(16)
     shown = ctypes.create_string_buffer(secret, len(secret))
-    card = _Card(host=_host(), pid=os.getpid(), address=ctypes.addressof(shown), secret=secret)
-    found: list[dict[int, Neighbour]] = [{} for _ in groups]
+    address_of_rank = _PeerAddress(
+        host=_host(), pid=os.getpid(), address=ctypes.addressof(shown), secret=secret
+    )
+    found: list[dict[int, Peer]] = [{} for _ in groups]
     with contextlib.ExitStack() as rooms:
         listeners = [rooms.enter_context(_new_socket(timeout)) for _ in groups]
         is_met = True
         try:
             for index, listener in enumerate(listeners):
-                listener.bind(card.room(index))
+                listener.bind(address_of_rank.socket_name(index))
                 listener.listen(socket.SOMAXCONN)
         except OSError:
             is_met = False
-        cards = [_Card.unpack(data) for data in exchange(card.pack())]
+        addresses = [_PeerAddress.unpack(data) for data in exchange(address_of_rank.pack())]
         try:
             for index, group in enumerate(groups):
                 for other in group:
-                    _require_readable(card, cards[other])
+                    _require_readable(address_of_rank, addresses[other])
                     if other < rank:
                         channel = _new_socket(timeout)
-                        found[index][other] = Neighbour(
-                            rank=other, pid=cards[other].pid, channel=channel
+                        found[index][other] = Peer(
+                            rank=other, pid=addresses[other].pid, channel=channel
                         )
-                        channel.connect(cards[other].room(index))
+                        channel.connect(addresses[other].socket_name(index))
         except OSError:
             is_met = False
-        if exchange(bytes([is_met])) != [b"\1"] * len(cards):
+        if exchange(bytes([is_met])) != [b"\1"] * len(addresses):
             for known in found:
-                for neighbour in known.values():
-                    neighbour.close()
+                for peer in known.values():
+                    peer.close()
             return None
         # All have called by now, so nobody is waited for.
         for group, known, listener in zip(groups, found, listeners, strict=True):
-            callers = {cards[other].pid: other for other in group if other > rank}
+            callers = {addresses[other].pid: other for other in group if other > rank}
             while callers:
                 channel, _ = listener.accept()
                 caller = callers.pop(_pid_of(channel), None)
@@ -201,7 +203,7 @@ def meet(
                     channel.close()
                     continue
                 channel.settimeout(timeout.total_seconds())
-                known[caller] = Neighbour(rank=caller, pid=cards[caller].pid, channel=channel)
+                known[caller] = Peer(rank=caller, pid=addresses[caller].pid, channel=channel)
     return found
 
 
@@ -219,7 +221,7 @@ def _pid_of(channel: socket.socket) -> int:
     return pid
 
 
-def _require_readable(own: _Card, other: _Card) -> None:
+def _require_readable(own: _PeerAddress, other: _PeerAddress) -> None:
     """Raise an OSError where the other rank's memory cannot be read from here."""
     if other.host != own.host:  # its process id means nothing here
         raise OSError(errno.EXDEV, "another host")

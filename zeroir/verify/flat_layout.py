@@ -23,16 +23,15 @@ from zeroir.verify.domain import (
     Strides,
     Term,
     Value,
-    moved,
+    opened,
     rebased,
     simplify,
     spread,
-    unpack,
     window,
 )
 
 
-class Layout:
+class FlatLayout:
     """Where parameters and padding stand in each flat."""
 
     def __init__(self, program: Program) -> None:
@@ -141,10 +140,7 @@ class Layout:
         ``p + shift + Σ stride × coordinate``. None where the strides do not tile the flat.
         """
         if not strides:
-            found: list[tuple[int, int, Value]] = []
-            for a, b, value in pieces:
-                found += [(a + x, a + y, moved(v, -a)) for x, y, v in _opened(value, a, b)]
-            return rebased(found, -shift)
+            return rebased(opened(pieces), -shift)
         length = numel
         spreads = list(pieces)
         for axis, stride in sorted(strides, key=lambda item: item[1]):
@@ -154,13 +150,6 @@ class Layout:
             spreads = spread(spreads, axis, size, length, stride)
             length = stride * (size - 1) + length
         return rebased(spreads, -shift)
-
-
-def _opened(value: Value, start: int, stop: int) -> PieceList:
-    """The pieces of a value that stands at ``[start, stop)``, counted from ``start``."""
-    if isinstance(value, Slice) and not value.strides:
-        return unpack(replace(value, shift=value.shift + start), stop - start)
-    return [(0, stop - start, moved(value, start))]
 
 
 def _cut(flat: Flat) -> tuple[tuple[int, int, Slot | None], ...]:

@@ -41,7 +41,7 @@ class Segments:
         self._numbering = numbering
         self._by_node = by_node
         self._digests: dict[str, str] = {}
-        self._bodies: dict[str, _Body] = {}
+        self._bodies: dict[str, _PreparedSegment] = {}
         self._known: dict[tuple[str, int], tuple[Result, ...]] = {}
         # How the elements of a computed storage follow each other, as the op that made it laid them out.
         self._homes: dict[int, int] = {}
@@ -57,7 +57,7 @@ class Segments:
             segment = self._segments[name]
             if self._by_node:
                 if digest not in self._bodies:
-                    self._bodies[digest] = _Body(segment, self._numbering)
+                    self._bodies[digest] = _PreparedSegment(segment, self._numbering)
                 found = self._bodies[digest].results(operands, self._homes)
             else:
                 numbers = [self._numbering.of((call, i)) for i in range(len(segment.outputs))]
@@ -66,7 +66,7 @@ class Segments:
         return found
 
 
-class _Step(NamedTuple):
+class _NumberedNode(NamedTuple):
     """A node, or all that is known of it but its operands: a number, the values that it uses and makes."""
 
     node: int
@@ -74,7 +74,7 @@ class _Step(NamedTuple):
     makes: tuple[int, ...]
 
 
-class _Place(NamedTuple):
+class _StoragePart(NamedTuple):
     """A value as a part of a storage: the value that owns it, the offset there, and the number of its layout."""
 
     root: int
@@ -82,18 +82,20 @@ class _Place(NamedTuple):
     layout: int
 
 
-class _Body:
+class _PreparedSegment:
     """A segment prepared for numbering, with everything done that does not depend on the operands."""
 
     def __init__(self, segment: Segment, numbering: Numbering) -> None:
         self._of = numbering.of
         self._inputs = len(segment.inputs)
         self._outputs = segment.outputs
-        self._steps: list[_Step] = []
-        self._places = [_Place(i, 0, self._layout(kind)) for i, kind in enumerate(segment.inputs)]
+        self._steps: list[_NumberedNode] = []
+        self._places = [
+            _StoragePart(i, 0, self._layout(kind)) for i, kind in enumerate(segment.inputs)
+        ]
         types = segment.types()
         self._places += [
-            _Place(i, 0, -1 if kind is None else self._layout(kind))
+            _StoragePart(i, 0, -1 if kind is None else self._layout(kind))
             for i, kind in enumerate(types[self._inputs :], self._inputs)
         ]
         first = self._inputs
@@ -109,7 +111,7 @@ class _Body:
             if views is not None:
                 parent = self._places[source.index]
                 for i, (offset, kind) in enumerate(views, first):
-                    place = _Place(parent.root, parent.offset + offset, self._layout(kind))
+                    place = _StoragePart(parent.root, parent.offset + offset, self._layout(kind))
                     self._places[i] = place
                 return
         makes = tuple(range(first, first + len(node.results)))
@@ -118,14 +120,14 @@ class _Body:
             self._steps.append(self._step(node, makes))
             return
         product = len(self._places)
-        self._places.append(_Place(product, 0, self._places[first].layout))
+        self._places.append(_StoragePart(product, 0, self._places[first].layout))
         # What is dropped out is known by how its mask makes it.
         self._steps.append(self._step(node, (-1, first + 1)))
         self._steps.append(self._step(applied[0], (product,)))
         self._steps.append(self._step(applied[1], (first,)))
 
-    def _step(self, node: Node, makes: tuple[int, ...]) -> _Step:
-        return _Step(self._of(_shape(node)), tuple(ref.index for ref in node.refs()), makes)
+    def _step(self, node: Node, makes: tuple[int, ...]) -> _NumberedNode:
+        return _NumberedNode(self._of(_shape(node)), tuple(ref.index for ref in node.refs()), makes)
 
     def _layout(self, kind: TensorType) -> int:
         """Strides as far as they matter: not those of dimensions of one element."""

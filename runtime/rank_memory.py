@@ -20,7 +20,7 @@ from zeroir.memory.placement import Placement, places_to_run
 from zeroir.runtime.tensors import TORCH_DTYPE, poison
 
 
-class Memory:
+class RankMemory:
     """What one rank holds while a program runs.
 
     Everything is allocated with the object: persistent buffers, as zeros, and one block per space in which temporary
