@@ -4,66 +4,33 @@ A forward then keeps only what others need: the loss, new running statistics, an
 backwards of other units read. What only its own backward reads is made by the forward issued again, as a ``compute`` of
 its own just before that backward, and lives from there on. The second run is cut down to these values, so that the
 last matrix product of a block, whose result nobody asks for, is not computed twice. It reads what the first run read:
-activations stay until then, seeds of dropout are the same, and where the forward changes running statistics the new ones
-wait in a buffer until they have been read for the last time. So every bit stays the same, and every statistic changes
-once. A unit that is called twice, or whose forward is several segments, is computed once more call by call, segment by
-segment. A segment that would keep more bytes than it frees, or whose backward follows at once, stays as it is.
+activations stay until then, seeds of dropout are the same, and where the forward changes running statistics the new
+ones wait in a buffer until they have been read for the last time. So every bit stays the same, and every statistic
+changes once. A unit that is called twice, or whose forward is several segments, is computed once more call by call,
+segment by segment. A segment that would keep more bytes than it frees, or whose backward follows at once, stays as it
+is.
 
 It goes well with ``select-saved``, which stands before it: that pass lets a backward compute cheap values itself, each
 just before its use, so that fewer bytes come to life when the forward is issued again. In the other order all that a
 unit saves would be there at once, for ``select-saved`` looks at what reaches from forwards to backwards.
 
-Before ``recompute{units=a}``::
+What ``recompute{units=a}`` changes::
 
-    buffer %m : f32[32] device saved
-    segment @a.forward($0: f32[4,16], $1: f32[16,8]) {
-      $2 = aten.mm.default($0, $1) : f32[4,8]
-      $3 = aten.mul.Tensor($2, $2) : f32[4,8]
-      return ($3, $2)
-    }
-    section last_micro_step {
-      alloc %h  stream=compute
-      alloc %m  stream=compute
-      compute @a.forward(%x, w: %a.param[0:128]) -> (%h, %m)  unit=a stream=compute
-      compute @b.forward(%h, v: %b.param[0:8]) -> (%loss)  unit=b stream=compute
-      alloc %dh  stream=compute
-      compute @b.backward(%loss_scale[0:1], %h, v: %b.param[0:8]) -> (%dh, grad v: %b.grad[0:8])  unit=b stream=compute
+    - buffer %m : f32[32] device saved
+    + buffer %m : f32[32] device activation
+    - return ($3, $2)
+    + return ($3)
+    + segment @a.recompute($0: f32[4,16], $1: f32[16,8]) workspace eager=114688 {
+    + $2 = aten.mm.default($0, $1) : f32[4,8]
+    + return ($2)
+    - alloc %m  stream=compute
+    - compute @a.forward(%x, w: %a.param[0:128]) -> (%h, %m)  unit=a stream=compute
+    + compute @a.forward(%x, w: %a.param[0:128]) -> (%h)  unit=a stream=compute
       release %h  stream=compute
+    + alloc %m  stream=compute
+    + compute @a.recompute(%x, w: %a.param[0:128]) -> (%m)  unit=a stream=compute
       compute @a.backward(%dh, %m, %x) -> (grad w: %a.grad[0:128])  unit=a stream=compute
-      release %dh  stream=compute
-      release %m  stream=compute
-      exit %a.grad = grad a micro=all
-      exit %b.grad = grad b micro=all
-    }
-
-After::
-
-    buffer %m : f32[32] device activation
-    segment @a.forward($0: f32[4,16], $1: f32[16,8]) workspace eager=114816 {
-      $2 = aten.mm.default($0, $1) : f32[4,8]
-      $3 = aten.mul.Tensor($2, $2) : f32[4,8]
-      return ($3)
-    }
-    segment @a.recompute($0: f32[4,16], $1: f32[16,8]) workspace eager=114688 {
-      $2 = aten.mm.default($0, $1) : f32[4,8]
-      return ($2)
-    }
-    section last_micro_step {
-      alloc %h  stream=compute
-      compute @a.forward(%x, w: %a.param[0:128]) -> (%h)  unit=a stream=compute
-      compute @b.forward(%h, v: %b.param[0:8]) -> (%loss)  unit=b stream=compute
-      alloc %dh  stream=compute
-      compute @b.backward(%loss_scale[0:1], %h, v: %b.param[0:8]) -> (%dh, grad v: %b.grad[0:8])  unit=b stream=compute
-      release %h  stream=compute
-      alloc %m  stream=compute
-      compute @a.recompute(%x, w: %a.param[0:128]) -> (%m)  unit=a stream=compute
-      compute @a.backward(%dh, %m, %x) -> (grad w: %a.grad[0:128])  unit=a stream=compute
-      release %dh  stream=compute
-      release %m  stream=compute
-      exit %a.grad = grad a micro=all
-      exit %b.grad = grad b micro=all
-    }
-"""  # noqa: E501
+"""
 
 from __future__ import annotations
 

@@ -8,72 +8,22 @@ begins with what it computes again, each value just before its first use. It is 
 values, seeds of dropout included, so every bit stays the same; no random number is drawn twice. Parameters are never
 saved: the backward reads its own copy, but of no flat that it does not read already, which would cost another gather.
 
-Before ``select-saved``::
+What ``select-saved`` changes::
 
-    buffer %g : f32[32] device saved
-    segment @b.forward($0: f32[4,8], $1: f32[8,1]) {
+    - buffer %g : f32[32] device saved
       $2 = aten.gelu.default($0) : f32[4,8]
-      $3 = aten.mm.default($2, $1) : f32[4,1]
-      $4 = aten.mean.default($3) : f32[]
-      return ($2, $4)
-    }
-    segment @b.backward($0: f32[], $1: f32[4,8], $2: f32[4,8], $3: f32[8,1]) {
-      $4 = aten.expand.default($0, [4, 1]) : f32[4,1;0,0]
-      $5 = aten.mul.Tensor($4, 0.25) : f32[4,1]
-      $6 = aten.t.default($3) : f32[1,8;1,1]
-      $7 = aten.mm.default($5, $6) : f32[4,8]
-      $8 = aten.gelu_backward.default($7, $1) : f32[4,8]
-      $9 = aten.t.default($2) : f32[8,4;1,8]
-      $10 = aten.mm.default($9, $5) : f32[8,1]
-      return ($8, $10)
-    }
-    section last_micro_step {
-      alloc %h  stream=compute
-      compute @a.forward(%x, w: %a.param[0:128]) -> (%h)  unit=a stream=compute
-      alloc %g  stream=compute
-      compute @b.forward(%h, v: %b.param[0:8]) -> (%g, %loss)  unit=b stream=compute
-      alloc %dh  stream=compute
-      compute @b.backward(%loss_scale[0:1], %h, %g, v: %b.param[0:8]) -> (%dh, grad v: %b.grad[0:8])  unit=b stream=compute
-      release %g  stream=compute
-      release %h  stream=compute
-      compute @a.backward(%dh, %x, w: %a.param[0:128]) -> (grad w: %a.grad[0:128])  unit=a stream=compute
-      release %dh  stream=compute
-      exit %a.grad = grad a micro=all
-      exit %b.grad = grad b micro=all
-    }
-
-After::
-
-    segment @b.forward($0: f32[4,8], $1: f32[8,1]) workspace eager=114832 {
-      $2 = aten.gelu.default($0) : f32[4,8]
-      $3 = aten.mm.default($2, $1) : f32[4,1]
-      $4 = aten.mean.default($3) : f32[]
-      return ($4)
-    }
-    segment @b.backward($0: f32[], $1: f32[4,8], $2: f32[8,1]) workspace eager=114960 {
-      $3 = aten.expand.default($0, [4, 1]) : f32[4,1;0,0]
-      $4 = aten.mul.Tensor($3, 0.25) : f32[4,1]
-      $5 = aten.t.default($2) : f32[1,8;1,1]
-      $6 = aten.mm.default($4, $5) : f32[4,8]
-      $7 = aten.gelu_backward.default($6, $1) : f32[4,8]
-      $8 = aten.gelu.default($1) : f32[4,8]
-      $9 = aten.t.default($8) : f32[8,4;1,8]
-      $10 = aten.mm.default($9, $4) : f32[8,1]
-      return ($7, $10)
-    }
-    section last_micro_step {
-      alloc %h  stream=compute
-      compute @a.forward(%x, w: %a.param[0:128]) -> (%h)  unit=a stream=compute
-      compute @b.forward(%h, v: %b.param[0:8]) -> (%loss)  unit=b stream=compute
-      alloc %dh  stream=compute
-      compute @b.backward(%loss_scale[0:1], %h, v: %b.param[0:8]) -> (%dh, grad v: %b.grad[0:8])  unit=b stream=compute
-      release %h  stream=compute
-      compute @a.backward(%dh, %x, w: %a.param[0:128]) -> (grad w: %a.grad[0:128])  unit=a stream=compute
-      release %dh  stream=compute
-      exit %a.grad = grad a micro=all
-      exit %b.grad = grad b micro=all
-    }
-"""  # noqa: E501
+    - return ($2, $4)
+    + return ($4)
+    - segment @b.backward($0: f32[], $1: f32[4,8], $2: f32[4,8], $3: f32[8,1]) {
+    + segment @b.backward($0: f32[], $1: f32[4,8], $2: f32[8,1]) workspace eager=114960 {
+    + $8 = aten.gelu.default($1) : f32[4,8]
+    - $9 = aten.t.default($2) : f32[8,4;1,8]
+    + $9 = aten.t.default($8) : f32[8,4;1,8]
+    - alloc %g  stream=compute
+    - compute @b.forward(%h, v: %b.param[0:8]) -> (%g, %loss)  unit=b stream=compute
+    + compute @b.forward(%h, v: %b.param[0:8]) -> (%loss)  unit=b stream=compute
+    - release %g  stream=compute
+"""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from zeroir.cost.profile import measured_machine
 from zeroir.cost.simulate import simulate
 
 if TYPE_CHECKING:
-    from zeroir.runtime.rendezvous import Place
+    from zeroir.runtime.rendezvous import JobRank
 
 ROUNDS = 20
 """Rounds of a profile unless told otherwise."""
@@ -90,7 +90,7 @@ def profile_program(
 
 def _profile(
     compiled: CompiledProgram,
-    place: Place,
+    place: JobRank,
     base: Machine,
     name: str,
     rounds: int,

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from zeroir.runtime.batch import Batch
     from zeroir.runtime.engine import Engine
     from zeroir.runtime.kernels.choice import KernelBackend
-    from zeroir.runtime.rendezvous import Place
+    from zeroir.runtime.rendezvous import JobRank
 
 
 class ClosedOutputError(ZeroirError):
@@ -100,12 +100,12 @@ def watched_job() -> Iterator[None]:
     """
     from zeroir.runtime import heartbeat, rendezvous
 
-    with heartbeat.watched(rendezvous.read_seat(), _give_up):
+    with heartbeat.watched(rendezvous.read_launch_environment(), _give_up):
         yield
 
 
 @contextmanager
-def joined_job() -> Iterator[Place]:
+def joined_job() -> Iterator[JobRank]:
     """A body with a place in the job. In a job of several ranks a failure is said by the rank that met it, and ends it.
 
     Raises:
@@ -113,14 +113,14 @@ def joined_job() -> Iterator[Place]:
     """
     from zeroir.runtime import rendezvous
 
-    seat = rendezvous.read_seat()
+    launch = rendezvous.read_launch_environment()
     try:
         yield rendezvous.join_job()
         rendezvous.leave_job()
     except (Exception, KeyboardInterrupt) as error:
-        if seat.world_size == 1:
+        if launch.world_size == 1:
             raise
-        _fail(error, seat.rank)
+        _fail(error, launch.rank)
 
 
 def _give_up(why: str) -> NoReturn:
@@ -165,7 +165,7 @@ def _fail(error: BaseException, rank: int) -> NoReturn:
 def _train(
     compiled: CompiledProgram,
     model_file: ModelFile,
-    place: Place,
+    place: JobRank,
     steps: int,
     seed: int,
     log_every: int,
@@ -224,7 +224,7 @@ def _train(
     engine.close()
 
 
-def open_batches(model_file: ModelFile, place: Place, seed: int) -> Iterator[Batch]:
+def open_batches(model_file: ModelFile, place: JobRank, seed: int) -> Iterator[Batch]:
     """This rank's data: what the model file offers, or its example batch again and again.
 
     Raises:
@@ -380,7 +380,7 @@ def fitted(compiled: CompiledProgram, world_size: int) -> tuple[CompiledProgram,
 def open_engine(
     compiled: CompiledProgram,
     model_file: ModelFile,
-    place: Place,
+    place: JobRank,
     seed: int,
     kernels: str = "eager",
     *,

@@ -14,6 +14,7 @@ from tests.support.examples import examples
 from zeroir.ir.buffers import Buffer, Region, Role, Space
 from zeroir.ir.dtypes import DType
 from zeroir.ir.mesh import Axis, Mesh
+from zeroir.verify.abstract_memory import AbstractMemory
 from zeroir.verify.domain import (
     ZERO,
     Elements,
@@ -29,7 +30,6 @@ from zeroir.verify.domain import (
     unpack,
 )
 from zeroir.verify.intervals import IntervalMap
-from zeroir.verify.memory import Memory
 
 NUMEL = 12
 NAMES = ("a", "b", "c")
@@ -197,7 +197,7 @@ def check_claims(mesh: Mesh, steps: list[Step]) -> None:
         name: Buffer(name=name, dtype=DType.F32, numel=NUMEL, space=Space.DEVICE, role=Role.STAGING)
         for name in NAMES
     }
-    memory = Memory(buffers, mesh)
+    memory = AbstractMemory(buffers, mesh)
     points = list(mesh.coordinates())
     real: list[dict[str, list[Token]]] = [{n: [None] * NUMEL for n in NAMES} for _ in points]
 
@@ -255,7 +255,7 @@ def test_gathered_slices_are_the_whole_again() -> None:
     """What stage 1 does: step the own slice, gather it, and every element is new."""
     mesh = Mesh(axes=(Axis(name="dp", size=4),))
     buffer = Buffer(name="p", dtype=DType.F32, numel=64, space=Space.DEVICE, role=Role.PARAM)
-    memory = Memory({"p": buffer}, mesh)
+    memory = AbstractMemory({"p": buffer}, mesh)
     whole = Region(buffer="p", offset=0, numel=64)
     own = Region(buffer="p", offset=0, numel=64, shard="dp")
     memory.write(whole, [(0, 64, Elements(NamedKey("old", 0)))])
