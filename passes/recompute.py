@@ -39,13 +39,11 @@ from dataclasses import dataclass, replace
 from itertools import chain, count
 from typing import ClassVar
 
-from zeroir.errors import UserError
-from zeroir.ir import ops
 from zeroir.ir.buffers import Buffer
 from zeroir.ir.ops import Op
 from zeroir.ir.program import Program
 from zeroir.ir.segment import Segment
-from zeroir.passes.base import Fact, Pass
+from zeroir.passes.base import NO_FACTS, Fact, Pass
 from zeroir.passes.common.reissue import Body, Call, Pruner
 from zeroir.passes.common.units import ALL_REPEATED, check_patterns, matching
 
@@ -55,8 +53,9 @@ class Recompute(Pass):
     """Issue the forwards of these units again before their backwards; by default those of all repeated units."""
 
     name: ClassVar[str] = "recompute"
-    requires: ClassVar[frozenset[Fact]] = frozenset()
-    establishes: ClassVar[frozenset[Fact]] = frozenset({Fact.UNITS_RECOMPUTED})
+    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.ONE_DEVICE})
+    establishes: ClassVar[frozenset[Fact]] = NO_FACTS
+    destroys: ClassVar[frozenset[Fact]] = NO_FACTS
 
     units: tuple[str, ...] = (ALL_REPEATED,)
 
@@ -67,13 +66,8 @@ class Recompute(Pass):
         """The program with what these units save made anew in the backward.
 
         Raises:
-            UserError: where a pattern names no unit, or the work is shared among ranks already.
+            UserError: where a pattern names no unit.
         """
-        if any(isinstance(op, ops.Collective | ops.Wait | ops.Transfer) for op in program.ops()):
-            raise UserError(
-                f"The pass `{self.name}` works on a program for one device; put it before the passes that share "
-                "the work among ranks."
-            )
         units = matching(self.units, program, self.spec())
         pruner = Pruner()
         bodies: dict[tuple[Op, ...], Body] = {}

@@ -33,14 +33,13 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, count
 from typing import ClassVar, assert_never
 
-from zeroir.errors import UserError
 from zeroir.ir import ops
 from zeroir.ir.buffers import Buffer, Region, Role, Space, View, span_numel, whole
 from zeroir.ir.effects import Effects, effects
 from zeroir.ir.ops import Argument, Compute, Destination, Mode, Op
 from zeroir.ir.program import Program, Section
 from zeroir.ir.segment import Segment, TensorType
-from zeroir.passes.base import Fact, Pass
+from zeroir.passes.base import NO_FACTS, Fact, Pass
 from zeroir.passes.common.min_cut import Choice, Given, Input, Output, Source, choose
 from zeroir.passes.common.storages import Need, Pair, Use
 
@@ -50,16 +49,12 @@ class SelectSaved(Pass):
     """Save for the backward what takes fewest bytes, and compute the rest there once more."""
 
     name: ClassVar[str] = "select-saved"
-    requires: ClassVar[frozenset[Fact]] = frozenset()
-    establishes: ClassVar[frozenset[Fact]] = frozenset({Fact.SAVED_SELECTED})
+    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.ONE_DEVICE})
+    establishes: ClassVar[frozenset[Fact]] = NO_FACTS
+    destroys: ClassVar[frozenset[Fact]] = NO_FACTS
 
     def __call__(self, program: Program) -> Program:
         """The program with other segments, and other buffers between them."""
-        if any(isinstance(op, ops.Collective | ops.Wait | ops.Transfer) for op in program.ops()):
-            raise UserError(
-                f"The pass `{self.name}` works on a program for one device; put it before the passes that share "
-                "the work among ranks."
-            )
         choices = _Choices()
         bodies: dict[tuple[Op, ...], _Body] = {}
         for section in program.sections:

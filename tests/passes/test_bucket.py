@@ -24,6 +24,7 @@ from zeroir.ir.program import LAST_MICRO_STEP, UPDATE, Program
 from zeroir.ir.traffic import collective_bytes
 from zeroir.passes import manager
 from zeroir.passes.bucket import Bucket
+from zeroir.passes.manager import apply
 from zeroir.passes.overlap_update import OverlapUpdate
 from zeroir.passes.pipelines import for_options, for_stage
 
@@ -33,7 +34,7 @@ SIZES = st.integers(1, 40_000)
 
 def _lower(program: Program, stage: int, bucket: int, *, live: int = 2) -> Program:
     for step in for_stage(stage, 4, bucket=bucket, live=live):
-        program = step(program)
+        program = apply(step, program)
     return program
 
 

@@ -16,6 +16,7 @@ from zeroir.config import make_options
 from zeroir.ir.buffers import Space
 from zeroir.ir.program import Program
 from zeroir.memory.placement import placements_with_bound
+from zeroir.passes.manager import apply
 from zeroir.passes.pipelines import for_options
 
 MODELS = Path("tests/support/models")
@@ -58,7 +59,7 @@ def lowered(logical: Program, values: Mapping[str, object]) -> Program:
     options = make_options({"world_size": 4, **values})
     program = replace(logical, options=options.to_pairs())
     for step in for_options(options):
-        program = step(program)
+        program = apply(step, program)
     return program
 
 

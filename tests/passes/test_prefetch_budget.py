@@ -25,8 +25,9 @@ from zeroir.ir.traffic import collective_bytes
 from zeroir.memory.curve import peak
 from zeroir.memory.lifetimes import Lifetimes
 from zeroir.memory.most_live import most_live
+from zeroir.passes.manager import apply
 from zeroir.passes.pipelines import for_options, for_stage, parse_spec
-from zeroir.passes.prefetch import Prefetch
+from zeroir.passes.prefetch import PrefetchGathers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +56,7 @@ def scheduled(choice: Choice, budget: int | None) -> Program:
         overlap_update=choice.overlap_update and is_free,
         recompute=("*",) if choice.recompute else (),
     ):
-        program = step(program)
+        program = apply(step, program)
     return program
 
 
@@ -194,8 +195,8 @@ def test_over_groups_of_ranks(budget: int) -> None:
 
 def test_options_and_specs() -> None:
     options = make_options({"world_size": 2, "prefetch_budget": "80GB"})
-    (step,) = (step for step in for_options(options) if isinstance(step, Prefetch))
-    assert step == Prefetch(budget=80_000_000_000)
+    (step,) = (step for step in for_options(options) if isinstance(step, PrefetchGathers))
+    assert step == PrefetchGathers(budget=80_000_000_000)
     assert step.spec() == "prefetch{budget=80000000000}"
     assert parse_spec(step.spec()) == step
     with pytest.raises(UserError, match="--prefetch-budget is lots"):

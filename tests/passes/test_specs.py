@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from zeroir.errors import UserError
 from zeroir.passes.base import OptionValue, Pass
 from zeroir.passes.pipelines import PASSES, for_stage, parse_spec
-from zeroir.passes.prefetch import Prefetch
+from zeroir.passes.prefetch import PrefetchGathers
 
 _NAMES = st.from_regex(r"[a-z*][a-z0-9_.*]{0,9}", fullmatch=True)
 _VALUES: Mapping[object, st.SearchStrategy[OptionValue | None]] = {
@@ -31,7 +31,7 @@ def any_pass(draw: st.DrawFn) -> Pass:
     hints = get_type_hints(kind)
     options = {field.name: draw(_VALUES[hints[field.name]]) for field in fields(kind)}
     # A distance and a budget exclude each other.
-    if kind is Prefetch and options["budget"] is not None:
+    if kind is PrefetchGathers and options["budget"] is not None:
         del options["distance"]
     return kind(**options)
 

@@ -2,7 +2,8 @@
 
 A program is header (mesh, communicators, streams, bounds), flats (where each parameter stands), buffers, segments,
 sections, the bindings to the outside world (inputs, module buffers, optimizer groups, loss), and how it came about
-(options, pass specs, fingerprint of the model). The order of every tuple is part of the program, and its text is canonical.
+(options, pass specs, fingerprint of the model). The order of every tuple is part of the program, and its text is
+canonical.
 """
 
 from __future__ import annotations
