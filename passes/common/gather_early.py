@@ -112,7 +112,9 @@ def _moved(section: Section, program: Program, room: _Room, budget_bytes: int) -
                 for index in range(at, begin):
                     room.live_bytes[index] += size
             moved |= {*gather.allocs, gather.index}
-            issued = ahead(gather.op) if at < min(gather.allocs) else gather.op
+            passed = body[at : min(gather.allocs)]
+            is_ahead = any(isinstance(op, ops.Compute) for op in passed)
+            issued = ahead(gather.op) if is_ahead else gather.op
             before.setdefault(at, []).extend((*(body[alloc] for alloc in gather.allocs), issued))
     placed: list[Op] = []
     for index, op in enumerate(body):
@@ -146,7 +148,8 @@ def _earliest(
     best: int | None = None
     for at in reversed(places):
         more = sum(size for begin, size in begun if at < begin)
-        if room.live_bytes[at] + more > budget_bytes:
+        # Up to where it may begin anyway a gather takes nothing more.
+        if more and room.live_bytes[at] + more > budget_bytes:
             break
         if at == 0 or (_is_compute(body[at - 1]) and not _is_released_next(body[at])):
             best = at

@@ -279,5 +279,7 @@ def test_groups_are_equal_and_at_least_one() -> None:
     with pytest.raises(UserError, match="`replicas` of `replicate-shards` is a number of groups"):
         ReplicateShards(replicas=0)
     program = hybrid(LOGICAL, 1, 2, 2)
-    with pytest.raises(UserError, match="a second time"):
+    with pytest.raises(
+        UserError, match=r"which `replicate-shards\{replicas=2\}` has ended; leave one"
+    ):
         manager.run(program, [ReplicateShards(replicas=2)])

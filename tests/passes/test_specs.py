@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zeroir.errors import UserError
-from zeroir.passes.base import OptionValue, Pass
+from zeroir.passes.base import LOGICAL_FACTS, Fact, OptionValue, Pass
 from zeroir.passes.pipelines import PASSES, for_stage, parse_spec
 from zeroir.passes.prefetch import PrefetchGathers
 
@@ -66,7 +66,10 @@ def test_every_pass_has_a_name_of_its_own_and_every_fact_a_source() -> None:
     assert len({kind.name for kind in PASSES}) == len(PASSES)
     established = [fact for kind in PASSES for fact in kind.establishes]
     assert len(set(established)) == len(established)
-    assert {fact for kind in PASSES for fact in kind.requires} <= set(established)
+    required = {fact for kind in PASSES for fact in kind.requires}
+    assert required == set(Fact) == LOGICAL_FACTS.union(established)
+    assert not LOGICAL_FACTS.intersection(established)
+    assert {fact for kind in PASSES for fact in kind.destroys} == LOGICAL_FACTS
     assert all(isinstance(step, Pass) for step in for_stage(3, 2))
 
 

@@ -107,7 +107,7 @@ def test_buckets_hold_what_is_still_gathered() -> None:
 
 
 def test_it_stands_before_what_bounds_memory() -> None:
-    with pytest.raises(UserError, match=r"would undo the bound of `prefetch\{distance=1\}`"):
+    with pytest.raises(UserError, match=r"which `prefetch\{distance=1\}` has ended; put `unshard`"):
         manager.run(mlp(blocks=1), (*for_stage(3, 2), Unshard()))
 
 

@@ -61,7 +61,7 @@ _Place = tuple[str, int]
 
 
 @dataclass(slots=True, kw_only=True)
-class _Durations:
+class _OpRecord:
     """The recorded durations of one op in seconds, one for each step and rank, and what the model of its time needs."""
 
     kind: _Kind
@@ -83,7 +83,7 @@ def measured_machine(
     """
     steps = typical(steps)
     issue_s = _issue_s(program, steps) if base.host.computes else None
-    ops_by_kind: dict[_Kind, list[_Durations]] = defaultdict(list)
+    ops_by_kind: dict[_Kind, list[_OpRecord]] = defaultdict(list)
     for durations in _recorded_durations(program, steps, base, issue_s).values():
         ops_by_kind[durations.kind].append(durations)
     segments: dict[str, MeasuredSegment] = {}
@@ -237,7 +237,7 @@ def _issue_s(program: Program, steps: Sequence[Step]) -> float:
 
 def _recorded_durations(
     program: Program, steps: Sequence[Step], base: Machine, issue_s: float | None
-) -> Mapping[_Place, _Durations]:
+) -> Mapping[_Place, _OpRecord]:
     costs = Durations(program, base)
     rings = {
         comm.name: {
@@ -247,7 +247,7 @@ def _recorded_durations(
         }
         for comm in program.comms
     }
-    durations_by_place: dict[_Place, _Durations] = {}
+    durations_by_place: dict[_Place, _OpRecord] = {}
     for step in steps:
         for rank, spans in enumerate(step):
             for section, index, ready_ns, span in _ready(program, spans, issue_s):
@@ -266,24 +266,18 @@ def _no_durations(
     costs: Durations,
     rings: Mapping[str, Mapping[int, Ring]],
     rank: int,
-) -> _Durations:
+) -> _OpRecord:
     """The record of an op before its first duration."""
     match op:
-        case (
-            ops.AllGather()
-            | ops.Prefetch()
-            | ops.ReduceScatter()
-            | ops.AllReduce()
-            | ops.Broadcast()
-        ):
+        case ops.Collective():
             kind: _Kind = _OfCollective(collective_kind(op), rings[op.comm][rank])
-            return _Durations(kind=kind, size_bytes=sum(size for _, size in payloads(op, program)))
+            return _OpRecord(kind=kind, size_bytes=sum(size for _, size in payloads(op, program)))
         case ops.Compute():
             kind = _OfSegment(program.segment_by_name[op.segment].digest())
-            return _Durations(kind=kind, size_bytes=0)
+            return _OpRecord(kind=kind, size_bytes=0)
         case _:
             kind = _OfOp(ops.op_name(type(op)), effects(op).stream)
-            return _Durations(kind=kind, size_bytes=costs.traffic_bytes(op))
+            return _OpRecord(kind=kind, size_bytes=costs.traffic_bytes(op))
 
 
 def _ready(
