@@ -60,7 +60,7 @@ FORWARDS = {
     "return (self.layer(x) @ torch.ones(3, 3)).mean()": r"cannot be traced at .*model.py:13: Runtime",
     "raise RuntimeError('one' + chr(10) + 'two')": r"cannot be traced at .*:13: RuntimeError: one two$",
     "return (self.layer(x) * self.hidden[0]).mean()": (
-        r"model.py:13 uses a tensor that the model does not know as a parameter or buffer"
+        r"model.py:13 uses a tensor that is not a parameter or buffer of the model"
     ),
     "loss = self.layer(x).mean(); loss.backward(); return loss": r":13: .*forward calls backward\(\)",
     "return self.layer(x.double()).mean()": r":13: TypeError: linear mixes float64 with narrower",
