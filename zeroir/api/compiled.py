@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Unpack
 
 from zeroir import artifact as artifacts
+from zeroir.api.keywords import CompileKeywords
 from zeroir.artifact import Artifact
 from zeroir.config import CompileOptions, make_options, options_from_pairs
 from zeroir.errors import InternalError, UserError
@@ -164,7 +165,7 @@ class CompiledProgram:
         )
 
 
-def compile_model(model: str | Path, **options: object) -> CompiledProgram:
+def compile_model(model: str | Path, **options: Unpack[CompileKeywords]) -> CompiledProgram:
     """Compile ``path/to/model.py`` (or ``model.py:factory``); the keywords are ``CompileOptions``' fields.
 
     Raises:

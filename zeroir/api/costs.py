@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Unpack
 
 from pydantic import ValidationError
 
 from zeroir.api.compiled import CompiledProgram, load_program
+from zeroir.api.keywords import EstimateKeywords
 from zeroir.config import explain_validation
 from zeroir.cost.estimate import Estimate, EstimateOptions
 from zeroir.cost.estimate import estimate as estimate_with
@@ -42,7 +44,7 @@ def simulate(
     )
 
 
-def estimate(params: float, **options: object) -> Estimate:
+def estimate(params: float, **options: Unpack[EstimateKeywords]) -> Estimate:
     """What training that many parameters takes at every stage; the keywords are ``EstimateOptions``' fields.
 
     Raises:

@@ -24,7 +24,7 @@ from zeroir.verify.intervals import IntervalMap
 
 
 class AbstractMemory:
-    """Buffers by name. Reads and writes take regions and give pieces counted from the region's start."""
+    """Buffers by name. Reads return, and writes take, pieces counted from the start of a region."""
 
     def __init__(self, buffers: Mapping[str, Buffer], mesh: Mesh) -> None:
         self._buffers = buffers
@@ -33,11 +33,11 @@ class AbstractMemory:
         self._sizes_items = tuple(self.sizes.items())
 
     def reset(self, name: str) -> None:
-        """Forget what the buffer holds."""
+        """Begin a buffer anew, with nothing written in it."""
         self._maps[name] = IntervalMap(self._buffers[name].numel, UNWRITTEN)
 
     def forget(self, name: str) -> None:
-        """The buffer is gone."""
+        """Drop a buffer that was released."""
         self._maps.pop(name, None)
 
     def _map(self, name: str) -> IntervalMap[Value]:
@@ -128,7 +128,7 @@ class AbstractMemory:
 
     @staticmethod
     def _tear(kept: IntervalMap[Value], start: int, stop: int) -> None:
-        """A split that the write covers in part says nothing about the part that stays."""
+        """Mark a split that a write covers in part as torn: nothing is known about the part that stays."""
         if kept.starts == [0] and not isinstance(kept.values[0], Split):
             return
         for at in (start, max(stop - 1, start)):

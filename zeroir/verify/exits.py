@@ -1,7 +1,7 @@
 """Whether the memory at a section's end entails the exit state.
 
-The micro-step that ends becomes part of the past, and at the end of the update version 1 becomes version 0 of the
-next step: contents are judged after that change of reckoning.
+The exit state is the entry state of the next section. There the micro-step that has ended counts among the past ones,
+and after the update, version 1 is version 0 of the next step.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from zeroir.verify.interpreter import SectionRun
 
 
 def check_exit(run: SectionRun) -> None:
-    """Report every content of the exit state that the memory does not entail."""
+    """Report each content of the exit state that the memory does not entail."""
     holdings: dict[str, list[Holding]] = {}
     refined = {
         replace(h.region, shard=None)
@@ -60,7 +60,7 @@ def check_exit(run: SectionRun) -> None:
 
 
 def _check_rest(run: SectionRun, buffer: Buffer, content: Content, holdings: list[Holding]) -> None:
-    """What no holding covers rests; beside an own slice that a holding covers, the rest of it does."""
+    """Check that the buffer holds its resting content wherever no holding describes it, also beside own slices."""
     pieces = run.memory.read(whole(buffer))
     if not holdings:
         _check(run, whole(buffer), pieces, content, (0, buffer.numel))
@@ -92,7 +92,7 @@ def _check_rest(run: SectionRun, buffer: Buffer, content: Content, holdings: lis
 
 
 def _own_slices(run: SectionRun, pieces: PieceList) -> list[tuple[int, int, Value]]:
-    """The pieces with every split replaced by what each rank holds in its own slice."""
+    """The pieces, with each split replaced by the own slices of all ranks."""
     found: list[tuple[int, int, Value]] = []
     for a, b, value in pieces:
         if isinstance(value, Split):
@@ -106,7 +106,7 @@ def _own_slices(run: SectionRun, pieces: PieceList) -> list[tuple[int, int, Valu
 
 
 def _rests(pieces: PieceList) -> list[tuple[int, int, Value]]:
-    """The pieces with every split replaced by what stands outside the own slice."""
+    """The pieces, with each split replaced by the values outside the own slice."""
     found: list[tuple[int, int, Value]] = []
     for a, b, value in pieces:
         if isinstance(value, Split):
@@ -119,7 +119,7 @@ def _rests(pieces: PieceList) -> list[tuple[int, int, Value]]:
 def _check(
     run: SectionRun, region: Region, pieces: PieceList, content: Content, interval: tuple[int, int]
 ) -> None:
-    """``pieces`` of the region, at positions ``interval``, against the content of the whole region."""
+    """Compare ``pieces`` at the positions ``interval`` of a region with the content of the whole region."""
     if any(isinstance(value, Split) for _, _, value in pieces):
         # Each element is in some rank's own slice, and in the rest of every other rank.
         for version in (_own_slices(run, pieces), _rests(pieces)):
@@ -141,7 +141,7 @@ def _check(
 
 
 def _fail(run: SectionRun, code: str, region: Region, sentence: str, advice: str = "") -> None:
-    """Report at the last op that wrote the buffer: that is where to look."""
+    """Report at the last op that wrote the buffer."""
     where = spell(region, run.program)
     run.findings.add(
         code,
@@ -166,7 +166,7 @@ def _check_flat(run: SectionRun, region: Region, pieces: PieceList, content: Fla
         if isinstance(value, Zero) and not strides and _is_padding(run, content, a, b):
             continue
         buffer = run.program.buffer_by_name[region.buffer]
-        # A gathered copy that went stale endangers computes; a persistent one was not updated right.
+        # Compute ops read gathered copies (Z401); the update writes persistent ones (Z403).
         code = "Z403" if buffer.is_persistent or content.quantity != PARAM else "Z401"
         stage = "the updated " if is_stepped else ""
         _fail(
@@ -212,7 +212,7 @@ def _check_gradient(
         run.term_name,
     )
     if section == UPDATE and micro is Micro.PAST:
-        # The next step begins: nothing has been summed.
+        # The next step begins with empty sums.
         if any(not is_zero(v) and not algebra.is_poisoned(v) for _, _, v in on_flat):
             _fail(run, "Z402", region, "should be zeros again for the next step")
         return
@@ -240,7 +240,7 @@ def _check_stale(run: SectionRun, region: Region, on_flat: PieceList, flat: str)
 def _check_named(run: SectionRun, region: Region, pieces: PieceList, content: NamedContent) -> None:
     buffer = run.program.buffer_by_name[region.buffer]
     is_kept = buffer.role is Role.CONSTANT or _is_elsewhere(run, region, content)
-    # An evaluation is over when training goes on: all that it may leave behind is its loss.
+    # An evaluation must leave nothing to training but its loss.
     is_evaluated = run.section.name == EVALUATE and buffer.role in (Role.SCALAR, Role.MODULE_BUFFER)
     is_kept |= is_evaluated and buffer.name != run.program.loss
     for _, _, value in pieces:
@@ -259,7 +259,7 @@ def _is_own(value: Value, content: NamedContent) -> bool:
 
 
 def _is_elsewhere(run: SectionRun, region: Region, content: NamedContent) -> bool:
-    """Whether another buffer or region goes by this name, so that the name says what stands here."""
+    """Whether another buffer or region holds the same named value, so that this one must not change."""
     holders = run.program.buffers_by_content.get(content, ())
     if any(name != region.buffer for name in holders):
         return True
@@ -267,7 +267,7 @@ def _is_elsewhere(run: SectionRun, region: Region, content: NamedContent) -> boo
 
 
 def _check_scalars(run: SectionRun) -> None:
-    """Hyper-parameters and loss scales keep their meaning; one decision advances the step count once."""
+    """Hyper-parameters do not change, and one decision advances the step count and the loss scale once."""
     program = run.program
     kept: set[str] = set()
     counts: set[str] = set()
@@ -314,18 +314,16 @@ def _check_scalars(run: SectionRun) -> None:
 
 
 def _check_told(run: SectionRun) -> None:
-    """The engine tells after the update what the decision read and wrote, so nothing may overwrite that."""
+    """After the update the engine reports the decision's norm and skip flag, so nothing may overwrite these."""
     for region, decided in run.told.items():
         now = run.memory.read(region)
         if now != decided and not any(algebra.is_poisoned(value) for *_, value in now):
-            what = (
-                "no longer holds what the decision left there, which the engine tells of the step"
-            )
+            what = "no longer holds the decision's value, which the engine reports after the step"
             _fail(run, "Z405", region, what)
 
 
 def _told_version(run: SectionRun, buffer: Buffer, content: NamedContent) -> int:
-    """How far the exit state says that a step count has advanced: by one where the decision was taken early."""
+    """How far the step count has advanced by the exit state: by one where the decision was taken early."""
     told = replace(content, version=content.version + 1)
     return int(
         any(h.region == whole(buffer) and h.content == told for h in run.section.exit.holdings)
@@ -333,7 +331,7 @@ def _told_version(run: SectionRun, buffer: Buffer, content: NamedContent) -> int
 
 
 def _has_advanced(run: SectionRun, counts: set[str]) -> bool:
-    """Whether a step count is the next one, by a decision of the section before."""
+    """Whether a decision of the section before has advanced a step count."""
     names = run.program.buffer_by_name
     return any(
         isinstance(value, Elements) and isinstance(value.key, NamedKey) and value.key.version == 1
@@ -345,7 +343,7 @@ def _has_advanced(run: SectionRun, counts: set[str]) -> bool:
 def _check_kept(
     run: SectionRun, buffer: Buffer, content: NamedContent, versions: tuple[int, ...]
 ) -> None:
-    """A scalar that the user, or the ops made for it, may change, and nothing else."""
+    """Check that a scalar has one of these versions: only the user, or the ops that own it, may change it."""
     good = [Elements(NamedKey(content.name, content.version + version)) for version in versions]
     for _, _, value in run.memory.read(whole(buffer)):
         if isinstance(value, Poison) or value in good:
@@ -361,13 +359,13 @@ def _check_kept(
 
 
 _LOSS_ADVICE = (
-    "Leave this rank's loss, a mean over its batch, to the update, which may sum it over every axis once; "
-    "the engine divides."
+    "Keep this rank's loss, a mean over its batch, until the update, which may sum it over every axis once; "
+    "the engine divides the sum."
 )
 
 
 def _check_loss(run: SectionRun, region: Region) -> None:
-    """A micro-step leaves this rank's loss; the update may sum it over every axis, once, or clear it."""
+    """A micro-step keeps this rank's loss; the update may sum it over every axis, once, or clear it."""
     is_update = run.section.name == UPDATE
     content = run.program.buffer_by_name[region.buffer].holds
     for _, _, value in run.memory.read(region):

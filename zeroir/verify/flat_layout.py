@@ -1,4 +1,4 @@
-"""Contents of states as abstract values, and the values of gradients measured against their flats."""
+"""Where parameters and padding stand in flats; contents as abstract values, and gradients in flat coordinates."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class FlatLayout:
     # ------------------------------------------------------------------------------------------ contents as values
 
     def pieces(self, content: Content, numel: int) -> PieceList:
-        """What a region of ``numel`` local elements with that content holds at a section's entry."""
+        """The values of a region of ``numel`` local elements that has this content at a section's entry."""
         match content:
             case Zeros():
                 return [(0, numel, ZERO)]
@@ -93,9 +93,9 @@ class FlatLayout:
                 return [(0, numel, Elements(key, content.offset, strides))]
 
     def beside(self, holding: Holding, resting: Content) -> Content:
-        """What the region of a holding of an own slice holds outside that slice.
+        """The content outside the own slice that a holding describes.
 
-        Gradients of other ranks' slices are stale there, but padding is zero; anything else rests.
+        Other ranks' slices of a gradient are stale, with padding of zeros; any other content is the resting one.
         """
         content = holding.content
         axis = holding.region.shard
@@ -104,7 +104,7 @@ class FlatLayout:
         return resting
 
     def strides(self, content: FlatContent, numel: int) -> Strides:
-        """How the elements of a content move with the coordinate."""
+        """How far the elements of a content move with each coordinate."""
         if content.shard is None or self.sizes[content.shard] == 1:
             return ()
         return ((content.shard, numel),)
@@ -119,7 +119,7 @@ class FlatLayout:
         if content.micro is Micro.ALL:
             value = Gradient(content.flat, (Term(ALL_TERM, summed, 1),))
         elif content.micro is Micro.PAST:
-            # The first micro-step finds zeros, every later one what went before.
+            # The first micro-step begins with zeros, each later one with the sum so far.
             past = Gradient(content.flat, (Term(PAST_TERM, summed, 1),))
             value = past if self.has_past else ZERO
         else:
@@ -134,10 +134,10 @@ class FlatLayout:
     def on_flat(
         self, pieces: PieceList, numel: int, shift: int, strides: Strides
     ) -> list[tuple[int, int, Value]] | None:
-        """What all ranks hold together, counted in flat elements.
+        """The values of all ranks together, at positions that are flat elements.
 
-        Position p of the pieces, which cover ``[0, numel)``, stands for flat element
-        ``p + shift + Σ stride × coordinate``. None where the strides do not tile the flat.
+        The pieces cover ``[0, numel)``, and position p is flat element ``p + shift + Σ stride × coordinate``. None
+        where slices of different ranks overlap.
         """
         if not strides:
             return rebased(opened(pieces), -shift)

@@ -235,7 +235,7 @@ class SectionRun:
                 update.optimizer_step(self, op)
             case ops.UpdateScale():
                 update.update_scale(self, op)
-            case ops.ToHost() | ops.ToDevice() | ops.Load() | ops.Store():
+            case ops.Transfer():
                 self.memory.write(op.destination, self.take(op.source))
             case _:
                 assert_never(op)

@@ -1,4 +1,4 @@
-"""What the update reads of gradients: that they are finished, and the statistics that decisions rest on."""
+"""Gradients that the update reads, which must be final, and the statistics that decisions rest on."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OVERFLOW = "overflow"
 
 
 def use_gradient(run: SectionRun, flat: str, pieces: PieceList) -> Problem | None:
-    """Why these pieces of a flat's gradient are not finished; nothing may contribute to them any more."""
+    """Why these pieces of a flat's gradient are not final; from here on nothing may contribute to them."""
     for a, b, _ in pieces:
         for _, _, slot in run.layout.between(flat, a, b):
             if slot is not None:
@@ -34,7 +34,7 @@ def use_gradient(run: SectionRun, flat: str, pieces: PieceList) -> Problem | Non
 
 
 def statistic(run: SectionRun, op: ops.GradNorm | ops.CheckFinite) -> None:
-    """A statistic covers the gradients it read, if they were final."""
+    """Compute a statistic, which covers the gradients that it reads; these must be final."""
     covers: list[Cover] = []
     order: list[tuple[str, int, int]] = []
     is_reported = False
@@ -48,7 +48,7 @@ def statistic(run: SectionRun, op: ops.GradNorm | ops.CheckFinite) -> None:
                 continue
             cover, problem = _cover(run, a, b, value)
             if cover is None or problem is not None:
-                sentence = problem.sentence if problem else "it reads something that is no gradient"
+                sentence = problem.sentence if problem else "it reads a value that is no gradient"
                 where = spell(source, run.program)
                 run.fail(
                     "Z405",
@@ -65,7 +65,7 @@ def statistic(run: SectionRun, op: ops.GradNorm | ops.CheckFinite) -> None:
 
 
 def _read(run: SectionRun, covers: list[Cover]) -> list[tuple[str, int, int]]:
-    """What one source is on all ranks together, by flat, without the padding around it."""
+    """The elements of each flat that all ranks read from one source, without the padding around the parameters."""
     found: dict[str, tuple[int, int]] = {}
     for cover in covers:
         for start, stop in cover.intervals(run.layout.sizes):

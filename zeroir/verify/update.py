@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 
 
 NORM_ORDER: Final = "order of the norm"
-"""Tells, among the settings, in which order a norm adds up gradients."""
+"""Marks, among the settings, the order in which a norm adds up gradients."""
 
 
 class Stepped(NamedTuple):
-    """Flat elements that an optimizer step updates, what the step is told, and its line."""
+    """Flat elements that an optimizer step updates, its algorithm and hyper-parameters, and its line."""
 
     elements: Cover
     setting: Hashable
@@ -48,7 +48,7 @@ class Stepped(NamedTuple):
 
 
 def decide(run: SectionRun, op: ops.Decide) -> None:
-    """Check what the decision rests on; its results are good for the ops after it."""
+    """Check what the decision reads, and write its results."""
     _check_divisor(run, op)
     for region, kind in ((op.overflow, OVERFLOW), (op.norm, NORM)):
         if region is None:
@@ -65,14 +65,14 @@ def decide(run: SectionRun, op: ops.Decide) -> None:
             "decide reads a loss scale that is no longer the one the backward used",
             op.loss_scale.buffer,
         )
-    told = (
+    setting = (
         "decide",
         op.overflow is not None,
         op.max_norm,
         _held(run, op.step),
         None if op.loss_scale is None else _held(run, op.loss_scale),
     )
-    run.settings.setdefault(told, run.line)
+    run.settings.setdefault(setting, run.line)
     if op.norm is not None:
         run.settings.setdefault((NORM_ORDER, _order(run, op.norm)), run.line)
         run.told[op.norm] = list(run.memory.read(op.norm))
@@ -89,7 +89,7 @@ def decide(run: SectionRun, op: ops.Decide) -> None:
 
 
 def _check_divisor(run: SectionRun, op: ops.Decide) -> None:
-    """The option ``micro_steps`` is how many micro-batches the engine takes, so it is what to divide by."""
+    """Gradients are sums over ranks and micro-steps; the engine runs as many of these as ``micro_steps`` says."""
     world_size = run.program.mesh.world_size
     given = run.program.option.get("micro_steps", "" if run.layout.has_past else "1")
     count = int(given) if given.isdecimal() else 0
@@ -116,7 +116,7 @@ def _check_divisor(run: SectionRun, op: ops.Decide) -> None:
 
 
 def _order(run: SectionRun, norm: Region) -> Hashable:
-    """In which order a norm adds up gradients: another one rounds otherwise."""
+    """The order in which a norm adds up gradients, which determines its rounding."""
     return tuple(
         value.order if isinstance(value, Statistic) else None
         for _, _, value in run.memory.read(norm)
@@ -124,12 +124,12 @@ def _order(run: SectionRun, norm: Region) -> Hashable:
 
 
 def _held(run: SectionRun, region: Region) -> Hashable:
-    """What a scalar holds, wherever it stands."""
+    """The value of a scalar, without its buffer."""
     return tuple(run.memory.read(region))
 
 
 def _is_version(run: SectionRun, region: Region, version: int) -> bool:
-    """Whether a scalar still is what the step began with, changed in place that many times."""
+    """Whether a scalar is the step's first value of it, changed in place ``version`` times."""
     for _, _, value in run.memory.read(region):
         if isinstance(value, Poison):
             continue
@@ -141,7 +141,7 @@ def _is_version(run: SectionRun, region: Region, version: int) -> bool:
 
 
 def _advance(run: SectionRun, region: Region) -> None:
-    """Scalars changed in place carry a version."""
+    """Count a change in place of a scalar."""
     changed: list[tuple[int, int, Value]] = []
     for a, b, value in run.memory.read(region):
         new: Value = POISON
@@ -157,8 +157,8 @@ def update_scale(run: SectionRun, op: ops.UpdateScale) -> None:
         run.fail("Z405", "update_scale does not follow this step's skip decision", op.skip.buffer)
     if not _is_version(run, op.state, 0):
         run.fail("Z405", "the loss scale is updated a second time", op.state.buffer)
-    told = ("scale", _held(run, op.state), op.window, op.factor, op.hysteresis, op.minimum)
-    run.settings.setdefault(told, run.line)
+    setting = ("scale", _held(run, op.state), op.window, op.factor, op.hysteresis, op.minimum)
+    run.settings.setdefault(setting, run.line)
     _advance(run, op.state)
 
 
@@ -174,7 +174,7 @@ def _decision(run: SectionRun, region: Region, what: str) -> int | None:
 
 
 def optimizer_step(run: SectionRun, op: ops.OptimizerStep) -> None:
-    """Each element moves to the next version, with its states, by its final gradient, after the decision."""
+    """Move each element and its states to the next version, by its final gradient, after the decision."""
     _check_scalars(run, op)
     setting = (op.algorithm, _held(run, op.step), _held(run, op.lr), _held(run, op.hyper))
     states = [
@@ -236,7 +236,7 @@ def optimizer_step(run: SectionRun, op: ops.OptimizerStep) -> None:
 
 
 def _check_group(run: SectionRun, op: ops.OptimizerStep, elements: Cover) -> None:
-    """A step of a group touches the group's elements, with the group's algorithm."""
+    """A step of a group updates only the group's elements, with the group's algorithm."""
     group = run.shared.groups.get(op.group)
     if group is None:
         if run.shared.groups:

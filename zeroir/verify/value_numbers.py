@@ -1,4 +1,4 @@
-"""Value numbers of segment results: equal numbers mean equal values, whatever the buffers they pass through."""
+"""Value numbers of the results of segments: equal numbers mean equal values, in whichever buffers they stand."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from zeroir.verify.domain import Numbering
 
 
 class Operand(NamedTuple):
-    """What an argument's region holds: its element ``p`` is element ``p + shift`` of what ``key`` stands for."""
+    """What an argument's region holds: its element ``p`` is element ``p + shift`` of the storage that ``key`` names."""
 
     key: Hashable
     shift: int = 0
 
 
 class Result(NamedTuple):
-    """A result: the number of the value itself; and, as operands have it, what its destination then holds."""
+    """A result: the number of its value, and its storage and place there in the form that operands have."""
 
     number: int
     key: int
@@ -28,12 +28,11 @@ class Result(NamedTuple):
 
 
 class Segments:
-    """Numbers the outputs of calls. By segment: hash(digest, operands). By node: a hash for every value inside.
+    """Numbers the outputs of calls, from the operands and the segment's digest, or from each node of the segment.
 
-    Numbering by node is finer: it sees through a segment that was cut in two, whose outputs were chosen anew, or that
-    computes once more what another one has computed, and costs as much as the segment is long. What looks at a
-    storage in another way is known by the storage's number and its place there, so that a view counts the same
-    whether a segment makes it or is given it.
+    Numbering by node is finer and slower. Its numbers stay the same where a segment is cut in two, where its outputs
+    are chosen anew, and where it repeats a computation of another one. A view is numbered by its storage and its place
+    there, so it has the same number whether a segment makes it or receives it.
     """
 
     def __init__(self, program: Program, numbering: Numbering, *, by_node: bool) -> None:
@@ -43,7 +42,7 @@ class Segments:
         self._digests: dict[str, str] = {}
         self._bodies: dict[str, _PreparedSegment] = {}
         self._known: dict[tuple[str, int], tuple[Result, ...]] = {}
-        # How the elements of a computed storage follow each other, as the op that made it laid them out.
+        # The layout of each computed storage, as its operator made it.
         self._homes: dict[int, int] = {}
 
     def results(self, name: str, operands: tuple[Operand, ...]) -> tuple[Result, ...]:
@@ -67,7 +66,7 @@ class Segments:
 
 
 class _NumberedNode(NamedTuple):
-    """A node, or all that is known of it but its operands: a number, the values that it uses and makes."""
+    """A node: the number of all but its operands, and the indices of the values that it uses and makes."""
 
     node: int
     uses: tuple[int, ...]
@@ -75,7 +74,7 @@ class _NumberedNode(NamedTuple):
 
 
 class _StoragePart(NamedTuple):
-    """A value as a part of a storage: the value that owns it, the offset there, and the number of its layout."""
+    """A value as part of a storage: the value that owns the storage, the offset there, and the number of its layout."""
 
     root: int
     offset: int
@@ -83,7 +82,7 @@ class _StoragePart(NamedTuple):
 
 
 class _PreparedSegment:
-    """A segment prepared for numbering, with everything done that does not depend on the operands."""
+    """A segment prepared for numbering: everything that does not depend on the operands."""
 
     def __init__(self, segment: Segment, numbering: Numbering) -> None:
         self._of = numbering.of
@@ -121,7 +120,7 @@ class _PreparedSegment:
             return
         product = len(self._places)
         self._places.append(_StoragePart(product, 0, self._places[first].layout))
-        # What is dropped out is known by how its mask makes it.
+        # The result of a dropout is numbered as the product with its mask.
         self._steps.append(self._step(node, (-1, first + 1)))
         self._steps.append(self._step(applied[0], (product,)))
         self._steps.append(self._step(applied[1], (first,)))
@@ -130,16 +129,16 @@ class _PreparedSegment:
         return _NumberedNode(self._of(_shape(node)), tuple(ref.index for ref in node.refs()), makes)
 
     def _layout(self, kind: TensorType) -> int:
-        """Strides as far as they matter: not those of dimensions of one element."""
+        """The number of a shape with its strides; strides of dimensions of one element do not matter."""
         steps = tuple(
             step if size > 1 else 0 for size, step in zip(kind.shape, kind.stride, strict=True)
         )
         return self._of(("layout", kind.shape, steps))
 
     def results(self, operands: tuple[Operand, ...], homes: dict[int, int]) -> tuple[Result, ...]:
-        """What the outputs are for these operands. ``homes`` is added to."""
+        """What the outputs are for these operands; ``homes`` receives the layouts of new storages."""
         of, places = self._of, self._places
-        # Of every value that owns its storage, the storage's number and where in it the value begins.
+        # For each value that owns a storage: the storage's number, and where the value begins in it.
         bases: list[tuple[int, int]] = [(-1, 0)] * len(places)
         for i, (key, shift) in enumerate(operands):
             bases[i] = (key if isinstance(key, int) else of(("operand", key)), shift)
