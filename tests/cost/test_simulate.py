@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from dataclasses import replace
-from typing import get_args
 
 import pytest
 from hypothesis import given
@@ -67,8 +66,8 @@ def test_a_step_is_as_long_as_its_critical_path(
         assert 0 <= one.exposed_s <= found.step_s - one.busy_s[COMPUTE] + 1e-12
         for wire, sent in one.bytes_by_wire.items():
             rate = {
-                Wire.NODE_LINK.value: on.node_link.reached_bytes_per_s,
-                Wire.NETWORK.value: on.network.reached_bytes_per_s if on.network else 0.0,
+                Wire.NODE_LINK.value: on.node_link.achieved_bytes_per_s,
+                Wire.NETWORK.value: on.network.achieved_bytes_per_s if on.network else 0.0,
             }[wire]
             # Times are whole nanoseconds.
             assert sent / rate <= found.step_s + 1e-9 * len(one.spans)
@@ -198,7 +197,7 @@ def test_a_collective_lasts_from_a_ranks_coming_to_the_common_end() -> None:
     waited = 0
     for places in zip(*same, strict=True):
         op = program.section_by_name[places[0].section].body[places[0].index]
-        if isinstance(op, get_args(ops.Collective)):
+        if isinstance(op, ops.Collective):
             # Classes 0 and 1 are one group of `shard`, 0 and 2 one of `replicate`.
             axis = program.comm_by_name[op.comm].axis
             peer = 1 if axis == "shard" else 2

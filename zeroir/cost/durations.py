@@ -56,7 +56,7 @@ def segment_cost(segment: Segment, machine: Machine) -> SegmentCost:
         dtype = _dtype(node, types)
         flops[dtype] = flops.get(dtype, 0) + node.flops
         arithmetic_s = node.flops / machine.compute.flops_per_s(dtype)
-        traffic_s = node_bytes(node, types) / machine.memory.reached_bytes_per_s
+        traffic_s = node_bytes(node, types) / machine.memory.achieved_bytes_per_s
         seconds += max(arithmetic_s, traffic_s) + machine.compute.kernel_launch_s.value
     # The digest is as much work as all of the above, so it is only asked for where something was measured.
     measured = machine.segments.get(segment.digest()) if machine.segments else None
@@ -125,7 +125,7 @@ class Durations:
         """Those that were asked for so far: of each kind, ring and size."""
         return tuple(self._transfers.values())
 
-    def collective(self, op: ops.Collective, ring: Ring) -> Transfer:
+    def collective(self, op: ops.CollectiveOp, ring: Ring) -> Transfer:
         """What a collective takes among the ranks of a ring."""
         key = collective_kind(op), ring, sum(size for _, size in payloads(op, self._program))
         found = self._transfers.get(key)
@@ -144,32 +144,17 @@ class Durations:
         match op:
             case ops.Alloc() | ops.Release() | ops.Wait():
                 return 0.0
-            case (
-                ops.AllGather()
-                | ops.Prefetch()
-                | ops.ReduceScatter()
-                | ops.AllReduce()
-                | ops.Broadcast()
-            ):
+            case ops.Collective():
                 raise ValueError("what a collective takes depends on the ranks")
             case ops.Compute():
                 cost = self.segment(op.segment)
                 # A call that was measured had added its results already.
                 return cost.seconds + (0.0 if cost.is_measured else self._added_s(op))
-            case (
-                ops.Cast()
-                | ops.Fill()
-                | ops.Scale()
-                | ops.GradNorm()
-                | ops.CheckFinite()
-                | ops.Decide()
-                | ops.OptimizerStep()
-                | ops.UpdateScale()
-            ):
+            case ops.Elementwise() | ops.Update():
                 return self._elementwise_s(op)
             case ops.ToHost() | ops.ToDevice():
                 link = machine.host_link
-                return link.latency_s.value + self._bytes(op.source) / link.reached_bytes_per_s
+                return link.latency_s.value + self._bytes(op.source) / link.achieved_bytes_per_s
             case ops.Load():
                 disk = machine.disk
                 return disk.latency_s.value + self._bytes(op.source) / disk.read_bytes_per_s.value
@@ -204,7 +189,7 @@ class Durations:
         match executor:
             case Executor.DEVICE:
                 launch_s = machine.compute.kernel_launch_s.value
-                return launch_s + traffic_bytes / machine.memory.reached_bytes_per_s
+                return launch_s + traffic_bytes / machine.memory.achieved_bytes_per_s
             case Executor.HOST | Executor.DISK:
                 return traffic_bytes / machine.host.bytes_per_s.value
             case _:
@@ -215,7 +200,7 @@ class Durations:
         return region.local_numel(self._program.mesh) * buffer.dtype.itemsize_bytes
 
 
-def collective_kind(op: ops.Collective) -> CollectiveKind:
+def collective_kind(op: ops.CollectiveOp) -> CollectiveKind:
     """The kind of a collective, by which it is timed; a prefetch is an all-gather."""
     match op:
         case ops.AllGather() | ops.Prefetch():
