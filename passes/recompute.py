@@ -1,18 +1,20 @@
 """Compute a unit's forward once more before its backward, instead of keeping what it saves: activation checkpointing.
 
-A forward then keeps only what others need: the loss, new running statistics, and outputs that other forwards or the
-backwards of other units read. What only its own backward reads is made by the forward issued again, as a ``compute`` of
-its own just before that backward, and lives from there on. The second run is cut down to these values, so that the
-last matrix product of a block, whose result nobody asks for, is not computed twice. It reads what the first run read:
-activations stay until then, seeds of dropout are the same, and where the forward changes running statistics the new
-ones wait in a buffer until they have been read for the last time. So every bit stays the same, and every statistic
-changes once. A unit that is called twice, or whose forward is several segments, is computed once more call by call,
-segment by segment. A segment that would keep more bytes than it frees, or whose backward follows at once, stays as it
-is.
+It is a policy of the minimum cut that ``select-saved`` makes (``min_cut``). There only cheap ops may be computed again,
+and a backward computes them itself; here every op may, so that a forward keeps little but the inputs of its unit. What
+only its own backward reads is computed again by a ``compute`` of its own just before that backward. The full gradients
+that the backward fills do not live yet then, and a bound on them does not hold it back. What others read stays: the
+loss, new running statistics, and outputs that other forwards or the backwards of other units read.
 
-It goes well with ``select-saved``, which stands before it: that pass lets a backward compute cheap values itself, each
-just before its use, so that fewer bytes come to life when the forward is issued again. In the other order all that a
-unit saves would be there at once, for ``select-saved`` looks at what reaches from forwards to backwards.
+The values are computed by the same ops from the same values. Activations stay until then, seeds of dropout are the
+same, and where the forward changes running statistics the new ones wait in a buffer until the old ones have been read
+for the last time. So every bit stays the same, and every statistic changes once. A unit that is called twice, or whose
+forward is several segments, is computed again call by call, segment by segment. A segment that would keep more bytes
+than it frees, or whose backward follows at once, stays as it is.
+
+``select-saved`` stands before it: with it a backward computes cheap values just before their use, so that fewer bytes
+live between the second forward and the backward. In the other order all that a unit saves would live there, because
+``select-saved`` chooses only what passes from forwards to backwards.
 
 What ``recompute{units=a}`` changes::
 
@@ -41,7 +43,7 @@ from zeroir.ir.buffers import Region
 from zeroir.ir.ops import Argument
 from zeroir.ir.program import Program
 from zeroir.ir.segment import Segment
-from zeroir.passes.base import Fact, format_spec
+from zeroir.passes.base import Fact, Pass
 from zeroir.passes.common.min_cut import RecutPair
 from zeroir.passes.common.prune import prune
 from zeroir.passes.common.section_draft import (
@@ -60,7 +62,7 @@ _FORWARD = ".forward"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recompute:
+class Recompute(Pass):
     """Compute the forwards of these units again before their backwards; by default those of all repeated units."""
 
     name: ClassVar[str] = "recompute"
@@ -71,10 +73,6 @@ class Recompute:
 
     def __post_init__(self) -> None:
         check_patterns(self.units, self.name)
-
-    def spec(self) -> str:
-        """The pass as text."""
-        return format_spec(self.name, {"units": self.units})
 
     def __call__(self, program: Program) -> Program:
         """The program with what these units save made anew in the backward.

@@ -32,7 +32,7 @@ from typing import ClassVar
 
 from zeroir.ir.ops import Argument
 from zeroir.ir.program import Program
-from zeroir.passes.base import Fact
+from zeroir.passes.base import Fact, Pass
 from zeroir.passes.common.section_draft import (
     CallPosition,
     SectionDraft,
@@ -44,16 +44,12 @@ from zeroir.passes.common.storages import Need, SegmentPair
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SelectSaved:
+class SelectSaved(Pass):
     """Save for the backward what takes fewest bytes, and compute the rest there once more."""
 
     name: ClassVar[str] = "select-saved"
     requires: ClassVar[frozenset[Fact]] = frozenset()
     establishes: ClassVar[frozenset[Fact]] = frozenset({Fact.SAVED_SELECTED})
-
-    def spec(self) -> str:
-        """The pass as text."""
-        return self.name
 
     def __call__(self, program: Program) -> Program:
         """The program with other segments, and other buffers between them."""
