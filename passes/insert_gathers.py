@@ -96,7 +96,7 @@ def _gathered_from(program: Program) -> Mapping[str, str]:
 def _is_of(op: Op, sources: Mapping[str, str]) -> bool:
     """Whether the op allocates, gathers or releases a gathered buffer."""
     match op:
-        case ops.Alloc() | ops.Release():
+        case ops.Memory():
             return op.buffer in sources
         case ops.AllGather():
             return all(pair.destination.buffer in sources for pair in op.pairs)

@@ -1,7 +1,7 @@
-"""The loop over a program's sections: for each op, in order, what carries it out, on the op's stream.
+"""The loop over the sections of a program: it issues every op, in order, on the op's stream.
 
-No decision is made here: what is not in the program does not happen. Streams say when an op runs, handlers what it
-does, a comm how ranks exchange elements, and kernels how a segment is computed.
+It decides nothing: only what is in the program happens. Streams say when an op runs, handlers what it does, a comm how
+ranks exchange elements, and kernels how a segment is computed.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ RunSection = Callable[[Section, Callable[[], None]], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankResult:
-    """What one rank knows after a step.
+    """The results of a step on one rank.
 
     ``loss`` is f32[]: the mean over the step's micro-batches of this rank; ``mean_loss`` that over all ranks, or None
-    where the program does not reduce it. ``is_skipped`` and ``grad_norm`` are f32[], or None where the program takes
-    no such decision; the norm is of the averaged, unscaled gradient, before clipping. Reading a value waits for the
+    where the program does not reduce it. ``is_skipped`` and ``grad_norm`` are f32[], or None where the program
+    computes neither; the norm is of the averaged, unscaled gradient, before clipping. Reading a value waits for the
     device.
     """
 
@@ -114,25 +114,25 @@ class StepExecutor:
         if EVALUATE not in self._program.section_by_name:
             raise UserError("The program has no evaluate section; compile it with one.")
         with self._streams.entered():
-            # Between steps the loss is where the next step begins to add up.
+            # The next step adds to the loss buffer, so it must hold the same value afterwards.
             resting = self._losses(1)
             self._set_inputs(batches, 0)
             self._run(EVALUATE)
-            found = self._losses(1)
+            losses = self._losses(1)
             for memory, loss in zip(self.local_ranks.memories, resting, strict=True):
                 memory.buffer(self._loss_name)[0] = loss
-            return found
+            return losses
 
     def watch(self, step: int, watch: Watch) -> None:
-        """Let every op of that step, counting from 1, be seen, and of no other; ops stay bound to each ``watch``."""
+        """Observe every op of that step alone, counting from 1. Ops stay bound to each ``watch`` that was given."""
         self._to_watch = step, watch
 
     def entered(self) -> AbstractContextManager[None]:
-        """A body between steps, on the stream that computes: see ``Streams.entered``."""
+        """A body between steps, on the compute stream; see ``Streams.entered``."""
         return self._streams.entered()
 
     def finish(self) -> None:
-        """Return when the streams have done all that was submitted; the device may still be at it."""
+        """Return when the host's streams have done all tasks; the device may still be working."""
         self._streams.join([])
 
     def close(self) -> None:
@@ -149,7 +149,7 @@ class StepExecutor:
             if not self._is_begun:
                 self._begin(section)
             self._streams.join([pending.event for pending in section.entry.pending])
-            # What is watched is watched op by op.
+            # Only ops that are issued one by one can be observed.
             if self._run_section is None or watch is not None:
                 self._issue(section, watch)
             else:
@@ -159,7 +159,7 @@ class StepExecutor:
     def _issue(self, section: Section, watch: Watch | None) -> None:
         if watch is None and torch.autograd.profiler._is_profiler_enabled:
             watch = self._named
-        # Ops that are bound stay so, watched ones too: else what is recorded would run for the first time.
+        # Bound ops are kept, observed ones too: otherwise a recorded step would run ops for the first time.
         tasks = self._bound.get((section.name, watch))
         if tasks is None:
             tasks = self._bound[section.name, watch] = self._bind(section, watch)
@@ -177,7 +177,7 @@ class StepExecutor:
         ]
 
     def _begin(self, section: Section) -> None:
-        """Make the entry state of the section that runs first true, which later is the doing of those before it."""
+        """Establish the entry state of the first section; later sections find theirs as their predecessors leave it."""
         self._is_begun = True
         state.establish(
             self._program, self.local_ranks.memories, self.local_ranks.comm, section.entry
@@ -186,7 +186,7 @@ class StepExecutor:
             self._streams.signal(pending.event)
 
     def _task(self, position: OpPosition, op: ops.Op) -> Task:
-        """The function that carries an op out, the same whether it is watched or not."""
+        """The function that carries an op out, the same whether it is observed or not."""
         step = self.local_ranks.prepare(op)
 
         def run() -> None:
@@ -211,7 +211,7 @@ class StepExecutor:
         return named
 
     def _explained(self, position: OpPosition, error: Exception) -> ZeroirError:
-        """What went wrong in an op, where, and what to do if the user can do something."""
+        """The error to raise for a failure in an op: what failed, where, and what the user can do."""
         place = f"{self._labels[position]} of step {self.step_count + 1}"
         if isinstance(error, RuntimeError) and is_lost_connection(error):
             return LostPeersError(
@@ -226,7 +226,7 @@ class StepExecutor:
 
     @cached_property
     def _labels(self) -> Mapping[OpPosition, str]:
-        """The ops in a few words, for profiles and errors."""
+        """A label for each op, for profiles and errors."""
         return labels(self._program)
 
     def _set_inputs(self, batches: Sequence[Batch], micro_step: int) -> None:
@@ -261,7 +261,7 @@ class StepExecutor:
         ]
 
     def _loss_scale(self, memory: RankMemory) -> Tensor | None:
-        """The loss scale of this step, before the update may change it."""
+        """A copy of this step's loss scale, because the update may change it."""
         decide = self._decision
         if decide is None or decide.loss_scale is None:
             return None
@@ -287,7 +287,7 @@ class StepExecutor:
 
     @cached_property
     def _is_loss_reduced(self) -> bool:
-        """Whether the update leaves the sum over all ranks, along every axis, in the loss."""
+        """Whether the update leaves the sum over all ranks, along every axis of the mesh, in the loss buffer."""
         section = self._program.section_by_name.get(UPDATE)
         summed: set[str] = set()
         for op in () if section is None else section.body:

@@ -83,13 +83,7 @@ class LocalRanks:
         match op:
             case ops.Wait():
                 return lambda: None
-            case (
-                ops.AllGather()
-                | ops.Prefetch()
-                | ops.ReduceScatter()
-                | ops.AllReduce()
-                | ops.Broadcast()
-            ):
+            case ops.Collective():
                 collective = self.prepare_collective(op)
 
                 def run() -> None:
@@ -97,7 +91,7 @@ class LocalRanks:
                     communicate(op, collective.tensors, self.comm)
 
                 return run
-            case ops.Alloc() | ops.Release():
+            case ops.Memory():
                 steps = [_prepare_locally(op, memory, self) for memory in self.memories]
             case _:
                 names = self._temporaries(op)
@@ -114,7 +108,7 @@ class LocalRanks:
 
         return everywhere
 
-    def prepare_collective(self, op: ops.Collective) -> PreparedCollective:
+    def prepare_collective(self, op: ops.CollectiveOp) -> PreparedCollective:
         """A collective with the tensors of every local rank."""
         return PreparedCollective(
             tensors=_launch(op, self), temporaries=self._temporaries(op), memories=self.memories
@@ -152,7 +146,7 @@ def _checked(step: Step, memory: RankMemory, names: frozenset[str]) -> Step:
     return checked
 
 
-def _launch(op: ops.Collective, local_ranks: LocalRanks) -> CollectiveTensors:
+def _launch(op: ops.CollectiveOp, local_ranks: LocalRanks) -> CollectiveTensors:
     return CollectiveTensors(
         comm=op.comm,
         pairs=[
@@ -172,7 +166,7 @@ def _launch(op: ops.Collective, local_ranks: LocalRanks) -> CollectiveTensors:
     )
 
 
-def communicate(op: ops.Collective, what: CollectiveTensors, comm: Comm) -> None:
+def communicate(op: ops.CollectiveOp, what: CollectiveTensors, comm: Comm) -> None:
     """Hand a collective to the backend."""
     match op:
         case ops.AllGather() | ops.Prefetch():
@@ -188,7 +182,7 @@ def communicate(op: ops.Collective, what: CollectiveTensors, comm: Comm) -> None
 
 
 def _prepare_locally(
-    op: ops.Memory | ops.Compute | ops.Cast | ops.Fill | ops.Scale | ops.Update | ops.Transfer,
+    op: ops.MemoryOp | ops.Compute | ops.ElementwiseOp | ops.UpdateOp | ops.TransferOp,
     memory: RankMemory,
     local_ranks: LocalRanks,
 ) -> Step:
@@ -253,7 +247,7 @@ def _prepare_locally(
                 hysteresis=op.hysteresis,
                 minimum=op.minimum,
             )
-        case ops.ToHost() | ops.ToDevice() | ops.Load() | ops.Store():
+        case ops.Transfer():
             return partial(
                 memory.region(op.destination).copy_, memory.region(op.source), non_blocking=True
             )

@@ -273,13 +273,7 @@ class SeededStreams:
             case ops.Wait():
                 queue.popleft()
                 return
-            case (
-                ops.AllGather()
-                | ops.Prefetch()
-                | ops.ReduceScatter()
-                | ops.AllReduce()
-                | ops.Broadcast()
-            ):
+            case ops.Collective():
                 assert item.collective is not None
                 item.collective.require_live()  # at its end, too
                 if item.begun is None:

@@ -1,4 +1,4 @@
-"""The buffers of one rank: flat tensors by name, and the slices and views that ops name."""
+"""The buffers of one rank: flat tensors by name, and the regions and views of them that ops use."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from zeroir.runtime.tensors import TORCH_DTYPE, poison
 
 
 class RankMemory:
-    """What one rank holds while a program runs.
+    """The buffers of one rank while a program runs.
 
-    Everything is allocated with the object: persistent buffers, as zeros, and one block per space in which temporary
-    buffers have a place each: the program's plan, or where it has none such as are found at once. ``alloc``
-    and ``release`` only say what is live, so a view of a buffer is made once; whoever keeps one asks ``require`` before
-    each use. With ``is_poisoned`` undefined elements are NaN and a released buffer is overwritten, so that a wrong
-    order of ops shows in the numbers. Buffers on disk are files under ``directory`` (a temporary one by default) mapped
-    into memory. ``placed`` are the places, where several ranks are to share their computation.
+    The constructor allocates everything: persistent buffers, as zeros, and one block per space for the temporary
+    buffers, at the offsets of the program's plan (computed here where the program has none). ``alloc`` and ``release``
+    only mark buffers as live or not, so a view of a buffer is made once; its user calls ``require`` before each use.
+    With ``is_poisoned`` undefined elements are NaN and a released buffer is overwritten, so that a wrong order of ops
+    shows in the numbers. Buffers on disk are files under ``directory``, a temporary one by default, mapped into memory.
+    ``placed`` gives the offsets to several ranks that share them.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class RankMemory:
         return name in self._live
 
     def require(self, names: frozenset[str]) -> None:
-        """InternalError unless all these buffers are allocated now."""
+        """Raise an InternalError unless all these buffers are allocated now."""
         if not names <= self._live:
             name = min(names - self._live)
             raise InternalError(
@@ -80,27 +80,27 @@ class RankMemory:
             )
 
     def settle(self, temporaries: Collection[str]) -> None:
-        """Say which temporary buffers are live now, where ops ran that nobody carried out one by one."""
+        """Set which temporary buffers are live, after ops that were not carried out one by one."""
         self._live = {*self._persistent, *temporaries}
 
     def clear(self, names: Collection[str]) -> None:
-        """Make those of the buffers that are persistent zeros, as they were at first."""
+        """Fill the persistent ones of these buffers with zeros, as the constructor did."""
         for name in self._persistent.intersection(names):
             self._tensors[name].zero_()
 
     def buffer(self, name: str) -> Tensor:
-        """The whole buffer as a one-dimensional tensor; InternalError when it is not live."""
+        """The whole buffer as a 1-d tensor; InternalError where it is not live."""
         if name not in self._live:
             self.require(frozenset((name,)))
         return self._tensors[name]
 
     def region(self, region: Region) -> Tensor:
-        """The elements that the region names on this rank, as a 1-d tensor, live or not; see ``require``."""
+        """The elements of the region on this rank as a 1-d tensor, live or not; see ``require``."""
         start, stop = region.local_range(self._mesh, self._coordinate)
         return self._tensors[region.buffer][start:stop]
 
     def view(self, view: View) -> Tensor:
-        """The strided tensor that the view names on this rank; live or not, see ``require``."""
+        """The strided tensor of the view on this rank, live or not; see ``require``."""
         start, _ = view.region.local_range(self._mesh, self._coordinate)
         tensor = self._tensors[view.region.buffer]
         return tensor.as_strided(view.shape, view.stride, tensor.storage_offset() + start)
@@ -121,17 +121,17 @@ class RankMemory:
         self._live.remove(name)
 
     def _new(self, space: Space, numel: int, dtype: DType, name: str) -> Tensor:
-        kind = TORCH_DTYPE[dtype]
+        torch_dtype = TORCH_DTYPE[dtype]
         match space:
             case Space.DEVICE:
-                return torch.empty(numel, dtype=kind, device=self.device)
+                return torch.empty(numel, dtype=torch_dtype, device=self.device)
             case Space.HOST:
                 is_pinned = self.device.type == "cuda"
-                return torch.empty(numel, dtype=kind, pin_memory=is_pinned)
+                return torch.empty(numel, dtype=torch_dtype, pin_memory=is_pinned)
             case Space.DISK:
                 path = self._disk() / f"{name}.bin"
                 path.parent.mkdir(parents=True, exist_ok=True)
-                return torch.from_file(str(path), shared=True, size=numel, dtype=kind)
+                return torch.from_file(str(path), shared=True, size=numel, dtype=torch_dtype)
             case _:
                 assert_never(space)
 

@@ -40,7 +40,7 @@ from zeroir.runtime.streams import ThreadStreams
 
 
 @dataclass
-class Clock:
+class CallTimer:
     """Seconds spent in what is called through it."""
 
     seconds: list[float] = field(default_factory=list)
@@ -61,7 +61,7 @@ class TimedKernels:
     """A kernel backend whose kernels' time is recorded."""
 
     inner: Kernels
-    clock: Clock
+    clock: CallTimer
 
     def compile(self, segment: Segment, bindings: Sequence[Binding | None]) -> Kernel:
         """See ``Kernels.compile``."""
@@ -75,7 +75,7 @@ class TimedKernels:
 class TimedRanks(LocalRanks):
     """Local ranks that record the time of collectives and of ops that are one torch call."""
 
-    clock = Clock()
+    clock = CallTimer()
 
     def prepare(self, op: ops.Op) -> Step:
         """See ``LocalRanks.prepare``."""
@@ -91,7 +91,7 @@ def overhead(
     program: Program, factory: Factory, batch: Batch, steps: int, *, inline: bool
 ) -> float:
     """Median seconds of a step per op that nothing below the engine accounts for."""
-    clock = Clock()
+    clock = CallTimer()
     device = torch.device("cpu")
     memory = RankMemory(program, 0, device)
     kernels = TimedKernels(open_kernels(KernelBackend.EAGER, device), clock)

@@ -1,4 +1,4 @@
-"""The names that torch's flat collectives go by, which differ between the versions that zeroir supports.
+"""Torch's collectives on flat tensors, whose names differ between the versions of torch that zeroir supports.
 
 torch 2.13 renamed ``all_gather_into_tensor`` and ``reduce_scatter_tensor`` and warns of the old names; torch 2.11 has
 only the old ones.

@@ -1,4 +1,4 @@
-"""One rank alone: every collective is a copy, and none where source and destination are the same memory."""
+"""A world of one rank: every collective is a copy, left out where source and destination are the same memory."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class LocalComm:
 
 
 def _copy(tensors: CollectiveTensors) -> None:
-    """Every pair's source to its destination, rounded to the wire's dtype on the way."""
+    """Copy every pair's source to its destination, rounded to the wire's dtype on the way."""
     for pair in tensors.pairs[0]:
         message = to_wire(pair.source, tensors.wire_dtype)
-        is_there = (
+        is_in_place = (
             message.data_ptr() == pair.destination.data_ptr()
             and message.dtype == pair.destination.dtype
         )
-        if not is_there:
+        if not is_in_place:
             pair.destination.copy_(message)

@@ -28,13 +28,13 @@ class LockstepComm:
     def reduce_scatter(self, tensors: CollectiveTensors, reduction: Reduction) -> None:
         """See ``Comm.reduce_scatter``."""
         for group, index in self._each(tensors):
-            # A destination may be part of a source, so no destination is written before all are known.
+            # A destination may be part of a source, so nothing is written before all results are there.
             sources = self._sources(tensors, group, index)
             slices = [source.chunk(len(group)) for source in sources]
             results: list[Tensor] = []
-            for at, rank in enumerate(group):
+            for coordinate, rank in enumerate(group):
                 result = torch.empty_like(tensors.pairs[rank][index].destination)
-                combine([parts[at] for parts in slices], reduction, result)
+                combine([parts[coordinate] for parts in slices], reduction, result)
                 results.append(result)
             for rank, result in zip(group, results, strict=True):
                 tensors.pairs[rank][index].destination.copy_(result)

@@ -1,7 +1,7 @@
 """Collectives over NCCL, enqueued on the current CUDA stream.
 
-NCCL adds in an order of its own, so results agree with the other backends within the rounding of the wire's dtype,
-not bit for bit.
+NCCL has its own order of additions, so its results agree with the other backends within the rounding of the wire's
+dtype, not bit for bit.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from zeroir.runtime.comm.groups import Groups
 
 
 class NcclComm:
-    """Collectives of one rank of an NCCL world. Also drives torch's fake process group, which moves nothing."""
+    """Collectives of one rank of an NCCL world, or of torch's fake process group, which moves nothing."""
 
     def __init__(self, groups: Groups) -> None:
         self._groups = groups
@@ -86,19 +86,19 @@ _REDUCE_OP = {Reduction.SUM: dist.ReduceOp.SUM, Reduction.MAX: dist.ReduceOp.MAX
 
 
 def _by_dtype(tensors: Sequence[Tensor]) -> Sequence[Sequence[int]]:
-    """The positions of the tensors of each dtype: torch takes only those of one dtype together."""
-    found: dict[torch.dtype, list[int]] = {}
+    """The positions of the tensors of each dtype: torch launches only tensors of one dtype together."""
+    positions: dict[torch.dtype, list[int]] = {}
     for position, tensor in enumerate(tensors):
-        found.setdefault(tensor.dtype, []).append(position)
-    return list(found.values())
+        positions.setdefault(tensor.dtype, []).append(position)
+    return list(positions.values())
 
 
 def _one_launch(group: ProcessGroup, count: int) -> contextlib.AbstractContextManager[object]:
-    """A block whose collectives, all of one kind, NCCL takes together."""
+    """A block whose collectives, all of one kind, NCCL launches together."""
     if count == 1:
         return contextlib.nullcontext()
-    # Without a device: torch then hands the backend all tensors in one call, which returns with the current stream
-    # in order. With one it opens a group of NCCL's and records its events before the group is launched.
+    # No device is given. Torch then passes all tensors to the backend in one call, and the current stream is in order
+    # when that returns. With a device it would record its events before NCCL's group is launched.
     manager: contextlib.AbstractContextManager[object] = distributed_c10d._coalescing_manager(
         group=group
     )
@@ -106,13 +106,13 @@ def _one_launch(group: ProcessGroup, count: int) -> contextlib.AbstractContextMa
 
 
 def _like(destination: Tensor, dtype: torch.dtype) -> Tensor:
-    """The destination itself where it has the dtype that travels, else memory of that dtype."""
+    """The destination itself where it has the dtype that travels, else new memory of that dtype."""
     is_alike = destination.dtype == dtype
     return destination if is_alike else torch.empty_like(destination, dtype=dtype)
 
 
 def _deliver(arrived: Sequence[Tensor], pairs: Sequence[TensorPair]) -> None:
-    """Convert what did not arrive in its destination."""
+    """Convert every tensor that did not arrive in its destination."""
     for tensor, pair in zip(arrived, pairs, strict=True):
         if tensor is not pair.destination:
             pair.destination.copy_(tensor)

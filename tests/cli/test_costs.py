@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -150,5 +151,6 @@ def test_a_wrong_estimate_is_refused_in_a_sentence(
 
 
 def test_the_api_refuses_what_it_does_not_know() -> None:
+    wrong: dict[str, Any] = {"wings": 2}
     with pytest.raises(UserError, match="zeroir estimate --help"):
-        package.estimate(1e9, wings=2)
+        package.estimate(1e9, **wrong)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from dataclasses import replace
-from typing import get_args
 
 import pytest
 from hypothesis import given
@@ -198,7 +197,7 @@ def test_a_collective_lasts_from_a_ranks_coming_to_the_common_end() -> None:
     waited = 0
     for places in zip(*same, strict=True):
         op = program.section_by_name[places[0].section].body[places[0].index]
-        if isinstance(op, get_args(ops.Collective)):
+        if isinstance(op, ops.Collective):
             # Classes 0 and 1 are one group of `shard`, 0 and 2 one of `replicate`.
             axis = program.comm_by_name[op.comm].axis
             peer = 1 if axis == "shard" else 2

@@ -159,7 +159,9 @@ def mismatch(what: str) -> None:
     call = CALLS["broadcast" if is_odd and what == "call" else "all_gather"]
     pair = TensorPair(source=torch.ones(numel), destination=torch.ones(numel * WORLD_SIZE))
     tensors = CollectiveTensors(comm="along_dp", pairs=[[pair]], staging=[None])
-    with pytest.raises(RuntimeError, match=r"'along_dp' rank . is at #2 .*, but this rank at #2 "):
+    with pytest.raises(
+        RuntimeError, match=r"'along_dp' rank . carries out #2 .*, but this rank carries out #2 "
+    ):
         call(comm, tensors)
     dist.barrier()
 

@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -30,6 +30,7 @@ from tests.runtime.support import (
 )
 from tests.support.programs import mlp
 from zeroir.api.run import kernel_backend, load_model
+from zeroir.config import Precision
 from zeroir.errors import KernelWarning, UserError
 from zeroir.ir.bindings import Binding, bindings
 from zeroir.ir.buffers import contiguous_stride
@@ -48,7 +49,7 @@ from zeroir.runtime.kernels.tolerance import tolerance
 from zeroir.runtime.lockstep import run_lockstep
 
 CPU = torch.device("cpu")
-MODELS = {
+MODELS: Mapping[str, tuple[Path, Precision]] = {
     "example": (ROOT / "examples" / "gpt.py", "fp32"),
     "llama": (ROOT / "tests" / "support" / "models" / "llama.py", "bf16"),
     "convnet": (ROOT / "tests" / "support" / "models" / "convnet.py", "fp32"),

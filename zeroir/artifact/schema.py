@@ -29,7 +29,7 @@ from zeroir.ir.limits import LONGEST_TEXT, obeyed_character
 from zeroir.ir.program import Program
 from zeroir.ir.segment import Ref, Symbol
 
-SCHEMA_VERSION: Final = (1, 2)
+SCHEMA_VERSION: Final = (1, 3)
 """(major, minor). A minor version adds fields with defaults, or classes; a major one changes what files mean."""
 
 _MAX_DEPTH: Final = 64
@@ -426,10 +426,31 @@ def _describe(hint: object, found: dict[str, dict[str, str]]) -> None:
         return
     hints = typing.get_type_hints(hint)
     fields = {field.name: field for field in _fields(hint)}
+    declared = typing.get_type_hints(hint, include_extras=True)
     found[hint.__name__] = {
-        field.name: str(field.type)
+        field.name: (
+            # What ops say of their fields beside the type is no part of a file's meaning.
+            str(field.type)
+            if declared[field.name] == hints[field.name]
+            else _spelled(hints[field.name])
+        )
         + (f" = {fields[field.name].default!r}" if fields[field.name].has_default else "")
         for field in dataclasses.fields(hint)
     }
     for field in dataclasses.fields(hint):
         _describe(hints[field.name], found)
+
+
+def _spelled(hint: object) -> str:
+    """A type as an annotation spells it."""
+    if hint is types.NoneType:
+        return "None"
+    if isinstance(hint, type):
+        return hint.__name__
+    arguments = typing.get_args(hint)
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        return " | ".join(map(_spelled, arguments))
+    assert typing.get_origin(hint) is tuple, hint
+    return (
+        f"tuple[{', '.join('...' if part is Ellipsis else _spelled(part) for part in arguments)}]"
+    )

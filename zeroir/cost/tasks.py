@@ -152,7 +152,7 @@ class _TaskList:
             self._host = self._joint
 
     def _task_at(self, position: Position | None) -> int | None:
-        return None if position is None else self._on_stream[position.stream][position.count - 1]
+        return None if position is None else self._on_stream[position.stream][position.place - 1]
 
     def _append(self, task: Task) -> int:
         self.tasks.append(task)

@@ -23,15 +23,15 @@ class Position(NamedTuple):
     """An op by its stream's number and by its place on that stream, counted from 1."""
 
     stream: int
-    count: int
+    place: int
 
 
-class Raised(NamedTuple):
-    """What a wait tells a stream: the first ``count`` ops of ``other`` are done. Streams are given by number."""
+class News(NamedTuple):
+    """What a wait tells a stream: of another stream, ``done`` ops are surely done. Streams are given by number."""
 
     stream: int
     other: int
-    count: int
+    done: int
 
 
 class StreamClocks:
@@ -73,7 +73,7 @@ class StreamClocks:
         stream, clock = self._signals[event]
         return Position(stream, clock[stream])
 
-    def wait(self, event: str, on: str) -> list[Raised]:
+    def wait(self, event: str, on: str) -> list[News]:
         """Order a stream, or all of them where the host waits, after an event; what is news to each of them.
 
         An event that nothing has signalled belongs to an earlier step and orders nothing.
@@ -84,19 +84,19 @@ class StreamClocks:
         streams = range(len(self.done)) if on == HOST else (self.numbers[on],)
         return [news for stream in streams for news in self.follow(stream, clock)]
 
-    def follow(self, stream: int, clock: Clock) -> list[Raised]:
+    def follow(self, stream: int, clock: Clock) -> list[News]:
         """Order the next op of a stream after all that the clock counts; what is news to the stream."""
         own = self.done[stream]
-        news: list[Raised] = []
+        news: list[News] = []
         for other, count in enumerate(clock):
             if count > own[other] and other != stream:
                 own[other] = count
-                news.append(Raised(stream, other, count))
+                news.append(News(stream, other, count))
         return news
 
     def is_done(self, position: Position, stream: int) -> bool:
         """Whether that op is surely done when the next op of the stream begins."""
-        return self.done[stream][position.stream] >= position.count
+        return self.done[stream][position.stream] >= position.place
 
     def join(self, pending: Collection[str]) -> list[Position]:
         """Pass a joint: the last op of each stream that later ops come after, for streams that have one.

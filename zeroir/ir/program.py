@@ -1,8 +1,9 @@
 """A program: one SPMD training step for every rank of a mesh, as plain data.
 
-A program is header (mesh, communicators, streams), flats (where each parameter stands), buffers, segments, sections,
-the bindings to the outside world (inputs, module buffers, optimizer groups, loss), and how it came about (options,
-pass specs, fingerprint of the model). The order of every tuple is part of the program, and its text is canonical.
+A program is header (mesh, communicators, streams, bounds), flats (where each parameter stands), buffers, segments,
+sections, the bindings to the outside world (inputs, module buffers, optimizer groups, loss), and how it came about
+(options, pass specs, fingerprint of the model). The order of every tuple is part of the program, and its text is
+canonical.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Final
 
+from zeroir.ir.bounds import Bound
 from zeroir.ir.buffers import Buffer, Region
 from zeroir.ir.contents import Content
 from zeroir.ir.dtypes import DType
@@ -180,6 +182,7 @@ class Program:
     mesh: Mesh
     comms: tuple[Communicator, ...] = ()
     streams: tuple[Stream, ...] = STREAMS
+    bounds: tuple[Bound, ...] = ()
     flats: tuple[Flat, ...] = ()
     buffers: tuple[Buffer, ...] = ()
     segments: tuple[Segment, ...] = ()

@@ -57,7 +57,7 @@ def on_the_wire(counted: Mapping[str, int]) -> Mapping[str, int]:
     return {key: 2 * size if key == "all_reduce" else size for key, size in counted.items()}
 
 
-def payloads(op: ops.Collective, program: Program) -> Iterator[tuple[str, int]]:
+def payloads(op: ops.CollectiveOp, program: Program) -> Iterator[tuple[str, int]]:
     """For each pair its key of :func:`collective_bytes` and its bytes, of the dtype that travels."""
     for pair in op.pairs:
         match op:

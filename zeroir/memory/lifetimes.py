@@ -1,8 +1,7 @@
 """When temporary buffers live, by happens-before: from the op that begins one to where each stream knows it ended.
 
-A stream may use the memory of a released buffer once it comes after the release: at once on the release's own stream,
-on other streams from the wait that tells them so. Program order alone says nothing, for streams run ahead or lag
-behind.
+A stream may use the memory of a released buffer once it comes after the release: the release's own stream at once,
+another stream from the wait that tells it so. Program order alone says nothing, for streams run ahead or lag behind.
 """
 
 from __future__ import annotations

@@ -166,7 +166,7 @@ def _launches(program: Program) -> Iterator[_Launch]:
                 )
 
 
-def _by_dtype(program: Program, op: ops.Collective) -> dict[DType, list[ops.Pair]]:
+def _by_dtype(program: Program, op: ops.CollectiveOp) -> dict[DType, list[ops.Pair]]:
     """The pairs that travel together: those of one element type."""
 
     def travels(region: Region) -> DType:
@@ -178,7 +178,7 @@ def _by_dtype(program: Program, op: ops.Collective) -> dict[DType, list[ops.Pair
     return found
 
 
-def _kind(op: ops.Collective, pairs: int) -> str:
+def _kind(op: ops.CollectiveOp, pairs: int) -> str:
     """What torch calls the collective in its records, on one tensor or on several at once."""
     match op:
         case ops.AllGather() | ops.Prefetch():

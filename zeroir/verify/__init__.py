@@ -14,6 +14,7 @@ from functools import cached_property
 from zeroir.ir.buffers import whole
 from zeroir.ir.program import LAST_MICRO_STEP, MICRO_STEP, SECTION_NAMES, UPDATE, Program
 from zeroir.verify.arenas import check_arenas
+from zeroir.verify.bounds import check_bounds
 from zeroir.verify.budget import check_budget
 from zeroir.verify.codes import CODES, LAWS, STRUCTURE, Law
 from zeroir.verify.collectives import check_collectives, compare_jobs
@@ -43,7 +44,7 @@ __all__ = [
     "verify_job",
 ]
 
-_ORDER_LAWS = ("Z101", "Z103", "Z104", "Z105", "Z106", "Z201", "Z202")
+_ORDER_LAWS = ("Z101", "Z103", "Z104", "Z105", "Z106", "Z201", "Z202", "Z302")
 _VALUE_LAWS = ("Z102", "Z401", "Z402", "Z403", "Z404", "Z405", "Z406")
 
 
@@ -131,6 +132,7 @@ def _asked(
     unasked = {"Z406"} if reference is None else set()
     unasked |= {"Z301"} if budget_bytes is None else set()
     unasked |= {"Z106"} if all(buffer.offset is None for buffer in program.buffers) else set()
+    unasked |= set() if program.bounds else {"Z302"}
     return tuple(code for code in LAWS if code not in unasked)
 
 
@@ -163,7 +165,7 @@ def _check_structure(program: Program, findings: Findings) -> bool:
 
 def _check_order(program: Program, findings: Findings) -> bool:
     """Whether every interleaving of the streams is safe; the values are examined in program order alone."""
-    for check_part in (check_collectives, check_ordering, check_arenas):
+    for check_part in (check_collectives, check_ordering, check_arenas, check_bounds):
         if not findings.found:
             check_part(program, findings)
     return not findings.found

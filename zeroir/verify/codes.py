@@ -99,6 +99,10 @@ LAWS: Final[Mapping[str, Law]] = {
         title="over the memory budget",
         remedy="Release earlier, prefetch less, or choose a higher stage, offload or recompute.",
     ),
+    "Z302": Law(
+        title="more may be live than a bound allows",
+        remedy="Wait for the release that the bound asks for before the buffer begins, or drop the bound.",
+    ),
     "Z401": Law(
         title="a compute op does not read the current, whole parameter",
         remedy="Gather or cast the parameter before the op, and let no other op overwrite it.",

@@ -36,7 +36,7 @@ def launches(program: Program, section: Section) -> list[LaunchSignature]:
     return found
 
 
-def _launch(program: Program, op: ops.Collective, kind: str, detail: str) -> LaunchSignature:
+def _launch(program: Program, op: ops.CollectiveOp, kind: str, detail: str) -> LaunchSignature:
     pairs = tuple(
         (
             pair.source.local_numel(program.mesh),
@@ -62,7 +62,7 @@ def check_collectives(program: Program, findings: Findings) -> None:
                 findings.add("Z201", sentence, section=section, line=line)
 
 
-def _misfit(program: Program, op: ops.Collective, size: int) -> str | None:
+def _misfit(program: Program, op: ops.CollectiveOp, size: int) -> str | None:
     if isinstance(op, ops.Broadcast) and not 0 <= op.root < size:
         return f"broadcast from rank {op.root} of an axis that has {size}"
     for pair in op.pairs:

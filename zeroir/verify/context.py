@@ -128,7 +128,7 @@ def _events(section: Section) -> Mapping[str, list[str]]:
         seen = effects(op)
         said = dict.fromkeys((region.buffer for region in seen.reads), f"read @{i}")
         written = (region.buffer for region in (*seen.writes, *seen.accumulates))
-        said |= dict.fromkeys(written, f"{verb(op)} @{i}")
+        said |= dict.fromkeys(written, f"{op.participle} @{i}")
         said |= dict.fromkeys(seen.frees, f"released @{i}")
         said |= dict.fromkeys(seen.allocs, f"allocated @{i}")
         for name, event in said.items():
@@ -149,54 +149,10 @@ def last_touch(section: Section, name: str, *, is_write: bool) -> int | None:
     return found
 
 
-def verb(op: Op) -> str:
-    """What an op does to its destination, as a past participle."""
-    match op:
-        case ops.AllGather() | ops.Prefetch():
-            return "gathered"
-        case ops.ReduceScatter() | ops.AllReduce():
-            return "reduced"
-        case ops.Broadcast():
-            return "broadcast"
-        case ops.Cast():
-            return "cast"
-        case ops.Fill():
-            return "filled"
-        case ops.Scale():
-            return "scaled"
-        case ops.OptimizerStep():
-            return "updated"
-        case ops.ToHost() | ops.ToDevice() | ops.Load() | ops.Store():
-            return "copied"
-        case _:
-            return "written"
-
-
 def title(op: Op) -> str:
     """What an op is called in a sentence."""
-    match op:
-        case ops.Compute():
-            return f"compute @{op.segment}"
-        case ops.AllGather():
-            return "all_gather"
-        case ops.ReduceScatter():
-            return "reduce_scatter"
-        case ops.AllReduce():
-            return "all_reduce"
-        case ops.OptimizerStep():
-            return "optimizer_step"
-        case ops.GradNorm():
-            return "grad_norm"
-        case ops.CheckFinite():
-            return "check_finite"
-        case ops.UpdateScale():
-            return "update_scale"
-        case ops.ToHost():
-            return "to_host"
-        case ops.ToDevice():
-            return "to_device"
-        case _:
-            return type(op).__name__.lower()
+    name = ops.op_name(type(op))
+    return f"{name} @{op.segment}" if isinstance(op, ops.Compute) else name
 
 
 def spell(region: Region, program: Program) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from zeroir.ir.allowlist import refusal
+from zeroir.ir.bounds import AheadBound, BehindBound
 from zeroir.ir.buffers import Buffer, Region, whole
 from zeroir.ir.contents import GRAD, MASTER, Content, FlatContent
 from zeroir.ir.mesh import HOST
@@ -31,6 +32,7 @@ def check_declarations(program: Program, findings: Findings) -> None:
     for problems in (
         _names(program),
         _mesh(program),
+        _bounds(program),
         _flats(program),
         _buffers(program),
         _segments(program),
@@ -52,6 +54,7 @@ def _names(program: Program) -> Problems:
         "buffer": [buffer.name for buffer in program.buffers],
         "segment": [segment.name for segment in program.segments],
         "section": [section.name for section in program.sections],
+        "bound on": [bound.kind.value for bound in program.bounds],
         "parameter": [
             name for flat in program.flats for s in flat.slots for name in (s.name, *s.aliases)
         ],
@@ -63,6 +66,21 @@ def _names(program: Program) -> Problems:
     for section in program.sections:
         if section.name not in SECTION_NAMES:
             yield "Z001", f"section {section.name} is none of {', '.join(SECTION_NAMES)}"
+
+
+def _bounds(program: Program) -> Problems:
+    streams = {stream.name for stream in program.streams}
+    for bound in program.bounds:
+        match bound:
+            case BehindBound() if bound.behind not in streams:
+                yield (
+                    "Z001",
+                    f"the bound on {bound.kind.value} names the undeclared stream {bound.behind}",
+                )
+            case AheadBound() if bound.ahead < 0:
+                yield "Z008", f"the bound on {bound.kind.value} lets {bound.ahead} run ahead"
+            case _:
+                pass
 
 
 def _mesh(program: Program) -> Problems:

@@ -40,7 +40,7 @@ from zeroir.verify.domain import (
 )
 from zeroir.verify.flat_layout import FlatLayout
 from zeroir.verify.update import Stepped
-from zeroir.verify.value_numbers import Operand, Segments
+from zeroir.verify.value_numbers import CallOperand, Segments
 
 Contributions = dict[str, list[int]]
 """Per parameter, the value numbers that contribute to its gradient, in the order in which they are added."""
@@ -235,7 +235,7 @@ class SectionRun:
                 update.optimizer_step(self, op)
             case ops.UpdateScale():
                 update.update_scale(self, op)
-            case ops.ToHost() | ops.ToDevice() | ops.Load() | ops.Store():
+            case ops.Transfer():
                 self.memory.write(op.destination, self.take(op.source))
             case _:
                 assert_never(op)
@@ -270,7 +270,7 @@ class SectionRun:
     # ----------------------------------------------------------------------------------------------------- compute
 
     def _compute(self, op: ops.Compute) -> None:
-        operands: list[Operand] = []
+        operands: list[CallOperand] = []
         is_poisoned = False
         for argument in op.arguments:
             region = argument.view.region
@@ -278,18 +278,18 @@ class SectionRun:
             if name is not None:
                 if not self._is_parameter(name, region):
                     is_poisoned = True
-                operands.append(Operand(("parameter", self.shared.gradients[name][1].name)))
+                operands.append(CallOperand(("parameter", self.shared.gradients[name][1].name)))
                 continue
             pieces = self.take(region)
             if len(pieces) == 1:
                 value = pieces[0][2]
                 if isinstance(value, Elements) and not value.strides:
                     key = (value.key, value.summed) if value.summed else value.key
-                    operands.append(Operand(key, value.shift))
+                    operands.append(CallOperand(key, value.shift))
                     continue
             if any(algebra.is_poisoned(value) for _, _, value in pieces):
                 is_poisoned = True
-            operands.append(Operand(tuple(pieces)))
+            operands.append(CallOperand(tuple(pieces)))
         results = self.shared.segments.results(op.segment, tuple(operands))
         for destination, (number, key, shift) in zip(op.destinations, results, strict=True):
             if destination is None:

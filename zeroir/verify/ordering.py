@@ -20,18 +20,6 @@ from zeroir.verify.intervals import IntervalMap
 Access = tuple[int, tuple[tuple[int, int], ...]]
 """The last writer, and per stream the last reader since: ``(writer, ((stream, reader), ...))``."""
 
-ASYNCHRONOUS = (
-    ops.AllGather,
-    ops.Prefetch,
-    ops.ReduceScatter,
-    ops.AllReduce,
-    ops.Broadcast,
-    ops.ToHost,
-    ops.ToDevice,
-    ops.Load,
-    ops.Store,
-)
-
 
 class Ordering:
     """One pass over one section."""
@@ -263,11 +251,11 @@ class Ordering:
                 advice=self._order_advice(earlier),
             )
             return
-        is_pending = other.op is None
+        is_late = other.op is None or other.op.is_asynchronous
         who = (
             "an op pending from before" if other.op is None else f"{title(other.op)} @{other.line}"
         )
-        if was_write and is_read and (is_pending or isinstance(other.op, ASYNCHRONOUS)):
+        if was_write and is_read and is_late:
             self._fail(
                 "Z103",
                 f"{title(op)} reads {where} without waiting for {who}, which writes it on "

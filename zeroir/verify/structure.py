@@ -84,33 +84,25 @@ class _Checker:
         if is_sound:
             yield from self._own(op)
             yield from self._apart(op, seen)
-            yield from self._executor(op)
+            yield from self._executor(op, seen)
 
     def _own(
         self,
-        op: ops.Memory
-        | ops.Collective
+        op: ops.MemoryOp
+        | ops.CollectiveOp
         | ops.Compute
-        | ops.Cast
-        | ops.Fill
-        | ops.Scale
-        | ops.Update
-        | ops.Transfer,
+        | ops.ElementwiseOp
+        | ops.UpdateOp
+        | ops.TransferOp,
     ) -> Iterator[Problem]:
         match op:
-            case ops.Alloc() | ops.Release():
+            case ops.Memory():
                 buffer = self.buffers.get(op.buffer)
                 if buffer is None:
                     yield "Z001", f"{title(op)} of the undeclared buffer %{op.buffer}"
                 elif buffer.is_persistent:
                     yield "Z007", f"{title(op)} of the persistent buffer %{op.buffer}"
-            case (
-                ops.AllGather()
-                | ops.Prefetch()
-                | ops.ReduceScatter()
-                | ops.AllReduce()
-                | ops.Broadcast()
-            ):
+            case ops.Collective():
                 yield from self._collective(op)
             case ops.Compute():
                 yield from self._compute(op)
@@ -142,14 +134,8 @@ class _Checker:
                 yield from self._scalar(op, "skip", op.skip, DType.F32)
                 if self._numel(op.state) != 3 or self._dtype(op.state) is not DType.F32:
                     yield "Z004", f"update_scale needs f32[3] in {self._spell(op.state)}"
-            case ops.ToHost():
-                yield from self._transfer(op, Space.DEVICE, Space.HOST)
-            case ops.ToDevice():
-                yield from self._transfer(op, Space.HOST, Space.DEVICE)
-            case ops.Load():
-                yield from self._transfer(op, Space.DISK, Space.HOST)
-            case ops.Store():
-                yield from self._transfer(op, Space.HOST, Space.DISK)
+            case ops.Transfer():
+                yield from self._transfer(op)
             case _:
                 assert_never(op)
 
@@ -191,28 +177,22 @@ class _Checker:
             if self._space(region) is Space.DISK:
                 yield "Z006", f"{title(op)} cannot work on {self._spell(region)}, which is on disk"
 
-    def _executor(self, op: Op) -> Iterator[Problem]:
+    def _executor(self, op: Op, seen: Effects) -> Iterator[Problem]:
         """The stream must be carried out by what can reach the memory: no wait orders the others' work."""
-        executor = None if isinstance(op, ops.Wait) else self.executors.get(op.stream)
         match op:
-            case ops.Alloc() | ops.Release() | ops.Wait():
+            case ops.Memory() | ops.Wait():
                 return
-            case ops.Cast() | ops.Fill():
-                space = self._space(op.destination)
-            case ops.Scale():
-                space = self._space(op.region)
-            case ops.GradNorm() | ops.CheckFinite():
-                space = self._space(op.destination)
-            case ops.Decide():
-                space = self._space(op.gradient_divisor)
-            case ops.OptimizerStep():
-                space = self._space(op.param)
-            case ops.UpdateScale():
-                space = self._space(op.state)
-            case ops.Load() | ops.Store():
-                space = Space.HOST
-            case _:
+            case ops.Collective() | ops.Compute():
                 space = Space.DEVICE
+            case ops.Transfer():
+                is_of_device = Space.DEVICE in (op.from_space, op.to_space)
+                space = Space.DEVICE if is_of_device else Space.HOST
+            case ops.Elementwise() | ops.Update():
+                changed, *_ = (*seen.writes, *seen.accumulates)
+                space = self._space(changed)
+            case _:
+                assert_never(op)
+        executor = self.executors.get(op.stream)
         if executor is not None and (executor is Executor.DEVICE) is not (space is Space.DEVICE):
             yield (
                 "Z006",
@@ -232,7 +212,7 @@ class _Checker:
 
     # -------------------------------------------------------------------------------------------------------- ops
 
-    def _collective(self, op: ops.Collective) -> Iterator[Problem]:
+    def _collective(self, op: ops.CollectiveOp) -> Iterator[Problem]:
         comm = self.program.comm_by_name.get(op.comm)
         if comm is None:
             yield "Z001", f"{title(op)} uses the undeclared communicator {op.comm}"
@@ -269,7 +249,7 @@ class _Checker:
                     )
         yield from self._disjoint(op, written)
 
-    def _in_place(self, op: ops.Collective, pair: ops.Pair, axis: str) -> Iterator[Problem]:
+    def _in_place(self, op: ops.CollectiveOp, pair: ops.Pair, axis: str) -> Iterator[Problem]:
         source, destination = pair.source, pair.destination
         if not _overlap(source, destination):
             return
@@ -461,8 +441,8 @@ class _Checker:
         if self._dtype(op.hyper) is not DType.F64 or self._numel(op.hyper) != HYPER_NUMEL:
             yield "Z004", f"optimizer_step needs f64[{HYPER_NUMEL}] in {self._spell(op.hyper)}"
 
-    def _transfer(self, op: ops.Transfer, source: Space, destination: Space) -> Iterator[Problem]:
-        for region, space in ((op.source, source), (op.destination, destination)):
+    def _transfer(self, op: ops.TransferOp) -> Iterator[Problem]:
+        for region, space in ((op.source, op.from_space), (op.destination, op.to_space)):
             if self._space(region) is not space:
                 yield (
                     "Z006",

@@ -109,7 +109,7 @@ def broadcast(run: SectionRun, op: ops.Broadcast) -> None:
         run.memory.write(pair.destination, result)
 
 
-def _sources(run: SectionRun, op: ops.Collective, code: str) -> list[tuple[ops.Pair, PieceList]]:
+def _sources(run: SectionRun, op: ops.CollectiveOp, code: str) -> list[tuple[ops.Pair, PieceList]]:
     taken = [(pair, run.take(pair.source, code)) for pair in op.pairs]
     if op.wire_dtype is not None:
         wire = op.wire_dtype

@@ -53,27 +53,9 @@ def scratch_bytes(program: Program, op: Op, *, kernels: str = EAGER) -> int:
             own, wanted = _dtype(program, op.source), _dtype(program, op.destination)
             numel = min(op.destination.local_numel(program.mesh), CONVERTED_CHUNK_NUMEL)
             return 0 if own is wanted else numel * wanted.itemsize_bytes
-        case (
-            ops.AllGather()
-            | ops.Prefetch()
-            | ops.ReduceScatter()
-            | ops.AllReduce()
-            | ops.Broadcast()
-        ):
+        case ops.Collective():
             return _exchanged_bytes(program, op)
-        case (
-            ops.Alloc()
-            | ops.Release()
-            | ops.Wait()
-            | ops.Cast()
-            | ops.Fill()
-            | ops.Scale()
-            | ops.OptimizerStep()
-            | ops.ToHost()
-            | ops.ToDevice()
-            | ops.Load()
-            | ops.Store()
-        ):
+        case ops.Memory() | ops.Wait() | ops.Elementwise() | ops.OptimizerStep() | ops.Transfer():
             return 0
         case _:
             assert_never(op)
@@ -119,7 +101,7 @@ class _Piece:
         return 0 if self.source is self.wire else self.source_numel * self.wire.itemsize_bytes
 
 
-def _exchanged_bytes(program: Program, op: ops.Collective) -> int:
+def _exchanged_bytes(program: Program, op: ops.CollectiveOp) -> int:
     pieces = list(_pieces(program, op))
     messages = sum(piece.message_bytes for piece in pieces)
     size = program.mesh.size(program.comm_by_name[op.comm].axis)
@@ -142,7 +124,7 @@ def _exchanged_bytes(program: Program, op: ops.Collective) -> int:
             assert_never(op)
 
 
-def _pieces(program: Program, op: ops.Collective) -> Iterator[_Piece]:
+def _pieces(program: Program, op: ops.CollectiveOp) -> Iterator[_Piece]:
     for pair in op.pairs:
         source = _dtype(program, pair.source)
         yield _Piece(

@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zeroir.config import make_options
-from zeroir.frontend import replay, segments
+from zeroir.frontend import block_reuse, segments
+from zeroir.frontend.block_graph import make_block_graph
 from zeroir.frontend.capture import capture
 from zeroir.frontend.entry import ModelFile, load_model_file
-from zeroir.frontend.template import make_template
 from zeroir.frontend.tracing import program_of
 from zeroir.ir.segment import Segment
 from zeroir.ir.text import print_program
@@ -80,13 +80,13 @@ def same_blocks(
 ) -> tuple[str, ...]:
     """The blocks that were not traced one by one, once the program has been seen to be the same."""
     options = make_options({"world_size": 1, "precision": precision})
-    with_replay = capture(file, precision, (), fewest_equal_calls=fewest)
+    with_reuse = capture(file, precision, (), fewest_equal_calls=fewest)
     without = capture(file, precision, (), fewest_equal_calls=NEVER)
-    assert not without.replayed
-    assert print_program(program_of(with_replay, options)) == print_program(
+    assert not without.reused_blocks
+    assert print_program(program_of(with_reuse, options)) == print_program(
         program_of(without, options)
     )
-    return with_replay.replayed
+    return with_reuse.reused_blocks
 
 
 def names(*at: int) -> tuple[str, ...]:
@@ -110,14 +110,14 @@ def test_a_dozen_equal_blocks_are_traced_built_and_hashed_once(
 
         return call
 
-    monkeypatch.setattr(replay, "make_template", counted("traced", make_template))
+    monkeypatch.setattr(block_reuse, "make_block_graph", counted("traced", make_block_graph))
     monkeypatch.setattr(segments, "Segment", counted("built", Segment))
     monkeypatch.setattr(
         workspace, "eager_workspace", counted("measured", workspace.eager_workspace)
     )
     monkeypatch.setattr(Segment, "digest", counted("hashed", Segment.digest))
     captured = capture(model_file(lambda: Stack(lambda _: Block(), 12)), "fp32", ())
-    assert captured.replayed == names(*range(12))
+    assert captured.reused_blocks == names(*range(12))
     program = program_of(captured, make_options({"world_size": 1}))
     # The forwards and backwards of what comes before the blocks, of the blocks, and of what comes after them.
     assert len(program.segments) == 6
@@ -128,7 +128,7 @@ def test_a_dozen_equal_blocks_are_traced_built_and_hashed_once(
 @pytest.mark.slow
 def test_few_blocks_are_traced_one_by_one() -> None:
     file = model_file(lambda: Stack(lambda _: Block()))
-    assert capture(file, "fp32", (), fewest_equal_calls=LAYERS + 1).replayed == ()
+    assert capture(file, "fp32", (), fewest_equal_calls=LAYERS + 1).reused_blocks == ()
 
 
 class Widening(Block):

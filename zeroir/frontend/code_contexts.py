@@ -1,6 +1,6 @@
-"""Regions of a forward that its code marks: activation checkpoints, and autocast for another device than a program's.
+"""Contexts that a model's code opens and a program replaces: activation checkpoints, and autocast for accelerators.
 
-A program computes whole units again, so what a checkpoint marks becomes ``--recompute`` of the units in it.
+A program recomputes whole units, so a checkpoint becomes ``--recompute`` of the units in it.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from zeroir.frontend.units import Units
 class Checkpoint:
     """A call of ``torch.utils.checkpoint``.
 
-    ``around`` are the modules whose calls it stands in, outermost first, ``modules`` those that it calls itself, and
-    ``source`` is its ``file:line``.
+    ``around`` are the modules that were being called when it was opened, outermost first; ``modules`` are those that it
+    calls itself; ``source`` is its ``file:line``.
     """
 
     around: tuple[str, ...]
@@ -31,7 +31,7 @@ class Checkpoint:
     modules: list[str] = field(default_factory=list)
 
     def units(self, units: Units) -> list[str]:
-        """The units that lie in it whole; none where it lies in one."""
+        """The units that lie completely in it; none where it lies in a unit."""
         if any(name in units.labels for name in self.around):
             return []
         return [
@@ -42,25 +42,25 @@ class Checkpoint:
 
 
 def recomputed_units(checkpoints: Sequence[Checkpoint], units: Units) -> tuple[str, ...]:
-    """The units that the checkpoints ask to compute again, in the model's order."""
+    """The units in checkpoints, in the model's order."""
     wanted = {unit for each in checkpoints for unit in each.units(units)}
     return tuple(unit for unit in units.labels if unit in wanted)
 
 
-def without_units(checkpoints: Sequence[Checkpoint], units: Units) -> str | None:
-    """A sentence on the checkpoints that hold no whole unit; None where there are none."""
-    lost = dict.fromkeys(each.source for each in checkpoints if not each.units(units))
-    if not lost:
+def note_on_small_checkpoints(checkpoints: Sequence[Checkpoint], units: Units) -> str | None:
+    """A sentence on the checkpoints that contain no whole unit; None where there are none."""
+    sources = dict.fromkeys(each.source for each in checkpoints if not each.units(units))
+    if not sources:
         return None
     return (
-        f"{_joined(lost)} checkpoints less than a unit, which changes nothing in the program: it computes whole units "
-        "again, those that --recompute names."
+        f"{_joined(sources)} checkpoints less than a unit, which changes nothing in the program: it computes whole "
+        "units again, those that --recompute names."
     )
 
 
 @contextmanager
-def noting_autocasts(found: dict[str, str], line: Callable[[], str]) -> Iterator[None]:
-    """Note where autocast is asked for on an accelerator: the device by ``line()``, unless that is empty."""
+def noting_autocasts(devices: dict[str, str], line: Callable[[], str]) -> Iterator[None]:
+    """Note each autocast for an accelerator: ``devices[line()]`` becomes its device, unless ``line()`` is empty."""
     original = torch.autocast.__init__
 
     def init(
@@ -71,28 +71,28 @@ def noting_autocasts(found: dict[str, str], line: Callable[[], str]) -> Iterator
         cache_enabled: bool | None = None,
     ) -> None:
         if enabled and device_type != "cpu" and (place := line()):
-            found.setdefault(place, device_type)
+            devices.setdefault(place, device_type)
         original(self, device_type, dtype, enabled, cache_enabled)
 
     with mock.patch.object(torch.autocast, "__init__", init):
         yield
 
 
-def on_autocasts(found: dict[str, str]) -> str | None:
-    """A sentence on what was noted; None where nothing was."""
-    if not found:
+def note_on_autocasts(devices: dict[str, str]) -> str | None:
+    """A sentence on autocasts by ``file:line``; None where there are none."""
+    if not devices:
         return None
-    device = next(iter(found.values()))
+    device = next(iter(devices.values()))
     return (
-        f"{_joined(found)} asks for torch.autocast('{device}'), which changes nothing in a program, for it is made for "
-        "any device: compile with --precision bf16 or fp16, or give autocast the device type of a tensor."
+        f"{_joined(devices)} asks for torch.autocast('{device}'), which changes nothing in a program, for it is made "
+        "for any device: compile with --precision bf16 or fp16, or give autocast the device type of a tensor."
     )
 
 
 def line_of_caller(folder: Path, *, in_libraries: bool = True) -> str:
-    """``file:line`` of the innermost frame that is neither torch's nor zeroir's; the file by its path in ``folder``.
+    """``file:line`` of the innermost frame that is neither torch's nor zeroir's, with the file's path in ``folder``.
 
-    Empty where there is none, and where it is a library's unless ``in_libraries``.
+    Empty where there is no such frame, or where it is in a library and ``in_libraries`` is False.
     """
     skipped = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
     frame = sys._getframe(1)
