@@ -167,13 +167,9 @@ def _state_after(state: State, moved: Iterable[Op], program: Program) -> State:
     for op in moved:
         for region, content in _results(op, program):
             others = held.get(region.buffer, ())
-            kept = [h for h in others if not _overlap(h.region, region)]
+            kept = [h for h in others if not h.region.overlaps(region)]
             held[region.buffer] = [*kept, Holding(region=region, content=content)]
     return replace(state, holdings=tuple(chain.from_iterable(held.values())))
-
-
-def _overlap(one: Region, other: Region) -> bool:
-    return one.offset < other.stop and other.offset < one.stop
 
 
 def _results(op: Op, program: Program) -> Iterator[tuple[Region, Content]]:
