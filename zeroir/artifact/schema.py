@@ -432,7 +432,7 @@ def _describe(hint: object, described: dict[str, dict[str, str]]) -> None:
     declared = typing.get_type_hints(hint, include_extras=True)
     described[hint.__name__] = {
         field.name: (
-            # What ops say of their fields beside the type is no part of a file's meaning.
+            # An op may annotate a field beyond its type; the annotation does not change the meaning of files.
             str(field.type)
             if declared[field.name] == hints[field.name]
             else _spelled(hints[field.name])
