@@ -107,13 +107,17 @@ class Operand:
     path: str
 
 
-@cache
 def op_fields(kind: type) -> tuple[OpField, ...]:
     """The fields of an op class, or of a dataclass inside one, in their order.
 
     Raises:
         TypeError: where a field does not declare its use, or declares one that does not fit its type.
     """
+    return _op_fields(kind)
+
+
+@cache
+def _op_fields(kind: type) -> tuple[OpField, ...]:
     hints = typing.get_type_hints(kind, include_extras=True)
     return tuple(_field(kind, field, hints[field.name]) for field in dataclasses.fields(kind))
 
