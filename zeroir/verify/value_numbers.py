@@ -73,7 +73,7 @@ class _NumberedNode(NamedTuple):
     makes: tuple[int, ...]
 
 
-class _StoragePart(NamedTuple):
+class _ValuePlace(NamedTuple):
     """A value as part of a storage: the value that owns the storage, the offset there, and the number of its layout."""
 
     root: int
@@ -90,11 +90,11 @@ class _PreparedSegment:
         self._outputs = segment.outputs
         self._steps: list[_NumberedNode] = []
         self._places = [
-            _StoragePart(i, 0, self._layout(kind)) for i, kind in enumerate(segment.inputs)
+            _ValuePlace(i, 0, self._layout(kind)) for i, kind in enumerate(segment.inputs)
         ]
         types = segment.types()
         self._places += [
-            _StoragePart(i, 0, -1 if kind is None else self._layout(kind))
+            _ValuePlace(i, 0, -1 if kind is None else self._layout(kind))
             for i, kind in enumerate(types[self._inputs :], self._inputs)
         ]
         first = self._inputs
@@ -110,7 +110,7 @@ class _PreparedSegment:
             if views is not None:
                 parent = self._places[source.index]
                 for i, (offset, kind) in enumerate(views, first):
-                    place = _StoragePart(parent.root, parent.offset + offset, self._layout(kind))
+                    place = _ValuePlace(parent.root, parent.offset + offset, self._layout(kind))
                     self._places[i] = place
                 return
         makes = tuple(range(first, first + len(node.results)))
@@ -119,7 +119,7 @@ class _PreparedSegment:
             self._steps.append(self._step(node, makes))
             return
         product = len(self._places)
-        self._places.append(_StoragePart(product, 0, self._places[first].layout))
+        self._places.append(_ValuePlace(product, 0, self._places[first].layout))
         # The result of a dropout is numbered as the product with its mask.
         self._steps.append(self._step(node, (-1, first + 1)))
         self._steps.append(self._step(applied[0], (product,)))
