@@ -17,7 +17,7 @@ from zeroir.ir import ops
 from zeroir.ir.buffers import Buffer, Region, View
 from zeroir.ir.contents import PARAM, FlatContent, Micro
 from zeroir.ir.effects import effects
-from zeroir.ir.op_fields import operands
+from zeroir.ir.op_fields import op_fields, operands
 from zeroir.ir.ops import Op
 from zeroir.ir.program import Flat, Holding, Program, Section, State
 
@@ -33,26 +33,27 @@ Change = Callable[[Region], Region]
 
 def map_regions(op: Op, change: Change) -> Op:
     """The op with every region it names changed; buffers that it allocates or releases stay."""
-    return _mapped(op, change)
+    return op if isinstance(op, ops.Memory | ops.Wait) else _mapped(op, change)
 
 
 def _mapped(value: D, change: Change) -> D:
     """An op, or a dataclass inside one, with every region in it changed."""
-    kind: type = type(value)
-    changed: dict[str, Any] = {
-        name: _map_value(getattr(value, name), change) for name in _region_fields(kind)
+    kind = type(value)
+    values: dict[str, Any] = {
+        name: _map_value(getattr(value, name), change) if has_regions else getattr(value, name)
+        for name, has_regions in _fields(kind)
     }
-    return replace(value, **changed) if changed else value
+    return kind(**values)
 
 
 def _map_value(value: object, change: Change) -> object:
     match value:
-        case None:
-            return None
         case Region():
             return change(value)
+        case None:
+            return None
         case View():
-            return replace(value, region=change(value.region))
+            return View(region=change(value.region), shape=value.shape, stride=value.stride)
         case tuple():
             return tuple([_map_value(item, change) for item in value])
         case _:
@@ -61,10 +62,15 @@ def _map_value(value: object, change: Change) -> object:
             return _mapped(value, change)
 
 
+def _fields(kind: type) -> tuple[tuple[str, bool], ...]:
+    return _cached_fields(kind)
+
+
 @cache
-def _region_fields(kind: type) -> tuple[str, ...]:
-    """The fields of an op class, or of a dataclass inside one, that hold regions."""
-    return tuple(dict.fromkeys(operand.field.name for operand in operands(kind)))
+def _cached_fields(kind: type) -> tuple[tuple[str, bool], ...]:
+    """The fields of an op class, or of a dataclass inside one, and whether there are regions in them."""
+    with_regions = {operand.field.name for operand in operands(kind)}
+    return tuple((field.name, field.name in with_regions) for field in op_fields(kind))
 
 
 def map_state(state: State, change: Change) -> State:
@@ -115,13 +121,6 @@ def used_buffers(op: Op) -> frozenset[str]:
     """Buffers whose elements the op reads or writes; allocating and releasing is no use."""
     found = effects(op)
     return frozenset(r.buffer for r in (*found.reads, *found.writes, *found.accumulates))
-
-
-def signalling(op: Op, index: int) -> tuple[Op, str]:
-    """The release at ``index`` with an event, and the event."""
-    assert isinstance(op, ops.Release)
-    event = op.event or f"release.{index}"
-    return replace(op, event=event), event
 
 
 def map_sections(program: Program, change: Callable[[Section], Section]) -> Program:

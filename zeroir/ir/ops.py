@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cache
 from typing import ClassVar, Final, get_args
 
 from zeroir.ir.buffers import Region, Space, View
@@ -495,4 +496,9 @@ OP_CLASSES: Final[tuple[type[Op], ...]] = get_args(Op)
 
 def op_name(kind: type) -> str:
     """The keyword, in the text, of a class of ops: ``AllGather`` is ``all_gather``."""
-    return re.sub(r"(?<!^)(?=[A-Z])", "_", kind.__name__).lower()
+    return _keyword(kind.__name__)
+
+
+@cache
+def _keyword(class_name: str) -> str:
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", class_name).lower()

@@ -12,7 +12,7 @@ from zeroir.ir.views import parts
 from zeroir.verify.domain import Numbering
 
 
-class Operand(NamedTuple):
+class CallOperand(NamedTuple):
     """What an argument's region holds: its element ``p`` is element ``p + shift`` of the storage that ``key`` names."""
 
     key: Hashable
@@ -45,7 +45,7 @@ class Segments:
         # The layout of each computed storage, as its operator made it.
         self._homes: dict[int, int] = {}
 
-    def results(self, name: str, operands: tuple[Operand, ...]) -> tuple[Result, ...]:
+    def results(self, name: str, operands: tuple[CallOperand, ...]) -> tuple[Result, ...]:
         """What the outputs of the segment are."""
         digest = self._digests.get(name)
         if digest is None:
@@ -135,7 +135,9 @@ class _PreparedSegment:
         )
         return self._of(("layout", kind.shape, steps))
 
-    def results(self, operands: tuple[Operand, ...], homes: dict[int, int]) -> tuple[Result, ...]:
+    def results(
+        self, operands: tuple[CallOperand, ...], homes: dict[int, int]
+    ) -> tuple[Result, ...]:
         """What the outputs are for these operands; ``homes`` receives the layouts of new storages."""
         of, places = self._of, self._places
         # For each value that owns a storage: the storage's number, and where the value begins in it.
