@@ -19,9 +19,8 @@ from torch import Tensor
 
 from zeroir.ir.ops import Reduction
 from zeroir.ir.program import Program
-from zeroir.runtime.comm.base import Launch, combine, to_wire
+from zeroir.runtime.comm.base import SMALL_NUMEL, Launch, combine, to_wire
 from zeroir.runtime.comm.neighbours import Exchange, Neighbour, meet
-from zeroir.workspace.collective_scratch import SMALL_NUMEL
 
 _CHUNK_NUMEL: Final = 1 << 18
 """What is read before it is added: few calls, and still in the cache."""
