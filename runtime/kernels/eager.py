@@ -24,7 +24,14 @@ from zeroir.ir.segment import Node, NodeArg, Segment
 from zeroir.runtime.kernels.base import Kernel
 from zeroir.runtime.kernels.calls import Resolve, is_multiple, operator, out_overload, resolver
 from zeroir.workspace import eager_plan as planning
-from zeroir.workspace.eager_plan import Call, Look, Move, Permute, Place, Reshape, eager_plan
+from zeroir.workspace.eager_plan import (
+    FillTarget,
+    Permute,
+    Reshape,
+    RunNode,
+    ViewStep,
+    eager_plan,
+)
 
 Undo = Callable[[Tensor], Tensor]
 """Inverts views: it returns the view of a destination in which a value must be written."""
@@ -107,7 +114,7 @@ class _OperatorCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _CopyToDestination:
-    """A copy of a value to a destination, or its addition; see ``eager_plan.Move``."""
+    """A copy of a value to a destination, or its addition; see ``eager_plan.FillTarget``."""
 
     value: int
     target: _DestinationView
@@ -134,7 +141,7 @@ class EagerKernel:
 
     values: int
     steps: Sequence[_OperatorCall | _CopyToDestination]
-    moves: Sequence[Move]
+    moves: Sequence[FillTarget]
 
     def __call__(self, arguments: Sequence[Tensor], destinations: Sequence[Tensor | None]) -> None:
         """See ``Kernel``."""
@@ -150,28 +157,28 @@ def compile_eager(segment: Segment, bindings: Bindings, device: torch.device) ->
     steps: list[_OperatorCall | _CopyToDestination] = []
     for step in plan.steps:
         match step:
-            case Call():
+            case RunNode():
                 steps.append(_prepared(step, device))
-            case Move():
+            case FillTarget():
                 steps.append(
                     _CopyToDestination(
                         value=step.value,
-                        target=_target(step.place),
+                        target=_target(step.target),
                         mode=step.mode,
-                        is_home=step.is_home,
+                        is_home=step.is_read_there,
                         drops=step.drops,
                     )
                 )
             case _:
                 assert_never(step)
-    moves = [step for step in plan.steps if isinstance(step, Move)]
+    moves = [step for step in plan.steps if isinstance(step, FillTarget)]
     return EagerKernel(values=plan.values, steps=steps, moves=moves)
 
 
-def _prepared(call: Call, device: torch.device) -> _OperatorCall:
+def _prepared(call: RunNode, device: torch.device) -> _OperatorCall:
     node = call.node
     function, args, is_out_first = _function(node), node.args, False
-    if call.place is not None:
+    if call.target is not None:
         filler = _filler(node, device)
         assert filler is not None
         function, args, is_out_first = filler.function, filler.args, filler.is_out_first
@@ -181,7 +188,7 @@ def _prepared(call: Call, device: torch.device) -> _OperatorCall:
         kwargs=[(name, resolver(arg, device)) for name, arg in node.kwargs],
         first=call.first,
         is_multiple=is_multiple(operator(node.op)),
-        target=None if call.place is None else _target(call.place),
+        target=None if call.target is None else _target(call.target),
         is_out_first=is_out_first,
         layouts=call.layouts,
         drops=call.drops,
@@ -270,23 +277,23 @@ def in_place(segment: Segment, bindings: Bindings) -> Mapping[int, tuple[int, Un
     return {value: (place.output, _undo(place.looks)) for value, place in places.items()}
 
 
-def _target(place: Place) -> _DestinationView:
-    return _DestinationView(output=place.output, undo=_undo(place.looks))
+def _target(target: OutputTarget) -> _DestinationView:
+    return _DestinationView(output=target.output, undo=_undo(target.views))
 
 
-def _undo(looks: Sequence[Look]) -> Undo | None:
-    if not looks:
+def _undo(views: Sequence[ViewStep]) -> Undo | None:
+    if not views:
         return None
 
     def undo(destination: Tensor) -> Tensor:
-        for look in looks:
-            match look:
+        for view in views:
+            match view:
                 case Permute(order):
                     destination = destination.permute(order)
                 case Reshape(shape):
                     destination = destination.view(shape)
                 case _:
-                    assert_never(look)
+                    assert_never(view)
         return destination
 
     return undo
