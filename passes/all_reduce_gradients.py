@@ -6,84 +6,23 @@ rest of the backward. In the update, each rank judges its own slice of every gra
 all-reduce of scalars makes the partial answers, and the loss, global before anything is decided. The optimizer's
 divisor grows by ``dp``: gradients are summed, and averaged only there.
 
-Before ``all-reduce-gradients{dp=2}``::
+What ``all-reduce-gradients{dp=2}`` changes::
 
-    mesh dp=1
-    flat a : f32[256] unit=a trainable {
-      w : [16,8] offset=0
-    }
-    flat b : f32[256] unit=b trainable {
-      v : [8,1] offset=0
-    }
-    buffer %a.param : f32[256] device param = param a
-    buffer %a.grad : f32[256] device grad = grad a micro=stale
-    buffer %a.momentum_buffer : f32[256] device state = momentum_buffer a
-    buffer %b.param : f32[256] device param = param b
-    buffer %b.grad : f32[256] device grad = grad b micro=stale
-    buffer %b.momentum_buffer : f32[256] device state = momentum_buffer b
-    group default momentum (a[0:256], b[0:256])
-    section last_micro_step {
-      alloc %h  stream=compute
-      compute @a.forward(%x, w: %a.param[0:128]) -> (%h)  unit=a stream=compute
-      compute @b.forward(%h, v: %b.param[0:8]) -> (%loss)  unit=b stream=compute
-      alloc %dh  stream=compute
-      compute @b.backward(%loss_scale[0:1], %h, v: %b.param[0:8]) -> (%dh, grad v: %b.grad[0:8])  unit=b stream=compute
-      release %h  stream=compute
-      compute @a.backward(%dh, %x, w: %a.param[0:128]) -> (grad w: %a.grad[0:128])  unit=a stream=compute
-      release %dh  stream=compute
-      exit %a.grad = grad a micro=all
-      exit %b.grad = grad b micro=all
-    }
-    section update {
-      entry %a.grad = grad a micro=all
-      entry %b.grad = grad b micro=all
-      decide step=%step gradient_divisor=%divisor divisor=1  stream=compute
-      optimizer_step momentum param=%a.param grad=%a.grad states=(%a.momentum_buffer) step=%step lr=%lr hyper=%hyper gradient_divisor=%divisor  group=default stream=compute
-      optimizer_step momentum param=%b.param grad=%b.grad states=(%b.momentum_buffer) step=%step lr=%lr hyper=%hyper gradient_divisor=%divisor  group=default stream=compute
-    }
-
-After::
-
-    mesh dp=2
-    comm reduce axis=dp
-    flat a : f32[512] unit=a trainable {
-      w : [16,8] offset=0
-    }
-    flat b : f32[512] unit=b trainable {
-      v : [8,1] offset=0
-    }
-    buffer %a.param : f32[512] device param = param a
-    buffer %a.grad : f32[512] device grad = grad a micro=stale
-    buffer %a.momentum_buffer : f32[512] device state = momentum_buffer a
-    buffer %b.param : f32[512] device param = param b
-    buffer %b.grad : f32[512] device grad = grad b micro=stale
-    buffer %b.momentum_buffer : f32[512] device state = momentum_buffer b
-    group default momentum (a[0:512], b[0:512])
-    section last_micro_step {
-      alloc %h  stream=compute
-      compute @a.forward(%x, w: %a.param[0:128]) -> (%h)  unit=a stream=compute
-      compute @b.forward(%h, v: %b.param[0:8]) -> (%loss)  unit=b stream=compute
-      alloc %dh  stream=compute
-      !0 = compute @b.backward(%loss_scale[0:1], %h, v: %b.param[0:8]) -> (%dh, grad v: %b.grad[0:8])  unit=b stream=compute
-      wait !0  on=reduce
-      all_reduce %b.grad -> %b.grad  comm=reduce stream=reduce
-      release %h  stream=compute
-      !1 = compute @a.backward(%dh, %x, w: %a.param[0:128]) -> (grad w: %a.grad[0:128])  unit=a stream=compute
-      wait !1  on=reduce
-      all_reduce %a.grad -> %a.grad  comm=reduce stream=reduce
-      release %dh  stream=compute
-      exit %a.grad = grad a reduced=(dp) micro=all
-      exit %b.grad = grad b reduced=(dp) micro=all
-    }
-    section update {
-      entry %a.grad = grad a reduced=(dp) micro=all
-      entry %b.grad = grad b reduced=(dp) micro=all
-      all_reduce %loss -> %loss  comm=reduce stream=reduce
-      decide step=%step gradient_divisor=%divisor divisor=2  stream=compute
-      optimizer_step momentum param=%a.param grad=%a.grad states=(%a.momentum_buffer) step=%step lr=%lr hyper=%hyper gradient_divisor=%divisor  group=default stream=compute
-      optimizer_step momentum param=%b.param grad=%b.grad states=(%b.momentum_buffer) step=%step lr=%lr hyper=%hyper gradient_divisor=%divisor  group=default stream=compute
-    }
-"""  # noqa: E501
+    - mesh dp=1
+    + mesh dp=2
+    + comm reduce axis=dp
+    - flat a : f32[256] unit=a trainable {
+    + flat a : f32[512] unit=a trainable {
+    + !1 = compute @a.backward(%dh, %x, w: %a.param[0:128]) -> (grad w: %a.grad[0:128])  unit=a stream=compute
+    + wait !1  on=reduce
+    + all_reduce %a.grad -> %a.grad  comm=reduce stream=reduce
+    - exit %a.grad = grad a micro=all
+    + exit %a.grad = grad a reduced=(dp) micro=all
+      section update {
+    + all_reduce %loss -> %loss  comm=reduce stream=reduce
+    - decide step=%step gradient_divisor=%divisor divisor=1  stream=compute
+    + decide step=%step gradient_divisor=%divisor divisor=2  stream=compute
+"""
 
 from __future__ import annotations
 
@@ -96,7 +35,8 @@ from zeroir.ir.buffers import Region
 from zeroir.ir.mesh import DATA_AXIS, REDUCE, Axis, Communicator
 from zeroir.ir.ops import Op
 from zeroir.ir.program import LAST_MICRO_STEP, UPDATE, Program, Section, State
-from zeroir.passes.base import Fact, format_spec
+from zeroir.ir.section_view import SectionView
+from zeroir.passes.base import Fact, Pass
 from zeroir.passes.common import rewrite
 from zeroir.passes.common.order import synchronise
 from zeroir.passes.common.resize import resize
@@ -106,7 +46,7 @@ REDUCE_COMM = "reduce"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AllReduceGradients:
+class AllReduceGradients(Pass):
     """Sum gradients over ``dp`` ranks."""
 
     name: ClassVar[str] = "all-reduce-gradients"
@@ -120,10 +60,6 @@ class AllReduceGradients:
             raise UserError(
                 f"The option `dp` of `{self.name}` is a number of ranks, at least 1, not {self.dp}."
             )
-
-    def spec(self) -> str:
-        """The pass as text."""
-        return format_spec(self.name, {"dp": self.dp})
 
     def __call__(self, program: Program) -> Program:
         """The program on ``dp`` ranks."""
@@ -164,12 +100,12 @@ class AllReduceGradients:
 
 
 def _reduce_gradients(section: Section, program: Program) -> Section:
-    writers = rewrite.last_writers(section.body)
+    writers = SectionView(program, section.body).writers
     after: dict[int, list[Op]] = {}
     for buffer in rewrite.complete_gradients(section):
         numel = program.buffer_by_name[buffer].numel
         region = Region(buffer=buffer, offset=0, numel=numel)
-        after.setdefault(writers[buffer], []).append(_all_reduce(region))
+        after.setdefault(writers[buffer][-1], []).append(_all_reduce(region))
     body = rewrite.insert(section.body, after=after)
     return replace(section, body=body, exit=_reduced(section.exit))
 

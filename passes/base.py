@@ -1,9 +1,13 @@
 """What a pass is: a frozen dataclass whose fields are its options, its contract, and a pure function on programs.
 
 A pass is written ``name`` or ``name{option=value, option=value}``; ``prefetch{distance=1}`` is the pass `Prefetch`
-with ``distance`` 1, and an option of several names has ``|`` between them. ``requires`` and ``establishes`` are facts
-about a program that the manager checks before a pass runs, so that a pipeline in the wrong order is refused with one
-sentence instead of producing a broken program.
+with ``distance`` 1, and an option of several names has ``|`` between them. Specs are written and read by the fields of
+the dataclass alone; a field that is None is left out. ``requires`` and ``establishes`` are facts about a program that
+the manager checks before a pass runs, so that a pipeline in the wrong order is refused with one sentence instead of
+producing a broken program.
+
+The docstring of each pass shows some lines that it changes in a small program, as a diff. The whole program after each
+pass stands in ``tests/passes/golden``.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from typing import ClassVar, Protocol, get_type_hints, runtime_checkable
 
-from zeroir.errors import UserError
+from zeroir.errors import InternalError, UserError
 from zeroir.ir.program import Program
 
 
@@ -37,17 +41,25 @@ class Fact(StrEnum):
     UPDATE_OVERLAPPED = "an update that overlaps the backward"
 
 
+OptionValue = int | bool | tuple[str, ...]
+
+
 @runtime_checkable
 class Pass(Protocol):
-    """A rewrite of one program into another of the same meaning."""
+    """A rewrite of one program into another of the same meaning; its options are the fields of a dataclass."""
+
+    # What makes a class a dataclass, so that `dataclasses.fields` takes a pass.
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[OptionValue | None]]]
 
     name: ClassVar[str]
     requires: ClassVar[frozenset[Fact]]
     establishes: ClassVar[frozenset[Fact]]
 
     def spec(self) -> str:
-        """The pass as text, with every option."""
-        ...
+        """The pass as text: its name, and every field that is not None as an option, in the order of the fields."""
+        values = ((field.name, getattr(self, field.name)) for field in dataclasses.fields(self))
+        options = [f"{key}={_text(value)}" for key, value in values if value is not None]
+        return f"{self.name}{{{', '.join(options)}}}" if options else self.name
 
     def __call__(self, program: Program) -> Program:
         """The rewritten program; the one given is left alone. Appending ``spec`` to it is the manager's part."""
@@ -55,17 +67,6 @@ class Pass(Protocol):
 
 
 _SPEC = re.compile(r"(?P<name>[a-z][a-z0-9-]*)(?:\{(?P<options>[^{}]*)\})?")
-
-
-OptionValue = int | bool | tuple[str, ...]
-
-
-def format_spec(name: str, options: Mapping[str, OptionValue]) -> str:
-    """The text of a pass with these options."""
-    if not options:
-        return name
-    values = ", ".join(f"{key}={_text(value)}" for key, value in options.items())
-    return f"{name}{{{values}}}"
 
 
 def _text(value: OptionValue) -> str:
@@ -90,24 +91,18 @@ def split_spec(text: str) -> tuple[str, Mapping[str, str]]:
 
 def build(kind: type[Pass], options: Mapping[str, str]) -> Pass:
     """A pass with these options, the rest by default; UserError names an unknown, missing or ill-typed option."""
-    fields = dataclasses.fields(kind)  # type: ignore[arg-type]  # every pass is a dataclass
+    fields = dataclasses.fields(kind)
     hints = get_type_hints(kind)
-    known = [field.name for field in fields]
+    names = [field.name for field in fields]
     for key in options:
-        if key not in known:
-            has = f"its options are {', '.join(known)}" if known else "it has none"
+        if key not in names:
+            has = f"its options are {', '.join(names)}" if names else "it has none"
             raise UserError(f"The pass `{kind.name}` has no option `{key}`; {has}.")
     values: dict[str, OptionValue] = {}
     for field in fields:
         if field.name in options:
             text = options[field.name]
-            if hints[field.name] == tuple[str, ...]:
-                values[field.name] = tuple(
-                    part for item in text.split("|") if (part := item.strip())
-                )
-            else:
-                is_bool = hints[field.name] is bool
-                values[field.name] = _value(kind.name, field.name, text, is_bool=is_bool)
+            values[field.name] = _value(kind.name, field.name, hints[field.name], text)
         elif field.default is dataclasses.MISSING:
             raise UserError(
                 f"The pass `{kind.name}` needs its option `{field.name}`, "
@@ -116,11 +111,16 @@ def build(kind: type[Pass], options: Mapping[str, str]) -> Pass:
     return kind(**values)
 
 
-def _value(name: str, key: str, text: str, *, is_bool: bool) -> int | bool:
-    if is_bool:
+def _value(name: str, key: str, declared: object, text: str) -> OptionValue:
+    """The value that ``text`` gives the option ``key`` of the pass ``name``, by the declared type of its field."""
+    if declared == tuple[str, ...]:
+        return tuple(part for item in text.split("|") if (part := item.strip()))
+    if declared is bool:
         if text not in ("true", "false"):
             raise UserError(f"The option `{key}` of `{name}` is true or false, not `{text}`.")
         return text == "true"
+    if declared not in (int, int | None):
+        raise InternalError(f"The option `{key}` of `{name}` has a type that no spec can write.")
     if not re.fullmatch(r"-?[0-9]{1,18}", text):
         raise UserError(f"The option `{key}` of `{name}` is a whole number, not `{text}`.")
     return int(text)
@@ -128,7 +128,7 @@ def _value(name: str, key: str, text: str, *, is_bool: bool) -> int | bool:
 
 def listed(items: Iterable[str]) -> str:
     """Items as prose: ``a``, ``a and b``, ``a, b and c``."""
-    found = list(items)
-    if len(found) < 2:
-        return "".join(found)
-    return f"{', '.join(found[:-1])} and {found[-1]}"
+    words = list(items)
+    if len(words) < 2:
+        return "".join(words)
+    return f"{', '.join(words[:-1])} and {words[-1]}"

@@ -6,83 +6,14 @@ are there at once. Before a unit's full gradient is allocated, compute therefore
 ``live`` units before. With ``live=2`` a unit computes its gradient while its predecessor's is reduced. What a unit
 keeps across others, like the gradient of a tied weight, comes on top. What one launch reduces counts as one unit.
 
-Before ``bound-gradients{live=1}``::
+What ``bound-gradients{live=1}`` changes::
 
-    section last_micro_step {
-      alloc %a.full  stream=gather
-      !0 = all_gather %a.param -> %a.full  comm=gather stream=gather
-      alloc %b.full  stream=gather
-      !1 = prefetch %b.param -> %b.full  comm=gather stream=gather
-      wait !0  on=compute
-      alloc %h  stream=compute
-      compute @a.forward(%x, w: %a.full[0:128]) -> (%h)  unit=a stream=compute
-      !2 = release %a.full  stream=compute
-      wait !2  on=gather
-      alloc %a.full  stream=gather
-      !3 = prefetch %a.param -> %a.full  comm=gather stream=gather
-      wait !1  on=compute
-      compute @b.forward(%h, v: %b.full[0:8]) -> (%loss)  unit=b stream=compute
-      alloc %b.grad_full  stream=compute
-      fill %b.grad_full[8:512] = 0.0  stream=compute
-      alloc %dh  stream=compute
-      !4 = compute @b.backward(%loss_scale[0:1], %h, v: %b.full[0:8]) -> (%dh, grad v: %b.grad_full[0:8])  unit=b stream=compute
-      release %h  stream=compute
-      release %b.full  stream=compute
-      wait !4  on=reduce
       reduce_scatter %b.grad_full -> %b.grad  comm=reduce stream=reduce
-      release %b.grad_full  stream=reduce
+    - release %b.grad_full  stream=reduce
+    + !5 = release %b.grad_full  stream=reduce
+    + wait !5  on=compute
       alloc %a.grad_full  stream=compute
-      fill %a.grad_full[128:512] = 0.0  stream=compute
-      wait !3  on=compute
-      !5 = compute @a.backward(%dh, %x, w: %a.full[0:128]) -> (grad w: %a.grad_full[0:128])  unit=a stream=compute
-      release %dh  stream=compute
-      release %a.full  stream=compute
-      wait !5  on=reduce
-      reduce_scatter %a.grad_full -> %a.grad  comm=reduce stream=reduce
-      release %a.grad_full  stream=reduce
-      exit %a.grad = grad a @dp reduced=(dp) micro=all
-      exit %b.grad = grad b @dp reduced=(dp) micro=all
-    }
-
-After::
-
-    section last_micro_step {
-      alloc %a.full  stream=gather
-      !0 = all_gather %a.param -> %a.full  comm=gather stream=gather
-      alloc %b.full  stream=gather
-      !1 = prefetch %b.param -> %b.full  comm=gather stream=gather
-      wait !0  on=compute
-      alloc %h  stream=compute
-      compute @a.forward(%x, w: %a.full[0:128]) -> (%h)  unit=a stream=compute
-      !2 = release %a.full  stream=compute
-      wait !2  on=gather
-      alloc %a.full  stream=gather
-      !3 = prefetch %a.param -> %a.full  comm=gather stream=gather
-      wait !1  on=compute
-      compute @b.forward(%h, v: %b.full[0:8]) -> (%loss)  unit=b stream=compute
-      alloc %b.grad_full  stream=compute
-      fill %b.grad_full[8:512] = 0.0  stream=compute
-      alloc %dh  stream=compute
-      !4 = compute @b.backward(%loss_scale[0:1], %h, v: %b.full[0:8]) -> (%dh, grad v: %b.grad_full[0:8])  unit=b stream=compute
-      release %h  stream=compute
-      release %b.full  stream=compute
-      wait !4  on=reduce
-      reduce_scatter %b.grad_full -> %b.grad  comm=reduce stream=reduce
-      !5 = release %b.grad_full  stream=reduce
-      wait !5  on=compute
-      alloc %a.grad_full  stream=compute
-      fill %a.grad_full[128:512] = 0.0  stream=compute
-      wait !3  on=compute
-      !6 = compute @a.backward(%dh, %x, w: %a.full[0:128]) -> (grad w: %a.grad_full[0:128])  unit=a stream=compute
-      release %dh  stream=compute
-      release %a.full  stream=compute
-      wait !6  on=reduce
-      reduce_scatter %a.grad_full -> %a.grad  comm=reduce stream=reduce
-      release %a.grad_full  stream=reduce
-      exit %a.grad = grad a @dp reduced=(dp) micro=all
-      exit %b.grad = grad b @dp reduced=(dp) micro=all
-    }
-"""  # noqa: E501
+"""
 
 from __future__ import annotations
 
@@ -93,13 +24,14 @@ from zeroir.errors import UserError
 from zeroir.ir import ops
 from zeroir.ir.ops import Op
 from zeroir.ir.program import Program, Section
-from zeroir.passes.base import Fact, format_spec
+from zeroir.ir.section_view import SectionView
+from zeroir.passes.base import Fact, Pass
 from zeroir.passes.common import rewrite
 from zeroir.passes.common.order import synchronise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BoundGradients:
+class BoundGradients(Pass):
     """Let at most ``live`` units' full gradients exist at once."""
 
     name: ClassVar[str] = "bound-gradients"
@@ -114,10 +46,6 @@ class BoundGradients:
                 f"The option `live` of `{self.name}` is a number of units, at least 1, not {self.live}."
             )
 
-    def spec(self) -> str:
-        """The pass as text."""
-        return format_spec(self.name, {"live": self.live})
-
     def __call__(self, program: Program) -> Program:
         """The program with a wait before each full gradient that would be one too many."""
         return synchronise(
@@ -126,12 +54,12 @@ class BoundGradients:
 
     def _rewrite(self, section: Section, program: Program) -> Section:
         # Gradients that one op completes belong to one unit, and so do those that one launch reduces.
-        writers = rewrite.last_writers(section.body)
+        writers = SectionView(program, section.body).writers
         completed_by: dict[str, int] = {}
         for op in section.body:
             if isinstance(op, ops.ReduceScatter):
                 names = [pair.source.buffer for pair in op.pairs]
-                completed_by.update(dict.fromkeys(names, max(writers[name] for name in names)))
+                completed_by.update(dict.fromkeys(names, max(writers[name][-1] for name in names)))
         full = {name for name in completed_by if not program.buffer_by_name[name].is_persistent}
         body = list(section.body)
         released: dict[int, list[int]] = {}

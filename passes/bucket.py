@@ -2,9 +2,9 @@
 
 A launch costs a latency that grows with the number of ranks and not with its size: units that are small, or small
 once cut for many ranks, are better moved together. Blocks of megabytes are not, since what travels together overlaps
-less computation and needs more memory at once; so nothing is merged unless asked for. Of each communicator, what follows one another in a
-section and is together at most ``bytes`` bytes (of the full buffers, as they travel) becomes one launch; what is
-larger stays alone. Bytes on the wire and results are what they were.
+less computation and needs more memory at once; so nothing is merged unless asked for. Neighbouring collectives of one
+communicator in a section become one launch where they move at most ``bytes`` bytes together (of the full buffers, as
+they travel); larger ones stay alone. Bytes on the wire and results stay the same.
 
 A gather moves up to the one before it, and its allocs with it, unless its buffer's previous life ends only after the
 unit before the bucket has been gathered: the bucket would have to wait for it and come too late. Other collectives,
@@ -15,78 +15,22 @@ The pass stands before those that bound memory, to which a bucket is one unit. `
 distance + 1 buckets of gathered parameters live, and ``bound-gradients{live}`` at most ``live`` of full gradients,
 none larger than the largest unit and ``bytes`` together.
 
-Before ``bucket{bytes=4096}``::
+What ``bucket{bytes=4096}`` changes::
 
-    section last_micro_step {
       alloc %a.full  stream=gather
-      !0 = all_gather %a.param -> %a.full  comm=gather stream=gather
-      wait !0  on=compute
-      alloc %h  stream=compute
-      compute @a.forward(%x, w: %a.full[0:128]) -> (%h)  unit=a stream=compute
-      !1 = release %a.full  stream=compute
-      alloc %b.full  stream=gather
-      !2 = all_gather %b.param -> %b.full  comm=gather stream=gather
-      wait !2  on=compute
-      compute @b.forward(%h, v: %b.full[0:8]) -> (%loss)  unit=b stream=compute
-      alloc %b.grad_full  stream=compute
-      fill %b.grad_full[8:512] = 0.0  stream=compute
-      alloc %dh  stream=compute
-      !3 = compute @b.backward(%loss_scale[0:1], %h, v: %b.full[0:8]) -> (%dh, grad v: %b.grad_full[0:8])  unit=b stream=compute
-      release %h  stream=compute
-      release %b.full  stream=compute
-      wait !3  on=reduce
-      reduce_scatter %b.grad_full -> %b.grad  comm=reduce stream=reduce
-      release %b.grad_full  stream=reduce
-      alloc %a.grad_full  stream=compute
-      fill %a.grad_full[128:512] = 0.0  stream=compute
-      wait !1  on=gather
-      alloc %a.full  stream=gather
-      !4 = all_gather %a.param -> %a.full  comm=gather stream=gather
-      wait !4  on=compute
-      !5 = compute @a.backward(%dh, %x, w: %a.full[0:128]) -> (grad w: %a.grad_full[0:128])  unit=a stream=compute
-      release %dh  stream=compute
-      release %a.full  stream=compute
-      wait !5  on=reduce
-      reduce_scatter %a.grad_full -> %a.grad  comm=reduce stream=reduce
+    + alloc %b.full  stream=gather
+    - !0 = all_gather %a.param -> %a.full  comm=gather stream=gather
+    + !0 = all_gather %a.param -> %a.full, %b.param -> %b.full  comm=gather stream=gather
+    - alloc %b.full  stream=gather
+    - !2 = all_gather %b.param -> %b.full  comm=gather stream=gather
+    - wait !2  on=compute
+    - reduce_scatter %b.grad_full -> %b.grad  comm=reduce stream=reduce
+    - release %b.grad_full  stream=reduce
+    - reduce_scatter %a.grad_full -> %a.grad  comm=reduce stream=reduce
+    + reduce_scatter %b.grad_full -> %b.grad, %a.grad_full -> %a.grad  comm=reduce stream=reduce
+    + release %b.grad_full  stream=reduce
       release %a.grad_full  stream=reduce
-      exit %a.grad = grad a @dp reduced=(dp) micro=all
-      exit %b.grad = grad b @dp reduced=(dp) micro=all
-    }
-
-After::
-
-    section last_micro_step {
-      alloc %a.full  stream=gather
-      alloc %b.full  stream=gather
-      !0 = all_gather %a.param -> %a.full, %b.param -> %b.full  comm=gather stream=gather
-      wait !0  on=compute
-      alloc %h  stream=compute
-      compute @a.forward(%x, w: %a.full[0:128]) -> (%h)  unit=a stream=compute
-      !1 = release %a.full  stream=compute
-      compute @b.forward(%h, v: %b.full[0:8]) -> (%loss)  unit=b stream=compute
-      alloc %b.grad_full  stream=compute
-      fill %b.grad_full[8:512] = 0.0  stream=compute
-      alloc %dh  stream=compute
-      compute @b.backward(%loss_scale[0:1], %h, v: %b.full[0:8]) -> (%dh, grad v: %b.grad_full[0:8])  unit=b stream=compute
-      release %h  stream=compute
-      release %b.full  stream=compute
-      alloc %a.grad_full  stream=compute
-      fill %a.grad_full[128:512] = 0.0  stream=compute
-      wait !1  on=gather
-      alloc %a.full  stream=gather
-      !2 = all_gather %a.param -> %a.full  comm=gather stream=gather
-      wait !2  on=compute
-      !3 = compute @a.backward(%dh, %x, w: %a.full[0:128]) -> (grad w: %a.grad_full[0:128])  unit=a stream=compute
-      release %dh  stream=compute
-      release %a.full  stream=compute
-      wait !3  on=reduce
-      reduce_scatter %b.grad_full -> %b.grad, %a.grad_full -> %a.grad  comm=reduce stream=reduce
-      release %b.grad_full  stream=reduce
-      release %a.grad_full  stream=reduce
-      exit %a.grad = grad a @dp reduced=(dp) micro=all
-      exit %b.grad = grad b @dp reduced=(dp) micro=all
-    }
-"""  # noqa: E501
+"""
 
 from __future__ import annotations
 
@@ -99,7 +43,7 @@ from zeroir.ir import ops
 from zeroir.ir.ops import Op
 from zeroir.ir.program import Program, Section
 from zeroir.ir.traffic import payloads
-from zeroir.passes.base import Fact, format_spec, split_spec
+from zeroir.passes.base import Fact, Pass, split_spec
 from zeroir.passes.bound_gradients import BoundGradients
 from zeroir.passes.common import rewrite
 from zeroir.passes.common.conflicts import Touched
@@ -110,7 +54,7 @@ _Mergeable = ops.AllGather | ops.ReduceScatter | ops.AllReduce
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bucket:
+class Bucket(Pass):
     """Merge neighbouring collectives of together at most ``bytes`` bytes."""
 
     name: ClassVar[str] = "bucket"
@@ -124,10 +68,6 @@ class Bucket:
             raise UserError(
                 f"The option `bytes` of `{self.name}` is a number of bytes, at least 0, not {self.bytes}."
             )
-
-    def spec(self) -> str:
-        """The pass as text."""
-        return format_spec(self.name, {"bytes": self.bytes})
 
     def __call__(self, program: Program) -> Program:
         """The program with its small collectives merged.

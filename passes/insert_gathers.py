@@ -6,77 +6,18 @@ last unit, between its forward and its backward) so never come about. With ``eli
 exactly once in the forward and once in the backward of its unit, read or not: together with the reduce-scatter that is
 3Ψ on the wire, to the byte.
 
-Before ``insert-gathers{elide=true}``::
+What ``insert-gathers{elide=true}`` changes::
 
-    section last_micro_step {
-      alloc %a.full  stream=gather
-      !0 = all_gather %a.param -> %a.full  comm=gather stream=gather
-      wait !0  on=compute
-      alloc %h  stream=compute
-      compute @a.forward(%x, w: %a.full[0:128]) -> (%h)  unit=a stream=compute
-      alloc %b.full  stream=gather
-      !1 = all_gather %b.param -> %b.full  comm=gather stream=gather
-      wait !1  on=compute
-      compute @b.forward(%h, v: %b.full[0:8]) -> (%loss)  unit=b stream=compute
-      alloc %b.grad_full  stream=compute
-      fill %b.grad_full[8:512] = 0.0  stream=compute
-      alloc %dh  stream=compute
-      !2 = compute @b.backward(%loss_scale[0:1], %h, v: %b.full[0:8]) -> (%dh, grad v: %b.grad_full[0:8])  unit=b stream=compute
-      wait !2  on=reduce
-      reduce_scatter %b.grad_full -> %b.grad  comm=reduce stream=reduce
-      release %b.grad_full  stream=reduce
-      release %h  stream=compute
       alloc %a.grad_full  stream=compute
       fill %a.grad_full[128:512] = 0.0  stream=compute
-      !3 = compute @a.backward(%dh, %x, w: %a.full[0:128]) -> (grad w: %a.grad_full[0:128])  unit=a stream=compute
-      wait !3  on=reduce
-      reduce_scatter %a.grad_full -> %a.grad  comm=reduce stream=reduce
-      release %a.grad_full  stream=reduce
-      release %dh  stream=compute
-      release %a.full  stream=compute
-      release %b.full  stream=compute
-      exit %a.grad = grad a @dp reduced=(dp) micro=all
-      exit %b.grad = grad b @dp reduced=(dp) micro=all
-    }
-
-After::
-
-    section last_micro_step {
-      alloc %a.full  stream=gather
-      !0 = all_gather %a.param -> %a.full  comm=gather stream=gather
-      wait !0  on=compute
-      alloc %h  stream=compute
-      compute @a.forward(%x, w: %a.full[0:128]) -> (%h)  unit=a stream=compute
-      alloc %b.full  stream=gather
-      !1 = all_gather %b.param -> %b.full  comm=gather stream=gather
-      wait !1  on=compute
-      compute @b.forward(%h, v: %b.full[0:8]) -> (%loss)  unit=b stream=compute
-      alloc %b.grad_full  stream=compute
-      fill %b.grad_full[8:512] = 0.0  stream=compute
-      alloc %dh  stream=compute
-      !2 = compute @b.backward(%loss_scale[0:1], %h, v: %b.full[0:8]) -> (%dh, grad v: %b.grad_full[0:8])  unit=b stream=compute
-      wait !2  on=reduce
-      reduce_scatter %b.grad_full -> %b.grad  comm=reduce stream=reduce
-      release %b.grad_full  stream=reduce
-      release %h  stream=compute
-      alloc %a.grad_full  stream=compute
-      fill %a.grad_full[128:512] = 0.0  stream=compute
-      !3 = release %a.full  stream=compute
-      wait !3  on=gather
-      alloc %a.full  stream=gather
-      !4 = all_gather %a.param -> %a.full  comm=gather stream=gather
-      wait !4  on=compute
-      !5 = compute @a.backward(%dh, %x, w: %a.full[0:128]) -> (grad w: %a.grad_full[0:128])  unit=a stream=compute
-      wait !5  on=reduce
-      reduce_scatter %a.grad_full -> %a.grad  comm=reduce stream=reduce
-      release %a.grad_full  stream=reduce
-      release %dh  stream=compute
-      release %a.full  stream=compute
-      release %b.full  stream=compute
-      exit %a.grad = grad a @dp reduced=(dp) micro=all
-      exit %b.grad = grad b @dp reduced=(dp) micro=all
-    }
-"""  # noqa: E501
+    + !3 = release %a.full  stream=compute
+    + wait !3  on=gather
+    + alloc %a.full  stream=gather
+    + !4 = all_gather %a.param -> %a.full  comm=gather stream=gather
+    + wait !4  on=compute
+    - !3 = compute @a.backward(%dh, %x, w: %a.full[0:128]) -> (grad w: %a.grad_full[0:128])  unit=a stream=compute
+    + !5 = compute @a.backward(%dh, %x, w: %a.full[0:128]) -> (grad w: %a.grad_full[0:128])  unit=a stream=compute
+"""
 
 from __future__ import annotations
 
@@ -89,15 +30,16 @@ from zeroir.ir.buffers import Role
 from zeroir.ir.mesh import COMPUTE
 from zeroir.ir.ops import Op
 from zeroir.ir.program import UPDATE, Program, Section
+from zeroir.ir.section_view import SectionView
 from zeroir.passes.all_reduce_gradients import AXIS
-from zeroir.passes.base import Fact, format_spec
+from zeroir.passes.base import Fact, Pass
 from zeroir.passes.common import rewrite
 from zeroir.passes.common.order import synchronise, unordered
 from zeroir.passes.shard_parameters import gather
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class InsertGathers:
+class InsertGathers(Pass):
     """Gather before every run of uses, or exactly twice."""
 
     name: ClassVar[str] = "insert-gathers"
@@ -105,10 +47,6 @@ class InsertGathers:
     establishes: ClassVar[frozenset[Fact]] = frozenset({Fact.GATHERED_PER_RUN})
 
     elide: bool = True
-
-    def spec(self) -> str:
-        """The pass as text."""
-        return format_spec(self.name, {"elide": self.elide})
 
     def __call__(self, program: Program) -> Program:
         """The program with its gathers placed anew."""
@@ -170,24 +108,22 @@ class _Computes:
     """The compute ops of a section: who reads what, and where the forward ends and the backward begins."""
 
     def __init__(self, body: Sequence[Op], program: Program) -> None:
-        self.readers: dict[str, list[int]] = {}
+        view = SectionView(program, body)
+        self.readers = {
+            name: [index for index in readers if index in view.computes]
+            for name, readers in view.readers.items()
+        }
         self.of_unit: dict[str, list[int]] = {}
         self.previous: dict[int, int] = {}
         """The compute op before each."""
-        last, last_loss, has_gradients = -1, -1, False
-        for index, op in enumerate(body):
-            if not isinstance(op, ops.Compute):
-                continue
-            self.previous[index], last = last, index
+        previous, has_gradients = -1, False
+        for index, op in view.computes.items():
+            self.previous[index], previous = previous, index
             self.of_unit.setdefault(op.unit, []).append(index)
-            for name in {argument.view.region.buffer for argument in op.arguments}:
-                self.readers.setdefault(name, []).append(index)
-            for destination in filter(None, op.destinations):
-                has_gradients |= destination.gradient is not None
-                if destination.view.region.buffer == program.loss:
-                    last_loss = index
-        forward = range(last_loss + 1)
-        backward = range(last_loss + 1, len(body))
+            has_gradients |= any(d is not None and d.gradient is not None for d in op.destinations)
+        last_forward = -1 if view.loss is None else view.loss
+        forward = range(last_forward + 1)
+        backward = range(last_forward + 1, len(body))
         self.phases = (forward, backward) if has_gradients else (range(len(body)),)
 
     def runs(self, buffer: str) -> list[int]:

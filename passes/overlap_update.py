@@ -14,110 +14,22 @@ Memory: the widened gradient of one flat at a time (16-bit, one micro-step) now 
 micro-step nothing reads a reduced gradient after its flat's update, so that it need not be persistent any more; it
 still is.
 
-Before ``overlap-update``::
+What ``overlap-update`` changes::
 
-    streams compute:device gather:device reduce:device copy_in:device copy_out:device optimizer:host io:disk
-    section last_micro_step {
-      alloc %a.full  stream=gather
-      !0 = all_gather %a.param -> %a.full  comm=gather stream=gather
-      alloc %b.full  stream=gather
-      !1 = prefetch %b.param -> %b.full  comm=gather stream=gather
-      wait !0  on=compute
-      alloc %h  stream=compute
-      compute @a.forward(%x, w: %a.full[0:128]) -> (%h)  unit=a stream=compute
-      !2 = release %a.full  stream=compute
-      wait !2  on=gather
-      alloc %a.full  stream=gather
-      !3 = prefetch %a.param -> %a.full  comm=gather stream=gather
-      wait !1  on=compute
-      compute @b.forward(%h, v: %b.full[0:8]) -> (%loss)  unit=b stream=compute
-      alloc %b.grad_full  stream=compute
-      fill %b.grad_full[8:512] = 0.0  stream=compute
-      alloc %dh  stream=compute
-      !4 = compute @b.backward(%loss_scale[0:1], %h, v: %b.full[0:8]) -> (%dh, grad v: %b.grad_full[0:8])  unit=b stream=compute
-      release %h  stream=compute
-      release %b.full  stream=compute
-      wait !4  on=reduce
-      reduce_scatter %b.grad_full -> %b.grad  comm=reduce stream=reduce
-      !5 = release %b.grad_full  stream=reduce
-      wait !5  on=compute
-      alloc %a.grad_full  stream=compute
-      fill %a.grad_full[128:512] = 0.0  stream=compute
-      wait !3  on=compute
-      !6 = compute @a.backward(%dh, %x, w: %a.full[0:128]) -> (grad w: %a.grad_full[0:128])  unit=a stream=compute
-      release %dh  stream=compute
-      release %a.full  stream=compute
-      wait !6  on=reduce
-      reduce_scatter %a.grad_full -> %a.grad  comm=reduce stream=reduce
-      release %a.grad_full  stream=reduce
-      exit %a.grad = grad a @dp reduced=(dp) micro=all
-      exit %b.grad = grad b @dp reduced=(dp) micro=all
-    }
-    section update {
-      entry %a.grad = grad a @dp reduced=(dp) micro=all
-      entry %b.grad = grad b @dp reduced=(dp) micro=all
-      all_reduce %loss -> %loss  comm=reduce stream=reduce
-      decide step=%step gradient_divisor=%divisor divisor=2  stream=compute
-      optimizer_step momentum param=%a.param grad=%a.grad states=(%a.momentum_buffer) step=%step lr=%lr hyper=%hyper gradient_divisor=%divisor  group=default stream=compute
-      optimizer_step momentum param=%b.param grad=%b.grad states=(%b.momentum_buffer) step=%step lr=%lr hyper=%hyper gradient_divisor=%divisor  group=default stream=compute
-    }
-
-After::
-
-    streams compute:device gather:device reduce:device copy_in:device copy_out:device optimizer:host io:disk update:device
-    section last_micro_step {
-      decide step=%step gradient_divisor=%divisor divisor=2  stream=update
-      alloc %a.full  stream=gather
-      !0 = all_gather %a.param -> %a.full  comm=gather stream=gather
-      alloc %b.full  stream=gather
-      !1 = prefetch %b.param -> %b.full  comm=gather stream=gather
-      wait !0  on=compute
-      alloc %h  stream=compute
-      compute @a.forward(%x, w: %a.full[0:128]) -> (%h)  unit=a stream=compute
-      !2 = release %a.full  stream=compute
-      wait !2  on=gather
-      alloc %a.full  stream=gather
-      !3 = prefetch %a.param -> %a.full  comm=gather stream=gather
-      wait !1  on=compute
-      compute @b.forward(%h, v: %b.full[0:8]) -> (%loss)  unit=b stream=compute
-      alloc %b.grad_full  stream=compute
-      fill %b.grad_full[8:512] = 0.0  stream=compute
-      alloc %dh  stream=compute
-      !4 = compute @b.backward(%loss_scale[0:1], %h, v: %b.full[0:8]) -> (%dh, grad v: %b.grad_full[0:8])  unit=b stream=compute
-      release %h  stream=compute
-      release %b.full  stream=compute
-      wait !4  on=reduce
-      !5 = reduce_scatter %b.grad_full -> %b.grad  comm=reduce stream=reduce
-      wait !5  on=update
-      optimizer_step momentum param=%b.param grad=%b.grad states=(%b.momentum_buffer) step=%step lr=%lr hyper=%hyper gradient_divisor=%divisor  group=default stream=update
-      !6 = release %b.grad_full  stream=reduce
-      wait !6  on=compute
-      alloc %a.grad_full  stream=compute
-      fill %a.grad_full[128:512] = 0.0  stream=compute
-      wait !3  on=compute
-      !7 = compute @a.backward(%dh, %x, w: %a.full[0:128]) -> (grad w: %a.grad_full[0:128])  unit=a stream=compute
-      release %dh  stream=compute
-      release %a.full  stream=compute
-      wait !7  on=reduce
-      !8 = reduce_scatter %a.grad_full -> %a.grad  comm=reduce stream=reduce
-      wait !8  on=update
-      optimizer_step momentum param=%a.param grad=%a.grad states=(%a.momentum_buffer) step=%step lr=%lr hyper=%hyper gradient_divisor=%divisor  group=default stream=update
-      release %a.grad_full  stream=reduce
-      exit %step = value step version=1
-      exit %a.param = param a @dp version=1
-      exit %a.momentum_buffer = momentum_buffer a @dp version=1
-      exit %b.param = param b @dp version=1
-      exit %b.momentum_buffer = momentum_buffer b @dp version=1
-    }
-    section update {
-      entry %step = value step version=1
-      entry %a.param = param a @dp version=1
-      entry %a.momentum_buffer = momentum_buffer a @dp version=1
-      entry %b.param = param b @dp version=1
-      entry %b.momentum_buffer = momentum_buffer b @dp version=1
-      all_reduce %loss -> %loss  comm=reduce stream=reduce
-    }
-"""  # noqa: E501
+      section last_micro_step {
+    + decide step=%step gradient_divisor=%divisor divisor=2  stream=update
+    - reduce_scatter %a.grad_full -> %a.grad  comm=reduce stream=reduce
+    + !8 = reduce_scatter %a.grad_full -> %a.grad  comm=reduce stream=reduce
+    + wait !8  on=update
+    + optimizer_step momentum param=%a.param grad=%a.grad states=(%a.momentum_buffer) …
+    - exit %a.grad = grad a @dp reduced=(dp) micro=all
+    + exit %a.param = param a @dp version=1
+      section update {
+    - entry %a.grad = grad a @dp reduced=(dp) micro=all
+    + entry %a.param = param a @dp version=1
+    - decide step=%step gradient_divisor=%divisor divisor=2  stream=compute
+    - optimizer_step momentum param=%a.param grad=%a.grad states=(%a.momentum_buffer) …
+"""
 
 from __future__ import annotations
 
@@ -133,7 +45,7 @@ from zeroir.ir.effects import effects
 from zeroir.ir.mesh import COMPUTE, Executor, Stream
 from zeroir.ir.ops import Op
 from zeroir.ir.program import LAST_MICRO_STEP, UPDATE, Holding, Program, Section, State
-from zeroir.passes.base import Fact, format_spec
+from zeroir.passes.base import Fact, Pass
 from zeroir.passes.common import rewrite
 from zeroir.passes.common.conflicts import Touched
 from zeroir.passes.common.order import synchronise, without_waits
@@ -146,16 +58,12 @@ STREAM = Stream(name="update", executor=Executor.DEVICE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OverlapUpdate:
+class OverlapUpdate(Pass):
     """Update each flat as soon as its gradient is reduced."""
 
     name: ClassVar[str] = "overlap-update"
     requires: ClassVar[frozenset[Fact]] = frozenset({Fact.GRADIENTS_REDUCED})
     establishes: ClassVar[frozenset[Fact]] = frozenset({Fact.UPDATE_OVERLAPPED})
-
-    def spec(self) -> str:
-        """The pass as text."""
-        return format_spec(self.name, {})
 
     def __call__(self, program: Program) -> Program:
         """The program with its update in the last micro-step; as it was where a decision rests on all gradients."""

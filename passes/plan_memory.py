@@ -5,23 +5,16 @@ Buffers share bytes where one surely ends before the other begins, by streams an
 nothing is fragmented and what a rank takes is known before it starts. The plan is for the ops as they stand: whatever
 pass runs afterwards is handed the program without it.
 
-Before ``plan-memory``::
+What ``plan-memory`` changes::
 
-    buffer %a.full : f32[512] device gathered
-    buffer %a.grad_full : f32[512] device grad
-    buffer %b.full : f32[512] device gathered
-    buffer %b.grad_full : f32[512] device grad
-    buffer %h : f32[32] device saved
-    buffer %dh : f32[32] device activation
-
-After::
-
-    buffer %a.full : f32[512] device gathered offset=0
-    buffer %a.grad_full : f32[512] device grad offset=2048
-    buffer %b.full : f32[512] device gathered offset=2048
-    buffer %b.grad_full : f32[512] device grad offset=4096
-    buffer %h : f32[32] device saved offset=6144
-    buffer %dh : f32[32] device activation offset=6656
+    - buffer %a.full : f32[512] device gathered
+    + buffer %a.full : f32[512] device gathered offset=0
+    - buffer %a.grad_full : f32[512] device grad
+    + buffer %a.grad_full : f32[512] device grad offset=2048
+    - buffer %b.full : f32[512] device gathered
+    + buffer %b.full : f32[512] device gathered offset=2048
+    - buffer %h : f32[32] device saved
+    + buffer %h : f32[32] device saved offset=6144
 """
 
 from __future__ import annotations
@@ -32,20 +25,16 @@ from typing import ClassVar
 
 from zeroir.ir.program import Program
 from zeroir.memory.placement import place_all
-from zeroir.passes.base import Fact, format_spec
+from zeroir.passes.base import Fact, Pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanMemory:
+class PlanMemory(Pass):
     """See the module."""
 
     name: ClassVar[str] = "plan-memory"
     requires: ClassVar[frozenset[Fact]] = frozenset()
     establishes: ClassVar[frozenset[Fact]] = frozenset()
-
-    def spec(self) -> str:
-        """The pass as text."""
-        return format_spec(self.name, {})
 
     def __call__(self, program: Program) -> Program:
         """The program with a place for every temporary buffer."""

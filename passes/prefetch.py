@@ -8,82 +8,21 @@ nothing ahead and still holds the gather stream back. A bucket belongs to the wa
 With ``prefetch{budget=BYTES}`` no distance is fixed: each gather is issued as early as the device memory that buffers
 take stays within the budget (``early``). It then stands after all passes that take memory, whose waits it keeps.
 
-Before ``prefetch{distance=1}``::
+What ``prefetch{distance=1}`` changes::
 
-    section last_micro_step {
-      alloc %a.full  stream=gather
       !0 = all_gather %a.param -> %a.full  comm=gather stream=gather
+    + alloc %b.full  stream=gather
+    + !1 = prefetch %b.param -> %b.full  comm=gather stream=gather
       wait !0  on=compute
-      alloc %h  stream=compute
       compute @a.forward(%x, w: %a.full[0:128]) -> (%h)  unit=a stream=compute
-      !1 = release %a.full  stream=compute
-      alloc %b.full  stream=gather
-      !2 = all_gather %b.param -> %b.full  comm=gather stream=gather
-      wait !2  on=compute
+    + !2 = release %a.full  stream=compute
+    + wait !2  on=gather
+    - alloc %b.full  stream=gather
+    - !2 = all_gather %b.param -> %b.full  comm=gather stream=gather
+    - wait !2  on=compute
+    + wait !1  on=compute
       compute @b.forward(%h, v: %b.full[0:8]) -> (%loss)  unit=b stream=compute
-      alloc %b.grad_full  stream=compute
-      fill %b.grad_full[8:512] = 0.0  stream=compute
-      alloc %dh  stream=compute
-      !3 = compute @b.backward(%loss_scale[0:1], %h, v: %b.full[0:8]) -> (%dh, grad v: %b.grad_full[0:8])  unit=b stream=compute
-      release %h  stream=compute
-      release %b.full  stream=compute
-      wait !3  on=reduce
-      reduce_scatter %b.grad_full -> %b.grad  comm=reduce stream=reduce
-      release %b.grad_full  stream=reduce
-      alloc %a.grad_full  stream=compute
-      fill %a.grad_full[128:512] = 0.0  stream=compute
-      wait !1  on=gather
-      alloc %a.full  stream=gather
-      !4 = all_gather %a.param -> %a.full  comm=gather stream=gather
-      wait !4  on=compute
-      !5 = compute @a.backward(%dh, %x, w: %a.full[0:128]) -> (grad w: %a.grad_full[0:128])  unit=a stream=compute
-      release %dh  stream=compute
-      release %a.full  stream=compute
-      wait !5  on=reduce
-      reduce_scatter %a.grad_full -> %a.grad  comm=reduce stream=reduce
-      release %a.grad_full  stream=reduce
-      exit %a.grad = grad a @dp reduced=(dp) micro=all
-      exit %b.grad = grad b @dp reduced=(dp) micro=all
-    }
-
-After::
-
-    section last_micro_step {
-      alloc %a.full  stream=gather
-      !0 = all_gather %a.param -> %a.full  comm=gather stream=gather
-      alloc %b.full  stream=gather
-      !1 = prefetch %b.param -> %b.full  comm=gather stream=gather
-      wait !0  on=compute
-      alloc %h  stream=compute
-      compute @a.forward(%x, w: %a.full[0:128]) -> (%h)  unit=a stream=compute
-      !2 = release %a.full  stream=compute
-      wait !2  on=gather
-      alloc %a.full  stream=gather
-      !3 = prefetch %a.param -> %a.full  comm=gather stream=gather
-      wait !1  on=compute
-      compute @b.forward(%h, v: %b.full[0:8]) -> (%loss)  unit=b stream=compute
-      alloc %b.grad_full  stream=compute
-      fill %b.grad_full[8:512] = 0.0  stream=compute
-      alloc %dh  stream=compute
-      !4 = compute @b.backward(%loss_scale[0:1], %h, v: %b.full[0:8]) -> (%dh, grad v: %b.grad_full[0:8])  unit=b stream=compute
-      release %h  stream=compute
-      release %b.full  stream=compute
-      wait !4  on=reduce
-      reduce_scatter %b.grad_full -> %b.grad  comm=reduce stream=reduce
-      release %b.grad_full  stream=reduce
-      alloc %a.grad_full  stream=compute
-      fill %a.grad_full[128:512] = 0.0  stream=compute
-      wait !3  on=compute
-      !5 = compute @a.backward(%dh, %x, w: %a.full[0:128]) -> (grad w: %a.grad_full[0:128])  unit=a stream=compute
-      release %dh  stream=compute
-      release %a.full  stream=compute
-      wait !5  on=reduce
-      reduce_scatter %a.grad_full -> %a.grad  comm=reduce stream=reduce
-      release %a.grad_full  stream=reduce
-      exit %a.grad = grad a @dp reduced=(dp) micro=all
-      exit %b.grad = grad b @dp reduced=(dp) micro=all
-    }
-"""  # noqa: E501
+"""
 
 from __future__ import annotations
 
@@ -95,7 +34,7 @@ from zeroir.errors import UserError
 from zeroir.ir import ops
 from zeroir.ir.ops import Op
 from zeroir.ir.program import Program, Section
-from zeroir.passes.base import Fact, format_spec
+from zeroir.passes.base import Fact, Pass
 from zeroir.passes.common import rewrite
 from zeroir.passes.common.gather_early import as_early_as_fits
 from zeroir.passes.common.gather_groups import Wave, ahead, find_waves, without_gather_waits
@@ -105,42 +44,37 @@ _DEFAULT_DISTANCE = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prefetch:
-    """Gather ``distance`` waves ahead, or as early as a ``budget`` of device memory, in bytes, allows."""
+class Prefetch(Pass):
+    """Gather ``distance`` waves ahead, 1 by default, or as early as a ``budget`` of device memory, in bytes, allows."""
 
     name: ClassVar[str] = "prefetch"
     requires: ClassVar[frozenset[Fact]] = frozenset({Fact.RELEASED_AFTER_LAST_USE})
     establishes: ClassVar[frozenset[Fact]] = frozenset({Fact.GATHERED_AHEAD})
 
-    distance: int = _DEFAULT_DISTANCE
+    distance: int | None = None
     budget: int | None = None
 
     def __post_init__(self) -> None:
-        if self.distance < 0:
-            raise UserError(
-                f"The option `distance` of `{self.name}` is a number of units, at least 0, not {self.distance}."
-            )
-        if self.budget is None:
-            return
-        if self.budget < 0:
-            raise UserError(
-                f"The option `budget` of `{self.name}` is a number of bytes, at least 0, not {self.budget}."
-            )
-        if self.distance != _DEFAULT_DISTANCE:
+        if self.distance is None and self.budget is None:
+            object.__setattr__(self, "distance", _DEFAULT_DISTANCE)
+        if self.distance is not None and self.budget is not None:
             raise UserError(
                 f"The pass `{self.name}` takes a distance or a budget, not both; leave one of them out."
             )
-
-    def spec(self) -> str:
-        """The pass as text."""
-        if self.budget is not None:
-            return format_spec(self.name, {"budget": self.budget})
-        return format_spec(self.name, {"distance": self.distance})
+        if self.distance is not None and self.distance < 0:
+            raise UserError(
+                f"The option `distance` of `{self.name}` is a number of units, at least 0, not {self.distance}."
+            )
+        if self.budget is not None and self.budget < 0:
+            raise UserError(
+                f"The option `budget` of `{self.name}` is a number of bytes, at least 0, not {self.budget}."
+            )
 
     def __call__(self, program: Program) -> Program:
         """The program with its gathers issued ahead."""
-        if self.budget is None:
+        if self.distance is not None:
             return _at_distance(unordered(program), self.distance)
+        assert self.budget is not None  # One of the two is given.
         # Other waits bound what others take.
         held_back = _at_distance(rewrite.map_sections(program, without_gather_waits), 0)
         return as_early_as_fits(held_back, self.budget)

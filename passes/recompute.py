@@ -1,91 +1,69 @@
 """Compute a unit's forward once more before its backward, instead of keeping what it saves: activation checkpointing.
 
-A forward then keeps only what others need: the loss, new running statistics, and outputs that other forwards or the
-backwards of other units read. What only its own backward reads is made by the forward issued again, as a ``compute`` of
-its own just before that backward, and lives from there on. The second run is cut down to these values, so that the
-last matrix product of a block, whose result nobody asks for, is not computed twice. It reads what the first run read:
-activations stay until then, seeds of dropout are the same, and where the forward changes running statistics the new ones
-wait in a buffer until they have been read for the last time. So every bit stays the same, and every statistic changes
-once. A unit that is called twice, or whose forward is several segments, is computed once more call by call, segment by
-segment. A segment that would keep more bytes than it frees, or whose backward follows at once, stays as it is.
+It is a policy of the minimum cut that ``select-saved`` makes (``min_cut``). There only cheap ops may be computed again,
+and a backward computes them itself; here every op may, so that a forward keeps little but the inputs of its unit. What
+only its own backward reads is computed again by a ``compute`` of its own just before that backward. The full gradients
+that the backward fills do not live yet then, and a bound on them does not hold it back. What others read stays: the
+loss, new running statistics, and outputs that other forwards or the backwards of other units read.
 
-It goes well with ``select-saved``, which stands before it: that pass lets a backward compute cheap values itself, each
-just before its use, so that fewer bytes come to life when the forward is issued again. In the other order all that a
-unit saves would be there at once, for ``select-saved`` looks at what reaches from forwards to backwards.
+The values are computed by the same ops from the same values. Activations stay until then, seeds of dropout are the
+same, and where the forward changes running statistics the new ones wait in a buffer until the old ones have been read
+for the last time. So every bit stays the same, and every statistic changes once. A unit that is called twice, or whose
+forward is several segments, is computed again call by call, segment by segment. A segment that would keep more bytes
+than it frees, or whose backward follows at once, stays as it is.
 
-Before ``recompute{units=a}``::
+``select-saved`` stands before it: with it a backward computes cheap values just before their use, so that fewer bytes
+live between the second forward and the backward. In the other order all that a unit saves would live there, because
+``select-saved`` chooses only what passes from forwards to backwards.
 
-    buffer %m : f32[32] device saved
-    segment @a.forward($0: f32[4,16], $1: f32[16,8]) {
-      $2 = aten.mm.default($0, $1) : f32[4,8]
-      $3 = aten.mul.Tensor($2, $2) : f32[4,8]
-      return ($3, $2)
-    }
-    section last_micro_step {
-      alloc %h  stream=compute
-      alloc %m  stream=compute
-      compute @a.forward(%x, w: %a.param[0:128]) -> (%h, %m)  unit=a stream=compute
-      compute @b.forward(%h, v: %b.param[0:8]) -> (%loss)  unit=b stream=compute
-      alloc %dh  stream=compute
-      compute @b.backward(%loss_scale[0:1], %h, v: %b.param[0:8]) -> (%dh, grad v: %b.grad[0:8])  unit=b stream=compute
+What ``recompute{units=a}`` changes::
+
+    - buffer %m : f32[32] device saved
+    + buffer %m : f32[32] device activation
+    - return ($3, $2)
+    + return ($3)
+    + segment @a.recompute($0: f32[4,16], $1: f32[16,8]) workspace eager=114688 {
+    + $2 = aten.mm.default($0, $1) : f32[4,8]
+    + return ($2)
+    - alloc %m  stream=compute
+    - compute @a.forward(%x, w: %a.param[0:128]) -> (%h, %m)  unit=a stream=compute
+    + compute @a.forward(%x, w: %a.param[0:128]) -> (%h)  unit=a stream=compute
       release %h  stream=compute
+    + alloc %m  stream=compute
+    + compute @a.recompute(%x, w: %a.param[0:128]) -> (%m)  unit=a stream=compute
       compute @a.backward(%dh, %m, %x) -> (grad w: %a.grad[0:128])  unit=a stream=compute
-      release %dh  stream=compute
-      release %m  stream=compute
-      exit %a.grad = grad a micro=all
-      exit %b.grad = grad b micro=all
-    }
-
-After::
-
-    buffer %m : f32[32] device activation
-    segment @a.forward($0: f32[4,16], $1: f32[16,8]) workspace eager=114816 {
-      $2 = aten.mm.default($0, $1) : f32[4,8]
-      $3 = aten.mul.Tensor($2, $2) : f32[4,8]
-      return ($3)
-    }
-    segment @a.recompute($0: f32[4,16], $1: f32[16,8]) workspace eager=114688 {
-      $2 = aten.mm.default($0, $1) : f32[4,8]
-      return ($2)
-    }
-    section last_micro_step {
-      alloc %h  stream=compute
-      compute @a.forward(%x, w: %a.param[0:128]) -> (%h)  unit=a stream=compute
-      compute @b.forward(%h, v: %b.param[0:8]) -> (%loss)  unit=b stream=compute
-      alloc %dh  stream=compute
-      compute @b.backward(%loss_scale[0:1], %h, v: %b.param[0:8]) -> (%dh, grad v: %b.grad[0:8])  unit=b stream=compute
-      release %h  stream=compute
-      alloc %m  stream=compute
-      compute @a.recompute(%x, w: %a.param[0:128]) -> (%m)  unit=a stream=compute
-      compute @a.backward(%dh, %m, %x) -> (grad w: %a.grad[0:128])  unit=a stream=compute
-      release %dh  stream=compute
-      release %m  stream=compute
-      exit %a.grad = grad a micro=all
-      exit %b.grad = grad b micro=all
-    }
-"""  # noqa: E501
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from itertools import chain, count
 from typing import ClassVar
 
-from zeroir.errors import UserError
-from zeroir.ir import ops
-from zeroir.ir.buffers import Buffer
-from zeroir.ir.ops import Op
+from zeroir.ir.buffers import Region
+from zeroir.ir.ops import Argument
 from zeroir.ir.program import Program
 from zeroir.ir.segment import Segment
-from zeroir.passes.base import Fact, format_spec
-from zeroir.passes.common.reissue import Body, Call, Pruner
+from zeroir.passes.base import Fact, Pass
+from zeroir.passes.common.min_cut import RecutPair
+from zeroir.passes.common.prune import prune
+from zeroir.passes.common.section_draft import (
+    RECOMPUTE,
+    CallPosition,
+    SectionDraft,
+    argument,
+    in_buffer,
+    redraft,
+    require_one_device,
+)
+from zeroir.passes.common.storages import Need, SegmentPair
 from zeroir.passes.common.units import ALL_REPEATED, check_patterns, matching
+
+_FORWARD = ".forward"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recompute:
-    """Issue the forwards of these units again before their backwards; by default those of all repeated units."""
+class Recompute(Pass):
+    """Compute the forwards of these units again before their backwards; by default those of all repeated units."""
 
     name: ClassVar[str] = "recompute"
     requires: ClassVar[frozenset[Fact]] = frozenset()
@@ -96,83 +74,133 @@ class Recompute:
     def __post_init__(self) -> None:
         check_patterns(self.units, self.name)
 
-    def spec(self) -> str:
-        """The pass as text."""
-        return format_spec(self.name, {"units": self.units})
-
     def __call__(self, program: Program) -> Program:
         """The program with what these units save made anew in the backward.
 
         Raises:
             UserError: where a pattern names no unit, or the work is shared among ranks already.
         """
-        if any(isinstance(op, ops.Collective | ops.Wait | ops.Transfer) for op in program.ops()):
-            raise UserError(
-                f"The pass `{self.name}` works on a program for one device; put it before the passes that share "
-                "the work among ranks."
-            )
+        require_one_device(program, self.name)
         units = matching(self.units, program, self.spec())
-        pruner = Pruner()
-        bodies: dict[tuple[Op, ...], Body] = {}
-        for section in program.sections:
-            if section.body not in bodies:
-                bodies[section.body] = Body(program, section.body, units, pruner)
-        if not any(body.is_changed for body in bodies.values()):
-            return program
-        made: dict[str, Buffer] = {}
-        for body in bodies.values():
-            made |= body.buffers()
-        names = _Names(program)
-        calls = {old: tuple(body.ops()) for old, body in bodies.items()}
-        names.settle(chain.from_iterable(calls.values()))
-        rewritten = {old: tuple(names.named(op) for op in found) for old, found in calls.items()}
-        known = [made.pop(buffer.name, buffer) for buffer in program.buffers]
-        return replace(
-            program,
-            buffers=(*known, *made.values()),
-            segments=names.segments,
-            sections=tuple(replace(s, body=rewritten[s.body]) for s in program.sections),
-        )
+        return redraft(program, lambda draft: _recompute(draft, units))
 
 
-class _Names:
-    """The segments that are called, in the order of their first calls, each under a name of its own."""
-
-    def __init__(self, program: Program) -> None:
-        self._known = program.segment_by_name
-        self._names: dict[tuple[str, str], str] = {}
-        self._segments: list[Segment] = []
-
-    def settle(self, found: Iterable[Op | Call]) -> None:
-        """Take in all calls."""
-        called: dict[tuple[str, str], Segment] = {}
-        for item in found:
-            if isinstance(item, Call):
-                called.setdefault(_key(item.segment), item.segment)
-        taken = {segment.name for segment in called.values() if self._is_as_before(segment)}
-        for key, segment in called.items():
-            name = segment.name
-            if not self._is_as_before(segment):
-                wishes = (name if i == 0 else f"{name}.{i}" for i in count())
-                name = next(wish for wish in wishes if wish not in taken)
-                taken.add(name)
-            self._names[key] = name
-            self._segments.append(replace(segment, name=name))
-
-    def _is_as_before(self, segment: Segment) -> bool:
-        return self._known.get(segment.name) is segment
-
-    @property
-    def segments(self) -> tuple[Segment, ...]:
-        """The segments under their names."""
-        return tuple(self._segments)
-
-    def named(self, item: Op | Call) -> Op:
-        """The op, calling its segment by name."""
-        if isinstance(item, Call):
-            return replace(item.op, segment=self._names[_key(item.segment)])
-        return item
+def _recompute(draft: SectionDraft, units: frozenset[str]) -> None:
+    """Compute once more what forwards save, the last forward first: what it then reads of an earlier one is kept."""
+    forwards = [
+        position
+        for position, call in draft.calls.items()
+        if not draft.is_late(position) and call.op.unit in units
+    ]
+    for forward in reversed(forwards):
+        _recompute_call(draft, forward)
 
 
-def _key(segment: Segment) -> tuple[str, str]:
-    return segment.name, segment.digest()
+def _recompute_call(draft: SectionDraft, forward: CallPosition) -> None:
+    outputs, backwards = _own_outputs(draft, forward)
+    if not outputs:
+        return
+    first = min(reader for name in outputs for reader in draft.late_readers(name))
+    at = draft.before(first, forward)
+    if not any(forward < position < at for position in draft.calls):
+        return  # It would be computed twice in a row.
+    recut = draft.choices.choose(_pair(draft, forward, at, outputs, backwards))
+    if recut is not None:
+        _apply(draft, forward, at, outputs, recut)
+
+
+def _own_outputs(
+    draft: SectionDraft, forward: CallPosition
+) -> tuple[dict[str, int], set[CallPosition]]:
+    """The outputs, by their buffers, that only the forward's own backwards read after the loss; and those backwards.
+
+    They are the calls of its unit that read what nobody else reads of it. So the calls of a unit that is called twice
+    are told apart, and so are the segments of a forward that is cut in two.
+    """
+    call = draft.calls[forward]
+    late: dict[str, set[CallPosition]] = {}
+    outputs: dict[str, int] = {}
+    backwards: set[CallPosition] = set()
+    for output, destination in enumerate(call.op.destinations):
+        filled = draft.filled_by(destination)
+        if filled is None or not (readers := draft.late_readers(filled.buffer.name)):
+            continue
+        late[filled.buffer.name], outputs[filled.buffer.name] = readers, output
+        if readers == filled.readers and all(draft.unit(r) == call.op.unit for r in readers):
+            backwards |= readers
+    return {name: output for name, output in outputs.items() if late[name] <= backwards}, backwards
+
+
+def _pair(
+    draft: SectionDraft,
+    forward: CallPosition,
+    at: CallPosition,
+    outputs: dict[str, int],
+    backwards: set[CallPosition],
+) -> SegmentPair:
+    """The forward, and as its backward what hands on to the real ones what they read of it."""
+    call = draft.calls[forward]
+    types = call.segment.output_types()
+
+    def leaf_bytes(given: Argument) -> int | None:
+        name = given.view.region.buffer
+        if given.parameter is not None:
+            return 0
+        if draft.is_changed_between(name, forward, at) and draft.is_delayable(name):
+            return 0
+        return draft.leaf_bytes(name, forward, at)
+
+    return SegmentPair(
+        forward=call.segment,
+        backward=Segment(
+            name=call.segment.name.removesuffix(_FORWARD) + RECOMPUTE,
+            inputs=tuple(types[output] for output in outputs.values()),
+            nodes=(),
+            outputs=tuple(range(len(outputs))),
+        ),
+        leaves=tuple(leaf_bytes(given) for given in call.op.arguments),
+        is_parameter=tuple(given.parameter is not None for given in call.op.arguments),
+        uses=tuple(draft.use(d, backwards) for d in call.op.destinations),
+        needs=tuple(Need(call.segment.outputs[output], 0) for output in outputs.values()),
+        computes_all=True,
+    )
+
+
+def _apply(
+    draft: SectionDraft,
+    forward: CallPosition,
+    at: CallPosition,
+    outputs: dict[str, int],
+    recut: RecutPair,
+) -> None:
+    """Insert the call that computes again what was chosen, and let the backwards read what it yields."""
+    op = draft.calls[forward].op
+    readers = {name: draft.late_readers(name) for name in outputs}
+    saved = draft.recut_forward(forward, recut)
+    old = {name: op.destinations[output] for name, output in outputs.items()}
+    given = [Argument(view=destination.view) for destination in old.values() if destination]
+    sources = [
+        argument(source, kind, given, op.arguments, saved)
+        for source, kind in zip(recut.sources, recut.backward.inputs, strict=True)
+    ]
+    computed: list[int] = []
+    moved: dict[str, Region] = {}
+    destinations = []
+    for (name, destination), value in zip(old.items(), recut.backward.outputs, strict=True):
+        assert destination is not None  # It fills a buffer.
+        if value < len(sources):
+            moved[name] = sources[value].view.region
+            continue
+        filled = in_buffer(destination, draft.fill(name, at, len(computed)))
+        moved[name] = filled.view.region
+        destinations.append(filled)
+        computed.append(value)
+    segment, inputs = prune(recut.backward, computed)
+    arguments = tuple(sources[i] for i in inputs)
+    draft.insert(at, replace(op, arguments=arguments, destinations=tuple(destinations)), segment)
+    for name in {read.view.region.buffer for read in arguments}:
+        if draft.is_changed_between(name, forward, at):
+            draft.delay(name, at)
+    for name, region in moved.items():
+        for reader in readers[name]:
+            draft.redirect(reader, name, region)

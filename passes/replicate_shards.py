@@ -15,123 +15,24 @@ FP32 across would double the bytes on the slower link.
 Each rank judges its slices of every gradient, which are the same in all groups: the norm is summed over ``shard``
 alone, the loss and the overflow flag over both axes. The optimizer's divisor grows by ``replicas``.
 
-Before ``replicate-shards{replicas=2}``::
+What ``replicate-shards{replicas=2}`` changes::
 
-    mesh dp=2
-    comm gather axis=dp
-    comm reduce axis=dp
-    buffer %a.param : f32[256] device param = param a @dp
-    buffer %a.grad : f32[256] device grad = grad a @dp micro=stale
-    buffer %a.momentum_buffer : f32[256] device state = momentum_buffer a @dp
-    buffer %b.param : f32[256] device param = param b @dp
-    buffer %b.grad : f32[256] device grad = grad b @dp micro=stale
-    buffer %b.momentum_buffer : f32[256] device state = momentum_buffer b @dp
-    section last_micro_step {
-      alloc %a.full  stream=gather
-      !0 = all_gather %a.param -> %a.full  comm=gather stream=gather
-      alloc %b.full  stream=gather
-      !1 = prefetch %b.param -> %b.full  comm=gather stream=gather
-      wait !0  on=compute
-      alloc %h  stream=compute
-      compute @a.forward(%x, w: %a.full[0:128]) -> (%h)  unit=a stream=compute
-      !2 = release %a.full  stream=compute
-      wait !2  on=gather
-      alloc %a.full  stream=gather
-      !3 = prefetch %a.param -> %a.full  comm=gather stream=gather
-      wait !1  on=compute
-      compute @b.forward(%h, v: %b.full[0:8]) -> (%loss)  unit=b stream=compute
-      alloc %b.grad_full  stream=compute
-      fill %b.grad_full[8:512] = 0.0  stream=compute
-      alloc %dh  stream=compute
-      !4 = compute @b.backward(%loss_scale[0:1], %h, v: %b.full[0:8]) -> (%dh, grad v: %b.grad_full[0:8])  unit=b stream=compute
-      release %h  stream=compute
-      release %b.full  stream=compute
-      wait !4  on=reduce
-      reduce_scatter %b.grad_full -> %b.grad  comm=reduce stream=reduce
-      !5 = release %b.grad_full  stream=reduce
-      wait !5  on=compute
-      alloc %a.grad_full  stream=compute
-      fill %a.grad_full[128:512] = 0.0  stream=compute
-      wait !3  on=compute
-      !6 = compute @a.backward(%dh, %x, w: %a.full[0:128]) -> (grad w: %a.grad_full[0:128])  unit=a stream=compute
-      release %dh  stream=compute
-      release %a.full  stream=compute
-      wait !6  on=reduce
+    - mesh dp=2
+    + mesh replicate=2 shard=2
+    - comm reduce axis=dp
+    + comm reduce axis=shard
+    + comm across axis=replicate
+    - buffer %a.grad : f32[256] device grad = grad a @dp micro=stale
+    + buffer %a.grad : f32[256] device grad = grad a @shard micro=stale
       reduce_scatter %a.grad_full -> %a.grad  comm=reduce stream=reduce
-      release %a.grad_full  stream=reduce
-      exit %a.grad = grad a @dp reduced=(dp) micro=all
-      exit %b.grad = grad b @dp reduced=(dp) micro=all
-    }
-    section update {
-      entry %a.grad = grad a @dp reduced=(dp) micro=all
-      entry %b.grad = grad b @dp reduced=(dp) micro=all
+    + all_reduce %a.grad -> %a.grad  comm=across stream=reduce
+    - exit %a.grad = grad a @dp reduced=(dp) micro=all
+    + exit %a.grad = grad a @shard reduced=(replicate, shard) micro=all
       all_reduce %loss -> %loss  comm=reduce stream=reduce
-      decide step=%step gradient_divisor=%divisor divisor=2  stream=compute
-      optimizer_step momentum param=%a.param grad=%a.grad states=(%a.momentum_buffer) step=%step lr=%lr hyper=%hyper gradient_divisor=%divisor  group=default stream=compute
-      optimizer_step momentum param=%b.param grad=%b.grad states=(%b.momentum_buffer) step=%step lr=%lr hyper=%hyper gradient_divisor=%divisor  group=default stream=compute
-    }
-
-After::
-
-    mesh replicate=2 shard=2
-    comm gather axis=shard
-    comm reduce axis=shard
-    comm across axis=replicate
-    buffer %a.param : f32[256] device param = param a @shard
-    buffer %a.grad : f32[256] device grad = grad a @shard micro=stale
-    buffer %a.momentum_buffer : f32[256] device state = momentum_buffer a @shard
-    buffer %b.param : f32[256] device param = param b @shard
-    buffer %b.grad : f32[256] device grad = grad b @shard micro=stale
-    buffer %b.momentum_buffer : f32[256] device state = momentum_buffer b @shard
-    section last_micro_step {
-      alloc %a.full  stream=gather
-      !0 = all_gather %a.param -> %a.full  comm=gather stream=gather
-      alloc %b.full  stream=gather
-      !1 = prefetch %b.param -> %b.full  comm=gather stream=gather
-      wait !0  on=compute
-      alloc %h  stream=compute
-      compute @a.forward(%x, w: %a.full[0:128]) -> (%h)  unit=a stream=compute
-      !2 = release %a.full  stream=compute
-      wait !2  on=gather
-      alloc %a.full  stream=gather
-      !3 = prefetch %a.param -> %a.full  comm=gather stream=gather
-      wait !1  on=compute
-      compute @b.forward(%h, v: %b.full[0:8]) -> (%loss)  unit=b stream=compute
-      alloc %b.grad_full  stream=compute
-      fill %b.grad_full[8:512] = 0.0  stream=compute
-      alloc %dh  stream=compute
-      !4 = compute @b.backward(%loss_scale[0:1], %h, v: %b.full[0:8]) -> (%dh, grad v: %b.grad_full[0:8])  unit=b stream=compute
-      release %h  stream=compute
-      release %b.full  stream=compute
-      wait !4  on=reduce
-      reduce_scatter %b.grad_full -> %b.grad  comm=reduce stream=reduce
-      !5 = release %b.grad_full  stream=reduce
-      wait !5  on=compute
-      alloc %a.grad_full  stream=compute
-      fill %a.grad_full[128:512] = 0.0  stream=compute
-      wait !3  on=compute
-      wait !3  on=reduce
-      all_reduce %b.grad -> %b.grad  comm=across stream=reduce
-      !6 = compute @a.backward(%dh, %x, w: %a.full[0:128]) -> (grad w: %a.grad_full[0:128])  unit=a stream=compute
-      release %dh  stream=compute
-      release %a.full  stream=compute
-      wait !6  on=reduce
-      reduce_scatter %a.grad_full -> %a.grad  comm=reduce stream=reduce
-      release %a.grad_full  stream=reduce
-      all_reduce %a.grad -> %a.grad  comm=across stream=reduce
-      exit %a.grad = grad a @shard reduced=(replicate, shard) micro=all
-      exit %b.grad = grad b @shard reduced=(replicate, shard) micro=all
-    }
-    section update {
-      entry %a.grad = grad a @shard reduced=(replicate, shard) micro=all
-      entry %b.grad = grad b @shard reduced=(replicate, shard) micro=all
-      all_reduce %loss -> %loss  comm=reduce stream=reduce
-      all_reduce %loss -> %loss  comm=across stream=reduce
-      decide step=%step gradient_divisor=%divisor divisor=4  stream=compute
-      optimizer_step momentum param=%a.param grad=%a.grad states=(%a.momentum_buffer) step=%step lr=%lr hyper=%hyper gradient_divisor=%divisor  group=default stream=compute
-      optimizer_step momentum param=%b.param grad=%b.grad states=(%b.momentum_buffer) step=%step lr=%lr hyper=%hyper gradient_divisor=%divisor  group=default stream=compute
-    }
-"""  # noqa: E501
+    + all_reduce %loss -> %loss  comm=across stream=reduce
+    - decide step=%step gradient_divisor=%divisor divisor=2  stream=compute
+    + decide step=%step gradient_divisor=%divisor divisor=4  stream=compute
+"""
 
 from __future__ import annotations
 
@@ -147,7 +48,7 @@ from zeroir.ir.mesh import REPLICATE_AXIS, SHARD_AXIS, Axis, Communicator, Mesh
 from zeroir.ir.ops import Mode, Op
 from zeroir.ir.program import LAST_MICRO_STEP, Holding, Program, Section, State
 from zeroir.passes.all_reduce_gradients import AXIS
-from zeroir.passes.base import Fact, format_spec
+from zeroir.passes.base import Fact, Pass
 from zeroir.passes.common import rewrite
 from zeroir.passes.common.conflicts import Touched
 from zeroir.passes.common.order import synchronise
@@ -156,7 +57,7 @@ ACROSS_COMM = "across"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicateShards:
+class ReplicateShards(Pass):
     """Let ``replicas`` groups of ranks hold the same shards and sum their gradients."""
 
     name: ClassVar[str] = "replicate-shards"
@@ -171,10 +72,6 @@ class ReplicateShards:
                 f"The option `replicas` of `{self.name}` is a number of groups of ranks, at least 1, "
                 f"not {self.replicas}."
             )
-
-    def spec(self) -> str:
-        """The pass as text."""
-        return format_spec(self.name, {"replicas": self.replicas})
 
     def __call__(self, program: Program) -> Program:
         """The program on ``replicas`` times as many ranks."""

@@ -4,80 +4,22 @@ Each flat's gradient is computed into a temporary buffer, reduce-scattered into 
 complete, and released. With several micro-steps every one of them reduce-scatters, and the shards are added in FP32;
 the sum over ranks then comes before the sum over micro-steps, where stages 0 and 1 have it the other way round.
 
-Before ``shard-gradients``::
+What ``shard-gradients`` changes::
 
-    buffer %a.grad : f32[512] device grad = grad a micro=stale
-    buffer %b.grad : f32[512] device grad = grad b micro=stale
-    section last_micro_step {
-      alloc %h  stream=compute
-      compute @a.forward(%x, w: %a.param[0:128]) -> (%h)  unit=a stream=compute
-      compute @b.forward(%h, v: %b.param[0:8]) -> (%loss)  unit=b stream=compute
-      alloc %dh  stream=compute
-      !0 = compute @b.backward(%loss_scale[0:1], %h, v: %b.param[0:8]) -> (%dh, grad v: %b.grad[0:8])  unit=b stream=compute
-      wait !0  on=reduce
-      reduce_scatter %b.grad -> %b.grad[0:512]@dp  comm=reduce stream=reduce
-      release %h  stream=compute
-      !1 = compute @a.backward(%dh, %x, w: %a.param[0:128]) -> (grad w: %a.grad[0:128])  unit=a stream=compute
+    - buffer %a.grad : f32[512] device grad = grad a micro=stale
+    + buffer %a.grad : f32[256] device grad = grad a @dp micro=stale
+    + buffer %a.grad_full : f32[512] device grad
+    + alloc %a.grad_full  stream=compute
+    + fill %a.grad_full[128:512] = 0.0  stream=compute
+    - !1 = compute @a.backward(%dh, %x, w: %a.param[0:128]) -> (grad w: %a.grad[0:128])  unit=a stream=compute
+    + !1 = compute @a.backward(%dh, %x, w: %a.param[0:128]) -> (grad w: %a.grad_full[0:128])  unit=a stream=compute
       wait !1  on=reduce
-      reduce_scatter %a.grad -> %a.grad[0:512]@dp  comm=reduce stream=reduce
-      release %dh  stream=compute
-      exit %a.grad[0:512]@dp = grad a @dp reduced=(dp) micro=all
-      exit %b.grad[0:512]@dp = grad b @dp reduced=(dp) micro=all
-    }
-    section update {
-      entry %a.grad[0:512]@dp = grad a @dp reduced=(dp) micro=all
-      entry %b.grad[0:512]@dp = grad b @dp reduced=(dp) micro=all
-      all_reduce %loss -> %loss  comm=reduce stream=reduce
-      decide step=%step gradient_divisor=%divisor divisor=2  stream=compute
-      !0 = optimizer_step momentum param=%a.param[0:512]@dp grad=%a.grad[0:512]@dp states=(%a.momentum_buffer) step=%step lr=%lr hyper=%hyper gradient_divisor=%divisor  group=default stream=compute
-      wait !0  on=gather
-      all_gather %a.param[0:512]@dp -> %a.param  comm=gather stream=gather
-      !1 = optimizer_step momentum param=%b.param[0:512]@dp grad=%b.grad[0:512]@dp states=(%b.momentum_buffer) step=%step lr=%lr hyper=%hyper gradient_divisor=%divisor  group=default stream=compute
-      wait !1  on=gather
-      all_gather %b.param[0:512]@dp -> %b.param  comm=gather stream=gather
-    }
-
-After::
-
-    buffer %a.grad : f32[256] device grad = grad a @dp micro=stale
-    buffer %a.grad_full : f32[512] device grad
-    buffer %b.grad : f32[256] device grad = grad b @dp micro=stale
-    buffer %b.grad_full : f32[512] device grad
-    section last_micro_step {
-      alloc %h  stream=compute
-      compute @a.forward(%x, w: %a.param[0:128]) -> (%h)  unit=a stream=compute
-      compute @b.forward(%h, v: %b.param[0:8]) -> (%loss)  unit=b stream=compute
-      alloc %b.grad_full  stream=compute
-      fill %b.grad_full[8:512] = 0.0  stream=compute
-      alloc %dh  stream=compute
-      !0 = compute @b.backward(%loss_scale[0:1], %h, v: %b.param[0:8]) -> (%dh, grad v: %b.grad_full[0:8])  unit=b stream=compute
-      wait !0  on=reduce
-      reduce_scatter %b.grad_full -> %b.grad  comm=reduce stream=reduce
-      release %b.grad_full  stream=reduce
-      release %h  stream=compute
-      alloc %a.grad_full  stream=compute
-      fill %a.grad_full[128:512] = 0.0  stream=compute
-      !1 = compute @a.backward(%dh, %x, w: %a.param[0:128]) -> (grad w: %a.grad_full[0:128])  unit=a stream=compute
-      wait !1  on=reduce
-      reduce_scatter %a.grad_full -> %a.grad  comm=reduce stream=reduce
-      release %a.grad_full  stream=reduce
-      release %dh  stream=compute
-      exit %a.grad = grad a @dp reduced=(dp) micro=all
-      exit %b.grad = grad b @dp reduced=(dp) micro=all
-    }
-    section update {
-      entry %a.grad = grad a @dp reduced=(dp) micro=all
-      entry %b.grad = grad b @dp reduced=(dp) micro=all
-      all_reduce %loss -> %loss  comm=reduce stream=reduce
-      decide step=%step gradient_divisor=%divisor divisor=2  stream=compute
-      !0 = optimizer_step momentum param=%a.param[0:512]@dp grad=%a.grad states=(%a.momentum_buffer) step=%step lr=%lr hyper=%hyper gradient_divisor=%divisor  group=default stream=compute
-      wait !0  on=gather
-      all_gather %a.param[0:512]@dp -> %a.param  comm=gather stream=gather
-      !1 = optimizer_step momentum param=%b.param[0:512]@dp grad=%b.grad states=(%b.momentum_buffer) step=%step lr=%lr hyper=%hyper gradient_divisor=%divisor  group=default stream=compute
-      wait !1  on=gather
-      all_gather %b.param[0:512]@dp -> %b.param  comm=gather stream=gather
-    }
-"""  # noqa: E501
+    - reduce_scatter %a.grad -> %a.grad[0:512]@dp  comm=reduce stream=reduce
+    + reduce_scatter %a.grad_full -> %a.grad  comm=reduce stream=reduce
+    + release %a.grad_full  stream=reduce
+    - exit %a.grad[0:512]@dp = grad a @dp reduced=(dp) micro=all
+    + exit %a.grad = grad a @dp reduced=(dp) micro=all
+"""
 
 from __future__ import annotations
 
@@ -92,22 +34,18 @@ from zeroir.ir.mesh import COMPUTE, REDUCE
 from zeroir.ir.ops import Mode, Op
 from zeroir.ir.program import LAST_MICRO_STEP, Flat, Program, Section
 from zeroir.passes.all_reduce_gradients import AXIS, REDUCE_COMM
-from zeroir.passes.base import Fact, format_spec
+from zeroir.passes.base import Fact, Pass
 from zeroir.passes.common import rewrite
 from zeroir.passes.common.order import synchronise, unordered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShardGradients:
+class ShardGradients(Pass):
     """Reduce-scatter each gradient out of a temporary buffer."""
 
     name: ClassVar[str] = "shard-gradients"
     requires: ClassVar[frozenset[Fact]] = frozenset({Fact.OPTIMIZER_SHARDED})
     establishes: ClassVar[frozenset[Fact]] = frozenset({Fact.GRADIENTS_SHARDED})
-
-    def spec(self) -> str:
-        """The pass as text."""
-        return format_spec(self.name, {})
 
     def __call__(self, program: Program) -> Program:
         """The program with its gradients sharded over the data-parallel axis."""

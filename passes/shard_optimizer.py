@@ -5,69 +5,22 @@ this rank's own contributions, which nobody reads. Masters and optimizer states 
 on slices, and each flat's new parameters are gathered on a stream of their own right after its update, while the
 next flat is being updated.
 
-Before ``shard-optimizer``::
+What ``shard-optimizer`` changes::
 
-    buffer %a.momentum_buffer : f32[512] device state = momentum_buffer a
-    buffer %b.momentum_buffer : f32[512] device state = momentum_buffer b
-    section last_micro_step {
-      alloc %h  stream=compute
-      compute @a.forward(%x, w: %a.param[0:128]) -> (%h)  unit=a stream=compute
-      compute @b.forward(%h, v: %b.param[0:8]) -> (%loss)  unit=b stream=compute
-      alloc %dh  stream=compute
-      !0 = compute @b.backward(%loss_scale[0:1], %h, v: %b.param[0:8]) -> (%dh, grad v: %b.grad[0:8])  unit=b stream=compute
-      wait !0  on=reduce
-      all_reduce %b.grad -> %b.grad  comm=reduce stream=reduce
-      release %h  stream=compute
-      !1 = compute @a.backward(%dh, %x, w: %a.param[0:128]) -> (grad w: %a.grad[0:128])  unit=a stream=compute
+    + comm gather axis=dp
+    - buffer %a.momentum_buffer : f32[512] device state = momentum_buffer a
+    + buffer %a.momentum_buffer : f32[256] device state = momentum_buffer a @dp
       wait !1  on=reduce
-      all_reduce %a.grad -> %a.grad  comm=reduce stream=reduce
-      release %dh  stream=compute
-      exit %a.grad = grad a reduced=(dp) micro=all
-      exit %b.grad = grad b reduced=(dp) micro=all
-    }
-    section update {
-      entry %a.grad = grad a reduced=(dp) micro=all
-      entry %b.grad = grad b reduced=(dp) micro=all
-      all_reduce %loss -> %loss  comm=reduce stream=reduce
-      decide step=%step gradient_divisor=%divisor divisor=2  stream=compute
-      optimizer_step momentum param=%a.param grad=%a.grad states=(%a.momentum_buffer) step=%step lr=%lr hyper=%hyper gradient_divisor=%divisor  group=default stream=compute
-      optimizer_step momentum param=%b.param grad=%b.grad states=(%b.momentum_buffer) step=%step lr=%lr hyper=%hyper gradient_divisor=%divisor  group=default stream=compute
-    }
-
-After::
-
-    comm gather axis=dp
-    buffer %a.momentum_buffer : f32[256] device state = momentum_buffer a @dp
-    buffer %b.momentum_buffer : f32[256] device state = momentum_buffer b @dp
-    section last_micro_step {
-      alloc %h  stream=compute
-      compute @a.forward(%x, w: %a.param[0:128]) -> (%h)  unit=a stream=compute
-      compute @b.forward(%h, v: %b.param[0:8]) -> (%loss)  unit=b stream=compute
-      alloc %dh  stream=compute
-      !0 = compute @b.backward(%loss_scale[0:1], %h, v: %b.param[0:8]) -> (%dh, grad v: %b.grad[0:8])  unit=b stream=compute
-      wait !0  on=reduce
-      reduce_scatter %b.grad -> %b.grad[0:512]@dp  comm=reduce stream=reduce
-      release %h  stream=compute
-      !1 = compute @a.backward(%dh, %x, w: %a.param[0:128]) -> (grad w: %a.grad[0:128])  unit=a stream=compute
-      wait !1  on=reduce
-      reduce_scatter %a.grad -> %a.grad[0:512]@dp  comm=reduce stream=reduce
-      release %dh  stream=compute
-      exit %a.grad[0:512]@dp = grad a @dp reduced=(dp) micro=all
-      exit %b.grad[0:512]@dp = grad b @dp reduced=(dp) micro=all
-    }
-    section update {
-      entry %a.grad[0:512]@dp = grad a @dp reduced=(dp) micro=all
-      entry %b.grad[0:512]@dp = grad b @dp reduced=(dp) micro=all
-      all_reduce %loss -> %loss  comm=reduce stream=reduce
-      decide step=%step gradient_divisor=%divisor divisor=2  stream=compute
-      !0 = optimizer_step momentum param=%a.param[0:512]@dp grad=%a.grad[0:512]@dp states=(%a.momentum_buffer) step=%step lr=%lr hyper=%hyper gradient_divisor=%divisor  group=default stream=compute
-      wait !0  on=gather
-      all_gather %a.param[0:512]@dp -> %a.param  comm=gather stream=gather
-      !1 = optimizer_step momentum param=%b.param[0:512]@dp grad=%b.grad[0:512]@dp states=(%b.momentum_buffer) step=%step lr=%lr hyper=%hyper gradient_divisor=%divisor  group=default stream=compute
-      wait !1  on=gather
-      all_gather %b.param[0:512]@dp -> %b.param  comm=gather stream=gather
-    }
-"""  # noqa: E501
+    - all_reduce %a.grad -> %a.grad  comm=reduce stream=reduce
+    + reduce_scatter %a.grad -> %a.grad[0:512]@dp  comm=reduce stream=reduce
+    - exit %a.grad = grad a reduced=(dp) micro=all
+    + exit %a.grad[0:512]@dp = grad a @dp reduced=(dp) micro=all
+      section update {
+    - optimizer_step momentum param=%a.param grad=%a.grad states=(%a.momentum_buffer) …
+    + !0 = optimizer_step momentum param=%a.param[0:512]@dp grad=%a.grad[0:512]@dp states=(%a.momentum_buffer) …
+    + wait !0  on=gather
+    + all_gather %a.param[0:512]@dp -> %a.param  comm=gather stream=gather
+"""
 
 from __future__ import annotations
 
@@ -81,8 +34,9 @@ from zeroir.ir.buffers import Region, Role
 from zeroir.ir.mesh import GATHER, Communicator
 from zeroir.ir.ops import Op
 from zeroir.ir.program import LAST_MICRO_STEP, UPDATE, Flat, Program, Section, State
+from zeroir.ir.section_view import SectionView
 from zeroir.passes.all_reduce_gradients import AXIS
-from zeroir.passes.base import Fact, format_spec
+from zeroir.passes.base import Fact, Pass
 from zeroir.passes.common import rewrite
 from zeroir.passes.common.order import synchronise, unordered
 
@@ -90,16 +44,12 @@ GATHER_COMM = "gather"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShardOptimizer:
+class ShardOptimizer(Pass):
     """Update each parameter on the rank that owns it."""
 
     name: ClassVar[str] = "shard-optimizer"
     requires: ClassVar[frozenset[Fact]] = frozenset({Fact.GRADIENTS_REDUCED})
     establishes: ClassVar[frozenset[Fact]] = frozenset({Fact.OPTIMIZER_SHARDED})
-
-    def spec(self) -> str:
-        """The pass as text."""
-        return format_spec(self.name, {})
 
     def __call__(self, program: Program) -> Program:
         """The program with the optimizer sharded over the data-parallel axis."""
@@ -195,7 +145,7 @@ def _update_shards(
                 return op
 
     body = tuple(rewritten(op) for op in section.body)
-    writers = rewrite.last_writers(body)
+    writers = SectionView(program, body).writers
     after: dict[int, list[Op]] = {}
     for name in rewrite.param_buffers(program):
         if name in writers:
@@ -205,7 +155,7 @@ def _update_shards(
                 comm=GATHER_COMM,
                 stream=GATHER,
             )
-            after.setdefault(writers[name], []).append(gather)
+            after.setdefault(writers[name][-1], []).append(gather)
     return replace(
         section, entry=_own_slices(section.entry), body=rewrite.insert(body, after=after)
     )

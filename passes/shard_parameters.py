@@ -4,90 +4,23 @@ Every flat is gathered before its first use in a section and released at the sec
 as before at the peak. `insert-gathers` and `insert-releases` then shorten its life to the runs of its uses. The
 update works on shards, so that its final all-gather goes away.
 
-Before ``shard-parameters``::
+What ``shard-parameters`` changes::
 
-    buffer %a.param : f32[512] device param = param a
-    buffer %b.param : f32[512] device param = param b
-    section last_micro_step {
-      alloc %h  stream=compute
-      compute @a.forward(%x, w: %a.param[0:128]) -> (%h)  unit=a stream=compute
-      compute @b.forward(%h, v: %b.param[0:8]) -> (%loss)  unit=b stream=compute
-      alloc %b.grad_full  stream=compute
-      fill %b.grad_full[8:512] = 0.0  stream=compute
-      alloc %dh  stream=compute
-      !0 = compute @b.backward(%loss_scale[0:1], %h, v: %b.param[0:8]) -> (%dh, grad v: %b.grad_full[0:8])  unit=b stream=compute
-      wait !0  on=reduce
-      reduce_scatter %b.grad_full -> %b.grad  comm=reduce stream=reduce
-      release %b.grad_full  stream=reduce
-      release %h  stream=compute
-      alloc %a.grad_full  stream=compute
-      fill %a.grad_full[128:512] = 0.0  stream=compute
-      !1 = compute @a.backward(%dh, %x, w: %a.param[0:128]) -> (grad w: %a.grad_full[0:128])  unit=a stream=compute
-      wait !1  on=reduce
-      reduce_scatter %a.grad_full -> %a.grad  comm=reduce stream=reduce
-      release %a.grad_full  stream=reduce
-      release %dh  stream=compute
-      exit %a.grad = grad a @dp reduced=(dp) micro=all
-      exit %b.grad = grad b @dp reduced=(dp) micro=all
-    }
-    section update {
-      entry %a.grad = grad a @dp reduced=(dp) micro=all
-      entry %b.grad = grad b @dp reduced=(dp) micro=all
-      all_reduce %loss -> %loss  comm=reduce stream=reduce
-      decide step=%step gradient_divisor=%divisor divisor=2  stream=compute
-      !0 = optimizer_step momentum param=%a.param[0:512]@dp grad=%a.grad states=(%a.momentum_buffer) step=%step lr=%lr hyper=%hyper gradient_divisor=%divisor  group=default stream=compute
-      wait !0  on=gather
-      all_gather %a.param[0:512]@dp -> %a.param  comm=gather stream=gather
-      !1 = optimizer_step momentum param=%b.param[0:512]@dp grad=%b.grad states=(%b.momentum_buffer) step=%step lr=%lr hyper=%hyper gradient_divisor=%divisor  group=default stream=compute
-      wait !1  on=gather
-      all_gather %b.param[0:512]@dp -> %b.param  comm=gather stream=gather
-    }
-
-After::
-
-    buffer %a.param : f32[256] device param = param a @dp
-    buffer %a.full : f32[512] device gathered
-    buffer %b.param : f32[256] device param = param b @dp
-    buffer %b.full : f32[512] device gathered
-    section last_micro_step {
-      alloc %a.full  stream=gather
-      !0 = all_gather %a.param -> %a.full  comm=gather stream=gather
-      wait !0  on=compute
-      alloc %h  stream=compute
-      compute @a.forward(%x, w: %a.full[0:128]) -> (%h)  unit=a stream=compute
-      alloc %b.full  stream=gather
-      !1 = all_gather %b.param -> %b.full  comm=gather stream=gather
-      wait !1  on=compute
-      compute @b.forward(%h, v: %b.full[0:8]) -> (%loss)  unit=b stream=compute
-      alloc %b.grad_full  stream=compute
-      fill %b.grad_full[8:512] = 0.0  stream=compute
-      alloc %dh  stream=compute
-      !2 = compute @b.backward(%loss_scale[0:1], %h, v: %b.full[0:8]) -> (%dh, grad v: %b.grad_full[0:8])  unit=b stream=compute
-      wait !2  on=reduce
-      reduce_scatter %b.grad_full -> %b.grad  comm=reduce stream=reduce
-      release %b.grad_full  stream=reduce
-      release %h  stream=compute
-      alloc %a.grad_full  stream=compute
-      fill %a.grad_full[128:512] = 0.0  stream=compute
-      !3 = compute @a.backward(%dh, %x, w: %a.full[0:128]) -> (grad w: %a.grad_full[0:128])  unit=a stream=compute
-      wait !3  on=reduce
-      reduce_scatter %a.grad_full -> %a.grad  comm=reduce stream=reduce
-      release %a.grad_full  stream=reduce
-      release %dh  stream=compute
-      release %a.full  stream=compute
-      release %b.full  stream=compute
-      exit %a.grad = grad a @dp reduced=(dp) micro=all
-      exit %b.grad = grad b @dp reduced=(dp) micro=all
-    }
-    section update {
-      entry %a.grad = grad a @dp reduced=(dp) micro=all
-      entry %b.grad = grad b @dp reduced=(dp) micro=all
-      all_reduce %loss -> %loss  comm=reduce stream=reduce
-      decide step=%step gradient_divisor=%divisor divisor=2  stream=compute
-      optimizer_step momentum param=%a.param grad=%a.grad states=(%a.momentum_buffer) step=%step lr=%lr hyper=%hyper gradient_divisor=%divisor  group=default stream=compute
-      optimizer_step momentum param=%b.param grad=%b.grad states=(%b.momentum_buffer) step=%step lr=%lr hyper=%hyper gradient_divisor=%divisor  group=default stream=compute
-    }
-"""  # noqa: E501
+    - buffer %a.param : f32[512] device param = param a
+    + buffer %a.param : f32[256] device param = param a @dp
+    + buffer %a.full : f32[512] device gathered
+      section last_micro_step {
+    + alloc %a.full  stream=gather
+    + !0 = all_gather %a.param -> %a.full  comm=gather stream=gather
+    + wait !0  on=compute
+    - compute @a.forward(%x, w: %a.param[0:128]) -> (%h)  unit=a stream=compute
+    + compute @a.forward(%x, w: %a.full[0:128]) -> (%h)  unit=a stream=compute
+    + release %a.full  stream=compute
+    - !0 = optimizer_step momentum param=%a.param[0:512]@dp grad=%a.grad states=(%a.momentum_buffer) …
+    + optimizer_step momentum param=%a.param grad=%a.grad states=(%a.momentum_buffer) …
+    - wait !0  on=gather
+    - all_gather %a.param[0:512]@dp -> %a.param  comm=gather stream=gather
+"""
 
 from __future__ import annotations
 
@@ -100,23 +33,19 @@ from zeroir.ir.mesh import COMPUTE, GATHER
 from zeroir.ir.ops import Op
 from zeroir.ir.program import UPDATE, Program, Section
 from zeroir.passes.all_reduce_gradients import AXIS
-from zeroir.passes.base import Fact, format_spec
+from zeroir.passes.base import Fact, Pass
 from zeroir.passes.common import rewrite
 from zeroir.passes.common.order import synchronise, unordered
 from zeroir.passes.shard_optimizer import GATHER_COMM
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShardParameters:
+class ShardParameters(Pass):
     """Keep parameters as shards."""
 
     name: ClassVar[str] = "shard-parameters"
     requires: ClassVar[frozenset[Fact]] = frozenset({Fact.GRADIENTS_SHARDED})
     establishes: ClassVar[frozenset[Fact]] = frozenset({Fact.PARAMETERS_SHARDED})
-
-    def spec(self) -> str:
-        """The pass as text."""
-        return format_spec(self.name, {})
 
     def __call__(self, program: Program) -> Program:
         """The program with its parameters sharded over the data-parallel axis."""

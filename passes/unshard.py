@@ -5,77 +5,17 @@ then puts behind the last use. That costs the memory of the whole flat from forw
 all-gather; with all units it is what FSDP calls ``reshard_after_forward=False``, and 2Ψ go over the wire instead of 3Ψ.
 Every micro-step still gathers anew.
 
-Before ``unshard{units=a}``::
+What ``unshard{units=a}`` changes::
 
-    section last_micro_step {
-      alloc %a.full  stream=gather
-      !0 = all_gather %a.param -> %a.full  comm=gather stream=gather
-      wait !0  on=compute
-      alloc %h  stream=compute
-      compute @a.forward(%x, w: %a.full[0:128]) -> (%h)  unit=a stream=compute
-      alloc %b.full  stream=gather
-      !1 = all_gather %b.param -> %b.full  comm=gather stream=gather
-      wait !1  on=compute
-      compute @b.forward(%h, v: %b.full[0:8]) -> (%loss)  unit=b stream=compute
-      alloc %b.grad_full  stream=compute
-      fill %b.grad_full[8:512] = 0.0  stream=compute
-      alloc %dh  stream=compute
-      !2 = compute @b.backward(%loss_scale[0:1], %h, v: %b.full[0:8]) -> (%dh, grad v: %b.grad_full[0:8])  unit=b stream=compute
-      wait !2  on=reduce
-      reduce_scatter %b.grad_full -> %b.grad  comm=reduce stream=reduce
-      release %b.grad_full  stream=reduce
-      release %h  stream=compute
-      alloc %a.grad_full  stream=compute
       fill %a.grad_full[128:512] = 0.0  stream=compute
-      !3 = release %a.full  stream=compute
-      wait !3  on=gather
-      alloc %a.full  stream=gather
-      !4 = all_gather %a.param -> %a.full  comm=gather stream=gather
-      wait !4  on=compute
-      !5 = compute @a.backward(%dh, %x, w: %a.full[0:128]) -> (grad w: %a.grad_full[0:128])  unit=a stream=compute
-      wait !5  on=reduce
-      reduce_scatter %a.grad_full -> %a.grad  comm=reduce stream=reduce
-      release %a.grad_full  stream=reduce
-      release %dh  stream=compute
-      release %a.full  stream=compute
-      release %b.full  stream=compute
-      exit %a.grad = grad a @dp reduced=(dp) micro=all
-      exit %b.grad = grad b @dp reduced=(dp) micro=all
-    }
-
-After::
-
-    section last_micro_step {
-      alloc %a.full  stream=gather
-      !0 = all_gather %a.param -> %a.full  comm=gather stream=gather
-      wait !0  on=compute
-      alloc %h  stream=compute
-      compute @a.forward(%x, w: %a.full[0:128]) -> (%h)  unit=a stream=compute
-      alloc %b.full  stream=gather
-      !1 = all_gather %b.param -> %b.full  comm=gather stream=gather
-      wait !1  on=compute
-      compute @b.forward(%h, v: %b.full[0:8]) -> (%loss)  unit=b stream=compute
-      alloc %b.grad_full  stream=compute
-      fill %b.grad_full[8:512] = 0.0  stream=compute
-      alloc %dh  stream=compute
-      !2 = compute @b.backward(%loss_scale[0:1], %h, v: %b.full[0:8]) -> (%dh, grad v: %b.grad_full[0:8])  unit=b stream=compute
-      wait !2  on=reduce
-      reduce_scatter %b.grad_full -> %b.grad  comm=reduce stream=reduce
-      release %b.grad_full  stream=reduce
-      release %h  stream=compute
-      alloc %a.grad_full  stream=compute
-      fill %a.grad_full[128:512] = 0.0  stream=compute
-      !3 = compute @a.backward(%dh, %x, w: %a.full[0:128]) -> (grad w: %a.grad_full[0:128])  unit=a stream=compute
-      wait !3  on=reduce
-      reduce_scatter %a.grad_full -> %a.grad  comm=reduce stream=reduce
-      release %a.grad_full  stream=reduce
-      release %dh  stream=compute
-      release %a.full  stream=compute
-      release %b.full  stream=compute
-      exit %a.grad = grad a @dp reduced=(dp) micro=all
-      exit %b.grad = grad b @dp reduced=(dp) micro=all
-    }
-"""  # noqa: E501
+    - !3 = release %a.full  stream=compute
+    - wait !3  on=gather
+    - alloc %a.full  stream=gather
+    - !4 = all_gather %a.param -> %a.full  comm=gather stream=gather
+    - wait !4  on=compute
+    - !5 = compute @a.backward(%dh, %x, w: %a.full[0:128]) -> (grad w: %a.grad_full[0:128])  unit=a stream=compute
+    + !3 = compute @a.backward(%dh, %x, w: %a.full[0:128]) -> (grad w: %a.grad_full[0:128])  unit=a stream=compute
+"""
 
 from __future__ import annotations
 
@@ -88,7 +28,7 @@ from zeroir.ir import ops
 from zeroir.ir.buffers import Role
 from zeroir.ir.ops import Op
 from zeroir.ir.program import UPDATE, Program, Section
-from zeroir.passes.base import Fact, format_spec, split_spec
+from zeroir.passes.base import Fact, Pass, split_spec
 from zeroir.passes.bound_gradients import BoundGradients
 from zeroir.passes.common import rewrite
 from zeroir.passes.common.order import synchronise, unordered
@@ -97,7 +37,7 @@ from zeroir.passes.prefetch import Prefetch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Unshard:
+class Unshard(Pass):
     """Keep the parameters of these units, by default of all repeated ones, once they are gathered."""
 
     name: ClassVar[str] = "unshard"
@@ -108,10 +48,6 @@ class Unshard:
 
     def __post_init__(self) -> None:
         check_patterns(self.units, self.name)
-
-    def spec(self) -> str:
-        """The pass as text."""
-        return format_spec(self.name, {"units": self.units})
 
     def __call__(self, program: Program) -> Program:
         """The program with one gather of each of these units' flats in a section.

@@ -32,7 +32,7 @@ class Range(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Event:
+class AllocatorEvent:
     """A block handed out, or taken back where ``size_bytes`` is negative, on the CPU.
 
     ``ranges`` are the operators and named ranges around it, the outermost first.
@@ -44,7 +44,7 @@ class Event:
     ranges: tuple[Range, ...]
 
 
-def allocations(action: Callable[[], object]) -> list[Event]:
+def allocations(action: Callable[[], object]) -> list[AllocatorEvent]:
     """The events of an action in the order of time; what it returns is kept until its end.
 
     Only those of this thread: torch's profiler does not see what others allocate.
@@ -62,7 +62,7 @@ def allocations(action: Callable[[], object]) -> list[Event]:
         if is_collecting:
             gc.enable()
     del kept
-    found: list[Event] = []
+    found: list[AllocatorEvent] = []
     try:
         roots = profiler.profiler.kineto_results.experimental_event_tree()
         _collect(roots, (), found)
@@ -92,7 +92,7 @@ def _without_notices() -> Iterator[None]:
                     os.write(_STDERR, line)
 
 
-def peak_bytes(events: Iterable[Event]) -> int:
+def peak_bytes(events: Iterable[AllocatorEvent]) -> int:
     """The most that is handed out at once, of what is handed out by these events."""
     live = most = 0
     for event in events:
@@ -101,15 +101,17 @@ def peak_bytes(events: Iterable[Event]) -> int:
     return most
 
 
-def left_bytes(events: Iterable[Event]) -> int:
+def left_bytes(events: Iterable[AllocatorEvent]) -> int:
     """What these events hand out and do not take back."""
     return sum(event.size_bytes for event in events)
 
 
-def by_range(events: Iterable[Event], names: Iterable[str]) -> Mapping[str, Sequence[Event]]:
+def by_range(
+    events: Iterable[AllocatorEvent], names: Iterable[str]
+) -> Mapping[str, Sequence[AllocatorEvent]]:
     """The events inside ranges of these names; under the empty name those inside none."""
     wanted = frozenset(names)
-    found: dict[str, list[Event]] = {}
+    found: dict[str, list[AllocatorEvent]] = {}
     for event in events:
         name = next((one.name for one in event.ranges if one.name in wanted), "")
         found.setdefault(name, []).append(event)
@@ -119,7 +121,7 @@ def by_range(events: Iterable[Event], names: Iterable[str]) -> Mapping[str, Sequ
 def _collect(
     events: Sequence[torch._C._profiler._ProfilerEvent],
     ranges: tuple[Range, ...],
-    found: list[Event],
+    found: list[AllocatorEvent],
 ) -> None:
     for event in events:
         if event.tag == torch._C._profiler._EventType.Allocation:
@@ -127,7 +129,7 @@ def _collect(
             assert isinstance(block, torch._C._profiler._ExtraFields_Allocation)
             if block.device.type == "cpu":
                 found.append(
-                    Event(
+                    AllocatorEvent(
                         time_ns=event.start_time_ns,
                         address=block.ptr,
                         size_bytes=block.alloc_size,

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from zeroir.errors import UserError
 from zeroir.ir.program import InputBinding, Program
-from zeroir.runtime.storage import Memory
+from zeroir.runtime.rank_memory import RankMemory
 from zeroir.runtime.tensors import TORCH_DTYPE
-from zeroir.torch_ops.batches import strange_kind
+from zeroir.torch_ops.batches import undense_kind
 
 Batch = Tensor | Mapping[str, object] | Sequence[object]
 """A tensor, or tuples, lists and dicts of tensors, nested as the model's forward takes them."""
@@ -34,7 +34,7 @@ def _collect(value: object, path: str, found: dict[str, Tensor]) -> None:
             _collect(item, f"{path}.{index}" if path else str(index), found)
 
 
-def write_inputs(program: Program, memory: Memory, batch: Batch) -> None:
+def write_inputs(program: Program, memory: RankMemory, batch: Batch) -> None:
     """Copy a batch to the program's input buffers; see :func:`inputs_of`."""
     for binding, tensor in inputs_of(program, batch):
         memory.buffer(binding.buffer).view(binding.shape).copy_(tensor, non_blocking=True)
@@ -59,7 +59,7 @@ def inputs_of(program: Program, batch: Batch) -> list[tuple[InputBinding, Tensor
 
 
 def _check(binding: InputBinding, tensor: Tensor | None) -> None:
-    kind = None if tensor is None else strange_kind(tensor)
+    kind = None if tensor is None else undense_kind(tensor)
     if kind is not None:
         raise UserError(
             f"The batch's '{binding.path}' is {kind}; yield dense tensors with values, like the model file's batch()."

@@ -21,7 +21,7 @@ from zeroir.torch_ops.globals import torch_globals_kept
 Factory = Callable[[], nn.Module]
 
 
-class Source:
+class ModuleTensors:
     """The tensors of a module by fully-qualified name."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -50,7 +50,7 @@ class Source:
         return self._last[1]
 
 
-def construct(program: Program, factory: Factory, seed: int) -> Source:
+def construct(program: Program, factory: Factory, seed: int) -> ModuleTensors:
     """Build the module that the program was compiled from, under ``torch.manual_seed(seed)``.
 
     torch's generators and other globals are left as they were, or this rank would compute unlike those that build none.
@@ -60,11 +60,11 @@ def construct(program: Program, factory: Factory, seed: int) -> Source:
     """
     with torch_globals_kept():
         torch.manual_seed(seed)
-        source = Source(factory())
+        module = ModuleTensors(factory())
     shapes = {slot.name: slot.shape for flat in program.flats for slot in flat.slots}
     shapes |= {b.name: b.shape for b in program.module_buffers if b.data is None}
     for name, shape in shapes.items():
-        found = source.tensor(name)
+        found = module.tensor(name)
         if tuple(found.shape) != shape:
             raise UserError(
                 f"The model's '{name}' has the shape {list(found.shape)}, but the program was compiled with "
@@ -76,4 +76,4 @@ def construct(program: Program, factory: Factory, seed: int) -> Source:
                 f"The model's '{name}' {what}, so the program has no values to begin with; let the model make it on "
                 "the CPU, in a dtype that it was compiled with."
             )
-    return source
+    return module

@@ -23,7 +23,7 @@ from zeroir.ir.mesh import COMPUTE, HOST, Executor
 from zeroir.ir.ops import Op, Wait
 from zeroir.ir.program import Program
 from zeroir.runtime.streams import Task, ThreadStreams
-from zeroir.runtime.trace import HostClock, Mark, Watch
+from zeroir.runtime.trace import HostClock, Mark, WatchOp
 
 
 class CudaClock:
@@ -41,7 +41,7 @@ class CudaClock:
         self._first_ns = time.perf_counter_ns()
 
     def mark(self, stream: str) -> Mark:
-        """See ``Clock.mark``."""
+        """See ``StreamClock.mark``."""
         if stream not in self._on_device:
             return self._host.mark(stream)
         event = _timed_event()
@@ -127,7 +127,7 @@ class CudaStreams:
         """The CUDA stream of that name."""
         return self._streams[name]
 
-    def bind(self, op: Op, run: Task, watch: Watch | None = None) -> Task:
+    def bind(self, op: Op, run: Task, watch: WatchOp | None = None) -> Task:
         """See ``Streams.bind``."""
         match op:
             case Wait():
@@ -136,7 +136,7 @@ class CudaStreams:
                 enqueue = self._threads.bind(op, partial(self._on_host, run), watch)
                 return lambda: self._hand_over(op.event, enqueue)
             case _:
-                task = run if watch is None else watch(op, run)
+                task = run if watch is None else watch(run)
                 return lambda: self._on_device(op.stream, op.event, task)
 
     def join(self, pending: Collection[str]) -> None:
@@ -256,12 +256,12 @@ class CudaStreams:
         self._events.pop(event or "", None)
         enqueue()
 
-    def _waiting(self, op: Wait, watch: Watch | None) -> Task:
+    def _waiting(self, op: Wait, watch: WatchOp | None) -> Task:
         on = op.on if op.on in self._host_streams else HOST
         of_threads = self._threads.bind(
             Wait(waited=op.waited, on=on),
             _nothing,
-            None if watch is None else lambda _, run: watch(op, run),
+            watch,
         )
 
         def wait() -> None:

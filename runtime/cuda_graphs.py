@@ -28,7 +28,7 @@ from zeroir.ir.effects import effects
 from zeroir.ir.mesh import HOST, Executor
 from zeroir.ir.program import Program, Section
 from zeroir.runtime.comm.job import Backend, Job
-from zeroir.runtime.storage import Memory
+from zeroir.runtime.rank_memory import RankMemory
 
 WARM_UP: Final = 2
 """How often a section is issued op by op before it is captured: libraries, communicators and kernels are set up in the
@@ -82,7 +82,7 @@ def _buffers(op: ops.Op) -> Iterator[str]:
     yield from found.frees
 
 
-class Graph(Protocol):
+class ReplayableGraph(Protocol):
     """What was captured."""
 
     def replay(self) -> None:
@@ -95,22 +95,22 @@ class Graph(Protocol):
 class Capturer(Protocol):
     """Streams that can be captured."""
 
-    def capture(self, issue: Callable[[], None]) -> Graph:
+    def capture(self, issue: Callable[[], None]) -> ReplayableGraph:
         """Capture what ``issue`` submits instead of carrying it out; RuntimeError where that cannot be."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Captured:
+class _CapturedSection:
     """A section's graph, and the hyper-parameters that are settled in it."""
 
-    graph: Graph
+    graph: ReplayableGraph
     settled: tuple[float, ...]
 
 
 class SectionGraphs:
     """Runs the sections of an engine, by graphs where that can be. Every rank of a job calls this alike."""
 
-    def __init__(self, program: Program, streams: Capturer, memory: Memory, job: Job) -> None:
+    def __init__(self, program: Program, streams: Capturer, memory: RankMemory, job: Job) -> None:
         self._streams = streams
         self._memory = memory
         self._job = job
@@ -126,7 +126,7 @@ class SectionGraphs:
             for section in program.sections
         }
         self._issued: dict[str, int] = {}
-        self._captured: dict[str, _Captured] = {}
+        self._captured: dict[str, _CapturedSection] = {}
         # Where there is nothing to do, nothing is missed.
         missed = {n: why for n, why in self._refused.items() if program.section_by_name[n].body}
         if missed:
@@ -170,7 +170,7 @@ class SectionGraphs:
 
     def _capture(
         self, section: Section, issue: Callable[[], None], settled: tuple[float, ...]
-    ) -> _Captured | None:
+    ) -> _CapturedSection | None:
         name = section.name
         graph, reason = None, "another rank could not be captured"
         try:
@@ -181,7 +181,7 @@ class SectionGraphs:
         # Some libraries set collectives up while they are captured, so it is every rank or none.
         is_captured = self._job.average(0.0 if graph is None else 1.0) == 1.0
         if is_captured and graph is not None:
-            found = self._captured[name] = _Captured(graph=graph, settled=settled)
+            found = self._captured[name] = _CapturedSection(graph=graph, settled=settled)
             return found
         self._memory.settle(section.entry.live)
         if graph is not None:

@@ -24,15 +24,15 @@ from zeroir.runtime.comm.job import (
     open_job,
 )
 from zeroir.runtime.construction import Factory
-from zeroir.runtime.executor import Executor, RankResult
-from zeroir.runtime.handlers import Machine
+from zeroir.runtime.executor import RankResult, StepExecutor
+from zeroir.runtime.handlers import LocalRanks
 from zeroir.runtime.kernels.choice import KernelBackend, open_kernels
 from zeroir.runtime.malloc import keep_freed_memory, return_freed_memory
 from zeroir.runtime.measured_workspaces import DeviceWatcher, on_host
+from zeroir.runtime.rank_memory import RankMemory
 from zeroir.runtime.self_check import check_kernels
-from zeroir.runtime.storage import Memory
 from zeroir.runtime.streams import Streams, ThreadStreams
-from zeroir.runtime.trace import Clock, HostClock, Recorder, aligned, to_bytes
+from zeroir.runtime.trace import HostClock, SpanRecorder, StreamClock, aligned, to_bytes
 
 if TYPE_CHECKING:
     from zeroir.runtime.cuda_graphs import SectionGraphs
@@ -96,18 +96,18 @@ class Engine:
         if self.device.type == "cpu":
             return_freed_memory()
         with memory_for("the program's buffers"):
-            memory = Memory(program, self.job.rank, self.device)
-        machine = Machine(
+            memory = RankMemory(program, self.job.rank, self.device)
+        local_ranks = LocalRanks(
             program=program,
-            ranks=[memory],
+            memories=[memory],
             comm=self.job.comm,
             kernels=open_kernels(kernels, self.device),
         )
-        machine.compile()
+        local_ranks.compile()
         if self_check:
-            check_kernels(machine, kernels)
+            check_kernels(local_ranks, kernels)
         self._memory = memory
-        self._recorder = Recorder()
+        self._recorder = SpanRecorder()
         self._graphs: SectionGraphs | None = None
         self._has_graphs = cuda_graphs and self.device.type == "cuda"
         if cuda_graphs and not self._has_graphs and self.rank == 0:
@@ -116,8 +116,8 @@ class Engine:
                 GraphWarning,
                 stacklevel=2,
             )
-        self._executor = Executor(
-            machine,
+        self._executor = StepExecutor(
+            local_ranks,
             self._open_streams(),
             seed=seed,
             run_section=self._run_section if self._has_graphs else None,
@@ -200,7 +200,7 @@ class Engine:
 
     def record(self, step: int) -> None:
         """Note when every op of that step, counting from 1, begins and ends; ``timelines`` tells."""
-        clock: Clock = HostClock()
+        clock: StreamClock = HostClock()
         if self.device.type == "cuda":
             from zeroir.runtime.cuda import CudaClock
 
@@ -212,7 +212,7 @@ class Engine:
     def timelines(self) -> list[list[Span]] | None:
         """What was recorded on every rank, on one clock; None on other ranks than 0. Every rank calls this alike."""
         self._executor.finish()
-        parts = self.job.gather(to_bytes(self._recorder.spans(self.program)))
+        parts = self.job.gather(to_bytes(self._recorder.spans()))
         return None if parts is None else aligned(parts)
 
     def workspaces(self, step: Callable[[], object]) -> Mapping[str, int]:

@@ -1,12 +1,12 @@
-"""The loop over a program's sections: for each op, in order, what carries it out, on the op's stream.
+"""The loop over the sections of a program: it issues every op, in order, on the op's stream.
 
-No decision is made here: what is not in the program does not happen. Streams say when an op runs, handlers what it
-does, a comm how ranks exchange elements, and kernels how a segment is computed.
+It decides nothing: only what is in the program happens. Streams say when an op runs, handlers what it does, a comm how
+ranks exchange elements, and kernels how a segment is computed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -25,18 +25,18 @@ from zeroir.errors import (
 from zeroir.ir import ops
 from zeroir.ir.buffers import Role
 from zeroir.ir.labels import labels
-from zeroir.ir.program import EVALUATE, LAST_MICRO_STEP, MICRO_STEP, UPDATE, Section
+from zeroir.ir.program import EVALUATE, LAST_MICRO_STEP, MICRO_STEP, UPDATE, OpPosition, Section
 from zeroir.runtime import state
 from zeroir.runtime.batch import Batch, write_inputs
 from zeroir.runtime.comm.job import (
     LostPeersError,
     is_lost_connection,
 )
-from zeroir.runtime.handlers import Machine
+from zeroir.runtime.handlers import LocalRanks
+from zeroir.runtime.rank_memory import RankMemory
 from zeroir.runtime.seeds import site_seed
-from zeroir.runtime.storage import Memory
 from zeroir.runtime.streams import Streams, Task
-from zeroir.runtime.trace import P, Watch
+from zeroir.runtime.trace import P, Watch, watch_op
 
 RunSection = Callable[[Section, Callable[[], None]], None]
 """Carries out a section whose ops the function submits."""
@@ -44,11 +44,11 @@ RunSection = Callable[[Section, Callable[[], None]], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankResult:
-    """What one rank knows after a step.
+    """The results of a step on one rank.
 
     ``loss`` is f32[]: the mean over the step's micro-batches of this rank; ``mean_loss`` that over all ranks, or None
-    where the program does not reduce it. ``is_skipped`` and ``grad_norm`` are f32[], or None where the program takes
-    no such decision; the norm is of the averaged, unscaled gradient, before clipping. Reading a value waits for the
+    where the program does not reduce it. ``is_skipped`` and ``grad_norm`` are f32[], or None where the program
+    computes neither; the norm is of the averaged, unscaled gradient, before clipping. Reading a value waits for the
     device.
     """
 
@@ -58,28 +58,27 @@ class RankResult:
     grad_norm: Tensor | None
 
 
-class Executor:
-    """The loop over a program's sections, for the local ranks of a machine; backends and lockstep share it."""
+class StepExecutor:
+    """Runs the sections of a program for the local ranks; the engine and lockstep share it."""
 
     def __init__(
         self,
-        machine: Machine,
+        local_ranks: LocalRanks,
         streams: Streams,
         *,
         seed: int = 0,
         run_section: RunSection | None = None,
     ) -> None:
-        self.machine = machine
+        self.local_ranks = local_ranks
         self.step_count = 0
         self.seed = seed
-        self._program = machine.program
+        self._program = local_ranks.program
         self._streams = streams
         self._run_section = run_section
         self._rng_buffers = [b.name for b in self._program.buffers if b.role is Role.RNG]
         self._to_watch: tuple[int, Watch] | None = None
-        self._labels: dict[int, str] = {}
-        self._task_by_op: dict[int, Task] = {}
         self._is_begun = False
+        self._prepared: dict[str, list[Task]] = {}
         self._bound: dict[tuple[str, Watch | None], list[Task]] = {}
 
     def step(self, batches: Sequence[Sequence[Batch]]) -> list[RankResult]:
@@ -102,12 +101,12 @@ class Executor:
             self._run(LAST_MICRO_STEP if is_last else MICRO_STEP, watch)
         # The update may reduce the loss over ranks, or clear it for the next step.
         losses = self._losses(micro_steps)
-        scales = [self._loss_scale(memory) for memory in self.machine.ranks]
+        scales = [self._loss_scale(memory) for memory in self.local_ranks.memories]
         self._run(UPDATE, watch)
         self.step_count += 1
         return [
             self._result(memory, loss, scale)
-            for memory, loss, scale in zip(self.machine.ranks, losses, scales, strict=True)
+            for memory, loss, scale in zip(self.local_ranks.memories, losses, scales, strict=True)
         ]
 
     def evaluate(self, batches: Sequence[Batch]) -> list[Tensor]:
@@ -115,25 +114,25 @@ class Executor:
         if EVALUATE not in self._program.section_by_name:
             raise UserError("The program has no evaluate section; compile it with one.")
         with self._streams.entered():
-            # Between steps the loss is where the next step begins to add up.
+            # The next step adds to the loss buffer, so it must hold the same value afterwards.
             resting = self._losses(1)
             self._set_inputs(batches, 0)
             self._run(EVALUATE)
-            found = self._losses(1)
-            for memory, loss in zip(self.machine.ranks, resting, strict=True):
+            losses = self._losses(1)
+            for memory, loss in zip(self.local_ranks.memories, resting, strict=True):
                 memory.buffer(self._loss_name)[0] = loss
-            return found
+            return losses
 
     def watch(self, step: int, watch: Watch) -> None:
-        """Let every op of that step, counting from 1, be seen, and of no other; ops stay bound to each ``watch``."""
+        """Observe every op of that step alone, counting from 1. Ops stay bound to each ``watch`` that was given."""
         self._to_watch = step, watch
 
     def entered(self) -> AbstractContextManager[None]:
-        """A body between steps, on the stream that computes: see ``Streams.entered``."""
+        """A body between steps, on the compute stream; see ``Streams.entered``."""
         return self._streams.entered()
 
     def finish(self) -> None:
-        """Return when the streams have done all that was submitted; the device may still be at it."""
+        """Return when the host's streams have done all tasks; the device may still be working."""
         self._streams.join([])
 
     def close(self) -> None:
@@ -150,7 +149,7 @@ class Executor:
             if not self._is_begun:
                 self._begin(section)
             self._streams.join([pending.event for pending in section.entry.pending])
-            # What is watched is watched op by op.
+            # Only ops that are issued one by one can be observed.
             if self._run_section is None or watch is not None:
                 self._issue(section, watch)
             else:
@@ -160,27 +159,35 @@ class Executor:
     def _issue(self, section: Section, watch: Watch | None) -> None:
         if watch is None and torch.autograd.profiler._is_profiler_enabled:
             watch = self._named
-        # Ops that are bound stay so, watched ones too: else what is recorded would run for the first time.
+        # Bound ops are kept, observed ones too: otherwise a recorded step would run ops for the first time.
         tasks = self._bound.get((section.name, watch))
         if tasks is None:
-            tasks = [self._streams.bind(op, self._task(op), watch) for op in section.body]
-            self._bound[section.name, watch] = tasks
+            tasks = self._bound[section.name, watch] = self._bind(section, watch)
         for task in tasks:
             task()
 
+    def _bind(self, section: Section, watch: Watch | None) -> list[Task]:
+        runs = self._prepared.get(section.name)
+        if runs is None:
+            runs = [self._task(position, op) for position, op in section.positioned_ops()]
+            self._prepared[section.name] = runs
+        return [
+            self._streams.bind(op, run, None if watch is None else watch_op(watch, position, op))
+            for (position, op), run in zip(section.positioned_ops(), runs, strict=True)
+        ]
+
     def _begin(self, section: Section) -> None:
-        """Make the entry state of the section that runs first true, which later is the doing of those before it."""
+        """Establish the entry state of the first section; later sections find theirs as their predecessors leave it."""
         self._is_begun = True
-        state.establish(self._program, self.machine.ranks, self.machine.comm, section.entry)
+        state.establish(
+            self._program, self.local_ranks.memories, self.local_ranks.comm, section.entry
+        )
         for pending in section.entry.pending:
             self._streams.signal(pending.event)
 
-    def _task(self, op: ops.Op) -> Task:
-        """What carries an op out, the same whether it is watched or not."""
-        found = self._task_by_op.get(id(op))
-        if found is not None:
-            return found
-        step = self.machine.prepare(op)
+    def _task(self, position: OpPosition, op: ops.Op) -> Task:
+        """The function that carries an op out, the same whether it is observed or not."""
+        step = self.local_ranks.prepare(op)
 
         def run() -> None:
             try:
@@ -188,13 +195,14 @@ class Executor:
             except UserError:
                 raise
             except Exception as error:
-                raise self._explained(op, error) from error
+                raise self._explained(position, error) from error
 
-        self._task_by_op[id(op)] = run
         return run
 
-    def _named(self, op: ops.Op, run: Callable[P, None], /) -> Callable[P, None]:
-        label = self._label(op)
+    def _named(
+        self, position: OpPosition, _: ops.Op, run: Callable[P, None], /
+    ) -> Callable[P, None]:
+        label = self._labels[position]
 
         def named(*args: P.args, **kwargs: P.kwargs) -> None:
             with record_function(label):
@@ -202,13 +210,13 @@ class Executor:
 
         return named
 
-    def _explained(self, op: ops.Op, error: Exception) -> ZeroirError:
-        """What went wrong in an op, where, and what to do if the user can do something."""
-        place = f"{self._label(op)} of step {self.step_count + 1}"
+    def _explained(self, position: OpPosition, error: Exception) -> ZeroirError:
+        """The error to raise for a failure in an op: what failed, where, and what the user can do."""
+        place = f"{self._labels[position]} of step {self.step_count + 1}"
         if isinstance(error, RuntimeError) and is_lost_connection(error):
             return LostPeersError(
-                f"Rank {self.machine.ranks[0].rank} lost its peers in {place}: another rank stopped or is stuck; "
-                "look at the first rank that failed."
+                f"Rank {self.local_ranks.memories[0].rank} lost its peers in {place}: another rank stopped or is "
+                "stuck; look at the first rank that failed."
             )
         if is_out_of_memory(error):
             return UserError(f"Memory ran out in {place}: {MEMORY_REMEDY}.")
@@ -216,14 +224,13 @@ class Executor:
             return UserError(f"The batch does not suit the model: {error}, in {place}.")
         return InternalError(f"{place}: {error}")
 
-    def _label(self, op: ops.Op) -> str:
-        """Where an op stands in the program's text, for profiles and errors."""
-        if not self._labels:
-            self._labels = labels(self._program)
-        return self._labels.get(id(op), type(op).__name__)
+    @cached_property
+    def _labels(self) -> Mapping[OpPosition, str]:
+        """A label for each op, for profiles and errors."""
+        return labels(self._program)
 
     def _set_inputs(self, batches: Sequence[Batch], micro_step: int) -> None:
-        for memory, batch in zip(self.machine.ranks, batches, strict=True):
+        for memory, batch in zip(self.local_ranks.memories, batches, strict=True):
             write_inputs(self._program, memory, batch)
             for name in self._rng_buffers:
                 sites = memory.buffer(name)
@@ -249,16 +256,18 @@ class Executor:
 
     def _losses(self, micro_steps: int) -> list[Tensor]:
         name = self._loss_name
-        return [memory.buffer(name)[0].clone() / micro_steps for memory in self.machine.ranks]
+        return [
+            memory.buffer(name)[0].clone() / micro_steps for memory in self.local_ranks.memories
+        ]
 
-    def _loss_scale(self, memory: Memory) -> Tensor | None:
-        """The loss scale of this step, before the update may change it."""
+    def _loss_scale(self, memory: RankMemory) -> Tensor | None:
+        """A copy of this step's loss scale, because the update may change it."""
         decide = self._decision
         if decide is None or decide.loss_scale is None:
             return None
         return memory.region(decide.loss_scale)[0].clone()
 
-    def _result(self, memory: Memory, loss: Tensor, scale: Tensor | None) -> RankResult:
+    def _result(self, memory: RankMemory, loss: Tensor, scale: Tensor | None) -> RankResult:
         decide = self._decision
         mean_loss = None
         if self._is_loss_reduced and self._program.loss is not None:
@@ -278,7 +287,7 @@ class Executor:
 
     @cached_property
     def _is_loss_reduced(self) -> bool:
-        """Whether the update leaves the sum over all ranks, along every axis, in the loss."""
+        """Whether the update leaves the sum over all ranks, along every axis of the mesh, in the loss buffer."""
         section = self._program.section_by_name.get(UPDATE)
         summed: set[str] = set()
         for op in () if section is None else section.body:

@@ -14,18 +14,18 @@ from torch import Tensor
 
 from zeroir.errors import UserError
 from zeroir.ir import ops
-from zeroir.ir.bindings import bindings
+from zeroir.ir.bindings import Binding, bindings
 from zeroir.ir.buffers import Region
 from zeroir.ir.contents import FlatContent
 from zeroir.ir.effects import effects
 from zeroir.ir.ops import Mode
 from zeroir.ir.program import Program
 from zeroir.runtime import numerics, optim
-from zeroir.runtime.comm.base import Comm, Launch, Piece
+from zeroir.runtime.comm.base import CollectiveTensors, Comm, TensorPair
 from zeroir.runtime.kernels.base import Kernel, Kernels
 from zeroir.runtime.kernels.declared import misdeclared
+from zeroir.runtime.rank_memory import RankMemory
 from zeroir.runtime.state import flat_start
-from zeroir.runtime.storage import Memory
 from zeroir.runtime.tensors import TORCH_DTYPE
 
 Step = Callable[[], object]
@@ -33,7 +33,7 @@ Step = Callable[[], object]
 
 
 @dataclass(slots=True, kw_only=True)
-class Machine:
+class LocalRanks:
     """What ops act on: the memories of the local ranks, and who moves and computes for them.
 
     ``ranks`` has one element on a real backend, every rank of the mesh in lockstep.
@@ -43,12 +43,10 @@ class Machine:
     """
 
     program: Program
-    ranks: Sequence[Memory]
+    memories: Sequence[RankMemory]
     comm: Comm
     kernels: Kernels
-    # By identity: hashing an op costs more than running it, and the program keeps its ops alive.
-    _kernel_by_op: dict[int, Kernel] = field(default_factory=dict)
-    _launch_by_op: dict[int, tuple[Launch, frozenset[str]]] = field(default_factory=dict)
+    _kernels: dict[tuple[str, tuple[Binding | None, ...]], Kernel] = field(default_factory=dict)
     _temporary: frozenset[str] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -68,13 +66,14 @@ class Machine:
         self.kernels.finish()
 
     def kernel(self, op: ops.Compute) -> Kernel:
-        """The kernel of one op of the program."""
-        found = self._kernel_by_op.get(id(op))
-        if found is None:
+        """The kernel of one op of the program; ops that bind a segment alike share it."""
+        # By the segment's name: its digest, by which a backend finds equal ones, is slower to ask for.
+        key = (op.segment, tuple(bindings(op)))
+        kernel = self._kernels.get(key)
+        if kernel is None:
             segment = self.program.segment_by_name[op.segment]
-            found = self.kernels.compile(segment, bindings(op))
-            self._kernel_by_op[id(op)] = found
-        return found
+            kernel = self._kernels[key] = self.kernels.compile(segment, key[1])
+        return kernel
 
     def prepare(self, op: ops.Op) -> Step:
         """What carries out one op for every local rank. Order is the streams' affair: a ``wait`` does nothing here.
@@ -85,14 +84,20 @@ class Machine:
             case ops.Wait():
                 return lambda: None
             case ops.Collective():
-                return lambda: communicate(op, self.launch(op), self.comm)
+                collective = self.prepare_collective(op)
+
+                def run() -> None:
+                    collective.require_live()
+                    communicate(op, collective.tensors, self.comm)
+
+                return run
             case ops.Memory():
-                steps = [_prepare_locally(op, memory, self) for memory in self.ranks]
+                steps = [_prepare_locally(op, memory, self) for memory in self.memories]
             case _:
                 names = self._temporaries(op)
                 steps = [
                     _checked(_prepare_locally(op, memory, self), memory, names)
-                    for memory in self.ranks
+                    for memory in self.memories
                 ]
         if len(steps) == 1:
             return steps[0]
@@ -103,15 +108,11 @@ class Machine:
 
         return everywhere
 
-    def launch(self, op: ops.CollectiveOp) -> Launch:
-        """A collective with the tensors of every local rank; InternalError where one is not allocated."""
-        found = self._launch_by_op.get(id(op))
-        if found is None:
-            found = self._launch_by_op[id(op)] = (_launch(op, self), self._temporaries(op))
-        what, names = found
-        for memory in self.ranks:
-            memory.require(names)
-        return what
+    def prepare_collective(self, op: ops.CollectiveOp) -> PreparedCollective:
+        """A collective with the tensors of every local rank."""
+        return PreparedCollective(
+            tensors=_launch(op, self), temporaries=self._temporaries(op), memories=self.memories
+        )
 
     def _temporaries(self, op: ops.Op) -> frozenset[str]:
         found = effects(op)
@@ -119,7 +120,21 @@ class Machine:
         return self._temporary & used
 
 
-def _checked(step: Step, memory: Memory, names: frozenset[str]) -> Step:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedCollective:
+    """A collective whose tensors are found, and the temporary buffers in which they lie."""
+
+    tensors: CollectiveTensors
+    temporaries: frozenset[str]
+    memories: Sequence[RankMemory]
+
+    def require_live(self) -> None:
+        """InternalError unless every rank has allocated these buffers."""
+        for memory in self.memories:
+            memory.require(self.temporaries)
+
+
+def _checked(step: Step, memory: RankMemory, names: frozenset[str]) -> Step:
     """The step, after the buffers that it uses are found to be allocated."""
     if not names:
         return step
@@ -131,26 +146,27 @@ def _checked(step: Step, memory: Memory, names: frozenset[str]) -> Step:
     return checked
 
 
-def _launch(op: ops.CollectiveOp, machine: Machine) -> Launch:
-    return Launch(
+def _launch(op: ops.CollectiveOp, local_ranks: LocalRanks) -> CollectiveTensors:
+    return CollectiveTensors(
         comm=op.comm,
-        pieces=[
+        pairs=[
             [
-                Piece(
+                TensorPair(
                     source=memory.region(pair.source), destination=memory.region(pair.destination)
                 )
                 for pair in op.pairs
             ]
-            for memory in machine.ranks
+            for memory in local_ranks.memories
         ],
         staging=[
-            None if op.staging is None else memory.region(op.staging) for memory in machine.ranks
+            None if op.staging is None else memory.region(op.staging)
+            for memory in local_ranks.memories
         ],
         wire_dtype=None if op.wire_dtype is None else TORCH_DTYPE[op.wire_dtype],
     )
 
 
-def communicate(op: ops.CollectiveOp, what: Launch, comm: Comm) -> None:
+def communicate(op: ops.CollectiveOp, what: CollectiveTensors, comm: Comm) -> None:
     """Hand a collective to the backend."""
     match op:
         case ops.AllGather() | ops.Prefetch():
@@ -167,8 +183,8 @@ def communicate(op: ops.CollectiveOp, what: Launch, comm: Comm) -> None:
 
 def _prepare_locally(
     op: ops.MemoryOp | ops.Compute | ops.ElementwiseOp | ops.UpdateOp | ops.TransferOp,
-    memory: Memory,
-    machine: Machine,
+    memory: RankMemory,
+    local_ranks: LocalRanks,
 ) -> Step:
     match op:
         case ops.Alloc():
@@ -177,7 +193,7 @@ def _prepare_locally(
             return partial(memory.release, op.buffer)
         case ops.Compute():
             return partial(
-                machine.kernel(op),
+                local_ranks.kernel(op),
                 [memory.view(argument.view) for argument in op.arguments],
                 [None if d is None else memory.view(d.view) for d in op.destinations],
             )
@@ -218,7 +234,7 @@ def _prepare_locally(
                 hyper=memory.region(op.hyper),
                 divisor=memory.region(op.gradient_divisor),
                 skip=_region(memory, op.skip),
-                padding=_padding(op.param, memory, machine.program),
+                padding=_padding(op.param, memory, local_ranks.program),
             )
             return partial(optim.update, op.algorithm, operands)
         case ops.UpdateScale():
@@ -239,11 +255,11 @@ def _prepare_locally(
             assert_never(op)
 
 
-def _region(memory: Memory, region: Region | None) -> Tensor | None:
+def _region(memory: RankMemory, region: Region | None) -> Tensor | None:
     return None if region is None else memory.region(region)
 
 
-def _padding(region: Region, memory: Memory, program: Program) -> list[Tensor]:
+def _padding(region: Region, memory: RankMemory, program: Program) -> list[Tensor]:
     """The parts of a region of parameters that belong to no parameter, on this rank."""
     buffer = program.buffer_by_name[region.buffer]
     if not isinstance(buffer.holds, FlatContent):

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from zeroir.runtime.rendezvous import JOIN_TIMEOUT, Seat, Store, open_store
+from zeroir.runtime.rendezvous import JOIN_TIMEOUT, KeyValueStore, LaunchEnvironment, open_store
 
 _INTERVAL_S: Final = 3.0
 _SILENCE_S: Final = 60.0
@@ -26,7 +26,7 @@ Alarm = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Beat:
+class HeartbeatTiming:
     """Seconds between two signs of life, and of silence after which a rank is given up."""
 
     interval_s: float = _INTERVAL_S
@@ -42,18 +42,18 @@ class Heartbeat:
 
     def __init__(
         self,
-        store: Store,
+        store: KeyValueStore,
         rank: int,
         world_size: int,
         on_alarm: Alarm,
-        beat: Beat | None = None,
+        timing: HeartbeatTiming | None = None,
     ) -> None:
         self._store = store
         self._rank = rank
         self._world_size = world_size
         self._next = (rank + 1) % world_size
         self._on_alarm = on_alarm
-        self._beat = beat or Beat()
+        self._timing = timing or HeartbeatTiming()
         self._is_over = threading.Event()
         # A daemon: a store that no longer answers must not keep the process.
         self._thread = threading.Thread(target=self._run, name="zeroir-heartbeat", daemon=True)
@@ -62,7 +62,7 @@ class Heartbeat:
     def break_off(self) -> None:
         """End the watch, and fall silent."""
         self._is_over.set()
-        self._thread.join(self._beat.interval_s)
+        self._thread.join(self._timing.interval_s)
 
     def stop(self) -> None:
         """End the watch, and tell the others that this rank's silence is no alarm from now on.
@@ -72,7 +72,7 @@ class Heartbeat:
         self.break_off()
         with contextlib.suppress(RuntimeError):
             self._store.set(str(self._rank), _DONE.decode())
-            deadline = time.monotonic() + self._beat.silence_s
+            deadline = time.monotonic() + self._timing.silence_s
             others = range(1, self._world_size) if self._rank == 0 else ()
             for rank in others:
                 while self._heard(rank) != _DONE and time.monotonic() < deadline:
@@ -97,17 +97,17 @@ class Heartbeat:
             found = self._heard(self._next)
             now = time.monotonic()
             # Who was itself stopped for a while cannot say how long others were silent.
-            was_away = now - ticked > 3 * self._beat.interval_s
+            was_away = now - ticked > 3 * self._timing.interval_s
             if found != seen or was_away:
                 seen, heard = found, now
-            elif now - heard > self._beat.silence_s and found not in (b"", _DONE):
+            elif now - heard > self._timing.silence_s and found not in (b"", _DONE):
                 self._on_alarm(
-                    f"Rank {self._next} has given no sign of life for {self._beat.silence_s:.0f} s: it was stopped, "
+                    f"Rank {self._next} has given no sign of life for {self._timing.silence_s:.0f} s: it was stopped, "
                     "or its machine cannot be reached."
                 )
                 return
             ticked = now
-            self._is_over.wait(self._beat.interval_s)
+            self._is_over.wait(self._timing.interval_s)
 
     def _heard(self, rank: int) -> bytes:
         key = str(rank)
@@ -115,18 +115,20 @@ class Heartbeat:
 
 
 @contextlib.contextmanager
-def watched(seat: Seat, on_alarm: Alarm, beat: Beat | None = None) -> Iterator[None]:
+def watched(
+    launch: LaunchEnvironment, on_alarm: Alarm, timing: HeartbeatTiming | None = None
+) -> Iterator[None]:
     """Watch over the job that torchrun started while the body runs; a process that is alone has nothing to watch.
 
     Raises:
         UserError: where the job's store cannot be reached.
     """
-    if seat.world_size == 1:
+    if launch.world_size == 1:
         yield
         return
     # A connection of its own: the job's may be busy waiting.
-    store = open_store(seat, "heartbeat", JOIN_TIMEOUT)
-    heartbeat = Heartbeat(store, seat.rank, seat.world_size, on_alarm, beat)
+    store = open_store(launch, "heartbeat", JOIN_TIMEOUT)
+    heartbeat = Heartbeat(store, launch.rank, launch.world_size, on_alarm, timing)
     try:
         yield
     except BaseException:

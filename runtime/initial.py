@@ -26,8 +26,8 @@ from zeroir.runtime.comm.handout import Handout, NoHandout
 from zeroir.runtime.comm.job import PeerError
 from zeroir.runtime.construction import Factory, construct
 from zeroir.runtime.digests import Digester
+from zeroir.runtime.rank_memory import RankMemory
 from zeroir.runtime.state import fill_scalars, flat_buffers
-from zeroir.runtime.storage import Memory
 from zeroir.runtime.tensors import IR_DTYPE, TORCH_DTYPE
 
 MESSAGE_BYTES: Final = 4 << 20
@@ -37,7 +37,7 @@ _DTYPES: Final = tuple(DType)
 
 def initialise(
     program: Program,
-    ranks: Iterable[Memory],
+    ranks: Iterable[RankMemory],
     factory: Factory,
     seed: int,
     handout: Handout | None = None,
@@ -70,7 +70,7 @@ def initialise(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Home:
+class _HoldingBuffer:
     """A buffer that holds elements of a tensor: the ``start``-th, which may be negative, is the first of the buffer.
 
     With ``axis`` each coordinate holds the elements that follow those of the coordinate before.
@@ -92,16 +92,16 @@ class _Home:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Tensor:
+class _ModuleTensor:
     """A tensor of the module that the program holds."""
 
     name: str
     numel: int
-    homes: Sequence[_Home]
+    homes: Sequence[_HoldingBuffer]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Part:
+class _MessagePart:
     """Elements of the ``index``-th tensor in a message, from the ``offset_bytes``-th byte on."""
 
     index: int
@@ -109,9 +109,9 @@ class _Part:
     offset_bytes: int
 
 
-def _tensors(program: Program) -> list[_Tensor]:
+def _tensors(program: Program) -> list[_ModuleTensor]:
     """The tensors that rank 0 hands out, each with at least one element, in one order on all ranks."""
-    found: list[_Tensor] = []
+    found: list[_ModuleTensor] = []
     for flat in program.flats:
         buffers = [
             (buffer, buffer.holds)
@@ -120,24 +120,26 @@ def _tensors(program: Program) -> list[_Tensor]:
         ]
         for slot in flat.slots:
             homes = [
-                _Home(buffer=buffer, start=content.offset - slot.offset, axis=content.shard)
+                _HoldingBuffer(
+                    buffer=buffer, start=content.offset - slot.offset, axis=content.shard
+                )
                 for buffer, content in buffers
             ]
             everything = range(slot.numel)
             held = [h for h in homes if _common(h.anywhere(program.mesh), everything)]
             if held:
-                found.append(_Tensor(name=slot.name, numel=slot.numel, homes=held))
+                found.append(_ModuleTensor(name=slot.name, numel=slot.numel, homes=held))
     for binding in program.module_buffers:
         buffer = program.buffer_by_name[binding.buffer]
         if binding.data is None and buffer.numel:
-            home = _Home(buffer=buffer, start=0)
-            found.append(_Tensor(name=binding.name, numel=buffer.numel, homes=[home]))
+            home = _HoldingBuffer(buffer=buffer, start=0)
+            found.append(_ModuleTensor(name=binding.name, numel=buffer.numel, homes=[home]))
     return found
 
 
-def _messages(numels: Sequence[int], dtypes: Sequence[torch.dtype]) -> Iterator[list[_Part]]:
+def _messages(numels: Sequence[int], dtypes: Sequence[torch.dtype]) -> Iterator[list[_MessagePart]]:
     """Cut tensors into parts, and put as many of those into each message as it holds."""
-    parts: list[_Part] = []
+    parts: list[_MessagePart] = []
     used = 0
     for index, (numel, dtype) in enumerate(zip(numels, dtypes, strict=True)):
         first = 0
@@ -146,7 +148,7 @@ def _messages(numels: Sequence[int], dtypes: Sequence[torch.dtype]) -> Iterator[
                 yield parts
                 parts, used = [], 0
             stop = min(numel, first + (MESSAGE_BYTES - used) // dtype.itemsize)
-            parts.append(_Part(index=index, elements=range(first, stop), offset_bytes=used))
+            parts.append(_MessagePart(index=index, elements=range(first, stop), offset_bytes=used))
             used = round_up(used + (stop - first) * dtype.itemsize, _ALIGNMENT_BYTES)
             first = stop
     if parts:
@@ -155,8 +157,8 @@ def _messages(numels: Sequence[int], dtypes: Sequence[torch.dtype]) -> Iterator[
 
 def _hand_out(
     program: Program,
-    tensors: Sequence[_Tensor],
-    memories: Sequence[Memory],
+    tensors: Sequence[_ModuleTensor],
+    memories: Sequence[RankMemory],
     factory: Factory,
     seed: int,
     handout: Handout,
@@ -207,8 +209,8 @@ def _hand_out(
 
 def _require_agreement(
     program: Program,
-    tensors: Sequence[_Tensor],
-    memories: Sequence[Memory],
+    tensors: Sequence[_ModuleTensor],
+    memories: Sequence[RankMemory],
     built: Tensor,
     handout: Handout,
 ) -> None:

@@ -26,16 +26,16 @@ from zeroir.ir.program import Program
 from zeroir.memory.placement import places_to_run
 from zeroir.runtime import initial, state
 from zeroir.runtime.batch import Batch
-from zeroir.runtime.comm.base import Launch, Piece
+from zeroir.runtime.comm.base import CollectiveTensors, TensorPair
 from zeroir.runtime.comm.lockstep import LockstepComm
 from zeroir.runtime.construction import Factory
-from zeroir.runtime.executor import Executor, RankResult
-from zeroir.runtime.handlers import Machine, communicate
+from zeroir.runtime.executor import RankResult, StepExecutor
+from zeroir.runtime.handlers import LocalRanks, PreparedCollective, communicate
 from zeroir.runtime.kernels.choice import KernelBackend, open_kernels
-from zeroir.runtime.storage import Memory
+from zeroir.runtime.rank_memory import RankMemory
 from zeroir.runtime.streams import Task
 from zeroir.runtime.tensors import poison
-from zeroir.runtime.trace import Watch
+from zeroir.runtime.trace import WatchOp
 
 CPU = torch.device("cpu")
 
@@ -54,19 +54,19 @@ class Lockstep:
         self.program = program
         placed = places_to_run(program)
         self._memories = [
-            Memory(program, rank, CPU, is_poisoned=True, placed=placed)
+            RankMemory(program, rank, CPU, is_poisoned=True, placed=placed)
             for rank in range(program.mesh.world_size)
         ]
-        self._machine = Machine(
+        self._local_ranks = LocalRanks(
             program=program,
-            ranks=self._memories,
+            memories=self._memories,
             comm=LockstepComm(program),
             kernels=open_kernels(kernels, CPU),
         )
         generator = random.Random(schedule_seed)
-        self._executor = Executor(
-            self._machine,
-            SeededStreams(self._machine, generator),
+        self._executor = StepExecutor(
+            self._local_ranks,
+            SeededStreams(self._local_ranks, generator),
             seed=seed,
         )
 
@@ -96,7 +96,7 @@ class Lockstep:
     def full_parameters(self) -> dict[str, Tensor]:
         """Every parameter by name, whole, FP32 masters where there are some."""
         self._executor.finish()
-        return state.full_parameters(self.program, self._memories, self._machine.comm)
+        return state.full_parameters(self.program, self._memories, self._local_ranks.comm)
 
     def full_state(self) -> dict[tuple[str, str], Tensor]:
         """Parameters, masters and optimizer states by (flat, quantity), whole, without the padding at the end.
@@ -105,7 +105,7 @@ class Lockstep:
             InternalError: where ranks hold different bits of the same elements, or padding is not zero.
         """
         self._executor.finish()
-        return state.full_state(self.program, self._memories, self._machine.comm)
+        return state.full_state(self.program, self._memories, self._local_ranks.comm)
 
     def _poison_stale_gradients(self) -> None:
         for buffer in self.program.buffers:
@@ -167,7 +167,7 @@ def run_lockstep(
 # ---------------------------------------------------------------------------------------------------- scheduler
 
 
-class _Event:
+class _QueueEvent:
     __slots__ = ("is_done",)
 
     def __init__(self, *, is_done: bool = False) -> None:
@@ -175,58 +175,63 @@ class _Event:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Item:
+class _QueuedOp:
     """A queued op: the event it signals or waits for, and what a collective that has begun will do."""
 
     op: Op
     run: Task
-    event: _Event
-    begun: Launch | None = None
+    event: _QueueEvent
+    collective: PreparedCollective | None = None
+    begun: CollectiveTensors | None = None
 
 
 class SeededStreams:
     """Streams as queues, of which a seeded choice takes the next head that is ready."""
 
-    def __init__(self, machine: Machine, generator: random.Random) -> None:
-        self._machine = machine
+    def __init__(self, local_ranks: LocalRanks, generator: random.Random) -> None:
+        self._local_ranks = local_ranks
         self._random = generator
-        self._queues: dict[str, deque[_Item]] = {}
-        self._events: dict[str, _Event] = {}
+        self._queues: dict[str, deque[_QueuedOp]] = {}
+        self._events: dict[str, _QueueEvent] = {}
 
-    def bind(self, op: Op, run: Task, watch: Watch | None = None) -> Task:
+    def bind(self, op: Op, run: Task, watch: WatchOp | None = None) -> Task:
         """See ``Streams.bind``: ops wait in their queues until the host waits or a joint comes."""
-        task = run if watch is None else watch(op, run)
-        return lambda: self._submit(op, task)
+        task = run if watch is None else watch(run)
+        collective: PreparedCollective | None = None
+        if isinstance(op, ops.Collective):
+            collective = self._local_ranks.prepare_collective(op)
+        return lambda: self._submit(op, task, collective)
 
-    def _submit(self, op: Op, run: Task) -> None:
+    def _submit(self, op: Op, run: Task, collective: PreparedCollective | None) -> None:
         match op:
             case ops.Wait():
                 event = self._events[op.waited]
                 if op.on == HOST:
                     self._run_until([event])
                 else:
-                    self._enqueue(op.on, _Item(op=op, run=run, event=event))
+                    self._enqueue(op.on, _QueuedOp(op=op, run=run, event=event))
             case _:
-                event = _Event()
+                event = _QueueEvent()
                 if op.event is not None:
                     self._events[op.event] = event
-                self._enqueue(op.stream, _Item(op=op, run=run, event=event))
+                item = _QueuedOp(op=op, run=run, event=event, collective=collective)
+                self._enqueue(op.stream, item)
 
     def join(self, pending: Collection[str]) -> None:
         """See ``Streams.join``."""
-        still = {id(self._events[name]) for name in pending if name in self._events}
+        still = {self._events[name] for name in pending if name in self._events}
         self._run_until(
             [
                 item.event
                 for queue in self._queues.values()
                 for item in queue
-                if id(item.event) not in still
+                if item.event not in still
             ]
         )
 
     def signal(self, event: str) -> None:
         """See ``Streams.signal``."""
-        self._events[event] = _Event(is_done=True)
+        self._events[event] = _QueueEvent(is_done=True)
 
     def entered(self) -> AbstractContextManager[None]:
         """See ``Streams.entered``."""
@@ -236,10 +241,10 @@ class SeededStreams:
         """See ``Streams.close``."""
         self._queues.clear()
 
-    def _enqueue(self, stream: str, item: _Item) -> None:
+    def _enqueue(self, stream: str, item: _QueuedOp) -> None:
         self._queues.setdefault(stream, deque()).append(item)
 
-    def _run_until(self, events: Sequence[_Event]) -> None:
+    def _run_until(self, events: Sequence[_QueueEvent]) -> None:
         # Half of the time one stream runs as far as it can before the next, which no coin would ever do.
         order = self._random.sample(list(self._queues), len(self._queues))
         is_greedy = self._random.random() < 0.5
@@ -256,53 +261,52 @@ class SeededStreams:
             self._advance(self._queues[ready[0] if is_greedy else self._random.choice(ready)])
 
     @staticmethod
-    def _is_ready(queue: deque[_Item]) -> bool:
+    def _is_ready(queue: deque[_QueuedOp]) -> bool:
         if not queue:
             return False
         head = queue[0]
         return not isinstance(head.op, ops.Wait) or head.event.is_done
 
-    def _advance(self, queue: deque[_Item]) -> None:
+    def _advance(self, queue: deque[_QueuedOp]) -> None:
         item = queue[0]
         match item.op:
             case ops.Wait():
                 queue.popleft()
                 return
             case ops.Collective():
+                assert item.collective is not None
+                item.collective.require_live()  # at its end, too
                 if item.begun is None:
-                    item.begun = self._begin(self._machine.launch(item.op))
+                    item.begun = self._begin(item.collective.tensors)
                     return
-                self._machine.launch(item.op)  # what it uses must still be allocated
-                communicate(item.op, item.begun, self._machine.comm)
+                communicate(item.op, item.begun, self._local_ranks.comm)
             case _:
                 item.run()
         queue.popleft()
         item.event.is_done = True
 
-    def _begin(self, what: Launch) -> Launch:
+    def _begin(self, what: CollectiveTensors) -> CollectiveTensors:
         """Read sources now or later, and let destinations hold nothing until then."""
         is_early = self._random.random() < 0.5
-        pieces = [
+        pairs = [
             [
-                Piece(
-                    source=piece.source.clone() if is_early or _is_shared(piece) else piece.source,
-                    destination=piece.destination,
+                TensorPair(
+                    source=pair.source.clone() if is_early or _is_shared(pair) else pair.source,
+                    destination=pair.destination,
                 )
-                for piece in of_rank
+                for pair in of_rank
             ]
-            for of_rank in what.pieces
+            for of_rank in what.pairs
         ]
-        for of_rank in what.pieces:
-            for piece in of_rank:
-                poison(piece.destination)
+        for of_rank in what.pairs:
+            for pair in of_rank:
+                poison(pair.destination)
         for staging in what.staging:
             if staging is not None:
                 poison(staging)
-        return replace(what, pieces=pieces)
+        return replace(what, pairs=pairs)
 
 
-def _is_shared(piece: Piece) -> bool:
+def _is_shared(pair: TensorPair) -> bool:
     """Whether source and destination lie in one buffer."""
-    return (
-        piece.source.untyped_storage().data_ptr() == piece.destination.untyped_storage().data_ptr()
-    )
+    return pair.source.untyped_storage().data_ptr() == pair.destination.untyped_storage().data_ptr()

@@ -9,7 +9,7 @@ import torch
 from zeroir.ir import ops
 from zeroir.ir.labels import labels
 from zeroir.ir.ops import Op
-from zeroir.ir.program import EVALUATE, Program
+from zeroir.ir.program import EVALUATE, OpPosition, Program
 from zeroir.runtime.allocations import allocations, by_range, peak_bytes
 from zeroir.runtime.trace import P
 
@@ -24,10 +24,9 @@ def on_host(program: Program, step: Callable[[], object]) -> Mapping[str, int]:
     return _most(
         program,
         (
-            (op, peak_bytes(found.get(names[id(op)], ())))
-            for section in program.sections
-            if section.name != EVALUATE
-            for op in section.body
+            (op, peak_bytes(found.get(names[position], ())))
+            for position, op in program.positioned_ops()
+            if position.section != EVALUATE
         ),
     )
 
@@ -39,7 +38,7 @@ class DeviceWatcher:
         self._device = device
         self._seen: list[tuple[Op, int]] = []
 
-    def watch(self, op: Op, run: Callable[P, None], /) -> Callable[P, None]:
+    def watch(self, _: OpPosition, op: Op, run: Callable[P, None], /) -> Callable[P, None]:
         """See ``trace.Watch``; only of ops that compute, beside which other threads carry others out."""
         if not isinstance(op, ops.Compute):
             return run

@@ -19,7 +19,7 @@ _TIMED: Final = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recording:
+class StepMeasurements:
     """What rank 0 knows after the rounds.
 
     ``seconds`` are of steps that nobody recorded, a mean for each round; ``steps`` the spans of one other step of each
@@ -44,7 +44,7 @@ class Recording:
         return abs(median(self.seconds[::2]) - median(self.seconds[1::2])) / self.step_s
 
 
-def record(engine: Engine, batches: Iterator[Batch], *, rounds: int) -> Recording | None:
+def record(engine: Engine, batches: Iterator[Batch], *, rounds: int) -> StepMeasurements | None:
     """Take steps, some timed and some recorded in turns; None on other ranks than 0. Every rank calls this alike."""
     micro_steps = int(engine.program.option.get("micro_steps", "1"))
 
@@ -73,4 +73,4 @@ def record(engine: Engine, batches: Iterator[Batch], *, rounds: int) -> Recordin
         step()
         return None
     workspaces = engine.workspaces(step)
-    return Recording(seconds=seconds, steps=steps, workspaces=workspaces)
+    return StepMeasurements(seconds=seconds, steps=steps, workspaces=workspaces)

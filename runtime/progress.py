@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from zeroir.runtime.train import Reporter, StepReport
 
 
-class Silent:
+class SilentReporter:
     """What ranks other than 0 report to."""
 
     def step(self, report: StepReport) -> None:
@@ -21,7 +21,7 @@ class Silent:
         """Nothing."""
 
 
-class JsonLines:
+class JsonReporter:
     """One JSON object a line."""
 
     def __init__(self, out: TextIO) -> None:
@@ -44,13 +44,13 @@ class JsonLines:
         """Nothing is left open."""
 
 
-class _Console(Console):
+class _TrainingConsole(Console):
     def on_broken_pipe(self) -> None:
         """Leave it to whoever trains, where rich would exit at once."""
         raise BrokenPipeError
 
 
-class Lines:
+class TextReporter:
     """One line of text a report on ``out``, and a progress bar on ``err`` where that is a terminal.
 
     Where both are terminals the lines go to ``err``, above the bar.
@@ -95,11 +95,11 @@ class Lines:
 def reporter(rank: int, steps: int, *, as_json: bool, out: TextIO, err: TextIO) -> Reporter:
     """The reporter of one rank: only rank 0 speaks."""
     if rank != 0:
-        return Silent()
+        return SilentReporter()
     if as_json:
-        return JsonLines(out)
-    return Lines(
-        _Console(file=out, highlight=False, soft_wrap=True),
+        return JsonReporter(out)
+    return TextReporter(
+        _TrainingConsole(file=out, highlight=False, soft_wrap=True),
         Console(file=err, highlight=False),
         steps,
     )

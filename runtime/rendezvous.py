@@ -21,7 +21,7 @@ _MOST_RANKS: Final = 65536
 _REMEDY: Final = "start the job with torchrun or `zeroir run --nproc`, which set it"
 
 
-class Store(Protocol):
+class KeyValueStore(Protocol):
     """What is needed of torch's stores, whose types torch does not export."""
 
     def set(self, key: str, value: str, /) -> None:
@@ -38,7 +38,7 @@ class Store(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class JobRank:
     """Where torchrun put this process."""
 
     rank: int
@@ -47,7 +47,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seat:
+class LaunchEnvironment:
     """What the environment says of this process's place.
 
     The job's store is at ``address`` and ``port``, which is None where this process is no rank of a job; ``is_host``
@@ -61,7 +61,7 @@ class Seat:
     is_host: bool = False
 
 
-def read_seat() -> Seat:
+def read_launch_environment() -> LaunchEnvironment:
     """This process's place as torchrun's variables say it: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 
     Raises:
@@ -70,7 +70,7 @@ def read_seat() -> Seat:
     if "RANK" not in os.environ:
         if _number("WORLD_SIZE", 1, _MOST_RANKS, default=1) > 1:
             raise UserError(f"WORLD_SIZE is set, but RANK is not: {_REMEDY}, or unset WORLD_SIZE.")
-        return Seat()
+        return LaunchEnvironment()
     world_size = _number("WORLD_SIZE", 1, _MOST_RANKS)
     rank = _number("RANK", 0, _MOST_RANKS - 1)
     if rank >= world_size:
@@ -81,7 +81,7 @@ def read_seat() -> Seat:
     address = os.environ.get("MASTER_ADDR", "")
     if not address:
         raise UserError(f"RANK is set, but MASTER_ADDR is not: {_REMEDY}.")
-    return Seat(
+    return LaunchEnvironment(
         rank=rank,
         world_size=world_size,
         address=address,
@@ -102,31 +102,31 @@ def _number(name: str, least: int, most: int, *, default: int | None = None) -> 
     raise UserError(f"{name} is '{shown}', but must be a number from {least} to {most}: {_REMEDY}.")
 
 
-def open_store(seat: Seat, purpose: str, timeout: timedelta) -> Store:
+def open_store(launch: LaunchEnvironment, purpose: str, timeout: timedelta) -> KeyValueStore:
     """A connection of its own to what the job's store holds for a purpose; the rank that is the host makes the store.
 
     Raises:
         UserError: where the store cannot be reached within the timeout.
     """
-    assert seat.port is not None
+    assert launch.port is not None
     # What tells this start of the ranks from others that the store has seen.
     start = f"{os.environ.get('TORCHELASTIC_RUN_ID', '')}.{os.environ.get('TORCHELASTIC_RESTART_COUNT', '')}"
     try:
         store = dist.TCPStore(  # type: ignore[attr-defined]
-            seat.address,
-            seat.port,
-            is_master=seat.is_host,
+            launch.address,
+            launch.port,
+            is_master=launch.is_host,
             wait_for_workers=False,
             multi_tenant=True,
             timeout=timeout,
         )
     except RuntimeError as error:
-        raise _cannot_join(seat, error) from error
-    shared: Store = dist.PrefixStore(f"zeroir/{purpose}/{start}", store)  # type: ignore[attr-defined]
+        raise _cannot_join(launch, error) from error
+    shared: KeyValueStore = dist.PrefixStore(f"zeroir/{purpose}/{start}", store)  # type: ignore[attr-defined]
     return shared
 
 
-def join_job(timeout: timedelta = DEFAULT_TIMEOUT, patience: timedelta = JOIN_TIMEOUT) -> Place:
+def join_job(timeout: timedelta = DEFAULT_TIMEOUT, patience: timedelta = JOIN_TIMEOUT) -> JobRank:
     """Become a rank of the job that torchrun started, over NCCL on CUDA and gloo elsewhere; alone without torchrun.
 
     ``timeout`` bounds later collectives of the default group, ``patience`` how long the other ranks may take to come.
@@ -137,20 +137,20 @@ def join_job(timeout: timedelta = DEFAULT_TIMEOUT, patience: timedelta = JOIN_TI
             ranks than GPUs on this machine.
     """
     if dist.is_initialized():
-        return Place(rank=dist.get_rank(), world_size=dist.get_world_size(), device=_own_device())
-    seat, device = read_seat(), _own_device()
-    if seat.port is not None:
+        return JobRank(rank=dist.get_rank(), world_size=dist.get_world_size(), device=_own_device())
+    launch, device = read_launch_environment(), _own_device()
+    if launch.port is not None:
         end_with_agent()
         if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
             # Ranks of one machine need no name for it, which some machines cannot resolve.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        store = open_store(seat, "joined", patience)
-        _await_others(seat, store, patience)
+        store = open_store(launch, "joined", patience)
+        _await_others(launch, store, patience)
         try:
             dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
         except (RuntimeError, ValueError) as error:
-            raise _cannot_join(seat, error) from error
-    return Place(rank=seat.rank, world_size=seat.world_size, device=device)
+            raise _cannot_join(launch, error) from error
+    return JobRank(rank=launch.rank, world_size=launch.world_size, device=device)
 
 
 def leave_job() -> None:
@@ -159,11 +159,11 @@ def leave_job() -> None:
         dist.destroy_process_group()
 
 
-def _await_others(seat: Seat, store: Store, patience: timedelta) -> None:
+def _await_others(launch: LaunchEnvironment, store: KeyValueStore, patience: timedelta) -> None:
     """Return when every rank has come this far, so that who does not come can be named."""
-    keys = [str(rank) for rank in range(seat.world_size)]
+    keys = [str(rank) for rank in range(launch.world_size)]
     try:
-        store.set(keys[seat.rank], "")
+        store.set(keys[launch.rank], "")
         try:
             store.wait(keys, patience)
         except dist.DistStoreError:
@@ -171,16 +171,16 @@ def _await_others(seat: Seat, store: Store, patience: timedelta) -> None:
             raise UserError(
                 f"Rank {missing} has not joined the job within {patience.total_seconds():.0f} s: it was not started, "
                 "it was stopped, or it cannot reach "
-                f"{seat.address}:{seat.port}; look at what it printed."
+                f"{launch.address}:{launch.port}; look at what it printed."
             ) from None
     except RuntimeError as error:
-        raise _cannot_join(seat, error) from error
+        raise _cannot_join(launch, error) from error
 
 
-def _cannot_join(seat: Seat, error: Exception) -> UserError:
+def _cannot_join(launch: LaunchEnvironment, error: Exception) -> UserError:
     reason = " ".join(str(error).partition("\n")[0].split()).rstrip(".")
     return UserError(
-        f"Rank {seat.rank} could not join the job at {seat.address}:{seat.port}: {reason}."
+        f"Rank {launch.rank} could not join the job at {launch.address}:{launch.port}: {reason}."
     )
 
 

@@ -19,17 +19,18 @@ from torch import Tensor
 
 from zeroir.errors import UserError
 from zeroir.ir import ops
+from zeroir.ir.bindings import Binding, bindings
 from zeroir.ir.buffers import View, span_numel
 from zeroir.ir.ops import Mode
 from zeroir.ir.segment import Node, NodeArg, Ref, Segment, TensorType
 from zeroir.ir.views import is_view
-from zeroir.runtime.handlers import Machine
+from zeroir.runtime.handlers import LocalRanks
 from zeroir.runtime.kernels.base import Kernel
 from zeroir.runtime.kernels.calls import Value, is_multiple, operator, resolver
 from zeroir.runtime.kernels.choice import KernelBackend
 from zeroir.runtime.kernels.eager import laid_out
 from zeroir.runtime.kernels.tolerance import tolerance
-from zeroir.runtime.storage import Memory
+from zeroir.runtime.rank_memory import RankMemory
 from zeroir.workspace.eager_plan import laid_out_values
 
 _ELSEWHERE: Final = 64.0
@@ -43,37 +44,38 @@ _BEYOND_NOISE: Final = 256.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Checked:
+class SelfCheckResult:
     """How many distinct kernels were compared, and why others could not be: segment to reason."""
 
     compared: int
     skipped: Mapping[str, str]
 
 
-def check_kernels(machine: Machine, kernels: KernelBackend) -> Checked:
-    """Compare the kernels of a machine whose buffers hold nothing yet, on the first of its ranks.
+def check_kernels(local_ranks: LocalRanks, kernels: KernelBackend) -> SelfCheckResult:
+    """Compare the kernels of the local ranks, whose buffers hold nothing yet, in the memory of the first rank.
 
     Raises:
         UserError: where one computes something else.
     """
-    memory = machine.ranks[0]
+    memory = local_ranks.memories[0]
     compared, skipped = 0, dict[str, str]()
     with torch.no_grad():
-        for op in _distinct(machine, memory):
-            reason = _compare(op, machine, memory, kernels)
+        for op in _distinct(local_ranks, memory):
+            reason = _compare(op, local_ranks, memory, kernels)
             if reason is None:
                 compared += 1
             else:
                 skipped[op.segment] = reason
-    return Checked(compared=compared, skipped=skipped)
+    return SelfCheckResult(compared=compared, skipped=skipped)
 
 
-def _distinct(machine: Machine, memory: Memory) -> Iterator[ops.Compute]:
+def _distinct(local_ranks: LocalRanks, memory: RankMemory) -> Iterator[ops.Compute]:
     """One call of each kernel: the one whose arguments lie furthest from the beginning of memory."""
-    calls: dict[int, list[ops.Compute]] = {}
-    for op in machine.program.ops():
+    digests = {segment.name: segment.digest() for segment in local_ranks.program.segments}
+    calls: dict[tuple[str, tuple[Binding | None, ...]], list[ops.Compute]] = {}
+    for op in local_ranks.program.ops():
         if isinstance(op, ops.Compute):
-            calls.setdefault(id(machine.kernel(op)), []).append(op)
+            calls.setdefault((digests[op.segment], tuple(bindings(op))), []).append(op)
 
     def nearest(op: ops.Compute) -> int:
         return min((int(memory.view(a.view).storage_offset()) for a in op.arguments), default=0)
@@ -83,12 +85,12 @@ def _distinct(machine: Machine, memory: Memory) -> Iterator[ops.Compute]:
 
 
 def _compare(
-    op: ops.Compute, machine: Machine, memory: Memory, kernels: KernelBackend
+    op: ops.Compute, local_ranks: LocalRanks, memory: RankMemory, kernels: KernelBackend
 ) -> str | None:
     """Why the call cannot be judged; None where kernel and plain form agree."""
-    call = _Call(
+    call = _CheckedCall(
         op=op,
-        segment=machine.program.segment_by_name[op.segment],
+        segment=local_ranks.program.segment_by_name[op.segment],
         arguments=[memory.view(argument.view) for argument in op.arguments],
         destinations=[None if d is None else memory.view(d.view) for d in op.destinations],
     )
@@ -96,7 +98,7 @@ def _compare(
     reason: str | None = None
     try:
         for scale in _SCALES:
-            reason = call.compare(machine.kernel(op), scale, kernels)
+            reason = call.compare(local_ranks.kernel(op), scale, kernels)
             if reason is None:
                 break
     except (torch.OutOfMemoryError, MemoryError):
@@ -107,7 +109,7 @@ def _compare(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Call:
+class _CheckedCall:
     """A call of a segment and the tensors that it is given, in the memory of all buffers."""
 
     op: ops.Compute
@@ -166,7 +168,7 @@ class _Call:
         """What the destinations must hold after the call."""
         device = next((x.device for x in self.destinations if x is not None), torch.device("cpu"))
         given = [_apart(argument) for argument in self.arguments]
-        results = _Values(self.segment, given, device).results()
+        results = _PlainRun(self.segment, given, device).results()
         # A tied parameter's gradient is the destination of several results, one after another.
         held: dict[View, Tensor] = {}
         for result, destination, target in zip(
@@ -274,7 +276,7 @@ def _apart(tensor: Tensor) -> Tensor:
     return _span(tensor).clone().as_strided(tensor.shape, tensor.stride())
 
 
-class _Values:
+class _PlainRun:
     """A segment carried out node by node; every value is dropped when nobody needs it any more."""
 
     def __init__(self, segment: Segment, arguments: Sequence[Tensor], device: torch.device) -> None:

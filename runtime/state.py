@@ -12,13 +12,13 @@ from zeroir.ir.buffers import Buffer
 from zeroir.ir.contents import GRAD, MASTER, PARAM, FlatContent
 from zeroir.ir.layout import used_numel
 from zeroir.ir.program import Flat, Program, State
-from zeroir.runtime.comm.base import Comm, Launch, Piece
-from zeroir.runtime.storage import Memory
+from zeroir.runtime.comm.base import CollectiveTensors, Comm, TensorPair
+from zeroir.runtime.rank_memory import RankMemory
 from zeroir.runtime.tensors import TORCH_DTYPE
 
 
 def initialise_flats(
-    program: Program, ranks: Iterable[Memory], initial: Mapping[str, Tensor]
+    program: Program, ranks: Iterable[RankMemory], initial: Mapping[str, Tensor]
 ) -> None:
     """Fill the persistent buffers of the ranks from values by buffer name.
 
@@ -52,7 +52,7 @@ def initialise_flats(
             target[: values.numel()].copy_(values)
 
 
-def fill_scalars(program: Program, ranks: Iterable[Memory]) -> None:
+def fill_scalars(program: Program, ranks: Iterable[RankMemory]) -> None:
     """Give every scalar its value before the first step."""
     for memory in ranks:
         for scalar in program.scalars:
@@ -81,7 +81,7 @@ def flat_start(program: Program, buffer: Buffer, rank: int) -> int:
 
 
 def full_flat(
-    program: Program, ranks: Sequence[Memory], comm: Comm, flat: Flat, quantity: str
+    program: Program, ranks: Sequence[RankMemory], comm: Comm, flat: Flat, quantity: str
 ) -> list[Tensor] | None:
     """All elements of a quantity of a flat, once per local rank; None where no persistent buffer holds it.
 
@@ -104,12 +104,12 @@ def full_flat(
                 tensor[start : start + buffer.numel].copy_(memory.buffer(buffer.name))
             continue
         stop = content.offset + buffer.numel * program.mesh.size(content.shard)
-        pieces = []
+        pairs = []
         for memory, tensor in zip(ranks, full, strict=True):
             own = memory.buffer(buffer.name).to(memory.device, copy=True)
-            pieces.append([Piece(source=own, destination=tensor[content.offset : stop])])
+            pairs.append([TensorPair(source=own, destination=tensor[content.offset : stop])])
         name = next(c.name for c in program.comms if c.axis == content.shard)
-        comm.all_gather(Launch(comm=name, pieces=pieces, staging=[None] * len(ranks)))
+        comm.all_gather(CollectiveTensors(comm=name, pairs=pairs, staging=[None] * len(ranks)))
     return full
 
 
@@ -122,7 +122,7 @@ def parameters_of(flat: Flat, values: Tensor) -> Mapping[str, Tensor]:
     }
 
 
-def establish(program: Program, ranks: Sequence[Memory], comm: Comm, entry: State) -> None:
+def establish(program: Program, ranks: Sequence[RankMemory], comm: Comm, entry: State) -> None:
     """Bring about what the first section finds live before any step has run: buffers that a step hands to the next.
 
     They hold parameters that the step before would have gathered, or zeros, as gradients and optimizer states are
@@ -151,7 +151,7 @@ def establish(program: Program, ranks: Sequence[Memory], comm: Comm, entry: Stat
             target.copy_(values[start : start + target.numel()])
 
 
-def full_parameters(program: Program, ranks: Sequence[Memory], comm: Comm) -> dict[str, Tensor]:
+def full_parameters(program: Program, ranks: Sequence[RankMemory], comm: Comm) -> dict[str, Tensor]:
     """Every parameter by name, whole, FP32 masters where there are some; every rank calls this alike."""
     found: dict[str, Tensor] = {}
     for flat in program.flats:
@@ -164,7 +164,7 @@ def full_parameters(program: Program, ranks: Sequence[Memory], comm: Comm) -> di
 
 
 def full_state(
-    program: Program, ranks: Sequence[Memory], comm: Comm
+    program: Program, ranks: Sequence[RankMemory], comm: Comm
 ) -> dict[tuple[str, str], Tensor]:
     """Parameters, masters and optimizer states by (flat, quantity), whole, without the padding at the end.
 

@@ -1,7 +1,7 @@
-"""How streams and events of a program are carried out on a CPU: one thread per stream.
+"""The streams and events of a program on a CPU: one thread per stream.
 
-``compute`` runs in the thread that issues the ops, which is what a CPU has to spare least; every other stream has a
-worker thread with a first-in first-out queue. An event is done or failed once its op is.
+The stream ``compute`` runs in the thread that issues the ops, so that it needs no core of its own; every other stream
+has a worker thread with a first-in first-out queue. An event is done or failed as soon as its op is.
 """
 
 from __future__ import annotations
@@ -16,36 +16,36 @@ import torch
 
 from zeroir.ir.mesh import COMPUTE, HOST
 from zeroir.ir.ops import Alloc, Op, Release, Wait
-from zeroir.runtime.trace import Watch
+from zeroir.runtime.trace import WatchOp
 
 Task = Callable[[], None]
 
 
 class Streams(Protocol):
-    """Runs ops in the order that their streams and waits demand."""
+    """Runs ops in the order that their streams and waits require."""
 
-    def bind(self, op: Op, run: Task, watch: Watch | None = None) -> Task:
-        """What enqueues the op on its stream, each time that it is called, where ``run`` carries it out.
+    def bind(self, op: Op, run: Task, watch: WatchOp | None = None) -> Task:
+        """A task that enqueues the op on its stream, each time that it is called; ``run`` carries the op out.
 
-        A ``wait`` orders a stream or the host, and ``run`` does nothing. ``watch`` sees ops run, and threads wait for
-        other threads.
+        For a ``wait`` the task orders a stream or the host, and ``run`` does nothing. ``watch`` observes the op, and a
+        thread that waits for another.
         """
 
     def join(self, pending: Collection[str]) -> None:
-        """Order everything later, on every stream, after everything before, but for the ops that signal ``pending``."""
+        """Order all later ops, on every stream, after all earlier ones except those that signal ``pending``."""
 
     def signal(self, event: str) -> None:
-        """Count an event as done whose op belongs to a step before the first."""
+        """Mark an event as done that a step before the first would have signalled."""
 
     def entered(self) -> AbstractContextManager[None]:
-        """A body that comes after all that its caller has submitted by itself, and before all that it submits next."""
+        """Order the body after the work that its caller submitted itself, and before the work that it submits next."""
 
     def close(self) -> None:
-        """Stop; what is still queued is dropped."""
+        """Stop, and drop the tasks that are still queued."""
 
 
-class Event:
-    """Something that happens once: an op is done."""
+class ThreadEvent:
+    """Whether one execution of an op is done."""
 
     __slots__ = ("is_done",)
 
@@ -53,17 +53,17 @@ class Event:
         self.is_done = is_done
 
 
-_DONE: Final = Event(is_done=True)
+_DONE: Final = ThreadEvent(is_done=True)
 
 
-class _Worker:
+class _StreamThread:
     """A stream's thread and queue."""
 
     def __init__(self, name: str, run: Callable[[Task], None]) -> None:
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._run = run
-        self.issued: list[Event] = []
-        # A daemon: a thread that is stuck in a collective must not keep a failed process alive.
+        self.issued: list[ThreadEvent] = []
+        # A daemon, because a thread that hangs in a collective must not keep a failed process alive.
         self._thread = threading.Thread(target=self._loop, name=f"zeroir-{name}", daemon=True)
         self._thread.start()
 
@@ -72,7 +72,7 @@ class _Worker:
         self._tasks.put(task)
 
     def stop(self, timeout_s: float) -> None:
-        """End the thread after what it is doing now."""
+        """End the thread after its present task."""
         self._tasks.put(None)
         self._thread.join(timeout_s)
 
@@ -87,24 +87,24 @@ _STOP_TIMEOUT_S: Final = 5.0
 
 
 class ThreadStreams:
-    """Streams of one process on the CPU; a stream's failure reaches the issuing thread, even while that waits."""
+    """Streams of one process on the CPU. A stream's failure reaches the issuing thread, even while that waits."""
 
     def __init__(self, inline: Iterable[str] = (COMPUTE,)) -> None:
         self._inline = frozenset(inline)
         self._condition = threading.Condition()
-        self._events: dict[str, Event] = {}
-        self._workers: dict[str, _Worker] = {}
+        self._events: dict[str, ThreadEvent] = {}
+        self._workers: dict[str, _StreamThread] = {}
         self._failure: BaseException | None = None
 
-    def bind(self, op: Op, run: Task, watch: Watch | None = None) -> Task:
+    def bind(self, op: Op, run: Task, watch: WatchOp | None = None) -> Task:
         """See ``Streams.bind``."""
         if isinstance(op, Wait):
             return self._waiting(op, watch)
         if watch is not None:
-            run = watch(op, run)
+            run = watch(run)
         match op:
             case Alloc() | Release() if op.stream in self._inline and op.event is None:
-                # Nothing to order, and a failure elsewhere is noticed by the next op that computes.
+                # There is nothing to order, and the next op that computes notices a failure elsewhere.
                 return run
             case _ if op.stream in self._inline:
                 return self._inline_task(op.event, run)
@@ -113,11 +113,11 @@ class ThreadStreams:
 
     def join(self, pending: Collection[str]) -> None:
         """See ``Streams.join``."""
-        still = [self._events[name] for name in pending if name in self._events]
+        left_pending = [self._events[name] for name in pending if name in self._events]
         for worker in self._workers.values():
-            # A queue is done in order, so its last op that must be done stands for those before it.
+            # A queue runs in order, so the last of its ops that must be done stands for all before it.
             for event in reversed(worker.issued):
-                if event not in still:
+                if event not in left_pending:
                     self._await(event)
                     break
             worker.issued = [event for event in worker.issued if not event.is_done]
@@ -129,11 +129,11 @@ class ThreadStreams:
         self._events[event] = _DONE
 
     def entered(self) -> AbstractContextManager[None]:
-        """See ``Streams.entered``: who calls is the thread that issues the ops."""
+        """See ``Streams.entered``: the caller is the thread that issues the ops."""
         return nullcontext()
 
     def call(self, stream: str, task: Task) -> None:
-        """Enqueue something that is no op, behind what the stream has to do."""
+        """Enqueue a task that is no op, behind the ops of the stream."""
         self._worker(stream).put(task)
 
     def close(self) -> None:
@@ -143,52 +143,52 @@ class ThreadStreams:
             worker.stop(timeout_s)
         self._workers.clear()
 
-    def _worker(self, stream: str) -> _Worker:
+    def _worker(self, stream: str) -> _StreamThread:
         if stream not in self._workers:
-            self._workers[stream] = _Worker(stream, self._guarded)
+            self._workers[stream] = _StreamThread(stream, self._guarded)
         return self._workers[stream]
 
     def _inline_task(self, name: str | None, run: Task) -> Task:
-        def carry_out() -> None:
+        def task() -> None:
             if self._failure is not None:
                 raise self._failure
             run()
             if name is not None:
                 self._events[name] = _DONE
 
-        return carry_out
+        return task
 
     def _enqueue(self, stream: str, name: str | None, run: Task) -> None:
-        event = Event()
+        event = ThreadEvent()
         if name is not None:
             self._events[name] = event
         worker = self._worker(stream)
         worker.issued.append(event)
 
-        def carry_out() -> None:
+        def task() -> None:
             run()
             with self._condition:
                 event.is_done = True
                 self._condition.notify_all()
 
-        worker.put(carry_out)
+        worker.put(task)
 
-    def _waiting(self, op: Wait, watch: Watch | None) -> Task:
-        wait = self._await if watch is None else watch(op, self._await)
+    def _waiting(self, op: Wait, watch: WatchOp | None) -> Task:
+        wait = self._await if watch is None else watch(self._await)
 
-        def here() -> None:
+        def in_this_thread() -> None:
             wait(self._events[op.waited])
 
-        def there() -> None:
+        def on_the_stream() -> None:
             event = self._events[op.waited]
             if watch is not None or not event.is_done:
                 self._worker(op.on).put(lambda: wait(event))
 
-        return here if op.on == HOST or op.on in self._inline else there
+        return in_this_thread if op.on == HOST or op.on in self._inline else on_the_stream
 
     def _guarded(self, task: Task) -> None:
         if self._failure is not None:
-            return  # a failed program stops; what is queued must not touch memory any more
+            return  # after a failure queued tasks must not touch memory
         try:
             task()
         except BaseException as error:  # noqa: BLE001 - it is raised again in the issuing thread
@@ -197,7 +197,7 @@ class ThreadStreams:
                     self._failure = error
                 self._condition.notify_all()
 
-    def _await(self, event: Event) -> None:
+    def _await(self, event: ThreadEvent) -> None:
         if not event.is_done:
             with self._condition:
                 self._condition.wait_for(lambda: event.is_done or self._failure is not None)

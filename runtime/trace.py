@@ -1,4 +1,4 @@
-"""When every op of a step began and ended, on each stream of each rank: what ``zeroir run --trace`` writes down."""
+"""The beginning and end of every op of a step, on each stream of each rank; ``zeroir run --trace`` writes them."""
 
 from __future__ import annotations
 
@@ -11,85 +11,101 @@ from typing import ParamSpec, Protocol
 
 from zeroir.ir.effects import effects
 from zeroir.ir.ops import Op
-from zeroir.ir.program import Program
+from zeroir.ir.program import OpPosition
 from zeroir.ir.spans import Span
 
 Mark = Callable[[], int]
-"""A moment that was marked: its nanoseconds on this machine's monotonic clock, once the device has come to it."""
+"""A marked moment: it returns nanoseconds on this machine's monotonic clock, once the device has reached it."""
 
 
 P = ParamSpec("P")
 
 
 class Watch(Protocol):
-    """Sees ops run: it wraps what carries an op out, whatever arguments that takes."""
+    """Observes ops: it wraps the function that carries an op out, whatever arguments that takes."""
 
-    def __call__(self, op: Op, run: Callable[P, None], /) -> Callable[P, None]:
-        """What does as ``run`` does, each call of which is seen as the op."""
+    def __call__(
+        self, position: OpPosition, op: Op, run: Callable[P, None], /
+    ) -> Callable[P, None]:
+        """A function like ``run``, each call of which is observed as the op at that position."""
 
 
-class Clock(Protocol):
+class WatchOp(Protocol):
+    """A ``Watch`` of one op."""
+
+    def __call__(self, run: Callable[P, None], /) -> Callable[P, None]:
+        """See ``Watch``."""
+
+
+def watch_op(watch: Watch, position: OpPosition, op: Op) -> WatchOp:
+    """The watch of one op."""
+
+    def wrapped(run: Callable[P, None], /) -> Callable[P, None]:
+        return watch(position, op, run)
+
+    return wrapped
+
+
+class StreamClock(Protocol):
     """Marks moments in the order of a stream."""
 
     def mark(self, stream: str) -> Mark:
-        """The moment at which what the stream was given so far is done."""
+        """The moment at which the stream has done all tasks that it was given so far."""
 
 
 class HostClock:
-    """For streams whose ops are done when their calls return."""
+    """A clock for streams whose ops are done when their calls return."""
 
     def mark(self, _: str) -> Mark:
-        """Now."""
+        """The present moment."""
         now = time.perf_counter_ns()
         return lambda: now
 
 
-class Recorder:
-    """Sees ops run, from any thread, and keeps when they began and ended."""
+class SpanRecorder:
+    """Observes ops, on any thread, and keeps the spans of time in which they ran."""
 
     def __init__(self) -> None:
-        self._clock: Clock = HostClock()
-        self._seen: list[tuple[Op, Mark, Mark]] = []
+        self._clock: StreamClock = HostClock()
+        self._records: list[tuple[OpPosition, Mark, Mark]] = []
 
-    def begin(self, clock: Clock) -> None:
-        """Forget what was seen, and go by this clock from now on."""
+    def begin(self, clock: StreamClock) -> None:
+        """Forget all spans, and use this clock from now on."""
         self._clock = clock
-        self._seen = []
+        self._records = []
 
-    def watch(self, op: Op, run: Callable[P, None], /) -> Callable[P, None]:
+    def watch(self, position: OpPosition, op: Op, run: Callable[P, None], /) -> Callable[P, None]:
         """See ``Watch``."""
         stream = effects(op).stream
 
         def watched(*args: P.args, **kwargs: P.kwargs) -> None:
-            # What ends after the next recording began is none of it.
-            seen = self._seen
+            # An op that ends after the next recording has begun does not belong to that.
+            records = self._records
             start = self._clock.mark(stream)
             run(*args, **kwargs)
-            seen.append((op, start, self._clock.mark(stream)))
+            records.append((position, start, self._clock.mark(stream)))
 
         return watched
 
-    def spans(self, program: Program) -> list[Span]:
-        """What was seen, in the order in which it ended; every stream must have come so far."""
-        places = {
-            id(op): (section.name, index)
-            for section in program.sections
-            for index, op in enumerate(section.body)
-        }
-        return [Span(*places[id(op)], start(), end()) for op, start, end in self._seen]
+    def spans(self) -> list[Span]:
+        """The spans of all observed ops, in the order of their ends; every stream must have done them."""
+        return [
+            Span(position.section, position.index, start(), end())
+            for position, start, end in self._records
+        ]
 
 
 def to_bytes(spans: Sequence[Span]) -> bytes:
-    """One rank's spans, and what is needed to place them beside those of other ranks."""
+    """One rank's spans, and the clock readings that ``aligned`` needs."""
     wall_ns = time.time_ns() - time.perf_counter_ns()
     rows = [astuple(span) for span in spans]
     return json.dumps({"clock": _clock_name(), "wall_ns": wall_ns, "spans": rows}).encode()
 
 
 def aligned(parts: Sequence[bytes]) -> list[list[Span]]:
-    """Every rank's spans on one clock that begins with the first of them, from ``to_bytes`` of every rank.
+    """Every rank's spans, from its ``to_bytes``, on one clock that begins with the first of them.
 
-    Ranks of one machine share its clock; several machines are placed by their wall clocks, as well as those agree.
+    Ranks of one machine share its monotonic clock; several machines are aligned by their wall clocks.
     """
     decoded = [json.loads(part) for part in parts]
     wall_ns = {part["clock"]: part["wall_ns"] for part in reversed(decoded)}
@@ -105,7 +121,7 @@ def _moved(span: Span, by_ns: int) -> Span:
 
 
 def _clock_name() -> str:
-    """What only processes with the same monotonic clock have in common."""
+    """A name that only processes with the same monotonic clock share."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

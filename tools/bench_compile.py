@@ -31,7 +31,7 @@ MODEL = "tests/support/models/deep_llama.py"
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class CommandCost:
     """What a process took."""
 
     wall_seconds: float
@@ -39,8 +39,8 @@ class Run:
     peak_bytes: int
 
 
-def timed(command: Sequence[str]) -> Run:
-    """Run a command to its end; CalledProcessError where it fails."""
+def timed(command: Sequence[str]) -> CommandCost:
+    """CommandCost a command to its end; CalledProcessError where it fails."""
     start = time.perf_counter()
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
@@ -51,7 +51,7 @@ def timed(command: Sequence[str]) -> Run:
             log.seek(0)
             print(log.read().decode(), file=sys.stderr)
             raise subprocess.CalledProcessError(process.returncode, command)
-    return Run(wall, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024)
+    return CommandCost(wall, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024)
 
 
 def commands(arguments: argparse.Namespace, depth: int, path: str) -> dict[str, list[str]]:
@@ -69,7 +69,7 @@ def commands(arguments: argparse.Namespace, depth: int, path: str) -> dict[str, 
 
 
 @dataclass
-class Clock:
+class PhaseTimes:
     """Processor seconds by phase, so that what else the machine does counts for less."""
 
     seconds: dict[str, float] = field(default_factory=dict)
@@ -84,7 +84,7 @@ class Clock:
 
 def phases(arguments: argparse.Namespace, depth: int) -> dict[str, float]:
     """Processor seconds of the phases of a compilation in this process."""
-    clock = Clock()
+    clock = PhaseTimes()
     with clock.phase("import zeroir, torch"):
         import zeroir
         from zeroir import artifact
@@ -179,7 +179,7 @@ def main() -> int:
     depths: list[int] = sorted(arguments.depths)
     columns = [f"{depth} layers" for depth in depths]
     with tempfile.TemporaryDirectory() as folder:
-        runs: dict[int, dict[str, Run]] = {depth: {} for depth in depths}
+        runs: dict[int, dict[str, CommandCost]] = {depth: {} for depth in depths}
         for depth in depths:
             for name, command in commands(arguments, depth, f"{folder}/{depth}.zir").items():
                 runs[depth][name] = timed(command)
@@ -204,11 +204,11 @@ def main() -> int:
     return 0
 
 
-def _ratio(many: Run, few: Run) -> str:
+def _ratio(many: CommandCost, few: CommandCost) -> str:
     return f"{many.wall_seconds / few.wall_seconds:.1f}, {many.cpu_seconds / few.cpu_seconds:.1f}"
 
 
-def _cell(run: Run) -> str:
+def _cell(run: CommandCost) -> str:
     return f"{run.wall_seconds:.1f} / {run.cpu_seconds:.1f} / {run.peak_bytes / 1e9:.2f} GB"
 
 

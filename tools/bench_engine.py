@@ -30,17 +30,17 @@ from zeroir.ir.segment import Segment
 from zeroir.runtime.batch import Batch
 from zeroir.runtime.comm.local import LocalComm
 from zeroir.runtime.construction import Factory
-from zeroir.runtime.executor import Executor
-from zeroir.runtime.handlers import Machine, Step
+from zeroir.runtime.executor import StepExecutor
+from zeroir.runtime.handlers import LocalRanks, Step
 from zeroir.runtime.initial import initialise
 from zeroir.runtime.kernels.base import Kernel, Kernels
 from zeroir.runtime.kernels.choice import KernelBackend, open_kernels
-from zeroir.runtime.storage import Memory
+from zeroir.runtime.rank_memory import RankMemory
 from zeroir.runtime.streams import ThreadStreams
 
 
 @dataclass
-class Clock:
+class CallTimer:
     """Seconds spent in what is called through it."""
 
     seconds: list[float] = field(default_factory=list)
@@ -61,7 +61,7 @@ class TimedKernels:
     """A kernel backend whose kernels' time is recorded."""
 
     inner: Kernels
-    clock: Clock
+    clock: CallTimer
 
     def compile(self, segment: Segment, bindings: Sequence[Binding | None]) -> Kernel:
         """See ``Kernels.compile``."""
@@ -72,13 +72,13 @@ class TimedKernels:
         self.inner.finish()
 
 
-class TimedMachine(Machine):
-    """A machine that records the time of collectives and of ops that are one torch call."""
+class TimedRanks(LocalRanks):
+    """Local ranks that record the time of collectives and of ops that are one torch call."""
 
-    clock = Clock()
+    clock = CallTimer()
 
     def prepare(self, op: ops.Op) -> Step:
-        """See ``Machine.prepare``."""
+        """See ``LocalRanks.prepare``."""
         step = super().prepare(op)
         match op:
             case ops.Wait() | ops.Alloc() | ops.Release() | ops.Compute():
@@ -91,16 +91,16 @@ def overhead(
     program: Program, factory: Factory, batch: Batch, steps: int, *, inline: bool
 ) -> float:
     """Median seconds of a step per op that nothing below the engine accounts for."""
-    clock = Clock()
+    clock = CallTimer()
     device = torch.device("cpu")
-    memory = Memory(program, 0, device)
+    memory = RankMemory(program, 0, device)
     kernels = TimedKernels(open_kernels(KernelBackend.EAGER, device), clock)
-    machine = TimedMachine(program=program, ranks=[memory], comm=LocalComm(), kernels=kernels)
-    machine.clock = clock
-    machine.compile()
+    local_ranks = TimedRanks(program=program, memories=[memory], comm=LocalComm(), kernels=kernels)
+    local_ranks.clock = clock
+    local_ranks.compile()
     initialise(program, [memory], factory, 0)
     names = [stream.name for stream in program.streams] if inline else ["compute"]
-    executor = Executor(machine, ThreadStreams(inline=names))
+    executor = StepExecutor(local_ranks, ThreadStreams(inline=names))
     sections = program.section_by_name
     count = len(sections[LAST_MICRO_STEP].body) + len(sections[UPDATE].body)
     found = []

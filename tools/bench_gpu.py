@@ -35,7 +35,7 @@ from rich.table import Table
 import zeroir
 from tools import record_file
 from tools.peers import gpu_gpt
-from tools.peers.gpu import NAMES, Measurement, Task
+from tools.peers.gpu import NAMES, Measurement, MeasurementTask
 from zeroir.ir import ops
 from zeroir.ir.program import LAST_MICRO_STEP, Program
 
@@ -57,7 +57,7 @@ _RANK: Final = 5
 
 
 @dataclass(frozen=True, kw_only=True)
-class World:
+class BenchWorld:
     """Who takes part: one rank that is alone or pretends not to be, or several real ones on this GPU."""
 
     size: int
@@ -72,11 +72,11 @@ class World:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Record:
+class GpuRecord:
     """What was measured of one contestant in one world: steps of all rounds, bytes of the largest rank."""
 
     contestant: str
-    world: World
+    world: BenchWorld
     seconds: list[float] = field(default_factory=list)
     first_step_seconds: float = 0.0
     losses: list[float] = field(default_factory=list)
@@ -85,7 +85,7 @@ class Record:
     notes: list[str] = field(default_factory=list)
     error: str | None = None
 
-    def joined(self, found: Sequence[Measurement]) -> Record:
+    def joined(self, found: Sequence[Measurement]) -> GpuRecord:
         """With a further round: of several ranks the slowest one's times."""
         seconds = [max(of_step) for of_step in zip(*(one.seconds for one in found), strict=True)]
         return replace(
@@ -127,7 +127,7 @@ def step_flops(program: Program) -> int:
     return sum(segments[op.segment].flops for op in section.body if isinstance(op, ops.Compute))
 
 
-def environment(world: World) -> Mapping[str, str]:
+def environment(world: BenchWorld) -> Mapping[str, str]:
     """What the processes of a world need in their environment, besides what is there."""
     if not world.is_real:
         return {}
@@ -139,14 +139,14 @@ def environment(world: World) -> Mapping[str, str]:
 
 
 def measure(
-    contestant: str, world: World, program: Path, folder: Path, warm_up: int, steps: int
+    contestant: str, world: BenchWorld, program: Path, folder: Path, warm_up: int, steps: int
 ) -> list[Measurement]:
     """Run a contestant once, in processes of its own. RuntimeError with the end of its output where it fails."""
     processes: list[subprocess.Popen[str]] = []
     logs: list[Path] = []
     with tempfile.TemporaryDirectory(dir=folder) as meeting:
         for rank in range(world.size) if world.is_real else [min(_RANK, world.size - 1)]:
-            task = Task(
+            task = MeasurementTask(
                 contestant=contestant,
                 # FSDP2 wants a group even where it is alone; NCCL's then moves nothing, like a pretended one.
                 group="nccl" if world.is_real or world.size == 1 else "fake",
@@ -178,9 +178,9 @@ def measure(
     return [Measurement(**json.loads(report)) for report in reports]
 
 
-def compile_programs(worlds: Sequence[World], folder: Path) -> Mapping[World, Path]:
+def compile_programs(worlds: Sequence[BenchWorld], folder: Path) -> Mapping[BenchWorld, Path]:
     """Zeroir's program for every world, at stage 3 in bf16."""
-    found: dict[World, Path] = {}
+    found: dict[BenchWorld, Path] = {}
     for world in worlds:
         path = folder / f"{world.label.replace(' ', '-')}.zir"
         compiled = zeroir.compile(
@@ -193,17 +193,17 @@ def compile_programs(worlds: Sequence[World], folder: Path) -> Mapping[World, Pa
 
 def run_all(
     names: Sequence[str],
-    programs: Mapping[World, Path],
+    programs: Mapping[BenchWorld, Path],
     folder: Path,
     rounds: int,
     warm_up: int,
     steps: int,
     console: Console,
-) -> list[Record]:
+) -> list[GpuRecord]:
     """Measure every contestant in every world; one that fails is left out of further rounds."""
-    records: list[Record] = []
+    records: list[GpuRecord] = []
     for world, program in programs.items():
-        found = {name: Record(contestant=name, world=world) for name in names}
+        found = {name: GpuRecord(contestant=name, world=world) for name in names}
         for number in range(rounds):
             for turn in range(len(names)):
                 name = names[(turn + number) % len(names)]
@@ -221,7 +221,7 @@ def run_all(
 
 
 def show(
-    records: Sequence[Record], flops: int, peak: float | None, tokens: int, console: Console
+    records: Sequence[GpuRecord], flops: int, peak: float | None, tokens: int, console: Console
 ) -> None:
     """One table, in which the ratios are to FSDP2 compiled in the same world."""
     table = Table(
@@ -280,9 +280,9 @@ def main() -> int:
         sys.stderr.write(reason + "\n")
         return 2
     os.environ[gpu_gpt.VARIABLE] = arguments.shape
-    worlds = [World(size=size, is_real=False) for size in arguments.worlds]
+    worlds = [BenchWorld(size=size, is_real=False) for size in arguments.worlds]
     if arguments.nccl_ranks:
-        worlds.append(World(size=arguments.nccl_ranks, is_real=True))
+        worlds.append(BenchWorld(size=arguments.nccl_ranks, is_real=True))
     console = Console()
     with tempfile.TemporaryDirectory() as folder:
         programs = compile_programs(worlds, Path(folder))

@@ -64,31 +64,33 @@ NAMES = tuple(dict.fromkeys(name for names in SETS.values() for name in names))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Target:
+class RatioTarget:
     """A ratio of two contestants' steps, or of their memory, that must not be exceeded, and one to aim at."""
 
-    one: str
-    other: str
+    numerator: str
+    denominator: str
     must: float
     aim: float
     is_memory: bool = False
 
 
 TARGETS = (
-    Target(one="zeroir 3", other="FSDP2", must=0.80, aim=0.60),
-    Target(one="zeroir 3", other="FSDP2 compiled", must=0.95, aim=0.75),
-    Target(one="zeroir 3", other="DeepSpeed 3", must=0.65, aim=0.50),
-    Target(one="zeroir 3", other="zeroir alone", must=1.25, aim=1.10),
-    Target(one="zeroir 1", other="DDP", must=1.00, aim=0.85),
-    Target(one="zeroir 3", other="FSDP2", must=0.70, aim=0.55, is_memory=True),
-    Target(one="zeroir 3 inductor", other="FSDP2 compiled", must=0.95, aim=0.75),
-    Target(one="zeroir 3 inductor", other="zeroir alone inductor", must=1.25, aim=1.10),
-    Target(one="zeroir 1 inductor", other="DDP", must=1.00, aim=0.85),
+    RatioTarget(numerator="zeroir 3", denominator="FSDP2", must=0.80, aim=0.60),
+    RatioTarget(numerator="zeroir 3", denominator="FSDP2 compiled", must=0.95, aim=0.75),
+    RatioTarget(numerator="zeroir 3", denominator="DeepSpeed 3", must=0.65, aim=0.50),
+    RatioTarget(numerator="zeroir 3", denominator="zeroir alone", must=1.25, aim=1.10),
+    RatioTarget(numerator="zeroir 1", denominator="DDP", must=1.00, aim=0.85),
+    RatioTarget(numerator="zeroir 3", denominator="FSDP2", must=0.70, aim=0.55, is_memory=True),
+    RatioTarget(numerator="zeroir 3 inductor", denominator="FSDP2 compiled", must=0.95, aim=0.75),
+    RatioTarget(
+        numerator="zeroir 3 inductor", denominator="zeroir alone inductor", must=1.25, aim=1.10
+    ),
+    RatioTarget(numerator="zeroir 1 inductor", denominator="DDP", must=1.00, aim=0.85),
 )
 
 
 @dataclass
-class Record:
+class PeerRecord:
     """What was measured of one contestant: seconds a step by round, losses by step, bytes of its largest rank."""
 
     name: str
@@ -108,7 +110,7 @@ class Contestant:
     """The processes of one contestant."""
 
     def __init__(self, name: str, world_size: int, folder: Path) -> None:
-        self.record = Record(name=name)
+        self.record = PeerRecord(name=name)
         self._ranks: list[subprocess.Popen[str]] = []
         (folder / name).mkdir()
         for rank in range(world_size):
@@ -169,7 +171,7 @@ class Contestant:
         return [json.loads(line) for line in lines]
 
 
-def measure(names: Sequence[str], rounds: int, steps: int, world_size: int) -> list[Record]:
+def measure(names: Sequence[str], rounds: int, steps: int, world_size: int) -> list[PeerRecord]:
     """Compile zeroir's programs, start everybody, and take turns."""
     with tempfile.TemporaryDirectory() as text:
         folder = Path(text)
@@ -192,15 +194,15 @@ def measure(names: Sequence[str], rounds: int, steps: int, world_size: int) -> l
         return [contestant.record for contestant in contestants]
 
 
-def ratio(target: Target, records: dict[str, Record]) -> float:
+def ratio(target: RatioTarget, records: dict[str, PeerRecord]) -> float:
     """The median over rounds of the ratio of two steps, or the ratio of two peaks."""
-    one, other = records[target.one], records[target.other]
+    one, other = records[target.numerator], records[target.denominator]
     if target.is_memory:
         return one.own_bytes / other.own_bytes
     return median(a / b for a, b in zip(one.seconds, other.seconds, strict=True))
 
 
-def show(records: Sequence[Record], console: Console) -> None:
+def show(records: Sequence[PeerRecord], console: Console) -> None:
     """Two tables: what was measured, and the targets."""
     by_name = {record.name: record for record in records}
     table = Table(
@@ -220,10 +222,10 @@ def show(records: Sequence[Record], console: Console) -> None:
     console.print(table)
     ratios = Table("ratio", "measured", "must", "aim")
     for target in TARGETS:
-        if target.one in by_name and target.other in by_name:
+        if target.numerator in by_name and target.denominator in by_name:
             what = "peak memory" if target.is_memory else "step"
             ratios.add_row(
-                f"{what}: {target.one} / {target.other}",
+                f"{what}: {target.numerator} / {target.denominator}",
                 f"{ratio(target, by_name):.2f}",
                 f"{target.must:.2f}",
                 f"{target.aim:.2f}",

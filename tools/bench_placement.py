@@ -31,7 +31,7 @@ TARGET_S = 5.0
 
 
 @dataclass(slots=True)
-class Maker:
+class ProgramBuilder:
     """Collects buffers and ops."""
 
     buffers: list[Buffer] = field(default_factory=list)
@@ -74,7 +74,7 @@ class Maker:
 
 def layers(count: int, seed: int) -> Program:
     """A deep network at stage 3 with about so many temporary buffers."""
-    make, chance = Maker(), random.Random(seed)
+    make, chance = ProgramBuilder(), random.Random(seed)
     number = max(count // PER_LAYER, 1)
     saved_numels = [chance.randrange(1, 64) * 1024 for _ in range(SAVED)]
     passing_numels = [chance.randrange(1, 64) * 1024 for _ in range(PASSING)]
@@ -130,7 +130,7 @@ def layers(count: int, seed: int) -> Program:
 
 def scattered(count: int, seed: int) -> Program:
     """Buffers of all sizes, some ten of which live at once."""
-    make, chance = Maker(), random.Random(seed)
+    make, chance = ProgramBuilder(), random.Random(seed)
     live: list[str] = []
     for _ in range(count):
         name = make.buffer(chance.randrange(1, 1 << chance.randrange(8, 20)))

@@ -45,7 +45,7 @@ MOST_ERROR = 0.15
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Round:
+class RoundTimes:
     """Seconds of a step of one program in one round: measured, predicted, and measured by another job."""
 
     model: str
@@ -62,7 +62,7 @@ class Round:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class MedianTimes:
     """Medians over the rounds of one program."""
 
     model: str
@@ -107,7 +107,7 @@ def main() -> int:
 
 def measure(
     folder: Path, models: list[str], stages: list[int], rounds: int, steps: int, kernels: str
-) -> list[Round]:
+) -> list[RoundTimes]:
     """Every program in every round."""
     programs = {
         (model, stage): folder / f"{number}_{stage}.zir"
@@ -116,7 +116,7 @@ def measure(
     }
     for (model, stage), path in programs.items():
         zeroir.compile(model, stage=stage, world_size=RANKS).save(path)
-    found: list[Round] = []
+    found: list[RoundTimes] = []
     for number, ((model, stage), path) in itertools.product(range(rounds), programs.items()):
         machine = folder / f"{path.stem}.toml"
         profile = ["-m", "zeroir", "profile", str(path), "--output", str(machine)]
@@ -125,7 +125,7 @@ def measure(
         timed = ["-m", "tools.bench_predict", "--rank-of", str(path)]
         timed += ["--steps", str(steps), "--kernels", kernels]
         found.append(
-            Round(
+            RoundTimes(
                 model=model,
                 stage=stage,
                 measured_s=profiled["step_seconds"],
@@ -183,9 +183,9 @@ def time_steps(path: Path, steps: int, kernels: str) -> None:
         print(median(seconds[WARM_UP:]))
 
 
-def summary(rounds: list[Round]) -> Row:
+def summary(rounds: list[RoundTimes]) -> MedianTimes:
     """The medians of one program's rounds."""
-    return Row(
+    return MedianTimes(
         model=rounds[0].model,
         stage=rounds[0].stage,
         measured_s=median(one.measured_s for one in rounds),
@@ -196,7 +196,7 @@ def summary(rounds: list[Round]) -> Row:
     )
 
 
-def cells(row: Row) -> list[str]:
+def cells(row: MedianTimes) -> list[str]:
     """A row of the table."""
     milliseconds = (f"{1e3 * one:.1f}" for one in (row.measured_s, row.predicted_s, row.other_s))
     measured, predicted, other = milliseconds

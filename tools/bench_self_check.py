@@ -37,7 +37,7 @@ def measure(layers: int, folder: Path) -> tuple[int, float, float]:
     start = time.perf_counter()
     engine = Engine(compiled.program)
     opened = time.perf_counter()
-    checked = check_kernels(engine._executor.machine, KernelBackend.EAGER)
+    checked = check_kernels(engine._executor.local_ranks, KernelBackend.EAGER)
     done = time.perf_counter()
     engine.initialise(model_file.model, 0)
     engine.step(model_file.batch())

@@ -48,7 +48,7 @@ _OBEYED: Final = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2
 _STORED: Final = Path(__file__).parents[1] / "tests" / "data" / "schema_1_1.zir"
 
 
-class Ending(NamedTuple):
+class FuzzOutcome(NamedTuple):
     """How the commands ended for one damaged file: in a word, with what they printed where that is not well."""
 
     kind: str
@@ -74,7 +74,7 @@ def subjects() -> list[bytes]:
     return found
 
 
-def ending(damage: Damage, folder: Path) -> Ending:
+def ending(damage: Damage, folder: Path) -> FuzzOutcome:
     """Give one damaged file to the commands, in a process of its own."""
     path, output = folder / "damaged.zir", folder / "output.txt"
     path.write_bytes(envelope(damage.body))
@@ -84,7 +84,7 @@ def ending(damage: Damage, folder: Path) -> Ending:
     _, status, used = os.wait4(process, 0)
     said = output.read_bytes().decode(errors="replace")
     outcome = _outcome(status, used.ru_utime + used.ru_stime, said)
-    return Ending(damage.kind, outcome, "" if outcome in _GOOD.values() else said[-3000:])
+    return FuzzOutcome(damage.kind, outcome, "" if outcome in _GOOD.values() else said[-3000:])
 
 
 def _read_all(path: Path, output: Path) -> None:
@@ -127,11 +127,11 @@ def _outcome(status: int, cpu_seconds: float, said: str) -> str:
     return _GOOD[number]
 
 
-def batch(name: str, first: int, count: int) -> list[tuple[int, Ending]]:
+def batch(name: str, first: int, count: int) -> list[tuple[int, FuzzOutcome]]:
     """Several damaged files of one subject after the other; ``name`` is ``bodies`` or ``edits``."""
     bodies = subjects()
     damage = damaged if name == "bodies" else edited
-    found: list[tuple[int, Ending]] = []
+    found: list[tuple[int, FuzzOutcome]] = []
     # What the commands import is imported here once, and not in every fork.
     with contextlib.redirect_stdout(io.StringIO()):
         _exit_code(_STORED)
@@ -142,7 +142,7 @@ def batch(name: str, first: int, count: int) -> list[tuple[int, Ending]]:
     return found
 
 
-def table(name: str, endings: Sequence[Ending]) -> list[list[str]]:
+def table(name: str, endings: Sequence[FuzzOutcome]) -> list[list[str]]:
     """One row a kind of damage, and the sum of all."""
     kinds: dict[str, Counter[str]] = {}
     for one in endings:
@@ -177,7 +177,7 @@ def main() -> int:
                 pool.submit(batch, name, start, min(_PER_TASK, given.first + count - start))
                 for start in starts
             ]
-            endings: list[Ending] = []
+            endings: list[FuzzOutcome] = []
             for future in track(futures, f"Reading {name}", disable=not sys.stderr.isatty()):
                 for seed, one in future.result():
                     endings.append(one)

@@ -32,7 +32,7 @@ _PER_TASK = 50
 _TRIES = 100
 
 
-class Verdict(NamedTuple):
+class MutantVerdict(NamedTuple):
     """What became of one mutant. ``why`` says how an accepted one differs, or what the verifier died of."""
 
     kind: str
@@ -40,7 +40,9 @@ class Verdict(NamedTuple):
     why: str = ""
 
 
-def judged(name: str, seed: int, reference: Reference, kinds: Sequence[str]) -> Verdict | None:
+def judged(
+    name: str, seed: int, reference: Reference, kinds: Sequence[str]
+) -> MutantVerdict | None:
     """One mutant of a program; None where no damage of these kinds could be done to it."""
     chance = Random(f"{name} {seed}")
     original = subject(name).scheduled
@@ -54,21 +56,21 @@ def judged(name: str, seed: int, reference: Reference, kinds: Sequence[str]) -> 
     try:
         is_valid = verify(mutant, reference).is_valid
     except Exception as error:  # noqa: BLE001 - whatever it is, the verifier must not raise it
-        return Verdict(
+        return MutantVerdict(
             kind, "crashed", f"{type(error).__name__}: {error}\n{diff(original, mutant)}"
         )
     if not is_valid:
-        return Verdict(kind, "rejected")
+        return MutantVerdict(kind, "rejected")
     for schedule_seed in range(SEEDS):
         why = subject(name).difference(mutant, schedule_seed)
         if why is not None:
-            return Verdict(kind, "accepted and different", f"{why}\n{diff(original, mutant)}")
-    return Verdict(kind, "accepted and equal")
+            return MutantVerdict(kind, "accepted and different", f"{why}\n{diff(original, mutant)}")
+    return MutantVerdict(kind, "accepted and equal")
 
 
 def batch(
     name: str, first: int, count: int, kinds: Sequence[str]
-) -> list[tuple[int, Verdict | None]]:
+) -> list[tuple[int, MutantVerdict | None]]:
     """Several mutants of one program, which is made once for them."""
     reference = Reference(subject(name).logical)
     return [(seed, judged(name, seed, reference, kinds)) for seed in range(first, first + count)]

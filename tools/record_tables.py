@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
-from tools.bench_peers import SETS, TARGETS, Record, ratio
+from tools.bench_peers import SETS, TARGETS, PeerRecord, ratio
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGES = tuple(DOCS / name for name in ("conformance.md", "ir.md", "performance.md", "trust.md"))
@@ -44,10 +44,10 @@ def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def _contestants(record: Mapping[str, object]) -> dict[str, Record]:
+def _contestants(record: Mapping[str, object]) -> dict[str, PeerRecord]:
     found = record["records"]
     assert isinstance(found, list)
-    return {item["name"]: Record(**item) for item in found}
+    return {item["name"]: PeerRecord(**item) for item in found}
 
 
 def _peers(record: Mapping[str, object]) -> str:
@@ -71,13 +71,14 @@ def _ratios(record: Mapping[str, object]) -> str:
     found = _contestants(record)
     rows = [
         [
-            ("peak memory: " if target.is_memory else "step: ") + f"{target.one} / {target.other}",
+            ("peak memory: " if target.is_memory else "step: ")
+            + f"{target.numerator} / {target.denominator}",
             f"{ratio(target, found):.2f}",
             f"{target.must:.2f}",
             f"{target.aim:.2f}",
         ]
         for target in TARGETS
-        if target.one in found and target.other in found
+        if target.numerator in found and target.denominator in found
     ]
     return _markdown(["ratio", "measured", "must be at most", "aim"], rows)
 

@@ -4,8 +4,10 @@ The public API is loaded on first use, so that ``import zeroir`` costs nothing a
 
 * ``zeroir.compile(model, stage=3, ...)`` compiles a model file and returns a ``CompiledProgram``;
 * ``zeroir.load(path)`` reads one from disk;
-* ``print(program)`` shows its schedule, ``program.engine()`` runs it;
-* ``zeroir.simulate(program, "dgx-h100")`` predicts its step, ``zeroir.estimate(7.5e9, world_size=64)`` needs none;
+* ``print(program)`` shows its schedule, ``program.engine()`` returns an ``Engine``, whose ``step(batch)`` trains and
+  returns a ``StepResult``;
+* ``zeroir.simulate(program, "dgx-h100")`` predicts the time of a step, and ``zeroir.estimate(7.5e9, world_size=64)``
+  memory and communication from the number of parameters alone;
 * ``zeroir.plan(model, "dgx-h100", memory="80GB")`` chooses the options with which a step is shortest.
 """
 
@@ -22,11 +24,14 @@ if TYPE_CHECKING:
     from zeroir.api.plan import plan
     from zeroir.config import CompileOptions
     from zeroir.errors import InternalError, UserError
+    from zeroir.runtime.engine import Engine, StepResult
 
 __all__ = [
     "CompileOptions",
     "CompiledProgram",
+    "Engine",
     "InternalError",
+    "StepResult",
     "UserError",
     "compile",
     "estimate",
@@ -40,7 +45,9 @@ __version__ = "0.1.0"
 _HOMES = {
     "CompileOptions": ("zeroir.config", "CompileOptions"),
     "CompiledProgram": ("zeroir.api", "CompiledProgram"),
+    "Engine": ("zeroir.runtime.engine", "Engine"),
     "InternalError": ("zeroir.errors", "InternalError"),
+    "StepResult": ("zeroir.runtime.engine", "StepResult"),
     "UserError": ("zeroir.errors", "UserError"),
     "compile": ("zeroir.api", "compile_model"),
     "estimate": ("zeroir.api.costs", "estimate"),

@@ -18,18 +18,26 @@ import networkx
 from zeroir.ir.buffers import contiguous_stride
 from zeroir.ir.segment import Node, NodeArg, Ref, Segment, TensorType
 from zeroir.passes.common.prune import Pruned, measured, prune, renumbered
-from zeroir.passes.common.storages import PRODUCT, Pair, Place, Recipe, Storages, Use, numbered
+from zeroir.passes.common.storages import (
+    PRODUCT,
+    Recipe,
+    SegmentPair,
+    StoragePart,
+    Storages,
+    Use,
+    numbered,
+)
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class FromBackward:
     """An input of the new backward that is the old one's at this position."""
 
     position: int
 
 
 @dataclass(frozen=True, slots=True)
-class Input:
+class FromInput:
     """An input of the new backward that is an input of the forward, from ``offset`` elements on."""
 
     position: int
@@ -37,18 +45,18 @@ class Input:
 
 
 @dataclass(frozen=True, slots=True)
-class Output:
+class FromOutput:
     """An input of the new backward that is an output of the new forward, from ``offset`` elements on."""
 
     position: int
     offset: int
 
 
-Source = Given | Input | Output
+Source = FromBackward | FromInput | FromOutput
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class RecutPair:
     """The new segments, under the names of the old ones.
 
     ``inputs`` and ``outputs`` are where those of the forward were before, None for a new output; ``sources`` is what
@@ -62,7 +70,7 @@ class Choice:
     sources: tuple[Source, ...]
 
 
-def choose(pair: Pair) -> Choice | None:
+def choose(pair: SegmentPair) -> RecutPair | None:
     """The choice that saves fewest bytes; None where nothing is to be computed once more."""
     storages = Storages(pair)
     computed = _computed(storages)
@@ -71,7 +79,7 @@ def choose(pair: Pair) -> Choice | None:
     return _Rewriter(pair, storages, computed).choice()
 
 
-def _is_unread(pair: Pair) -> bool:
+def _is_unread(pair: SegmentPair) -> bool:
     """Whether the forward yields something that nobody reads any more."""
     read = {need.value for need in pair.needs if need is not None}
     outputs = zip(pair.forward.outputs, pair.uses, strict=True)
@@ -138,7 +146,7 @@ _Key = tuple[str, int]
 class _Rewriter:
     """Makes the segments of a choice."""
 
-    def __init__(self, pair: Pair, storages: Storages, computed: frozenset[int]) -> None:
+    def __init__(self, pair: SegmentPair, storages: Storages, computed: frozenset[int]) -> None:
         self._pair = pair
         self._storages = storages
         self._computed = computed
@@ -153,10 +161,10 @@ class _Rewriter:
         self._nodes: list[tuple[Node, Mapping[int, _Key], Sequence[_Key]]] = []
         self._made: set[_Key] = set()
 
-    def choice(self) -> Choice:
+    def choice(self) -> RecutPair:
         """The new segments."""
         forward, inputs = self._forward()
-        return Choice(
+        return RecutPair(
             forward=forward,
             backward=self._backward(),
             inputs=inputs,
@@ -221,6 +229,9 @@ class _Rewriter:
             keys = {ref.index: self._old(ref.index) for ref in node.refs()}
             self._add(node, keys, [("backward", first + i) for i in range(len(node.results))])
         ends = [self._old(value) for value in old.outputs]
+        if not old.nodes:
+            # A call that repeats the forward takes what the forward takes in the same order.
+            self._sources = dict(sorted(self._sources.items(), key=_source_order))
         numbers = {key: i for i, key in enumerate(self._sources.values())}
         nodes: list[Node] = []
         for node, uses, results in self._nodes:
@@ -242,18 +253,18 @@ class _Rewriter:
             return ("backward", value)
         need, kind = self._pair.needs[value], old.inputs[value]
         if need is None:
-            return self._source(Given(value), kind)
+            return self._source(FromBackward(value), kind)
         place = storages.place(need.value)
         if place.root in storages.wanted:
-            return self._looked_at(Place(place.root, need.offset, kind))
+            return self._looked_at(StoragePart(place.root, need.offset, kind))
         if place.root < storages.inputs:
-            return self._source(Input(place.root, need.offset), kind)
-        return self._source(Given(value), kind)
+            return self._source(FromInput(place.root, need.offset), kind)
+        return self._source(FromBackward(value), kind)
 
-    def _looked_at(self, place: Place) -> _Key:
+    def _looked_at(self, place: StoragePart) -> _Key:
         """A part of a storage that the forward makes."""
         if place.root not in self._computed:
-            return self._source(Output(self._positions[place.root], place.offset), place.kind)
+            return self._source(FromOutput(self._positions[place.root], place.offset), place.kind)
         shown = self._storages.shown(place)
         if isinstance(shown, int):
             return self._forwards(shown)
@@ -293,9 +304,11 @@ class _Rewriter:
         if place.root not in self._computed:
             is_whole = place.is_same(storages.place(place.root))
             if place.root >= storages.inputs:
-                return self._source(Output(self._positions[place.root], place.offset), place.kind)
+                return self._source(
+                    FromOutput(self._positions[place.root], place.offset), place.kind
+                )
             if is_whole or not self._pair.is_parameter[place.root]:
-                return self._source(Input(place.root, place.offset), place.kind)
+                return self._source(FromInput(place.root, place.offset), place.kind)
         elif value == place.root:
             nodes = self._recipe(value).nodes
             if len(nodes) > 1:
@@ -333,3 +346,14 @@ class _Rewriter:
     def _add(self, node: Node, keys: Mapping[int, _Key], results: Sequence[_Key]) -> None:
         self._nodes.append((node, keys, results))
         self._made.update(results)
+
+
+def _source_order(item: tuple[tuple[Source, TensorType], _Key]) -> tuple[int, int, int]:
+    """Inputs of the old backward first, then those of the forward, then what the forward yields, each in order."""
+    match item[0][0]:
+        case FromBackward(position=position):
+            return 0, position, 0
+        case FromInput(position=position, offset=offset):
+            return 1, position, offset
+        case FromOutput(position=position, offset=offset):
+            return 2, position, offset

@@ -5,7 +5,7 @@ Everything here returns new values; programs are never changed in place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import is_dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -128,16 +128,6 @@ def signalling(op: Op, index: int) -> tuple[Op, str]:
     assert isinstance(op, ops.Release)
     event = op.event or f"release.{index}"
     return replace(op, event=event), event
-
-
-def last_writers(body: Iterable[Op]) -> Mapping[str, int]:
-    """The index of the last op that writes or accumulates to each buffer."""
-    found: dict[str, int] = {}
-    for index, op in enumerate(body):
-        effect = effects(op)
-        for region in (*effect.writes, *effect.accumulates):
-            found[region.buffer] = index
-    return found
 
 
 def map_sections(program: Program, change: Callable[[Section], Section]) -> Program:

@@ -47,12 +47,13 @@ class Need(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pair:
+class SegmentPair:
     """A forward segment and its backward.
 
     ``leaves`` says for each input of the forward how many bytes it costs to keep it for the backward, None where it
     cannot be had there; ``is_parameter`` which of them are parameters. ``uses`` says who else reads each output, and
-    ``needs`` what each input of the backward is of the forward's, None where it is nothing of it.
+    ``needs`` what each input of the backward is of the forward's, None where it is nothing of it. With
+    ``computes_all`` every op of the forward may be computed once more, else only cheap ones.
     """
 
     forward: Segment
@@ -61,16 +62,17 @@ class Pair:
     is_parameter: tuple[bool, ...]
     uses: tuple[Use, ...]
     needs: tuple[Need | None, ...]
+    computes_all: bool = False
 
 
-class Place(NamedTuple):
+class StoragePart(NamedTuple):
     """A value as a part of a storage."""
 
     root: int
     offset: int
     kind: TensorType
 
-    def is_same(self, other: Place) -> bool:
+    def is_same(self, other: StoragePart) -> bool:
         """Whether the two are the same elements in the same order."""
         return (self.root, self.offset) == (other.root, other.offset) and _layout(
             self.kind
@@ -92,13 +94,13 @@ PRODUCT: Final = Ref(-1)
 class Storages:
     """The storages of a forward segment, and what may be done to have them in the backward."""
 
-    def __init__(self, pair: Pair) -> None:
+    def __init__(self, pair: SegmentPair) -> None:
         self.pair = pair
         forward = pair.forward
         self.inputs = len(forward.inputs)
         self.nodes = list(numbered(forward))
-        self.places: list[Place | None] = [
-            Place(i, 0, kind) for i, kind in enumerate(forward.inputs)
+        self.places: list[StoragePart | None] = [
+            StoragePart(i, 0, kind) for i, kind in enumerate(forward.inputs)
         ]
         self.makers: dict[int, int] = {}
         for at, (first, node) in enumerate(self.nodes):
@@ -114,36 +116,36 @@ class Storages:
         self.wanted = self._wanted()
         self.recipes: dict[int, Recipe | None] = {}
 
-    def _places(self, first: int, node: Node) -> Iterator[Place | None]:
+    def _places(self, first: int, node: Node) -> Iterator[StoragePart | None]:
         source = node.args[0] if node.args else None
         seen = self.places[source.index] if isinstance(source, Ref) else None
         views = None if seen is None else parts(node, seen.kind)
         if seen is not None and views is not None:
             for (offset, _), kind in zip(views, node.results, strict=True):
                 assert kind is not None  # A view sees something.
-                yield Place(seen.root, seen.offset + offset, kind)
+                yield StoragePart(seen.root, seen.offset + offset, kind)
             return
         for i, result in enumerate(node.results):
-            yield None if result is None else Place(first + i, 0, result)
+            yield None if result is None else StoragePart(first + i, 0, result)
 
-    def place(self, value: int) -> Place:
+    def place(self, value: int) -> StoragePart:
         """A value that is used, as a part of a storage."""
         found = self.places[value]
         assert found is not None  # Nothing can use what is undefined.
         return found
 
-    def is_all(self, place: Place) -> bool:
+    def is_all(self, place: StoragePart) -> bool:
         """Whether a value is all of a storage that the segment makes."""
         whole = self.place(place.root).kind
         is_as_long = place.offset == 0 and place.kind.numel == whole.numel
         return place.root >= self.inputs and is_as_long and is_dense(place.kind) and is_dense(whole)
 
-    def _wanted(self) -> dict[int, list[Place]]:
+    def _wanted(self) -> dict[int, list[StoragePart]]:
         """The storages made here that the backward needs, and how it looks at them."""
-        found: dict[int, list[Place]] = {}
+        found: dict[int, list[StoragePart]] = {}
         for need, kind in zip(self.pair.needs, self.pair.backward.inputs, strict=True):
             if need is not None and self.is_all(place := self.place(need.value)):
-                looked_at = Place(place.root, need.offset, kind)
+                looked_at = StoragePart(place.root, need.offset, kind)
                 found.setdefault(place.root, []).append(looked_at)
         return found
 
@@ -172,7 +174,8 @@ class Storages:
         at = self.makers[root]
         first, node = self.nodes[at]
         namespace, name, _ = node.op.split(".", 2)
-        nodes: tuple[Node, ...] | None = (node,) if namespace == "aten" and name in CHEAP else None
+        is_cheap = namespace == "aten" and name in CHEAP
+        nodes: tuple[Node, ...] | None = (node,) if is_cheap or self.pair.computes_all else None
         if root == first and nodes is None:
             x = node.args[0] if node.args else None
             if isinstance(x, Ref) and self.place(x.index).kind == node.results[0]:
@@ -182,7 +185,7 @@ class Storages:
         refs = (ref.index for node in nodes for ref in node.refs() if ref != PRODUCT)
         return Recipe((at, len(nodes)), nodes, tuple(dict.fromkeys(refs)))
 
-    def shown(self, place: Place) -> int | tuple[tuple[int, ...], tuple[int, ...]] | None:
+    def shown(self, place: StoragePart) -> int | tuple[tuple[int, ...], tuple[int, ...]] | None:
         """A value that is this place, or a shape and an order of its dimensions that make it of the storage."""
         for value, other in enumerate(self.places):
             if other is not None and other.is_same(place):

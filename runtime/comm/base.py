@@ -1,4 +1,4 @@
-"""What a backend must do: carry out one collective for the ranks that this process drives."""
+"""The interface of a communication backend, and the sum that the backends with a fixed order of additions share."""
 
 from __future__ import annotations
 
@@ -14,52 +14,52 @@ from zeroir.runtime.tensors import accumulation_dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
-    """Source and destination of one pair on one rank: flat, contiguous tensors, perhaps of one memory."""
+class TensorPair:
+    """Source and destination of one pair on one rank: flat, contiguous tensors, which may share memory."""
 
     source: Tensor
     destination: Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Launch:
-    """One collective with its tensors resolved.
+class CollectiveTensors:
+    """The tensors of one collective, for every local rank.
 
-    ``pieces[i]`` are the pairs of the i-th local rank, in the op's order; ``staging[i]`` its scratch, if the program
-    gives one. ``wire_dtype`` is what travels (the source's type when None).
+    ``pairs[i]`` are the pairs of the i-th local rank, in the op's order; ``staging[i]`` is its scratch, if the program
+    gives any. ``wire_dtype`` is the dtype that travels; None stands for the source's own.
     """
 
     comm: str
-    pieces: Sequence[Sequence[Piece]]
+    pairs: Sequence[Sequence[TensorPair]]
     staging: Sequence[Tensor | None]
     wire_dtype: torch.dtype | None = None
 
 
 class LostConnectionError(RuntimeError):
-    """Another rank is gone, or late beyond the timeout."""
+    """Another rank has ended, or has not answered within the timeout."""
 
 
 class Comm(Protocol):
     """Collectives over the communicators of one program.
 
-    A call is done, or enqueued on the current device stream, when it returns. Sums follow one rule: contributions are
-    added in FP32 in rank order and rounded once to the destination's dtype.
+    When a call returns, the collective is done or enqueued on the current device stream. Contributions are added in
+    FP32, in rank order, and the sum is rounded once to the destination's dtype; NCCL alone has an order of its own.
     """
 
-    def all_gather(self, launch: Launch) -> None:
+    def all_gather(self, tensors: CollectiveTensors) -> None:
         """Per pair: destination = every rank's source, concatenated in coordinate order."""
 
-    def reduce_scatter(self, launch: Launch, reduction: Reduction) -> None:
+    def reduce_scatter(self, tensors: CollectiveTensors, reduction: Reduction) -> None:
         """Per pair: destination = this coordinate's slice of the combined sources."""
 
-    def all_reduce(self, launch: Launch, reduction: Reduction) -> None:
+    def all_reduce(self, tensors: CollectiveTensors, reduction: Reduction) -> None:
         """Per pair: destination = the combined sources."""
 
-    def broadcast(self, launch: Launch, root: int) -> None:
+    def broadcast(self, tensors: CollectiveTensors, root: int) -> None:
         """Per pair: destination = the source of coordinate ``root``."""
 
     def close(self) -> None:
-        """Give up what the backend holds; nothing may be called afterwards."""
+        """Release the backend's resources; nothing may be called afterwards."""
 
 
 def to_wire(tensor: Tensor, wire_dtype: torch.dtype | None) -> Tensor:
@@ -68,31 +68,31 @@ def to_wire(tensor: Tensor, wire_dtype: torch.dtype | None) -> Tensor:
 
 
 def combine(parts: Iterable[Tensor], reduction: Reduction, destination: Tensor) -> None:
-    """Write the combination of equally long parts, in their order, to ``destination``; rounds once.
+    """Combine parts of equal length, in their order, into ``destination``, and round once.
 
-    Three parts at most are held at a time. ``destination`` may be the memory of one of them.
+    At most three parts are held at a time. ``destination`` may share memory with one of them.
     """
-    fold: Callable[..., Tensor]
+    operation: Callable[..., Tensor]
     match reduction:
         case Reduction.SUM:
-            fold = torch.add
+            operation = torch.add
         case Reduction.MAX:
-            fold = torch.maximum
+            operation = torch.maximum
         case _:
             assert_never(reduction)
-    # By the destination, not by the parts: a wider wire must not change the sum.
+    # The destination decides, not the parts: a wider wire must not change the sum.
     wide = accumulation_dtype(destination.dtype)
     following = iter(parts)
     total, part = next(following), next(following, None)
     scratch: Tensor | None = None
     while part is not None:
         after = next(following, None)
-        # Two numbers of 16 bits have the same sum, rounded once, whether or not they are widened first.
+        # Widening two 16-bit numbers first does not change their sum, rounded once.
         if after is not None or not total.dtype == part.dtype == destination.dtype:
             total = total.to(wide)
         if after is None and total.dtype == destination.dtype:
-            fold(total, part, out=destination)
+            operation(total, part, out=destination)
             return
         scratch = torch.empty_like(total) if scratch is None else scratch
-        total, part = fold(total, part, out=scratch), after
+        total, part = operation(total, part, out=scratch), after
     destination.copy_(total)

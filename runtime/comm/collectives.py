@@ -1,4 +1,4 @@
-"""The names that torch's flat collectives go by, which differ between the versions that zeroir supports.
+"""Torch's collectives on flat tensors, whose names differ between the versions of torch that zeroir supports.
 
 torch 2.13 renamed ``all_gather_into_tensor`` and ``reduce_scatter_tensor`` and warns of the old names; torch 2.11 has
 only the old ones.
@@ -13,20 +13,22 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 
-class _AllGather(Protocol):
+class _FlatAllGather(Protocol):
     def __call__(self, output: Tensor, source: Tensor, /, *, group: ProcessGroup) -> object:
         """Fill ``output`` from every rank's ``source``."""
 
 
-class _ReduceScatter(Protocol):
+class _FlatReduceScatter(Protocol):
     def __call__(
         self, output: Tensor, source: Tensor, /, *, op: dist.ReduceOp.RedOpType, group: ProcessGroup
     ) -> object:
         """Fill ``output`` from every rank's ``source``."""
 
 
-_all_gather: _AllGather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter: _ReduceScatter = (
+_all_gather: _FlatAllGather = (
+    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+)
+_reduce_scatter: _FlatReduceScatter = (
     getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 )
 

@@ -1,7 +1,7 @@
-"""One rank of a pretended world: real memory, no traffic, so that one device shows what rank 5 of 64 would hold.
+"""One rank of a simulated world, with real memory and no traffic: one device shows the memory of, say, rank 5 of 64.
 
-Everything that knows torch's fake process group, which is not public, is here. Received elements are whatever torch
-puts there: sizes and times mean something, numbers do not.
+Torch's fake process group is not public; all code that uses it is here. Elements that arrive are arbitrary, so sizes
+and times are meaningful and numbers are not.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from zeroir.runtime.comm.nccl import NcclComm
 
 
 def join_fake_world(rank: int, world_size: int) -> None:
-    """Make the default process group a pretended one; ``torch.distributed.destroy_process_group`` ends it."""
+    """Make the default process group a fake one; ``torch.distributed.destroy_process_group`` ends it."""
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
 
 
 def fake_comm(program: Program) -> NcclComm:
-    """Collectives that return at once; ``join_fake_world`` comes first."""
+    """Collectives that return at once; call ``join_fake_world`` first."""
     return NcclComm(make_groups(program, "fake", timedelta(seconds=60)))

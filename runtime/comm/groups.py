@@ -1,4 +1,4 @@
-"""One process group per communicator, so that collectives of two communicators never queue behind each other."""
+"""One process group per communicator, so that the collectives of two communicators never queue behind each other."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class Groups:
     by_comm: Mapping[str, ProcessGroup]
 
     def close(self) -> None:
-        """Destroy the groups; a broken connection does not matter any more."""
+        """Destroy the groups; a broken connection is no error here."""
         for group in self.by_comm.values():
             with contextlib.suppress(RuntimeError, ValueError, AssertionError):
                 dist.destroy_process_group(group)
 
 
 def make_groups(program: Program, backend: str, timeout: timedelta) -> Groups:
-    """Create the groups of every communicator; all ranks of the default group call this alike."""
+    """Create the groups of every communicator; all ranks of the default group call this together."""
     rank = dist.get_rank()
     own: dict[str, ProcessGroup] = {}
     for comm in program.comms:

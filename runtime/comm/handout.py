@@ -1,4 +1,4 @@
-"""What rank 0 alone has, handed out to all ranks of a job in messages of bounded size."""
+"""Values that only rank 0 has, broadcast to all ranks of a job in messages of bounded size."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from zeroir.runtime.comm.job import PeerError, exchanged, explained
 
 T = TypeVar("T")
 _INTERVAL_S: Final = 20.0
-"""How often rank 0 says that it is still at it: well below the timeout of any collective."""
+"""How often rank 0 tells the others that it is still working: well below the timeout of any collective."""
 
 
 class Handout(Protocol):
-    """Who has the values, and how the other ranks come by them. Every rank calls each method alike."""
+    """Brings the values of rank 0 to all ranks. Every rank calls each method, in the same order."""
 
     @property
     def device(self) -> torch.device:
-        """Where messages must be."""
+        """The device on which messages must lie."""
 
     def make(self, act: Callable[[], T]) -> T | None:
-        """What ``act`` returns, on rank 0; None on the other ranks, once rank 0 has it.
+        """Call ``act`` on rank 0 and return its result there; return None on the other ranks, after rank 0 is done.
 
         Raises:
             PeerError: on the other ranks, where ``act`` raises on rank 0.
@@ -38,12 +38,12 @@ class Handout(Protocol):
         """Overwrite every rank's message with that of rank 0, of the same length and dtype."""
 
     def gather(self, own: Tensor) -> Tensor:
-        """The rows of all ranks below each other, in rank order, on the CPU."""
+        """Stack the rows of all ranks, in rank order, on the CPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoHandout:
-    """Every rank that there is lives in this process."""
+    """For one process that holds every rank."""
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
@@ -59,8 +59,8 @@ class NoHandout:
         return own.cpu()
 
 
-class _News(IntEnum):
-    """What rank 0 says of what it makes."""
+class _WorkState(IntEnum):
+    """The state of the work on rank 0, as it tells the others."""
 
     UNDER_WAY = 0
     DONE = 1
@@ -69,14 +69,14 @@ class _News(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobHandout:
-    """Among the ranks of torch's default group, which carries messages on ``device``."""
+    """Sends messages to the ranks of torch's default group, on ``device``."""
 
     rank: int
     device: torch.device
     interval_s: float = _INTERVAL_S
 
     def make(self, act: Callable[[], T]) -> T | None:
-        """See ``Handout.make``. It may take longer than a collective waits: rank 0 gives signs of life meanwhile."""
+        """See ``Handout.make``. It may last longer than the timeout of a collective: rank 0 sends signs of life."""
         if self.rank != 0:
             self._wait()
             return None
@@ -84,9 +84,9 @@ class JobHandout:
             with self._signs_of_life():
                 made = act()
         except Exception:
-            self._tell(_News.FAILED)
+            self._tell(_WorkState.FAILED)
             raise
-        self._tell(_News.DONE)
+        self._tell(_WorkState.DONE)
         return made
 
     def send(self, message: Tensor) -> None:
@@ -99,27 +99,27 @@ class JobHandout:
         return exchanged(own.flatten(), self.device)
 
     def _wait(self) -> None:
-        news = torch.zeros(1, dtype=torch.uint8, device=self.device)
-        while int(news) == _News.UNDER_WAY:
-            self.send(news)
-        if int(news) == _News.FAILED:
+        state = torch.zeros(1, dtype=torch.uint8, device=self.device)
+        while int(state) == _WorkState.UNDER_WAY:
+            self.send(state)
+        if int(state) == _WorkState.FAILED:
             raise PeerError("Rank 0 could not build the model.")
 
-    def _tell(self, news: _News) -> None:
-        self.send(torch.tensor([news], dtype=torch.uint8, device=self.device))
+    def _tell(self, state: _WorkState) -> None:
+        self.send(torch.tensor([state], dtype=torch.uint8, device=self.device))
 
     @contextlib.contextmanager
     def _signs_of_life(self) -> Iterator[None]:
-        """A body of rank 0 that takes as long as it takes."""
+        """Send signs of life from rank 0 while the body runs, however long it takes."""
         is_over = threading.Event()
 
-        def give() -> None:
-            # Where a rank is lost this one learns of it when it has come to its end.
+        def send_signs() -> None:
+            # If a rank is lost, this one learns of it at the next message after its work.
             with contextlib.suppress(PeerError):
                 while not is_over.wait(self.interval_s):
-                    self._tell(_News.UNDER_WAY)
+                    self._tell(_WorkState.UNDER_WAY)
 
-        thread = threading.Thread(target=give, name="zeroir-signs", daemon=True)
+        thread = threading.Thread(target=send_signs, name="zeroir-signs", daemon=True)
         thread.start()
         try:
             yield

@@ -1,4 +1,4 @@
-"""This process's place in the job: its rank, its backend, and what all ranks must agree on before step 1."""
+"""This process as a rank of the job: its backend, and the check before step 1 that all ranks have one program."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from zeroir.runtime.comm.groups import make_groups
 from zeroir.runtime.comm.local import LocalComm
 
 DEFAULT_TIMEOUT: Final = timedelta(seconds=300)
-"""How long a rank waits for one that is alive but late; one that is gone is noticed at once."""
+"""How long a rank waits for a rank that is alive but late; a rank that has ended is noticed at once."""
 
 
 class Backend(StrEnum):
-    """Who carries collectives: nobody (one rank), the host's memory, gloo, NCCL, or a pretended world."""
+    """How collectives travel: not at all (one rank), through the host's memory, by gloo, by NCCL, or simulated."""
 
     LOCAL = "local"
     PEER_MEMORY = "peer-memory"
@@ -38,16 +38,16 @@ class Backend(StrEnum):
 
 
 class PeerError(UserError):
-    """Another rank failed, and this one only learns of it: whoever knows why is to speak first."""
+    """Another rank failed, and that rank knows the reason; its message should come first."""
 
 
 class LostPeersError(PeerError):
-    """A collective failed because another rank stopped, is stuck, or cannot be reached."""
+    """A collective failed because another rank stopped, hangs, or cannot be reached."""
 
 
 def is_lost_connection(error: RuntimeError) -> bool:
-    """Whether a backend's error means that another rank is gone or late, and not that it was called wrongly."""
-    # gloo says so only in the text: its transport names its own source file.
+    """Whether a backend's error means that another rank has ended or is late, and not that the call was wrong."""
+    # Only the text of gloo's errors tells: its transport names its own source file.
     return isinstance(error, LostConnectionError | dist.DistError) or "/gloo/" in str(error)
 
 
@@ -55,7 +55,7 @@ def is_lost_connection(error: RuntimeError) -> bool:
 class Job:
     """One rank's view of the job.
 
-    ``backend`` is who carries the program's collectives, ``device`` where small messages to all ranks must be.
+    ``backend`` carries the program's collectives; small messages to all ranks must lie on ``device``.
     """
 
     rank: int
@@ -69,11 +69,11 @@ class Job:
         if self.is_alone:
             return value
         values = exchanged(torch.tensor([value], dtype=torch.float64), self.device)
-        total = sum(float(one) for one in values.view(-1))
+        total = sum(float(contribution) for contribution in values.view(-1))
         return total / len(values)
 
     def gather(self, own: bytes) -> list[bytes] | None:
-        """Every rank's bytes, in rank order, on rank 0; None on the others. Every rank calls this alike."""
+        """Every rank's bytes, in rank order, on rank 0; None on the others. All ranks call this together."""
         if self.is_alone:
             return [own]
         sizes = exchanged(torch.tensor([len(own)], dtype=torch.int64), self.device).view(-1)
@@ -93,13 +93,13 @@ class Job:
 def open_job(
     program: Program, backend: Backend | None, device: torch.device, timeout: timedelta
 ) -> Job:
-    """Take this process's place among the ranks of the program's mesh; every rank calls this alike.
+    """Make this process a rank of the program's mesh; all ranks call this together.
 
-    Without a backend: none for one rank, NCCL on CUDA, else the memory of the host that all ranks are on, or gloo
-    where there are several hosts or one that forbids its processes to read each other.
+    Without ``backend`` one rank needs none and CUDA uses NCCL. On CPUs the ranks of one host read each other's memory;
+    gloo serves several hosts, and a host that forbids processes to read each other.
 
     Raises:
-        UserError: where the job has another world size, or another rank another program.
+        UserError: where the world size of the job differs from the program's, or the programs of two ranks differ.
     """
     world_size = program.mesh.world_size
     if backend is None and world_size == 1:
@@ -130,27 +130,27 @@ def open_job(
 def _open_comm(
     program: Program, backend: Backend | None, device: torch.device, timeout: timedelta
 ) -> tuple[Backend, Comm]:
-    """The backend, chosen where None is asked for, and its collectives."""
+    """The backend, chosen here where the caller names none, and its collectives."""
     if backend is Backend.FAKE:
         from zeroir.runtime.comm.fake import fake_comm
 
         return backend, fake_comm(program)
-    # Before anything is agreed with the others: ranks with other programs would make other groups, and hang.
+    # This comes first: ranks with different programs would create different groups, and hang.
     require_same_program(program, device)
     if backend is Backend.NCCL or (backend is None and device.type == "cuda"):
         from zeroir.runtime.comm.nccl import NcclComm
 
         return Backend.NCCL, NcclComm(make_groups(program, "nccl", timeout))
     if backend is not Backend.GLOO:
-        found = None
+        peer_memory = None
         if device.type == "cpu" and sys.platform.startswith("linux"):
             from zeroir.runtime.comm.peer_memory import open_peer_memory
 
-            found = open_peer_memory(
+            peer_memory = open_peer_memory(
                 program, dist.get_rank(), partial(_exchange_bytes, device=device), timeout
             )
-        if found is not None:
-            return Backend.PEER_MEMORY, found
+        if peer_memory is not None:
+            return Backend.PEER_MEMORY, peer_memory
         if backend is Backend.PEER_MEMORY:
             raise UserError(
                 "The ranks cannot read each other's memory: they are on a GPU or on several hosts, or in a container "
@@ -167,29 +167,29 @@ def digest(program: Program) -> str:
 
 
 def require_same_program(program: Program, device: torch.device) -> None:
-    """Compare digests with every rank of the default group.
+    """Compare the digest of this rank's program with those of all ranks of the default group.
 
     Raises:
-        UserError: on every rank, where any two differ; it shows both digests.
+        UserError: on every rank, where any two digests differ; the message shows both.
     """
-    digests = [found.hex() for found in _exchange_bytes(bytes.fromhex(digest(program)), device)]
-    for rank, other in enumerate(digests):
-        if other != digests[0]:
+    digests = [row.hex() for row in _exchange_bytes(bytes.fromhex(digest(program)), device)]
+    for rank, rank_digest in enumerate(digests):
+        if rank_digest != digests[0]:
             kind = UserError if dist.get_rank() == rank else PeerError
             raise kind(
-                f"Rank {rank} has another program than rank 0 (digest {other[:16]}… against {digests[0][:16]}…): "
+                f"Rank {rank} has another program than rank 0 (digest {rank_digest[:16]}… against {digests[0][:16]}…): "
                 "start every rank with the same file."
             )
 
 
 def _exchange_bytes(own: bytes, device: torch.device) -> list[bytes]:
-    """Every rank's bytes, as many on each, in rank order."""
+    """Every rank's bytes, in rank order; their number is the same on each rank."""
     rows = exchanged(torch.frombuffer(bytearray(own), dtype=torch.uint8), device)
     return [bytes(row.tolist()) for row in rows]
 
 
 def exchanged(own: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Every rank's tensor, as long on each: one row per rank, on the CPU."""
+    """Every rank's tensor, of the same length on each: one row per rank, on the CPU."""
     world = dist.group.WORLD
     assert world is not None
     rows = torch.empty(dist.get_world_size() * own.numel(), dtype=own.dtype, device=device)
@@ -200,7 +200,7 @@ def exchanged(own: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 @contextlib.contextmanager
 def explained() -> Iterator[None]:
-    """A body that exchanges something between steps: say so where other ranks are lost."""
+    """Explain the loss of a rank in a body that exchanges messages between steps."""
     try:
         yield
     except RuntimeError as error:

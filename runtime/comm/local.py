@@ -1,41 +1,41 @@
-"""One rank alone: every collective is a copy, and none where source and destination are the same memory."""
+"""A world of one rank: every collective is a copy, left out where source and destination are the same memory."""
 
 from __future__ import annotations
 
 from zeroir.ir.ops import Reduction
-from zeroir.runtime.comm.base import Launch, to_wire
+from zeroir.runtime.comm.base import CollectiveTensors, to_wire
 
 
 class LocalComm:
     """Collectives of a world of one rank, enqueued on the current stream."""
 
-    def all_gather(self, launch: Launch) -> None:
+    def all_gather(self, tensors: CollectiveTensors) -> None:
         """See ``Comm.all_gather``."""
-        _copy(launch)
+        _copy(tensors)
 
-    def reduce_scatter(self, launch: Launch, _: Reduction) -> None:
+    def reduce_scatter(self, tensors: CollectiveTensors, _: Reduction) -> None:
         """See ``Comm.reduce_scatter``."""
-        _copy(launch)
+        _copy(tensors)
 
-    def all_reduce(self, launch: Launch, _: Reduction) -> None:
+    def all_reduce(self, tensors: CollectiveTensors, _: Reduction) -> None:
         """See ``Comm.all_reduce``."""
-        _copy(launch)
+        _copy(tensors)
 
-    def broadcast(self, launch: Launch, _: int) -> None:
+    def broadcast(self, tensors: CollectiveTensors, _: int) -> None:
         """See ``Comm.broadcast``."""
-        _copy(launch)
+        _copy(tensors)
 
     def close(self) -> None:
         """Nothing is held."""
 
 
-def _copy(launch: Launch) -> None:
-    """Every pair's source to its destination, rounded to the wire's dtype on the way."""
-    for piece in launch.pieces[0]:
-        message = to_wire(piece.source, launch.wire_dtype)
-        is_there = (
-            message.data_ptr() == piece.destination.data_ptr()
-            and message.dtype == piece.destination.dtype
+def _copy(tensors: CollectiveTensors) -> None:
+    """Copy every pair's source to its destination, rounded to the wire's dtype on the way."""
+    for pair in tensors.pairs[0]:
+        message = to_wire(pair.source, tensors.wire_dtype)
+        is_in_place = (
+            message.data_ptr() == pair.destination.data_ptr()
+            and message.dtype == pair.destination.dtype
         )
-        if not is_there:
-            piece.destination.copy_(message)
+        if not is_in_place:
+            pair.destination.copy_(message)

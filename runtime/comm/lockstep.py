@@ -9,7 +9,7 @@ from torch import Tensor
 
 from zeroir.ir.ops import Reduction
 from zeroir.ir.program import Program
-from zeroir.runtime.comm.base import Launch, combine, to_wire
+from zeroir.runtime.comm.base import CollectiveTensors, combine, to_wire
 
 
 class LockstepComm:
@@ -18,49 +18,49 @@ class LockstepComm:
     def __init__(self, program: Program) -> None:
         self._groups = {comm.name: program.mesh.groups(comm.axis) for comm in program.comms}
 
-    def all_gather(self, launch: Launch) -> None:
+    def all_gather(self, tensors: CollectiveTensors) -> None:
         """See ``Comm.all_gather``."""
-        for group, index in self._each(launch):
-            gathered = torch.cat(self._sources(launch, group, index))
+        for group, index in self._each(tensors):
+            gathered = torch.cat(self._sources(tensors, group, index))
             for rank in group:
-                launch.pieces[rank][index].destination.copy_(gathered)
+                tensors.pairs[rank][index].destination.copy_(gathered)
 
-    def reduce_scatter(self, launch: Launch, reduction: Reduction) -> None:
+    def reduce_scatter(self, tensors: CollectiveTensors, reduction: Reduction) -> None:
         """See ``Comm.reduce_scatter``."""
-        for group, index in self._each(launch):
-            # A destination may be part of a source, so no destination is written before all are known.
-            sources = self._sources(launch, group, index)
+        for group, index in self._each(tensors):
+            # A destination may be part of a source, so nothing is written before all results are there.
+            sources = self._sources(tensors, group, index)
             slices = [source.chunk(len(group)) for source in sources]
             results: list[Tensor] = []
-            for at, rank in enumerate(group):
-                result = torch.empty_like(launch.pieces[rank][index].destination)
-                combine([parts[at] for parts in slices], reduction, result)
+            for coordinate, rank in enumerate(group):
+                result = torch.empty_like(tensors.pairs[rank][index].destination)
+                combine([parts[coordinate] for parts in slices], reduction, result)
                 results.append(result)
             for rank, result in zip(group, results, strict=True):
-                launch.pieces[rank][index].destination.copy_(result)
+                tensors.pairs[rank][index].destination.copy_(result)
 
-    def all_reduce(self, launch: Launch, reduction: Reduction) -> None:
+    def all_reduce(self, tensors: CollectiveTensors, reduction: Reduction) -> None:
         """See ``Comm.all_reduce``."""
-        for group, index in self._each(launch):
-            result = torch.empty_like(launch.pieces[group[0]][index].destination)
-            combine(self._sources(launch, group, index), reduction, result)
+        for group, index in self._each(tensors):
+            result = torch.empty_like(tensors.pairs[group[0]][index].destination)
+            combine(self._sources(tensors, group, index), reduction, result)
             for rank in group:
-                launch.pieces[rank][index].destination.copy_(result)
+                tensors.pairs[rank][index].destination.copy_(result)
 
-    def broadcast(self, launch: Launch, root: int) -> None:
+    def broadcast(self, tensors: CollectiveTensors, root: int) -> None:
         """See ``Comm.broadcast``."""
-        for group, index in self._each(launch):
-            source = self._sources(launch, group, index)[root].clone()
+        for group, index in self._each(tensors):
+            source = self._sources(tensors, group, index)[root].clone()
             for rank in group:
-                launch.pieces[rank][index].destination.copy_(source)
+                tensors.pairs[rank][index].destination.copy_(source)
 
     def close(self) -> None:
         """Nothing is held."""
 
-    def _each(self, launch: Launch) -> list[tuple[tuple[int, ...], int]]:
-        count = len(launch.pieces[0])
-        return [(group, index) for group in self._groups[launch.comm] for index in range(count)]
+    def _each(self, tensors: CollectiveTensors) -> list[tuple[tuple[int, ...], int]]:
+        count = len(tensors.pairs[0])
+        return [(group, index) for group in self._groups[tensors.comm] for index in range(count)]
 
     @staticmethod
-    def _sources(launch: Launch, group: Sequence[int], index: int) -> list[Tensor]:
-        return [to_wire(launch.pieces[rank][index].source, launch.wire_dtype) for rank in group]
+    def _sources(tensors: CollectiveTensors, group: Sequence[int], index: int) -> list[Tensor]:
+        return [to_wire(tensors.pairs[rank][index].source, tensors.wire_dtype) for rank in group]

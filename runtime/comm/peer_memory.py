@@ -1,8 +1,8 @@
 """Collectives between ranks of one host that read each other's memory: one copy, no sockets, sums in rank order.
 
-In every collective each rank tells the others where its tensors are, reads what it needs straight to where it belongs,
-and returns when all have read, since its sources may be overwritten then. Nobody spins: who waits is asleep in the
-kernel, and a rank that ends wakes all who wait for it.
+In every collective each rank tells the others the addresses of its tensors, and reads the elements that it needs
+straight to their destinations. It returns when all ranks have read, because its sources may be overwritten then.
+Waiting ranks sleep in the kernel, and a rank that ends wakes those that wait for it.
 """
 
 from __future__ import annotations
@@ -19,38 +19,38 @@ from torch import Tensor
 
 from zeroir.ir.ops import Reduction
 from zeroir.ir.program import Program
-from zeroir.runtime.comm.base import Launch, combine, to_wire
-from zeroir.runtime.comm.neighbours import Exchange, Neighbour, meet
+from zeroir.runtime.comm.base import CollectiveTensors, combine, to_wire
+from zeroir.runtime.comm.peers import Exchange, Peer, connect_peers
 from zeroir.workspace.collective_scratch import SMALL_NUMEL
 
 _CHUNK_NUMEL: Final = 1 << 18
-"""What is read before it is added: few calls, and still in the cache."""
+"""Elements that are read before they are added: few system calls, and still in the cache."""
 
 _ADDRESS: Final = struct.Struct("=Q")
-_SHOWN: Final = 8
-"""How many tensors of a collective its title names one by one."""
+_LISTED: Final = 8
+"""How many tensors the title of a collective lists one by one."""
 
 _CHUNKS: Final = 3
 """How many parts ``combine`` may hold at once."""
 
 
 @dataclass(slots=True, kw_only=True)
-class Circle:
-    """The ranks of one communicator: this rank's coordinate, and the others by theirs.
+class PeerGroup:
+    """The ranks of one communicator: this rank's coordinate, and the peers by theirs.
 
-    ``table`` (u64) is where this rank's tensors are in the meeting that is under way.
+    ``table`` (u64) holds the addresses of this rank's tensors in the current collective.
     """
 
     name: str
     coordinate: int
     size: int
-    neighbours: Mapping[int, Neighbour]
-    meetings: int = 0
+    peers: Mapping[int, Peer]
+    collectives_begun: int = 0
     table: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint64))
     _scratch: Tensor | None = field(default=None, init=False)
 
     def scratch(self, turn: int, dtype: torch.dtype, numel: int) -> Tensor:
-        """Memory for at most ``_CHUNK_NUMEL`` elements, another in each of ``_CHUNKS`` turns."""
+        """Memory for at most ``_CHUNK_NUMEL`` elements; ``_CHUNKS`` turns in a row get different memory."""
         if self._scratch is None:
             self._scratch = torch.empty(_CHUNKS, 8 * _CHUNK_NUMEL, dtype=torch.uint8)
         return self._scratch[turn % _CHUNKS, : numel * dtype.itemsize].view(dtype)
@@ -61,209 +61,213 @@ def open_peer_memory(
 ) -> PeerMemoryComm | None:
     """Collectives over every communicator of a program; None, on every rank, where one cannot read another's memory.
 
-    Every rank calls this alike. ``timeout`` bounds how long a rank is waited for in a collective.
+    All ranks call this together. ``timeout`` bounds the wait for a rank in a collective.
     """
     groups = [
         next(group for group in program.mesh.groups(comm.axis) if rank in group)
         for comm in program.comms
     ]
-    others = [[other for other in group if other != rank] for group in groups]
-    met = meet(rank, others, exchange, timeout)
-    if met is None:
+    peer_ranks = [[peer for peer in group if peer != rank] for group in groups]
+    connected = connect_peers(rank, peer_ranks, exchange, timeout)
+    if connected is None:
         return None
     return PeerMemoryComm(
         {
-            comm.name: Circle(
+            comm.name: PeerGroup(
                 name=comm.name,
                 coordinate=group.index(rank),
                 size=len(group),
-                neighbours={group.index(other): found for other, found in known.items()},
+                peers={group.index(peer_rank): peer for peer_rank, peer in peers.items()},
             )
-            for comm, group, known in zip(program.comms, groups, met, strict=True)
+            for comm, group, peers in zip(program.comms, groups, connected, strict=True)
         }
     )
 
 
 class PeerMemoryComm:
-    """Collectives of one rank whose peers are its neighbours; ``circles`` holds those of each communicator."""
+    """Collectives of one rank that reads its peers' memory; ``peer_groups`` holds those of each communicator."""
 
-    def __init__(self, circles: Mapping[str, Circle]) -> None:
-        self._circles = circles
+    def __init__(self, peer_groups: Mapping[str, PeerGroup]) -> None:
+        self._groups = peer_groups
 
-    def all_gather(self, launch: Launch) -> None:
+    def all_gather(self, tensors: CollectiveTensors) -> None:
         """See ``Comm.all_gather``."""
-        meeting = self._meet("all_gather", launch)
-        for index, piece in enumerate(launch.pieces[0]):
-            slots = piece.destination.view(meeting.size, -1)
-            for at in meeting.coordinates():
-                meeting.fetch(at, index, slots[at])
-        meeting.agree()
+        collective = self._open("all_gather", tensors)
+        for index, pair in enumerate(tensors.pairs[0]):
+            slots = pair.destination.view(collective.size, -1)
+            for coordinate in collective.coordinates():
+                collective.fetch(coordinate, index, slots[coordinate])
+        collective.agree()
 
-    def reduce_scatter(self, launch: Launch, reduction: Reduction) -> None:
+    def reduce_scatter(self, tensors: CollectiveTensors, reduction: Reduction) -> None:
         """See ``Comm.reduce_scatter``."""
-        meeting = self._meet(f"reduce_scatter by {reduction}", launch)
-        for index, piece in enumerate(launch.pieces[0]):
-            start = meeting.coordinate * piece.destination.numel()
-            meeting.combine(index, start, reduction, piece.destination)
-        meeting.agree()
+        collective = self._open(f"reduce_scatter by {reduction}", tensors)
+        for index, pair in enumerate(tensors.pairs[0]):
+            start = collective.coordinate * pair.destination.numel()
+            collective.combine(index, start, reduction, pair.destination)
+        collective.agree()
 
-    def all_reduce(self, launch: Launch, reduction: Reduction) -> None:
+    def all_reduce(self, tensors: CollectiveTensors, reduction: Reduction) -> None:
         """See ``Comm.all_reduce``: the reduce_scatter above and an all_gather."""
-        pieces = launch.pieces[0]
-        meeting = self._meet(f"all_reduce by {reduction}", launch)
-        if sum(piece.source.numel() for piece in pieces) <= SMALL_NUMEL:
-            totals = [torch.empty_like(piece.destination) for piece in pieces]
+        pairs = tensors.pairs[0]
+        collective = self._open(f"all_reduce by {reduction}", tensors)
+        if sum(pair.source.numel() for pair in pairs) <= SMALL_NUMEL:
+            totals = [torch.empty_like(pair.destination) for pair in pairs]
             for index, total in enumerate(totals):
-                meeting.combine(index, 0, reduction, total)
-            meeting.agree()
-            for piece, total in zip(pieces, totals, strict=True):
-                piece.destination.copy_(total)
+                collective.combine(index, 0, reduction, total)
+            collective.agree()
+            for pair, total in zip(pairs, totals, strict=True):
+                pair.destination.copy_(total)
             return
-        slices = [piece.destination.tensor_split(meeting.size) for piece in pieces]
+        slices = [pair.destination.tensor_split(collective.size) for pair in pairs]
         for index, parts in enumerate(slices):
-            own = parts[meeting.coordinate]
-            meeting.combine(index, _start(parts, meeting.coordinate), reduction, own)
-        meeting.agree()
+            own = parts[collective.coordinate]
+            collective.combine(index, _start(parts, collective.coordinate), reduction, own)
+        collective.agree()
         for index, parts in enumerate(slices):
-            for at in meeting.coordinates():
-                if at != meeting.coordinate:
-                    meeting.fetch_result(at, index, _start(parts, at), parts[at])
-        meeting.agree()
+            for coordinate in collective.coordinates():
+                if coordinate != collective.coordinate:
+                    collective.fetch_result(
+                        coordinate, index, _start(parts, coordinate), parts[coordinate]
+                    )
+        collective.agree()
 
-    def broadcast(self, launch: Launch, root: int) -> None:
+    def broadcast(self, tensors: CollectiveTensors, root: int) -> None:
         """See ``Comm.broadcast``."""
-        meeting = self._meet(f"broadcast from {root}", launch)
-        for index, piece in enumerate(launch.pieces[0]):
-            meeting.fetch(root, index, piece.destination)
-        meeting.agree()
+        collective = self._open(f"broadcast from {root}", tensors)
+        for index, pair in enumerate(tensors.pairs[0]):
+            collective.fetch(root, index, pair.destination)
+        collective.agree()
 
     def close(self) -> None:
-        """Hang up on the neighbours."""
-        for circle in self._circles.values():
-            for neighbour in circle.neighbours.values():
-                neighbour.close()
+        """Close the channels to the peers."""
+        for peer_group in self._groups.values():
+            for peer in peer_group.peers.values():
+                peer.close()
 
-    def _meet(self, what: str, launch: Launch) -> _Meeting:
-        return _Meeting(self._circles[launch.comm], what, launch)
+    def _open(self, what: str, tensors: CollectiveTensors) -> _OpenCollective:
+        return _OpenCollective(self._groups[tensors.comm], what, tensors)
 
 
-class _Meeting:
-    """One collective of one communicator: everyone's tensors, where they are, and who has come how far.
+class _OpenCollective:
+    """One collective of one communicator: the addresses of all ranks' tensors, and the steps that ranks have completed.
 
     Raises:
-        RuntimeError: where another rank is at another collective, or at one of other sizes or dtypes.
+        RuntimeError: where another rank begins a different collective, or one of other sizes or dtypes.
     """
 
-    def __init__(self, circle: Circle, what: str, launch: Launch) -> None:
-        circle.meetings += 1
-        self.size = circle.size
-        self.coordinate = circle.coordinate
-        self._circle = circle
-        self._wire_dtype = launch.wire_dtype
-        pieces = launch.pieces[0]
-        self._sources = [piece.source for piece in pieces]
-        self._destinations = [piece.destination for piece in pieces]
-        self._what = f"#{circle.meetings} {what} of {_in_short(self._sources)}"
+    def __init__(self, peer_group: PeerGroup, what: str, tensors: CollectiveTensors) -> None:
+        peer_group.collectives_begun += 1
+        self.size = peer_group.size
+        self.coordinate = peer_group.coordinate
+        self._group = peer_group
+        self._wire_dtype = tensors.wire_dtype
+        pairs = tensors.pairs[0]
+        self._sources = [pair.source for pair in pairs]
+        self._destinations = [pair.destination for pair in pairs]
+        self._what = f"#{peer_group.collectives_begun} {what} of {_in_short(self._sources)}"
         self._step = 0
         self._addresses: dict[int, Sequence[int]] = {}
-        # Of any length, so the others read it where it is; it stays until all have come to the next meeting.
-        circle.table = torch.tensor(
+        # Of any length, so the peers read it from this memory; it stays until all have begun the next collective.
+        peer_group.table = torch.tensor(
             [tensor.data_ptr() for tensor in (*self._sources, *self._destinations)],
             dtype=torch.uint64,
         )
-        self._tell(_ADDRESS.pack(circle.table.data_ptr()))
+        self._send(_ADDRESS.pack(peer_group.table.data_ptr()))
 
     def coordinates(self) -> Iterator[int]:
-        """All coordinates, this rank's first and the others from there on, so that not all read one at a time."""
+        """All coordinates from this rank's on, so that the ranks do not all read from the same one at a time."""
         return ((self.coordinate + step) % self.size for step in range(self.size))
 
-    def fetch(self, at: int, index: int, into: Tensor) -> None:
+    def fetch(self, coordinate: int, index: int, destination: Tensor) -> None:
         """Copy the whole ``index``-th source of a coordinate, rounded to the wire's dtype on the way."""
         source = self._sources[index]
-        is_plain = into.dtype == source.dtype and self._wire_dtype in (None, source.dtype)
-        if is_plain and at != self.coordinate:
-            self._read(at, index, 0, into)
-        elif not is_plain or into.data_ptr() != source.data_ptr():
-            for start, chunk in _chunks(into):
-                chunk.copy_(self._part(at, index, start, chunk.numel()))
+        is_plain = destination.dtype == source.dtype and self._wire_dtype in (None, source.dtype)
+        if is_plain and coordinate != self.coordinate:
+            self._read(coordinate, index, 0, destination)
+        elif not is_plain or destination.data_ptr() != source.data_ptr():
+            for start, chunk in _chunks(destination):
+                chunk.copy_(self._part(coordinate, index, start, chunk.numel()))
 
-    def fetch_result(self, at: int, index: int, start: int, into: Tensor) -> None:
+    def fetch_result(self, coordinate: int, index: int, start: int, destination: Tensor) -> None:
         """Copy from the ``index``-th destination of another coordinate, from the ``start``-th element on."""
-        self._read(at, len(self._sources) + index, start, into)
+        self._read(coordinate, len(self._sources) + index, start, destination)
 
-    def combine(self, index: int, start: int, reduction: Reduction, into: Tensor) -> None:
-        """Combine everyone's ``index``-th sources from the ``start``-th element on, in rank order."""
-        for offset, chunk in _chunks(into):
+    def combine(self, index: int, start: int, reduction: Reduction, destination: Tensor) -> None:
+        """Combine all ranks' ``index``-th sources from the ``start``-th element on, in rank order."""
+        for offset, chunk in _chunks(destination):
             parts = (
-                self._part(at, index, start + offset, chunk.numel()) for at in range(self.size)
+                self._part(coordinate, index, start + offset, chunk.numel())
+                for coordinate in range(self.size)
             )
             combine(parts, reduction, chunk)
 
     def agree(self) -> None:
-        """Return when every rank has come this far."""
-        for at in self._circle.neighbours:
-            self._address(at, 0)  # who had nothing to read from a rank has not heard it yet
+        """Return when every rank has completed this step."""
+        for coordinate in self._group.peers:
+            # A rank that has read nothing from this peer has not received its table yet.
+            self._address(coordinate, 0)
         self._step += 1
-        self._tell(b"")
-        for at in self._circle.neighbours:
-            self._hear(at, 0)
+        self._send(b"")
+        for coordinate in self._group.peers:
+            self._receive(coordinate, 0)
 
-    def _part(self, at: int, index: int, start: int, numel: int) -> Tensor:
-        """Elements of a source as they travel: this rank's own, or in the scratch of this coordinate's turn."""
+    def _part(self, coordinate: int, index: int, start: int, numel: int) -> Tensor:
+        """Elements of a source, in the wire's dtype: this rank's own, or a copy in scratch memory."""
         source = self._sources[index]
-        if at == self.coordinate:
+        if coordinate == self.coordinate:
             return to_wire(source[start : start + numel], self._wire_dtype)
-        part = self._circle.scratch(at, source.dtype, numel)
-        self._read(at, index, start, part)
+        part = self._group.scratch(coordinate, source.dtype, numel)
+        self._read(coordinate, index, start, part)
         return to_wire(part, self._wire_dtype)
 
-    def _read(self, at: int, position: int, start: int, into: Tensor) -> None:
-        address = self._address(at, position) + start * into.itemsize
-        self._circle.neighbours[at].read(address, into)
+    def _read(self, coordinate: int, position: int, start: int, destination: Tensor) -> None:
+        address = self._address(coordinate, position) + start * destination.itemsize
+        self._group.peers[coordinate].read(address, destination)
 
-    def _address(self, at: int, position: int) -> int:
-        if at not in self._addresses:
-            (place,) = _ADDRESS.unpack(self._hear(at, _ADDRESS.size))
-            table = torch.empty_like(self._circle.table)
-            self._circle.neighbours[at].read(place, table)
-            self._addresses[at] = table.tolist()
-        return self._addresses[at][position]
+    def _address(self, coordinate: int, position: int) -> int:
+        if coordinate not in self._addresses:
+            (table_address,) = _ADDRESS.unpack(self._receive(coordinate, _ADDRESS.size))
+            table = torch.empty_like(self._group.table)
+            self._group.peers[coordinate].read(table_address, table)
+            self._addresses[coordinate] = table.tolist()
+        return self._addresses[coordinate][position]
 
     @property
     def _title(self) -> str:
         return f"{self._what}, step {self._step}"
 
-    def _tell(self, message: bytes) -> None:
+    def _send(self, message: bytes) -> None:
         whole = b"%b\0%b" % (self._title.encode(), message)
-        for neighbour in self._circle.neighbours.values():
-            neighbour.send(whole)
+        for peer in self._group.peers.values():
+            peer.send(whole)
 
-    def _hear(self, at: int, count_bytes: int) -> bytes:
-        neighbour = self._circle.neighbours[at]
-        title, _, message = neighbour.receive().partition(b"\0")
+    def _receive(self, coordinate: int, count_bytes: int) -> bytes:
+        peer = self._group.peers[coordinate]
+        title, _, message = peer.receive().partition(b"\0")
         if title != self._title.encode() or len(message) != count_bytes:
             raise RuntimeError(
-                f"on the communicator '{self._circle.name}' rank {neighbour.rank} is at {title.decode()}, "
-                f"but this rank at {self._title}"
+                f"on the communicator '{self._group.name}' rank {peer.rank} carries out {title.decode()}, "
+                f"but this rank carries out {self._title}"
             )
         return message
 
 
 def _in_short(tensors: Sequence[Tensor]) -> str:
-    """The dtypes and sizes of tensors, of many of them a digest in the place of most."""
+    """The dtypes and sizes of tensors; of a long list the first few, and a digest of all."""
     shapes = [f"{tensor.dtype}[{tensor.numel()}]" for tensor in tensors]
-    if len(shapes) <= _SHOWN:
+    if len(shapes) <= _LISTED:
         return ", ".join(shapes)
     digest = hashlib.sha256(" ".join(shapes).encode()).hexdigest()[:16]
-    return f"{', '.join(shapes[:_SHOWN])} and {len(shapes) - _SHOWN} more, of digest {digest}"
+    return f"{', '.join(shapes[:_LISTED])} and {len(shapes) - _LISTED} more, with digest {digest}"
 
 
 def _chunks(tensor: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """A flat tensor in pieces, with their offsets."""
+    """A flat tensor in chunks, with their offsets."""
     for start in range(0, tensor.numel(), _CHUNK_NUMEL):
         yield start, tensor[start : start + _CHUNK_NUMEL]
 
 
-def _start(parts: Sequence[Tensor], at: int) -> int:
-    """Where the slice of a coordinate begins."""
-    return sum(part.numel() for part in parts[:at])
+def _start(parts: Sequence[Tensor], coordinate: int) -> int:
+    """The first element of a coordinate's slice."""
+    return sum(part.numel() for part in parts[:coordinate])

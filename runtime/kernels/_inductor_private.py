@@ -241,7 +241,7 @@ def _lower_ours() -> None:
     if ours.store.default in lowerings:
         return
 
-    class Filling(ir.ExternKernel):
+    class FillingCall(ir.ExternKernel):
         """A call of a C function that fills its first tensor; then come its tensors, then its numbers."""
 
         def __init__(
@@ -277,7 +277,7 @@ def _lower_ours() -> None:
 
     def fill(op: torch._ops.OpOverload, *args: ir.TensorBox | float) -> None:
         tensors = [arg for arg in args if isinstance(arg, ir.TensorBox)]
-        Filling(op, tensors, [arg for arg in args if isinstance(arg, int | float)])
+        FillingCall(op, tensors, [arg for arg in args if isinstance(arg, int | float)])
 
     def store(out: ir.TensorBox, value: ir.TensorBox) -> None:
         # The value may be computed in its destination, since nobody else reads it: but an operator that Inductor
@@ -330,8 +330,8 @@ def load_library(folder: Path, device: torch.device) -> Library:
         return _runner(path, device)
     library = ctypes.CDLL(str(path))
     if hasattr(library, _FUNCTION):
-        return _Function(library)
-    return _Model(library, device, folder)
+        return _SegmentFunction(library)
+    return _AotModel(library, device, folder)
 
 
 def _runner(path: Path, device: torch.device) -> Library:
@@ -365,7 +365,7 @@ def _check(code: int) -> None:
         raise InternalError(f"a compiled segment failed with code {code}; see the lines above")
 
 
-class _Function:
+class _SegmentFunction:
     """The function of a library, called without the interpreter's lock; several threads may."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
@@ -379,7 +379,7 @@ class _Function:
         _check(self._run(handles, len(handles)))
 
 
-class _Model:
+class _AotModel:
     """A model in AOTInductor's container, called through its C interface without the interpreter's lock.
 
     torch's own runner keeps the lock, and what overlaps with the segment, such as communication, would stand still. On

@@ -1,7 +1,7 @@
 """Compile what is missing: several worker processes at once, and no segment twice on a host.
 
 Every process of a host goes through the missing segments twice. First it compiles those that no other process has
-locked, each process starting at another place; then it waits for the others'. So ranks share the work, and a rank
+locked, each process starting at another host_share; then it waits for the others'. So ranks share the work, and a rank
 that is killed leaves its segment to the next.
 """
 
@@ -25,7 +25,7 @@ from zeroir.runtime.kernels.compile_worker import Request, receive, send
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class HostShare:
     """Where this process stands among those of its host: ranks share the cores that compile."""
 
     rank: int = 0
@@ -33,7 +33,7 @@ class Place:
     local_world_size: int = 1
 
     @classmethod
-    def from_environment(cls) -> Place:
+    def from_environment(cls) -> HostShare:
         """As torchrun says it; alone without torchrun."""
 
         def number(name: str, default: int) -> int:
@@ -59,18 +59,18 @@ def has_compiler() -> bool:
 
 
 def compile_missing(
-    missing: Mapping[str, Request], cache: KernelCache, place: Place
+    missing: Mapping[str, Request], cache: KernelCache, host_share: HostShare
 ) -> dict[str, str]:
     """Compile segments by key into the cache; returns why, for those that could not be."""
     keys = list(missing)
-    start = place.local_rank * len(keys) // place.local_world_size
+    start = host_share.local_rank * len(keys) // host_share.local_world_size
     waiting: SimpleQueue[tuple[str, bool]] = SimpleQueue()
     for key in keys[start:] + keys[:start]:
         waiting.put((key, False))
     errors: dict[str, str] = {}
 
     def work() -> None:
-        with _Worker() as worker:
+        with _CompileProcess() as worker:
             while True:
                 try:
                     key, is_second_try = waiting.get_nowait()
@@ -87,20 +87,20 @@ def compile_missing(
                             else:
                                 errors[key] = error
 
-    with ThreadPoolExecutor(place.workers(len(keys))) as threads:
-        futures = [threads.submit(work) for _ in range(place.workers(len(keys)))]
+    with ThreadPoolExecutor(host_share.workers(len(keys))) as threads:
+        futures = [threads.submit(work) for _ in range(host_share.workers(len(keys)))]
     for future in futures:
         future.result()
     return errors
 
 
-class _Worker:
+class _CompileProcess:
     """A process that compiles; it starts with the first request, and anew where it died."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
 
-    def __enter__(self) -> _Worker:
+    def __enter__(self) -> _CompileProcess:
         return self
 
     def __exit__(self, *_: object) -> None:

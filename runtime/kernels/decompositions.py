@@ -10,7 +10,7 @@ from zeroir.torch_ops.attention import attend, attend_backward
 from zeroir.torch_ops.batch_norm import normalise, normalise_backward
 from zeroir.torch_ops.dropout import drop_with
 from zeroir.torch_ops.random_numbers import draw_with
-from zeroir.torch_ops.strided import look_by_index, scatter_by_index
+from zeroir.torch_ops.strided import scatter_by_index, strided_view_by_index
 
 
 def decompositions(device: torch.device) -> Mapping[torch._ops.OpOverload, Callable[..., object]]:
@@ -22,7 +22,7 @@ def decompositions(device: torch.device) -> Mapping[torch._ops.OpOverload, Calla
     """
     ours = torch.ops.zeroir
     by_index: dict[torch._ops.OpOverload, Callable[..., object]] = {
-        ours.strided.default: look_by_index,
+        ours.strided.default: strided_view_by_index,
         ours.strided_scatter.default: scatter_by_index,
     }
     if device.type != "cpu":

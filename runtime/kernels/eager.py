@@ -49,7 +49,7 @@ class EagerKernels:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Target:
+class _DestinationView:
     """A destination, looked at as the value that is to be in it."""
 
     output: int
@@ -62,7 +62,7 @@ class _Target:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Step:
+class _OperatorCall:
     """One call. With ``target`` it fills that tensor instead of making one.
 
     ``is_out_first`` says that it takes that tensor as its first argument, and not as ``out=``. ``layouts`` are the
@@ -74,7 +74,7 @@ class _Step:
     kwargs: Sequence[tuple[str, Resolve]]
     first: int
     is_multiple: bool
-    target: _Target | None
+    target: _DestinationView | None
     is_out_first: bool
     layouts: Sequence[tuple[int, tuple[int, ...]]]
     drops: Sequence[int]
@@ -106,11 +106,11 @@ class _Step:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Copy:
+class _CopyToDestination:
     """A value to be copied, or added, to a destination; see ``eager_plan.Move``."""
 
     value: int
-    target: _Target
+    target: _DestinationView
     mode: Mode
     is_home: bool
     drops: Sequence[int]
@@ -133,7 +133,7 @@ class EagerKernel:
     """A segment as a list of calls and copies, and the moves of the plan that these copies carry out."""
 
     values: int
-    steps: Sequence[_Step | _Copy]
+    steps: Sequence[_OperatorCall | _CopyToDestination]
     moves: Sequence[Move]
 
     def __call__(self, arguments: Sequence[Tensor], destinations: Sequence[Tensor | None]) -> None:
@@ -147,14 +147,14 @@ class EagerKernel:
 def compile_eager(segment: Segment, bindings: Bindings, device: torch.device) -> EagerKernel:
     """Prepare the calls of a segment."""
     plan = eager_plan(segment, bindings, lambda node: _filler(node, device) is not None)
-    steps: list[_Step | _Copy] = []
+    steps: list[_OperatorCall | _CopyToDestination] = []
     for step in plan.steps:
         match step:
             case Call():
                 steps.append(_prepared(step, device))
             case Move():
                 steps.append(
-                    _Copy(
+                    _CopyToDestination(
                         value=step.value,
                         target=_target(step.place),
                         mode=step.mode,
@@ -168,14 +168,14 @@ def compile_eager(segment: Segment, bindings: Bindings, device: torch.device) ->
     return EagerKernel(values=plan.values, steps=steps, moves=moves)
 
 
-def _prepared(call: Call, device: torch.device) -> _Step:
+def _prepared(call: Call, device: torch.device) -> _OperatorCall:
     node = call.node
     function, args, is_out_first = _function(node), node.args, False
     if call.place is not None:
         filler = _filler(node, device)
         assert filler is not None
         function, args, is_out_first = filler.function, filler.args, filler.is_out_first
-    return _Step(
+    return _OperatorCall(
         function=function,
         args=[resolver(arg, device) for arg in args],
         kwargs=[(name, resolver(arg, device)) for name, arg in node.kwargs],
@@ -270,8 +270,8 @@ def in_place(segment: Segment, bindings: Bindings) -> Mapping[int, tuple[int, Un
     return {value: (place.output, _undo(place.looks)) for value, place in places.items()}
 
 
-def _target(place: Place) -> _Target:
-    return _Target(output=place.output, undo=_undo(place.looks))
+def _target(place: Place) -> _DestinationView:
+    return _DestinationView(output=place.output, undo=_undo(place.looks))
 
 
 def _undo(looks: Sequence[Look]) -> Undo | None:

@@ -27,7 +27,7 @@ Argument = fx.node.Argument
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class GraphOutputs:
     """What a segment's graph is given: outputs by number, in the order of its further inputs.
 
     ``direct`` are the outputs whose destinations the graph fills itself; ``scratch`` those whose destination overlaps
@@ -38,10 +38,10 @@ class Plan:
     scratch: tuple[int, ...]
 
 
-def plan(bindings: Sequence[Binding | None]) -> Plan:
+def graph_outputs(bindings: Sequence[Binding | None]) -> GraphOutputs:
     """Which outputs are made in their destinations."""
     bound = [(output, binding) for output, binding in enumerate(bindings) if binding is not None]
-    return Plan(
+    return GraphOutputs(
         direct=tuple(output for output, binding in bound if binding.is_exclusive),
         scratch=tuple(output for output, binding in bound if not binding.is_exclusive),
     )
@@ -50,7 +50,7 @@ def plan(bindings: Sequence[Binding | None]) -> Plan:
 def input_types(segment: Segment, bindings: Sequence[Binding | None]) -> list[TensorType]:
     """The types of the graph's inputs: arguments, direct destinations, scratch tensors."""
     kinds = segment.types()
-    planned = plan(bindings)
+    planned = graph_outputs(bindings)
     found = list(segment.inputs)
     for output in (*planned.direct, *planned.scratch):
         kind, binding = kinds[segment.outputs[output]], bindings[output]
@@ -83,14 +83,14 @@ def build_graph(
     segment: Segment, bindings: Sequence[Binding | None], device: torch.device
 ) -> fx.GraphModule:
     """The segment as a graph; its inputs are those of ``input_types``."""
-    return _Builder(segment, bindings, device).build()
+    return _GraphBuilder(segment, bindings, device).build()
 
 
-class _Builder:
+class _GraphBuilder:
     def __init__(
         self, segment: Segment, bindings: Sequence[Binding | None], device: torch.device
     ) -> None:
-        planned = plan(bindings)
+        planned = graph_outputs(bindings)
         # A scratch tensor is the call's own, and written whatever becomes of it.
         self._bindings = [
             binding

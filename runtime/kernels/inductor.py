@@ -29,7 +29,7 @@ from zeroir.runtime.kernels import graph
 from zeroir.runtime.kernels._inductor_private import Library, load_library
 from zeroir.runtime.kernels.base import Kernel
 from zeroir.runtime.kernels.cache import KernelCache, cache_folder, kernel_key
-from zeroir.runtime.kernels.compile_pool import Place, compile_missing, has_compiler
+from zeroir.runtime.kernels.compile_pool import HostShare, compile_missing, has_compiler
 from zeroir.runtime.kernels.compile_worker import Request
 from zeroir.runtime.kernels.eager import EagerKernels
 
@@ -42,12 +42,12 @@ class InductorKernels:
         device: torch.device,
         *,
         folder: Path | None = None,
-        place: Place | None = None,
+        host_share: HostShare | None = None,
     ) -> None:
         self._device = device
         self._threads = torch.get_num_threads()
         self._cache = KernelCache(cache_folder() if folder is None else folder)
-        self._place = Place.from_environment() if place is None else place
+        self._host_share = HostShare.from_environment() if host_share is None else host_share
         self._eager = EagerKernels(device)
         self._kernels: dict[str, InductorKernel] = {}
         self._missing: dict[str, Request] = {}
@@ -77,7 +77,7 @@ class InductorKernels:
             return
         if has_compiler():
             try:
-                errors = compile_missing(missing, self._cache, self._place)
+                errors = compile_missing(missing, self._cache, self._host_share)
             except OSError as error:
                 errors = dict.fromkeys(missing, str(error))
         else:
@@ -90,7 +90,7 @@ class InductorKernels:
         for key in errors:
             kernel = self._kernels[key]
             kernel.use(self._eager.compile(kernel.segment, kernel.bindings))
-        if errors and self._place.rank == 0:
+        if errors and self._host_share.rank == 0:
             names = sorted({missing[key].segment.name for key in errors})
             reason = next(iter(errors.values())).splitlines()[0]
             warnings.warn(
@@ -125,7 +125,7 @@ class InductorKernel:
 
     def use_library(self, library: Library) -> None:
         """Run a library from now on."""
-        planned = graph.plan(self.bindings)
+        planned = graph.graph_outputs(self.bindings)
         self._kernel = _LibraryKernel(
             library=library, plan=planned, segment=self.segment, bindings=self.bindings
         )
@@ -141,7 +141,7 @@ class InductorKernel:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _LibraryKernel:
     library: Library
-    plan: graph.Plan
+    plan: graph.GraphOutputs
     segment: Segment
     bindings: tuple[Binding | None, ...]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.conformance.judge import Outcome, judge
+from tools.conformance.judge import SampleOutcome, judge
 from tools.conformance.samples import chosen, subjects
 from zeroir.api.check import check_model
 from zeroir.config import make_options
@@ -83,19 +83,21 @@ def test_samples_of_torch_are_right(name: str) -> None:
     verdicts = [judge(sample) for sample in chosen(name, 1 if name.startswith("module") else 2)]
     assert verdicts
     for verdict in verdicts:
-        assert verdict.outcome in (Outcome.RIGHT, Outcome.CLOSE, Outcome.DRAWN), verdict
+        assert verdict.outcome in (SampleOutcome.RIGHT, SampleOutcome.CLOSE, SampleOutcome.DRAWN), (
+            verdict
+        )
 
 
 @pytest.mark.parametrize("name", ["op stack", "op unbind"])
 def test_views_without_elements_begin_within_their_buffers(name: str) -> None:
     """Torch lets them begin beyond the end of what they are a view of."""
     verdicts = [judge(sample) for sample in chosen(name, 3)]
-    assert [verdict.outcome for verdict in verdicts] == 3 * [Outcome.RIGHT]
+    assert [verdict.outcome for verdict in verdicts] == 3 * [SampleOutcome.RIGHT]
 
 
 def test_what_is_complex_is_refused_in_a_sentence() -> None:
     (verdict,) = (judge(sample) for sample in chosen("op linalg.eig", 1))
-    assert verdict.outcome is Outcome.REFUSED
+    assert verdict.outcome is SampleOutcome.REFUSED
     assert "makes a tensor of torch.complex64" in verdict.why
 
 

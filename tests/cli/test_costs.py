@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -126,7 +127,7 @@ def test_an_estimate_as_json_is_the_apis(zeroir: Zeroir) -> None:
         assert row["host_bytes"] == stage.host_bytes > 0
     assert found["activations"]["layers_bytes"] == 8 * 2048 * 4096 * 40 * 2
     text = zeroir("estimate", "--params", "7e9", *shape, *more).out
-    for word in ("whole units", "activations", "on the host", "one layer, made again"):
+    for word in ("whole units", "activations", "on the host", "one layer, recomputed"):
         assert word in text
 
 
@@ -150,5 +151,6 @@ def test_a_wrong_estimate_is_refused_in_a_sentence(
 
 
 def test_the_api_refuses_what_it_does_not_know() -> None:
+    wrong: dict[str, Any] = {"wings": 2}
     with pytest.raises(UserError, match="zeroir estimate --help"):
-        package.estimate(1e9, wings=2)
+        package.estimate(1e9, **wrong)

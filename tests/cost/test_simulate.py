@@ -66,8 +66,8 @@ def test_a_step_is_as_long_as_its_critical_path(
         assert 0 <= one.exposed_s <= found.step_s - one.busy_s[COMPUTE] + 1e-12
         for wire, sent in one.bytes_by_wire.items():
             rate = {
-                Wire.NODE_LINK.value: on.node_link.reached_bytes_per_s,
-                Wire.NETWORK.value: on.network.reached_bytes_per_s if on.network else 0.0,
+                Wire.NODE_LINK.value: on.node_link.achieved_bytes_per_s,
+                Wire.NETWORK.value: on.network.achieved_bytes_per_s if on.network else 0.0,
             }[wire]
             # Times are whole nanoseconds.
             assert sent / rate <= found.step_s + 1e-9 * len(one.spans)

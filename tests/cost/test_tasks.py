@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from tests.support.programs import mlp
-from zeroir.cost.tasks import Kind, Task, require_micro_steps, step_tasks
+from zeroir.cost.tasks import Task, TaskKind, require_micro_steps, step_tasks
 from zeroir.errors import UserError
 from zeroir.ir import ops
 from zeroir.ir.buffers import Region
@@ -85,7 +85,7 @@ def test_a_joint_holds_up_every_stream_but_for_what_is_pending() -> None:
     body = [fill(), fill(GATHER), fill(GATHER, "a"), fill(GATHER)]
     update = [fill("reduce"), wait("a", "reduce"), fill("reduce"), fill(GATHER), wait("a", COMPUTE)]
     plain = tasks_of(body, [fill("reduce")])
-    assert [task.kind for task in plain[4:]] == [Kind.JOINT, Kind.RUN]
+    assert [task.kind for task in plain[4:]] == [TaskKind.JOINT, TaskKind.RUN]
     assert after(plain, 5) == {0, 1, 2, 3, 4}
     crossing = tasks_of(body, update, pending=(Pending(event="a", stream=GATHER),))
     assert after(crossing, 5) == {0, 1, 4}  # the first of the update, on another stream
@@ -95,13 +95,18 @@ def test_a_joint_holds_up_every_stream_but_for_what_is_pending() -> None:
 
 def test_an_event_of_a_section_before_is_another_one() -> None:
     tasks = tasks_of([fill(event="a")], [fill(GATHER), wait("a", "reduce"), fill(COMPUTE, "a")])
-    (joint,) = (number for number, task in enumerate(tasks) if task.kind is Kind.JOINT)
+    (joint,) = (number for number, task in enumerate(tasks) if task.kind is TaskKind.JOINT)
     assert tasks[joint + 2].after == (joint,)
 
 
 def test_the_host_issues_in_order_and_a_device_lets_it_run_ahead() -> None:
     tasks = tasks_of([fill(), fill(GATHER)], is_issuing=True)
-    assert [task.kind for task in tasks] == [Kind.ISSUE, Kind.RUN, Kind.ISSUE, Kind.RUN]
+    assert [task.kind for task in tasks] == [
+        TaskKind.ISSUE,
+        TaskKind.RUN,
+        TaskKind.ISSUE,
+        TaskKind.RUN,
+    ]
     assert after(tasks, 3) == {0, 2}
 
 
@@ -118,11 +123,11 @@ def test_every_micro_step_has_its_own_tasks() -> None:
     )
     program = Program(mesh=Mesh(axes=(Axis(name="dp", size=1),)), sections=sections)
     tasks = step_tasks(program, 3, is_issuing=False, host_computes=False)
-    assert [task.section for task in tasks if task.kind is Kind.RUN] == (
+    assert [task.section for task in tasks if task.kind is TaskKind.RUN] == (
         [MICRO_STEP] * 4 + [LAST_MICRO_STEP] * 2 + [UPDATE] * 2
     )
     for number, task in enumerate(tasks):
-        if task.kind is Kind.JOINT:
+        if task.kind is TaskKind.JOINT:
             assert after(tasks, number) == set(range(number))
 
 

@@ -5,8 +5,9 @@ The language of a block says how it is checked:
 =============  =================================================================================
 `python`       runs as a script and must succeed
 `console`      commands after `$ `, each followed by its output, where `...` stands for any text
-`bash`         set-up that cannot run here: only `git clone`, `cd`, `pip install` and
-               `make TARGET`, and the target must exist
+`bash`         commands that cannot run here: only `git clone`, `cd`, `pip install`, `pre-commit
+               install`, `make TARGET`, and `.venv/bin/python -m pytest` of tests; targets and
+               tests must exist
 `zir`          a program that must parse and verify
 `toml` `json`  must parse
 `diff`         every line must be a line of a unified diff
@@ -40,10 +41,12 @@ ROOT = Path(__file__).parents[2]
 DOCUMENTS = (
     ROOT / "README.md",
     ROOT / "ARCHITECTURE.md",
+    ROOT / "CONTRIBUTING.md",
     ROOT / "CHANGELOG.md",
     *sorted((ROOT / "docs").glob("*.md")),
 )
 
+ASSIGNMENT = re.compile(r"[A-Z_]+=")
 FENCE = re.compile(r"^(?P<indent> *)```(?P<language>\S*) *$")
 DIRECTIVE = re.compile(
     r"^ *<!-- (?P<words>(slow|exits \d+|fails Z\d+)(, (slow|exits \d+|fails Z\d+))*) -->$"
@@ -197,15 +200,35 @@ def transcript(block: Block) -> list[tuple[str, str]]:
 def check_bash(block: Block) -> None:
     """Check set-up commands without running them."""
     for line in block.text.splitlines():
-        words = line.partition("#")[0].split()
+        words = shlex.split(line, comments=True)
+        while words and ASSIGNMENT.match(words[0]):
+            del words[0]
         match words:
             case [] | ["git", "clone", _] | ["cd", _] | ["pip", "install", *_]:
                 pass
+            case ["pre-commit", "install"]:
+                assert (ROOT / ".pre-commit-config.yaml").is_file()
+            case [".venv/bin/python", "-m", "pytest", *arguments]:
+                check_pytest(block, arguments)
             case ["make", target]:
                 result = _run(["make", "--dry-run", target], ROOT)
                 assert result.returncode == 0, f"{block.place}:\n{result.stdout}"
             case _:
                 pytest.fail(f"{block.place}: `{line}` would have to run: make it a `console` block")
+
+
+def check_pytest(block: Block, arguments: list[str]) -> None:
+    """Check that each test that is named exists."""
+    options = iter(arguments)
+    for argument in options:
+        if argument == "-m":
+            next(options)
+        elif argument != "--update-golden":
+            path, _, test = argument.partition("::")
+            assert (ROOT / path).exists(), f"{block.place}: there is no {path}"
+            if test:
+                source = (ROOT / path).read_text("utf-8")
+                assert f"def {test}(" in source, f"{block.place}: {path} has no {test}"
 
 
 def check_zir(text: str, fails_with: str | None = None) -> None:
@@ -284,6 +307,14 @@ def test_blocks_are_found_with_their_directives() -> None:
     first, second = blocks_of("test.md", text)
     assert (first.line, first.is_slow, first.exit_status) == (3, True, 2)
     assert (second.text, second.is_slow, second.exit_status) == ("{}\n", False, 0)
+
+
+def test_commands_that_do_not_run_must_name_what_exists() -> None:
+    test = "tests/docs/test_docs_blocks.py::test_blocks_hold"
+    check_block(_block("bash", f".venv/bin/python -m pytest {test}\nA=b make check  # c\n"), ROOT)
+    for wrong in (f".venv/bin/python -m pytest {test}_not", "make nothing", "A=b ls"):
+        with pytest.raises((AssertionError, pytest.fail.Exception)):
+            check_block(_block("bash", wrong), ROOT)
 
 
 @pytest.mark.parametrize(

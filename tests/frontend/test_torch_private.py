@@ -40,7 +40,7 @@ def attempt(step: Callable[[], T]) -> T:
         pytest.fail(f"torch {torch.__version__} changed what zeroir.frontend relies on: {error!r}")
 
 
-def graph() -> private.JointGraph:
+def graph() -> private.TracedGraph:
     mode = private.fake_mode()
     with mode:
         toy, x = Toy(), torch.ones(2, 3)
@@ -79,10 +79,10 @@ def test_nodes_know_their_direction_and_their_note() -> None:
     backward = [node for node in nodes if private.is_backward(node)]
     assert forward
     assert backward
-    assert [str(n.target) for n in forward if private.note_of(n) == "first"][-1] == (
+    assert [str(n.target) for n in forward if private.annotation_of(n) == "first"][-1] == (
         "aten.addmm.default"
     )
-    assert any(private.note_of(node) == "first" for node in backward)
+    assert any(private.annotation_of(node) == "first" for node in backward)
 
 
 def test_sums_of_gradients_are_marked() -> None:
@@ -94,7 +94,7 @@ def test_sums_of_gradients_are_marked() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return ((x * self.weight).sin() * self.weight).sum()
 
-    def trace() -> private.JointGraph:
+    def trace() -> private.TracedGraph:
         mode = private.fake_mode()
         with mode:
             module, x = Twice(), torch.ones(3)

@@ -10,8 +10,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-import zeroir
 from examples import gpt
+from zeroir.api import compile_with
+from zeroir.config import make_options
 from zeroir.frontend.entry import ModelFile, load_model_file
 from zeroir.ir.buffers import Buffer, Space
 from zeroir.ir.program import Program
@@ -44,7 +45,7 @@ def example_file() -> ModelFile:
 def example(stage: int, world_size: int, precision: str) -> Program:
     """The scheduled program of ``examples/gpt.py``."""
     options = {"stage": stage, "world_size": world_size, "precision": precision}
-    return zeroir.compile(str(example_file().path), **options).program
+    return compile_with(example_file().path, make_options(options)).program
 
 
 def example_batches(steps: int = STEPS) -> list[tuple[Tensor, Tensor]]:

@@ -26,7 +26,7 @@ from tests.gpu.support import (
 from tests.runtime.support import initial_flats, lowered
 from tests.support.programs import mlp
 from tools.peers import gpu_gpt
-from zeroir.config import make_options
+from zeroir.config import Precision, make_options
 from zeroir.cost.machine import MeasuredSegment, load_machine
 from zeroir.cost.measured_workspaces import with_measured_workspaces
 from zeroir.frontend import load_model_file, trace
@@ -37,7 +37,7 @@ from zeroir.memory.states import MODEL_STATE_ROLES, model_state_bytes
 from zeroir.runtime.comm.fake import join_fake_world
 from zeroir.runtime.comm.job import Backend
 from zeroir.runtime.engine import Engine
-from zeroir.runtime.storage import Memory
+from zeroir.runtime.rank_memory import RankMemory
 
 pytestmark = pytest.mark.gpu
 
@@ -136,7 +136,7 @@ def test_large_buffers_start_aligned_and_cost_no_more_than_the_allocators_roundi
     gc.collect()
     torch.cuda.empty_cache()
     before = allocated_bytes()
-    memory = Memory(program, 0, device)
+    memory = RankMemory(program, 0, device)
     found = allocated_bytes() - before
     large = sum(1 for size in sizes if size > 1 << 20)
     assert large > 0
@@ -152,7 +152,7 @@ def test_large_buffers_start_aligned_and_cost_no_more_than_the_allocators_roundi
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("stage", range(4))
 def test_the_peak_of_a_step_is_the_footprint(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch, stage: int, precision: str
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, stage: int, precision: Precision
 ) -> None:
     """Within 3 %, of a GPT large enough that what libraries keep for the process's life is little beside it.
 

@@ -15,7 +15,7 @@ from tests.gpu.support import MLP_TOLERANCE
 from tests.runtime.support import Ranks, initial_flats, lowered, random_batches, require_success
 from tests.support.programs import mlp
 from zeroir.ir.ops import Reduction
-from zeroir.runtime.comm.base import Comm, Launch, Piece
+from zeroir.runtime.comm.base import CollectiveTensors, Comm, TensorPair
 from zeroir.runtime.comm.groups import make_groups
 from zeroir.runtime.comm.job import DEFAULT_TIMEOUT, require_same_program
 from zeroir.runtime.comm.lockstep import LockstepComm
@@ -36,31 +36,31 @@ PAIRS: dict[str, list[tuple[torch.dtype, torch.dtype, int]]] = {
 }
 """Dtype of the source, of the destination, and number of elements, of every pair."""
 
-CALLS: dict[str, Callable[[Comm, Launch], None]] = {
-    "all_gather": lambda comm, launch: comm.all_gather(launch),
-    "reduce_scatter": lambda comm, launch: comm.reduce_scatter(launch, Reduction.SUM),
-    "reduce_scatter_max": lambda comm, launch: comm.reduce_scatter(launch, Reduction.MAX),
-    "all_reduce": lambda comm, launch: comm.all_reduce(launch, Reduction.SUM),
-    "all_reduce_max": lambda comm, launch: comm.all_reduce(launch, Reduction.MAX),
-    "broadcast": lambda comm, launch: comm.broadcast(launch, 0),
+CALLS: dict[str, Callable[[Comm, CollectiveTensors], None]] = {
+    "all_gather": lambda comm, tensors: comm.all_gather(tensors),
+    "reduce_scatter": lambda comm, tensors: comm.reduce_scatter(tensors, Reduction.SUM),
+    "reduce_scatter_max": lambda comm, tensors: comm.reduce_scatter(tensors, Reduction.MAX),
+    "all_reduce": lambda comm, tensors: comm.all_reduce(tensors, Reduction.SUM),
+    "all_reduce_max": lambda comm, tensors: comm.all_reduce(tensors, Reduction.MAX),
+    "broadcast": lambda comm, tensors: comm.broadcast(tensors, 0),
 }
 
 
 def launch_on(
-    where: torch.device, pairs: str, wire_dtype: torch.dtype | None, *, in_place: bool
-) -> tuple[Launch, list[Tensor]]:
-    """The same launch on any device, and its destinations."""
+    where: torch.device, case: str, wire_dtype: torch.dtype | None, *, in_place: bool
+) -> tuple[CollectiveTensors, list[Tensor]]:
+    """The same tensors on any device, and its destinations."""
     generator = torch.Generator().manual_seed(7)
-    pieces = []
-    for source_dtype, destination_dtype, numel in PAIRS[pairs]:
+    pairs = []
+    for source_dtype, destination_dtype, numel in PAIRS[case]:
         source = torch.randn(numel, generator=generator).to(source_dtype).to(where)
         is_same = in_place and source_dtype == destination_dtype
         destination = (
             source if is_same else torch.zeros(numel, dtype=destination_dtype, device=where)
         )
-        pieces.append(Piece(source=source, destination=destination))
-    launch = Launch(comm="gather", pieces=[pieces], staging=[None], wire_dtype=wire_dtype)
-    return launch, [piece.destination for piece in pieces]
+        pairs.append(TensorPair(source=source, destination=destination))
+    tensors = CollectiveTensors(comm="gather", pairs=[pairs], staging=[None], wire_dtype=wire_dtype)
+    return tensors, [pair.destination for pair in pairs]
 
 
 @pytest.mark.usefixtures("_one_nccl_rank")
@@ -73,11 +73,11 @@ def test_every_collective_of_one_rank_is_the_references(device: torch.device) ->
             for wire_dtype in (None, torch.bfloat16):
                 for in_place in (False, True):
                     found_launch, found = launch_on(device, pairs, wire_dtype, in_place=in_place)
-                    launch, expected = launch_on(
+                    tensors, expected = launch_on(
                         torch.device("cpu"), pairs, wire_dtype, in_place=in_place
                     )
                     call(nccl, found_launch)
-                    call(reference, launch)
+                    call(reference, tensors)
                     for one, other in zip(found, expected, strict=True):
                         assert torch.equal(one.cpu(), other), (name, pairs, wire_dtype, in_place)
     nccl.close()

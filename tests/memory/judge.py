@@ -20,17 +20,17 @@ from zeroir.ir.bindings import bindings
 from zeroir.ir.labels import labels
 from zeroir.ir.program import Program
 from zeroir.runtime import state
-from zeroir.runtime.allocations import Event, allocations, by_range, left_bytes, peak_bytes
+from zeroir.runtime.allocations import AllocatorEvent, allocations, by_range, left_bytes, peak_bytes
 from zeroir.runtime.batch import Batch
 from zeroir.runtime.comm import gloo
 from zeroir.runtime.comm.base import Comm
 from zeroir.runtime.comm.groups import Groups
 from zeroir.runtime.comm.local import LocalComm
-from zeroir.runtime.executor import Executor
-from zeroir.runtime.handlers import Machine
+from zeroir.runtime.executor import StepExecutor
+from zeroir.runtime.handlers import LocalRanks
 from zeroir.runtime.initial import initialise
 from zeroir.runtime.kernels.eager import EagerKernels
-from zeroir.runtime.storage import Memory
+from zeroir.runtime.rank_memory import RankMemory
 from zeroir.runtime.streams import ThreadStreams
 from zeroir.workspace.collective_scratch import scratch_bytes
 from zeroir.workspace.segments import Workspace, eager_workspace
@@ -71,7 +71,7 @@ class Judged:
     """Every op of a step, and what was allocated by none: for the inputs' seeds and the step's results."""
 
     verdicts: Sequence[Verdict]
-    others: Sequence[Event]
+    others: Sequence[AllocatorEvent]
 
     @property
     def wrong(self) -> list[str]:
@@ -90,7 +90,7 @@ def judge(
     with stepping(program, batches, model=model, initial=initial, rank=rank) as step:
         events = allocations(step)
     names = labels(program)
-    by_label = {names[id(op)]: op for op in program.ops()}
+    by_label = {names[position]: op for position, op in program.positioned_ops()}
     found = by_range(events, by_label)
     verdicts = [
         _verdict(program, op, label, found.get(label, ())) for label, op in by_label.items()
@@ -108,16 +108,18 @@ def stepping(
     rank: int = 0,
 ) -> Iterator[Callable[[], object]]:
     """What takes a step of a rank on one thread, after a first one."""
-    memory = Memory(program, rank, CPU)
-    machine = Machine(
-        program=program, ranks=[memory], comm=_comm(program, rank), kernels=EagerKernels(CPU)
+    memory = RankMemory(program, rank, CPU)
+    local_ranks = LocalRanks(
+        program=program, memories=[memory], comm=_comm(program, rank), kernels=EagerKernels(CPU)
     )
-    machine.compile()
+    local_ranks.compile()
     if model is not None:
         initialise(program, [memory], lambda: model, 0)
     if initial is not None:
         state.initialise_flats(program, [memory], initial)
-    executor = Executor(machine, ThreadStreams(inline=[stream.name for stream in program.streams]))
+    executor = StepExecutor(
+        local_ranks, ThreadStreams(inline=[stream.name for stream in program.streams])
+    )
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -132,7 +134,7 @@ def stepping(
         executor.close()
 
 
-def _verdict(program: Program, op: ops.Op, label: str, events: Sequence[Event]) -> Verdict:
+def _verdict(program: Program, op: ops.Op, label: str, events: Sequence[AllocatorEvent]) -> Verdict:
     calls = (
         library_calls(program.segment_by_name[op.segment]) if isinstance(op, ops.Compute) else ()
     )

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Final
 
 from zeroir.ir.segment import Node, Segment
-from zeroir.runtime.allocations import Event
+from zeroir.runtime.allocations import AllocatorEvent
 from zeroir.workspace.scratch.allowance import ATTENTION, allowance_bytes
 from zeroir.workspace.scratch.attention import is_fused
 
@@ -32,9 +32,11 @@ def _called(node: Node) -> str:
     return f"{namespace}::{name}"
 
 
-def without_scratch(events: Iterable[Event], calls: Collection[str]) -> list[Event]:
+def without_scratch(
+    events: Iterable[AllocatorEvent], calls: Collection[str]
+) -> list[AllocatorEvent]:
     """The events but those of blocks that were handed out and taken back within one and the same of these calls."""
-    kept: list[Event | None] = []
+    kept: list[AllocatorEvent | None] = []
     live: dict[int, int] = {}
     for event in events:
         if event.size_bytes >= 0:
@@ -50,5 +52,5 @@ def without_scratch(events: Iterable[Event], calls: Collection[str]) -> list[Eve
     return [event for event in kept if event is not None]
 
 
-def _meet(begun: Event, ended: Event, calls: Collection[str]) -> bool:
+def _meet(begun: AllocatorEvent, ended: AllocatorEvent, calls: Collection[str]) -> bool:
     return any(one.name in calls and one in ended.ranges for one in begun.ranges)

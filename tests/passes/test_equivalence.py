@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.passes.example_programs import LOGICAL
 from tests.passes.numbers import assert_equal, inputs, run
 from tests.passes.strategies import Case, cases
-from tests.passes.test_docstrings import LOGICAL
 from tests.support.examples import examples
 from tests.support.lowering import applied, proved
 from tests.support.programs import mlp
@@ -56,7 +56,7 @@ def test_ranks_that_see_the_same_batch_do_what_one_device_does(
     assert_equal(run(program, batches, schedule_seed), alone, [0] * size, f"stage {case.stage}")
 
 
-def test_the_example_of_the_docstrings_trains() -> None:
+def test_the_example_trains() -> None:
 
     batches = inputs(LOGICAL, 2, 1)
     results = [run(applied(LOGICAL, for_stage(stage, 2)), batches) for stage in range(4)]

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.passes.example_programs import LOGICAL
 from tests.passes.numbers import assert_equal, initial, inputs, run
-from tests.passes.test_docstrings import LOGICAL
 from tests.support.lowering import applied
 from tests.support.programs import mlp
 from zeroir.ir import ops

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.passes import happens
+from tests.passes.example_programs import LOGICAL
 from tests.passes.numbers import assert_equal, initial, inputs, run
 from tests.passes.strategies import Case, cases
-from tests.passes.test_docstrings import LOGICAL
 from tests.passes.variants import called_twice, frozen
 from tests.support.examples import examples
 from tests.support.lowering import applied, proved

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.passes.example_programs import LOGICAL
 from tests.passes.numbers import assert_equal, inputs, run
 from tests.passes.strategies import Case, cases
-from tests.passes.test_docstrings import LOGICAL
 from tests.support.examples import examples
 from tests.support.lowering import applied, proved
 from tests.support.programs import mlp

@@ -11,9 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.passes.example_programs import SAVING
 from tests.passes.numbers import assert_equal, inputs, run
 from tests.passes.strategies import Case, cases
-from tests.passes.test_docstrings import SAVING
 from tests.support import compiled
 from tests.support.eager import traced
 from tests.support.examples import examples

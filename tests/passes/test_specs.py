@@ -2,19 +2,47 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import get_type_hints
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from zeroir.errors import UserError
-from zeroir.passes.base import Pass
+from zeroir.passes.base import OptionValue, Pass
 from zeroir.passes.pipelines import PASSES, for_stage, parse_spec
+from zeroir.passes.prefetch import Prefetch
+
+_NAMES = st.from_regex(r"[a-z*][a-z0-9_.*]{0,9}", fullmatch=True)
+_VALUES: Mapping[object, st.SearchStrategy[OptionValue | None]] = {
+    int: st.integers(1, 10**18 - 1),
+    int | None: st.none() | st.integers(0, 10**18 - 1),
+    bool: st.booleans(),
+    tuple[str, ...]: st.lists(_NAMES, min_size=1, max_size=3).map(tuple),
+}
 
 
-@given(st.integers(0, 3), st.integers(1, 4096), st.booleans(), st.integers(0, 64))
-def test_a_pass_is_its_spec(stage: int, world_size: int, elide: bool, distance: int) -> None:
-    for step in for_stage(stage, world_size, elide=elide, distance=distance):
-        assert parse_spec(step.spec()) == step
+@st.composite
+def any_pass(draw: st.DrawFn) -> Pass:
+    """Each pass with any options that it takes; a field of a new type is a KeyError here."""
+    kind = draw(st.sampled_from(PASSES))
+    hints = get_type_hints(kind)
+    options = {field.name: draw(_VALUES[hints[field.name]]) for field in fields(kind)}
+    # A distance and a budget exclude each other.
+    if kind is Prefetch and options["budget"] is not None:
+        del options["distance"]
+    return kind(**options)
+
+
+@given(any_pass())
+def test_a_pass_is_its_spec(step: Pass) -> None:
+    assert parse_spec(step.spec()) == step
+
+
+def test_no_pass_writes_its_spec_itself() -> None:
+    assert [kind.name for kind in PASSES if kind.spec is not Pass.spec] == []
 
 
 def test_specs_read_as_documented() -> None:
@@ -29,6 +57,9 @@ def test_specs_read_as_documented() -> None:
         "bound-gradients{live=2}",
     ]
     assert parse_spec(" prefetch ").spec() == "prefetch{distance=1}"
+    assert parse_spec("prefetch{budget=1000}").spec() == "prefetch{budget=1000}"
+    assert parse_spec("unshard{units=a | b.*}").spec() == "unshard{units=a|b.*}"
+    assert parse_spec("plan-memory{}").spec() == "plan-memory"
 
 
 def test_every_pass_has_a_name_of_its_own_and_every_fact_a_source() -> None:

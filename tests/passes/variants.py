@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from tests.passes.test_docstrings import LOGICAL
+from tests.passes.example_programs import LOGICAL
 from tests.support.programs import mlp
 from zeroir.ir.program import Program
 from zeroir.ir.text import parse, print_program
 
 
 def frozen() -> Program:
-    """The program of the docstrings with the weight of unit ``a`` frozen: it has no gradient and no backward."""
+    """The example program with the weight of unit ``a`` frozen: it has no gradient and no backward."""
     return _edited(
         LOGICAL,
         without=[r"buffer %a\.(grad|mom)", r"%a\.grad = grad", r"compute @a\.back", r"param=%a\."],

@@ -114,8 +114,8 @@ def test_an_estimate_fits_a_terminal() -> None:
 @pytest.mark.parametrize(
     ("block", "live", "said"),
     [
-        (1_000, 1_000, "one block of 1.0 kB, as much as can be live at once"),
-        (1_012, 1_000, "one block of 1.0 kB, 1.20% more than can be live at once"),
+        (1_000, 1_000, "one block of 1.0 kB, equal to the most bytes live at once"),
+        (1_012, 1_000, "one block of 1.0 kB, 1.20% more than the most bytes live at once"),
         (0, 0, ""),
     ],
 )

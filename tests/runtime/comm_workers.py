@@ -23,7 +23,7 @@ from zeroir.errors import UserError
 from zeroir.ir.mesh import Axis, Communicator, Mesh
 from zeroir.ir.ops import Reduction
 from zeroir.ir.program import Program
-from zeroir.runtime.comm.base import Comm, Launch, Piece
+from zeroir.runtime.comm.base import CollectiveTensors, Comm, TensorPair
 from zeroir.runtime.comm.job import Backend, is_lost_connection, open_job
 from zeroir.runtime.comm.lockstep import LockstepComm
 
@@ -32,13 +32,13 @@ RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 CPU = torch.device("cpu")
 TIMEOUT = timedelta(seconds=60)
 
-CALLS: dict[str, Callable[[Comm, Launch], None]] = {
-    "all_gather": lambda comm, launch: comm.all_gather(launch),
-    "reduce_scatter": lambda comm, launch: comm.reduce_scatter(launch, Reduction.SUM),
-    "reduce_scatter_max": lambda comm, launch: comm.reduce_scatter(launch, Reduction.MAX),
-    "all_reduce": lambda comm, launch: comm.all_reduce(launch, Reduction.SUM),
-    "all_reduce_max": lambda comm, launch: comm.all_reduce(launch, Reduction.MAX),
-    "broadcast": lambda comm, launch: comm.broadcast(launch, 1),
+CALLS: dict[str, Callable[[Comm, CollectiveTensors], None]] = {
+    "all_gather": lambda comm, tensors: comm.all_gather(tensors),
+    "reduce_scatter": lambda comm, tensors: comm.reduce_scatter(tensors, Reduction.SUM),
+    "reduce_scatter_max": lambda comm, tensors: comm.reduce_scatter(tensors, Reduction.MAX),
+    "all_reduce": lambda comm, tensors: comm.all_reduce(tensors, Reduction.SUM),
+    "all_reduce_max": lambda comm, tensors: comm.all_reduce(tensors, Reduction.MAX),
+    "broadcast": lambda comm, tensors: comm.broadcast(tensors, 1),
 }
 
 
@@ -61,12 +61,12 @@ class Case:
     """Of every pair: the elements of a rank's part, or of the whole where that is not cut."""
     in_place: bool
 
-    def pieces(self, size: int, at: int) -> list[Piece]:
+    def pairs(self, size: int, at: int) -> list[TensorPair]:
         """The pairs of the rank at a coordinate."""
         generator = torch.Generator().manual_seed(at)
         return [self._piece(size, at, numel, generator) for numel in self.numels]
 
-    def _piece(self, size: int, at: int, numel: int, generator: torch.Generator) -> Piece:
+    def _piece(self, size: int, at: int, numel: int, generator: torch.Generator) -> TensorPair:
         own = slice(at * numel, (at + 1) * numel)
         kind = self.call.removesuffix("_max")
         is_cut = kind in ("all_gather", "reduce_scatter")
@@ -76,13 +76,13 @@ class Case:
         match kind:
             case "all_gather":
                 destination = whole if self.in_place else torch.zeros_like(whole)
-                return Piece(source=whole[own], destination=destination)
+                return TensorPair(source=whole[own], destination=destination)
             case "reduce_scatter":
                 destination = whole[own] if self.in_place else torch.zeros(numel, dtype=self.dtype)
-                return Piece(source=whole, destination=destination)
+                return TensorPair(source=whole, destination=destination)
             case _:
                 destination = whole if self.in_place else torch.zeros_like(whole)
-                return Piece(source=whole, destination=destination)
+                return TensorPair(source=whole, destination=destination)
 
 
 def cases() -> Iterator[Case]:
@@ -92,7 +92,7 @@ def cases() -> Iterator[Case]:
             for numels in ((7,), (1, 1500, 3)):
                 for in_place in (False, True):
                     yield Case(call, dtype, wire_dtype, numels, in_place)
-        # More than one chunk of what is read at a time, and several dtypes in one launch.
+        # More than one chunk of what is read at a time, and several dtypes in one call.
         yield Case(call, f32, None, (280_003,), in_place=True)
         yield Case(call, f32, bf16, (280_003,), in_place=False)
         yield Case(call, torch.int64, None, (7,), in_place=False)
@@ -109,20 +109,20 @@ def equal(axes: dict[str, int], backends: list[Backend | None], every: int = 1) 
         place = {rank: (len(group), group.index(rank)) for group in groups for rank in group}
         for case in islice(cases(), None, None, every):
 
-            def launch(ranks: list[int], case: Case) -> Launch:
-                return Launch(
+            def tensors(ranks: list[int], case: Case) -> CollectiveTensors:
+                return CollectiveTensors(
                     comm=comm.name,  # noqa: B023
-                    pieces=[case.pieces(*place[rank]) for rank in ranks],  # noqa: B023
+                    pairs=[case.pairs(*place[rank]) for rank in ranks],  # noqa: B023
                     staging=[None for _ in ranks],
                     wire_dtype=case.wire_dtype,
                 )
 
-            expected = launch(list(range(WORLD_SIZE)), case)
+            expected = tensors(list(range(WORLD_SIZE)), case)
             CALLS[case.call](reference, expected)
             for job in jobs:
-                found = launch([RANK], case)
+                found = tensors([RANK], case)
                 CALLS[case.call](job.comm, found)
-                for one, other in zip(found.pieces[0], expected.pieces[RANK], strict=True):
+                for one, other in zip(found.pairs[0], expected.pairs[RANK], strict=True):
                     assert has_bits_of(one.destination, other.destination), (job.backend, case)
     if list(axes) == ["dp"]:
         gather_many(jobs[0].comm)
@@ -133,11 +133,11 @@ def equal(axes: dict[str, int], backends: list[Backend | None], every: int = 1) 
 def gather_many(comm: Comm) -> None:
     """More pairs than the addresses of which one message between ranks has room for."""
     sources = [torch.full((2,), float(RANK * 10_000 + at)) for at in range(9000)]
-    pieces = [Piece(source=s, destination=torch.zeros(2 * WORLD_SIZE)) for s in sources]
-    comm.all_gather(Launch(comm="along_dp", pieces=[pieces], staging=[None]))
-    for at, piece in enumerate(pieces):
+    pairs = [TensorPair(source=s, destination=torch.zeros(2 * WORLD_SIZE)) for s in sources]
+    comm.all_gather(CollectiveTensors(comm="along_dp", pairs=[pairs], staging=[None]))
+    for at, pair in enumerate(pairs):
         expected = [float(rank * 10_000 + at) for rank in range(WORLD_SIZE) for _ in range(2)]
-        assert piece.destination.tolist() == expected
+        assert pair.destination.tolist() == expected
 
 
 def has_bits_of(a: Tensor, b: Tensor) -> bool:
@@ -145,9 +145,9 @@ def has_bits_of(a: Tensor, b: Tensor) -> bool:
 
 
 def gather(comm: Comm, numel: int) -> None:
-    piece = Piece(source=torch.ones(numel), destination=torch.zeros(numel * WORLD_SIZE))
-    comm.all_gather(Launch(comm="along_dp", pieces=[[piece]], staging=[None]))
-    assert piece.destination.eq(1).all()
+    pair = TensorPair(source=torch.ones(numel), destination=torch.zeros(numel * WORLD_SIZE))
+    comm.all_gather(CollectiveTensors(comm="along_dp", pairs=[[pair]], staging=[None]))
+    assert pair.destination.eq(1).all()
 
 
 def mismatch(what: str) -> None:
@@ -157,10 +157,12 @@ def mismatch(what: str) -> None:
     is_odd = RANK == WORLD_SIZE - 1
     numel = 5 if is_odd and what == "size" else 4
     call = CALLS["broadcast" if is_odd and what == "call" else "all_gather"]
-    piece = Piece(source=torch.ones(numel), destination=torch.ones(numel * WORLD_SIZE))
-    launch = Launch(comm="along_dp", pieces=[[piece]], staging=[None])
-    with pytest.raises(RuntimeError, match=r"'along_dp' rank . is at #2 .*, but this rank at #2 "):
-        call(comm, launch)
+    pair = TensorPair(source=torch.ones(numel), destination=torch.ones(numel * WORLD_SIZE))
+    tensors = CollectiveTensors(comm="along_dp", pairs=[[pair]], staging=[None])
+    with pytest.raises(
+        RuntimeError, match=r"'along_dp' rank . carries out #2 .*, but this rank carries out #2 "
+    ):
+        call(comm, tensors)
     dist.barrier()
 
 
@@ -181,7 +183,7 @@ def death() -> None:
 
 def strangers() -> None:
     """One rank is on another host, as it seems: all take gloo, or say that they cannot do as told."""
-    with patch("zeroir.runtime.comm.neighbours._host", lambda: secrets.token_bytes(32)):
+    with patch("zeroir.runtime.comm.peers._host", lambda: secrets.token_bytes(32)):
         program = mesh_program({"dp": WORLD_SIZE})
         with pytest.raises(UserError, match="cannot read each other's memory"):
             open_job(program, Backend.PEER_MEMORY, CPU, TIMEOUT)

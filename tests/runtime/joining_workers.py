@@ -20,8 +20,8 @@ def give_up(why: str) -> NoReturn:
 
 def main() -> None:
     what, patience_s, silence_s = sys.argv[1], float(sys.argv[2]), float(sys.argv[3])
-    beat = heartbeat.Beat(interval_s=0.05, silence_s=silence_s)
-    with heartbeat.watched(rendezvous.read_seat(), give_up, beat):
+    timing = heartbeat.HeartbeatTiming(interval_s=0.05, silence_s=silence_s)
+    with heartbeat.watched(rendezvous.read_launch_environment(), give_up, timing):
         if what == "stop":
             time.sleep(0.5)
             os.kill(os.getpid(), signal.SIGSTOP)

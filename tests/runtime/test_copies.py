@@ -22,12 +22,12 @@ from zeroir.ir.buffers import Role
 from zeroir.ir.program import Program
 from zeroir.ir.segment import Segment
 from zeroir.runtime.comm.local import LocalComm
-from zeroir.runtime.executor import Executor
-from zeroir.runtime.handlers import Machine
+from zeroir.runtime.executor import StepExecutor
+from zeroir.runtime.handlers import LocalRanks
 from zeroir.runtime.initial import initialise
 from zeroir.runtime.kernels.base import Kernel
 from zeroir.runtime.kernels.eager import EagerKernels
-from zeroir.runtime.storage import Memory
+from zeroir.runtime.rank_memory import RankMemory
 from zeroir.runtime.streams import ThreadStreams
 
 ROOT = Path(__file__).parents[2]
@@ -50,7 +50,7 @@ class Watch:
     """
 
     program: Program
-    memory: Memory
+    memory: RankMemory
     copies: list[str] = field(default_factory=list)
     only_once: list[tuple[int, ...]] = field(default_factory=list)
     calls: int = 0
@@ -128,13 +128,13 @@ class WatchedKernels:
 def watched(path: Path, stage: int, *, is_clumsy: bool = False) -> Watch:
     program = scheduled(path, stage, 1)
     model_file = load_model_file(str(path))
-    memory = Memory(program, 0, CPU)
+    memory = RankMemory(program, 0, CPU)
     watch = Watch(program, memory)
     kernels = WatchedKernels(watch, is_clumsy=is_clumsy)
-    machine = Machine(program=program, ranks=[memory], comm=LocalComm(), kernels=kernels)
-    machine.compile()
+    local_ranks = LocalRanks(program=program, memories=[memory], comm=LocalComm(), kernels=kernels)
+    local_ranks.compile()
     initialise(program, [memory], model_file.model, 0)
-    executor = Executor(machine, ThreadStreams())
+    executor = StepExecutor(local_ranks, ThreadStreams())
     executor.step([[model_file.batch()]])
     executor.close()
     return watch

@@ -30,11 +30,11 @@ from zeroir.runtime.batch import Batch
 from zeroir.runtime.comm.job import Backend, Job, open_job
 from zeroir.runtime.cuda_graphs import WARM_UP, SectionGraphs, why_not
 from zeroir.runtime.engine import Engine
-from zeroir.runtime.executor import Executor
-from zeroir.runtime.handlers import Machine
+from zeroir.runtime.executor import StepExecutor
+from zeroir.runtime.handlers import LocalRanks
 from zeroir.runtime.kernels.choice import KernelBackend, open_kernels
+from zeroir.runtime.rank_memory import RankMemory
 from zeroir.runtime.state import initialise_flats
-from zeroir.runtime.storage import Memory
 from zeroir.runtime.streams import ThreadStreams
 
 CPU = torch.device("cpu")
@@ -164,7 +164,7 @@ class Recorded:
 class Recording:
     """Captures without a device: the ops change what is live, as on one, and compute nothing."""
 
-    memory: Memory
+    memory: RankMemory
     graphs: list[Recorded] = field(default_factory=list)
     failure: Exception | None = None
 
@@ -180,10 +180,10 @@ class Recording:
 class Training:
     """One rank on the CPU whose sections run as ``SectionGraphs`` says."""
 
-    executor: Executor
+    executor: StepExecutor
     graphs: SectionGraphs
     device: Recording
-    memory: Memory
+    memory: RankMemory
 
     def steps(self, batches: list[list[Batch]]) -> list[float]:
         return [float(self.executor.step([one])[0].loss) for one in batches]
@@ -192,15 +192,15 @@ class Training:
 @contextlib.contextmanager
 def training(program: Program, job: Job | None = None) -> Iterator[Training]:
     job = job or open_job(program, None, CPU, timedelta(seconds=60))
-    memory = Memory(program, 0, CPU)
+    memory = RankMemory(program, 0, CPU)
     kernels = open_kernels(KernelBackend.EAGER, CPU)
-    machine = Machine(program=program, ranks=[memory], comm=job.comm, kernels=kernels)
-    machine.compile()
+    local_ranks = LocalRanks(program=program, memories=[memory], comm=job.comm, kernels=kernels)
+    local_ranks.compile()
     device = Recording(memory)
     graphs = SectionGraphs(program, device, memory, job)
     # As on a device, handlers run in the thread that issues.
     inline = [stream.name for stream in program.streams]
-    executor = Executor(machine, ThreadStreams(inline), run_section=graphs.run)
+    executor = StepExecutor(local_ranks, ThreadStreams(inline), run_section=graphs.run)
     initialise_flats(program, [memory], initial_flats(program))
     yield Training(executor, graphs, device, memory)
     graphs.close()

@@ -19,7 +19,7 @@ from zeroir.ir.mesh import COMPUTE, GATHER, HOST, REDUCE
 from zeroir.ir.ops import Op
 from zeroir.ir.program import Pending, Program, Section, State
 from zeroir.runtime.cuda import CudaGraph, CudaStreams
-from zeroir.runtime.trace import HostClock, Mark, Recorder
+from zeroir.runtime.trace import HostClock, Mark, SpanRecorder, watch_op
 
 
 @dataclass(eq=False)
@@ -211,7 +211,8 @@ def test_a_watched_wait_for_a_thread_is_seen_as_the_programs_own(
 ) -> None:
     """On the stream that waits, and not as what stands in for it at the threads, whose place no timeline knows."""
     body = (fill("optimizer", "0"), ops.Wait(waited="0", on=GATHER), fill(GATHER))
-    program = replace(mlp(), sections=(Section(name="update", body=body),))
+    section = Section(name="update", body=body)
+    program = replace(mlp(), sections=(section,))
     streams = CudaStreams(program, torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     marked: list[Stream] = []
@@ -222,13 +223,13 @@ def test_a_watched_wait_for_a_thread_is_seen_as_the_programs_own(
                 marked.append(Driver.current)
             return super().mark(stream)
 
-    recorder = Recorder()
+    recorder = SpanRecorder()
     recorder.begin(Clock())
-    for op in body:
-        streams.bind(op, lambda: None, recorder.watch)()
+    for position, op in section.positioned_ops():
+        streams.bind(op, lambda: None, watch_op(recorder.watch, position, op))()
     streams.join([])
     streams.close()
-    assert [span.index for span in recorder.spans(program)] == [0, 1, 2]
+    assert [span.index for span in recorder.spans()] == [0, 1, 2]
     assert marked == [stand_in(streams, GATHER)] * 4
 
 

@@ -104,7 +104,7 @@ class Code:
 def read(program: Program, op: Compute, text: str) -> Code:
     """What a segment's host code does with its inputs."""
     views: list[View | None] = [argument.view for argument in op.arguments]
-    planned = graph.plan(bindings(op))
+    planned = graph.graph_outputs(bindings(op))
     bound = [op.destinations[output] for output in (*planned.direct, *planned.scratch)]
     views += [None if one is None else one.view for one in bound]
     numel: dict[str, int] = {}
@@ -166,6 +166,6 @@ def test_a_copy_is_seen(
     program: Program, generate: Generate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without products that go straight into their destinations, gradients are made elsewhere and copied."""
-    monkeypatch.setattr(graph._Builder, "_fill", lambda *_: False)
+    monkeypatch.setattr(graph._GraphBuilder, "_fill", lambda *_: False)
     op = next(op for op in distinct(program) if op.segment == "root.post.backward")
     assert list(read(program, op, generate(op)).copies())

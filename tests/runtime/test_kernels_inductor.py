@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -30,6 +30,7 @@ from tests.runtime.support import (
 )
 from tests.support.programs import mlp
 from zeroir.api.run import kernel_backend, load_model
+from zeroir.config import Precision
 from zeroir.errors import KernelWarning, UserError
 from zeroir.ir.bindings import Binding, bindings
 from zeroir.ir.buffers import contiguous_stride
@@ -48,7 +49,7 @@ from zeroir.runtime.kernels.tolerance import tolerance
 from zeroir.runtime.lockstep import run_lockstep
 
 CPU = torch.device("cpu")
-MODELS = {
+MODELS: Mapping[str, tuple[Path, Precision]] = {
     "example": (ROOT / "examples" / "gpt.py", "fp32"),
     "llama": (ROOT / "tests" / "support" / "models" / "llama.py", "bf16"),
     "convnet": (ROOT / "tests" / "support" / "models" / "convnet.py", "fp32"),
@@ -115,7 +116,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     idle: list[subprocess.Popen[bytes]] = []
     start = compile_pool._start
 
-    def put_back(self: compile_pool._Worker, *_: object) -> None:
+    def put_back(self: compile_pool._CompileProcess, *_: object) -> None:
         if self._process is not None:
             idle.append(self._process)
             self._process = None
@@ -124,10 +125,10 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.setenv("ZEROIR_CACHE_DIR", str(folder))
         # Importing the compiler takes as long as compiling a few segments.
         patch.setattr(compile_pool, "_start", lambda: idle.pop() if idle else start())
-        patch.setattr(compile_pool._Worker, "__exit__", put_back)
+        patch.setattr(compile_pool._CompileProcess, "__exit__", put_back)
         yield folder
     for process in idle:
-        worker = compile_pool._Worker()
+        worker = compile_pool._CompileProcess()
         worker._process = process
         worker._end()
 
@@ -400,7 +401,7 @@ def test_the_graph_fills_destinations_like_the_eager_kernels() -> None:
         found = [torch.zeros(one.shape) for one in kinds]
         expected = [torch.zeros(one.shape) for one in kinds]
         run_graph(segment, how, arguments, found)
-        planned = graph.plan(how)
+        planned = graph.graph_outputs(how)
         targets: list[Tensor | None] = [None] * len(how)
         for output, tensor in zip((*planned.direct, *planned.scratch), expected, strict=True):
             targets[output] = tensor

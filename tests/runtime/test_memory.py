@@ -14,7 +14,7 @@ from tests.support.programs import mlp
 from zeroir.memory.placement import places_to_run
 from zeroir.memory.states import MODEL_STATE_ROLES, model_state_bytes
 from zeroir.runtime.lockstep import Lockstep
-from zeroir.runtime.storage import Memory
+from zeroir.runtime.rank_memory import RankMemory
 
 
 def allocated_bytes(action: Callable[[], object]) -> int:
@@ -42,7 +42,7 @@ def test_at_rest_a_rank_holds_its_persistent_buffers_and_a_place_for_temporary_o
     temporary = sum(placement.size_bytes for placement in places_to_run(program).values())
     expected = sum(buffer.size_bytes for buffer in persistent) + temporary
     assert sum(model_state_bytes(program).values()) == sum(b.size_bytes for b in states)
-    found = allocated_bytes(lambda: Memory(program, 1, torch.device("cpu")))
+    found = allocated_bytes(lambda: RankMemory(program, 1, torch.device("cpu")))
     assert found == expected
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.zygote import Forked, zygote
 from zeroir.errors import UserError
-from zeroir.runtime.rendezvous import Seat, join_job, read_seat
+from zeroir.runtime.rendezvous import LaunchEnvironment, join_job, read_launch_environment
 
 WELL = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 NAMES = (*WELL, "LOCAL_RANK", "TORCHELASTIC_USE_AGENT_STORE")
@@ -19,9 +19,9 @@ NAMES = (*WELL, "LOCAL_RANK", "TORCHELASTIC_USE_AGENT_STORE")
 def test_a_process_that_nobody_started_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in NAMES:
         monkeypatch.delenv(name, raising=False)
-    assert read_seat() == Seat()
+    assert read_launch_environment() == LaunchEnvironment()
     monkeypatch.setenv("WORLD_SIZE", "1")
-    assert read_seat() == Seat()
+    assert read_launch_environment() == LaunchEnvironment()
 
 
 def test_a_local_rank_that_is_no_number_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,7 +57,7 @@ def test_an_environment_that_cannot_be_is_refused(
         if text is not None:
             monkeypatch.setenv(name, text)
     with pytest.raises(UserError, match=f"^{sentence}"):
-        read_seat()
+        read_launch_environment()
 
 
 class Joining:

@@ -15,9 +15,9 @@ from zeroir.errors import UserError
 from zeroir.ir.program import Program
 from zeroir.ir.segment import Node, Segment
 from zeroir.runtime.engine import Engine
-from zeroir.runtime.handlers import Machine
+from zeroir.runtime.handlers import LocalRanks
 from zeroir.runtime.kernels.choice import KernelBackend
-from zeroir.runtime.self_check import Checked, check_kernels
+from zeroir.runtime.self_check import SelfCheckResult, check_kernels
 
 MODELS = Path(__file__).parents[1] / "support" / "models"
 MODEL = """
@@ -61,11 +61,11 @@ def reading_storage(program: Program) -> Program:
     return replace(program, segments=tuple(segment(one) for one in program.segments))
 
 
-def checked(program: Program) -> Checked:
+def checked(program: Program) -> SelfCheckResult:
     engine = Engine(program)
-    machine: Machine = engine._executor.machine
+    local_ranks: LocalRanks = engine._executor.local_ranks
     try:
-        return check_kernels(machine, KernelBackend.EAGER)
+        return check_kernels(local_ranks, KernelBackend.EAGER)
     finally:
         engine.close()
 

@@ -11,8 +11,9 @@ import pytest
 from zeroir.ir import ops
 from zeroir.ir.buffers import Region
 from zeroir.ir.mesh import HOST
+from zeroir.ir.program import LAST_MICRO_STEP, OpPosition
 from zeroir.runtime.streams import ThreadStreams
-from zeroir.runtime.trace import P
+from zeroir.runtime.trace import P, watch_op
 
 
 class Recorder:
@@ -98,12 +99,12 @@ def test_a_failure_wakes_whoever_waits_for_another_stream() -> None:
 def test_what_is_watched_is_seen_where_it_is_done() -> None:
     """Ops and waits, of the issuing thread and of others; those that are bound unwatched are not seen."""
     issuing = threading.get_ident()
-    seen: list[tuple[ops.Op, bool]] = []
+    seen: list[tuple[OpPosition, bool]] = []
 
-    def watch(op: ops.Op, run: Callable[P, None], /) -> Callable[P, None]:
+    def watch(position: OpPosition, _: ops.Op, run: Callable[P, None], /) -> Callable[P, None]:
         def watched(*args: P.args, **kwargs: P.kwargs) -> None:
             run(*args, **kwargs)
-            seen.append((op, threading.get_ident() == issuing))
+            seen.append((position, threading.get_ident() == issuing))
 
         return watched
 
@@ -116,8 +117,13 @@ def test_what_is_watched_is_seen_where_it_is_done() -> None:
     ]
     streams = ThreadStreams()
     bound = [streams.bind(op, lambda: None) for op, _ in body]
-    watched = [streams.bind(op, lambda: None, watch) for op, _ in body]
-    for tasks, expected in ((bound, []), (watched, body), (bound, body)):
+    positions = [OpPosition(LAST_MICRO_STEP, index) for index in range(len(body))]
+    watched = [
+        streams.bind(op, lambda: None, watch_op(watch, position, op))
+        for position, (op, _) in zip(positions, body, strict=True)
+    ]
+    all_seen = [(at, is_issuing) for at, (_, is_issuing) in zip(positions, body, strict=True)]
+    for tasks, expected in ((bound, []), (watched, all_seen), (bound, all_seen)):
         for task in tasks:
             task()
         streams.join([])

@@ -14,7 +14,7 @@ from zeroir.ir.program import LAST_MICRO_STEP, MICRO_STEP, UPDATE
 from zeroir.ir.spans import Span
 from zeroir.report.trace import chrome_trace
 from zeroir.runtime.engine import Engine
-from zeroir.runtime.handlers import Machine, Step
+from zeroir.runtime.handlers import LocalRanks, Step
 from zeroir.runtime.trace import aligned, to_bytes
 
 
@@ -66,13 +66,13 @@ def test_a_step_that_is_recorded_prepares_nothing_anew(
     engine = Engine(lowered(logical, 3, 1))
     engine.initialise_flats(initial_flats(logical))
     prepared: list[ops.Op] = []
-    prepare = Machine.prepare
+    prepare = LocalRanks.prepare
 
-    def counted(self: Machine, op: ops.Op) -> Step:
+    def counted(self: LocalRanks, op: ops.Op) -> Step:
         prepared.append(op)
         return prepare(self, op)
 
-    monkeypatch.setattr(Machine, "prepare", counted)
+    monkeypatch.setattr(LocalRanks, "prepare", counted)
     found = []
     for number, ((batch,),) in enumerate(random_batches(4, 1), start=1):
         if number > 1:

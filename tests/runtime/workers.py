@@ -32,7 +32,7 @@ from zeroir.runtime.comm.handout import JobHandout
 from zeroir.runtime.comm.job import Backend
 from zeroir.runtime.engine import Engine
 from zeroir.runtime.kernels.choice import KernelBackend
-from zeroir.runtime.storage import Memory
+from zeroir.runtime.rank_memory import RankMemory
 
 T = TypeVar("T")
 FOLDER = Path(os.environ["TEST_FOLDER"])
@@ -158,7 +158,7 @@ def bad_starts() -> None:
     program = lowered(mlp(dim=DIM), 2, WORLD_SIZE)
     engine = Engine(program)
     sound = JobHandout(rank=RANK, device=engine.device)
-    memory = Memory(program, RANK, engine.device)
+    memory = RankMemory(program, RANK, engine.device)
     for handout, factory in (
         (_Faulty(handout=sound), CONSTRUCTORS["plain"]),
         (sound, partial(Mlp, dim=DIM, blocks=2)),
@@ -201,7 +201,9 @@ def build_slowly(seconds: str) -> None:
 
     program = lowered(mlp(), 3, WORLD_SIZE)
     handout = JobHandout(rank=RANK, device=torch.device("cpu"), interval_s=0.5)
-    initial.initialise(program, [Memory(program, RANK, torch.device("cpu"))], factory, 0, handout)
+    initial.initialise(
+        program, [RankMemory(program, RANK, torch.device("cpu"))], factory, 0, handout
+    )
 
 
 def steps_for_ever(delay_s: str, backend: str) -> None:

@@ -14,7 +14,7 @@ from rich.console import Console
 
 import zeroir
 from tools import bench_gpu
-from tools.bench_gpu import Record, World
+from tools.bench_gpu import BenchWorld, GpuRecord
 from tools.peers import gpu_gpt
 from tools.peers.gpu import Measurement
 from zeroir.runtime.engine import Engine
@@ -78,7 +78,7 @@ def test_a_card_is_known_by_the_longest_name_in_its_devices() -> None:
 
 
 def test_the_table_shows_ratios_of_medians_in_one_world() -> None:
-    def record(name: str, world: World, seconds: float) -> Record:
+    def record(name: str, world: BenchWorld, seconds: float) -> GpuRecord:
         found = Measurement(
             seconds=[seconds, 2 * seconds, seconds / 2],
             losses=[9.0],
@@ -86,16 +86,16 @@ def test_the_table_shows_ratios_of_medians_in_one_world() -> None:
             reserved_bytes=2 * 10**9,
         )
         slower = Measurement(seconds=[0.0, 0.0, 0.0], losses=[8.0], allocated_bytes=1)
-        return Record(contestant=name, world=world).joined([found, slower])
+        return GpuRecord(contestant=name, world=world).joined([found, slower])
 
-    alone, real = World(size=1, is_real=False), World(size=2, is_real=True)
+    alone, real = BenchWorld(size=1, is_real=False), BenchWorld(size=2, is_real=True)
     out = io.StringIO()
     bench_gpu.show(
         [
             record("zeroir 3", alone, 0.9),
             record("FSDP2 compiled", alone, 1.0),
             record("zeroir 3", real, 0.5),
-            Record(contestant="FSDP2", world=real, error="out of memory"),
+            GpuRecord(contestant="FSDP2", world=real, error="out of memory"),
         ],
         flops=10**12,
         peak=1e13,
@@ -117,8 +117,8 @@ def test_only_ranks_that_share_a_gpu_change_the_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("NCCL_MAX_CTAS", raising=False)
-    assert bench_gpu.environment(World(size=64, is_real=False)) == {}
-    assert bench_gpu.environment(World(size=2, is_real=True)) == {
+    assert bench_gpu.environment(BenchWorld(size=64, is_real=False)) == {}
+    assert bench_gpu.environment(BenchWorld(size=2, is_real=True)) == {
         "NCCL_MULTI_RANK_GPU_ENABLE": "1",
         "NCCL_NVLS_ENABLE": "0",
         "NCCL_MAX_CTAS": "4",

@@ -14,7 +14,12 @@ from tests.support.examples import examples
 from zeroir.api.check import check_model
 from zeroir.config import make_options
 from zeroir.errors import UserError
-from zeroir.torch_ops.strided import look, look_by_index, scatter, scatter_by_index
+from zeroir.torch_ops.strided import (
+    scatter,
+    scatter_by_index,
+    strided_view,
+    strided_view_by_index,
+)
 
 MODEL = """
 import torch
@@ -109,13 +114,13 @@ def test_a_compiler_sees_the_same(window: tuple[Tensor, list[int], list[int], in
     x, size, stride, offset = window
     if offset < 0:
         return
-    seen = look(x, size, stride, offset)
-    assert torch.equal(look_by_index(x, size, stride, offset), seen)
+    seen = strided_view(x, size, stride, offset)
+    assert torch.equal(strided_view_by_index(x, size, stride, offset), seen)
     apart = all(step > 0 for extent, step in zip(size, stride, strict=True) if extent > 1)
     if not apart or len(set(seen.flatten().tolist())) < seen.numel():
         return
     source = -torch.arange(1.0, seen.numel() + 1).view(seen.shape)
     made = scatter(x, source, size, stride, offset)
     assert made.stride() == x.stride()
-    assert torch.equal(look(made, size, stride, offset), source)
+    assert torch.equal(strided_view(made, size, stride, offset), source)
     assert torch.equal(scatter_by_index(x, source, size, stride, offset), made)

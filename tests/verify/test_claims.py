@@ -265,7 +265,7 @@ def test_what_the_engine_tells_of_a_step_is_what_was_decided(again: str, after: 
     lines.insert(line_with(lines, f"  {after}") + 1, f"  {again}  stream=compute")
     report = judged(case, lines)
     assert codes(report) == {"Z405"}
-    assert "which the engine tells of the step" in report.findings[0].sentence
+    assert "which the engine reports after the step" in report.findings[0].sentence
 
 
 @pytest.mark.parametrize(

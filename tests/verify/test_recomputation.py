@@ -13,7 +13,7 @@ from zeroir.ir.segment import Node, Ref, TensorType
 from zeroir.ir.text import parse
 from zeroir.torch_ops.types import TORCH_DTYPE
 from zeroir.verify.domain import NamedKey, Numbering
-from zeroir.verify.numbers import Operand, Segments
+from zeroir.verify.value_numbers import Operand, Segments
 
 X = Operand(NamedKey("x", 0))
 SEED = Operand(NamedKey("rng", 0))

@@ -24,12 +24,12 @@ from pathlib import Path
 from rich.progress import track
 
 from tools import record_file
-from tools.conformance.judge import OUTCOMES, Outcome
+from tools.conformance.judge import OUTCOMES, SampleOutcome
 from tools.conformance.process import Judged, Judges
 from tools.conformance.samples import subjects
 
 KEPT = Path(__file__).parents[2] / "build" / "conformance.jsonl"
-BAD = (Outcome.WRONG, Outcome.CRASHED)
+BAD = (SampleOutcome.WRONG, SampleOutcome.CRASHED)
 
 
 def main() -> int:
@@ -65,7 +65,7 @@ def main() -> int:
         for at, (outcome, why) in enumerate(each):
             if outcome in BAD:
                 print(f"{outcome}: {name}, sample {at}: {why}")
-    print(", ".join(f"{counts[outcome]} {outcome}" for outcome in Outcome))
+    print(", ".join(f"{counts[outcome]} {outcome}" for outcome in SampleOutcome))
     record_file.write(
         options.record, "conformance", _record(verdicts), {"samples": options.samples}
     )
@@ -84,7 +84,7 @@ def _kept() -> dict[str, list[Judged]]:
     if not KEPT.exists():
         return {}
     lines = [json.loads(line) for line in KEPT.read_text().splitlines()]
-    return {name: [(Outcome(outcome), why) for outcome, why in each] for name, each in lines}
+    return {name: [(SampleOutcome(outcome), why) for outcome, why in each] for name, each in lines}
 
 
 def _record(verdicts: Mapping[str, Sequence[Judged]]) -> dict[str, object]:
@@ -93,12 +93,12 @@ def _record(verdicts: Mapping[str, Sequence[Judged]]) -> dict[str, object]:
     reasons: dict[str, dict[str, Counter[str]]] = {}
     for name, each in verdicts.items():
         for outcome, why in each:
-            if outcome not in (Outcome.RIGHT, Outcome.SKIPPED):
+            if outcome not in (SampleOutcome.RIGHT, SampleOutcome.SKIPPED):
                 found = reasons.setdefault(outcome, {}).setdefault(_shortened(why), Counter())
                 found[name] += 1
     return {
         "subjects": len(verdicts),
-        "outcomes": {outcome: [counts[outcome], OUTCOMES[outcome]] for outcome in Outcome},
+        "outcomes": {outcome: [counts[outcome], OUTCOMES[outcome]] for outcome in SampleOutcome},
         "reasons": reasons,
     }
 

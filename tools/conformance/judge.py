@@ -38,7 +38,7 @@ RELATIVE = 1e-4
 """How far from plain autograd the result of an operator of ours may lie, relative to the largest element."""
 
 
-class Outcome(StrEnum):
+class SampleOutcome(StrEnum):
     """What became of a sample."""
 
     RIGHT = "right"
@@ -51,22 +51,23 @@ class Outcome(StrEnum):
 
 
 OUTCOMES = {
-    Outcome.RIGHT: "loss, gradients and buffers are those of plain autograd, bit for bit",
-    Outcome.CLOSE: "within 1e-4: zeroir's own operators, bit for bit as eager PyTorch computes them, and derivatives "
-    "for which torch chooses among formulas by looking at the values",
-    Outcome.DRAWN: "bit for bit those of eager PyTorch with the program's seeds: random numbers are the program's own",
-    Outcome.WRONG: "something else",
-    Outcome.REFUSED: "no program, and a sentence that says why",
-    Outcome.CRASHED: "any other exception, or more memory or time than a sample may take",
-    Outcome.SKIPPED: "plain autograd has no answer: the call fails, or nothing of it can be added up to a loss",
+    SampleOutcome.RIGHT: "loss, gradients and buffers are those of plain autograd, bit for bit",
+    SampleOutcome.CLOSE: "within 1e-4: zeroir's own operators, bit for bit as eager PyTorch computes them, and "
+    "derivatives for which torch chooses among formulas by looking at the values",
+    SampleOutcome.DRAWN: "bit for bit those of eager PyTorch with the program's seeds: random numbers are the "
+    "program's own",
+    SampleOutcome.WRONG: "something else",
+    SampleOutcome.REFUSED: "no program, and a sentence that says why",
+    SampleOutcome.CRASHED: "any other exception, or more memory or time than a sample may take",
+    SampleOutcome.SKIPPED: "plain autograd has no answer: the call fails, or nothing of it can be added up to a loss",
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class SampleVerdict:
     """An outcome, and what there is to say about it."""
 
-    outcome: Outcome
+    outcome: SampleOutcome
     why: str = ""
 
 
@@ -74,7 +75,7 @@ class UnanswerableError(Exception):
     """Plain autograd itself has no answer."""
 
 
-class First(nn.Module):
+class FirstUnit(nn.Module):
     """Makes activations of the tensors that it is given."""
 
     def __init__(self, tensors: tuple[Tensor, ...]) -> None:
@@ -104,7 +105,7 @@ class First(nn.Module):
         return tensor + zero.to(tensor.dtype)
 
 
-class Middle(nn.Module):
+class MiddleUnit(nn.Module):
     """The sample's call."""
 
     def __init__(self, sample: Sample) -> None:
@@ -123,7 +124,7 @@ class Middle(nn.Module):
         return [x.float() * self.one if x.dtype != torch.float64 else x * self.one for x in results]
 
 
-class Last(nn.Module):
+class LastUnit(nn.Module):
     """The loss."""
 
     def __init__(self) -> None:
@@ -139,14 +140,14 @@ class Last(nn.Module):
         return loss
 
 
-class Model(nn.Module):
+class ThreeUnitModel(nn.Module):
     """The three units."""
 
     def __init__(self, sample: Sample) -> None:
         super().__init__()
-        self.unit_first = First(sample.tensors)
-        self.unit_middle = Middle(sample)
-        self.unit_last = Last()
+        self.unit_first = FirstUnit(sample.tensors)
+        self.unit_middle = MiddleUnit(sample)
+        self.unit_last = LastUnit()
 
     def forward(self, *tensors: Tensor) -> Tensor:
         """The loss."""
@@ -155,38 +156,40 @@ class Model(nn.Module):
         return loss
 
 
-def judge(sample: Sample) -> Verdict:
+def judge(sample: Sample) -> SampleVerdict:
     """Compile, run and compare one sample."""
     if sample.name in UNDEFINED:
-        return Verdict(outcome=Outcome.SKIPPED, why="the values are what memory happens to hold")
+        return SampleVerdict(
+            outcome=SampleOutcome.SKIPPED, why="the values are what memory happens to hold"
+        )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             plain = _eager(sample, None)
         except Exception as error:  # noqa: BLE001 - whatever a call raises
-            return Verdict(outcome=Outcome.SKIPPED, why=_said(error))
+            return SampleVerdict(outcome=SampleOutcome.SKIPPED, why=_said(error))
         try:
             found, seeds = _stepped(sample)
         except (InternalError, VerificationError) as error:
-            return Verdict(outcome=Outcome.CRASHED, why=_said(error))
+            return SampleVerdict(outcome=SampleOutcome.CRASHED, why=_said(error))
         except UserError as error:
-            return Verdict(outcome=Outcome.REFUSED, why=str(error))
+            return SampleVerdict(outcome=SampleOutcome.REFUSED, why=str(error))
         except Exception as error:  # noqa: BLE001 - none is expected
-            return Verdict(outcome=Outcome.CRASHED, why=_said(error))
+            return SampleVerdict(outcome=SampleOutcome.CRASHED, why=_said(error))
         difference = _difference(found, plain)
         if difference is None:
-            return Verdict(outcome=Outcome.RIGHT)
+            return SampleVerdict(outcome=SampleOutcome.RIGHT)
         far = _difference(found, plain, RELATIVE)
         if sample.name in OTHERWISE_DERIVED and far is None:
-            return Verdict(outcome=Outcome.CLOSE)
+            return SampleVerdict(outcome=SampleOutcome.CLOSE)
         neutral = _eager(sample, seeds)
         if _difference(found, neutral) is not None:
-            return Verdict(outcome=Outcome.WRONG, why=difference)
+            return SampleVerdict(outcome=SampleOutcome.WRONG, why=difference)
         if len(seeds):
-            return Verdict(outcome=Outcome.DRAWN)
+            return SampleVerdict(outcome=SampleOutcome.DRAWN)
         if far is not None:
-            return Verdict(outcome=Outcome.WRONG, why=far)
-        return Verdict(outcome=Outcome.CLOSE)
+            return SampleVerdict(outcome=SampleOutcome.WRONG, why=far)
+        return SampleVerdict(outcome=SampleOutcome.CLOSE)
 
 
 def _said(error: BaseException) -> str:
@@ -196,7 +199,7 @@ def _said(error: BaseException) -> str:
 def _eager(sample: Sample, seeds: Tensor | None) -> dict[str, Tensor]:
     """Loss, parameters after the step, and buffers; ``seeds`` make torch's operators ours."""
     torch.manual_seed(0)
-    model = Model(sample)
+    model = ThreeUnitModel(sample)
     torch.manual_seed(1)
     if seeds is None:
         loss = model(*_batch(sample))
@@ -220,7 +223,7 @@ def _stepped(sample: Sample) -> tuple[dict[str, Tensor], Tensor]:
     except UserError as error:
         raise InternalError(f"a program that was compiled does not run: {error}") from error
     try:
-        engine.initialise(lambda: Model(sample), 0)
+        engine.initialise(lambda: ThreeUnitModel(sample), 0)
         loss = engine.step(_batch(sample)).loss
         found = {"the loss": torch.tensor(loss)}
         found.update(
@@ -243,7 +246,7 @@ def _compiled(sample: Sample) -> Program:
     )
 
     def build() -> nn.Module:
-        return Model(sample)
+        return ThreeUnitModel(sample)
 
     file = ModelFile(
         path=Path(__file__),

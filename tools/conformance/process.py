@@ -12,7 +12,7 @@ from queue import SimpleQueue
 from types import FrameType
 from typing import Self
 
-from tools.conformance.judge import Outcome, judge
+from tools.conformance.judge import SampleOutcome, judge
 from tools.conformance.samples import chosen
 
 MEMORY_BYTES = 12 << 30
@@ -21,7 +21,7 @@ SAMPLE_SECONDS = 60
 LIFE = 400
 """Samples after which a process is replaced: what torch caches grows with every one."""
 
-Judged = tuple[Outcome, str]
+Judged = tuple[SampleOutcome, str]
 
 
 class Judges:
@@ -49,7 +49,7 @@ class Judges:
             code = judge.close()
             if is_done:
                 return found
-            found.append((Outcome.CRASHED, f"the process ended with {code}"))
+            found.append((SampleOutcome.CRASHED, f"the process ended with {code}"))
             judge = _Judge()
 
 
@@ -78,7 +78,7 @@ class _Judge:
             if line == "done\n":
                 return True
             outcome, why = json.loads(line)
-            found.append((Outcome(outcome), why))
+            found.append((SampleOutcome(outcome), why))
             self.answers += 1
         return False
 
@@ -107,7 +107,7 @@ def _answer() -> None:
                 verdict = judge(sample)
                 outcome, why = verdict.outcome, verdict.why
             except Exception as error:  # noqa: BLE001 - too late, or out of memory
-                outcome, why = Outcome.CRASHED, f"{type(error).__name__}: {error}"
+                outcome, why = SampleOutcome.CRASHED, f"{type(error).__name__}: {error}"
             signal.alarm(0)
             print(json.dumps([outcome, why]), file=answers, flush=True)
         print("done", file=answers, flush=True)

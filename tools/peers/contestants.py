@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tools.peers import gpt
+from tools.peers.gpt_model import GPT
 
 Batch = tuple[Tensor, Tensor]
 TakeStep = Callable[[Batch], Tensor]
@@ -50,7 +51,7 @@ def build(name: str, folder: Path) -> TakeStep:
             raise ValueError(f"there is no contestant {name}")
 
 
-def _model() -> nn.Module:
+def _model() -> GPT:
     torch.manual_seed(SEED)
     return gpt.model()
 
@@ -85,7 +86,6 @@ def _fully_sharded(*, is_compiled: bool) -> nn.Module:
 
     model = _model()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    assert isinstance(model, gpt.GPT)
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)

@@ -47,7 +47,7 @@ NAMES = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task:
+class MeasurementTask:
     """What one process is to measure. ``group`` is ``fake``, whose collectives move nothing, or ``nccl``."""
 
     contestant: str
@@ -75,7 +75,7 @@ class Measurement:
     notes: list[str] = field(default_factory=list)
 
 
-def measure(task: Task) -> Measurement:
+def measure(task: MeasurementTask) -> Measurement:
     """Take the steps of a task on the current device."""
     device = torch.device("cuda", torch.cuda.current_device())
     join(task)
@@ -115,7 +115,7 @@ def _timed_event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
-def join(task: Task) -> None:
+def join(task: MeasurementTask) -> None:
     """Become a rank of the group that the task names."""
     if task.group == "fake":
         from zeroir.runtime.comm.fake import join_fake_world
@@ -131,7 +131,7 @@ def join(task: Task) -> None:
     )
 
 
-def build(task: Task, device: torch.device) -> TakeStep:
+def build(task: MeasurementTask, device: torch.device) -> TakeStep:
     """The contestant of that name."""
     match task.contestant.split():
         case ["FSDP2", *options]:
@@ -168,7 +168,7 @@ def _fully_sharded(world_size: int, *, is_compiled: bool) -> TakeStep:
     return step
 
 
-def _zeroir(task: Task, device: torch.device, options: list[str]) -> TakeStep:
+def _zeroir(task: MeasurementTask, device: torch.device, options: list[str]) -> TakeStep:
     import zeroir
     from zeroir.api.run import load_model
     from zeroir.runtime.comm.job import Backend
@@ -192,7 +192,7 @@ def main() -> None:
     """Measure, and write the report where nothing else is printed."""
     reports = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    task = Task(**json.loads(sys.argv[1]))
+    task = MeasurementTask(**json.loads(sys.argv[1]))
     torch.cuda.set_device(0)
     fallbacks = (GraphWarning, KernelWarning)
     with warnings.catch_warnings(record=True) as caught:

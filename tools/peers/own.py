@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from unittest import mock
@@ -13,6 +13,7 @@ from torch import Tensor
 import zeroir
 from tools.peers import gpt
 from zeroir.api.compiled import CompiledProgram
+from zeroir.api.keywords import CompileKeywords
 from zeroir.api.run import load_model
 from zeroir.runtime import engine as engines
 from zeroir.runtime.comm.job import Backend
@@ -25,7 +26,7 @@ SEED = 0
 class Variant:
     """How one of zeroir's own contestants is compiled and run: its options, and what it runs with."""
 
-    options: Mapping[str, object]
+    options: CompileKeywords
     kernels: KernelBackend = KernelBackend.EAGER
     backend: Backend | None = None
     keeps_memory: bool = True
@@ -50,7 +51,7 @@ def variants(world_size: int) -> dict[str, Variant]:
         found[f"{name} inductor"] = replace(variant, kernels=inductor)
     whole = found["zeroir 3"]
     found["zeroir 3 again"] = whole
-    without: dict[str, dict[str, object]] = {
+    without: dict[str, CompileKeywords] = {
         "select-saved": {"select_saved": False},
         "prefetch": {"prefetch": 0},
         "elided gathers": {"elide": False},

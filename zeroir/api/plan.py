@@ -10,9 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Final
+from typing import Final, Unpack
 
 from zeroir.api.compiled import CompiledProgram, capture, lowered
+from zeroir.api.keywords import CompileKeywords
 from zeroir.api.search_space import EARLY, Value, regions, words
 from zeroir.config import CompileOptions, make_options
 from zeroir.cost.bounds import compute_bound_s, wire_bound_s
@@ -97,7 +98,7 @@ def plan(
     *,
     memory: str | None = None,
     most_tried: int = MOST_TRIED,
-    **options: object,
+    **options: Unpack[CompileKeywords],
 ) -> Plan:
     """The options of ``zeroir.compile`` with which a model's step is shortest on a machine, within its memory.
 

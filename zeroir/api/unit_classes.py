@@ -10,6 +10,7 @@ from typing import Final
 from zeroir.ir import ops
 from zeroir.ir.buffers import Role
 from zeroir.ir.program import Program
+from zeroir.ir.section_view import SectionView
 
 _ROOT: Final = "root"
 _MOST_KINDS: Final = 4
@@ -38,7 +39,8 @@ def repeated_units(program: Program) -> tuple[str, ...]:
 
 def unit_kinds(program: Program) -> tuple[Kind, ...]:
     """The repeated units by kind: those whose forwards call equal segments and whose parameters are laid out alike."""
-    forwards = _forwards(program)
+    view = SectionView(program, program.sections[0].body)
+    forwards = [op for index, op in view.computes.items() if index not in view.backward]
     flats: dict[str, list[tuple[int, str, bool]]] = {}
     for flat in program.flats:
         shape = (flat.padded_numel, flat.dtype.value, flat.is_trainable)
@@ -47,10 +49,10 @@ def unit_kinds(program: Program) -> tuple[Kind, ...]:
     for unit in repeated_units(program):
         calls = tuple(op.segment for op in forwards if op.unit == unit)
         alike.setdefault((calls, tuple(flats.get(unit, ()))), []).append(unit)
-    readers: dict[str, set[str]] = {}
-    for op in forwards:
-        for argument in op.arguments:
-            readers.setdefault(argument.view.region.buffer, set()).add(op.unit)
+    read_by = {
+        name: {view.computes[index].unit for index in buffer.readers if index not in view.backward}
+        for name, buffer in view.filled.items()
+    }
     found: list[Kind] = []
     for units in alike.values():
         own = [op for op in forwards if op.unit == units[0]]
@@ -63,7 +65,7 @@ def unit_kinds(program: Program) -> tuple[Kind, ...]:
                 saved_bytes=sum(
                     buffer.size_bytes
                     for buffer in buffers
-                    if buffer.role is Role.SAVED and readers.get(buffer.name, set()) <= {units[0]}
+                    if buffer.role is Role.SAVED and read_by.get(buffer.name, set()) <= {units[0]}
                 ),
                 flops=sum(program.segment_by_name[op.segment].flops for op in own),
             )
@@ -93,14 +95,3 @@ def _merged(kinds: Sequence[Kind], weigh: Callable[[Kind], float]) -> tuple[tupl
         at = gaps.index(min(gaps))
         groups[at : at + 2] = [groups[at] + groups[at + 1]]
     return tuple(tuple(unit for kind in group for unit in kind.units) for group in groups)
-
-
-def _forwards(program: Program) -> list[ops.Compute]:
-    """The calls of a micro-step up to the one that makes the loss."""
-    found: list[ops.Compute] = []
-    for op in program.sections[0].body:
-        if isinstance(op, ops.Compute):
-            found.append(op)
-            if any(d is not None and d.view.region.buffer == program.loss for d in op.destinations):
-                break
-    return found

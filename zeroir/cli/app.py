@@ -264,7 +264,8 @@ def run(
 
     Example: torchrun --nproc-per-node 2 -m zeroir run gpt.zir --steps 100
     """
-    from zeroir.api.run import launch, run_program
+    from zeroir.api.job import launch
+    from zeroir.api.run import run_program
     from zeroir.artifact.outputs import TIMELINE, require_writable
 
     if trace is not None and "RANK" not in os.environ:

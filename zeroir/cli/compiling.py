@@ -30,7 +30,7 @@ def compile(  # noqa: A001 - the command's name is the field's word
     Example: zeroir compile examples/gpt.py --stage 3 --world-size 4 -o gpt.zir
     """
     from zeroir.api import compile_with
-    from zeroir.api.run import warnings_as_sentences
+    from zeroir.api.sentences import warnings_as_sentences
     from zeroir.artifact.outputs import PROGRAM, require_writable
     from zeroir.cli.render import print_summary
 
@@ -66,7 +66,7 @@ def check(
     Example: zeroir check examples/gpt.py --stage 3 --world-size 4
     """
     from zeroir.api.check import check_model
-    from zeroir.api.run import warnings_as_sentences
+    from zeroir.api.sentences import warnings_as_sentences
     from zeroir.cli.render import print_comparison
 
     with progress(f"Checking {model}"), warnings_as_sentences():

@@ -50,8 +50,8 @@ def profile(
 
     Example: zeroir profile gpt.zir --nproc 2 -o here.toml
     """
+    from zeroir.api.job import launch
     from zeroir.api.profile import profile_program
-    from zeroir.api.run import launch
     from zeroir.artifact.outputs import MACHINE, require_writable
     from zeroir.report.costs import format_seconds
 

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from zeroir.api.plan import Candidate, Plan
 from zeroir.api.search_space import words
-from zeroir.report.costs import format_seconds, measured_words
+from zeroir.report.costs import format_seconds, measured_counts
 from zeroir.report.lines import Lines
 from zeroir.report.names import counted, format_bytes
 
@@ -31,7 +31,7 @@ def render_plan(plan: Plan, *, is_unfolded: bool = False) -> RenderableType:
     step_s = (chosen.step_ns or 0) / 1e9
     grid.add_row("step", f"{format_seconds(step_s)}, {_bounded(chosen)}")
     if chosen.measured.segments or chosen.measured.collectives:
-        grid.add_row("measured", measured_words(chosen.measured))
+        grid.add_row("measured", measured_counts(chosen.measured))
     grid.add_row("needs", f"{format_bytes(chosen.needed_bytes)}, most {chosen.culprit}")
     grid.add_row(
         "no choice below",

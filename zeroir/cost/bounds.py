@@ -1,7 +1,7 @@
-"""What no schedule of the same work can beat: times below which a simulated step never falls.
+"""Lower bounds of a step: times that no schedule of the same work can beat.
 
-The stream ``compute`` does one segment after the other, and a wire never carries more than it can. So a step takes at
-least the seconds of its segments, and at least those that its collectives ask of the busiest wire.
+The stream ``compute`` carries out one segment after the other, and no wire exceeds its bandwidth. So a step takes at
+least the seconds of its segments, and at least the seconds that its collectives occupy the busiest wire.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from zeroir.ir.program import LAST_MICRO_STEP, MICRO_STEP, UPDATE, Program
 
 
 def compute_bound_s(program: Program, machine: Machine) -> float:
-    """Seconds of a step's segments, one after the other."""
+    """Seconds of the segments of a step, one after the other."""
     durations = Durations(program, machine)
     return sum(
         count * durations.segment(op.segment).seconds
@@ -25,27 +25,27 @@ def compute_bound_s(program: Program, machine: Machine) -> float:
 
 
 def wire_bound_s(program: Program, machine: Machine) -> float:
-    """Seconds that the busiest wire of a rank is busy at least, without latencies.
+    """Seconds that the busiest wire of a rank is in use at least, without latencies.
 
     Raises:
         UserError: where a ring leaves a node of a machine without a network.
     """
     durations = Durations(program, machine)
-    most = 0.0
-    for one in rank_classes(program.mesh, machine.node_ranks):
-        busy: dict[str, float] = {}
+    longest_s = 0.0
+    for rank_class in rank_classes(program.mesh, machine.node_ranks):
+        busy_s: dict[str, float] = {}
         for count, op in _counted(program):
             if isinstance(op, ops.Collective):
-                ring = one.rings[program.comm_by_name[op.comm].axis]
+                ring = rank_class.rings[program.comm_by_name[op.comm].axis]
                 transfer = durations.collective(op, ring)
                 for wire, demand in transfer.demand_by_wire.items():
-                    busy[wire] = busy.get(wire, 0.0) + count * transfer.transfer_s * demand
-        most = max(most, *busy.values(), 0.0)
-    return most
+                    busy_s[wire] = busy_s.get(wire, 0.0) + count * transfer.transfer_s * demand
+        longest_s = max(longest_s, *busy_s.values(), 0.0)
+    return longest_s
 
 
 def _counted(program: Program) -> list[tuple[int, ops.Op]]:
-    """Each op of a training step, and how often the step does it."""
+    """Each op of a training step, and how often a step carries it out."""
     micro_steps = require_micro_steps(program, None)
     counts = {MICRO_STEP: micro_steps - 1, LAST_MICRO_STEP: 1, UPDATE: 1}
     return [

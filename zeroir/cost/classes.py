@@ -1,9 +1,10 @@
-"""Which ranks behave alike, so that one of them stands for all.
+"""Classes of ranks that behave alike, so that one rank of each is simulated.
 
-Every rank carries out the same ops on as many bytes. Ranks differ by their own speed, by where the ranks stand that
-they communicate with, and by how these behave in turn. The classes are the coarsest partition in which ranks of a class
-have, along every axis, groups of equal rings and equal classes; it is found by refining the plainest one until nothing
-changes (colour refinement). By induction over the ops, all ranks of a class do everything at the same time.
+Every rank carries out the same ops on the same number of bytes. Ranks differ by their own speed, by the nodes of the
+ranks that they communicate with, and by the classes of those. The classes are the coarsest partition in which all ranks
+of a class have, along every axis, groups of equal rings and equal classes. Colour refinement finds it: a coarse
+partition is split until nothing changes. By induction over the ops, all ranks of a class begin and end each op at the
+same time.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from zeroir.ir.mesh import Mesh
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankClass:
-    """Ranks that do everything at the same time, in ascending order.
+    """Ranks that begin and end each op at the same time, in ascending order.
 
-    ``rings`` are those of their groups by axis, and ``peers`` the classes in these groups, by axis and including their
-    own, as ascending indices.
+    ``rings`` are the rings of their groups, by axis. ``peers`` are the classes in these groups, their own included, by
+    axis and as ascending indices.
     """
 
     ranks: tuple[int, ...]
@@ -73,11 +74,11 @@ def rank_classes(mesh: Mesh, node_ranks: int, straggler: int | None = None) -> l
 
 
 def _group_of(groups: tuple[tuple[int, ...], ...], world_size: int) -> list[int]:
-    found = [0] * world_size
+    group_of_rank = [0] * world_size
     for number, group in enumerate(groups):
         for rank in group:
-            found[rank] = number
-    return found
+            group_of_rank[rank] = number
+    return group_of_rank
 
 
 def _numbered(keys: list[tuple[object, ...]]) -> list[int]:

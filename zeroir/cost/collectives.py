@@ -1,10 +1,10 @@
-"""What a collective takes: alpha-beta times of rings, with the bus-bandwidth factors of nccl-tests.
+"""The time of a collective: the alpha-beta model of rings, with the bus-bandwidth factors of nccl-tests.
 
 The factors are those of https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md: of a full buffer of S
 bytes, every one of n ranks sends S(n-1)/n in an all-gather or a reduce-scatter, 2S(n-1)/n in an all-reduce, and S in a
-broadcast. A ring over several nodes leaves each node once, by as many network adapters as ranks of the group share the
-node; so a rank sends 1/g of its bytes over the network, where g ranks share a node, and the rest within the node. The
-two go on at once, and the slower decides. A small all-reduce goes along a double binary tree where that is faster.
+broadcast. A ring over several nodes leaves each node once, through one network adapter for each rank of the group on
+the node. So where g ranks share a node, a rank sends 1/g of its bytes over the network and the rest within the node.
+Both transfers overlap, and the slower one decides. A small all-reduce uses a double binary tree where that is faster.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from zeroir.errors import UserError
 
 
 class Wire(StrEnum):
-    """What bytes between ranks travel over."""
+    """The link that bytes between two ranks take."""
 
     NODE_LINK = "node_link"
     NETWORK = "network"
@@ -28,7 +28,7 @@ class Wire(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ring:
-    """Where the ranks of a group stand: how many, on how many nodes, and the fewest and most on one of them."""
+    """The ranks of a group: how many there are, on how many nodes, and the fewest and most of them on one node."""
 
     ranks: int
     nodes: int
@@ -37,7 +37,7 @@ class Ring:
 
 
 def ring_of(ranks: Sequence[int], node_ranks: int) -> Ring:
-    """The ring of a group of ranks; rank r stands on node r // ``node_ranks``."""
+    """The ring of a group of ranks; rank r is on node r // ``node_ranks``."""
     counts = Counter(rank // node_ranks for rank in ranks)
     return Ring(
         ranks=len(ranks),
@@ -49,10 +49,11 @@ def ring_of(ranks: Sequence[int], node_ranks: int) -> Ring:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:
-    """What one collective asks of each of its ranks.
+    """The cost of one collective for each of its ranks.
 
-    ``seconds`` = ``latency_s`` + ``transfer_s`` when nothing else uses the wires. ``bytes_by_wire`` are what a rank
-    sends, and ``demand_by_wire`` is how much of each wire's bandwidth that takes meanwhile, at most 1.
+    ``seconds`` = ``latency_s`` + ``transfer_s`` when nothing else uses the wires. ``bytes_by_wire`` are the bytes that
+    a rank sends, and ``demand_by_wire`` is the share of each wire's bandwidth that they take during ``transfer_s``, at
+    most 1.
     """
 
     latency_s: float
@@ -63,12 +64,12 @@ class Transfer:
 
     @property
     def seconds(self) -> float:
-        """From the moment at which the last rank has come."""
+        """Seconds from the arrival of the last rank."""
         return self.latency_s + self.transfer_s
 
 
 def transfer(machine: Machine, kind: CollectiveKind, ring: Ring, payload_bytes: int) -> Transfer:
-    """What a collective over the ring takes; ``payload_bytes`` are those of the full buffers.
+    """The cost of a collective over the ring; ``payload_bytes`` are those of the full buffers.
 
     Raises:
         UserError: where the ring leaves a node of a machine without a network.
@@ -76,8 +77,8 @@ def transfer(machine: Machine, kind: CollectiveKind, ring: Ring, payload_bytes: 
     sent = _sent_bytes(kind, ring.ranks, payload_bytes)
     measured = _measured(machine, kind, ring)
     if ring.ranks == 1:
-        # One rank only copies, which is a read and a write.
-        latency_s, transfer_s = 0.0, 2 * payload_bytes / machine.memory.reached_bytes_per_s
+        # A single rank copies: one read and one write.
+        latency_s, transfer_s = 0.0, 2 * payload_bytes / machine.memory.achieved_bytes_per_s
         if measured is not None:
             latency_s, transfer_s = measured.alpha_s, measured.beta_s_per_byte * payload_bytes
         return Transfer(
@@ -89,7 +90,7 @@ def transfer(machine: Machine, kind: CollectiveKind, ring: Ring, payload_bytes: 
         )
     bytes_by_wire = _bytes_by_wire(ring, sent)
     busy = {
-        wire: count / _link(machine, wire).reached_bytes_per_s
+        wire: count / _link(machine, wire).achieved_bytes_per_s
         for wire, count in bytes_by_wire.items()
     }
     latency_s, transfer_s = _latency_s(machine, kind, ring), max(busy.values())
@@ -125,14 +126,14 @@ def _bytes_by_wire(ring: Ring, sent: float) -> Mapping[Wire, float]:
     """The bytes of the rank that sends most over each wire."""
     if ring.nodes == 1:
         return {Wire.NODE_LINK: sent}
-    found = {Wire.NETWORK: sent / ring.fewest}
+    bytes_by_wire = {Wire.NETWORK: sent / ring.fewest}
     if ring.most > 1:
-        found[Wire.NODE_LINK] = sent * (ring.most - 1) / ring.most
-    return found
+        bytes_by_wire[Wire.NODE_LINK] = sent * (ring.most - 1) / ring.most
+    return bytes_by_wire
 
 
 def _latency_s(machine: Machine, kind: CollectiveKind, ring: Ring) -> float:
-    """Until the first byte has come all the way around."""
+    """Seconds in which the first byte travels once around the ring."""
     inside, between = ring.ranks - ring.nodes, ring.nodes - 1
     once = inside * machine.node_link.latency_s.value
     if between:
@@ -141,7 +142,7 @@ def _latency_s(machine: Machine, kind: CollectiveKind, ring: Ring) -> float:
 
 
 def _tree_latency_s(machine: Machine, ring: Ring) -> float:
-    """Up and down a tree."""
+    """Seconds up and down a tree."""
     once = math.ceil(math.log2(ring.most)) * machine.node_link.latency_s.value
     if ring.nodes > 1:
         once += math.ceil(math.log2(ring.nodes)) * _link(machine, Wire.NETWORK).latency_s.value
@@ -160,7 +161,7 @@ def _link(machine: Machine, wire: Wire) -> Link:
 
 
 def _measured(machine: Machine, kind: CollectiveKind, ring: Ring) -> MeasuredCollective | None:
-    for found in machine.collectives:
-        if (found.kind, found.ranks, found.nodes) == (kind, ring.ranks, ring.nodes):
-            return found
+    for measured in machine.collectives:
+        if (measured.kind, measured.ranks, measured.nodes) == (kind, ring.ranks, ring.nodes):
+            return measured
     return None

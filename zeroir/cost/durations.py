@@ -56,7 +56,7 @@ def segment_cost(segment: Segment, machine: Machine) -> SegmentCost:
         dtype = _dtype(node, types)
         flops[dtype] = flops.get(dtype, 0) + node.flops
         arithmetic_s = node.flops / machine.compute.flops_per_s(dtype)
-        traffic_s = node_bytes(node, types) / machine.memory.reached_bytes_per_s
+        traffic_s = node_bytes(node, types) / machine.memory.achieved_bytes_per_s
         seconds += max(arithmetic_s, traffic_s) + machine.compute.kernel_launch_s.value
     # The digest is as much work as all of the above, so it is only asked for where something was measured.
     measured = machine.segments.get(segment.digest()) if machine.segments else None
@@ -154,7 +154,7 @@ class Durations:
                 return self._elementwise_s(op)
             case ops.ToHost() | ops.ToDevice():
                 link = machine.host_link
-                return link.latency_s.value + self._bytes(op.source) / link.reached_bytes_per_s
+                return link.latency_s.value + self._bytes(op.source) / link.achieved_bytes_per_s
             case ops.Load():
                 disk = machine.disk
                 return disk.latency_s.value + self._bytes(op.source) / disk.read_bytes_per_s.value
@@ -189,7 +189,7 @@ class Durations:
         match executor:
             case Executor.DEVICE:
                 launch_s = machine.compute.kernel_launch_s.value
-                return launch_s + traffic_bytes / machine.memory.reached_bytes_per_s
+                return launch_s + traffic_bytes / machine.memory.achieved_bytes_per_s
             case Executor.HOST | Executor.DISK:
                 return traffic_bytes / machine.host.bytes_per_s.value
             case _:

@@ -1,8 +1,8 @@
-"""What training takes, from a few numbers and without a model: memory, communication, activations.
+"""An estimate of the memory, communication and activations of training, from a few numbers and without a model.
 
 Model states and communication follow the ZeRO paper (Rajbhandari et al. 2020, §3.1, §5 and §7), activations
-Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", §4. A program knows all of
-this exactly, so that an estimate is for before there is one.
+Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", §4. A compiled program has
+exact figures; an estimate serves before there is one.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ STAGES: Final = (0, 1, 2, 3)
 COMMUNICATED_PER_PARAMETER: Final = {0: 2, 1: 2, 2: 2, 3: 3}
 """Elements that a rank sends in a step for each parameter, times (N-1)/N on a ring, by stage.
 
-Reducing everywhere is a reduce-scatter and an all-gather, of Ψ each; stage 3 gathers the parameters twice.
+An all-reduce is a reduce-scatter and an all-gather, of Ψ each; stage 3 gathers the parameters twice.
 """
 
 _STATE_BYTES: Final = 4
 _UNITS_HELD: Final = 2
-"""Units whose parameters are gathered, and whose gradients are whole, at once: the compiler's defaults."""
+"""Units with gathered parameters, and units with full gradients, at once: the defaults of the compiler."""
 
 
 class EstimateOptions(BaseModel):
-    """What an estimate starts from. The descriptions are the command line's help."""
+    """The input of an estimate. The descriptions are the help of the command line."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -87,7 +87,7 @@ class EstimateOptions(BaseModel):
 def states_per_parameter(optimizer: Optimizer) -> tuple[int, int]:
     """The fewest and the most FP32 numbers that an optimizer keeps for each parameter.
 
-    Adafactor keeps the first moment, and of the second only the sums of rows and columns, which hardly count. Shampoo
+    Adafactor keeps the first moment, and of the second only the sums of rows and columns, which are negligible. Shampoo
     keeps, of an m × n parameter, m × m and n × n statistics, and besides these their roots, a moment and a diagonal
     accumulator where an implementation has them; the numbers are those of square parameters.
     """
@@ -107,7 +107,7 @@ def states_per_parameter(optimizer: Optimizer) -> tuple[int, int]:
 
 
 def optimizer_bytes_per_parameter(options: EstimateOptions) -> int:
-    """K of the ZeRO paper: the bytes that the optimizer keeps for each parameter, master weights included."""
+    """K of the ZeRO paper: bytes of optimizer state for each parameter, master weights included."""
     numbers = states_per_parameter(options.optimizer)[1]
     is_low = options.itemsize_bytes < _STATE_BYTES
     if is_low and options.master and options.optimizer != "adam-fp32-master":
@@ -119,10 +119,10 @@ def optimizer_bytes_per_parameter(options: EstimateOptions) -> int:
 class StageEstimate:
     """Bytes of one rank at a stage.
 
-    ``gathered_bytes`` (stage 3) and ``gradients_in_flight_bytes`` (stages 2 and 3) are whole units beside the shards;
-    they are None where the number of layers is unknown. ``host_bytes`` is what offloading moves to the host, which the
-    others do not count, and ``moved_bytes`` what a step copies between the two for that. ``sent_bytes`` is what a rank
-    sends on a ring in a step.
+    ``gathered_bytes`` (stage 3) and ``gradients_in_flight_bytes`` (stages 2 and 3) are those of full units beside the
+    shards; they are None where the number of layers is unknown. ``host_bytes`` is offloaded to the host and in no other
+    figure; ``moved_bytes`` is copied between host and device in a step for it. ``sent_bytes`` is sent by a rank on a
+    ring in a step.
     """
 
     stage: int
@@ -139,22 +139,22 @@ class StageEstimate:
 
     @property
     def model_states_bytes(self) -> int:
-        """Parameters, gradients and the optimizer's, on the device."""
+        """Parameters, gradients and optimizer state on the device."""
         return self.params_bytes + self.gradients_bytes + self.optimizer_bytes
 
     @property
     def total_bytes(self) -> int:
-        """All that is known to be on the device."""
+        """All known bytes on the device."""
         unknown = (self.gathered_bytes, self.gradients_in_flight_bytes, self.activations_bytes)
         return self.model_states_bytes + sum(size for size in unknown if size is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activations:
-    """What a forward keeps for its backward, in bytes of one rank.
+    """Activations that a forward saves for its backward, in bytes of one rank.
 
-    ``layers_bytes`` is kept by all layers; ``recomputed_bytes`` is what one layer makes again while its backward runs;
-    ``outside_bytes`` is kept by the embedding, the last norm, and the logits, where the vocabulary is known.
+    All layers save ``layers_bytes``. One layer computes ``recomputed_bytes`` again for its backward. The embedding, the
+    last norm and the logits save ``outside_bytes``, where the vocabulary is known.
     """
 
     layers_bytes: int
@@ -163,13 +163,13 @@ class Activations:
 
     @property
     def total_bytes(self) -> int:
-        """All three."""
+        """The sum of all three."""
         return self.layers_bytes + self.recomputed_bytes + self.outside_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """What training with the options takes, stage by stage."""
+    """The estimate for the options, stage by stage."""
 
     options: EstimateOptions
     optimizer_bytes_per_parameter: int
@@ -179,12 +179,13 @@ class Estimate:
 
 
 def activation_bytes(options: EstimateOptions) -> Activations | None:
-    """Activations of a transformer's layers, of the published formula; None where its shape is unknown.
+    """Activations of the layers of a transformer by the published formula; None where its shape is unknown.
 
-    In 16 bits a layer keeps sbh (34 + 5 as/h) bytes, of which 2sbh are the masks of dropouts and as²b the mask of the
-    attention's, a byte an element; with attention that keeps no scores, 34 sbh; with recomputation its input, 2sbh.
-    Outside the layers, with a vocabulary of v: sbh for the mask of the embedding's dropout, 2sbh each for the input of
-    the last norm and of the output layer, and 4sbv for the FP32 logits.
+    In 16 bits a layer saves sbh (34 + 5 as/h) bytes. Of these, 2sbh are the masks of two dropouts and as²b the mask of
+    the dropout in attention, one byte an element. With attention that saves no scores a layer saves 34 sbh, and with
+    recomputation only its input, 2sbh. Outside the layers, with a vocabulary of v, are saved: sbh for the mask of the
+    dropout of the embedding, 2sbh each for the inputs of the last norm and of the output layer, and 4sbv for the FP32
+    logits.
     """
     if options.layers is None or options.hidden is None or options.seq is None:
         return None
@@ -205,7 +206,7 @@ def activation_bytes(options: EstimateOptions) -> Activations | None:
 
 
 def estimate(options: EstimateOptions) -> Estimate:
-    """What training takes at every stage."""
+    """The estimate at every stage."""
     activations = activation_bytes(options)
     return Estimate(
         options=options,
@@ -221,7 +222,7 @@ def _stage(stage: int, options: EstimateOptions, activations: Activations | None
     params = item * count / (ranks if stage >= 3 else 1)
     gradients = item * count / (ranks if stage >= 2 else 1)
     optimizer = optimizer_bytes_per_parameter(options) * count / (ranks if stage >= 1 else 1)
-    # What a rank updates: its gradients go to the host, and its new parameters come back.
+    # The gradients of the elements that a rank updates go to the host, and the new parameters come back.
     updated = item * count / (ranks if stage >= 1 else 1)
     host = moved = 0.0
     if options.offload != "none":

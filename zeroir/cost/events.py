@@ -1,8 +1,8 @@
-"""The event simulation: tasks begin when what they come after has ended, and collectives share their wires.
+"""The event simulation: a task begins when its predecessors have ended, and collectives share their wires.
 
-Time is in whole nanoseconds from the begin of the step. A collective begins once a rank of every class in its group
-has come to it; after its latency its bytes flow, at the rate that the busiest of its wires leaves it: where more is
-asked of a wire than it has, everything on it slows down alike. So a wire never carries more than it can.
+Time counts in whole nanoseconds from the beginning of the step. A collective begins once a rank of every class in its
+group has arrived at it. After its latency its bytes flow, at the rate that the busiest of its wires leaves it: where
+the demands on a wire exceed its bandwidth, all transfers on it slow down by the same factor.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from zeroir.cost.collectives import Wire
 from zeroir.cost.tasks import Task, followers
 
 _EPSILON_NS: Final = 1e-6
-"""What rounding may leave of a transfer that is over."""
+"""The remainder that rounding may leave of a finished transfer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """What a task takes by itself; ``demands`` are shares of the wires that its ``flow_ns`` take."""
+    """The duration of a task alone on its wires; ``demands`` are shares of their bandwidth during ``flow_ns``."""
 
     fixed_ns: int
     flow_ns: int = 0
@@ -33,10 +33,10 @@ class Timing:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Timeline:
-    """When the tasks of a class happen, by task: when each was ready, began its own work, and ended.
+    """The moments of the tasks of a class, by task: when each was ready, began its work, and ended.
 
-    Between ``begun_ns`` and ``end_ns`` it works; before, it waits for other ranks. ``cause`` is the class and the task
-    that it was last to wait for.
+    From ``ready_ns`` to ``begun_ns`` a task waits for other ranks. ``cause`` is the last predecessor to end: its class
+    and its number.
     """
 
     ready_ns: list[int]
@@ -55,7 +55,7 @@ class _Flow:
 
 
 class _Wires:
-    """What flows at the moment, and when the first of it is over."""
+    """The transfers that are under way, and the moment at which the first of them ends."""
 
     def __init__(self) -> None:
         self._flows: list[_Flow] = []
@@ -63,18 +63,18 @@ class _Wires:
         self.next_ns: int | None = None
 
     def add(self, flow: _Flow, now_ns: int) -> None:
-        """Another flow begins."""
+        """Begin a transfer."""
         self._advance(now_ns)
         self._flows.append(flow)
         self._share()
 
     def finished(self, now_ns: int) -> list[_Flow]:
-        """Take out the flows that are over."""
+        """Remove the finished transfers, and return them."""
         self._advance(now_ns)
-        over = [flow for flow in self._flows if flow.left_ns <= _EPSILON_NS]
+        finished = [flow for flow in self._flows if flow.left_ns <= _EPSILON_NS]
         self._flows = [flow for flow in self._flows if flow.left_ns > _EPSILON_NS]
         self._share()
-        return over
+        return finished
 
     def _advance(self, now_ns: int) -> None:
         for flow in self._flows:
@@ -82,15 +82,15 @@ class _Wires:
         self._now_ns = now_ns
 
     def _share(self) -> None:
-        asked: dict[tuple[int, Wire], float] = {}
+        demand: dict[tuple[int, Wire], float] = {}
         for flow in self._flows:
             for member in flow.members:
-                for wire, demand in flow.demands.items():
-                    asked[member, wire] = asked.get((member, wire), 0.0) + demand
+                for wire, share in flow.demands.items():
+                    demand[member, wire] = demand.get((member, wire), 0.0) + share
         ends: list[int] = []
         for flow in self._flows:
             busiest = max(
-                (asked[member, wire] for member in flow.members for wire in flow.demands),
+                (demand[member, wire] for member in flow.members for wire in flow.demands),
                 default=1.0,
             )
             flow.rate = 1 / max(1.0, busiest)
@@ -101,7 +101,7 @@ class _Wires:
 def run(
     tasks: Sequence[Task], classes: Sequence[RankClass], timings: Sequence[Sequence[Timing]]
 ) -> list[Timeline]:
-    """When every task happens, by class; ``timings`` are by class and task."""
+    """The timeline of each class; ``timings`` are by class and task."""
     return _Simulator(tasks, classes, timings).run()
 
 
@@ -117,7 +117,7 @@ class _Simulator:
         self._timings = timings
         self._followers = followers(tasks)
         self._missing = [[len(task.after) for task in tasks] for _ in classes]
-        self._lines = [
+        self._timelines = [
             Timeline(
                 ready_ns=[0] * len(tasks),
                 begun_ns=[0] * len(tasks),
@@ -128,15 +128,15 @@ class _Simulator:
         ]
         self._arrived: dict[tuple[tuple[int, ...], int], int] = {}
         self._wires = _Wires()
-        # (when, a number that keeps the order, the classes, the task, what flows then)
+        # (moment, a number that keeps the order of insertion, classes, task, transfer that begins then)
         self._queue: list[tuple[int, int, tuple[int, ...], int, _Flow | None]] = []
         self._pushed = 0
 
     def run(self) -> list[Timeline]:
-        for one in range(len(self._classes)):
+        for rank_class in range(len(self._classes)):
             for number, task in enumerate(self._tasks):
                 if not task.after:
-                    self._begin(one, number, 0)
+                    self._begin(rank_class, number, 0)
         while self._queue or self._wires.next_ns is not None:
             flow_ns = self._wires.next_ns
             if flow_ns is not None and (not self._queue or flow_ns <= self._queue[0][0]):
@@ -149,25 +149,26 @@ class _Simulator:
             else:
                 self._wires.add(begun, now_ns)
         if any(count for missing in self._missing for count in missing):
-            raise ValueError("a task comes after itself, or after one that never comes")
-        return self._lines
+            raise ValueError("a task waits for itself, or for one that never begins")
+        return self._timelines
 
-    def _begin(self, one: int, number: int, now_ns: int) -> None:
-        """All that a task of a class comes after has ended."""
-        timing, line = self._timings[one][number], self._lines[one]
-        line.ready_ns[number] = line.begun_ns[number] = now_ns
+    def _begin(self, rank_class: int, number: int, now_ns: int) -> None:
+        """Begin a task of a class, all of whose predecessors have ended."""
+        timing = self._timings[rank_class][number]
+        timeline = self._timelines[rank_class]
+        timeline.ready_ns[number] = timeline.begun_ns[number] = now_ns
         if timing.axis is None:
-            self._push(now_ns + timing.fixed_ns, (one,), number)
+            self._push(now_ns + timing.fixed_ns, (rank_class,), number)
             return
-        members = self._classes[one].peers[timing.axis]
+        members = self._classes[rank_class].peers[timing.axis]
         arrived = self._arrived.get((members, number), 0) + 1
         self._arrived[members, number] = arrived
         if arrived < len(members):
             return
-        # The last to come is what all the others waited for.
+        # All the others have waited for the last to arrive.
         for member in members:
-            self._lines[member].cause[number] = line.cause[number]
-            self._lines[member].begun_ns[number] = now_ns
+            self._timelines[member].cause[number] = timeline.cause[number]
+            self._timelines[member].begun_ns[number] = now_ns
         flow = _Flow(
             task=number, members=members, demands=timing.demands, left_ns=float(timing.flow_ns)
         )
@@ -181,13 +182,13 @@ class _Simulator:
         heapq.heappush(self._queue, (at_ns, self._pushed, members, number, flow))
 
     def _end(self, members: tuple[int, ...], number: int, now_ns: int) -> None:
-        for one in members:
-            self._lines[one].end_ns[number] = now_ns
-        for one in members:
-            missing = self._missing[one]
+        for rank_class in members:
+            self._timelines[rank_class].end_ns[number] = now_ns
+        for rank_class in members:
+            missing = self._missing[rank_class]
             for follower in self._followers[number]:
                 missing[follower] -= 1
-                # Ends come in the order of time, so the last of them is what the follower waited for.
+                # Tasks end in the order of time, so the last one to end is the cause.
                 if not missing[follower]:
-                    self._lines[one].cause[follower] = (one, number)
-                    self._begin(one, follower, now_ns)
+                    self._timelines[rank_class].cause[follower] = (rank_class, number)
+                    self._begin(rank_class, follower, now_ns)

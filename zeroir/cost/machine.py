@@ -1,9 +1,9 @@
-"""What a machine can do, as a TOML file says it: every figure with the source it comes from.
+"""The description of a machine in a TOML file: every figure with its source.
 
-Rates and sizes are those of one accelerator, which is one rank; a link's are those of one accelerator in one
-direction. A figure that nobody can look up says that it is an assumption. What a profile measured stands in the same
-file and takes the place of what would be computed: seconds of a segment by its digest, and the latency and the time
-per byte of a collective by its kind, its ranks and the nodes they are on, and of any other op by its name and stream.
+Rates and sizes are those of one accelerator, which is one rank; the rate of a link is that of one accelerator in one
+direction. A figure without a published source says that it is an assumption. The file also holds the measurements of a
+profile, which replace computed times: the seconds of a segment by its digest, and the latency and the time per byte of
+a collective by its kind, its ranks and their nodes, and of any other op by its name and stream.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from zeroir.ir.dtypes import DType
 CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "broadcast"]
 
 
-class _Model(BaseModel):
+class _Table(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class Figure(_Model):
-    """A number, in the unit that its name ends in, and where it comes from."""
+class Figure(_Table):
+    """A number and its source; the name of the key ends in its unit."""
 
     value: Annotated[float, Field(strict=True)]
     source: Annotated[str, Field(min_length=1)]
@@ -49,7 +49,7 @@ def _require(is_met: bool, expected: str, figure: Figure) -> Figure:
 
 
 _LONGEST_FILE: Final = 10_000_000
-"""In characters, of a machine file: one that was profiled has a line for every segment."""
+"""Most characters of a machine file: one with a profile has a line for every segment."""
 
 Positive = Annotated[
     Figure, AfterValidator(lambda figure: _require(figure.value > 0, "a value above 0", figure))
@@ -57,16 +57,14 @@ Positive = Annotated[
 Size = Annotated[
     Figure,
     AfterValidator(
-        lambda figure: _require(
-            0 < figure.value < math.inf, "a value above 0, and no infinite one", figure
-        )
+        lambda figure: _require(0 < figure.value < math.inf, "a finite value above 0", figure)
     ),
 ]
 NotNegative = Annotated[
     Figure,
     AfterValidator(
         lambda figure: _require(
-            0 <= figure.value < math.inf, "a value of at least 0, and no infinite one", figure
+            0 <= figure.value < math.inf, "a finite value of at least 0", figure
         )
     ),
 ]
@@ -86,8 +84,8 @@ Count = Annotated[
 ]
 
 
-class Compute(_Model):
-    """The arithmetic of an accelerator. ``fraction`` is what matrix products reach of the dense peak."""
+class Arithmetic(_Table):
+    """The arithmetic of an accelerator. ``fraction`` is the achieved share of the dense peak in matrix products."""
 
     fraction: Fraction
     kernel_launch_s: NotNegative
@@ -105,25 +103,25 @@ class Compute(_Model):
         return self.dense_flops_per_s.get(dtype, self.dense_flops_per_s[DType.F32]).value
 
     def flops_per_s(self, dtype: DType) -> float:
-        """What is reached of it."""
+        """The achieved FLOP/s of products of this dtype."""
         return self.peak_flops_per_s(dtype) * self.fraction.value
 
 
-class Memory(_Model):
-    """The memory of an accelerator. ``fraction`` is what kernels reach of its bandwidth."""
+class DeviceMemory(_Table):
+    """The memory of an accelerator. ``fraction`` is the share of its bandwidth that kernels achieve."""
 
     size_bytes: Size
     bytes_per_s: Positive
     fraction: Fraction
 
     @property
-    def reached_bytes_per_s(self) -> float:
+    def achieved_bytes_per_s(self) -> float:
         """Bytes read or written per second."""
         return self.bytes_per_s.value * self.fraction.value
 
 
-class Link(_Model):
-    """A way for bytes, of one accelerator and in one direction. ``fraction`` is what transfers reach of it."""
+class Link(_Table):
+    """A link of one accelerator, in one direction. ``fraction`` is the achieved share of its bandwidth."""
 
     name: str
     bytes_per_s: Positive
@@ -131,16 +129,16 @@ class Link(_Model):
     latency_s: NotNegative
 
     @property
-    def reached_bytes_per_s(self) -> float:
+    def achieved_bytes_per_s(self) -> float:
         """Bytes sent per second."""
         return self.bytes_per_s.value * self.fraction.value
 
 
-class Host(_Model):
-    """The side that issues ops, and carries out those of streams of the host.
+class Host(_Table):
+    """The host, which issues all ops and carries out those of its own streams.
 
-    ``issue_s`` passes between the issues of two ops. Where ``computes``, the thread that issues ops also carries out
-    those of the stream ``compute``, as on a CPU, so that nothing is issued meanwhile.
+    Issuing an op takes ``issue_s`` seconds. Where ``computes`` is true, the thread that issues ops also carries out
+    those of the stream ``compute``, as on a CPU, and issues nothing meanwhile.
     """
 
     bytes_per_s: Positive
@@ -148,24 +146,24 @@ class Host(_Model):
     computes: bool = False
 
 
-class Disk(_Model):
-    """The storage that ``load`` and ``store`` reach."""
+class Disk(_Table):
+    """The disk of a node, for ``load`` and ``store``."""
 
     read_bytes_per_s: Positive
     write_bytes_per_s: Positive
     latency_s: NotNegative
 
 
-class MeasuredSegment(_Model):
-    """What one call of a segment takes: its time, and the most bytes that it holds at once beside its buffers."""
+class MeasuredSegment(_Table):
+    """Measurements of one call of a segment: its seconds, and its peak workspace beside its buffers, in bytes."""
 
     seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)]
     workspace_bytes: Annotated[int, Field(ge=0)] | None = None
     source: Annotated[str, Field(min_length=1)]
 
 
-class MeasuredCollective(_Model):
-    """What a collective of ``ranks`` ranks on ``nodes`` nodes takes: alpha + beta × the bytes of its full buffer."""
+class MeasuredCollective(_Table):
+    """The time of a collective of ``ranks`` ranks on ``nodes`` nodes: alpha + beta × the bytes of its full buffer."""
 
     kind: CollectiveKind
     ranks: Annotated[int, Field(ge=1)]
@@ -175,8 +173,8 @@ class MeasuredCollective(_Model):
     source: Annotated[str, Field(min_length=1)]
 
 
-class MeasuredOp(_Model):
-    """What an op of a name takes on a stream: alpha + beta × the bytes that it reads and writes."""
+class MeasuredOp(_Table):
+    """The time of the ops of a name on a stream: alpha + beta × the bytes that an op reads and writes."""
 
     name: Annotated[str, Field(min_length=1)]
     stream: Annotated[str, Field(min_length=1)]
@@ -185,18 +183,18 @@ class MeasuredOp(_Model):
     source: Annotated[str, Field(min_length=1)]
 
 
-class Machine(_Model):
+class Machine(_Table):
     """See the module's docstring. A machine without ``network`` is a single node.
 
-    ``segments_scale`` is how many times as long as it is computed to take a segment takes that was not measured: so
-    those that a profile saw and those that it did not can be compared.
+    ``segments_scale`` is the factor by which the computed time of a segment without a measurement is multiplied. It
+    makes segments with and without a measurement comparable.
     """
 
     name: Annotated[str, Field(min_length=1)]
     accelerator: Annotated[str, Field(min_length=1)]
     accelerators_per_node: Count
-    compute: Compute
-    memory: Memory
+    compute: Arithmetic
+    memory: DeviceMemory
     node_link: Link
     network: Link | None = None
     host_link: Link
@@ -214,8 +212,8 @@ class Machine(_Model):
 
     @property
     def has_workspaces(self) -> bool:
-        """Whether a profile has measured what segments take beside their buffers."""
-        return any(one.workspace_bytes is not None for one in self.segments.values())
+        """Whether a profile has measured the workspace of segments."""
+        return any(segment.workspace_bytes is not None for segment in self.segments.values())
 
 
 def machine_names() -> tuple[str, ...]:
@@ -231,20 +229,20 @@ def machine_names() -> tuple[str, ...]:
 
 
 def load_machine(name: str | Path) -> Machine:
-    """A machine that zeroir describes, by its name, or one that a TOML file does, by its path.
+    """A machine by the name of its description in zeroir, or by the path of a TOML file.
 
     Raises:
-        UserError: where there is none, or the file does not describe one; it names the file, the key, and what is
-            expected.
+        UserError: where there is no such machine, or the file does not describe one; the message names the file, the
+            key, and the expected value.
     """
-    known = machine_names()
-    if isinstance(name, str) and name in known:
+    names = machine_names()
+    if isinstance(name, str) and name in names:
         file = resources.files("zeroir.cost") / "machines" / f"{name}.toml"
         return parse_machine(file.read_text(encoding="utf-8"), f"{name}.toml")
     path = Path(name)
     if path.suffix != ".toml" and not path.is_file():
         raise UserError(
-            f"There is no machine '{name}': choose {', '.join(known)}, or name a TOML file."
+            f"There is no machine '{name}': choose {', '.join(names)}, or name a TOML file."
         )
     try:
         with path.open(encoding="utf-8") as opened:
@@ -254,7 +252,9 @@ def load_machine(name: str | Path) -> Machine:
     except UnicodeDecodeError:
         raise UserError(f"The machine file {path} is no text: name a TOML file.") from None
     if len(text) > _LONGEST_FILE:
-        raise UserError(f"The machine file {path} is far too long: name a TOML file of a machine.")
+        raise UserError(
+            f"The machine file {path} is far too long: name a TOML file that describes a machine."
+        )
     return parse_machine(text, str(path))
 
 
@@ -267,10 +267,10 @@ def parse_machine(text: str, name: str) -> Machine:
     except RecursionError:
         raise UserError(f"The machine file {name} nests deeper than any machine does.") from None
     except ValidationError as error:
-        found = error.errors(include_url=False)
-        # A key that is misspelt is missing, too, and says more about the mistake.
-        unknown = [one for one in found if one["type"] == "extra_forbidden"]
-        raise UserError(_explained(name, [*unknown, *found][0])) from None
+        problems = error.errors(include_url=False)
+        # A misspelt key is also missing, and its own message says more.
+        unknown = [problem for problem in problems if problem["type"] == "extra_forbidden"]
+        raise UserError(_explained(name, [*unknown, *problems][0])) from None
 
 
 def _explained(name: str, first: ErrorDetails) -> str:
@@ -278,11 +278,9 @@ def _explained(name: str, first: ErrorDetails) -> str:
     expected = first["msg"].removeprefix("Input should be ")
     match first["type"]:
         case "missing":
-            return f"The machine file {name} has no '{key}': add it, as `dgx-h100` has it."
+            return f"The machine file {name} has no '{key}': add it, as in `dgx-h100`."
         case "extra_forbidden":
-            return (
-                f"The machine file {name} has a key '{key}' that means nothing here: take it out."
-            )
+            return f"The machine file {name} has an unknown key '{key}': remove it."
         case "model_type":
             return (
                 f"In the machine file {name}, '{key}' is {first['input']!r}, but should be a table; a figure is "
@@ -296,7 +294,7 @@ def _explained(name: str, first: ErrorDetails) -> str:
 
 
 def to_toml(machine: Machine) -> str:
-    """The text that ``parse_machine`` reads as this machine."""
+    """The machine as a TOML text; ``parse_machine`` reads it back."""
     plain = machine.model_dump(mode="json", exclude_none=True)
     lines: list[str] = []
     _write_table(lines, "", plain)

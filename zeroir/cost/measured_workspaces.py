@@ -1,4 +1,4 @@
-"""The memory of kernels as a profile measured it, in place of what is known of torch's own operators."""
+"""Workspaces of segments as a profile measured them, in place of the declared bounds."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from zeroir.workspace.segments import EAGER
 
 
 def with_measured_workspaces(program: Program, machine: Machine) -> Program:
-    """The program, whose segments declare what they took on this machine, as far as a profile has seen them.
+    """The program with the workspaces that a profile measured on this machine, for the segments that it ran.
 
-    That holds for the kernels that the profile ran, whichever they were.
+    The figures hold for the kernels that the profile ran, eager or Inductor.
     """
     if not machine.has_workspaces:
         return program
@@ -22,8 +22,8 @@ def with_measured_workspaces(program: Program, machine: Machine) -> Program:
 
 
 def _measured(segment: Segment, machine: Machine) -> Segment:
-    found = machine.segments.get(segment.digest())
-    if found is None or found.workspace_bytes is None:
+    measured = machine.segments.get(segment.digest())
+    if measured is None or measured.workspace_bytes is None:
         return segment
     others = (pair for pair in segment.workspace_bytes if pair[0] != EAGER)
-    return replace(segment, workspace_bytes=((EAGER, found.workspace_bytes), *others))
+    return replace(segment, workspace_bytes=((EAGER, measured.workspace_bytes), *others))

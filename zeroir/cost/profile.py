@@ -1,13 +1,13 @@
-"""A machine's figures from steps that were recorded on all ranks at once, such that a simulated step takes as long.
+"""The figures of a machine from recorded steps of all ranks: with them, a simulated step takes as long as a real one.
 
-What is measured is what the simulation asks for. On a CPU the host carries out the stream ``compute`` itself, so what
-lies between two of its ops is what issuing takes; ops of other streams have their threads, which take time to wake up,
-so that such an op lasts from when it could begin. So does a collective: ranks that come at different times wait for
-each other, which is part of what a step takes, and here all ranks stand for one another.
+The measurements are those that the simulation needs. On a CPU the host carries out the stream ``compute`` itself, so
+the gap between two of its ops is the time to issue the ops between them. Ops of other streams run on threads of their
+own, which take time to wake up, so the duration of such an op begins when it could have begun. The same holds for a
+collective: ranks that arrive at different times wait for each other, which is part of a step.
 
-Of the steps the middle half counts, by how long they took. These are averaged, op by op and then over ops that are
-alike: segments of one digest; collectives and other ops, from whose sizes alpha and beta are fitted. So the parts add
-up to the step in the middle, which they would not do if each were its own median.
+Of the steps, the middle half by duration counts. The durations are averaged op by op, and then over equal ops: segments
+of one digest, and collectives and other ops of one kind, from whose sizes alpha and beta are fitted. So the parts add
+up to the average step; medians of the parts would not.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ _Place = tuple[str, int]
 
 
 @dataclass(slots=True, kw_only=True)
-class _Seen:
-    """What an op is for a model of its time, and its seconds, one for each step and rank."""
+class _OpRecord:
+    """The recorded durations of one op in seconds, one for each step and rank, and what the model of its time needs."""
 
     kind: _Kind
     size_bytes: int
@@ -77,39 +77,39 @@ def measured_machine(
     name: str,
     workspaces: Mapping[str, int] = {},
 ) -> Machine:
-    """The machine ``base`` with what recorded steps of a program say of it, under another name.
+    """The machine ``base`` with the measurements of recorded steps of a program, under another name.
 
-    ``workspaces`` are the bytes that segments were seen to take beside their buffers, by digest.
+    ``workspaces`` are the measured workspaces of segments in bytes, by digest.
     """
     steps = typical(steps)
     issue_s = _issue_s(program, steps) if base.host.computes else None
-    seen = _seen(program, steps, base, issue_s)
-    points: dict[_Kind, list[_Seen]] = defaultdict(list)
-    for one in seen.values():
-        points[one.kind].append(one)
+    ops_by_kind: dict[_Kind, list[_OpRecord]] = defaultdict(list)
+    for durations in _recorded_durations(program, steps, base, issue_s).values():
+        ops_by_kind[durations.kind].append(durations)
     segments: dict[str, MeasuredSegment] = {}
     collectives: list[MeasuredCollective] = []
     others: list[MeasuredOp] = []
-    for kind, found in points.items():
-        means = [fmean(one.seconds) for one in found]
-        source = f"measured: {len(found)} ops of {len(steps)} steps"
+    for kind, equal_ops in ops_by_kind.items():
+        means = [fmean(durations.seconds) for durations in equal_ops]
+        sizes_bytes = [durations.size_bytes for durations in equal_ops]
+        source = f"measured: {len(equal_ops)} ops of {len(steps)} steps"
         match kind:
             case _OfSegment(digest):
                 segments[digest] = MeasuredSegment(
                     seconds=fmean(means), workspace_bytes=workspaces.get(digest), source=source
                 )
             case _OfOp(op, stream):
-                alpha_s, beta = fit([one.size_bytes for one in found], means)
+                alpha_s, beta = fit(sizes_bytes, means)
                 others.append(
                     MeasuredOp(
                         name=op, stream=stream, alpha_s=alpha_s, beta_s_per_byte=beta, source=source
                     )
                 )
-            case _OfCollective(called, ring):
-                alpha_s, beta = fit([one.size_bytes for one in found], means)
+            case _OfCollective(collective, ring):
+                alpha_s, beta = fit(sizes_bytes, means)
                 collectives.append(
                     MeasuredCollective(
-                        kind=called,
+                        kind=collective,
                         ranks=ring.ranks,
                         nodes=ring.nodes,
                         alpha_s=alpha_s,
@@ -130,7 +130,7 @@ def measured_machine(
             "segments_scale": _segments_scale(program, base, segments),
             "segments": {**base.segments, **segments},
             "collectives": (*collectives, *_not_in(base.collectives, collectives)),
-            "ops": (*others, *(one for one in base.ops if _key(one) not in map(_key, others))),
+            "ops": (*others, *(op for op in base.ops if _key(op) not in map(_key, others))),
         }
     )
 
@@ -138,25 +138,27 @@ def measured_machine(
 def _segments_scale(
     program: Program, base: Machine, measured: Mapping[str, MeasuredSegment]
 ) -> Figure | None:
-    """How many times as long as computed the segments of a program took, each once."""
+    """The measured time of the segments of a program, each counted once, relative to the computed time."""
     plain = base.model_copy(update={"segments": {}, "segments_scale": None})
-    computed_s = {one.digest(): segment_cost(one, plain).seconds for one in program.segments}
-    whole_s = sum(computed_s[digest] for digest in measured)
-    taken_s = sum(one.seconds for one in measured.values())
-    if not whole_s or not taken_s:
+    computed_s = {
+        segment.digest(): segment_cost(segment, plain).seconds for segment in program.segments
+    }
+    all_computed_s = sum(computed_s[digest] for digest in measured)
+    all_measured_s = sum(segment.seconds for segment in measured.values())
+    if not all_computed_s or not all_measured_s:
         return base.segments_scale
-    source = f"measured: of {len(measured)} segments, against what is computed for them"
-    return Figure(value=taken_s / whole_s, source=source)
+    source = f"measured: {len(measured)} segments, relative to their computed times"
+    return Figure(value=all_measured_s / all_computed_s, source=source)
 
 
 def typical(steps: Sequence[Step]) -> Sequence[Step]:
-    """The middle half of the steps, by how long they took from the first op to the last."""
-    order = sorted(steps, key=_lasted_ns)
+    """The middle half of the steps, by their durations from the first op to the last."""
+    order = sorted(steps, key=_duration_ns)
     skipped = len(order) // 4
     return order[skipped : len(order) - skipped]
 
 
-def _lasted_ns(step: Step) -> int:
+def _duration_ns(step: Step) -> int:
     spans = [span for rank in step for span in rank]
     return max(span.end_ns for span in spans) - min(span.start_ns for span in spans)
 
@@ -164,16 +166,20 @@ def _lasted_ns(step: Step) -> int:
 def _not_in(
     old: Sequence[MeasuredCollective], new: Sequence[MeasuredCollective]
 ) -> Iterator[MeasuredCollective]:
-    known = {(one.kind, one.ranks, one.nodes) for one in new}
-    return (one for one in old if (one.kind, one.ranks, one.nodes) not in known)
+    replaced = {(measured.kind, measured.ranks, measured.nodes) for measured in new}
+    return (
+        measured
+        for measured in old
+        if (measured.kind, measured.ranks, measured.nodes) not in replaced
+    )
 
 
-def _key(one: MeasuredOp) -> tuple[str, str]:
-    return one.name, one.stream
+def _key(op: MeasuredOp) -> tuple[str, str]:
+    return op.name, op.stream
 
 
 def fit(sizes_bytes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
-    """Alpha and beta, neither below 0, for which alpha + beta × bytes is nearest, by least squares."""
+    """The least-squares fit of alpha + beta × bytes, with neither below 0."""
     mean_s = max(fmean(seconds), 0.0)
     if len(set(sizes_bytes)) == 1:
         return mean_s, 0.0
@@ -186,32 +192,32 @@ def fit(sizes_bytes: Sequence[int], seconds: Sequence[float]) -> tuple[float, fl
 
 
 def _runs(program: Program, spans: Sequence[Span]) -> Iterator[tuple[Section, Mapping[int, Span]]]:
-    """The sections of a step in order, each time that they ran, with the span of every op."""
+    """The sections of a step in order, once for each time that they ran, with the span of every op."""
     by_place: dict[_Place, list[Span]] = defaultdict(list)
     for span in spans:
         by_place[span.section, span.index].append(span)
-    for found in by_place.values():
-        found.sort(key=lambda span: span.start_ns)
+    for spans_of_op in by_place.values():
+        spans_of_op.sort(key=lambda span: span.start_ns)
     for section in program.sections:
-        times = max((len(by_place[section.name, i]) for i in range(len(section.body))), default=0)
-        for time in range(times):
+        runs = max((len(by_place[section.name, i]) for i in range(len(section.body))), default=0)
+        for run in range(runs):
             yield (
                 section,
                 {
-                    index: by_place[section.name, index][time]
+                    index: by_place[section.name, index][run]
                     for index in range(len(section.body))
-                    if time < len(by_place[section.name, index])
+                    if run < len(by_place[section.name, index])
                 },
             )
 
 
 def _is_inline(op: ops.Op) -> bool:
-    """Whether the thread that issues ops carries it out."""
+    """Whether the thread that issues ops also carries this one out."""
     return effects(op).stream in (COMPUTE, HOST)
 
 
 def _issue_s(program: Program, steps: Sequence[Step]) -> float:
-    """What passes between two ops of the issuing thread, for each op that it issues meanwhile."""
+    """The gap between two ops of the issuing thread, divided by the number of ops that it issues in the gap."""
     gaps: dict[tuple[str, int, int], list[float]] = defaultdict(list)
     for step in steps:
         for spans in step:
@@ -225,14 +231,14 @@ def _issue_s(program: Program, steps: Sequence[Step]) -> float:
                         gaps[section.name, last, index].append(gap_ns / 1e9)
                     last = index
     count = sum(index - last for _, last, index in gaps)
-    total_s = sum(fmean(found) for found in gaps.values())
+    total_s = sum(fmean(gaps_s) for gaps_s in gaps.values())
     return max(total_s / count, 0.0) if count else 0.0
 
 
-def _seen(
+def _recorded_durations(
     program: Program, steps: Sequence[Step], base: Machine, issue_s: float | None
-) -> Mapping[_Place, _Seen]:
-    durations = Durations(program, base)
+) -> Mapping[_Place, _OpRecord]:
+    costs = Durations(program, base)
     rings = {
         comm.name: {
             rank: ring_of(group, base.node_ranks)
@@ -241,44 +247,45 @@ def _seen(
         }
         for comm in program.comms
     }
-    found: dict[_Place, _Seen] = {}
+    durations_by_place: dict[_Place, _OpRecord] = {}
     for step in steps:
         for rank, spans in enumerate(step):
             for section, index, ready_ns, span in _ready(program, spans, issue_s):
                 op, place = section.body[index], (section.name, index)
-                one = found.get(place)
-                if one is None:
-                    one = found[place] = _of(program, op, durations, rings, rank)
-                one.seconds.append(max(span.end_ns - ready_ns, 0) / 1e9)
-    return found
+                durations = durations_by_place.get(place)
+                if durations is None:
+                    durations = _no_durations(program, op, costs, rings, rank)
+                    durations_by_place[place] = durations
+                durations.seconds.append(max(span.end_ns - ready_ns, 0) / 1e9)
+    return durations_by_place
 
 
-def _of(
+def _no_durations(
     program: Program,
     op: ops.Op,
-    durations: Durations,
+    costs: Durations,
     rings: Mapping[str, Mapping[int, Ring]],
     rank: int,
-) -> _Seen:
-    """What an op is, of which nothing was seen yet."""
+) -> _OpRecord:
+    """The record of an op before its first duration."""
     match op:
         case ops.Collective():
             kind: _Kind = _OfCollective(collective_kind(op), rings[op.comm][rank])
-            return _Seen(kind=kind, size_bytes=sum(count for _, count in payloads(op, program)))
+            return _OpRecord(kind=kind, size_bytes=sum(size for _, size in payloads(op, program)))
         case ops.Compute():
             kind = _OfSegment(program.segment_by_name[op.segment].digest())
-            return _Seen(kind=kind, size_bytes=0)
+            return _OpRecord(kind=kind, size_bytes=0)
         case _:
             kind = _OfOp(ops.op_name(type(op)), effects(op).stream)
-            return _Seen(kind=kind, size_bytes=durations.traffic_bytes(op))
+            return _OpRecord(kind=kind, size_bytes=costs.traffic_bytes(op))
 
 
 def _ready(
     program: Program, spans: Sequence[Span], issue_s: float | None
 ) -> Iterator[tuple[Section, int, int, Span]]:
-    """Every op of a step with its span, and when all that it comes after had ended on its rank.
+    """Every op of a step with its span, and the moment at which its predecessors on its rank had ended.
 
-    Without ``issue_s`` a device's streams run by themselves, and an op is ready when it begins.
+    Without ``issue_s`` the streams of a device run by themselves, and an op is ready when it begins.
     """
     for section, by_index in _runs(program, spans):
         stream_end: dict[str, int] = {}
@@ -295,7 +302,7 @@ def _ready(
                 before_ns = max(
                     stream_end.get(effect.stream, 0), comm_end.get(effect.comm or "", 0)
                 )
-                # A thread may be at a wait before that is issued, and wakes up for anything else after that is.
+                # A thread may arrive at a wait before the wait is issued, and wakes up for any other op afterwards.
                 latest = max if isinstance(op, ops.Wait) else min
                 ready_ns = latest(ready_ns, max(issued_ns, before_ns))
             if isinstance(op, ops.Wait):

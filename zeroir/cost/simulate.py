@@ -1,7 +1,8 @@
-"""How long a step takes on a machine, and what it waits for: a program simulated without running it.
+"""How long a step takes on a machine, and what it waits for: a program is simulated without running it.
 
-The streams run as the program orders them, on one rank of each class of ranks that behave alike. What is predicted is
-as good as the machine's figures; nothing else that uses the machine is known, and neither is the allocator's time.
+The streams run in the order that the program gives them, on one rank of each class of ranks that behave alike. A
+prediction is as good as the machine's figures. It knows of no other load on the machine, and counts no time for the
+allocator.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from zeroir.cost.classes import RankClass, rank_classes
 from zeroir.cost.durations import Durations
 from zeroir.cost.events import Timeline, Timing, run
 from zeroir.cost.machine import Machine
-from zeroir.cost.tasks import Kind, Task, require_micro_steps, step_tasks
+from zeroir.cost.tasks import Task, TaskKind, require_micro_steps, step_tasks
 from zeroir.errors import UserError
 from zeroir.ir import ops
 from zeroir.ir.mesh import COMPUTE
@@ -23,16 +24,17 @@ from zeroir.ir.spans import Span
 
 _NS: Final = 1e9
 _LONGEST_S: Final = 1e9
-"""What an op takes at most, about thirty years; more is a mistake in what was given."""
+"""The longest duration of an op, about thirty years; a longer one comes from a mistake in the input."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClassResult:
-    """What one rank of a class does.
+    """The simulated step of one rank of a class.
 
-    ``spans`` are in program order; a collective's begins when its rank has come to it, a wait's when its stream has.
-    ``busy_s`` is by stream, without waiting for others. ``exposed_s`` is how long the stream ``compute`` does nothing
-    while a collective is under way. ``bytes_by_wire`` are sent by a rank, in one direction.
+    ``spans`` are in program order. The span of a collective begins when its rank arrives at it, and the span of a wait
+    when its stream does. ``busy_s`` is the working time by stream, without the time in which it waits for other ranks.
+    ``exposed_s`` is the time in which the stream ``compute`` does nothing while a collective is under way.
+    ``bytes_by_wire`` are the bytes that a rank sends, in one direction.
     """
 
     ranks: tuple[int, ...]
@@ -45,7 +47,7 @@ class ClassResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PathItem:
-    """One item of the critical path: an op, or the host's issuing it, on a rank of a class."""
+    """One item of the critical path, on a rank of a class: an op, or the time in which the host issues it."""
 
     section: str
     index: int
@@ -56,7 +58,7 @@ class PathItem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """Of how many distinct segments, and of how many distinct collectives, the machine has measurements."""
+    """The number of distinct segments and collectives that the machine has measurements of, and of all of them."""
 
     segments: int
     of_segments: int
@@ -68,9 +70,9 @@ class Measured:
 class Simulation:
     """A simulated step. ``classes`` are in the order of their first ranks.
 
-    The durations of ``critical_path``, in the order of time, add up to ``step_ns``: an op of it could not begin before
-    the one before it had ended. ``flops`` are a rank's, recomputation included. ``hfu`` relates the time that they take
-    at the dense peak to the step, and ``mfu`` that of the model's own, without recomputation.
+    ``critical_path`` is in the order of time, and its durations add up to ``step_ns``: each of its ops began as soon as
+    the one before it ended. ``flops`` are those of one rank, recomputation included. ``hfu`` is the time that they take
+    at the dense peak, as a fraction of the step; ``mfu`` is the same without recomputation.
     """
 
     machine: str
@@ -92,8 +94,8 @@ class Simulation:
 
     @property
     def exposed_s(self) -> float:
-        """Exposed communication of the class that has most of it."""
-        return max(one.exposed_s for one in self.classes)
+        """Seconds of exposed communication of the class with the most."""
+        return max(result.exposed_s for result in self.classes)
 
 
 def simulate(
@@ -104,14 +106,14 @@ def simulate(
     straggler: float | None = None,
     micro_steps: int | None = None,
 ) -> Simulation:
-    """Simulate a training step; with ``straggler``, rank 0's own work takes that many times as long.
+    """Simulate a training step. With ``straggler``, the work of rank 0 takes longer by this factor.
 
-    ``logical`` is the program before any pass: what is beyond its floating-point operations is recomputation. Without
-    it nothing is taken for that.
+    ``logical`` is the program before any pass: floating-point operations beyond its own are recomputation. Without it
+    no operation counts as recomputation.
 
     Raises:
-        UserError: where the machine is too small or endlessly slow, the program is not made for so many micro-steps,
-            or the factor is below 1.
+        UserError: where the machine is too small or endlessly slow, the program is not made for this number of
+            micro-steps, or the factor is below 1.
     """
     if straggler is not None and not 1 <= straggler < float("inf"):
         raise UserError(f"A straggler takes at least 1 times as long, and not {straggler}.")
@@ -123,10 +125,11 @@ def simulate(
     tasks = step_tasks(program, count, is_issuing=issue_ns > 0, host_computes=machine.host.computes)
     durations = Durations(program, machine)
     timings = [
-        _timings(program, tasks, durations, one, issue_ns, straggler or 1.0) for one in classes
+        _timings(program, tasks, durations, rank_class, issue_ns, straggler or 1.0)
+        for rank_class in classes
     ]
-    lines = run(tasks, classes, timings)
-    step_ns = max((end_ns for line in lines for end_ns in line.end_ns), default=0)
+    timelines = run(tasks, classes, timings)
+    step_ns = max((end_ns for timeline in timelines for end_ns in timeline.end_ns), default=0)
     flops, ideal_s = _flops(tasks, durations, machine)
     model_s = ideal_s
     if logical is not None:
@@ -139,10 +142,10 @@ def simulate(
         straggler=straggler or 1.0,
         step_ns=step_ns,
         classes=tuple(
-            _class_result(program, tasks, durations, one, line)
-            for one, line in zip(classes, lines, strict=True)
+            _class_result(program, tasks, durations, rank_class, timeline)
+            for rank_class, timeline in zip(classes, timelines, strict=True)
         ),
-        critical_path=_critical_path(tasks, lines),
+        critical_path=_critical_path(tasks, timelines),
         flops=flops,
         mfu=model_s * _NS / step_ns if step_ns else 0.0,
         hfu=ideal_s * _NS / step_ns if step_ns else 0.0,
@@ -167,33 +170,35 @@ def _timings(
     program: Program,
     tasks: Sequence[Task],
     durations: Durations,
-    one: RankClass,
+    rank_class: RankClass,
     issue_ns: int,
     straggler: float,
 ) -> list[Timing]:
-    slowdown = straggler if one.is_straggler else 1.0
-    known: dict[int, Timing] = {}
+    slowdown = straggler if rank_class.is_straggler else 1.0
+    timing_by_place: dict[tuple[str, int], Timing] = {}
     issue, nothing = Timing(fixed_ns=issue_ns), Timing(fixed_ns=0)
-    found: list[Timing] = []
+    timings: list[Timing] = []
     for task in tasks:
-        if task.op is None or task.kind is not Kind.RUN:
-            found.append(issue if task.kind is Kind.ISSUE else nothing)
+        if task.op is None or task.kind is not TaskKind.RUN:
+            timings.append(issue if task.kind is TaskKind.ISSUE else nothing)
             continue
-        # The same op runs in every micro-step.
-        timing = known.get(id(task.op))
+        # A section runs once for each micro-step, with the same timings.
+        place = task.section, task.index
+        timing = timing_by_place.get(place)
         if timing is None:
-            timing = known[id(task.op)] = _timing(program, task.op, durations, one, slowdown)
-        found.append(timing)
-    return found
+            timing = _timing(program, task.op, durations, rank_class, slowdown)
+            timing_by_place[place] = timing
+        timings.append(timing)
+    return timings
 
 
 def _timing(
-    program: Program, op: ops.Op, durations: Durations, one: RankClass, slowdown: float
+    program: Program, op: ops.Op, durations: Durations, rank_class: RankClass, slowdown: float
 ) -> Timing:
     if not isinstance(op, ops.Collective):
         return Timing(fixed_ns=_ns(durations.seconds(op) * slowdown))
     axis = program.comm_by_name[op.comm].axis
-    transfer = durations.collective(op, one.rings[axis])
+    transfer = durations.collective(op, rank_class.rings[axis])
     return Timing(
         fixed_ns=_ns(transfer.latency_s),
         flow_ns=_ns(transfer.transfer_s),
@@ -206,8 +211,8 @@ def _class_result(
     program: Program,
     tasks: Sequence[Task],
     durations: Durations,
-    one: RankClass,
-    line: Timeline,
+    rank_class: RankClass,
+    timeline: Timeline,
 ) -> ClassResult:
     spans: list[Span] = []
     busy_ns: dict[str, int] = {}
@@ -216,30 +221,30 @@ def _class_result(
     sent: dict[str, float] = {}
     for number, task in enumerate(tasks):
         op = task.op
-        if op is None or task.kind is not Kind.RUN:
+        if op is None or task.kind is not TaskKind.RUN:
             continue
         ready_ns, begun_ns, end_ns = (
-            line.ready_ns[number],
-            line.begun_ns[number],
-            line.end_ns[number],
+            timeline.ready_ns[number],
+            timeline.begun_ns[number],
+            timeline.end_ns[number],
         )
         start_ns = ready_ns
         if isinstance(op, ops.Wait):
-            # It holds its stream from when that has come to it.
-            start_ns = 0 if task.stream_before is None else line.end_ns[task.stream_before]
+            # A wait occupies its stream from the moment at which the stream arrives at it.
+            start_ns = 0 if task.stream_before is None else timeline.end_ns[task.stream_before]
         spans.append(Span(task.section, task.index, start_ns, end_ns))
         duration_ns = end_ns - begun_ns
         busy_ns[task.stream] = busy_ns.get(task.stream, 0) + duration_ns
         if isinstance(op, ops.Collective):
             communicating.append((ready_ns, end_ns))
-            ring = one.rings[program.comm_by_name[op.comm].axis]
+            ring = rank_class.rings[program.comm_by_name[op.comm].axis]
             for wire, count in durations.collective(op, ring).bytes_by_wire.items():
                 sent[wire.value] = sent.get(wire.value, 0.0) + count
         if task.stream == COMPUTE:
             working.append((begun_ns, end_ns))
     return ClassResult(
-        ranks=one.ranks,
-        is_straggler=one.is_straggler,
+        ranks=rank_class.ranks,
+        is_straggler=rank_class.is_straggler,
         spans=tuple(spans),
         busy_s={
             stream.name: busy_ns[stream.name] / _NS
@@ -252,7 +257,7 @@ def _class_result(
 
 
 def _outside_ns(intervals: Iterable[tuple[int, int]], others: Iterable[tuple[int, int]]) -> int:
-    """How much of the union of intervals lies outside the union of others."""
+    """The length of the first union of intervals, less its intersection with the second one."""
     marks = [(at, 0, step) for a, b in intervals for at, step in ((a, 1), (b, -1))]
     marks += [(at, 1, step) for a, b in others for at, step in ((a, 1), (b, -1))]
     open_counts = [0, 0]
@@ -265,38 +270,38 @@ def _outside_ns(intervals: Iterable[tuple[int, int]], others: Iterable[tuple[int
     return total
 
 
-def _critical_path(tasks: Sequence[Task], lines: Sequence[Timeline]) -> tuple[PathItem, ...]:
-    """Back from what ends last, always to what was waited for last; what takes no time is left out."""
+def _critical_path(tasks: Sequence[Task], timelines: Sequence[Timeline]) -> tuple[PathItem, ...]:
+    """The chain of causes that ends with the last task to end; tasks without a duration are left out."""
     latest = [
-        (line.end_ns[number], one, number)
-        for one, line in enumerate(lines)
+        (timeline.end_ns[number], rank_class, number)
+        for rank_class, timeline in enumerate(timelines)
         for number in range(len(tasks))
     ]
-    found: list[PathItem] = []
-    at = max(latest)[1:] if latest else None
-    while at is not None:
-        one, number = at
-        task, line = tasks[number], lines[one]
-        duration_ns = line.end_ns[number] - line.begun_ns[number]
+    backwards: list[PathItem] = []
+    cause = max(latest)[1:] if latest else None
+    while cause is not None:
+        rank_class, number = cause
+        task, timeline = tasks[number], timelines[rank_class]
+        duration_ns = timeline.end_ns[number] - timeline.begun_ns[number]
         if duration_ns:
-            found.append(
+            backwards.append(
                 PathItem(
                     section=task.section,
                     index=task.index,
-                    is_issue=task.kind is Kind.ISSUE,
-                    rank_class=one,
+                    is_issue=task.kind is TaskKind.ISSUE,
+                    rank_class=rank_class,
                     duration_ns=duration_ns,
                 )
             )
-        at = line.cause[number]
-    return tuple(reversed(found))
+        cause = timeline.cause[number]
+    return tuple(reversed(backwards))
 
 
 def _flops(tasks: Sequence[Task], durations: Durations, machine: Machine) -> tuple[int, float]:
-    """A rank's floating-point operations of a step, and the seconds that they take at the dense peak."""
+    """The floating-point operations of a rank in a step, and the seconds that they take at the dense peak."""
     total, ideal_s = 0, 0.0
     for task in tasks:
-        if task.kind is not Kind.RUN or not isinstance(task.op, ops.Compute):
+        if task.kind is not TaskKind.RUN or not isinstance(task.op, ops.Compute):
             continue
         for dtype, count in durations.segment(task.op.segment).flops.items():
             total += count

@@ -13,12 +13,13 @@ from enum import Enum, auto
 from zeroir.errors import UserError
 from zeroir.ir import ops
 from zeroir.ir.effects import effects
+from zeroir.ir.happens_before import Position, StreamClocks
 from zeroir.ir.mesh import COMPUTE, HOST
 from zeroir.ir.ops import Op
 from zeroir.ir.program import LAST_MICRO_STEP, MICRO_STEP, UPDATE, Program, Section
 
 
-class Kind(Enum):
+class TaskKind(Enum):
     """What a task is."""
 
     RUN = auto()
@@ -33,7 +34,7 @@ class Task:
     A joint has no op of its own and stands at the index after its section's last.
     """
 
-    kind: Kind
+    kind: TaskKind
     section: str
     index: int
     op: Op | None
@@ -66,36 +67,37 @@ def step_tasks(
     With ``is_issuing`` the host takes time to issue an op, and with ``host_computes`` it issues nothing while it
     carries out an op of the stream ``compute``, or waits at a joint.
     """
-    builder = _Builder(is_issuing=is_issuing, host_computes=host_computes)
+    tasks = _TaskList(program, is_issuing=is_issuing, host_computes=host_computes)
     names = [*[MICRO_STEP] * (micro_steps - 1), LAST_MICRO_STEP, UPDATE]
     sections = [program.section_by_name[name] for name in names if name in program.section_by_name]
     for number, section in enumerate(sections):
         if number:
-            builder.join(sections[number - 1])
+            tasks.join(sections[number - 1])
         for index, op in enumerate(section.body):
-            builder.add(section.name, index, op)
-    return builder.tasks
+            tasks.add(section.name, index, op)
+    return tasks.tasks
 
 
-class _Builder:
-    def __init__(self, *, is_issuing: bool, host_computes: bool) -> None:
+class _TaskList:
+    def __init__(self, program: Program, *, is_issuing: bool, host_computes: bool) -> None:
         self.tasks: list[Task] = []
         self._is_issuing = is_issuing
         self._host_computes = host_computes
-        self._on_stream: dict[str, list[int]] = {}
-        self._signals: dict[str, int] = {}
+        # A wait is a task as well, and one of the host is done by the host.
+        self._clocks = StreamClocks((*(stream.name for stream in program.streams), HOST))
+        self._on_stream: list[list[int]] = [[] for _ in self._clocks.numbers]
         self._on_comm: dict[str, int] = {}
         self._host: int | None = None
         self._joint: int | None = None
-        self._joined: set[str] = set()
+        self._joined: set[int] = set()
 
     def add(self, section: str, index: int, op: Op) -> None:
         """The next op of a section."""
         effect = effects(op)
-        stream = effect.stream
+        stream = self._clocks.numbers[effect.stream]
         if self._is_issuing:
             issue = Task(
-                kind=Kind.ISSUE,
+                kind=TaskKind.ISSUE,
                 section=section,
                 index=index,
                 op=op,
@@ -103,62 +105,54 @@ class _Builder:
                 after=_present(self._host),
             )
             self._host = self._append(issue)
-        own = self._on_stream.setdefault(stream, [])
+        own = self._on_stream[stream]
         before = own[-1] if own else None
         after = [before, self._host]
         if stream not in self._joined:
             # Later ops of the stream come after this one anyway.
             after.append(self._joint)
             self._joined.add(stream)
-        # An event that nothing has signalled belongs to the step before.
-        after += [self._signals.get(event) for event in effect.waits]
+        after += [self._task_at(self._clocks.signaller(event)) for event in effect.waits]
         if effect.comm is not None:
             after.append(self._on_comm.get(effect.comm))
         task = Task(
-            kind=Kind.RUN,
+            kind=TaskKind.RUN,
             section=section,
             index=index,
             op=op,
-            stream=stream,
+            stream=effect.stream,
             after=_present(*after),
             stream_before=before,
         )
         number = self._append(task)
         own.append(number)
-        for event in effect.signals:
-            self._signals[event] = number
+        for event in effect.waits:
+            self._clocks.wait(event, effect.stream)
+        self._clocks.issue(stream, *effect.signals)
         if effect.comm is not None:
             self._on_comm[effect.comm] = number
         is_waited_for_by_host = isinstance(op, ops.Wait) and op.on == HOST
-        if is_waited_for_by_host or (self._host_computes and stream == COMPUTE):
+        if is_waited_for_by_host or (self._host_computes and effect.stream == COMPUTE):
             self._host = number
 
     def join(self, section: Section) -> None:
         """The joint after a section: everything later comes after everything before, but for what is pending."""
-        pending = {self._signals.get(one.event) for one in section.exit.pending}
-        last: list[int] = []
-        for own in self._on_stream.values():
-            # A stream is done in order, so what stands for it is the op before the first that is pending.
-            first = next((at for at, task in enumerate(own) if task in pending), len(own))
-            last += own[:first][-1:]
-        if self._joint is not None:
-            last.append(self._joint)
+        last = self._clocks.join([pending.event for pending in section.exit.pending])
         task = Task(
-            kind=Kind.JOINT,
+            kind=TaskKind.JOINT,
             section=section.name,
             index=len(section.body),
             op=None,
             stream=HOST,
-            after=tuple(last),
+            after=_present(*map(self._task_at, last), self._joint),
         )
         self._joint = self._append(task)
         self._joined = set()
         if self._host_computes:
             self._host = self._joint
-        # What an event of the section before is called, another one may be called as well.
-        self._signals = {
-            event: number for event, number in self._signals.items() if number in pending
-        }
+
+    def _task_at(self, position: Position | None) -> int | None:
+        return None if position is None else self._on_stream[position.stream][position.place - 1]
 
     def _append(self, task: Task) -> int:
         self.tasks.append(task)
@@ -171,8 +165,8 @@ def _present(*numbers: int | None) -> tuple[int, ...]:
 
 def followers(tasks: Sequence[Task]) -> list[list[int]]:
     """For each task those that come right after it."""
-    found: list[list[int]] = [[] for _ in tasks]
+    followers_of: list[list[int]] = [[] for _ in tasks]
     for number, task in enumerate(tasks):
         for before in task.after:
-            found[before].append(number)
-    return found
+            followers_of[before].append(number)
+    return followers_of

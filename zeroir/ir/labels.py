@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import assert_never
 
 from zeroir.ir import ops
-from zeroir.ir.program import Program
+from zeroir.ir.program import OpPosition, Program
 
 
-def labels(program: Program) -> dict[int, str]:
-    """``section:index`` and a summary of every op, by the identity of the op."""
+def labels(program: Program) -> Mapping[OpPosition, str]:
+    """``section:index`` and a summary of every op, by the op's position."""
     return {
-        id(op): f"{section.name}:{index} {_summary(op)}"
-        for section in program.sections
-        for index, op in enumerate(section.body)
+        position: f"{position.section}:{position.index} {_summary(op)}"
+        for position, op in program.positioned_ops()
     }
 
 

@@ -1,8 +1,9 @@
 """A program: one SPMD training step for every rank of a mesh, as plain data.
 
-A program is header (mesh, communicators, streams), flats (where each parameter stands), buffers, segments, sections,
-the bindings to the outside world (inputs, module buffers, optimizer groups, loss), and how it came about (options,
-pass specs, fingerprint of the model). The order of every tuple is part of the program, and its text is canonical.
+A program is header (mesh, communicators, streams, bounds), flats (where each parameter stands), buffers, segments,
+sections, the bindings to the outside world (inputs, module buffers, optimizer groups, loss), and how it came about
+(options, pass specs, fingerprint of the model). The order of every tuple is part of the program, and its text is
+canonical.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Final
 
+from zeroir.ir.bounds import Bound
 from zeroir.ir.buffers import Buffer, Region
 from zeroir.ir.contents import Content
 from zeroir.ir.dtypes import DType
@@ -147,6 +149,17 @@ class State:
     pending: tuple[Pending, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class OpPosition:
+    """Where an op stands: the name of its section, and its index there.
+
+    It alone tells two ops apart. Equal ops occur more than once, and sections may share the object of an op.
+    """
+
+    section: str
+    index: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
     """A straight-line list of ops with its contract. Event names are unique within a section."""
@@ -156,6 +169,11 @@ class Section:
     body: tuple[Op, ...]
     exit: State = field(default_factory=State)
 
+    def positioned_ops(self) -> Iterator[tuple[OpPosition, Op]]:
+        """Every op with its position, in order."""
+        for index, op in enumerate(self.body):
+            yield OpPosition(self.name, index), op
+
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
@@ -164,6 +182,7 @@ class Program:
     mesh: Mesh
     comms: tuple[Communicator, ...] = ()
     streams: tuple[Stream, ...] = STREAMS
+    bounds: tuple[Bound, ...] = ()
     flats: tuple[Flat, ...] = ()
     buffers: tuple[Buffer, ...] = ()
     segments: tuple[Segment, ...] = ()
@@ -230,6 +249,11 @@ class Program:
         """Every op of every section, in order."""
         for section in self.sections:
             yield from section.body
+
+    def positioned_ops(self) -> Iterator[tuple[OpPosition, Op]]:
+        """Every op of every section with its position, in order."""
+        for section in self.sections:
+            yield from section.positioned_ops()
 
     @property
     def parameters_numel(self) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from zeroir.ir.program import OpPosition
+
 
 @dataclass(frozen=True, slots=True)
 class Span:
@@ -16,6 +18,11 @@ class Span:
     index: int
     start_ns: int
     end_ns: int
+
+    @property
+    def position(self) -> OpPosition:
+        """Where the op stands in the program."""
+        return OpPosition(self.section, self.index)
 
     @property
     def duration_ns(self) -> int:

@@ -1,7 +1,7 @@
 """When temporary buffers live, by happens-before: from the op that begins one to where each stream knows it ended.
 
-A stream may use the memory of a released buffer once it comes after the release: at once on the release's own stream,
-elsewhere from the wait on that tells it so. Program order alone says nothing, for streams run ahead or lag behind.
+A stream may use the memory of a released buffer once it comes after the release: the release's own stream at once,
+another stream from the wait that tells it so. Program order alone says nothing, for streams run ahead or lag behind.
 """
 
 from __future__ import annotations
@@ -10,12 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from zeroir.ir import ops
-from zeroir.ir.mesh import HOST
+from zeroir.ir.happens_before import StreamClocks
 from zeroir.ir.ops import Op
 from zeroir.ir.program import Program, Section
-
-Clock = list[int]
-"""For each stream of the program, how many of its ops are surely finished."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,17 +40,17 @@ class Lifetimes:
     @classmethod
     def of(cls, program: Program, has_scratch: Callable[[Op], bool] | None = None) -> Lifetimes:
         """Find them, and the lives of the scratch memory of those ops that have some."""
-        found = cls(
+        lifetimes = cls(
             free_from=[[] for _ in program.streams],
             stop=sum(len(section.body) + 2 for section in program.sections),
         )
         crossing = _pending_releases(program)
-        at = 0
+        start = 0
         for section in program.sections:
-            found.starts.append(at)
-            _Sweep(found, program, section, at, crossing).run(has_scratch)
-            at += len(section.body) + 2
-        return found
+            lifetimes.starts.append(start)
+            _Sweep(lifetimes, program, section, start, crossing).run(has_scratch)
+            start += len(section.body) + 2
+        return lifetimes
 
     def may_meet(self, a: int, b: int) -> bool:
         """Whether some order of ops that the program allows has both lives live at once."""
@@ -74,11 +71,11 @@ class Lifetimes:
 def _pending_releases(program: Program) -> Mapping[str, Sequence[str]]:
     """The buffers whose release signals an event that is pending at a joint: they live on until it is awaited."""
     pending = {p.event for section in program.sections for p in section.exit.pending}
-    found: dict[str, list[str]] = {}
+    buffers: dict[str, list[str]] = {}
     for op in program.ops() if pending else ():
         if isinstance(op, ops.Release) and op.event in pending:
-            found.setdefault(op.event, []).append(op.buffer)
-    return found
+            buffers.setdefault(op.event, []).append(op.buffer)
+    return buffers
 
 
 class _Sweep:
@@ -86,25 +83,23 @@ class _Sweep:
 
     def __init__(
         self,
-        found: Lifetimes,
+        lifetimes: Lifetimes,
         program: Program,
         section: Section,
         start: int,
         crossing: Mapping[str, Sequence[str]],
     ) -> None:
-        self.found = found
+        self.lifetimes = lifetimes
         self.section = section
         self.start = start
         self.stop = start + len(section.body) + 1
-        self.numbers = {stream.name: i for i, stream in enumerate(program.streams)}
-        self.count = count = len(self.numbers)
-        self.clocks: list[Clock] = [[0] * count for _ in range(count)]
-        self.events: dict[str, Clock] = {}
+        self.clocks = StreamClocks(stream.name for stream in program.streams)
+        width = len(program.streams)
         # Lives that ended, by the stream of their end, with that stream's count then; and for each pair of streams
-        # how many of them the one knows of.
-        self.ended: list[list[int]] = [[] for _ in range(count)]
-        self.counts: list[list[int]] = [[] for _ in range(count)]
-        self.known = [[0] * count for _ in range(count)]
+        # how many of them the first knows of.
+        self.ended: list[list[int]] = [[] for _ in range(width)]
+        self.counts: list[list[int]] = [[] for _ in range(width)]
+        self.known = [[0] * width for _ in range(width)]
         self.live: dict[str, int] = {}
         self.crossing = crossing
 
@@ -115,19 +110,19 @@ class _Sweep:
             + len(self.section.entry.live)
             + sum(map(len, self.crossing.values()))
         )
-        for free in self.found.free_from:
+        for free in self.lifetimes.free_from:
             free.extend([self.stop] * most)
         self._enter()
-        numbers, clocks, events, live = self.numbers, self.clocks, self.events, self.live
+        clocks, live, numbers = self.clocks, self.live, self.clocks.numbers
         moment = self.start
         for op in self.section.body:
             moment += 1
             if isinstance(op, ops.Wait):
-                self._wait(op, moment)
+                for stream, other, count in clocks.wait(op.waited, op.on):
+                    self._learn(stream, other, count, moment)
                 continue
             stream = numbers[op.stream]
-            clock = clocks[stream]
-            clock[stream] += 1
+            clocks.issue(stream, op.event)
             if isinstance(op, ops.Alloc):
                 if op.buffer not in live:
                     live[op.buffer] = self._begin(op.buffer, stream, moment)
@@ -136,54 +131,36 @@ class _Sweep:
                     self._end(live.pop(op.buffer), stream, moment)
             elif has_scratch is not None and has_scratch(op):
                 self._end(self._begin("", stream, moment), stream, moment)
-            if op.event is not None:
-                events[op.event] = clock.copy()
-        for free in self.found.free_from:
-            del free[len(self.found.buffers) :]
+        for free in self.lifetimes.free_from:
+            del free[len(self.lifetimes.buffers) :]
 
     def _enter(self) -> None:
         entry = self.section.entry
         for name in entry.live:
             self.live[name] = self._begin(name, 0, self.start)
         for pending in entry.pending:
-            stream = self.numbers[pending.stream]
-            self.clocks[stream][stream] += 1
-            # What a pending op comes after came before the joint, and so before everything here.
-            alone = [0] * self.count
-            alone[stream] = self.clocks[stream][stream]
-            self.events[pending.event] = alone
+            stream, _ = self.clocks.enter(pending)
             for name in self.crossing.get(pending.event, ()):
                 self._end(self._begin(name, stream, self.start), stream, self.start)
 
     def _begin(self, name: str, stream: int, moment: int) -> int:
-        found = self.found
-        found.buffers.append(name)
-        found.streams.append(stream)
-        found.firsts.append(moment)
-        found.lasts.append(self.stop)
-        return len(found.buffers) - 1
+        lifetimes = self.lifetimes
+        lifetimes.buffers.append(name)
+        lifetimes.streams.append(stream)
+        lifetimes.firsts.append(moment)
+        lifetimes.lasts.append(self.stop)
+        return len(lifetimes.buffers) - 1
 
     def _end(self, life: int, stream: int, moment: int) -> None:
-        self.found.lasts[life] = moment
-        self.found.free_from[stream][life] = moment + 1
+        self.lifetimes.lasts[life] = moment
+        self.lifetimes.free_from[stream][life] = moment + 1
         self.ended[stream].append(life)
-        self.counts[stream].append(self.clocks[stream][stream])
-
-    def _wait(self, op: ops.Wait, moment: int) -> None:
-        clock = self.events.get(op.waited)
-        if clock is None:
-            return
-        on = range(self.count) if op.on == HOST else (self.numbers[op.on],)
-        for stream in on:
-            own = self.clocks[stream]
-            for other, count in enumerate(clock):
-                if count > own[other] and other != stream:
-                    own[other] = count
-                    self._learn(stream, other, count, moment)
+        self.counts[stream].append(self.clocks.done[stream][stream])
 
     def _learn(self, stream: int, other: int, count: int, moment: int) -> None:
         """The stream comes after that many ops of the other from now on."""
-        ended, counts, free = self.ended[other], self.counts[other], self.found.free_from[stream]
+        ended, counts = self.ended[other], self.counts[other]
+        free = self.lifetimes.free_from[stream]
         at, number = self.known[stream][other], len(ended)
         while at < number and counts[at] <= count:
             free[ended[at]] = moment

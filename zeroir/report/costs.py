@@ -1,4 +1,4 @@
-"""Predictions as a person reads them in a terminal, and as a program does."""
+"""Simulations and estimates as tables for a terminal, and as JSON."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def format_seconds(seconds: float) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PathShare:
-    """All items of a critical path that are alike: how many, and their seconds together."""
+    """The items of one kind on a critical path: their number, and the sum of their seconds."""
 
     what: str
     count: int
@@ -36,7 +36,7 @@ class PathShare:
 
 
 def path_shares(program: Program, simulation: Simulation) -> list[PathShare]:
-    """The critical path by what its items are, the largest first."""
+    """The critical path by the kind of its items, the largest share first."""
     counts: dict[str, int] = {}
     total_ns: dict[str, int] = {}
     for item in simulation.critical_path:
@@ -52,7 +52,7 @@ def path_shares(program: Program, simulation: Simulation) -> list[PathShare]:
 
 def _what(program: Program, item: PathItem) -> str:
     if item.is_issue:
-        return "the host's issuing ops"
+        return "the host issues ops"
     op = program.section_by_name[item.section].body[item.index]
     match op:
         case ops.Compute():
@@ -64,7 +64,7 @@ def _what(program: Program, item: PathItem) -> str:
 
 
 def render_simulation(program: Program, simulation: Simulation) -> RenderableType:
-    """The step's time, what it is made of, and what bounds it."""
+    """The time of the step, its parts, and its critical path."""
     grid = _grid()
     grid.add_row("machine", f"{simulation.machine}, {counted(simulation.world_size, 'rank')}")
     steps = counted(simulation.micro_steps, "micro-step")
@@ -73,33 +73,36 @@ def render_simulation(program: Program, simulation: Simulation) -> RenderableTyp
     grid.add_row("exposed communication", _share(simulation.exposed_s, simulation.step_s))
     again = "" if simulation.hfu <= simulation.mfu else f", HFU {simulation.hfu:.1%}"
     grid.add_row("MFU", f"{simulation.mfu:.1%} of the dense peak{again}")
-    found = simulation.measured
-    if found.segments or found.collectives:
-        grid.add_row("measured", measured_words(found))
+    measured = simulation.measured
+    if measured.segments or measured.collectives:
+        grid.add_row("measured", measured_counts(measured))
     is_alone = len(simulation.classes) == 1
-    classes = [_class_table(one, simulation, is_alone=is_alone) for one in simulation.classes]
+    classes = [
+        _class_table(rank_class, simulation, is_alone=is_alone) for rank_class in simulation.classes
+    ]
     return _printed([grid, *classes, _path_table(program, simulation)])
 
 
-def measured_words(found: Measured) -> str:
-    """Of how many of a program's segments and collectives the machine has measurements."""
-    segments = counted(found.of_segments, "segment")
-    collectives = counted(found.of_collectives, "collective")
-    return f"{found.segments} of {segments}, {found.collectives} of {collectives}"
+def measured_counts(measured: Measured) -> str:
+    """The number of segments and collectives of a program that the machine has measurements of."""
+    segments = counted(measured.of_segments, "segment")
+    collectives = counted(measured.of_collectives, "collective")
+    return f"{measured.segments} of {segments}, {measured.collectives} of {collectives}"
 
 
-def _class_table(one: ClassResult, simulation: Simulation, *, is_alone: bool) -> Table:
+def _class_table(result: ClassResult, simulation: Simulation, *, is_alone: bool) -> Table:
+    first_rank = result.ranks[0]
     if is_alone:
-        who = "every rank"
-    elif one.is_straggler:
-        who = f"rank {one.ranks[0]}, the straggler"
+        title = "every rank"
+    elif result.is_straggler:
+        title = f"rank {first_rank}, the straggler"
     else:
-        others = len(one.ranks) - 1
-        who = f"rank {one.ranks[0]}" + (f", and {others:,} like it" if others else "")
-    table = _table(f"\n{who}", "stream", "busy")
-    for stream, busy_s in one.busy_s.items():
+        others = len(result.ranks) - 1
+        title = f"rank {first_rank}" + (f", and {others:,} like it" if others else "")
+    table = _table(f"\n{title}", "stream", "busy")
+    for stream, busy_s in result.busy_s.items():
         table.add_row(stream, _share(busy_s, simulation.step_s))
-    for wire, count in one.bytes_by_wire.items():
+    for wire, count in result.bytes_by_wire.items():
         table.add_row(f"over the {wire.replace('_', ' ')}", f"{format_bytes(round(count))} sent")
     return table
 
@@ -122,7 +125,7 @@ def _share(seconds: float, of: float) -> str:
 
 
 def simulation_json(program: Program, simulation: Simulation) -> dict[str, object]:
-    """All of it."""
+    """The whole simulation as plain data."""
     return {
         "machine": simulation.machine,
         "world_size": simulation.world_size,
@@ -136,14 +139,14 @@ def simulation_json(program: Program, simulation: Simulation) -> dict[str, objec
         "measured": asdict(simulation.measured),
         "classes": [
             {
-                "first_rank": one.ranks[0],
-                "ranks": len(one.ranks),
-                "is_straggler": one.is_straggler,
-                "busy_seconds": dict(one.busy_s),
-                "exposed_communication_seconds": one.exposed_s,
-                "bytes_sent_by_wire": dict(one.bytes_by_wire),
+                "first_rank": result.ranks[0],
+                "ranks": len(result.ranks),
+                "is_straggler": result.is_straggler,
+                "busy_seconds": dict(result.busy_s),
+                "exposed_communication_seconds": result.exposed_s,
+                "bytes_sent_by_wire": dict(result.bytes_by_wire),
             }
-            for one in simulation.classes
+            for result in simulation.classes
         ],
         "critical_path": [
             {
@@ -159,12 +162,12 @@ def simulation_json(program: Program, simulation: Simulation) -> dict[str, objec
 
 
 def render_estimate(estimate: Estimate) -> RenderableType:
-    """Memory and communication stage by stage, and the activations where the shape is known."""
+    """Memory and communication of every stage, and the activations where the shape is known."""
     options = estimate.options
     low, high = states_per_parameter(options.optimizer)
     per, optimizer = options.itemsize_bytes, estimate.optimizer_bytes_per_parameter
     states = f"{low}" if low == high else f"{low} to {high}"
-    # Beyond the optimizer's own numbers, which are at most that many, there is the master weight.
+    # Bytes beyond the states of the optimizer are those of the master weight.
     master = ", and the FP32 master weight" if optimizer > 4 * high else ""
     grid = _grid()
     grid.add_row("parameters", f"{options.params:,.0f}, {options.precision}")
@@ -198,7 +201,7 @@ def _states_table(estimate: Estimate) -> Table:
 
 
 def _beside_table(estimate: Estimate) -> Table:
-    """A table of its own: all columns in one are too wide for a terminal."""
+    """A second table: one table of all columns is too wide for a terminal."""
     has_units = estimate.options.layers is not None
     has_activations = estimate.activations is not None
     is_offloaded = estimate.options.offload != "none"
@@ -232,14 +235,14 @@ def _activations_grid(activations: Activations) -> Table:
     table = _table("\nactivations", "what", "size")
     table.add_row("kept by the layers", format_bytes(activations.layers_bytes))
     if activations.recomputed_bytes:
-        table.add_row("one layer, made again", format_bytes(activations.recomputed_bytes))
+        table.add_row("one layer, recomputed", format_bytes(activations.recomputed_bytes))
     if activations.outside_bytes:
         table.add_row("embedding and logits", format_bytes(activations.outside_bytes))
     return table
 
 
 def estimate_json(estimate: Estimate) -> dict[str, object]:
-    """All of it."""
+    """The whole estimate as plain data."""
     activations = estimate.activations
     return {
         "options": estimate.options.model_dump(),

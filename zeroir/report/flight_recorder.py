@@ -149,7 +149,7 @@ def _launches(program: Program) -> Iterator[_Launch]:
     """What every rank launches in one step, in the host's order: the program is the same for all."""
     names = labels(program)
     for section in step_sections(program):
-        for index, op in enumerate(section.body):
+        for position, op in section.positioned_ops():
             if not isinstance(op, ops.Collective):
                 continue
             for dtype, pairs in _by_dtype(program, op).items():
@@ -161,8 +161,8 @@ def _launches(program: Program) -> Iterator[_Launch]:
                     output_numels=tuple(
                         pair.destination.local_numel(program.mesh) for pair in pairs
                     ),
-                    label=names[id(op)],
-                    index=index,
+                    label=names[position],
+                    index=position.index,
                 )
 
 

@@ -5,14 +5,14 @@ Bold edges are the order of a stream, dashed ones events, thin ones the buffers 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import assert_never
 
 from zeroir.ir import ops
 from zeroir.ir.buffers import Region
 from zeroir.ir.effects import Effects, effects
 from zeroir.ir.labels import labels
-from zeroir.ir.program import Program, Section
+from zeroir.ir.program import OpPosition, Program, Section
 
 
 def dot(program: Program, *, section: str | None = None) -> str:
@@ -30,18 +30,18 @@ def dot(program: Program, *, section: str | None = None) -> str:
     return "\n".join([*lines, "}"]) + "\n"
 
 
-def _section(section: Section, number: int, names: dict[int, str]) -> Iterator[str]:
+def _section(section: Section, number: int, names: Mapping[OpPosition, str]) -> Iterator[str]:
     label = _quoted(section.name)
     yield f"subgraph cluster_{number} {{ label={label};"
     streams = list(dict.fromkeys(effects(op).stream for op in section.body))
     for at, stream in enumerate(streams):
         yield f"  subgraph cluster_{number}_{at} {{ label={_quoted(stream)}; style=dashed;"
         before: str | None = None
-        for index, op in enumerate(section.body):
+        for position, op in section.positioned_ops():
             if effects(op).stream != stream:
                 continue
-            node = _node(number, index)
-            yield f"    {node} [label={_quoted(names[id(op)])}, fillcolor={_quoted(_colour(op))}];"
+            node = _node(number, position.index)
+            yield f"    {node} [label={_quoted(names[position])}, fillcolor={_quoted(_colour(op))}];"
             if before is not None:
                 yield f"    {before} -> {node} [style=bold, weight=8];"
             before = node

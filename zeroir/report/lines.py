@@ -1,4 +1,4 @@
-"""Tables as they are printed: without blanks at the ends of lines."""
+"""Tables without trailing blanks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ UNBOUNDED_WIDTH = 10_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lines:
-    """A table without the blanks that rich puts after each line; as wide as it is, or folded to the console."""
+    """A table without the trailing blanks of rich; folded to the width of the console, or not at all."""
 
     table: Table
     is_foldable: bool

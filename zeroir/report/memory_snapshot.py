@@ -1,8 +1,8 @@
-"""A step's memory in the format of ``torch.cuda.memory._snapshot``, which https://pytorch.org/memory_viz draws.
+"""The memory of a step in the format of ``torch.cuda.memory._snapshot``, which https://pytorch.org/memory_viz draws.
 
-Every buffer is an allocation at the address that it has in the runtime's block of memory, with its role as category,
-and with its name and the line of the model that computes it as frames. Space by space: the viewer's device 0 is the
-device, and the host and the disk follow where the program keeps anything there.
+Every buffer is an allocation at its address in the memory block of the runtime. Its role is the category; its name and
+the line of the model that computes it are the frames. Each space is a device of the viewer: device 0 is the device, and
+the host and the disk follow where the program has buffers there.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from zeroir.report.step import step_sections
 
 _BASE: Final = 0x7F00_0000_0000
 _SPACE_BYTES: Final = 1 << 44
-"""Addresses of two spaces are this far apart, and all stay below 2^53, up to which JavaScript counts exactly."""
+"""The distance of the addresses of two spaces. All stay below 2^53, up to which JavaScript is exact."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Layout:
-    """Where the buffers of one space stand: the persistent ones, then those that come and go."""
+class _AddressMap:
+    """The addresses of the buffers of one space: first the persistent ones, then the arena of the temporary ones."""
 
     resting: int
     resting_bytes: int
@@ -37,64 +37,68 @@ class _Layout:
 
 
 def memory_snapshot(program: Program, *, source: str) -> dict[str, Plain]:
-    """The allocations and frees of one step in program order, and what is live after it.
+    """The allocations and frees of one step in program order, and the live buffers after it.
 
-    ``source`` is the program's file, which the frames name beside the model's.
+    ``source`` is the file of the program; the frames name it beside the file of the model.
     """
     spaces = [space for space in Space if any(b.space is space for b in program.buffers)]
     traces: list[Plain] = []
     segments: list[Plain] = []
     frames = _frames(program, source)
     for device, space in enumerate(spaces):
-        layout = _layout(program, space, device)
-        events, live = _trace(program, layout, frames)
+        address_map = _address_map(program, space, device)
+        events, live = _trace(program, address_map, frames)
         traces.append(events)
-        segments += _segments(layout, live, frames, device)
+        segments += _segments(address_map, live, frames, device)
     return {"segments": segments, "device_traces": traces}
 
 
-def _layout(program: Program, space: Space, device: int) -> _Layout:
+def _address_map(program: Program, space: Space, device: int) -> _AddressMap:
     placed = placements(program).get(space)
-    start = at = _BASE + device * _SPACE_BYTES
+    start = address = _BASE + device * _SPACE_BYTES
     addresses: dict[str, int] = {}
     for buffer in program.buffers:
         if buffer.space is space and buffer.is_persistent and buffer.size_bytes:
-            addresses[buffer.name] = at
-            at += rounded(buffer.size_bytes)
+            addresses[buffer.name] = address
+            address += rounded(buffer.size_bytes)
     if placed is not None:
-        sizes = program.buffer_by_name
-        addresses |= {n: at + o for n, o in placed.offsets.items() if sizes[n].size_bytes}
-    return _Layout(
+        buffers = program.buffer_by_name
+        addresses |= {
+            name: address + offset
+            for name, offset in placed.offsets.items()
+            if buffers[name].size_bytes
+        }
+    return _AddressMap(
         resting=start,
-        resting_bytes=at - start,
-        arena=at,
+        resting_bytes=address - start,
+        arena=address,
         arena_bytes=0 if placed is None else placed.size_bytes,
         addresses=addresses,
     )
 
 
 def _trace(
-    program: Program, layout: _Layout, frames: dict[str, list[Plain]]
+    program: Program, address_map: _AddressMap, frames: dict[str, list[Plain]]
 ) -> tuple[list[Plain], list[Buffer]]:
     """The events of one space, and the buffers that are live after them in the order of their addresses."""
     events: list[Plain] = []
     live: dict[str, Buffer] = {}
     for address, size in (
-        (layout.resting, layout.resting_bytes),
-        (layout.arena, layout.arena_bytes),
+        (address_map.resting, address_map.resting_bytes),
+        (address_map.arena, address_map.arena_bytes),
     ):
         if size:
             events.append(_event("segment_alloc", address, size, []))
 
     def begin(buffer: Buffer) -> None:
-        if buffer.name in layout.addresses and buffer.name not in live:
+        if buffer.name in address_map.addresses and buffer.name not in live:
             live[buffer.name] = buffer
-            events.append(_of("alloc", buffer, layout, frames))
+            events.append(_of("alloc", buffer, address_map, frames))
 
     def end(buffer: Buffer) -> None:
         if live.pop(buffer.name, None) is not None:
-            events.append(_of("free_requested", buffer, layout, frames))
-            events.append(_of("free_completed", buffer, layout, frames))
+            events.append(_of("free_requested", buffer, address_map, frames))
+            events.append(_of("free_completed", buffer, address_map, frames))
 
     sections = step_sections(program)
     for buffer in program.buffers:
@@ -109,15 +113,17 @@ def _trace(
                     end(program.buffer_by_name[op.buffer])
                 case _:
                     pass
-    # The viewer counts what has no category as unknown, and fails where that word never occurs.
+    # The viewer counts events without a category as unknown, and fails where no event has that category.
     events.append({**_event("snapshot", 0, 0, []), "category": "unknown"})
-    return events, sorted(live.values(), key=lambda buffer: layout.addresses[buffer.name])
+    return events, sorted(live.values(), key=lambda buffer: address_map.addresses[buffer.name])
 
 
 def _of(
-    action: str, buffer: Buffer, layout: _Layout, frames: dict[str, list[Plain]]
+    action: str, buffer: Buffer, address_map: _AddressMap, frames: dict[str, list[Plain]]
 ) -> dict[str, Plain]:
-    event = _event(action, layout.addresses[buffer.name], buffer.size_bytes, frames[buffer.name])
+    event = _event(
+        action, address_map.addresses[buffer.name], buffer.size_bytes, frames[buffer.name]
+    )
     return {**event, "category": buffer.role.value}
 
 
@@ -126,11 +132,14 @@ def _event(action: str, address: int, size: int, frames: Sequence[Plain]) -> dic
 
 
 def _segments(
-    layout: _Layout, live: Sequence[Buffer], frames: dict[str, list[Plain]], device: int
+    address_map: _AddressMap, live: Sequence[Buffer], frames: dict[str, list[Plain]], device: int
 ) -> Iterator[Plain]:
-    """The block of the persistent buffers and that of the others, each with what is live in it after the step."""
-    for start, size in ((layout.resting, layout.resting_bytes), (layout.arena, layout.arena_bytes)):
-        inside = [b for b in live if start <= layout.addresses[b.name] < start + size]
+    """The block of the persistent buffers and the arena, each with its live buffers after the step."""
+    for start, size in (
+        (address_map.resting, address_map.resting_bytes),
+        (address_map.arena, address_map.arena_bytes),
+    ):
+        inside = [b for b in live if start <= address_map.addresses[b.name] < start + size]
         active = sum(buffer.size_bytes for buffer in inside)
         if size:
             yield {
@@ -145,12 +154,12 @@ def _segments(
                 "segment_pool_id": (0, 0),
                 "is_expandable": False,
                 "frames": [],
-                "blocks": list(_blocks(layout, inside, frames, start, size)),
+                "blocks": list(_blocks(address_map, inside, frames, start, size)),
             }
 
 
 def _blocks(
-    layout: _Layout,
+    address_map: _AddressMap,
     inside: Sequence[Buffer],
     frames: dict[str, list[Plain]],
     start: int,
@@ -159,7 +168,7 @@ def _blocks(
     """Blocks that cover a segment: live ones, and the gaps between them."""
     at = start
     for buffer in inside:
-        address = layout.addresses[buffer.name]
+        address = address_map.addresses[buffer.name]
         if address > at:
             yield _block(at, address - at, "inactive", [])
         yield _block(address, buffer.size_bytes, "active_allocated", frames[buffer.name])
@@ -182,15 +191,15 @@ def _block(address: int, size: int, state: str, frames: Sequence[Plain]) -> Plai
 def _frames(program: Program, source: str) -> dict[str, list[Plain]]:
     """For every buffer its name and role in the program, and the line of the model that computes it."""
     lines = buffer_sources(program)
-    found: dict[str, list[Plain]] = {}
+    frames: dict[str, list[Plain]] = {}
     for number, buffer in enumerate(program.buffers):
         frame: Plain = {
             "name": f"{buffer.role} %{buffer.name}",
             "filename": Path(source).name,
             "line": number,
         }
-        found[buffer.name] = [frame]
+        frames[buffer.name] = [frame]
         if buffer.name in lines:
             name, line = split_source(lines[buffer.name])
-            found[buffer.name].append({"name": "computed", "filename": name, "line": line})
-    return found
+            frames[buffer.name].append({"name": "computed", "filename": name, "line": line})
+    return frames

@@ -1,4 +1,4 @@
-"""How quantities and long lists are spelled for people."""
+"""Quantities and long lists as text."""
 
 from __future__ import annotations
 
@@ -36,5 +36,5 @@ def counted(count: int, noun: str, plural: str | None = None) -> str:
 
 
 def shortened(names: Sequence[str]) -> list[str]:
-    """The names, or of many the first three and the last two with … in between."""
+    """The names; of more than six the first three, an ellipsis, and the last two."""
     return list(names) if len(names) <= 6 else [*names[:3], "…", *names[-2:]]

@@ -1,4 +1,4 @@
-"""Where the bytes of a buffer come from: the line of the model that computes them."""
+"""The lines of the model that compute the buffers and ops of a program."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from zeroir.ir.segment import Segment
 
 
 def buffer_sources(program: Program) -> dict[str, str]:
-    """``file:line`` of the model for every buffer that a segment is the first to write, where the trace knows it."""
-    found: dict[str, str] = {}
+    """``file:line`` of the model for every buffer that a segment writes first, where the trace recorded it."""
+    sources: dict[str, str] = {}
     for op in program.ops():
         if not isinstance(op, ops.Compute):
             continue
@@ -17,12 +17,12 @@ def buffer_sources(program: Program) -> dict[str, str]:
         for value, destination in zip(segment.outputs, op.destinations, strict=True):
             source = "" if destination is None else _source(segment, value)
             if destination is not None and source:
-                found.setdefault(destination.view.region.buffer, source)
-    return found
+                sources.setdefault(destination.view.region.buffer, source)
+    return sources
 
 
 def op_source(program: Program, op: ops.Op) -> str:
-    """``file:line`` of the model that a compute op comes from: of its last node that has one."""
+    """``file:line`` of the model for a compute op: that of its last node with one."""
     if not isinstance(op, ops.Compute):
         return ""
     nodes = program.segment_by_name[op.segment].nodes
@@ -30,15 +30,15 @@ def op_source(program: Program, op: ops.Op) -> str:
 
 
 def _source(segment: Segment, value: int) -> str:
-    """The source of the node that yields a value, or of the nearest before it that has one."""
+    """The source of the node that yields a value, or of the nearest node before it with a source."""
     first = len(segment.inputs)
-    found = ""
+    source = ""
     for node in segment.nodes:
         if value < first:
             break
-        found = node.source or found
+        source = node.source or source
         first += len(node.results)
-    return found
+    return source
 
 
 def split_source(source: str) -> tuple[str, int]:

@@ -1,4 +1,4 @@
-"""What each pass did to a program: run again from the logical program, which an artefact keeps."""
+"""The changes that each pass made to a program: the passes run again on the logical program of the artefact."""
 
 from __future__ import annotations
 
@@ -18,12 +18,11 @@ from zeroir.workspace.segments import corrected
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassRow:
-    """A program after a pass, and how it differs from the one before.
+    """A program after a pass, and its differences from the program before.
 
-    Number 0 is the logical program, whose ``spec`` is empty. ``added`` and ``removed`` count ops by keyword, as far as
-    there are more or fewer of them than before; an op that only moves counts in neither. ``wire_bytes`` are those of
-    the full buffers that collectives handle in a step, an all_reduce's twice; ``peak_bytes`` those of the device's
-    buffers on one rank.
+    Number 0 is the logical program, with an empty ``spec``. ``added`` and ``removed`` count ops by keyword; an op that
+    only moves counts in neither. ``wire_bytes`` are those of the full buffers that collectives handle in a step, twice
+    for an all_reduce; ``peak_bytes`` are those of the buffers on the device of one rank.
     """
 
     number: int
@@ -39,16 +38,16 @@ def programs_after_passes(logical: Program, scheduled: Program) -> list[Program]
     """The logical program and the program after each pass, the last of which is the scheduled one.
 
     Raises:
-        UserError: where the passes of this version of zeroir make something else of it.
+        UserError: where the passes of this version of zeroir make another program of it.
     """
     programs = [replace(logical, options=scheduled.options)]
     for spec in scheduled.passes:
         programs.append(apply(parse_spec(spec), programs[-1]))
-    # An older version may have known less of the memory that segments take.
+    # An older version may have declared other workspaces for its segments.
     if programs[-1] != corrected(scheduled):
         raise UserError(
-            "The passes of this version of zeroir make another program of the same model, so what they did cannot be "
-            "told; compile the model again."
+            "The passes of this version of zeroir make another program of the same model, so their changes cannot be "
+            "shown; compile the model again."
         )
     return programs
 

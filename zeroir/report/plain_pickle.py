@@ -1,12 +1,12 @@
-"""Plain data as a pickle, for viewers of PyTorch's that read nothing else.
+"""Plain data as a pickle, for the viewers of PyTorch that read no other format.
 
-zeroir never reads a pickle: this module writes some, and they hold nothing but the types below, so that reading them
-names no class and runs no code. Protocol 4 is the newest that the memory viewer knows.
+zeroir never reads a pickle. The pickles that this module writes hold only the types below, so that a reader loads no
+class and runs no code. Protocol 4 is the newest that the memory viewer reads.
 """
 
 from __future__ import annotations
 
-import pickle  # noqa: TID251  writing alone, and only what ``_plain`` lets through
+import pickle  # noqa: TID251  for writing only, after ``_plain``
 from collections.abc import Mapping, Sequence
 from typing import Final, assert_never
 

@@ -1,4 +1,4 @@
-"""Programs and proofs as a person reads them in a terminal."""
+"""Programs and proofs as tables for a terminal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zeroir.ir.traffic import COLLECTIVE_KEYS, on_the_wire
 from zeroir.report.lines import UNBOUNDED_WIDTH, Lines
 from zeroir.report.names import counted, format_bytes, format_flops, shortened
 from zeroir.report.schedule import Fold, Row, fold, schedule
-from zeroir.report.summary import Summary, Temporary
+from zeroir.report.summary import Summary, TemporaryBytes
 from zeroir.verify import PROVED, Report
 from zeroir.verify.explain import CODES
 
@@ -36,7 +36,7 @@ _OP_STYLES = {
 
 
 def render_text(summary: Summary, program: Program) -> str:
-    """The summary and the schedule without colour, as wide as they are."""
+    """The summary and the schedule without colour and without folded lines."""
     sink = StringIO()
     console = Console(file=sink, width=UNBOUNDED_WIDTH, no_color=True, highlight=False)
     console.print(Group(render_summary(summary), render_schedule(program)))
@@ -44,7 +44,7 @@ def render_text(summary: Summary, program: Program) -> str:
 
 
 def render_summary(summary: Summary) -> RenderableType:
-    """What the program is, what it holds and what it sends."""
+    """The options, the memory and the communication of the program."""
     mesh = " ".join(f"{name}={size}" for name, size in summary["mesh"].items())
     units = summary["units"]
     states = summary["model_state_bytes_per_rank"]
@@ -81,10 +81,10 @@ def render_summary(summary: Summary) -> RenderableType:
     return Lines(table=grid, is_foldable=True)
 
 
-def _gap(temporary: Temporary) -> str:
+def _gap(temporary: TemporaryBytes) -> str:
     if temporary["block"] == temporary["live"]:
-        return "as much as can be live at once"
-    return f"{temporary['block'] / temporary['live'] - 1:.2%} more than can be live at once"
+        return "equal to the most bytes live at once"
+    return f"{temporary['block'] / temporary['live'] - 1:.2%} more than the most bytes live at once"
 
 
 def _amounts(amounts: Mapping[str, int]) -> str:
@@ -102,9 +102,12 @@ def render_schedule(
     unit: str | None = None,
     is_unfolded: bool = False,
 ) -> RenderableType:
-    """One table a section, equal blocks folded unless all are asked for."""
-    chosen = [one for one in program.sections if section in (None, one.name)]
-    tables = (_table(program, one, unit, is_unfolded) for one in chosen)
+    """One table for each section; equal blocks are folded unless ``is_unfolded``."""
+    tables = (
+        _table(program, shown, unit, is_unfolded)
+        for shown in program.sections
+        if section in (None, shown.name)
+    )
     return Group(*(Lines(table=table, is_foldable=False) for table in tables))
 
 
@@ -147,7 +150,7 @@ def _size(row: Row) -> str:
 
 
 def render_passes(rows: Sequence[PassRow]) -> RenderableType:
-    """What each pass changed: ops that came and went, bytes on the wire, the peak of the buffers."""
+    """The changes that each pass made: ops added and removed, bytes on the wire, the peak of the buffers."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     for name in ("pass", "ops", "on the wire", "peak buffers"):
         table.add_column(name, justify="right", style="dim" if name == "pass" else "")
@@ -174,7 +177,7 @@ def render_passes(rows: Sequence[PassRow]) -> RenderableType:
 
 
 def _changed(count: int, before: int | None) -> Text:
-    """Bytes; green where they are fewer than before, red where more, dim where the same."""
+    """Bytes: green where they are fewer than before, red where more, dim where equal."""
     if before is None or count == before:
         return Text(format_bytes(count), style="" if before is None else "dim")
     return Text(format_bytes(count), style="green" if count < before else "red")
@@ -189,15 +192,15 @@ def render_report(report: Report) -> RenderableType:
     broken = {finding.code for finding in report.findings}
     for code, verdict in report.laws.items():
         style = "green" if verdict == PROVED else "red"
-        # What is found stands below in full.
-        said = "broken" if code in broken else verdict
-        table.add_row(code, CODES[code].title, Text(said, style=style))
+        # The findings follow below the table.
+        shown = "broken" if code in broken else verdict
+        table.add_row(code, CODES[code].title, Text(shown, style=style))
     findings = [Text(f"\n{finding.render()}") for finding in report.findings]
     return Group(Lines(table=table, is_foldable=True), *findings)
 
 
 def render_laws() -> RenderableType:
-    """Every code with what it rules out."""
+    """Every code with the title of its law."""
     table = Table.grid(padding=(0, 2))
     for code, law in CODES.items():
         table.add_row(code, law.title)

@@ -1,4 +1,4 @@
-"""What one training step is made of, section by section."""
+"""The sections of one training step."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from zeroir.ir.program import EVALUATE, MICRO_STEP, Program, Section
 
 
 def step_sections(program: Program) -> list[Section]:
-    """The sections of one step in the order in which they run, the micro-step as often as it does."""
+    """The sections of one step in the order in which they run, ``micro_step`` once for each of its runs."""
     repeats = max(int(program.option.get("micro_steps", "1")) - 1, 0)
-    found: list[Section] = []
+    sections: list[Section] = []
     for section in program.sections:
         if section.name == MICRO_STEP:
-            found += [section] * repeats
+            sections += [section] * repeats
         elif section.name != EVALUATE:
-            found.append(section)
-    return found
+            sections.append(section)
+    return sections

@@ -1,4 +1,4 @@
-"""The facts of a program in one structure, for ``--json`` and for the tables a person sees."""
+"""The facts of a program in one structure, for ``--json`` and for tables."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from zeroir.memory.states import model_state_bytes
 from zeroir.verify import Report
 
 
-class Temporary(TypedDict):
-    """Bytes of the device's block in which temporary buffers stand, and of those that can be live at once.
+class TemporaryBytes(TypedDict):
+    """Bytes of the block of temporary buffers on the device, and the most bytes that can be live in it at once.
 
-    No block can be smaller than what can be live at once.
+    ``live`` is a lower bound of ``block``.
     """
 
     block: int
@@ -28,7 +28,7 @@ class Temporary(TypedDict):
 class Summary(TypedDict):
     """Facts of a scheduled program; bytes are per step (collectives) or per rank, by role (model states and peak).
 
-    The peak is that of the device's buffers, in program order and without the segments' workspaces.
+    The peak is that of the buffers on the device, in program order and without the workspaces of segments.
     """
 
     stage: int
@@ -44,7 +44,7 @@ class Summary(TypedDict):
     collective_bytes_by_axis: dict[str, dict[str, int]]
     model_state_bytes_per_rank: dict[str, int]
     peak_bytes_per_rank: dict[str, int]
-    temporary_bytes_per_rank: Temporary
+    temporary_bytes_per_rank: TemporaryBytes
     laws: dict[str, str]
     fingerprint: str
 
@@ -74,8 +74,8 @@ def summarise(program: Program, report: Report, *, stage: int, precision: str) -
     )
 
 
-def _temporary(program: Program) -> Temporary:
+def _temporary(program: Program) -> TemporaryBytes:
     placed = placements_with_bound(program).get(Space.DEVICE)
     if placed is None:
-        return Temporary(block=0, live=0)
-    return Temporary(block=placed.size_bytes, live=placed.live_bytes)
+        return TemporaryBytes(block=0, live=0)
+    return TemporaryBytes(block=placed.size_bytes, live=placed.live_bytes)

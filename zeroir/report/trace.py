@@ -14,7 +14,7 @@ from zeroir.ir import ops
 from zeroir.ir.effects import effects
 from zeroir.ir.labels import labels
 from zeroir.ir.mesh import HOST
-from zeroir.ir.program import Program
+from zeroir.ir.program import OpPosition, Program
 from zeroir.ir.spans import Span
 from zeroir.ir.traffic import payloads
 from zeroir.report.names import format_bytes
@@ -79,7 +79,7 @@ def _threads(program: Program) -> dict[str, int]:
 
 
 def _events(
-    program: Program, names: Mapping[int, str], rank: int, spans: Sequence[Span]
+    program: Program, names: Mapping[OpPosition, str], rank: int, spans: Sequence[Span]
 ) -> Iterator[Event]:
     threads = _threads(program)
     signals: dict[str, Event] = {}
@@ -90,7 +90,7 @@ def _events(
         place = {"pid": rank, "tid": threads[effect.stream]}
         yield {
             "ph": "X",
-            "name": names[id(op)],
+            "name": names[span.position],
             "cat": ops.op_name(type(op)),
             "ts": span.start_ns / 1000,
             "dur": (span.end_ns - span.start_ns) / 1000,

@@ -1,4 +1,4 @@
-"""What torch keeps for a whole process or thread: the user's code may change it, and callers find it as it was."""
+"""Save and restore torch's settings of a process or thread, which the user's code may change."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FILLS = "fill_uninitialized_memory"
 
 @contextmanager
 def torch_globals_kept() -> Iterator[None]:
-    """Leave torch's globals as they are, whatever happens within, exceptions included.
+    """Restore torch's global settings at the end, also after an exception.
 
     They are the grad mode, the states of the generators (of GPUs where CUDA is in use), the default dtype and device,
     the deterministic flags, autocast, anomaly detection, the number of threads, the precision of FP32 products, and the
@@ -53,11 +53,11 @@ def _grad_mode() -> _Restore:
 
 def _generators() -> list[_Restore]:
     cpu = torch.get_rng_state()
-    found: list[_Restore] = [lambda: torch.set_rng_state(cpu)]
+    restores: list[_Restore] = [lambda: torch.set_rng_state(cpu)]
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         gpus = torch.cuda.get_rng_state_all()
-        found.append(lambda: torch.cuda.set_rng_state_all(gpus))
-    return found
+        restores.append(lambda: torch.cuda.set_rng_state_all(gpus))
+    return restores
 
 
 def _default_dtype() -> _Restore:
@@ -69,7 +69,7 @@ def _default_device() -> _Restore:
     was = torch.get_default_device()
 
     def restore() -> None:
-        # To set it costs time at every call of a torch function from then on, so it is left unset where it was.
+        # A default device, once set, slows down every later call of a torch function, so CPU is restored as unset.
         if torch.get_default_device() != was:
             torch.set_default_device(None if was.type == "cpu" else was)
 
@@ -79,7 +79,7 @@ def _default_device() -> _Restore:
 def _determinism() -> _Restore:
     is_on = torch.are_deterministic_algorithms_enabled()
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
-    # A module whose class has a property of that name.
+    # The module's class has a property of that name, which mypy does not know.
     memory: object = torch.utils.deterministic
     fills = getattr(memory, _FILLS)
 
@@ -121,25 +121,27 @@ def _threads() -> _Restore:
 
 
 def _precisions() -> list[_Restore]:
-    """The precision of FP32 products: torch has two interfaces to it, and may refuse to read the older one."""
-    # Modules whose classes have properties of these names.
+    """The precision of FP32 products: torch has two interfaces to it, and may refuse to read by the older one."""
+    # The modules' classes have properties of these names, which mypy does not know.
     mkldnn: object = torch.backends.mkldnn
     cudnn: object = torch.backends.cudnn
     owners: list[object] = [torch.backends, torch.backends.cuda.matmul, cudnn, mkldnn]
     owners += [getattr(owner, kind) for owner in (cudnn, mkldnn) for kind in ("conv", "rnn")]
     owners.append(getattr(mkldnn, _PRODUCTS))
-    found = [_switch(owner, "fp32_precision") for owner in owners]
-    found.append(_readable(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision))
-    found.append(
+    restores = [_switch(owner, "fp32_precision") for owner in owners]
+    restores.append(
+        _readable(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision)
+    )
+    restores.append(
         _readable(
             lambda: getattr(cudnn, _ALLOWS_TF32), lambda was: setattr(cudnn, _ALLOWS_TF32, was)
         )
     )
-    return found
+    return restores
 
 
 def _readable(read: Callable[[], T], write: Callable[[T], object]) -> _Restore:
-    """What is put back where it could be read."""
+    """Restore a setting by ``write``, if ``read`` can read it now."""
     try:
         was = read()
     except RuntimeError:
@@ -158,20 +160,20 @@ def _readable(read: Callable[[], T], write: Callable[[T], object]) -> _Restore:
 
 def _backend_switches() -> list[_Restore]:
     cudnn, cuda = torch.backends.cudnn, torch.backends.cuda
-    found = [_switch(cudnn, name) for name in ("enabled", "benchmark", "deterministic")]
-    found.append(_switch(torch.backends.mkldnn, "enabled"))
+    restores = [_switch(cudnn, name) for name in ("enabled", "benchmark", "deterministic")]
+    restores.append(_switch(torch.backends.mkldnn, "enabled"))
     for kind in ("flash", "mem_efficient", "math", "cudnn"):
         was = getattr(cuda, f"{kind}_sdp_enabled")()
         enable = getattr(cuda, f"enable_{kind}_sdp")
-        found.append(_calling(enable, was))
-    return found
+        restores.append(_calling(enable, was))
+    return restores
 
 
 def _switch(owner: object, name: str) -> _Restore:
     was = getattr(owner, name)
 
     def restore() -> None:
-        # Some cannot be set any more where torch froze its flags.
+        # torch may have frozen its flags, and refuses to set some of them then.
         if getattr(owner, name) != was:
             setattr(owner, name, was)
 

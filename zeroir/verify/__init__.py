@@ -1,8 +1,8 @@
 """The verifier: proves that a program trains as the unsharded one would, or says which law it breaks and where.
 
-Three stages, each resting on the one before: the *structure* of every op by itself, the *ordering* of accesses by
-vector clocks, and the *values* that memory holds by one abstract interpreter. A stage runs once the ones before found
-nothing, so a report speaks of causes and not of their consequences.
+Three stages follow each other: the *structure* of each declaration and each op by itself, the *ordering* of accesses
+by vector clocks, and the *values* that memory holds, by abstract interpretation. A stage runs only where the ones
+before it found nothing, so a report names causes and not their consequences.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from functools import cached_property
 from zeroir.ir.buffers import whole
 from zeroir.ir.program import LAST_MICRO_STEP, MICRO_STEP, SECTION_NAMES, UPDATE, Program
 from zeroir.verify.arenas import check_arenas
+from zeroir.verify.bounds import check_bounds
 from zeroir.verify.budget import check_budget
 from zeroir.verify.codes import CODES, LAWS, STRUCTURE, Law
 from zeroir.verify.collectives import check_collectives, compare_jobs
@@ -21,10 +22,10 @@ from zeroir.verify.context import Findings, last_touch
 from zeroir.verify.declarations import check_declarations
 from zeroir.verify.domain import Numbering
 from zeroir.verify.exits import check_exit
-from zeroir.verify.interpreter import Outcome, Run, Shared
+from zeroir.verify.interpreter import SectionRun, Shared
 from zeroir.verify.limits import check_limits
 from zeroir.verify.ordering import check_ordering
-from zeroir.verify.reference import content, contributor, differences
+from zeroir.verify.reference import content, contributor, mismatches
 from zeroir.verify.report import PROVED, Finding, Report, VerificationError
 from zeroir.verify.structure import check_structure
 
@@ -43,35 +44,35 @@ __all__ = [
     "verify_job",
 ]
 
-_ORDER_LAWS = ("Z101", "Z103", "Z104", "Z105", "Z106", "Z201", "Z202")
+_ORDER_LAWS = ("Z101", "Z103", "Z104", "Z105", "Z106", "Z201", "Z202", "Z302")
 _VALUE_LAWS = ("Z102", "Z401", "Z402", "Z403", "Z404", "Z405", "Z406")
 
 
 class Reference:
-    """A logical program that several programs are verified against; it is proved, and what it computes found, once."""
+    """A logical program that several programs are verified against: it is proved and interpreted once."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
         self.numbering = Numbering()
-        """Of the values of this program and of those that are compared with it."""
-        self._outcomes: dict[bool, dict[str, Outcome]] = {}
+        """Shared with the programs that are compared with this one, so that equal values have equal numbers."""
+        self._runs: dict[bool, dict[str, SectionRun]] = {}
 
     @cached_property
     def report(self) -> Report:
-        """Whether the logical program itself holds: nothing can be compared with one that does not."""
+        """The proof of the logical program itself: nothing is compared with a program that breaks a law."""
         return _examined(self.program, self, None)
 
-    def remember(self, outcomes: dict[str, Outcome]) -> None:
-        """What its sections compute, segment by segment, as its own proof found it."""
-        self._outcomes[False] = outcomes
+    def remember(self, runs: dict[str, SectionRun]) -> None:
+        """Keep the runs of the program's own proof, whose values are numbered segment by segment."""
+        self._runs[False] = runs
 
-    def outcomes(self, *, by_node: bool) -> dict[str, Outcome]:
-        """What its sections compute, with values numbered node by node or segment by segment."""
-        if by_node not in self._outcomes:
+    def runs(self, *, by_node: bool) -> dict[str, SectionRun]:
+        """What its sections compute; values are numbered node by node, or segment by segment."""
+        if by_node not in self._runs:
             shared = Shared.of(self.program, self.numbering, by_node=by_node)
             findings = Findings(self.program)
-            self._outcomes[by_node] = _outcomes(shared, findings, is_checked=False)
-        return self._outcomes[by_node]
+            self._runs[by_node] = _runs(shared, findings, is_checked=False)
+        return self._runs[by_node]
 
 
 def verify(
@@ -81,10 +82,10 @@ def verify(
 ) -> Report:
     """Examine a program.
 
-    ``reference`` is the logical program that it came from: then Z406 proves that every gradient contribution, the loss
-    and the settings of the update are those of the reference, which is examined first. ``budget_bytes`` is the device
-    memory of one rank: then Z301 proves that what rests there, the arena of temporary buffers and the declared
-    workspaces of segments fit it.
+    ``reference`` is the logical program that it was lowered from; it is examined first. With it, Z406 proves that every
+    gradient contribution, the loss and the settings of the update are those of the reference. ``budget_bytes`` is the
+    device memory of one rank. With it, Z301 proves that persistent buffers, the arena of temporary buffers and the
+    workspaces that segments declare fit into it.
     """
     if isinstance(reference, Program):
         reference = Reference(reference)
@@ -93,12 +94,12 @@ def verify(
     if reference is None or program is reference.program or reference.report.is_valid:
         return _examined(program, reference, budget_bytes)
     asked = _asked(program, reference, budget_bytes)
-    found = tuple(
+    findings = tuple(
         replace(finding, sentence=f"in the logical program, {finding.sentence}")
         for finding in reference.report.findings
     )
     unexamined = dict.fromkeys(asked, "not examined: the logical program is broken")
-    return Report(findings=found, asked=asked, unexamined=unexamined)
+    return Report(findings=findings, asked=asked, unexamined=unexamined)
 
 
 def check(
@@ -131,11 +132,12 @@ def _asked(
     unasked = {"Z406"} if reference is None else set()
     unasked |= {"Z301"} if budget_bytes is None else set()
     unasked |= {"Z106"} if all(buffer.offset is None for buffer in program.buffers) else set()
+    unasked |= set() if program.bounds else {"Z302"}
     return tuple(code for code in LAWS if code not in unasked)
 
 
 def _examined(program: Program, reference: Reference | None, budget_bytes: int | None) -> Report:
-    """A program by itself, and against a reference that holds or is the very program."""
+    """Examine a program, and compare it with a reference that breaks no law or is the program itself."""
     asked = _asked(program, reference, budget_bytes)
     findings = Findings(program)
     if not _check_structure(program, findings):
@@ -154,7 +156,7 @@ def _examined(program: Program, reference: Reference | None, budget_bytes: int |
 
 
 def _check_structure(program: Program, findings: Findings) -> bool:
-    """Whether declarations and ops hold, each by itself; the other checks rest on it."""
+    """Whether each declaration and each op is right by itself; all other checks rely on it."""
     for check_part in (check_limits, check_declarations, check_structure):
         if not findings.found:
             check_part(program, findings)
@@ -162,80 +164,74 @@ def _check_structure(program: Program, findings: Findings) -> bool:
 
 
 def _check_order(program: Program, findings: Findings) -> bool:
-    """Whether no interleaving breaks what the values rest on."""
-    for check_part in (check_collectives, check_ordering, check_arenas):
+    """Whether every interleaving of the streams is safe; the values are examined in program order alone."""
+    for check_part in (check_collectives, check_ordering, check_arenas, check_bounds):
         if not findings.found:
             check_part(program, findings)
     return not findings.found
 
 
-def _outcomes(shared: Shared, findings: Findings, *, is_checked: bool) -> dict[str, Outcome]:
-    found: dict[str, Outcome] = {}
+def _runs(shared: Shared, findings: Findings, *, is_checked: bool) -> dict[str, SectionRun]:
+    runs: dict[str, SectionRun] = {}
     for section in sorted(shared.program.sections, key=lambda s: SECTION_NAMES.index(s.name)):
-        before = found.get(LAST_MICRO_STEP) if section.name == UPDATE else None
-        run = Run(shared, section, findings, before)
-        found[section.name] = run.run()
+        before = runs.get(LAST_MICRO_STEP) if section.name == UPDATE else None
+        run = runs[section.name] = SectionRun(shared, section, findings, before)
+        run.interpret()
         if is_checked:
-            check_exit(run, found[section.name])
-    return found
+            check_exit(run)
+    return runs
 
 
 def _check_values(program: Program, reference: Reference | None, findings: Findings) -> None:
-    # A pass may have cut segments anew: then only what is inside them can be compared.
+    # A pass may have changed the segments: then their nodes are compared.
     is_recut = reference is not None and _digests(program) != _digests(reference.program)
     numbering = Numbering() if reference is None else reference.numbering
-    # A program for one rank, and a logical program, say themselves what contributes how often.
+    # A program for one rank, and a logical program, define how often each call contributes.
     may_repeat = reference is not None or program.mesh.world_size == 1
     shared = Shared.of(program, numbering, by_node=is_recut, may_repeat=may_repeat)
-    outcomes = _outcomes(shared, findings, is_checked=True)
-    _check_micro_steps(program, outcomes, findings)
+    runs = _runs(shared, findings, is_checked=True)
+    _check_micro_steps(program, runs, findings)
     if reference is not None and program is reference.program:
-        reference.remember(outcomes)
+        reference.remember(runs)
     elif reference is not None and not findings.found:
-        _check_sameness(program, outcomes, reference, findings, by_node=is_recut)
-
-
-def _check_sameness(
-    program: Program,
-    outcomes: dict[str, Outcome],
-    reference: Reference,
-    findings: Findings,
-    *,
-    by_node: bool,
-) -> None:
-    wanted = reference.outcomes(by_node=by_node)
-    found = differences(program, outcomes, reference.program, wanted)
-    for sentence, name, line, advice in found:
-        section = None if name is None else program.section_by_name[name]
-        findings.add("Z406", sentence, section=section, line=line, advice=advice)
+        expected = reference.runs(by_node=is_recut)
+        for mismatch in mismatches(program, runs, reference.program, expected):
+            name = mismatch.section
+            findings.add(
+                "Z406",
+                mismatch.sentence,
+                section=None if name is None else program.section_by_name[name],
+                line=mismatch.line,
+                advice=mismatch.advice,
+            )
 
 
 def _digests(program: Program) -> set[str]:
     return {segment.digest() for segment in program.segments}
 
 
-def _check_micro_steps(program: Program, outcomes: dict[str, Outcome], findings: Findings) -> None:
-    """Every micro-step makes the same contributions."""
-    if MICRO_STEP not in outcomes or LAST_MICRO_STEP not in outcomes:
+def _check_micro_steps(program: Program, runs: dict[str, SectionRun], findings: Findings) -> None:
+    """Compare the contributions and the loss of ``micro_step`` and ``last_micro_step``."""
+    if MICRO_STEP not in runs or LAST_MICRO_STEP not in runs:
         return
-    first, last = outcomes[MICRO_STEP].contributions, outcomes[LAST_MICRO_STEP].contributions
-    for name in sorted({*first, *last}):
-        if sorted(first.get(name, [])) != sorted(last.get(name, [])):
+    first, last = runs[MICRO_STEP], runs[LAST_MICRO_STEP]
+    for name in sorted({*first.contributions, *last.contributions}):
+        if sorted(first.contributions.get(name, [])) != sorted(last.contributions.get(name, [])):
             findings.add(
                 "Z402",
                 f"the gradient of {name} has other contributions in the last micro-step than before",
-                section=program.section_by_name[LAST_MICRO_STEP],
+                section=last.section,
                 line=contributor(program, LAST_MICRO_STEP, name),
                 advice="Let micro_step and last_micro_step make the same contributions.",
             )
     if program.loss is None:
         return
     loss = whole(program.buffer_by_name[program.loss])
-    if content(outcomes[MICRO_STEP], loss) != content(outcomes[LAST_MICRO_STEP], loss):
+    if content(first, loss) != content(last, loss):
         findings.add(
             "Z402",
-            "the last micro-step adds something else to the loss than those before",
-            section=program.section_by_name[LAST_MICRO_STEP],
-            line=last_touch(program.section_by_name[LAST_MICRO_STEP], program.loss, is_write=True),
+            "the last micro-step adds another value to the loss than the micro-steps before",
+            section=last.section,
+            line=last_touch(last.section, program.loss, is_write=True),
             advice="Let micro_step and last_micro_step add the same loss.",
         )

@@ -32,6 +32,7 @@ from zeroir.verify.domain import (
     Value,
     Zero,
     aligned,
+    leaves,
     mapped,
     moved,
     rebased,
@@ -43,28 +44,16 @@ Fail = Callable[[str, str], None]
 
 def undefined_in(value: Value) -> Undefined | None:
     """The first undefined part of a value."""
-    if isinstance(value, Undefined):
-        return value
-    if isinstance(value, Slice):
-        parts = [inner for _, _, inner in value.array]
-    elif isinstance(value, Split):
-        parts = [value.own, *(inner for _, _, inner in value.rest)]
-    else:
-        return None
-    return next((found for part in parts if (found := undefined_in(part))), None)
+    return next((leaf for leaf in leaves(value) if isinstance(leaf, Undefined)), None)
 
 
 def is_poisoned(value: Value) -> bool:
     """Whether part of a value has been reported already."""
-    if isinstance(value, Slice):
-        return any(is_poisoned(inner) for _, _, inner in value.array)
-    if isinstance(value, Split):
-        return is_poisoned(value.own) or any(is_poisoned(inner) for _, _, inner in value.rest)
-    return isinstance(value, Poison)
+    return any(isinstance(leaf, Poison) for leaf in leaves(value))
 
 
 class Addition(NamedTuple):
-    """How two operands are added: rounded to ``dtype``; ``note`` is told of each sum of gradients."""
+    """How two operands are added: the sum is rounded to ``dtype``, and ``note`` receives each sum of gradients."""
 
     dtype: DType
     numbering: Numbering
@@ -73,9 +62,9 @@ class Addition(NamedTuple):
 
 
 class Sum(NamedTuple):
-    """One rounding of a flat's gradient: contributions that are there, others that are added to them, and the dtype.
+    """One addition to a flat's gradient, and the dtype that it is rounded to.
 
-    Each side is a sorted multiset of terms. Which of two operands comes first does not matter.
+    Each side is a sorted multiset of terms; which of the two comes first does not matter.
     """
 
     flat: str
@@ -86,8 +75,8 @@ class Sum(NamedTuple):
     def of(cls, dtype: DType, left: Gradient, right: Gradient) -> Sum:
         """The sum of two gradients of one flat.
 
-        Micro-steps may be added up before or after ranks are, and round otherwise then, as the user is told. So when
-        one side holds micro-steps that are over, the axes that either is summed over do not count.
+        A schedule may sum ranks before or after micro-steps, although the two round differently; the documentation
+        says so. So the axes of both sides are left out where one side holds earlier micro-steps.
         """
         sides = (left.terms, right.terms)
         if any(term.source in (PAST_TERM, ALL_TERM) for terms in sides for term in terms):
@@ -101,7 +90,7 @@ def _on_no_axis(terms: tuple[Term, ...]) -> tuple[Term, ...]:
 
 
 def add(left: Value, right: Value, how: Addition) -> Value:
-    """``left + right`` at each position; contributions to one gradient gather in one multiset."""
+    """``left + right`` at each position; the sum of two gradients has the contributions of both."""
     fail = how.fail
     if isinstance(left, Slice) or isinstance(right, Slice):
         return _add_slices(left, right, how)
@@ -109,10 +98,10 @@ def add(left: Value, right: Value, how: Addition) -> Value:
         return POISON
     for value in (left, right):
         if isinstance(value, Undefined):
-            fail("Z402", f"a sum takes in {CAUSES[value.cause]}")
+            fail("Z402", f"a sum includes {CAUSES[value.cause]}")
             return POISON
         if isinstance(value, Split):
-            fail("Z402", "a sum takes in elements of which only this rank's slice was replaced")
+            fail("Z402", "a sum includes elements of which only this rank's slice was replaced")
             return POISON
     if isinstance(left, Zero):
         return right
@@ -126,7 +115,7 @@ def add(left: Value, right: Value, how: Addition) -> Value:
         fail("Z402", "gradients of different elements are added to one another")
         return POISON
     if isinstance(left, Gradient) or isinstance(right, Gradient):
-        fail("Z402", "what no compute op calls a gradient (`grad NAME: …`) is added to a gradient")
+        fail("Z402", "a value that no compute op names a gradient (`grad NAME: …`) is added to one")
         return POISON
     if isinstance(left, Elements) and isinstance(right, Elements):
         is_alike = left.summed == right.summed
@@ -186,12 +175,12 @@ def merged(left: tuple[Term, ...], right: tuple[Term, ...]) -> tuple[Term, ...]:
 
 
 def lost(value: Gradient) -> Gradient:
-    """A gradient that something made unrecognisable."""
+    """A gradient that an op changed into something else."""
     return replace(value, terms=tuple(t._replace(source=LOST_TERM) for t in value.terms))
 
 
 def spent(value: Value) -> Value:
-    """What an optimizer step leaves of a gradient: padding, and what nothing contributes to, stay zero."""
+    """What a gradient is after an optimizer step has read it; zeros, such as padding, stay zeros."""
     return mapped(value, lambda leaf: leaf if isinstance(leaf, Zero | Poison) else SPENT)
 
 
@@ -209,12 +198,12 @@ _EXACT: Final[Mapping[DType, frozenset[DType]]] = {
 
 
 def represents(wide: DType, narrow: DType) -> bool:
-    """Whether every element of the dtype ``narrow`` is one of ``wide``, so that converting rounds nothing."""
+    """Whether ``wide`` has every number of ``narrow``, so that the conversion is exact."""
     return wide is narrow or narrow is DType.BOOL or narrow in _EXACT.get(wide, frozenset())
 
 
 def on_wire(value: Value, wire: DType, numbering: Numbering) -> Value:
-    """The value once rounded to another dtype: a sum of gradients stays one, nothing else does."""
+    """The value rounded to another dtype: a sum of gradients stays one, any other value becomes a new one."""
 
     def leaf(inner: Value) -> Value:
         match inner:
@@ -237,22 +226,15 @@ def on_wire(value: Value, wire: DType, numbering: Numbering) -> Value:
 def rounded_flats(value: Value, target: DType, flats: Mapping[str, Flat]) -> set[str]:
     """Flats whose gradients lose digits by rounding to ``target``.
 
-    Rounding one micro-step's contributions to the flat's own dtype is what every reduction does. Sums over
-    micro-steps are FP32, and nothing narrower than the flat's dtype is part of training.
+    Every reduction rounds one micro-step's contributions to the flat's own dtype, so that is no loss. Sums over
+    micro-steps are FP32, and training uses no dtype narrower than the flat's.
     """
-    match value:
-        case Gradient():
-            is_usual = target is flats[value.flat].dtype and all(
-                term.source >= 0 for term in value.terms
-            )
-            return set() if is_usual else {value.flat}
-        case Slice():
-            parts = [inner for _, _, inner in value.array]
-        case Split():
-            parts = [value.own, *(inner for _, _, inner in value.rest)]
-        case _:
-            return set()
-    return set().union(*(rounded_flats(part, target, flats) for part in parts))
+    return {
+        leaf.flat
+        for leaf in leaves(value)
+        if isinstance(leaf, Gradient)
+        and (target is not flats[leaf.flat].dtype or any(term.source < 0 for term in leaf.terms))
+    }
 
 
 class CastRule(NamedTuple):
@@ -265,7 +247,7 @@ class CastRule(NamedTuple):
 
 
 def cast(value: Value, rule: CastRule) -> Value:
-    """Rounding a master copy to its flat's dtype gives the parameter; a gradient stays one; the rest gets a number."""
+    """Master weights rounded to their flat's dtype are the parameter; a gradient stays one; the rest gets a number."""
     if rule.source is rule.target:
         return value
     return mapped(value, lambda leaf: _cast_leaf(leaf, rule))
@@ -348,12 +330,12 @@ def reduced(value: Value, how: Combination) -> Value:
             number = how.numbering.of((how.reduction, how.axis, key))
             return Elements(number, value.shift if isinstance(value, Elements) else 0)
         case Undefined():
-            how.fail("Z402", f"a reduction over {how.axis} takes in {CAUSES[value.cause]}")
+            how.fail("Z402", f"a reduction over {how.axis} includes {CAUSES[value.cause]}")
             return POISON
         case Split():
             how.fail(
                 "Z402",
-                f"a reduction over {how.axis} takes in elements of which only this rank's slice "
+                f"a reduction over {how.axis} includes elements of which only this rank's slice "
                 "was replaced",
             )
             return POISON
@@ -362,7 +344,7 @@ def reduced(value: Value, how: Combination) -> Value:
 
 
 def from_rank(value: Value, axis: str, rank: int, numbering: Numbering) -> Value:
-    """The value of one rank of the axis as every rank sees it; itself where all ranks hold the same."""
+    """The value of one rank of the axis, as every rank sees it; unchanged where all ranks hold the same."""
 
     def leaf(inner: Value) -> Value:
         match inner:

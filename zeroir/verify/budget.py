@@ -1,4 +1,4 @@
-"""The memory that a rank's device must have, in words that name who is to blame."""
+"""The memory that a rank's device must have, and where the program needs the most."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from zeroir.verify.context import Findings
 
 
 def check_budget(program: Program, findings: Findings, budget_bytes: int) -> None:
-    """Prove that what rests on the device, the temporary buffers' arena and the workspaces fit a budget (Z301)."""
+    """Prove that persistent buffers, the arena of temporary buffers and the workspaces fit a budget (Z301)."""
     needed = footprint(program)
     if needed.total_bytes <= budget_bytes:
         return

@@ -1,4 +1,4 @@
-"""What each rank asks of its communicators: the same sequence on every rank, and sizes that fit the axis."""
+"""Collectives agree between ranks: every rank issues the same sequence, with sizes that fit the axis."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from zeroir.ir.program import Program, Section
 from zeroir.verify.context import Findings, spell, title
 
 
-class Launch(NamedTuple):
-    """One collective as one rank issues it: what its peers must match."""
+class LaunchSignature(NamedTuple):
+    """One collective as one rank issues it; its peers must issue an equal one."""
 
     kind: str
     comm: str
@@ -19,13 +19,13 @@ class Launch(NamedTuple):
     detail: str
 
 
-def launches(program: Program, section: Section) -> list[Launch]:
-    """The collectives of a section in issue order; alike on every rank, since regions have equal local sizes."""
-    found: list[Launch] = []
+def launches(program: Program, section: Section) -> list[LaunchSignature]:
+    """The collectives of a section in issue order; the same on every rank, since regions have equal local sizes."""
+    found: list[LaunchSignature] = []
     for op in section.body:
         match op:
             case ops.AllGather() | ops.Prefetch():
-                # A prefetch and an all-gather meet each other on the wire.
+                # A prefetch on one rank may meet an all-gather on another.
                 found.append(_launch(program, op, "all_gather", ""))
             case ops.ReduceScatter() | ops.AllReduce():
                 found.append(_launch(program, op, title(op), str(op.reduction)))
@@ -36,7 +36,7 @@ def launches(program: Program, section: Section) -> list[Launch]:
     return found
 
 
-def _launch(program: Program, op: ops.CollectiveOp, kind: str, detail: str) -> Launch:
+def _launch(program: Program, op: ops.CollectiveOp, kind: str, detail: str) -> LaunchSignature:
     pairs = tuple(
         (
             pair.source.local_numel(program.mesh),
@@ -45,11 +45,11 @@ def _launch(program: Program, op: ops.CollectiveOp, kind: str, detail: str) -> L
         )
         for pair in op.pairs
     )
-    return Launch(kind, op.comm, pairs, detail)
+    return LaunchSignature(kind, op.comm, pairs, detail)
 
 
 def check_collectives(program: Program, findings: Findings) -> None:
-    """Each launch must fit its axis: then every group of ranks agrees on it."""
+    """Each collective must fit its axis: then every group of ranks agrees on it."""
     for section in program.sections:
         for line, op in enumerate(section.body):
             if not isinstance(op, ops.Collective):

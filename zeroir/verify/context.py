@@ -71,7 +71,6 @@ class Findings:
                 window=window,
                 history=history,
                 sources=sources,
-                buffers=names,
                 advice=advice,
             )
         )

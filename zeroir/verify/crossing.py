@@ -1,7 +1,7 @@
-"""Ops that are under way at a joint between two sections: which op each pending event stands for.
+"""Ops that are under way at a joint between two sections: the op that signals each pending event.
 
-An event has a name, and the same name may stand for one op when a step begins and for another within it. Which one it
-is depends on the section that ran before, so each way to come to a section is told apart and examined by itself.
+Several ops may signal an event of one name, each in another section. Which of them is under way when a section begins
+depends on the sections that ran before it, so a section is examined once for each possibility.
 """
 
 from __future__ import annotations
@@ -44,21 +44,21 @@ class Carried(NamedTuple):
 
 
 Crossing = Mapping[str, Carried]
-"""What is under way, by the event that tells when it is done."""
+"""The ops that are under way, by the event that each signals when it is done."""
 
 _Way = frozenset[tuple[str, str, int]]
 
 
 def crossings(program: Program) -> Mapping[str, Sequence[Crossing]]:
-    """Everything that may be under way at the entry of each section, at least one crossing for each.
+    """The possible crossings into each section, at least one for each.
 
-    Before the first step nothing is under way. A crossing that is part of another one orders more, and so it is left
-    out.
+    Before the first step nothing is under way. A crossing that is part of another one leaves fewer ops unordered, so it
+    is left out.
     """
     sections = program.section_by_name
     signalled = {section.name: _signalled(section) for section in program.sections}
-    # A crossing as data that can be compared: events with the section and line of their ops.
-    found: dict[str, set[_Way]] = {name: set() for name in sections}
+    # Crossings in a form that can be compared: each event with the section and line of its op.
+    ways_into: dict[str, set[_Way]] = {name: set() for name in sections}
     entries: list[tuple[str, _Way]] = [(name, frozenset()) for name in sections]
     while entries:
         name, entry = entries.pop()
@@ -67,8 +67,8 @@ def crossings(program: Program) -> Mapping[str, Sequence[Crossing]]:
         pending = [p.event for p in sections[name].exit.pending]
         leaving = frozenset((event, *here[event]) for event in pending if event in here)
         for first, second in JOINTS:
-            if first == name and second in sections and leaving not in found[second]:
-                found[second].add(leaving)
+            if first == name and second in sections and leaving not in ways_into[second]:
+                ways_into[second].add(leaving)
                 entries.append((second, leaving))
     return {
         name: [
@@ -77,12 +77,12 @@ def crossings(program: Program) -> Mapping[str, Sequence[Crossing]]:
             if not any(way < other for other in ways)
         ]
         or [{}]
-        for name, ways in found.items()
+        for name, ways in ways_into.items()
     }
 
 
 def _signalled(section: Section) -> dict[str, int]:
-    """The lines of the ops that signal each event."""
+    """The line of the last op that signals each event."""
     return {event: line for line, op in enumerate(section.body) for event in effects(op).signals}
 
 

@@ -1,154 +1,147 @@
-"""The header by itself: names are declared once, flats are laid out, contents and states speak of what exists."""
+"""The header by itself: names are declared once, flats are laid out, contents and states refer to what exists."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 from zeroir.ir.allowlist import refusal
+from zeroir.ir.bounds import AheadBound, BehindBound
 from zeroir.ir.buffers import Buffer, Region, whole
 from zeroir.ir.contents import GRAD, MASTER, Content, FlatContent
 from zeroir.ir.mesh import HOST
 from zeroir.ir.program import (
     PARAMETER_ALIGNMENT_NUMEL,
     SECTION_NAMES,
+    Holding,
     Program,
     State,
 )
-from zeroir.ir.segment import Segment
 from zeroir.ir.views import mistyped
 from zeroir.verify.context import Findings, spell
 from zeroir.verify.crossing import JOINTS
-from zeroir.verify.provenance import check_provenance
+from zeroir.verify.provenance import Problems, provenance_problems
 
 PLACE_ALIGNMENT_BYTES: Final = 64
-"""Of places in planned memory: what vector instructions on a CPU take at once. NCCL and kernels on a GPU ask for 16."""
+"""Alignment of buffers in planned memory: the widest vector of a CPU. NCCL and kernels on a GPU need 16."""
 
 
 def check_declarations(program: Program, findings: Findings) -> None:
     """Check the header, the flats, the segments, the states and the joints."""
-    _check_names(program, findings)
-    _check_mesh(program, findings)
-    _check_flats(program, findings)
-    for buffer in program.buffers:
-        _check_buffer(program, buffer, findings)
-    _check_plan(program, findings)
-    for segment in program.segments:
-        _check_segment(segment, findings)
-    _check_bindings(program, findings)
-    check_provenance(program, findings)
-    for section in program.sections:
-        for state in (section.entry, section.exit):
-            _check_state(program, section.name, state, findings)
-    _check_joints(program, findings)
+    for problems in (
+        _names(program),
+        _mesh(program),
+        _bounds(program),
+        _flats(program),
+        _buffers(program),
+        _segments(program),
+        _bindings(program),
+        provenance_problems(program),
+        _states(program),
+        _joints(program),
+    ):
+        for code, sentence in problems:
+            findings.add(code, sentence)
 
 
-def _duplicates(names: Iterable[str]) -> list[str]:
-    seen: set[str] = set()
-    found: list[str] = []
-    for name in names:
-        if name in seen:
-            found.append(name)
-        seen.add(name)
-    return found
-
-
-def _check_names(program: Program, findings: Findings) -> None:
-    kinds: tuple[tuple[str, list[str]], ...] = (
-        ("axis", [axis.name for axis in program.mesh.axes]),
-        ("stream", [stream.name for stream in program.streams]),
-        ("communicator", [comm.name for comm in program.comms]),
-        ("flat", [flat.name for flat in program.flats]),
-        ("buffer", [buffer.name for buffer in program.buffers]),
-        ("segment", [segment.name for segment in program.segments]),
-        ("section", [section.name for section in program.sections]),
-        (
-            "parameter",
-            [n for flat in program.flats for s in flat.slots for n in (s.name, *s.aliases)],
-        ),
-    )
-    for kind, names in kinds:
-        for name in _duplicates(names):
-            findings.add("Z002", f"{kind} {name} is declared twice")
+def _names(program: Program) -> Problems:
+    names_by_kind: dict[str, list[str]] = {
+        "axis": [axis.name for axis in program.mesh.axes],
+        "stream": [stream.name for stream in program.streams],
+        "communicator": [comm.name for comm in program.comms],
+        "flat": [flat.name for flat in program.flats],
+        "buffer": [buffer.name for buffer in program.buffers],
+        "segment": [segment.name for segment in program.segments],
+        "section": [section.name for section in program.sections],
+        "bound on": [bound.kind.value for bound in program.bounds],
+        "parameter": [
+            name for flat in program.flats for s in flat.slots for name in (s.name, *s.aliases)
+        ],
+    }
+    for kind, names in names_by_kind.items():
+        for name, count in Counter(names).items():
+            if count > 1:
+                yield "Z002", f"{kind} {name} is declared twice"
     for section in program.sections:
         if section.name not in SECTION_NAMES:
-            known = ", ".join(SECTION_NAMES)
-            findings.add("Z001", f"section {section.name} is none of {known}")
+            yield "Z001", f"section {section.name} is none of {', '.join(SECTION_NAMES)}"
 
 
-def _check_mesh(program: Program, findings: Findings) -> None:
+def _bounds(program: Program) -> Problems:
+    streams = {stream.name for stream in program.streams}
+    for bound in program.bounds:
+        match bound:
+            case BehindBound() if bound.behind not in streams:
+                yield (
+                    "Z001",
+                    f"the bound on {bound.kind.value} names the undeclared stream {bound.behind}",
+                )
+            case AheadBound() if bound.ahead < 0:
+                yield "Z008", f"the bound on {bound.kind.value} lets {bound.ahead} run ahead"
+            case _:
+                pass
+
+
+def _mesh(program: Program) -> Problems:
     for axis in program.mesh.axes:
         if axis.size < 1:
-            findings.add("Z008", f"mesh axis {axis.name} has size {axis.size}")
+            yield "Z008", f"mesh axis {axis.name} has size {axis.size}"
     for comm in program.comms:
         if not program.mesh.has_axis(comm.axis):
-            findings.add(
-                "Z001", f"communicator {comm.name} runs over the undeclared axis {comm.axis}"
-            )
+            yield "Z001", f"communicator {comm.name} runs over the undeclared axis {comm.axis}"
     if any(stream.name == HOST for stream in program.streams):
-        findings.add(
-            "Z008", "a stream cannot be called host: that is the thread that issues the ops"
-        )
+        yield "Z008", "a stream cannot be called host: that is the thread that issues the ops"
 
 
-def _check_flats(program: Program, findings: Findings) -> None:
+def _flats(program: Program) -> Problems:
     for flat in program.flats:
         stop = 0
         for slot in sorted(flat.slots, key=lambda slot: slot.offset):
+            where = f"parameter {slot.name}"
             if slot.offset % PARAMETER_ALIGNMENT_NUMEL:
-                findings.add(
-                    "Z008",
-                    f"parameter {slot.name} begins at element {slot.offset} of flat {flat.name}, which is not a "
-                    f"multiple of {PARAMETER_ALIGNMENT_NUMEL}",
-                )
+                start = f"{where} begins at element {slot.offset} of flat {flat.name}"
+                yield "Z008", f"{start}, which is not a multiple of {PARAMETER_ALIGNMENT_NUMEL}"
             if slot.offset < stop:
-                findings.add(
-                    "Z008", f"parameter {slot.name} overlaps its neighbour in flat {flat.name}"
-                )
+                yield "Z008", f"{where} overlaps its neighbour in flat {flat.name}"
             stop = max(stop, slot.offset + slot.numel)
         if stop > flat.padded_numel:
-            findings.add(
-                "Z008",
-                f"flat {flat.name} has {flat.padded_numel} elements, its parameters need {stop}",
-            )
+            what = f"flat {flat.name} has {flat.padded_numel} elements"
+            yield "Z008", f"{what}, its parameters need {stop}"
 
 
-def _check_buffer(program: Program, buffer: Buffer, findings: Findings) -> None:
-    if buffer.numel < 0:
-        findings.add("Z003", f"buffer %{buffer.name} has {buffer.numel} elements")
-    if buffer.offset is not None:
-        _check_offset(buffer, buffer.offset, findings)
-    if buffer.holds is None:
-        return
-    sentence = _content_problem(program, buffer.holds, buffer.numel)
-    if sentence is not None:
-        findings.add("Z008", f"buffer %{buffer.name} {sentence}", buffers=(buffer.name,))
-
-
-def _check_offset(buffer: Buffer, offset: int, findings: Findings) -> None:
-    if buffer.is_persistent:
-        sentence = "outlives the sections, and only temporary buffers have an offset"
-    elif offset < 0 or offset % PLACE_ALIGNMENT_BYTES:
-        sentence = f"stands at byte {offset}, which is not a multiple of {PLACE_ALIGNMENT_BYTES}"
-    else:
-        return
-    findings.add("Z008", f"buffer %{buffer.name} {sentence}", buffers=(buffer.name,))
-
-
-def _check_plan(program: Program, findings: Findings) -> None:
-    """A plan has a place for every temporary buffer."""
+def _buffers(program: Program) -> Problems:
+    for buffer in program.buffers:
+        if buffer.numel < 0:
+            yield "Z003", f"buffer %{buffer.name} has {buffer.numel} elements"
+        sentence = _offset_problem(buffer)
+        if sentence is not None:
+            yield "Z008", f"buffer %{buffer.name} {sentence}"
+        if buffer.holds is not None:
+            sentence = _content_problem(program, buffer.holds, buffer.numel)
+            if sentence is not None:
+                yield "Z008", f"buffer %{buffer.name} {sentence}"
     temporary = [buffer for buffer in program.buffers if not buffer.is_persistent]
-    missing = [buffer.name for buffer in temporary if buffer.offset is None]
-    if missing and len(missing) < len(temporary):
-        findings.add(
+    unplanned = [buffer.name for buffer in temporary if buffer.offset is None]
+    if unplanned and len(unplanned) < len(temporary):
+        yield (
             "Z008",
-            f"buffer %{missing[0]} has no offset, though other temporary buffers have one",
-            buffers=(missing[0],),
+            f"buffer %{unplanned[0]} has no offset, though other temporary buffers have one",
         )
 
 
+def _offset_problem(buffer: Buffer) -> str | None:
+    if buffer.offset is None:
+        return None
+    if buffer.is_persistent:
+        return "outlives the sections, and only temporary buffers have an offset"
+    if buffer.offset < 0 or buffer.offset % PLACE_ALIGNMENT_BYTES:
+        return f"stands at byte {buffer.offset}, which is not a multiple of {PLACE_ALIGNMENT_BYTES}"
+    return None
+
+
 def _content_problem(program: Program, content: Content, numel: int) -> str | None:
-    """Why a region of that many local elements cannot hold the content."""
+    """Why a region of ``numel`` local elements cannot hold the content."""
     if not isinstance(content, FlatContent):
         return None
     flat = program.flat_by_name.get(content.flat)
@@ -166,9 +159,9 @@ def _content_problem(program: Program, content: Content, numel: int) -> str | No
             f"which has {flat.padded_numel}"
         )
     if content.quantity == GRAD and content.micro is None:
-        return "holds a gradient without saying of which micro-steps"
+        return "holds a gradient, but does not say of which micro-steps"
     if content.quantity != GRAD and (content.micro is not None or content.reduced):
-        return f"says of {content.quantity} what only a gradient can be"
+        return f"gives {content.quantity} an attribute that only gradients have"
     if any(not program.mesh.has_axis(axis) for axis in content.reduced):
         return "is reduced over an undeclared axis"
     if content.quantity in (GRAD, MASTER) and not flat.is_trainable:
@@ -176,55 +169,52 @@ def _content_problem(program: Program, content: Content, numel: int) -> str | No
     return None
 
 
-def _check_segment(segment: Segment, findings: Findings) -> None:
-    """A segment is pure and in order, and its views are what their operators make."""
-    count = len(segment.inputs)
-    types = segment.types()
-    for number, node in enumerate(segment.nodes):
-        where = f"node {number} ({node.op}) of segment @{segment.name}"
-        reason = refusal(node.op)
-        if reason is not None:
-            findings.add("Z008", f"{where} names an operator that {reason}")
-        missing = [ref.index for ref in node.refs() if not 0 <= ref.index < count]
-        for index in missing:
-            findings.add("Z008", f"{where} uses value {index} before it exists")
-        if not missing:
-            sentence = mistyped(node, types)
-            if sentence is not None:
-                findings.add("Z008", f"{where} {sentence}")
-        count += len(node.results)
-    for index in segment.outputs:
-        if not 0 <= index < count or types[index] is None:
-            findings.add(
-                "Z008", f"segment @{segment.name} yields value {index}, which is undefined"
-            )
+def _segments(program: Program) -> Problems:
+    """Segments use allowed operators in order, and their views have the types that the operators give them."""
+    for segment in program.segments:
+        count = len(segment.inputs)
+        types = segment.types()
+        for number, node in enumerate(segment.nodes):
+            where = f"node {number} ({node.op}) of segment @{segment.name}"
+            reason = refusal(node.op)
+            if reason is not None:
+                yield "Z008", f"{where} names an operator that {reason}"
+            missing = [ref.index for ref in node.refs() if not 0 <= ref.index < count]
+            for index in missing:
+                yield "Z008", f"{where} uses value {index} before it exists"
+            if not missing:
+                sentence = mistyped(node, types)
+                if sentence is not None:
+                    yield "Z008", f"{where} {sentence}"
+            count += len(node.results)
+        for index in segment.outputs:
+            if not 0 <= index < count or types[index] is None:
+                yield "Z008", f"segment @{segment.name} yields value {index}, which is undefined"
 
 
-def _check_bindings(program: Program, findings: Findings) -> None:
+def _bindings(program: Program) -> Problems:
     bound = [
         *(("input " + b.path, b.buffer) for b in program.inputs),
         *(("module buffer " + b.name, b.buffer) for b in program.module_buffers),
-        *(("the initial value of", b.buffer) for b in program.scalars),
+        *(("an initial value", b.buffer) for b in program.scalars),
     ]
     if program.loss is not None:
         bound.append(("the loss", program.loss))
     for what, name in bound:
         if name not in program.buffer_by_name:
-            findings.add("Z001", f"{what} is bound to the undeclared buffer %{name}")
+            yield "Z001", f"{what} is bound to the undeclared buffer %{name}"
     for binding in program.scalars:
         buffer = program.buffer_by_name.get(binding.buffer)
         if buffer is not None and len(binding.values) != buffer.numel:
-            findings.add(
-                "Z008",
-                f"%{buffer.name} has {buffer.numel} elements and {len(binding.values)} initial values",
-            )
+            counts = f"{buffer.numel} elements and {len(binding.values)} initial values"
+            yield "Z008", f"%{buffer.name} has {counts}"
     for group in program.groups:
         for name, start, stop in group.intervals:
             flat = program.flat_by_name.get(name)
             if flat is None:
-                findings.add("Z001", f"group {group.name} speaks of the undeclared flat {name}")
+                yield "Z001", f"group {group.name} names the undeclared flat {name}"
             elif not 0 <= start <= stop <= flat.padded_numel:
-                findings.add("Z003", f"group {group.name} goes beyond flat {name}")
+                yield "Z003", f"group {group.name} goes beyond flat {name}"
 
 
 def region_problem(program: Program, region: Region) -> tuple[str, str] | None:
@@ -248,113 +238,102 @@ def region_problem(program: Program, region: Region) -> tuple[str, str] | None:
     return None
 
 
-def _check_state(program: Program, section: str, state: State, findings: Findings) -> None:
+def _states(program: Program) -> Problems:
+    for section in program.sections:
+        for state in (section.entry, section.exit):
+            yield from _state(program, f"a state of {section.name}", state)
+
+
+def _state(program: Program, what: str, state: State) -> Problems:
     for name in state.live:
         buffer = program.buffer_by_name.get(name)
         if buffer is None:
-            findings.add("Z001", f"a state of {section} speaks of the undeclared buffer %{name}")
+            yield "Z001", f"{what} names the undeclared buffer %{name}"
         elif buffer.is_persistent:
-            findings.add("Z008", f"a state of {section} calls the persistent buffer %{name} live")
+            yield "Z008", f"{what} calls the persistent buffer %{name} live"
     streams = {stream.name for stream in program.streams}
     events = {pending.event for pending in state.pending}
     for pending in state.pending:
         if pending.stream not in streams:
-            findings.add(
-                "Z001", f"!{pending.event} is pending on the undeclared stream {pending.stream}"
-            )
-    covered: list[Region] = []
+            yield "Z001", f"!{pending.event} is pending on the undeclared stream {pending.stream}"
+    regions: list[Region] = []
     for holding in state.holdings:
         region = holding.region
         problem = region_problem(program, region)
         if problem is not None:
-            findings.add(problem[0], f"in a state of {section}: {problem[1]}")
+            yield problem[0], f"in {what}: {problem[1]}"
             continue
+        regions.append(region)
         where = spell(region, program)
         sentence = _content_problem(program, holding.content, region.local_numel(program.mesh))
         if sentence is not None:
-            findings.add("Z008", f"in a state of {section} {where} {sentence}")
+            yield "Z008", f"in {what} {where} {sentence}"
         if holding.after is not None and holding.after not in events:
-            findings.add(
-                "Z001",
-                f"in a state of {section} {where} waits for !{holding.after}, which is not pending",
-            )
-        is_live = program.buffer_by_name[region.buffer].is_persistent or region.buffer in state.live
-        if not is_live:
-            findings.add(
-                "Z008", f"a state of {section} says what {where} holds, but it is not live"
-            )
-        covered.append(region)
-    for region in _told_twice(covered):
-        where = spell(region, program)
-        findings.add("Z008", f"a state of {section} speaks twice of elements of {where}")
+            yield "Z001", f"in {what} {where} waits for !{holding.after}, which is not pending"
+        if (
+            not program.buffer_by_name[region.buffer].is_persistent
+            and region.buffer not in state.live
+        ):
+            yield "Z008", f"{what} says what {where} holds, but that buffer is not live"
+    for region in _described_twice(regions):
+        yield "Z008", f"{what} describes elements of {spell(region, program)} twice"
 
 
-def _told_twice(regions: list[Region]) -> Iterator[Region]:
-    """Regions that overlap another; an own slice may follow the whole, which then speaks of the rest."""
+def _described_twice(regions: Sequence[Region]) -> Iterator[Region]:
+    """Regions that overlap another. An own slice may follow the whole region, which then describes the rest of it."""
     stop, buffer = 0, None
-    whole_one: Region | None = None
+    unsliced: Region | None = None
     for region in sorted(regions, key=lambda region: (region.buffer, region.offset, region.stop)):
         if region.buffer != buffer:
-            stop, buffer, whole_one = region.offset, region.buffer, None
+            stop, buffer, unsliced = region.offset, region.buffer, None
         if region.offset >= stop:
-            whole_one = region if region.shard is None else None
+            unsliced = region if region.shard is None else None
         elif (
-            whole_one is not None
+            unsliced is not None
             and region.shard is not None
-            and (whole_one.offset, whole_one.stop) == (region.offset, region.stop)
+            and (unsliced.offset, unsliced.stop) == (region.offset, region.stop)
         ):
-            whole_one = None
+            unsliced = None
         else:
             yield region
         stop = max(stop, region.stop)
 
 
-def _check_joints(program: Program, findings: Findings) -> None:
+def _joints(program: Program) -> Problems:
     sections = program.section_by_name
     for first, second in JOINTS:
-        if first not in sections or second not in sections:
-            continue
-        before, after = sections[first].exit, sections[second].entry
-        if not _equal(program, before, after):
-            findings.add(
-                "Z009",
-                f"the exit state of {first} is not the entry state of {second}: "
-                f"{_difference(program, before, after)}",
-            )
+        if first in sections and second in sections:
+            difference = _difference(program, sections[first].exit, sections[second].entry)
+            if difference is not None:
+                yield (
+                    "Z009",
+                    f"the exit state of {first} is not the entry state of {second}: {difference}",
+                )
 
 
-def _normal(
-    program: Program, state: State
-) -> tuple[frozenset[str], frozenset[object], tuple[object, ...]]:
-    """A state whose order and redundant holdings do not matter."""
-    holdings: set[object] = set()
-    for holding in state.holdings:
+def _difference(program: Program, before: State, after: State) -> str | None:
+    """How two states differ, apart from the order of what they list and from holdings that only repeat the header."""
+    live = {*before.live} ^ {*after.live}
+    if live:
+        return f"%{min(live)} is live in one only"
+    if before.pending != after.pending:
+        return "their pending events differ"
+    holdings = _changed(program, before) ^ _changed(program, after)
+    if holdings:
+        return f"what %{min(holding.region.buffer for holding in holdings)} holds differs"
+    return None
+
+
+def _changed(program: Program, state: State) -> set[Holding]:
+    """The holdings of a state that do not just say that a buffer holds its resting content."""
+
+    def is_resting(holding: Holding) -> bool:
         buffer = program.buffer_by_name.get(holding.region.buffer)
-        is_resting = (
+        return (
             buffer is not None
             and holding.after is None
             and holding.region == whole(buffer)
             and holding.content == buffer.holds
         )
-        if not is_resting:
-            holdings.add(holding)
-    return frozenset(state.live), frozenset(holdings), state.pending
 
-
-def _equal(program: Program, a: State, b: State) -> bool:
-    return _normal(program, a) == _normal(program, b)
-
-
-def _difference(program: Program, a: State, b: State) -> str:
-    live_a, holdings_a, pending_a = _normal(program, a)
-    live_b, holdings_b, pending_b = _normal(program, b)
-    if live_a != live_b:
-        return f"%{min(live_a ^ live_b)} is live in one only"
-    if pending_a != pending_b:
-        return "their pending events differ"
-    differing = {
-        h.region.buffer
-        for h in (*a.holdings, *b.holdings)
-        if (h in holdings_a) != (h in holdings_b)
-    }
-    return f"what %{min(differing)} holds differs" if differing else "their holdings differ"
+    return {holding for holding in state.holdings if not is_resting(holding)}

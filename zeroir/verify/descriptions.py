@@ -21,10 +21,10 @@ from zeroir.verify.domain import (
 
 CAUSES: Final = {
     "unwritten": "elements that nothing has written yet",
-    "stale": "what an earlier step left behind",
-    "scratch": "what a collective left in its staging region",
+    "stale": "leftovers of an earlier step",
+    "scratch": "leftovers of a collective in its staging region",
     "spent": "a gradient that an optimizer step has used up",
-    "torn": "elements whose content differs between ranks in no regular way",
+    "torn": "elements that hold different contents on different ranks, in no regular way",
 }
 
 ADVICE: Final = {
@@ -44,7 +44,7 @@ def describe(value: Value) -> str:
         case Zero():
             return "zeros"
         case Poison():
-            return "something already reported"
+            return "a value that is already reported"
         case Elements(key=FlatKey(quantity=quantity, flat=flat, version=version)):
             place = f" from element {value.shift}" if value.shift else ""
             cut = "".join(f", cut along {axis}" for axis, _ in value.strides)
@@ -59,7 +59,7 @@ def describe(value: Value) -> str:
             parts = dict.fromkeys(describe(inner) for _, _, inner in value.array[:4])
             return "a slice of " + ", ".join(parts)
         case Split():
-            return f"{describe(value.own)} in this rank's slice and something else beside it"
+            return f"{describe(value.own)} in this rank's slice and another value beside it"
         case Statistic():
             return f"the {value.kind} of gradients"
         case Decision():

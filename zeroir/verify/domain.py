@@ -1,13 +1,13 @@
-"""Abstract values: what one element of a buffer holds, as a function of its position and of the mesh coordinate.
+"""Abstract values: what each element of a buffer holds, as a function of its position and of the mesh coordinate.
 
-A value covers a piece of a buffer. With ``shift`` and ``strides`` it says which element of what it speaks of stands at
-position ``p``: element ``p + shift + Σ stride × coordinate(axis)``. So one run covers every rank, and cutting a piece
-in two changes neither half. Mesh axes of size 1 never appear.
+A value covers a piece of a buffer. A value with ``shift`` and ``strides`` refers to an array, such as a flat's
+parameters: at position ``p`` stands element ``p + shift + Σ stride × coordinate(axis)`` of that array. So one
+interpretation covers every rank, and cutting a piece in two changes neither half. Mesh axes of size 1 never appear.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple, assert_never
 
@@ -50,12 +50,12 @@ class Zero:
 
 @dataclass(frozen=True, slots=True)
 class Poison:
-    """The outcome of something already reported; nothing more is said about it."""
+    """The result of an error that is already reported; it causes no further findings."""
 
 
 @dataclass(frozen=True, slots=True)
 class Elements:
-    """Elements of a quantity, of a named content or of a computed value; ``summed`` over these axes, in that order."""
+    """Elements of a quantity, a named content or a computed value, summed over the axes ``summed`` in that order."""
 
     key: Key
     shift: int = 0
@@ -64,7 +64,11 @@ class Elements:
 
 
 class Term(NamedTuple):
-    """A contribution to a gradient: its value number (or PAST, ALL), the axes summed over in order, how often added."""
+    """A contribution to a gradient.
+
+    ``source`` is its value number, or one of the constants below; ``summed`` are the axes it was summed over, in order;
+    ``times`` is how often it was added.
+    """
 
     source: int
     summed: tuple[str, ...]
@@ -72,9 +76,11 @@ class Term(NamedTuple):
 
 
 PAST_TERM: Final = -1
+"""The sum of all micro-steps before this one."""
 ALL_TERM: Final = -2
+"""The sum of all micro-steps of the step."""
 LOST_TERM: Final = -3
-"""A contribution whose value was scaled or rounded away: it stands for nothing that training asks for."""
+"""A contribution whose value an op changed, as by scaling: no gradient may hold it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,16 +94,15 @@ class Gradient:
 
 
 class Cover(NamedTuple):
-    """Flat elements ``shift + Σ stride × coordinate + [0, numel)`` that a statistic has read, final or not."""
+    """Flat elements ``shift + Σ stride × coordinate + [0, numel)`` that a statistic or an optimizer step has read."""
 
     flat: str
     shift: int
     strides: Strides
     numel: int
-    is_final: bool
 
     def intervals(self, sizes: Mapping[str, int]) -> list[tuple[int, int]]:
-        """What it stands for on all ranks of axes of these sizes together, as intervals of flat elements."""
+        """The flat elements that all ranks cover together, as intervals; ``sizes`` are those of the mesh axes."""
         starts = [self.shift]
         length = self.numel
         for axis, stride in sorted(self.strides, key=lambda item: item[1]):
@@ -113,8 +118,8 @@ class Cover(NamedTuple):
 class Statistic:
     """A sum of squares (``norm``) or a finiteness flag (``overflow``) over gradients, combined over ``summed``.
 
-    ``order`` says what was read, source by source: a flat, and which of its elements all ranks read together, from the
-    first that belongs to a parameter to behind the last.
+    ``order`` lists what was read, source by source: a flat, and the interval of its elements that all ranks read
+    together, without the padding around the parameters.
     """
 
     kind: str
@@ -137,7 +142,7 @@ Pieces = tuple[tuple[int, int, "Value"], ...]
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Elements of an array that is itself made of pieces; what stands there depends on the coordinate."""
+    """Elements of an array that is made of pieces; which elements, depends on the coordinate."""
 
     array: Pieces
     shift: int
@@ -146,7 +151,7 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Positions ``[start, stop)`` of which this rank's slice along ``axis`` differs from the rest.
+    """Positions ``[start, stop)``, of which this rank's slice along ``axis`` differs from the rest.
 
     ``own`` is a value over slice-local positions, ``rest`` pieces over ``[0, stop - start)``.
     """
@@ -171,7 +176,7 @@ TORN: Final = Undefined("torn")
 
 
 class Numbering:
-    """Value numbers: equal keys get equal numbers. Shared by the runs whose numbers are compared."""
+    """Value numbers: equal keys get equal numbers. Programs that are compared share one numbering."""
 
     def __init__(self) -> None:
         self._numbers: dict[Hashable, int] = {}
@@ -182,7 +187,7 @@ class Numbering:
 
 
 def moved(value: Value, delta: int) -> Value:
-    """The value as seen from positions that begin ``delta`` later: new position q is old position q + delta."""
+    """The same value for positions counted from ``delta``: new position q is old position q + delta."""
     if delta == 0:
         return value
     match value:
@@ -243,7 +248,7 @@ def _placed(value: Elements | Gradient | Slice, axis: str, coordinate: int) -> V
 
 
 def depends_on(value: Value, axis: str) -> bool:
-    """Whether which elements stand here differs along the axis."""
+    """Whether ranks along the axis hold different elements here."""
     match value:
         case Elements() | Gradient():
             return any(name == axis for name, _ in value.strides)
@@ -285,15 +290,13 @@ def pack(pieces: PieceList) -> Value:
 
 def unpack(value: Value, numel: int) -> list[tuple[int, int, Value]]:
     """The pieces over ``[0, numel)`` of one value there."""
-    if not isinstance(value, Slice):
-        return [(0, numel, value)]
-    if value.strides:
+    if not isinstance(value, Slice) or value.strides:
         return [(0, numel, value)]
     return window(value.array, value.shift, numel)
 
 
 def window(array: PieceList, start: int, numel: int) -> list[tuple[int, int, Value]]:
-    """The pieces ``[start, start + numel)`` of an array, counted from ``start``; what it lacks is torn."""
+    """The pieces ``[start, start + numel)`` of an array, counted from ``start``; elsewhere the value is torn."""
     stop = start + numel
     found: list[tuple[int, int, Value]] = []
     at = start
@@ -312,7 +315,7 @@ def window(array: PieceList, start: int, numel: int) -> list[tuple[int, int, Val
 
 
 def simplify(value: Value, numel: int, sizes: Sequence[tuple[str, int]]) -> Value:
-    """A slice whose every rank sees one and the same piece is that piece's value."""
+    """The value of the piece that all ranks read, where a slice reads one piece alone; else the slice."""
     if not isinstance(value, Slice):
         return value
     low, high = span(value.shift, value.strides, numel, dict(sizes))
@@ -342,10 +345,10 @@ def spread(
     stride: int,
     seen: Callable[[Value, int], Value] | None = None,
 ) -> list[tuple[int, int, Value]]:
-    """What all ranks of an axis hold, rank r's element j standing at ``r × stride + j``.
+    """What all ranks of an axis hold together: element j of rank r stands at ``r × stride + j``.
 
-    ``pieces`` cover ``[0, numel)``. With stride = numel this is an all-gather. ``seen`` says what rank r's value is to
-    the others; without it ranks with equal values hold equal elements.
+    ``pieces`` cover ``[0, numel)`` on each rank. With stride = numel this is an all-gather. ``seen`` gives the value of
+    rank r as the other ranks see it; without it, ranks with equal values hold equal elements.
     """
     if seen is None and len(pieces) == 1 and stride == numel:
         value = pieces[0][2]
@@ -369,6 +372,33 @@ def spread(
             for low, high, inner in unpack(there, b - a):
                 found.append((origin + a + low, origin + a + high, moved(inner, -(origin + a))))
     return coalesced(found)
+
+
+def opened(pieces: PieceList) -> list[tuple[int, int, Value]]:
+    """The pieces, with every slice that is the same on all ranks replaced by the pieces it is made of."""
+    return [
+        (start + low, start + high, moved(inner, -start))
+        for start, stop, value in pieces
+        for low, high, inner in unpack(moved(value, start), stop - start)
+    ]
+
+
+def cut(pieces: PieceList, start: int, stop: int) -> list[tuple[int, int, Value]]:
+    """The parts of the pieces inside ``[start, stop)``, at their positions."""
+    return [(max(a, start), min(b, stop), v) for a, b, v in pieces if a < stop and b > start]
+
+
+def leaves(value: Value) -> Iterator[Value]:
+    """The value, or the values that a slice or a split is made of."""
+    if isinstance(value, Slice):
+        for _, _, inner in value.array:
+            yield from leaves(inner)
+    elif isinstance(value, Split):
+        yield from leaves(value.own)
+        for _, _, inner in value.rest:
+            yield from leaves(inner)
+    else:
+        yield value
 
 
 def mapped(value: Value, change: Callable[[Value], Value]) -> Value:

@@ -1,7 +1,7 @@
 """Whether the memory at a section's end entails the exit state.
 
-The micro-step that ends becomes part of the past, and at the end of the update version 1 becomes version 0 of the
-next step: contents are judged after that change of reckoning.
+The exit state is the entry state of the next section. There the micro-step that has ended counts among the past ones,
+and after the update, version 1 is version 0 of the next step.
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ from zeroir.verify.domain import (
     Undefined,
     Value,
     Zero,
+    cut,
     rebased,
     spread,
     unpack,
 )
 from zeroir.verify.gradients import Wanted, is_zero, measure, wanted_sources
-from zeroir.verify.interpreter import Outcome, Run
+from zeroir.verify.interpreter import SectionRun
 
 
-def check_exit(run: Run, outcome: Outcome) -> None:
-    """Report every content of the exit state that the memory does not entail."""
+def check_exit(run: SectionRun) -> None:
+    """Report each content of the exit state that the memory does not entail."""
     holdings: dict[str, list[Holding]] = {}
     refined = {
         replace(h.region, shard=None)
@@ -53,13 +54,13 @@ def check_exit(run: Run, outcome: Outcome) -> None:
     for buffer in run.program.buffers:
         if buffer.holds is not None:
             _check_rest(run, buffer, buffer.holds, holdings.get(buffer.name, []))
-    _check_scalars(run, outcome)
+    _check_scalars(run)
     if run.section.name == UPDATE:
         _check_told(run)
 
 
-def _check_rest(run: Run, buffer: Buffer, content: Content, holdings: list[Holding]) -> None:
-    """What no holding covers rests; beside an own slice that a holding covers, the rest of it does."""
+def _check_rest(run: SectionRun, buffer: Buffer, content: Content, holdings: list[Holding]) -> None:
+    """Check that the buffer holds its resting content wherever no holding describes it, also beside own slices."""
     pieces = run.memory.read(whole(buffer))
     if not holdings:
         _check(run, whole(buffer), pieces, content, (0, buffer.numel))
@@ -71,14 +72,14 @@ def _check_rest(run: Run, buffer: Buffer, content: Content, holdings: list[Holdi
             _check(
                 run,
                 whole(buffer),
-                _between(pieces, at, region.offset),
+                cut(pieces, at, region.offset),
                 content,
                 (at, region.offset),
             )
         if region.shard is not None and run.layout.sizes[region.shard] > 1:
             if any(h.region == replace(region, shard=None) for h in holdings):
                 continue
-            inner = _rests(_between(pieces, region.offset, region.stop))
+            inner = _rests(cut(pieces, region.offset, region.stop))
             rest = run.layout.beside(holding, content)
             if rest is content:
                 _check(run, whole(buffer), inner, content, (region.offset, region.stop))
@@ -87,11 +88,11 @@ def _check_rest(run: Run, buffer: Buffer, content: Content, holdings: list[Holdi
                 _check(run, full, rebased(inner, region.offset), rest, (0, region.numel))
         at = max(at, region.stop)
     if at < buffer.numel:
-        _check(run, whole(buffer), _between(pieces, at, buffer.numel), content, (at, buffer.numel))
+        _check(run, whole(buffer), cut(pieces, at, buffer.numel), content, (at, buffer.numel))
 
 
-def _own_slices(run: Run, pieces: PieceList) -> list[tuple[int, int, Value]]:
-    """The pieces with every split replaced by what each rank holds in its own slice."""
+def _own_slices(run: SectionRun, pieces: PieceList) -> list[tuple[int, int, Value]]:
+    """The pieces, with each split replaced by the own slices of all ranks."""
     found: list[tuple[int, int, Value]] = []
     for a, b, value in pieces:
         if isinstance(value, Split):
@@ -105,7 +106,7 @@ def _own_slices(run: Run, pieces: PieceList) -> list[tuple[int, int, Value]]:
 
 
 def _rests(pieces: PieceList) -> list[tuple[int, int, Value]]:
-    """The pieces with every split replaced by what stands outside the own slice."""
+    """The pieces, with each split replaced by the values outside the own slice."""
     found: list[tuple[int, int, Value]] = []
     for a, b, value in pieces:
         if isinstance(value, Split):
@@ -115,14 +116,10 @@ def _rests(pieces: PieceList) -> list[tuple[int, int, Value]]:
     return found
 
 
-def _between(pieces: PieceList, start: int, stop: int) -> list[tuple[int, int, Value]]:
-    return [(max(a, start), min(b, stop), v) for a, b, v in pieces if a < stop and b > start]
-
-
 def _check(
-    run: Run, region: Region, pieces: PieceList, content: Content, interval: tuple[int, int]
+    run: SectionRun, region: Region, pieces: PieceList, content: Content, interval: tuple[int, int]
 ) -> None:
-    """``pieces`` of the region, at positions ``interval``, against the content of the whole region."""
+    """Compare ``pieces`` at the positions ``interval`` of a region with the content of the whole region."""
     if any(isinstance(value, Split) for _, _, value in pieces):
         # Each element is in some rank's own slice, and in the rest of every other rank.
         for version in (_own_slices(run, pieces), _rests(pieces)):
@@ -143,8 +140,8 @@ def _check(
                 _fail(run, "Z402", region, f"should be zeros but holds {describe(wrong)}")
 
 
-def _fail(run: Run, code: str, region: Region, sentence: str, advice: str = "") -> None:
-    """Report at the last op that wrote the buffer: that is where to look."""
+def _fail(run: SectionRun, code: str, region: Region, sentence: str, advice: str = "") -> None:
+    """Report at the last op that wrote the buffer."""
     where = spell(region, run.program)
     run.findings.add(
         code,
@@ -157,7 +154,7 @@ def _fail(run: Run, code: str, region: Region, sentence: str, advice: str = "") 
     )
 
 
-def _check_flat(run: Run, region: Region, pieces: PieceList, content: FlatContent) -> None:
+def _check_flat(run: SectionRun, region: Region, pieces: PieceList, content: FlatContent) -> None:
     flat = run.program.flat_by_name[content.flat]
     is_stepped = run.section.name == UPDATE and flat.is_trainable
     version = content.version + (1 if is_stepped else 0)
@@ -169,7 +166,7 @@ def _check_flat(run: Run, region: Region, pieces: PieceList, content: FlatConten
         if isinstance(value, Zero) and not strides and _is_padding(run, content, a, b):
             continue
         buffer = run.program.buffer_by_name[region.buffer]
-        # A gathered copy that went stale endangers computes; a persistent one was not updated right.
+        # Compute ops read gathered copies (Z401); the update writes persistent ones (Z403).
         code = "Z403" if buffer.is_persistent or content.quantity != PARAM else "Z401"
         stage = "the updated " if is_stepped else ""
         _fail(
@@ -181,13 +178,13 @@ def _check_flat(run: Run, region: Region, pieces: PieceList, content: FlatConten
         return
 
 
-def _is_padding(run: Run, content: FlatContent, start: int, stop: int) -> bool:
+def _is_padding(run: SectionRun, content: FlatContent, start: int, stop: int) -> bool:
     cuts = run.layout.between(content.flat, content.offset + start, content.offset + stop)
     return all(slot is None for _, _, slot in cuts)
 
 
 def _check_gradient(
-    run: Run,
+    run: SectionRun,
     region: Region,
     pieces: PieceList,
     content: FlatContent,
@@ -215,7 +212,7 @@ def _check_gradient(
         run.term_name,
     )
     if section == UPDATE and micro is Micro.PAST:
-        # The next step begins: nothing has been summed.
+        # The next step begins with empty sums.
         if any(not is_zero(v) and not algebra.is_poisoned(v) for _, _, v in on_flat):
             _fail(run, "Z402", region, "should be zeros again for the next step")
         return
@@ -229,7 +226,7 @@ def _check_gradient(
         _fail(run, problem.code, region, sentence, problem.advice)
 
 
-def _check_stale(run: Run, region: Region, on_flat: PieceList, flat: str) -> None:
+def _check_stale(run: SectionRun, region: Region, on_flat: PieceList, flat: str) -> None:
     for a, b, value in on_flat:
         if isinstance(value, Zero | Poison):
             continue
@@ -240,10 +237,10 @@ def _check_stale(run: Run, region: Region, on_flat: PieceList, flat: str) -> Non
                 return
 
 
-def _check_named(run: Run, region: Region, pieces: PieceList, content: NamedContent) -> None:
+def _check_named(run: SectionRun, region: Region, pieces: PieceList, content: NamedContent) -> None:
     buffer = run.program.buffer_by_name[region.buffer]
     is_kept = buffer.role is Role.CONSTANT or _is_elsewhere(run, region, content)
-    # An evaluation is over when training goes on: all that it may leave behind is its loss.
+    # An evaluation must leave nothing to training but its loss.
     is_evaluated = run.section.name == EVALUATE and buffer.role in (Role.SCALAR, Role.MODULE_BUFFER)
     is_kept |= is_evaluated and buffer.name != run.program.loss
     for _, _, value in pieces:
@@ -261,16 +258,16 @@ def _is_own(value: Value, content: NamedContent) -> bool:
     return value == Elements(NamedKey(content.name, content.version))
 
 
-def _is_elsewhere(run: Run, region: Region, content: NamedContent) -> bool:
-    """Whether another buffer or region goes by this name, so that the name says what stands here."""
+def _is_elsewhere(run: SectionRun, region: Region, content: NamedContent) -> bool:
+    """Whether another buffer or region holds the same named value, so that this one must not change."""
     holders = run.program.buffers_by_content.get(content, ())
     if any(name != region.buffer for name in holders):
         return True
     return any(h.content == content and h.region != region for h in run.section.exit.holdings)
 
 
-def _check_scalars(run: Run, outcome: Outcome) -> None:
-    """Hyper-parameters and loss scales keep their meaning; one decision advances the step count once."""
+def _check_scalars(run: SectionRun) -> None:
+    """Hyper-parameters do not change, and one decision advances the step count and the loss scale once."""
     program = run.program
     kept: set[str] = set()
     counts: set[str] = set()
@@ -306,7 +303,7 @@ def _check_scalars(run: Run, outcome: Outcome) -> None:
     if (
         run.section.name == UPDATE
         and counts
-        and not outcome.decisions
+        and not run.decisions
         and not _has_advanced(run, counts)
     ):
         run.findings.add(
@@ -316,27 +313,25 @@ def _check_scalars(run: Run, outcome: Outcome) -> None:
         )
 
 
-def _check_told(run: Run) -> None:
-    """The engine tells after the update what the decision read and wrote, so nothing may overwrite that."""
+def _check_told(run: SectionRun) -> None:
+    """After the update the engine reports the decision's norm and skip flag, so nothing may overwrite these."""
     for region, decided in run.told.items():
         now = run.memory.read(region)
         if now != decided and not any(algebra.is_poisoned(value) for *_, value in now):
-            what = (
-                "no longer holds what the decision left there, which the engine tells of the step"
-            )
+            what = "no longer holds the decision's value, which the engine reports after the step"
             _fail(run, "Z405", region, what)
 
 
-def _told_version(run: Run, buffer: Buffer, content: NamedContent) -> int:
-    """How far the exit state says that a step count has advanced: by one where the decision was taken early."""
+def _told_version(run: SectionRun, buffer: Buffer, content: NamedContent) -> int:
+    """How far the step count has advanced by the exit state: by one where the decision was taken early."""
     told = replace(content, version=content.version + 1)
     return int(
         any(h.region == whole(buffer) and h.content == told for h in run.section.exit.holdings)
     )
 
 
-def _has_advanced(run: Run, counts: set[str]) -> bool:
-    """Whether a step count is the next one, by a decision of the section before."""
+def _has_advanced(run: SectionRun, counts: set[str]) -> bool:
+    """Whether a decision of the section before has advanced a step count."""
     names = run.program.buffer_by_name
     return any(
         isinstance(value, Elements) and isinstance(value.key, NamedKey) and value.key.version == 1
@@ -345,8 +340,10 @@ def _has_advanced(run: Run, counts: set[str]) -> bool:
     )
 
 
-def _check_kept(run: Run, buffer: Buffer, content: NamedContent, versions: tuple[int, ...]) -> None:
-    """A scalar that the user, or the ops made for it, may change, and nothing else."""
+def _check_kept(
+    run: SectionRun, buffer: Buffer, content: NamedContent, versions: tuple[int, ...]
+) -> None:
+    """Check that a scalar has one of these versions: only the user, or the ops that own it, may change it."""
     good = [Elements(NamedKey(content.name, content.version + version)) for version in versions]
     for _, _, value in run.memory.read(whole(buffer)):
         if isinstance(value, Poison) or value in good:
@@ -362,13 +359,13 @@ def _check_kept(run: Run, buffer: Buffer, content: NamedContent, versions: tuple
 
 
 _LOSS_ADVICE = (
-    "Leave this rank's loss, a mean over its batch, to the update, which may sum it over every axis once; "
-    "the engine divides."
+    "Keep this rank's loss, a mean over its batch, until the update, which may sum it over every axis once; "
+    "the engine divides the sum."
 )
 
 
-def _check_loss(run: Run, region: Region) -> None:
-    """A micro-step leaves this rank's loss; the update may sum it over every axis, once, or clear it."""
+def _check_loss(run: SectionRun, region: Region) -> None:
+    """A micro-step keeps this rank's loss; the update may sum it over every axis, once, or clear it."""
     is_update = run.section.name == UPDATE
     content = run.program.buffer_by_name[region.buffer].holds
     for _, _, value in run.memory.read(region):

@@ -8,13 +8,11 @@ from typing import NamedTuple
 
 from zeroir.ir.contents import Micro
 from zeroir.ir.program import UPDATE, Slot
-from zeroir.verify.contracts import Layout
 from zeroir.verify.descriptions import CAUSES, describe
 from zeroir.verify.domain import (
     ALL_TERM,
     LOST_TERM,
     PAST_TERM,
-    Elements,
     Gradient,
     PieceList,
     Poison,
@@ -25,6 +23,7 @@ from zeroir.verify.domain import (
     Value,
     Zero,
 )
+from zeroir.verify.flat_layout import FlatLayout
 
 
 class Problem(NamedTuple):
@@ -36,7 +35,7 @@ class Problem(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """What a gradient must be the sum of: contributions by parameter, and the axes summed over."""
+    """What a gradient must be: the sum of these contributions of each parameter, over these axes in order."""
 
     sources: Callable[[Slot], Mapping[int, int]]
     summed: tuple[str, ...]
@@ -46,7 +45,7 @@ class Wanted(NamedTuple):
 def wanted_sources(
     micro: Micro, section: str, has_past: bool, contributions: Mapping[str, list[int]]
 ) -> Callable[[Slot], Mapping[int, int]]:
-    """The contributions that a gradient of these micro-steps holds in this section."""
+    """The contributions that a gradient of these micro-steps must hold in this section."""
 
     def sources(slot: Slot) -> Mapping[int, int]:
         if section == UPDATE and micro is Micro.ALL:
@@ -59,8 +58,8 @@ def wanted_sources(
     return sources
 
 
-def measure(layout: Layout, pieces: PieceList, flat: str, wanted: Wanted) -> Problem | None:
-    """The first element, in flat coordinates, at which the pieces are not the gradient that is wanted."""
+def measure(layout: FlatLayout, pieces: PieceList, flat: str, wanted: Wanted) -> Problem | None:
+    """What is wrong at the first element that does not hold the wanted gradient; positions are flat elements."""
     for a, b, value in pieces:
         if isinstance(value, Poison):
             continue
@@ -80,7 +79,7 @@ def _padding(value: Value, flat: str, start: int, stop: int) -> Problem | None:
     return Problem(
         "Z402",
         f"the padding [{start}:{stop}] of the gradient of flat {flat} is {what}",
-        "Fill what lies between and behind the parameters with 0 before the gradient is reduced.",
+        "Fill the elements between and behind the parameters with 0 before the gradient is reduced.",
     )
 
 
@@ -100,7 +99,7 @@ def _slot(value: Value, flat: str, slot: Slot, wanted: Wanted) -> Problem | None
         return Problem("Z402", f"the gradient of {slot.name} is {CAUSES[value.cause]}")
     if not isinstance(value, Gradient) or value.flat != flat:
         return Problem(
-            "Z402", f"where the gradient of {slot.name} should stand there is {describe(value)}"
+            "Z402", f"the gradient of {slot.name} should stand where {describe(value)} stands"
         )
     if value.shift or value.strides:
         return Problem("Z402", f"the gradient of {slot.name} stands at the wrong elements")
@@ -110,7 +109,7 @@ def _slot(value: Value, flat: str, slot: Slot, wanted: Wanted) -> Problem | None
 def compare_terms(
     terms: tuple[Term, ...], sources: Mapping[int, int], name: str, wanted: Wanted
 ) -> Problem | None:
-    """Whether a multiset of contributions is the one wanted; reductions are judged last."""
+    """Compare a multiset of contributions with the wanted one; the reductions come last."""
     found: Counter[int] = Counter()
     for term in terms:
         found[term.source] += term.times
@@ -142,8 +141,8 @@ def compare_terms(
             order = " and then ".join(term.summed)
             return Problem(
                 "Z402",
-                f"the gradient of {name} is summed over {order}, which rounds otherwise than "
-                f"innermost first: {' and then '.join(wanted.summed)}",
+                f"the gradient of {name} is summed over {order}, and not innermost first, over "
+                f"{' and then '.join(wanted.summed)}: the order changes the rounding",
             )
     return None
 
@@ -167,8 +166,3 @@ def is_zero(value: Value) -> bool:
     if isinstance(value, Slice):
         return all(is_zero(inner) for _, _, inner in value.array)
     return isinstance(value, Zero)
-
-
-def is_named(value: Value) -> bool:
-    """Whether the value is a named content."""
-    return isinstance(value, Elements) and not isinstance(value.key, int)

@@ -17,8 +17,8 @@ from zeroir.ir.dtypes import DType
 from zeroir.ir.ops import Mode, Op
 from zeroir.ir.program import OptimizerGroup, Program, Section, Slot
 from zeroir.verify import algebra, statistics, transfers, update
+from zeroir.verify.abstract_memory import AbstractMemory
 from zeroir.verify.context import Findings, spell, title
-from zeroir.verify.contracts import Layout
 from zeroir.verify.descriptions import ADVICE, CAUSES, describe
 from zeroir.verify.domain import (
     ALL_TERM,
@@ -38,43 +38,22 @@ from zeroir.verify.domain import (
     Zero,
     aligned,
 )
-from zeroir.verify.memory import Memory
-from zeroir.verify.numbers import Operand, Segments
+from zeroir.verify.flat_layout import FlatLayout
 from zeroir.verify.update import Stepped
+from zeroir.verify.value_numbers import Operand, Segments
 
 Contributions = dict[str, list[int]]
 """Per parameter, the value numbers that contribute to its gradient, in the order in which they are added."""
 
 
-@dataclass
-class Outcome:
-    """What a section computes.
-
-    ``settings`` is what decisions and loss scaling are told, ``steps`` what each optimizer step is; ``roundings`` are
-    gradients that lost digits, by flat and dtype, and ``sums`` what was added to what, with the op's line. ``decided``
-    are the decisions taken so far, with whether each may skip the update; ``told`` is what the engine tells of the step
-    afterwards, by its region: the norm that a decision read, and whether it skips.
-    """
-
-    contributions: Contributions
-    memory: Memory
-    decisions: int
-    settings: dict[tuple[Hashable, ...], int]
-    steps: list[Stepped]
-    roundings: dict[tuple[str, DType], int]
-    sums: dict[algebra.Sum, int]
-    decided: dict[int, bool]
-    told: dict[Region, PieceList]
-
-
-class Group(NamedTuple):
+class GroupIntervals(NamedTuple):
     """An optimizer group: its intervals by flat, in order."""
 
     algorithm: ops.Algorithm
     intervals: Mapping[str, list[tuple[int, int]]]
 
     @classmethod
-    def of(cls, group: OptimizerGroup) -> Group:
+    def of(cls, group: OptimizerGroup) -> GroupIntervals:
         """Sort a program's group."""
         intervals: dict[str, list[tuple[int, int]]] = {}
         for flat, start, stop in sorted(group.intervals):
@@ -87,12 +66,12 @@ class Shared:
     """What the runs over a program's sections share."""
 
     program: Program
-    layout: Layout
+    layout: FlatLayout
     numbering: Numbering
     segments: Segments
     parameters: Mapping[str, tuple[Value, int]]
     gradients: Mapping[str, tuple[str, Slot]]
-    groups: Mapping[str, Group]
+    groups: Mapping[str, GroupIntervals]
     may_repeat: bool
 
     @classmethod
@@ -113,7 +92,7 @@ class Shared:
         homes = program.parameter_by_name
         return cls(
             program=program,
-            layout=Layout(program),
+            layout=FlatLayout(program),
             numbering=numbering,
             segments=Segments(program, numbering, by_node=by_node),
             parameters={
@@ -121,16 +100,26 @@ class Shared:
                 for name, (flat, slot) in homes.items()
             },
             gradients={name: (flat.name, slot) for name, (flat, slot) in homes.items()},
-            groups={group.name: Group.of(group) for group in program.groups},
+            groups={group.name: GroupIntervals.of(group) for group in program.groups},
             may_repeat=may_repeat,
         )
 
 
-class Run:
-    """One pass over one section."""
+class SectionRun:
+    """One section, interpreted: what it computes.
+
+    ``settings`` is what decisions and the loss scaling are given, ``steps`` what each optimizer step does,
+    ``roundings`` the gradients that lost digits, by flat and dtype, and ``sums`` which contributions were added to
+    which; each with the line of its op. ``decided`` are the decisions so far, and whether each may skip the update.
+    ``told`` is what the engine reports of the step, by its region: the norm that a decision read, and whether it skips.
+    """
 
     def __init__(
-        self, shared: Shared, section: Section, findings: Findings, before: Outcome | None = None
+        self,
+        shared: Shared,
+        section: Section,
+        findings: Findings,
+        before: SectionRun | None = None,
     ) -> None:
         self.shared = shared
         self.program = shared.program
@@ -138,12 +127,12 @@ class Run:
         self.numbering = shared.numbering
         self.section = section
         self.findings = findings
-        self.memory = Memory(self.program.buffer_by_name, self.program.mesh)
+        self.memory = AbstractMemory(self.program.buffer_by_name, self.program.mesh)
         self.sizes = shared.layout.sizes
         self.line = 0
         self.op: Op | None = None
         self.contributions: Contributions = {}
-        self.is_consumed: set[str] = set()
+        self.consumed: set[str] = set()
         self.decisions = 0
         self.settings: dict[tuple[Hashable, ...], int] = {}
         self.steps: list[Stepped] = []
@@ -156,22 +145,11 @@ class Run:
         self.flats = dict(self.program.flat_by_name)
         self._enter(before)
 
-    def run(self) -> Outcome:
-        """Interpret the body."""
+    def interpret(self) -> None:
+        """Let every op of the body change the abstract memory."""
         for line, op in enumerate(self.section.body):
             self.line, self.op = line, op
             self._step(op)
-        return Outcome(
-            contributions=self.contributions,
-            memory=self.memory,
-            decisions=self.decisions,
-            settings=self.settings,
-            steps=self.steps,
-            roundings=self.roundings,
-            sums=self.sums,
-            decided=self.decided,
-            told=self.told,
-        )
 
     def fail(self, code: str, sentence: str, *buffers: str, advice: str = "") -> None:
         """Report a finding at the current op."""
@@ -196,7 +174,7 @@ class Run:
 
     # ------------------------------------------------------------------------------------------------- entry state
 
-    def _enter(self, before: Outcome | None) -> None:
+    def _enter(self, before: SectionRun | None) -> None:
         for buffer in self.program.buffers:
             if buffer.holds is not None:
                 self.memory.write(whole(buffer), self.layout.pieces(buffer.holds, buffer.numel))
@@ -215,7 +193,7 @@ class Run:
         if before is not None:
             self._carry(before)
 
-    def _carry(self, before: Outcome) -> None:
+    def _carry(self, before: SectionRun) -> None:
         """A statistic or decision of the section before is known for what it is, and not by its buffer's name alone."""
         for buffer in self.program.buffers:
             if isinstance(buffer.holds, NamedContent):
@@ -358,7 +336,7 @@ class Run:
         value: Value = Gradient(flat, (Term(number, (), 1),), slot.offset)
         if is_poisoned:
             value = POISON
-        if slot.name in self.is_consumed:
+        if slot.name in self.consumed:
             self.fail(
                 "Z405",
                 f"{title(op)} contributes to the gradient of {name} after a statistic or an "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -35,10 +34,6 @@ class IntervalMap(Generic[T]):
             i += 1
         return found
 
-    def pieces(self) -> Iterator[tuple[int, int, T]]:
-        """Every piece."""
-        return iter(self.read(0, self.numel))
-
     def write(self, start: int, stop: int, value: T) -> None:
         """Replace ``[start, stop)`` by one value."""
         if start >= stop:
@@ -69,8 +64,3 @@ class IntervalMap(Generic[T]):
             last += 1
         starts[first : last + 1] = new_starts
         values[first : last + 1] = new_values
-
-    def update(self, start: int, stop: int, change: Callable[[T], T]) -> None:
-        """Replace each value ``v`` of ``[start, stop)`` by ``change(v)``."""
-        for a, b, value in self.read(start, stop):
-            self.write(a, b, change(value))

@@ -1,4 +1,4 @@
-"""Limits on counts, names and sizes (Z011): what is beyond them is no program, and would cost whoever examines it."""
+"""Limits on counts, names and sizes (Z011), so that a proof needs bounded time and memory, and no number overflows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zeroir.verify.context import Findings
 
 
 def check_limits(program: Program, findings: Findings) -> None:
-    """Check everything that a program declares; the other checks may take its sizes for granted."""
+    """Check everything that a program declares; all other checks rely on these limits."""
     for sentence in (*_counts(program), *_names(program), *_sizes(program)):
         findings.add("Z011", sentence)
 
@@ -27,6 +27,7 @@ def _counts(program: Program) -> Iterator[str]:
         ("axes", len(program.mesh.axes), limits.MOST_AXES),
         ("streams", len(program.streams), limits.MOST_STREAMS),
         ("communicators", len(program.comms), limits.MOST_COMMUNICATORS),
+        ("bounds", len(program.bounds), limits.MOST_ITEMS),
         ("flats", len(program.flats), limits.MOST_ITEMS),
         ("parameters", slots, limits.MOST_ITEMS),
         ("buffers", len(program.buffers), limits.MOST_ITEMS),

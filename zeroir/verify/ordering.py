@@ -1,39 +1,24 @@
-"""Happens-before by vector clocks, from effects alone.
+"""Races, lifetimes and events: whether ops that no wait orders leave each other's elements alone.
 
-A stream runs its ops in program order; a wait orders a stream, or the host and with it every stream, after the op
-that signals. Whatever is not ordered so may run in any order, and two accesses of which one writes must not. Each
-buffer keeps, per interval, who wrote it last and who has read it since.
+Ops that happens-before does not order may run in any order, so none of them may write what another one reads or
+writes. Each buffer keeps, per interval of elements, the op that wrote it last and the ops that have read it since.
+Effects alone say what an op reads and writes.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from zeroir.ir import ops
 from zeroir.ir.buffers import Region, Role
 from zeroir.ir.effects import Effects, effects
-from zeroir.ir.mesh import HOST
 from zeroir.ir.ops import Op
 from zeroir.ir.program import EVALUATE, MICRO_STEP, UPDATE, Program, Section
 from zeroir.verify.context import Findings, last_touch, spell, title
 from zeroir.verify.crossing import Carried, Crossing, crossings
+from zeroir.verify.happens_before import ENTRY, HappensBefore
 from zeroir.verify.intervals import IntervalMap
-
-ENTRY = -1
-"""Whoever wrote before the section: ordered before everything in it."""
 
 Access = tuple[int, tuple[tuple[int, int], ...]]
 """The last writer, and per stream the last reader since: ``(writer, ((stream, reader), ...))``."""
-
-
-@dataclass(slots=True)
-class _Issued:
-    """An op on its stream: position there, and what to call it."""
-
-    stream: int
-    position: int
-    op: Op | None
-    line: int
 
 
 class Ordering:
@@ -46,12 +31,7 @@ class Ordering:
         self.section = section
         self.findings = findings
         self.crossing = crossing
-        self.streams = {stream.name: i for i, stream in enumerate(program.streams)}
-        count = len(self.streams)
-        self.clocks = [[0] * count for _ in range(count)]
-        self.issued: list[_Issued] = []
-        self.events: dict[str, list[int]] = {}
-        self.signallers: dict[str, int] = {}
+        self.order = HappensBefore(program, section)
         self.maps: dict[str, IntervalMap[Access]] = {}
         self.live: set[str] = set(section.entry.live)
         self.released: dict[str, int] = {}
@@ -66,17 +46,13 @@ class Ordering:
             self._step(op)
         self._leave()
 
-    # ---------------------------------------------------------------------------------------------------- the clocks
+    # ------------------------------------------------------------------------------------------------- entry state
 
     def _enter(self) -> None:
         holdings = self.section.entry.holdings
         for pending in self.section.entry.pending:
-            stream = self.streams[pending.stream]
-            me = self._issue(stream, None, -1)
-            clock = [0] * len(self.streams)
-            clock[stream] = self.clocks[stream][stream]
-            self.events[pending.event] = clock
-            self.signallers[pending.event] = me
+            me = self.order.signallers[pending.event]
+            stream = self.order.issued[me].stream
             for holding in holdings:
                 if holding.after == pending.event:
                     self._mark_write(holding.region, me)
@@ -96,54 +72,28 @@ class Ordering:
             if seen.comm is not None:
                 self.last_collective[seen.comm] = me
 
-    def _issue(self, stream: int, op: Op | None, line: int) -> int:
-        clock = self.clocks[stream]
-        self.issued.append(_Issued(stream, clock[stream], op, line))
-        clock[stream] += 1
-        return len(self.issued) - 1
-
-    def _is_before(self, earlier: int, stream: int) -> bool:
-        """Whether an issued op is done before the next op of a stream begins."""
-        if earlier == ENTRY:
-            return True
-        other = self.issued[earlier]
-        return self.clocks[stream][other.stream] > other.position
-
-    def _wait(self, op: ops.Wait) -> None:
-        clock = self.events.get(op.waited)
-        if clock is None:
-            self._fail("Z202", f"wait !{op.waited}: no op before it signals that event")
-            return
-        targets = self.clocks if op.on == HOST else [self.clocks[self.streams[op.on]]]
-        for target in targets:
-            for i, at in enumerate(clock):
-                if at > target[i]:
-                    target[i] = at
-
     # ------------------------------------------------------------------------------------------------------- the ops
 
     def _step(self, op: Op) -> None:
         if isinstance(op, ops.Wait):
-            self._wait(op)
+            if not self.order.wait(op):
+                self._fail("Z202", f"wait !{op.waited}: no op before it signals that event")
             return
         seen = effects(op)
-        stream = self.streams[seen.stream]
+        stream = self.order.streams[seen.stream]
         if seen.comm is not None:
             self._collective(seen.comm, stream)
-        me = len(self.issued)
+        me = len(self.order.issued)
         for name in seen.allocs:
             self._alloc(name, stream, me)
         self._accesses(op, seen, stream, me)
         for name in seen.frees:
             self._release(name, stream)
-        self._issue(stream, op, self.line)
+        self.order.issue(stream, self.line, op, seen.signals)
         if seen.comm is not None:
             self.last_collective[seen.comm] = me
         for name in seen.frees:
             self.released[name] = me
-        for event in seen.signals:
-            self.events[event] = list(self.clocks[stream])
-            self.signallers[event] = me
 
     def _accesses(self, op: Op, seen: Effects, stream: int, me: int) -> None:
         for region in seen.reads:
@@ -185,7 +135,7 @@ class Ordering:
         return False
 
     def _when(self, issued: int) -> str:
-        line = self.issued[issued].line
+        line = self.order.issued[issued].line
         return ", which is pending from before," if line < 0 else f" @{line}"
 
     def _alloc(self, name: str, stream: int, me: int) -> None:
@@ -197,13 +147,13 @@ class Ordering:
                 advice=f"Release %{name} first, or drop this alloc.",
             )
         earlier = self.released.get(name, ENTRY)
-        if not self._is_before(earlier, stream):
+        if not self.order.is_before(earlier, stream):
             at = self._when(earlier)
             self._fail(
                 "Z101",
                 f"alloc %{name} may run before its release{at} on another stream",
                 name,
-                advice=self._order(earlier),
+                advice=self._order_advice(earlier),
             )
         self.live.add(name)
         numel = self.program.buffer_by_name[name].numel
@@ -223,14 +173,14 @@ class Ordering:
         numel = self.program.buffer_by_name[name].numel
         for _, _, (writer, readers) in self._map(name).read(0, numel):
             for user in (writer, *(reader for _, reader in readers)):
-                if not self._is_before(user, stream):
-                    other = self.issued[user]
+                if not self.order.is_before(user, stream):
+                    other = self.order.issued[user]
                     who = "a pending op" if other.op is None else f"{title(other.op)} @{other.line}"
                     self._fail(
                         "Z101",
                         f"release %{name} may run before {who}, which still uses it",
                         name,
-                        advice=self._order(user),
+                        advice=self._order_advice(user),
                     )
                     return
 
@@ -239,14 +189,14 @@ class Ordering:
         for other, last in self.last_collective.items():
             if other != comm and self.program.comm_by_name[other].axis == axis:
                 continue
-            if not self._is_before(last, stream):
-                line = self.issued[last].line
+            if not self.order.is_before(last, stream):
+                line = self.order.issued[last].line
                 at = "a pending one" if line < 0 else f"the one @{line}"
                 self._fail(
                     "Z202",
                     f"the collective on {comm} and {at} on {other} have no order: "
                     "ranks may start them in different orders",
-                    advice=self._order(last),
+                    advice=self._order_advice(last),
                 )
                 return
 
@@ -261,17 +211,17 @@ class Ordering:
 
     def _check_writers(self, region: Region, stream: int, op: Op, *, is_read: bool) -> None:
         for _, _, (writer, _) in self._map(region.buffer).read(region.offset, region.stop):
-            if not self._is_before(writer, stream):
+            if not self.order.is_before(writer, stream):
                 self._conflict(writer, region, op, is_read=is_read, was_write=True)
                 return
 
     def _check_all(self, region: Region, stream: int, op: Op, *, is_read: bool) -> None:
         for _, _, (writer, readers) in self._map(region.buffer).read(region.offset, region.stop):
-            if not self._is_before(writer, stream):
+            if not self.order.is_before(writer, stream):
                 self._conflict(writer, region, op, is_read=is_read, was_write=True)
                 return
             for _, reader in readers:
-                if not self._is_before(reader, stream):
+                if not self.order.is_before(reader, stream):
                     self._conflict(reader, region, op, is_read=is_read, was_write=False)
                     return
 
@@ -290,7 +240,7 @@ class Ordering:
     def _conflict(
         self, earlier: int, region: Region, op: Op, *, is_read: bool, was_write: bool
     ) -> None:
-        other = self.issued[earlier]
+        other = self.order.issued[earlier]
         where = spell(region, self.program)
         name = region.buffer
         if isinstance(other.op, ops.Alloc):
@@ -298,7 +248,7 @@ class Ordering:
                 "Z101",
                 f"{title(op)} may use {where} before its alloc @{other.line}",
                 name,
-                advice=self._order(earlier),
+                advice=self._order_advice(earlier),
             )
             return
         is_late = other.op is None or other.op.is_asynchronous
@@ -311,7 +261,7 @@ class Ordering:
                 f"{title(op)} reads {where} without waiting for {who}, which writes it on "
                 f"another stream",
                 name,
-                advice=self._order(earlier),
+                advice=self._order_advice(earlier),
             )
             return
         did = "writes" if was_write else "reads"
@@ -320,7 +270,7 @@ class Ordering:
             "Z105",
             f"{title(op)} {does} {where} while {who} {did} it on another stream",
             name,
-            advice=self._order(earlier),
+            advice=self._order_advice(earlier),
         )
 
     # --------------------------------------------------------------------------------------------------- exit state
@@ -362,8 +312,8 @@ class Ordering:
     def _leave_pending(self, event: str, stream: str) -> int | None:
         """Check one pending event; the op that signals it."""
         section = self.section
-        at = self.signallers.get(event)
-        if at is None or self.issued[at].stream != self.streams[stream]:
+        at = self.order.signallers.get(event)
+        if at is None or self.order.issued[at].stream != self.order.streams[stream]:
             self.findings.add(
                 "Z202",
                 f"the exit state of {section.name} says that !{event} is pending on {stream}, "
@@ -371,7 +321,7 @@ class Ordering:
                 section=section,
             )
             return None
-        issued = self.issued[at]
+        issued = self.order.issued[at]
         if issued.op is not None:
             found = Carried(section.name, issued.line, issued.op, effects(issued.op))
         elif event in self.crossing:
@@ -431,15 +381,15 @@ class Ordering:
                 buffers=(region.buffer,),
             )
 
-    def _order(self, earlier: int) -> str:
+    def _order_advice(self, earlier: int) -> str:
         """How to order the op at hand after an earlier one."""
-        other = self.issued[earlier]
+        other = self.order.issued[earlier]
         op = self.section.body[self.line]
         if isinstance(op, ops.Wait):
             return ""
         event = None if other.op is None or isinstance(other.op, ops.Wait) else other.op.event
         if other.op is None:
-            event = next((e for e, at in self.signallers.items() if at == earlier), None)
+            event = next((e for e, at in self.order.signallers.items() if at == earlier), None)
         if event is not None:
             return f"Put `wait !{event} on={op.stream}` before this op."
         return (

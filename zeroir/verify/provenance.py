@@ -1,18 +1,19 @@
-"""What makes the contents true that a program begins with: the engine gives buffers their first values, and no others.
+"""Where the contents of the first step come from: the engine gives buffers their first values, and nothing else does.
 
-Every section is proved from its entry state, and every exit state entails the entry state that follows. What is left
-is the beginning. Before the first step the engine fills parameters, masters and module buffers, binds inputs, draws
-seeds, sets scalars, and clears all else; it gathers what lives over the joint between two steps. A content that none
-of this brings about is a claim about memory that nobody has written.
+Each section is proved from its entry state, and each exit state entails the entry state that follows. The beginning is
+left. Before the first step the engine fills parameters, master weights and module buffers, binds inputs, draws seeds,
+sets scalars and clears all other memory; it gathers buffers that are live over the joint between two steps. Any other
+content that a program claims to begin with is a claim about memory that nothing has written.
 
-So a named value has one home, the buffer that is bound to it; a copy elsewhere would be true only by luck when the
-host gives the home another value. And a role, which says what the host does with a buffer, must fit what the buffer
-holds and is bound to.
+So a named value has one home, the buffer that is bound to it: a copy elsewhere would be wrong as soon as the host gave
+the home another value. And a role, which says what the host does with a buffer, must fit the buffer's content and
+binding.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import assert_never
@@ -29,7 +30,7 @@ from zeroir.ir.program import (
     Section,
     State,
 )
-from zeroir.verify.context import Findings, spell
+from zeroir.verify.context import spell
 
 INPUT, MODULE_BUFFER, INITIAL = "an input", "a module buffer", "an initial value"
 _BOUND_TO = {
@@ -38,25 +39,26 @@ _BOUND_TO = {
     Role.CONSTANT: MODULE_BUFFER,
     Role.SCALAR: INITIAL,
 }
-"""What the engine fills a buffer of a role from. It draws seeds for ``rng`` by itself, and clears other scalars."""
+"""What the engine fills a buffer of each role from. It draws seeds for ``rng`` itself, and clears other scalars."""
 
 
-def check_provenance(program: Program, findings: Findings) -> None:
+Problems = Iterator[tuple[str, str]]
+"""Codes and sentences."""
+
+
+def provenance_problems(program: Program) -> Problems:
     """Check bindings, roles, and the contents at rest and between two steps."""
-    bound = dict(_bound(program, findings))
+    yield from _binding_problems(program)
+    kinds = {name: kind for _, name, kind in _bound(program)}
     homes: dict[str, str] = {}
     for buffer in program.buffers:
-        for sentence in _role_problems(buffer, bound.get(buffer.name)):
-            findings.add("Z008", f"buffer %{buffer.name} {sentence}", buffers=(buffer.name,))
+        for sentence in _role_problems(buffer, kinds.get(buffer.name)):
+            yield "Z008", f"buffer %{buffer.name} {sentence}"
         if isinstance(buffer.holds, NamedContent):
             home = homes.setdefault(buffer.holds.name, buffer.name)
             if home != buffer.name:
-                findings.add(
-                    "Z008",
-                    f"buffer %{buffer.name} rests with the value {buffer.holds.name}, whose home is %{home}: "
-                    "nothing keeps the two alike",
-                    buffers=(buffer.name, home),
-                )
+                what = f"rests with the value {buffer.holds.name}, whose home is %{home}"
+                yield "Z008", f"buffer %{buffer.name} {what}: nothing keeps the two alike"
     for section in program.sections:
         for state in (section.entry, section.exit):
             for holding in state.holdings:
@@ -64,71 +66,63 @@ def check_provenance(program: Program, findings: Findings) -> None:
                 if held is None:
                     continue
                 problem = _holding_problem(
-                    held, holding, is_between_steps=is_between(section, state)
+                    held, holding, is_between_steps=_is_between_steps(section, state)
                 )
                 if problem is not None:
                     where = spell(holding.region, program)
-                    findings.add(
-                        "Z008",
-                        f"in a state of {section.name} {where} {problem}",
-                        buffers=(held.name,),
-                    )
+                    yield "Z008", f"in a state of {section.name} {where} {problem}"
 
 
-def is_between(section: Section, state: State) -> bool:
+def _is_between_steps(section: Section, state: State) -> bool:
     """Whether a state of a section may stand before the first step."""
     if section.name in (MICRO_STEP, EVALUATE):
         return True
     return state is (section.entry if section.name == LAST_MICRO_STEP else section.exit)
 
 
-def _bound(program: Program, findings: Findings) -> Iterator[tuple[str, str]]:
-    """Buffers that are filled from outside, with what fills them."""
+def _bound(program: Program) -> Iterator[tuple[str, str, str]]:
+    """What fills a buffer from outside: its name in a sentence, the buffer, and its kind."""
+    for given in program.inputs:
+        yield f"input {given.path}", given.buffer, INPUT
+    for held in program.module_buffers:
+        yield f"module buffer {held.name}", held.buffer, MODULE_BUFFER
+    for scalar in program.scalars:
+        yield f"the initial value of %{scalar.buffer}", scalar.buffer, INITIAL
+
+
+def _binding_problems(program: Program) -> Problems:
     filled: dict[str, str] = {}
-    for what, name, kind in (
-        *((f"input {b.path}", b.buffer, INPUT) for b in program.inputs),
-        *((f"module buffer {b.name}", b.buffer, MODULE_BUFFER) for b in program.module_buffers),
-        *((f"the initial value of %{b.buffer}", b.buffer, INITIAL) for b in program.scalars),
-    ):
+    for what, name, _ in _bound(program):
         if name in filled:
-            findings.add("Z002", f"{what} is bound to %{name}, which {filled[name]} fills already")
+            yield "Z002", f"{what} is bound to %{name}, which {filled[name]} fills already"
         filled.setdefault(name, what)
-        yield name, kind
-    for paths, what in (
-        ([b.path for b in program.inputs], "input"),
-        ([b.name for b in program.module_buffers], "module buffer"),
+    for names, kind in (
+        ([given.path for given in program.inputs], "input"),
+        ([held.name for held in program.module_buffers], "module buffer"),
     ):
-        for path in {path for path in paths if paths.count(path) > 1}:
-            findings.add("Z002", f"{what} {path} is bound twice")
-    for binding in program.inputs:
-        buffer = program.buffer_by_name.get(binding.buffer)
+        for name, count in Counter(names).items():
+            if count > 1:
+                yield "Z002", f"{kind} {name} is bound twice"
+    for given in program.inputs:
+        buffer = program.buffer_by_name.get(given.buffer)
         if buffer is None:
             continue
-        if (buffer.dtype, buffer.numel) != (binding.dtype, math.prod(binding.shape)):
-            findings.add(
-                "Z008",
-                f"input {binding.path} is {binding.dtype}{list(binding.shape)}, and %{buffer.name} holds "
-                f"{buffer.dtype}[{buffer.numel}]",
-            )
+        if (buffer.dtype, buffer.numel) != (given.dtype, math.prod(given.shape)):
+            what = f"input {given.path} is {given.dtype}{list(given.shape)}"
+            yield "Z008", f"{what}, and %{buffer.name} holds {buffer.dtype}[{buffer.numel}]"
     for held in program.module_buffers:
         buffer = program.buffer_by_name.get(held.buffer)
         if buffer is None:
             continue
+        what, where = f"module buffer {held.name}", f"and %{buffer.name} holds"
         if buffer.numel != math.prod(held.shape):
-            findings.add(
-                "Z008",
-                f"module buffer {held.name} is {list(held.shape)}, and %{buffer.name} holds {buffer.numel} elements",
-            )
+            yield "Z008", f"{what} is {list(held.shape)}, {where} {buffer.numel} elements"
         if held.data is not None and len(held.data) != buffer.size_bytes:
-            findings.add(
-                "Z008",
-                f"module buffer {held.name} has {len(held.data)} bytes of data, and %{buffer.name} holds "
-                f"{buffer.size_bytes}",
-            )
+            yield "Z008", f"{what} has {len(held.data)} bytes of data, {where} {buffer.size_bytes}"
 
 
 def _role_problems(buffer: Buffer, bound: str | None) -> Iterator[str]:
-    """What the engine does with a buffer of this role that does not fit what it holds."""
+    """Where a buffer's role does not fit its resting content or its binding (an input, a module buffer, …)."""
     role, holds = buffer.role, buffer.holds
     wanted = _BOUND_TO.get(role)
     if wanted is None and bound is not None:
@@ -160,12 +154,12 @@ def _role_problems(buffer: Buffer, bound: str | None) -> Iterator[str]:
 
 
 def _holding_problem(buffer: Buffer, holding: Holding, *, is_between_steps: bool) -> str | None:
-    """Why nothing makes a content of a state true."""
+    """Why no memory holds what a holding says."""
     content, rest = holding.content, buffer.holds
     if isinstance(content, NamedContent):
         is_home = isinstance(rest, NamedContent) and rest.name == content.name
         if not is_home or holding.region != whole(buffer):
-            return f"holds the value {content.name}, which stands in its own buffer alone"
+            return f"holds the value {content.name}, which only its own buffer holds"
     if not is_between_steps:
         return None
     if not isinstance(content, Zeros) and content.version:
@@ -179,11 +173,11 @@ def _holding_problem(buffer: Buffer, holding: Holding, *, is_between_steps: bool
         is_true = not buffer.is_persistent or _entails(buffer, holding)
     if is_true:
         return None
-    return "holds something else than at rest between two steps, where nothing has written it yet"
+    return "holds another content than at rest between two steps, where nothing has written it yet"
 
 
 def _is_cleared(content: Content) -> bool:
-    """Whether memory that the engine clears holds the content before the first step."""
+    """Whether cleared memory holds the content before the first step."""
     match content:
         case Zeros():
             return True
@@ -196,7 +190,7 @@ def _is_cleared(content: Content) -> bool:
 
 
 def _entails(buffer: Buffer, holding: Holding) -> bool:
-    """Whether a buffer at rest holds what a holding says of a part of it."""
+    """Whether a buffer at rest holds what a holding says about a part of it."""
     rest, content, region = buffer.holds, holding.content, holding.region
     if region == whole(buffer):
         return content == rest

@@ -11,15 +11,18 @@ from zeroir.ir.buffers import Region, Role, whole
 from zeroir.ir.contents import Content, NamedContent
 from zeroir.ir.effects import effects
 from zeroir.ir.program import LAST_MICRO_STEP, UPDATE, Program
-from zeroir.verify.contracts import Layout
 from zeroir.verify.domain import Elements, Zero
-from zeroir.verify.interpreter import Outcome
+from zeroir.verify.flat_layout import FlatLayout
+from zeroir.verify.interpreter import SectionRun
 from zeroir.verify.update import NORM_ORDER
 
-Outcomes = Mapping[str, Outcome]
+Runs = Mapping[str, SectionRun]
+"""What each section computes, by its name."""
+
+_CHANGE_BOTH = "Change the logical program, and lower it again."
 
 
-class Difference(NamedTuple):
+class Mismatch(NamedTuple):
     """What differs, in which section (None: in the program), the op to look at, and what to do."""
 
     sentence: str
@@ -28,69 +31,34 @@ class Difference(NamedTuple):
     advice: str = ""
 
 
-def differences(
-    program: Program, outcomes: Outcomes, reference: Program, wanted: Outcomes
-) -> list[Difference]:
+def mismatches(
+    program: Program, runs: Runs, reference: Program, expected: Runs
+) -> Iterator[Mismatch]:
     """Where the program computes something else than the reference."""
-    found = [*_header(program, reference), *_bindings(program, reference)]
-    for section in reference.section_by_name:
-        if section not in outcomes:
-            found.append(Difference(f"section {section} of the logical program is missing"))
-            continue
-        mine, theirs = outcomes[section], wanted[section]
-        for name in sorted({*mine.contributions, *theirs.contributions}):
-            one, other = (o.contributions.get(name, []) for o in (mine, theirs))
-            if sorted(one) != sorted(other):
-                found.append(
-                    Difference(
-                        f"the gradient of {name} is not made of the values of the logical program",
-                        section,
-                        contributor(program, section, name),
-                    )
-                )
-        found += [
-            Difference(
-                f"the gradient of flat {flat} passes through {dtype}, which it does not in the logical program",
-                section,
-                line,
-                f"Let gradients of flat {flat} travel and stay in the dtype that the logical program gives them.",
-            )
-            for (flat, dtype), line in mine.roundings.items()
-            if (flat, dtype) not in theirs.roundings
-        ]
-    sums = {added for outcome in wanted.values() for added in outcome.sums}
-    found += [
-        Difference(
-            f"contributions to the gradient of flat {added.flat} are added in {added.dtype}, in another order or "
-            "dtype than in the logical program: that rounds otherwise",
-            section,
-            line,
-            "Add the same to the same, in the same dtype, as the logical program does.",
-        )
-        for section, outcome in outcomes.items()
-        for added, line in outcome.sums.items()
-        if added not in sums
-    ]
-    found += _scalars(program, outcomes, reference, wanted)
-    found += _settings(program, outcomes, reference, wanted)
-    return found
+    yield from _header(program, reference)
+    yield from _bindings(program, reference)
+    yield from _gradients(program, runs, expected)
+    yield from _sums(runs, expected)
+    yield from _named_values(program, runs, reference, expected)
+    yield from _settings(runs, expected)
+    yield from _optimizer_steps(program, runs, reference, expected)
 
 
-def _header(program: Program, reference: Program) -> Iterator[Difference]:
-    """What the header says of parameters and steps; how long flats are and what pads them is a schedule's affair."""
-    mine, theirs = ({flat.name: flat for flat in p.flats} for p in (program, reference))
-    for name in sorted({*mine, *theirs}):
-        one, other = mine.get(name), theirs.get(name)
-        if one is None or other is None:
-            yield Difference(f"flat {name} is in one of the two programs only")
-        elif one != replace(other, padded_numel=one.padded_numel):
-            yield Difference(
+def _header(program: Program, reference: Program) -> Iterator[Mismatch]:
+    """Parameters, micro-steps and seeds. A schedule may choose the lengths of flats, and so their padding."""
+    flats, expected_flats = ({f.name: f for f in p.flats} for p in (program, reference))
+    for name in sorted({*flats, *expected_flats}):
+        flat, expected = flats.get(name), expected_flats.get(name)
+        if flat is None or expected is None:
+            yield Mismatch(f"flat {name} is in one of the two programs only")
+        elif flat != replace(expected, padded_numel=flat.padded_numel):
+            yield Mismatch(
                 f"flat {name} has other parameters, places or another dtype than in the logical program",
                 advice=_CHANGE_BOTH,
             )
     counts = [p.option.get("micro_steps", "1") for p in (program, reference)]
     if counts[0] != counts[1]:
-        yield Difference(
+        yield Mismatch(
             f"a step has {counts[0]} micro-steps, in the logical program {counts[1]}",
             advice=_CHANGE_BOTH,
         )
@@ -98,59 +66,88 @@ def _header(program: Program, reference: Program) -> Iterator[Difference]:
         {(b.holds, b.numel) for b in p.buffers if b.role is Role.RNG} for p in (program, reference)
     ]
     if seeds[0] != seeds[1]:
-        yield Difference("seeds are drawn for other places than in the logical program")
+        yield Mismatch("seeds are drawn for other places than in the logical program")
 
 
-_CHANGE_BOTH = "Change the logical program, and lower it again."
-
-
-def _bindings(program: Program, reference: Program) -> list[Difference]:
+def _bindings(program: Program, reference: Program) -> Iterator[Mismatch]:
     """What comes from outside: inputs, module buffers and constants, first values of scalars."""
+    for what, bound, expected in (
+        ("input", _bound_inputs(program), _bound_inputs(reference)),
+        ("module buffer", _bound_buffers(program), _bound_buffers(reference)),
+    ):
+        for name in sorted({*bound, *expected}):
+            if bound.get(name) != expected.get(name):
+                yield Mismatch(
+                    f"{what} {name} is bound to another value than in the logical program",
+                    advice=_CHANGE_BOTH,
+                )
+    first, expected_first = ({b.buffer: b.values for b in p.scalars} for p in (program, reference))
+    for name in sorted({*first, *expected_first}):
+        values, expected_values = first.get(name, ()), expected_first.get(name, ())
+        # A scalar without an initial value begins with zeros.
+        are_zeros = not any(values) and not any(expected_values)
+        if name in reference.buffer_by_name and not are_zeros and values != expected_values:
+            yield Mismatch(
+                f"%{name} begins with another value than in the logical program",
+                advice=_CHANGE_BOTH,
+            )
 
-    def held(owner: Program, name: str) -> Content | None:
-        buffer = owner.buffer_by_name.get(name)
-        return None if buffer is None else buffer.holds
 
-    found: list[Difference] = []
-    theirs = {b.path: (held(reference, b.buffer), b.dtype, b.shape) for b in reference.inputs}
-    mine = {b.path: (held(program, b.buffer), b.dtype, b.shape) for b in program.inputs}
-    found += [
-        Difference(
-            f"input {path} is bound to another value than in the logical program",
-            advice=_CHANGE_BOTH,
-        )
-        for path in sorted({*mine, *theirs})
-        if mine.get(path) != theirs.get(path)
-    ]
-    buffers = {
-        b.name: (held(reference, b.buffer), b.shape, b.data) for b in reference.module_buffers
-    }
-    own = {b.name: (held(program, b.buffer), b.shape, b.data) for b in program.module_buffers}
-    found += [
-        Difference(
-            f"module buffer {name} is bound to another value than in the logical program",
-            advice=_CHANGE_BOTH,
-        )
-        for name in sorted({*own, *buffers})
-        if own.get(name) != buffers.get(name)
-    ]
-    first, expected = ({b.buffer: b.values for b in p.scalars} for p in (program, reference))
-    # Scalars that nobody gives a value begin with zeros.
-    found += [
-        Difference(
-            f"%{name} begins with another value than in the logical program",
-            advice=_CHANGE_BOTH,
-        )
-        for name in sorted({*first, *expected})
-        if name in reference.buffer_by_name
-        and any(first.get(name, ())) | any(expected.get(name, ()))
-        and first.get(name) != expected.get(name)
-    ]
-    return found
+def _bound_inputs(program: Program) -> Mapping[str, Hashable]:
+    return {b.path: (_held(program, b.buffer), b.dtype, b.shape) for b in program.inputs}
+
+
+def _bound_buffers(program: Program) -> Mapping[str, Hashable]:
+    return {b.name: (_held(program, b.buffer), b.shape, b.data) for b in program.module_buffers}
+
+
+def _held(program: Program, name: str) -> Content | None:
+    buffer = program.buffer_by_name.get(name)
+    return None if buffer is None else buffer.holds
+
+
+def _gradients(program: Program, runs: Runs, expected: Runs) -> Iterator[Mismatch]:
+    """The contributions to each gradient, and the dtypes that gradients pass through."""
+    for section, expected_run in expected.items():
+        if section not in runs:
+            yield Mismatch(f"section {section} of the logical program is missing")
+            continue
+        run = runs[section]
+        for name in sorted({*run.contributions, *expected_run.contributions}):
+            numbers = run.contributions.get(name, [])
+            if sorted(numbers) != sorted(expected_run.contributions.get(name, [])):
+                yield Mismatch(
+                    f"the gradient of {name} is not made of the values of the logical program",
+                    section,
+                    contributor(program, section, name),
+                )
+        for (flat, dtype), line in run.roundings.items():
+            if (flat, dtype) not in expected_run.roundings:
+                yield Mismatch(
+                    f"the gradient of flat {flat} passes through {dtype}, which it does not in the logical program",
+                    section,
+                    line,
+                    f"Let gradients of flat {flat} travel and stay in the dtype that the logical program gives them.",
+                )
+
+
+def _sums(runs: Runs, expected: Runs) -> Iterator[Mismatch]:
+    """Which contributions are added to which, and in which dtype: every addition rounds."""
+    expected_sums = {added for run in expected.values() for added in run.sums}
+    for section, run in runs.items():
+        for added, line in run.sums.items():
+            if added not in expected_sums:
+                yield Mismatch(
+                    f"contributions to the gradient of flat {added.flat} are added in {added.dtype}, in another "
+                    "order or dtype than in the logical program, and so are rounded in another way",
+                    section,
+                    line,
+                    "Add the same contributions to each other in the same dtype, as the logical program does.",
+                )
 
 
 def contributor(program: Program, section: str, name: str) -> int | None:
-    """The first op of the section that contributes to the gradient of a parameter."""
+    """The line of the first op of the section that contributes to the gradient of a parameter."""
     home = program.parameter_by_name.get(name)
     for line, op in enumerate(program.section_by_name[section].body):
         if not isinstance(op, ops.Compute):
@@ -163,12 +160,12 @@ def contributor(program: Program, section: str, name: str) -> int | None:
     return None
 
 
-def _scalars(
-    program: Program, outcomes: Outcomes, reference: Program, wanted: Outcomes
-) -> list[Difference]:
-    found: list[Difference] = []
+def _named_values(
+    program: Program, runs: Runs, reference: Program, expected: Runs
+) -> Iterator[Mismatch]:
+    """The loss, and every other scalar that the logical program names."""
     if program.loss != reference.loss:
-        found.append(Difference("the loss stands in another buffer than in the logical program"))
+        yield Mismatch("the loss stands in another buffer than in the logical program")
     named = [b.name for b in reference.buffers if isinstance(b.holds, NamedContent)]
     decided = {
         region.buffer
@@ -177,104 +174,105 @@ def _scalars(
         for region in effects(op).writes + effects(op).accumulates
     }
     for section in reference.section_by_name:
-        if section not in outcomes:
+        if section not in runs:
             continue
         for name in named:
             if name not in program.buffer_by_name:
-                found.append(Difference(f"%{name} of the logical program is missing", section))
+                yield Mismatch(f"%{name} of the logical program is missing", section)
                 continue
             if name in decided and section == LAST_MICRO_STEP:
-                continue  # A decision may be taken early: what it leaves is compared after the update.
-            mine = content(outcomes[section], whole(program.buffer_by_name[name]))
-            theirs = content(wanted[section], whole(reference.buffer_by_name[name]))
-            if mine != theirs:
+                continue  # The decision may be taken early: its results are compared after the update.
+            held = content(runs[section], whole(program.buffer_by_name[name]))
+            if held != content(expected[section], whole(reference.buffer_by_name[name])):
                 what = "the loss" if name == reference.loss else f"%{name}"
-                found.append(Difference(f"{what} is not the value of the logical program", section))
-    return found
+                yield Mismatch(f"{what} is not the value of the logical program", section)
 
 
-def content(outcome: Outcome, region: Region) -> Hashable:
+def content(run: SectionRun, region: Region) -> Hashable:
     """What a scalar holds, whatever it was summed over; statistics and decisions only by kind."""
-    found: list[Hashable] = []
-    for a, b, value in outcome.memory.read(region):
+    pieces: list[Hashable] = []
+    for a, b, value in run.memory.read(region):
         match value:
             case Elements():
-                found.append((a, b, value.key, value.shift))
+                pieces.append((a, b, value.key, value.shift))
             case Zero():
-                found.append((a, b, "zero"))
+                pieces.append((a, b, "zero"))
             case _:
-                found.append((a, b, type(value).__name__))
-    return tuple(found)
+                pieces.append((a, b, type(value).__name__))
+    return tuple(pieces)
 
 
-def _settings(
-    program: Program, outcomes: Outcomes, reference: Program, wanted: Outcomes
-) -> list[Difference]:
-    """What decisions, loss scaling and the steps of each parameter are told, wherever that stands."""
-    found: list[Difference] = []
-    told = {key for outcome in wanted.values() for key in outcome.settings}
-    for name, outcome in outcomes.items():
-        found += [
-            Difference(
-                "the norm adds up gradients in another order than in the logical program: that rounds otherwise"
-                if key[0] == NORM_ORDER
-                else "the update is told something else than in the logical program",
-                name,
-                line,
+def _settings(runs: Runs, expected: Runs) -> Iterator[Mismatch]:
+    """The settings of decisions and of loss scaling, in whichever section these are."""
+    expected_settings = {setting for run in expected.values() for setting in run.settings}
+    settings = {setting for run in runs.values() for setting in run.settings}
+    for section, run in runs.items():
+        for setting, line in run.settings.items():
+            if setting not in expected_settings:
+                yield Mismatch(
+                    "the norm adds up gradients in another order than in the logical program, "
+                    "and so is rounded in another way"
+                    if setting[0] == NORM_ORDER
+                    else "the update has other settings than in the logical program",
+                    section,
+                    line,
+                    _CHANGE_BOTH,
+                )
+    if settings < expected_settings:
+        yield Mismatch(
+            "the update lacks a decision or a loss scaling of the logical program", UPDATE
+        )
+
+
+class _ParameterStep(NamedTuple):
+    """Elements ``[start, stop)`` of a parameter, the setting of their optimizer step, and where that op is."""
+
+    start: int
+    stop: int
+    setting: Hashable
+    section: str
+    line: int
+
+
+def _optimizer_steps(
+    program: Program, runs: Runs, reference: Program, expected: Runs
+) -> Iterator[Mismatch]:
+    """The algorithm and the hyper-parameters of each element's optimizer step."""
+    steps, expected_steps = _steps(program, runs), _steps(reference, expected)
+    for name in sorted({*steps, *expected_steps}):
+        own = steps.get(name, [])
+        if [step[:3] for step in own] != [step[:3] for step in expected_steps.get(name, [])]:
+            yield Mismatch(
+                f"{name} is updated by another algorithm or other hyper-parameters than in the logical program",
+                own[0].section if own else UPDATE,
+                own[0].line if own else None,
                 _CHANGE_BOTH,
             )
-            for key, line in outcome.settings.items()
-            if key not in told
-        ]
-    if not found and told - {key for outcome in outcomes.values() for key in outcome.settings}:
-        found.append(
-            Difference(
-                "the update lacks a decision or a loss scaling of the logical program", UPDATE
-            )
-        )
-    mine, theirs = _steps(program, outcomes), _steps(reference, wanted)
-    for parameter in sorted({*mine, *theirs}):
-        one, other = mine.get(parameter, []), theirs.get(parameter, [])
-        if [item[:3] for item in one] == [item[:3] for item in other]:
-            continue
-        section, line = one[0][3] if one else (UPDATE, None)
-        found.append(
-            Difference(
-                f"{parameter} is updated by another algorithm or other hyper-parameters than in the logical program",
-                section,
-                line,
-                _CHANGE_BOTH,
-            )
-        )
-    return found
 
 
-_Step = tuple[int, int, Hashable, tuple[str, int]]
-"""Elements ``[start, stop)`` of a parameter, the setting of their step, and where it is."""
-
-
-def _steps(program: Program, outcomes: Outcomes) -> dict[str, list[_Step]]:
-    """Per parameter its optimizer steps, in the order of its elements."""
-    layout = Layout(program)
-    found: dict[str, list[_Step]] = {}
-    for section, outcome in outcomes.items():
-        for step in outcome.steps:
+def _steps(program: Program, runs: Runs) -> dict[str, list[_ParameterStep]]:
+    """The optimizer steps of each parameter in the order of its elements; adjoining ones with one setting are one."""
+    layout = FlatLayout(program)
+    steps: dict[str, list[_ParameterStep]] = {}
+    for section, run in runs.items():
+        for step in run.steps:
             for start, stop in step.elements.intervals(layout.sizes):
                 for a, b, slot in layout.between(step.elements.flat, start, stop):
                     if slot is not None:
-                        place = (a - slot.offset, b - slot.offset)
-                        found.setdefault(slot.name, []).append(
-                            (*place, step.setting, (section, step.line))
+                        steps.setdefault(slot.name, []).append(
+                            _ParameterStep(
+                                a - slot.offset, b - slot.offset, step.setting, section, step.line
+                            )
                         )
-    return {name: _joined(sorted(steps, key=lambda s: s[:2])) for name, steps in found.items()}
+    return {name: _joined(sorted(own, key=lambda s: s[:2])) for name, own in steps.items()}
 
 
-def _joined(steps: list[_Step]) -> list[_Step]:
-    """Adjoining steps that are told the same as one."""
-    found: list[_Step] = []
-    for start, stop, setting, place in steps:
-        if found and found[-1][1] == start and found[-1][2] == setting:
-            found[-1] = (found[-1][0], stop, setting, found[-1][3])
+def _joined(steps: list[_ParameterStep]) -> list[_ParameterStep]:
+    joined: list[_ParameterStep] = []
+    for step in steps:
+        last = joined[-1] if joined else None
+        if last is not None and last.stop == step.start and last.setting == step.setting:
+            joined[-1] = last._replace(stop=step.stop)
         else:
-            found.append((start, stop, setting, place))
-    return found
+            joined.append(step)
+    return joined

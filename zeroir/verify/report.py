@@ -1,4 +1,4 @@
-"""What the verifier says: findings, the laws they break, and the error that lists them."""
+"""Reports of the verifier: findings, the laws that they break, and the error that lists them."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ _LONGEST_LINE = 210
 class Finding:
     """One broken law.
 
-    ``sentence`` says what is wrong. ``section`` and ``line`` point to the op (``line`` counts the ops of the section
-    from 0; None where no op is to blame), ``op`` is its text, ``window`` the text of the five lines around it,
-    ``history`` what happened to each buffer involved (``%b: allocated @12, gathered @14``), ``sources`` the lines of
-    the model that the op came from, ``advice`` what to do in this very case, where more can be said than for the law.
+    ``sentence`` says what is wrong. ``section`` and ``line`` give the op; ``line`` counts the section's ops from 0, and
+    is None where no single op is wrong. ``op`` is the op's text, ``window`` the text of the five lines around it.
+    ``history`` lists what the section does to each buffer involved (``%b: allocated @12, gathered @14``), ``sources``
+    the lines of the model that the op came from. ``advice`` says what to do in this case, where that is more specific
+    than the remedy of the law.
     """
 
     code: str
@@ -31,7 +32,6 @@ class Finding:
     window: tuple[str, ...] = ()
     history: tuple[str, ...] = ()
     sources: tuple[str, ...] = ()
-    buffers: tuple[str, ...] = ()
     advice: str = ""
 
     @property
@@ -57,7 +57,7 @@ class Finding:
 
 
 def _shortened(line: str) -> str:
-    """The begin and the end of a line that is too long to be looked at, as of a compute op with many operands."""
+    """The beginning and the end of a very long line, as that of a compute op with many operands."""
     if len(line) <= _LONGEST_LINE:
         return line
     return f"{line[: _LONGEST_LINE * 2 // 3]} … {line[-_LONGEST_LINE // 3 :]}"
@@ -65,7 +65,7 @@ def _shortened(line: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """All findings in the order of the checks. Ordering is examined once the structure holds, values once both do."""
+    """All findings in the order of the checks. Ordering is examined where the structure holds, values where both do."""
 
     findings: tuple[Finding, ...] = ()
     asked: tuple[str, ...] = tuple(LAWS)
@@ -78,15 +78,14 @@ class Report:
 
     @property
     def laws(self) -> Mapping[str, str]:
-        """Each law's code: ``proved``, the first finding's sentence, or why it was not examined.
+        """For each law's code ``proved``, the first finding's sentence, or why it was not examined.
 
-        Z106 is there only where the program is planned, Z301 where a budget was given, and Z406 where a logical
-        program was.
+        Z106 is listed only where memory is planned, Z301 where a budget is given, and Z406 where a logical program is.
         """
-        said = {code: self.unexamined.get(code, PROVED) for code in self.asked}
+        results = {code: self.unexamined.get(code, PROVED) for code in self.asked}
         for finding in reversed(self.findings):
-            said[finding.code] = f"{finding.place}: {finding.sentence}"
-        return said
+            results[finding.code] = f"{finding.place}: {finding.sentence}"
+        return results
 
     def render(self, limit: int = 10) -> str:
         """The long form of the first findings; empty when there are none."""

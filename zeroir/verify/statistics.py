@@ -1,4 +1,4 @@
-"""What the update reads of gradients: that they are finished, and the statistics that decisions rest on."""
+"""Gradients that the update reads, which must be final, and the statistics that decisions rest on."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from zeroir.verify.domain import POISON, Cover, PieceList, Poison, Statistic, Va
 from zeroir.verify.gradients import Problem, Wanted, is_zero, locate, measure, wanted_sources
 
 if TYPE_CHECKING:
-    from zeroir.verify.interpreter import Run
+    from zeroir.verify.interpreter import SectionRun
 
 NORM = "norm"
 OVERFLOW = "overflow"
 
 
-def use_gradient(run: Run, flat: str, pieces: PieceList) -> Problem | None:
-    """Why these pieces of a flat's gradient are not finished; nothing may contribute to them any more."""
+def use_gradient(run: SectionRun, flat: str, pieces: PieceList) -> Problem | None:
+    """Why these pieces of a flat's gradient are not final; from here on nothing may contribute to them."""
     for a, b, _ in pieces:
         for _, _, slot in run.layout.between(flat, a, b):
             if slot is not None:
-                run.is_consumed.add(slot.name)
+                run.consumed.add(slot.name)
     wanted = Wanted(
         wanted_sources(Micro.ALL, run.section.name, run.layout.has_past, run.contributions),
         run.layout.axes,
@@ -33,8 +33,8 @@ def use_gradient(run: Run, flat: str, pieces: PieceList) -> Problem | None:
     return measure(run.layout, pieces, flat, wanted)
 
 
-def statistic(run: Run, op: ops.GradNorm | ops.CheckFinite) -> None:
-    """A statistic covers the gradients it read, if they were final."""
+def statistic(run: SectionRun, op: ops.GradNorm | ops.CheckFinite) -> None:
+    """Compute a statistic, which covers the gradients that it reads; these must be final."""
     covers: list[Cover] = []
     order: list[tuple[str, int, int]] = []
     is_reported = False
@@ -48,7 +48,7 @@ def statistic(run: Run, op: ops.GradNorm | ops.CheckFinite) -> None:
                 continue
             cover, problem = _cover(run, a, b, value)
             if cover is None or problem is not None:
-                sentence = problem.sentence if problem else "it reads something that is no gradient"
+                sentence = problem.sentence if problem else "it reads a value that is no gradient"
                 where = spell(source, run.program)
                 run.fail(
                     "Z405",
@@ -64,8 +64,8 @@ def statistic(run: Run, op: ops.GradNorm | ops.CheckFinite) -> None:
     run.memory.write(op.destination, [(0, 1, result)])
 
 
-def _read(run: Run, covers: list[Cover]) -> list[tuple[str, int, int]]:
-    """What one source is on all ranks together, by flat, without the padding around it."""
+def _read(run: SectionRun, covers: list[Cover]) -> list[tuple[str, int, int]]:
+    """The elements of each flat that all ranks read from one source, without the padding around the parameters."""
     found: dict[str, tuple[int, int]] = {}
     for cover in covers:
         for start, stop in cover.intervals(run.layout.sizes):
@@ -76,7 +76,9 @@ def _read(run: Run, covers: list[Cover]) -> list[tuple[str, int, int]]:
     return [(flat, *interval) for flat, interval in found.items()]
 
 
-def _cover(run: Run, start: int, stop: int, value: Value) -> tuple[Cover | None, Problem | None]:
+def _cover(
+    run: SectionRun, start: int, stop: int, value: Value
+) -> tuple[Cover | None, Problem | None]:
     place = locate(value)
     if place is None:
         return None, None
@@ -86,10 +88,10 @@ def _cover(run: Run, start: int, stop: int, value: Value) -> tuple[Cover | None,
     if on_flat is None:
         return None, None
     problem = use_gradient(run, flat, on_flat)
-    return Cover(flat, shift + start, strides, stop - start, problem is None), problem
+    return Cover(flat, shift + start, strides, stop - start), problem
 
 
-def statistic_problem(run: Run, region: Region, kind: str) -> str | None:
+def statistic_problem(run: SectionRun, region: Region, kind: str) -> str | None:
     """Why a scalar is not the global statistic of that kind over all gradients."""
     (_, _, value), *rest = run.take(region, "Z405")
     if rest or isinstance(value, Poison):
@@ -112,7 +114,7 @@ def statistic_problem(run: Run, region: Region, kind: str) -> str | None:
     return _coverage_problem(run, value, name)
 
 
-def _coverage_problem(run: Run, value: Statistic, name: str) -> str | None:
+def _coverage_problem(run: SectionRun, value: Statistic, name: str) -> str | None:
     intervals: dict[str, list[tuple[int, int]]] = {}
     for cover in value.covers:
         intervals.setdefault(cover.flat, []).extend(cover.intervals(run.layout.sizes))

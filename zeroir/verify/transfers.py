@@ -16,17 +16,17 @@ from zeroir.verify.domain import (
     Value,
     at_coordinate,
     coalesced,
-    moved,
+    opened,
     simplify,
     spread,
     unpack,
 )
 
 if TYPE_CHECKING:
-    from zeroir.verify.interpreter import Run
+    from zeroir.verify.interpreter import SectionRun
 
 
-def gather(run: Run, op: ops.AllGather | ops.Prefetch) -> None:
+def gather(run: SectionRun, op: ops.AllGather | ops.Prefetch) -> None:
     """An all-gather or prefetch: every rank's slice, one after the other; an error where all that was there (Z102)."""
     axis = run.program.comm_by_name[op.comm].axis
     size = run.sizes[axis]
@@ -59,7 +59,7 @@ def gather(run: Run, op: ops.AllGather | ops.Prefetch) -> None:
         run.memory.write(region, pieces)
 
 
-def reduce(run: Run, op: ops.ReduceScatter | ops.AllReduce) -> None:
+def reduce(run: SectionRun, op: ops.ReduceScatter | ops.AllReduce) -> None:
     """An all-reduce, or its slice of this rank, of values that all ranks hold part of (Z402)."""
     axis = run.program.comm_by_name[op.comm].axis
     size = run.sizes[axis]
@@ -84,18 +84,13 @@ def reduce(run: Run, op: ops.ReduceScatter | ops.AllReduce) -> None:
         run.memory.write(region, pieces)
 
 
-def _slice(run: Run, pieces: PieceList, axis: str, numel: int) -> Value:
+def _slice(run: SectionRun, pieces: PieceList, axis: str, numel: int) -> Value:
     """This rank's slice of pieces over ``[0, numel × size)``."""
-    array: list[tuple[int, int, Value]] = []
-    for a, b, value in pieces:
-        # One level of arrays is enough: open packed pieces.
-        for x, y, inner in unpack(moved(value, a), b - a):
-            array.append((a + x, a + y, moved(inner, -a)))
     sizes = tuple(run.sizes.items())
-    return simplify(Slice(tuple(array), 0, ((axis, numel),)), numel, sizes)
+    return simplify(Slice(tuple(opened(pieces)), 0, ((axis, numel),)), numel, sizes)
 
 
-def broadcast(run: Run, op: ops.Broadcast) -> None:
+def broadcast(run: SectionRun, op: ops.Broadcast) -> None:
     """The root's values on every rank."""
     axis = run.program.comm_by_name[op.comm].axis
     for pair, pieces in _sources(run, op, "Z103"):
@@ -114,7 +109,7 @@ def broadcast(run: Run, op: ops.Broadcast) -> None:
         run.memory.write(pair.destination, result)
 
 
-def _sources(run: Run, op: ops.CollectiveOp, code: str) -> list[tuple[ops.Pair, PieceList]]:
+def _sources(run: SectionRun, op: ops.CollectiveOp, code: str) -> list[tuple[ops.Pair, PieceList]]:
     taken = [(pair, run.take(pair.source, code)) for pair in op.pairs]
     if op.wire_dtype is not None:
         wire = op.wire_dtype
@@ -126,7 +121,7 @@ def _sources(run: Run, op: ops.CollectiveOp, code: str) -> list[tuple[ops.Pair, 
 
 
 def _on_wire(
-    run: Run, pair: ops.Pair, pieces: PieceList, wire: DType, *, is_sum: bool
+    run: SectionRun, pair: ops.Pair, pieces: PieceList, wire: DType, *, is_sum: bool
 ) -> PieceList:
     dtype = run.program.buffer_by_name[pair.source.buffer].dtype
     # Sums are FP32; what travels in F64 is added in F64, which rounds elsewhere.

@@ -22,21 +22,22 @@ from zeroir.verify.domain import (
     Poison,
     Statistic,
     Value,
+    cut,
     rebased,
 )
 from zeroir.verify.gradients import locate
 from zeroir.verify.statistics import NORM, OVERFLOW, statistic_problem, use_gradient
 
 if TYPE_CHECKING:
-    from zeroir.verify.interpreter import Run
+    from zeroir.verify.interpreter import SectionRun
 
 
 NORM_ORDER: Final = "order of the norm"
-"""Tells, among the settings, in which order a norm adds up gradients."""
+"""Marks, among the settings, the order in which a norm adds up gradients."""
 
 
 class Stepped(NamedTuple):
-    """Flat elements that an optimizer step updates, what the step is told, and its line."""
+    """Flat elements that an optimizer step updates, its algorithm and hyper-parameters, and its line."""
 
     elements: Cover
     setting: Hashable
@@ -46,8 +47,8 @@ class Stepped(NamedTuple):
 # ----------------------------------------------------------------------------------------------------- the decision
 
 
-def decide(run: Run, op: ops.Decide) -> None:
-    """Check what the decision rests on; its results are good for the ops after it."""
+def decide(run: SectionRun, op: ops.Decide) -> None:
+    """Check what the decision reads, and write its results."""
     _check_divisor(run, op)
     for region, kind in ((op.overflow, OVERFLOW), (op.norm, NORM)):
         if region is None:
@@ -64,14 +65,14 @@ def decide(run: Run, op: ops.Decide) -> None:
             "decide reads a loss scale that is no longer the one the backward used",
             op.loss_scale.buffer,
         )
-    told = (
+    setting = (
         "decide",
         op.overflow is not None,
         op.max_norm,
         _held(run, op.step),
         None if op.loss_scale is None else _held(run, op.loss_scale),
     )
-    run.settings.setdefault(told, run.line)
+    run.settings.setdefault(setting, run.line)
     if op.norm is not None:
         run.settings.setdefault((NORM_ORDER, _order(run, op.norm)), run.line)
         run.told[op.norm] = list(run.memory.read(op.norm))
@@ -87,8 +88,8 @@ def decide(run: Run, op: ops.Decide) -> None:
     run.decisions += 1
 
 
-def _check_divisor(run: Run, op: ops.Decide) -> None:
-    """The option ``micro_steps`` is how many micro-batches the engine takes, so it is what to divide by."""
+def _check_divisor(run: SectionRun, op: ops.Decide) -> None:
+    """Gradients are sums over ranks and micro-steps; the engine runs as many of these as ``micro_steps`` says."""
     world_size = run.program.mesh.world_size
     given = run.program.option.get("micro_steps", "" if run.layout.has_past else "1")
     count = int(given) if given.isdecimal() else 0
@@ -114,21 +115,21 @@ def _check_divisor(run: Run, op: ops.Decide) -> None:
         )
 
 
-def _order(run: Run, norm: Region) -> Hashable:
-    """In which order a norm adds up gradients: another one rounds otherwise."""
+def _order(run: SectionRun, norm: Region) -> Hashable:
+    """The order in which a norm adds up gradients, which determines its rounding."""
     return tuple(
         value.order if isinstance(value, Statistic) else None
         for _, _, value in run.memory.read(norm)
     )
 
 
-def _held(run: Run, region: Region) -> Hashable:
-    """What a scalar holds, wherever it stands."""
+def _held(run: SectionRun, region: Region) -> Hashable:
+    """The value of a scalar, without its buffer."""
     return tuple(run.memory.read(region))
 
 
-def _is_version(run: Run, region: Region, version: int) -> bool:
-    """Whether a scalar still is what the step began with, changed in place that many times."""
+def _is_version(run: SectionRun, region: Region, version: int) -> bool:
+    """Whether a scalar is the step's first value of it, changed in place ``version`` times."""
     for _, _, value in run.memory.read(region):
         if isinstance(value, Poison):
             continue
@@ -139,8 +140,8 @@ def _is_version(run: Run, region: Region, version: int) -> bool:
     return True
 
 
-def _advance(run: Run, region: Region) -> None:
-    """Scalars changed in place carry a version."""
+def _advance(run: SectionRun, region: Region) -> None:
+    """Count a change in place of a scalar."""
     changed: list[tuple[int, int, Value]] = []
     for a, b, value in run.memory.read(region):
         new: Value = POISON
@@ -150,18 +151,18 @@ def _advance(run: Run, region: Region) -> None:
     run.memory.write(region, changed)
 
 
-def update_scale(run: Run, op: ops.UpdateScale) -> None:
+def update_scale(run: SectionRun, op: ops.UpdateScale) -> None:
     """The loss scale follows this step's decision, once."""
     if _decision(run, op.skip, "skip") is None:
         run.fail("Z405", "update_scale does not follow this step's skip decision", op.skip.buffer)
     if not _is_version(run, op.state, 0):
         run.fail("Z405", "the loss scale is updated a second time", op.state.buffer)
-    told = ("scale", _held(run, op.state), op.window, op.factor, op.hysteresis, op.minimum)
-    run.settings.setdefault(told, run.line)
+    setting = ("scale", _held(run, op.state), op.window, op.factor, op.hysteresis, op.minimum)
+    run.settings.setdefault(setting, run.line)
     _advance(run, op.state)
 
 
-def _decision(run: Run, region: Region, what: str) -> int | None:
+def _decision(run: SectionRun, region: Region, what: str) -> int | None:
     """The number of the decision that a scalar holds."""
     for _, _, value in run.memory.read(region):
         if isinstance(value, Decision) and value.what == what:
@@ -172,8 +173,8 @@ def _decision(run: Run, region: Region, what: str) -> int | None:
 # ------------------------------------------------------------------------------------------------------- the update
 
 
-def optimizer_step(run: Run, op: ops.OptimizerStep) -> None:
-    """Each element moves to the next version, with its states, by its final gradient, after the decision."""
+def optimizer_step(run: SectionRun, op: ops.OptimizerStep) -> None:
+    """Move each element and its states to the next version, by its final gradient, after the decision."""
     _check_scalars(run, op)
     setting = (op.algorithm, _held(run, op.step), _held(run, op.lr), _held(run, op.hyper))
     states = [
@@ -204,7 +205,7 @@ def optimizer_step(run: Run, op: ops.OptimizerStep) -> None:
         key = value.key
         if not run.program.flat_by_name[key.flat].is_trainable:
             run.fail("Z403", f"optimizer_step updates the frozen flat {key.flat}", op.param.buffer)
-        elements = Cover(key.flat, value.shift + a, value.strides, b - a, True)
+        elements = Cover(key.flat, value.shift + a, value.strides, b - a)
         run.steps.append(Stepped(elements, setting, run.line))
         _check_group(run, op, elements)
         if key.version:
@@ -234,8 +235,8 @@ def optimizer_step(run: Run, op: ops.OptimizerStep) -> None:
         run.memory.write(region, pieces)
 
 
-def _check_group(run: Run, op: ops.OptimizerStep, elements: Cover) -> None:
-    """A step of a group touches the group's elements, with the group's algorithm."""
+def _check_group(run: SectionRun, op: ops.OptimizerStep, elements: Cover) -> None:
+    """A step of a group updates only the group's elements, with the group's algorithm."""
     group = run.shared.groups.get(op.group)
     if group is None:
         if run.shared.groups:
@@ -263,21 +264,15 @@ def _check_group(run: Run, op: ops.OptimizerStep, elements: Cover) -> None:
                 return
 
 
-def _cut(pieces: PieceList, start: int, stop: int) -> list[tuple[int, int, Value]]:
-    return [
-        (max(a, start), min(b, stop), value) for a, b, value in pieces if a < stop and b > start
-    ]
-
-
 def _check_state(
-    run: Run,
+    run: SectionRun,
     op: ops.OptimizerStep,
     name: str,
     pieces: PieceList,
     interval: tuple[int, int],
     expected: Elements,
 ) -> None:
-    for _, _, value in _cut(pieces, *interval):
+    for _, _, value in cut(pieces, *interval):
         if value != expected and not algebra.is_poisoned(value):
             state = op.states[op.algorithm.state_names.index(name)]
             run.fail(
@@ -291,7 +286,7 @@ def _check_state(
 
 
 def _check_gradient(
-    run: Run,
+    run: SectionRun,
     op: ops.OptimizerStep,
     gradient: PieceList,
     interval: tuple[int, int],
@@ -299,7 +294,7 @@ def _check_gradient(
     flat: str,
 ) -> None:
     start, stop = interval
-    here = rebased(_cut(gradient, start, stop), start)
+    here = rebased(cut(gradient, start, stop), start)
     if any(algebra.is_poisoned(value) for _, _, value in here):
         return
     where = spell(op.grad, run.program)
@@ -328,7 +323,7 @@ def _check_gradient(
         )
 
 
-def _check_scalars(run: Run, op: ops.OptimizerStep) -> None:
+def _check_scalars(run: SectionRun, op: ops.OptimizerStep) -> None:
     number = _decision(run, op.gradient_divisor, "divisor")
     if number is None:
         run.fail(

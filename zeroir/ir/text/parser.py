@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 
+from zeroir.ir.bounds import AheadBound, BehindBound, Bound, BoundKind
 from zeroir.ir.buffers import Buffer, Role, Space
 from zeroir.ir.contents import Content, FlatContent, Micro, NamedContent, Zeros
 from zeroir.ir.mesh import STREAMS, Axis, Communicator, Executor, Mesh, Stream
@@ -49,6 +50,7 @@ class _ProgramParser:
         self.scanner = Scanner(text)
         self.mesh: Mesh | None = None
         self.streams: tuple[Stream, ...] | None = None
+        self.bounds: list[Bound] = []
         self.loss: str | None = None
         self.fingerprint: str | None = None
         self.passes: list[str] = []
@@ -80,6 +82,7 @@ class _ProgramParser:
             mesh=self.mesh,
             comms=tuple(self.comms),
             streams=STREAMS if self.streams is None else self.streams,
+            bounds=tuple(self.bounds),
             flats=tuple(self.flats),
             buffers=tuple(self.buffers),
             segments=tuple(self.segments),
@@ -135,6 +138,8 @@ class _ProgramParser:
             case "streams":
                 self._once(self.streams, keyword, start)
                 self.streams = self._streams()
+            case "bound":
+                self.bounds.append(self._bound())
             case "loss":
                 self._once(self.loss, keyword, start)
                 self.loss = self._buffer_name()
@@ -160,7 +165,7 @@ class _ProgramParser:
                 self.sections.append(self._section())
             case _:
                 scan.fail(
-                    "expected one of pass, fingerprint, mesh, comm, streams, loss, flat, buffer, "
+                    "expected one of pass, fingerprint, mesh, comm, streams, bound, loss, flat, buffer, "
                     f"input, module_buffer, scalar, group, segment, section, but found '{keyword}'.",
                     start,
                 )
@@ -189,6 +194,14 @@ class _ProgramParser:
             executor = self.scanner.member(Executor, "what executes the stream")
             streams.append(Stream(name=name, executor=executor))
         return tuple(streams)
+
+    def _bound(self) -> Bound:
+        scan = self.scanner
+        kind = scan.member(BoundKind, "what the bound is about")
+        if scan.accept("behind="):
+            return BehindBound(kind=kind, behind=scan.name("a stream's name"))
+        scan.expect("ahead=", "expected 'ahead=' or 'behind='.")
+        return AheadBound(kind=kind, ahead=scan.integer())
 
     def _flat(self) -> Flat:
         scan = self.scanner

@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Iterator
 
+from zeroir.ir.bounds import AheadBound, Bound
 from zeroir.ir.buffers import Buffer
 from zeroir.ir.contents import Content, FlatContent, NamedContent
 from zeroir.ir.dtypes import DType
@@ -64,6 +65,7 @@ def header_lines(program: Program) -> Iterator[str]:
     yield "mesh" + "".join(f" {name(axis.name)}={axis.size}" for axis in program.mesh.axes)
     yield from (f"comm {name(comm.name)} axis={name(comm.axis)}" for comm in program.comms)
     yield "streams" + "".join(f" {name(s.name)}:{s.executor.value}" for s in program.streams)
+    yield from (_bound_line(bound) for bound in program.bounds)
     if program.loss is not None:
         yield f"loss %{name(program.loss)}"
     for flat in program.flats:
@@ -84,6 +86,12 @@ def header_lines(program: Program) -> Iterator[str]:
     for group in program.groups:
         intervals = ", ".join(f"{name(flat)}[{a}:{b}]" for flat, a, b in group.intervals)
         yield f"group {name(group.name)} {group.algorithm.value} ({intervals})"
+
+
+def _bound_line(bound: Bound) -> str:
+    if isinstance(bound, AheadBound):
+        return f"bound {bound.kind.value} ahead={bound.ahead}"
+    return f"bound {bound.kind.value} behind={name(bound.behind)}"
 
 
 def _flat_lines(flat: Flat) -> Iterator[str]:

@@ -1,8 +1,8 @@
-"""The two charts of the page, as Bokeh's JSON: the streams over time, and memory over the ops of the step.
+"""The two charts of the page as JSON of Bokeh: the streams over time, and memory over the ops of the step.
 
-They are empty: the page's own script fills them with what can be told apart at their width, anew with every pan and
-zoom. Bokeh draws on a canvas, marks in a layer above without drawing what is below anew, and its script can stand
-inside a page that is opened without a network. It is imported here alone.
+They are empty: after each pan and zoom, the script of the page fills them with the items that are visible at their
+width. Bokeh draws on a canvas, redraws marks in a layer of their own, and its script can be part of a page that opens
+without a network. Only this module imports it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ KIND_COLOURS: Final = {
     "memory": "#8b8f98",
     "wait": "#b0b4bc",
 }
-"""Readable on white and on near black."""
+"""Readable on white and on a dark background."""
 
 CRITICAL_COLOUR: Final = "#d03a3a"
 
@@ -49,7 +49,7 @@ ROLE_COLOURS: Final = {
 
 
 def require_bokeh() -> None:
-    """UserError where the library that draws is not installed."""
+    """UserError where Bokeh is not installed."""
     try:
         import bokeh  # noqa: F401
     except ImportError:
@@ -59,20 +59,22 @@ def require_bokeh() -> None:
 
 
 def script() -> str:
-    """Bokeh's own code, to stand inside the page."""
+    """The code of Bokeh, for the page."""
     from bokeh.resources import Resources
 
     return "\n".join(Resources(mode="inline", components=["bokeh"]).js_raw)
 
 
-def timeline(found: Sequence[StepOp], lanes: Sequence[tuple[int, str, str]]) -> dict[str, object]:
+def timeline(
+    step_ops: Sequence[StepOp], lanes: Sequence[tuple[int, str, str]]
+) -> dict[str, object]:
     """The streams over simulated time; ``lanes`` are a class of ranks, a stream and a label each, from the top."""
     from bokeh.embed import json_item
     from bokeh.models import ColumnDataSource, FixedTicker, Range1d
     from bokeh.models.annotations import BoxAnnotation
     from bokeh.plotting import figure
 
-    end_us = max((span.end_ns for one in found for span in one.spans), default=0) / 1000
+    end_us = max((span.end_ns for op in step_ops for span in op.spans), default=0) / 1000
     chart = figure(
         name="timeline",
         height=LANE_HEIGHT_PX * len(lanes) + 70,
@@ -132,7 +134,7 @@ def memory(
     bounds = [
         f"{bound}_{number}" for number in range(len(curve.roles)) for bound in ("low", "high")
     ]
-    # Not quite empty: of bands without a point the library never finds the end.
+    # One point, because Bokeh never finishes a band without points.
     source = ColumnDataSource({name: [0, 0] for name in ("at", *bounds)}, name="live")
     for number, role in enumerate(curve.roles):
         chart.varea_step(
@@ -174,7 +176,7 @@ def memory(
 
 
 def _plain(chart: figure) -> None:
-    """Numbers in full below it, and no colours of its own where the page's light or dark ones are to show through."""
+    """Print full numbers on the axis, and let the light or dark background of the page show through."""
     from bokeh.models import NumeralTickFormatter
 
     chart.xaxis.formatter = NumeralTickFormatter(format="0,0.[000]")
@@ -185,7 +187,7 @@ def _plain(chart: figure) -> None:
 
 
 def memory_unit(curve: MemoryCurve, budget_bytes: int | None) -> tuple[float, str]:
-    """Bytes and name of the unit in which the chart of the memory is drawn."""
+    """Bytes and name of the unit of the memory chart."""
     for size, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if _top(curve, budget_bytes) >= size:
             return size, name
@@ -193,6 +195,6 @@ def memory_unit(curve: MemoryCurve, budget_bytes: int | None) -> tuple[float, st
 
 
 def _top(curve: MemoryCurve, budget_bytes: int | None) -> int:
-    """The most that the chart must show: a budget is a line in it where that leaves room for the rest."""
+    """The highest value of the chart, which includes the budget where it is at most four times the peak."""
     is_near = budget_bytes is not None and budget_bytes <= 4 * curve.peak_bytes
     return max(curve.peak_bytes, budget_bytes if budget_bytes is not None and is_near else 0)

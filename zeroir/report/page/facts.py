@@ -13,7 +13,7 @@ from zeroir.ir.buffers import Role
 from zeroir.ir.effects import effects
 from zeroir.ir.labels import labels
 from zeroir.ir.ops import op_name
-from zeroir.ir.program import EVALUATE, Program
+from zeroir.ir.program import EVALUATE, OpPosition, Program
 from zeroir.ir.spans import Span
 from zeroir.ir.traffic import payloads
 from zeroir.memory.curve import live_bytes
@@ -79,7 +79,7 @@ def step_ops(program: Program, simulation: Simulation) -> list[StepOp]:
     """Every op of a step in program order."""
     names, owners = labels(program), buffer_owners(program)
     critical = {
-        (item.section, item.index, item.rank_class)
+        (OpPosition(item.section, item.index), item.rank_class)
         for item in simulation.critical_path
         if not item.is_issue
     }
@@ -89,29 +89,28 @@ def step_ops(program: Program, simulation: Simulation) -> list[StepOp]:
         for one in program.sections
         if one.name != EVALUATE
     }
-    seen: Counter[tuple[str, int]] = Counter()
+    seen: Counter[OpPosition] = Counter()
     found: list[StepOp] = []
     for section in step_sections(program):
-        for index, op in enumerate(section.body):
-            place = (section.name, index)
+        for position, op in section.positioned_ops():
             found.append(
                 StepOp(
                     section=section.name,
-                    index=index,
+                    index=position.index,
                     op=op_name(type(op)),
                     kind=op_kind(op),
                     stream=effects(op).stream,
                     units=_units(op, owners),
-                    detail=names[id(op)].partition(" ")[2].partition(" ")[2],
+                    detail=names[position].partition(" ")[2].partition(" ")[2],
                     source=op_source(program, op),
                     size_bytes=_size_bytes(program, op),
                     flops=_flops(program, op),
-                    spans=tuple(of_class[place][seen[place]] for of_class in times),
-                    is_critical=tuple((*place, one) in critical for one in range(len(times))),
-                    used_bytes=curves[section.name][index + 1],
+                    spans=tuple(of_class[position][seen[position]] for of_class in times),
+                    is_critical=tuple((position, one) in critical for one in range(len(times))),
+                    used_bytes=curves[section.name][position.index + 1],
                 )
             )
-            seen[place] += 1
+            seen[position] += 1
     return found
 
 
@@ -189,10 +188,10 @@ def op_kind(op: ops.Op) -> str:
             assert_never(op)
 
 
-def _spans(one: ClassResult) -> dict[tuple[str, int], list[Span]]:
-    found: dict[tuple[str, int], list[Span]] = {}
+def _spans(one: ClassResult) -> dict[OpPosition, list[Span]]:
+    found: dict[OpPosition, list[Span]] = {}
     for span in one.spans:
-        found.setdefault((span.section, span.index), []).append(span)
+        found.setdefault(span.position, []).append(span)
     return found
 
 

@@ -1,4 +1,4 @@
-"""The report: one HTML file that holds its data, its charts' code and its own, and asks nothing of a network."""
+"""The report: one HTML file with its data and all code, which needs no network."""
 
 from __future__ import annotations
 
@@ -40,32 +40,34 @@ def report_html(
 ) -> str:
     """The page of a program that ``report`` verified, timed by ``simulation``.
 
-    ``name`` is what the page calls the program; ``budget_bytes`` is a rank's device memory, drawn as a line.
+    ``name`` is the name of the program on the page; ``budget_bytes`` is the device memory of a rank, drawn as a line.
 
     Raises:
         UserError: where bokeh is not installed.
     """
     charts.require_bokeh()
-    found = step_ops(program, simulation)
-    lanes = _lanes(program, simulation, found)
+    shown_ops = step_ops(program, simulation)
+    lanes = _lanes(program, simulation, shown_ops)
     curve = memory_curve(program)
     unit = charts.memory_unit(curve, budget_bytes)
     data = {
-        "ops": _columns(found),
-        "lanes": [{"class": one, "stream": stream} for one, stream, _ in lanes],
-        "timeline": charts.timeline(found, lanes),
+        "ops": _columns(shown_ops),
+        "lanes": [{"class": number, "stream": stream} for number, stream, _ in lanes],
+        "timeline": charts.timeline(shown_ops, lanes),
         "live": {"at": curve.at, "roles": list(curve.roles.values()), "unit_bytes": unit[0]},
-        "memory": charts.memory(curve, unit=unit, budget_bytes=budget_bytes, ops_count=len(found)),
+        "memory": charts.memory(
+            curve, unit=unit, budget_bytes=budget_bytes, ops_count=len(shown_ops)
+        ),
     }
     slots = {
         "name": escape(name),
         "style": _asset("page.css"),
         "head": _headline(summary, simulation, curve, budget_bytes),
-        "kinds": _legend({kind: charts.KIND_COLOURS[kind] for kind in _present(found)})
+        "kinds": _legend({kind: charts.KIND_COLOURS[kind] for kind in _present(shown_ops)})
         + _legend({"critical path": charts.CRITICAL_COLOUR}),
         "roles": _legend({role: charts.ROLE_COLOURS[role] for role in curve.roles}),
         "streams": _streams(simulation),
-        "units": _units(unit_facts(program, found)),
+        "units": _units(unit_facts(program, shown_ops)),
         "volume": _volume(summary, simulation),
         "laws": _laws(report),
         "options": _options(program),
@@ -89,54 +91,55 @@ def _asset(name: str) -> str:
 
 
 def _json(value: object) -> str:
-    """JSON that no HTML parser takes for the end of its script."""
+    """JSON that cannot end the script element of the page."""
     return json.dumps(value, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def _lanes(
-    program: Program, simulation: Simulation, found: Sequence[StepOp]
+    program: Program, simulation: Simulation, shown_ops: Sequence[StepOp]
 ) -> list[tuple[int, str, str]]:
-    """A lane for every stream of every class of ranks on which something takes time."""
+    """A lane for every stream of every class of ranks with an op of some duration."""
     busy = {
-        (number, one.stream)
-        for one in found
-        for number, span in enumerate(one.spans)
+        (number, op.stream)
+        for op in shown_ops
+        for number, span in enumerate(op.spans)
         if span.duration_ns
     }
     streams = [HOST, *(stream.name for stream in program.streams)]
     return [
-        (number, stream, f"{_ranks(one)} · {stream}" if len(simulation.classes) > 1 else stream)
-        for number, one in enumerate(simulation.classes)
+        (number, stream, f"{_ranks(result)} · {stream}" if len(simulation.classes) > 1 else stream)
+        for number, result in enumerate(simulation.classes)
         for stream in streams
         if (number, stream) in busy
     ]
 
 
-def _ranks(one: ClassResult) -> str:
-    return f"rank {one.ranks[0]}" + (f" and {len(one.ranks) - 1} alike" if one.ranks[1:] else "")
+def _ranks(result: ClassResult) -> str:
+    others = len(result.ranks) - 1
+    return f"rank {result.ranks[0]}" + (f" and {others} alike" if others else "")
 
 
-def _columns(found: Sequence[StepOp]) -> dict[str, list[object]]:
+def _columns(shown_ops: Sequence[StepOp]) -> dict[str, list[object]]:
     return {
-        "section": [one.section for one in found],
-        "line": [one.index for one in found],
-        "op": [one.op for one in found],
-        "kind": [one.kind for one in found],
-        "stream": [one.stream for one in found],
-        "unit": [", ".join(one.units) for one in found],
-        "what": [one.detail for one in found],
-        "source": [one.source for one in found],
-        "bytes": [one.size_bytes for one in found],
-        "flops": [one.flops for one in found],
-        "used": [one.used_bytes for one in found],
-        "start": [[span.start_ns / 1000 for span in one.spans] for one in found],
-        "end": [[span.end_ns / 1000 for span in one.spans] for one in found],
-        "critical": [[int(is_critical) for is_critical in one.is_critical] for one in found],
+        "section": [op.section for op in shown_ops],
+        "line": [op.index for op in shown_ops],
+        "op": [op.op for op in shown_ops],
+        "kind": [op.kind for op in shown_ops],
+        "stream": [op.stream for op in shown_ops],
+        "unit": [", ".join(op.units) for op in shown_ops],
+        "what": [op.detail for op in shown_ops],
+        "source": [op.source for op in shown_ops],
+        "bytes": [op.size_bytes for op in shown_ops],
+        "flops": [op.flops for op in shown_ops],
+        "used": [op.used_bytes for op in shown_ops],
+        "start": [[span.start_ns / 1000 for span in op.spans] for op in shown_ops],
+        "end": [[span.end_ns / 1000 for span in op.spans] for op in shown_ops],
+        "critical": [[int(is_critical) for is_critical in op.is_critical] for op in shown_ops],
     }
 
 
-def _present(found: Sequence[StepOp]) -> list[str]:
-    present = {one.kind for one in found}
+def _present(shown_ops: Sequence[StepOp]) -> list[str]:
+    present = {op.kind for op in shown_ops}
     return [kind for kind in charts.KIND_COLOURS if kind in present]
 
 
@@ -194,13 +197,13 @@ def _legend(colours: Mapping[str, str]) -> str:
 def _streams(simulation: Simulation) -> str:
     rows = [
         [
-            _ranks(one),
+            _ranks(result),
             stream,
             _time(round(busy_s * 1e9)),
             _percent(busy_s * 1e9 / simulation.step_ns),
         ]
-        for one in simulation.classes
-        for stream, busy_s in one.busy_s.items()
+        for result in simulation.classes
+        for stream, busy_s in result.busy_s.items()
         if simulation.step_ns
     ]
     return _table(["ranks", "stream", "#busy", "#of the step"], rows)
@@ -221,17 +224,20 @@ def _units(units: Sequence[UnitFacts]) -> str:
 
 
 def _volume(summary: Summary, simulation: Simulation) -> str:
-    axes = [(axis, on_the_wire(own)) for axis, own in summary["collective_bytes_by_axis"].items()]
+    axes = [
+        (axis, on_the_wire(axis_bytes))
+        for axis, axis_bytes in summary["collective_bytes_by_axis"].items()
+    ]
     rows = [
-        [kind, *(format_bytes(own.get(kind, 0)) for _, own in axes)]
+        [kind, *(format_bytes(sent.get(kind, 0)) for _, sent in axes)]
         for kind, count in summary["collective_bytes"].items()
         if count
     ]
     by_kind = _table(["collective", *(f"#over {axis}" for axis, _ in axes)], rows)
     wires = [
-        [_ranks(one), wire.replace("_", " "), format_bytes(round(count))]
-        for one in simulation.classes
-        for wire, count in one.bytes_by_wire.items()
+        [_ranks(result), wire.replace("_", " "), format_bytes(round(count))]
+        for result in simulation.classes
+        for wire, count in result.bytes_by_wire.items()
     ]
     return by_kind + _table(["ranks", "link", "#sent by a rank"], wires)
 
@@ -252,7 +258,7 @@ def _options(program: Program) -> str:
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table; a head that begins with # is that of a column of numbers."""
+    """A table; a head that begins with # heads a column of numbers."""
     classes = [' class="number"' if head.startswith("#") else "" for head in heads]
     top = "".join(
         f"<th{kind}>{escape(head.removeprefix('#'))}</th>"

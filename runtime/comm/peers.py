@@ -1,0 +1,245 @@
+"""Ranks on one Linux host that read each other's memory: how they find each other, and a channel between each two.
+
+The kernel copies memory from one process to another (``process_vm_readv``) where both belong to one user and neither a
+container's filter nor a namespace forbids it. Every pair of ranks tries it before anything relies on it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import hashlib
+import os
+import secrets
+import socket
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import ClassVar, Final
+
+from torch import Tensor
+
+from zeroir.runtime.comm.base import LostConnectionError
+
+Exchange = Callable[[bytes], Sequence[bytes]]
+"""Gathers the bytes of all ranks, of equal length, in rank order; all ranks call it together."""
+
+_MESSAGE_BYTES: Final = 1 << 16
+_CREDENTIALS: Final = struct.Struct("=iII")
+_PR_SET_PTRACER: Final = 0x59616D61
+
+
+class _IoVector(ctypes.Structure):
+    """``struct iovec``."""
+
+    _fields_ = (("base", ctypes.c_void_p), ("numbytes", ctypes.c_size_t))
+
+
+_libc = ctypes.CDLL(None, use_errno=True)  # calls release the interpreter's lock
+_libc.process_vm_readv.restype = ctypes.c_ssize_t
+_libc.process_vm_readv.argtypes = [
+    ctypes.c_int,
+    ctypes.POINTER(_IoVector),
+    ctypes.c_ulong,
+    ctypes.POINTER(_IoVector),
+    ctypes.c_ulong,
+    ctypes.c_ulong,
+]
+_libc.prctl.argtypes = [ctypes.c_int, *[ctypes.c_ulong] * 4]
+
+
+def read_memory(pid: int, address: int, destination: int, count_bytes: int) -> None:
+    """Copy from an address of another process to an address of this one.
+
+    Raises:
+        OSError: where the process has ended (``ESRCH``), forbids it (``EPERM``), or has no such memory (``EFAULT``).
+    """
+    done = 0
+    while done < count_bytes:  # the kernel moves at most 2 GiB a call
+        local, remote = (
+            _IoVector(destination + done, count_bytes - done),
+            _IoVector(address + done, count_bytes - done),
+        )
+        moved: int = _libc.process_vm_readv(pid, local, 1, remote, 1, 0)
+        if moved <= 0:
+            number = ctypes.get_errno() if moved < 0 else errno.EFAULT
+            raise OSError(number, os.strerror(number))
+        done += moved
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peer:
+    """Another rank of a communicator, whose memory this one reads and with which it exchanges messages."""
+
+    rank: int
+    pid: int
+    channel: socket.socket
+
+    def send(self, message: bytes) -> None:
+        """Send one message, whole.
+
+        Raises:
+            LostConnectionError: where the rank has ended.
+        """
+        try:
+            self.channel.send(message)
+        except OSError as error:
+            raise LostConnectionError(f"Rank {self.rank} has ended: {error}") from error
+
+    def receive(self) -> bytes:
+        """Wait for the next message, without holding the interpreter's lock.
+
+        Raises:
+            LostConnectionError: where the rank has ended, or sends nothing within the timeout.
+        """
+        try:
+            message = self.channel.recv(_MESSAGE_BYTES)
+        except OSError as error:  # a timeout, too
+            raise LostConnectionError(f"Rank {self.rank} does not answer: {error}") from error
+        if not message:
+            raise LostConnectionError(f"Rank {self.rank} has ended.")
+        return message
+
+    def read(self, address: int, destination: Tensor) -> None:
+        """Fill a contiguous CPU tensor with the memory at an address of the rank.
+
+        Raises:
+            LostConnectionError: where the rank has ended.
+        """
+        try:
+            size_bytes = destination.numel() * destination.itemsize
+            read_memory(self.pid, address, destination.data_ptr(), size_bytes)
+        except (ProcessLookupError, PermissionError) as error:
+            # Reading was allowed when they connected, so a rank that refuses now is about to end.
+            raise LostConnectionError(f"Rank {self.rank} has ended.") from error
+        except OSError as error:
+            raise RuntimeError(f"Reading the memory of rank {self.rank} failed: {error}") from error
+
+    def close(self) -> None:
+        """Close the channel; a peer that still waits for a message is woken."""
+        with contextlib.suppress(OSError):
+            self.channel.shutdown(socket.SHUT_RDWR)
+        self.channel.close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _PeerAddress:
+    """How other ranks reach a rank. Its memory holds ``secret`` at ``address``, by which readers know it."""
+
+    host: bytes
+    pid: int
+    address: int
+    secret: bytes
+
+    _LAYOUT: ClassVar = struct.Struct("=32sqQ16s")
+
+    def pack(self) -> bytes:
+        """The address as bytes, of one length for every rank."""
+        return self._LAYOUT.pack(self.host, self.pid, self.address, self.secret)
+
+    @classmethod
+    def unpack(cls, data: bytes) -> _PeerAddress:
+        """The inverse of ``pack``."""
+        host, pid, address, secret = cls._LAYOUT.unpack(data)
+        return cls(host=host, pid=pid, address=address, secret=secret)
+
+    def socket_name(self, index: int) -> str:
+        """The socket of the rank for its ``index``-th group: an abstract name, which leaves no file behind."""
+        return f"\0zeroir.{self.secret.hex()}.{index}"
+
+
+def connect_peers(
+    rank: int, groups: Sequence[Sequence[int]], exchange: Exchange, timeout: timedelta
+) -> list[dict[int, Peer]] | None:
+    """Connect this rank to the other ranks of each of its ``groups``; the result has a dict by rank for each group.
+
+    All ranks call this together, with their groups in one order. The result is None on every rank where one rank cannot
+    read another's memory. ``timeout`` bounds the wait for each later message.
+    """
+    # Under Yama a process reads only its descendants, unless these name another process whose descendants may read
+    # them, too: here the launcher, the ancestor of all ranks. Without Yama the call fails, which is no error.
+    _libc.prctl(_PR_SET_PTRACER, os.getppid(), 0, 0, 0)
+    secret = secrets.token_bytes(16)
+    readable = ctypes.create_string_buffer(secret, len(secret))
+    own = _PeerAddress(
+        host=_host(), pid=os.getpid(), address=ctypes.addressof(readable), secret=secret
+    )
+    peers: list[dict[int, Peer]] = [{} for _ in groups]
+    with contextlib.ExitStack() as sockets:
+        listeners = [sockets.enter_context(_new_socket(timeout)) for _ in groups]
+        is_connected = True
+        try:
+            for index, listener in enumerate(listeners):
+                listener.bind(own.socket_name(index))
+                listener.listen(socket.SOMAXCONN)
+        except OSError:
+            is_connected = False
+        addresses = [_PeerAddress.unpack(data) for data in exchange(own.pack())]
+        try:
+            for index, group in enumerate(groups):
+                for peer_rank in group:
+                    address = addresses[peer_rank]
+                    _require_readable(own, address)
+                    if peer_rank < rank:
+                        channel = _new_socket(timeout)
+                        peers[index][peer_rank] = Peer(
+                            rank=peer_rank, pid=address.pid, channel=channel
+                        )
+                        channel.connect(address.socket_name(index))
+        except OSError:
+            is_connected = False
+        if exchange(bytes([is_connected])) != [b"\1"] * len(addresses):
+            for group_peers in peers:
+                for peer in group_peers.values():
+                    peer.close()
+            return None
+        # Every rank has connected to the lower ranks by now, so accepting waits for nobody.
+        for group, group_peers, listener in zip(groups, peers, listeners, strict=True):
+            callers = {addresses[higher].pid: higher for higher in group if higher > rank}
+            while callers:
+                channel, _ = listener.accept()
+                caller = callers.pop(_pid_of(channel), None)
+                if caller is None:  # a process that is no rank
+                    channel.close()
+                    continue
+                channel.settimeout(timeout.total_seconds())
+                pid = addresses[caller].pid
+                group_peers[caller] = Peer(rank=caller, pid=pid, channel=channel)
+    return peers
+
+
+def _new_socket(timeout: timedelta) -> socket.socket:
+    """A local socket that keeps messages apart and notices at once when its peer ends."""
+    channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    channel.settimeout(timeout.total_seconds())
+    return channel
+
+
+def _pid_of(channel: socket.socket) -> int:
+    """The process at the other end, as the kernel reports it."""
+    credentials = channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid: int = _CREDENTIALS.unpack(credentials)[0]
+    return pid
+
+
+def _require_readable(own: _PeerAddress, peer: _PeerAddress) -> None:
+    """Raise an OSError where this process cannot read the peer's memory."""
+    if peer.host != own.host:  # its process id means nothing here
+        raise OSError(errno.EXDEV, "another host")
+    secret = ctypes.create_string_buffer(len(peer.secret))
+    read_memory(peer.pid, peer.address, ctypes.addressof(secret), len(peer.secret))
+    if secret.raw != peer.secret:
+        raise OSError(errno.ESRCH, "another process")
+
+
+def _host() -> bytes:
+    """32 bytes, equal on two ranks where process ids and socket names mean the same; random where that is unknown."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+        namespaces = [str(Path(f"/proc/self/ns/{kind}").readlink()) for kind in ("pid", "net")]
+    except OSError:
+        return secrets.token_bytes(32)
+    return hashlib.sha256(" ".join([boot, *namespaces]).encode()).digest()

@@ -1,0 +1,142 @@
+"""The buffers of one rank: flat tensors by name, and the regions and views of them that ops use."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import weakref
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import assert_never
+
+import torch
+from torch import Tensor
+
+from zeroir.errors import InternalError
+from zeroir.ir.buffers import Region, Space, View
+from zeroir.ir.dtypes import DType
+from zeroir.ir.program import Program
+from zeroir.memory.placement import Placement, places_to_run
+from zeroir.runtime.tensors import TORCH_DTYPE, poison
+
+
+class RankMemory:
+    """The buffers of one rank while a program runs.
+
+    The constructor allocates everything: persistent buffers, as zeros, and one block per space for the temporary
+    buffers, at the offsets of the program's plan (computed here where the program has none). ``alloc`` and ``release``
+    only mark buffers as live or not, so a view of a buffer is made once; its user calls ``require`` before each use.
+    With ``is_poisoned`` undefined elements are NaN and a released buffer is overwritten, so that a wrong order of ops
+    shows in the numbers. Buffers on disk are files under ``directory``, a temporary one by default, mapped into memory.
+    ``placed`` gives the offsets to several ranks that share them.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        rank: int,
+        device: torch.device,
+        *,
+        is_poisoned: bool = False,
+        directory: Path | None = None,
+        placed: Mapping[Space, Placement] | None = None,
+    ) -> None:
+        self.rank = rank
+        self.device = device
+        self._mesh = program.mesh
+        self._coordinate = program.mesh.coordinate(rank)
+        self._is_poisoned = is_poisoned
+        self._directory = directory
+        self._tensors: dict[str, Tensor] = {}
+        self._live: set[str] = set()
+        for buffer in program.buffers:
+            if buffer.is_persistent:
+                self._tensors[buffer.name] = self._new(
+                    buffer.space, buffer.numel, buffer.dtype, buffer.name
+                ).zero_()
+                self._live.add(buffer.name)
+        self._persistent = frozenset(self._live)
+        for space, placement in (places_to_run(program) if placed is None else placed).items():
+            self._place_temporaries(program, space, placement)
+
+    def _place_temporaries(self, program: Program, space: Space, placement: Placement) -> None:
+        block = self._new(space, placement.size_bytes, DType.U8, f"temporaries.{space}")
+        for name, start in placement.offsets.items():
+            buffer = program.buffer_by_name[name]
+            self._tensors[name] = block[start : start + buffer.size_bytes].view(
+                TORCH_DTYPE[buffer.dtype]
+            )
+
+    def is_live(self, name: str) -> bool:
+        """Whether the buffer is allocated now."""
+        return name in self._live
+
+    def require(self, names: frozenset[str]) -> None:
+        """Raise an InternalError unless all these buffers are allocated now."""
+        if not names <= self._live:
+            name = min(names - self._live)
+            raise InternalError(
+                f"rank {self.rank} uses buffer %{name}, which is not allocated at that point"
+            )
+
+    def settle(self, temporaries: Collection[str]) -> None:
+        """Set which temporary buffers are live, after ops that were not carried out one by one."""
+        self._live = {*self._persistent, *temporaries}
+
+    def clear(self, names: Collection[str]) -> None:
+        """Fill the persistent ones of these buffers with zeros, as the constructor did."""
+        for name in self._persistent.intersection(names):
+            self._tensors[name].zero_()
+
+    def buffer(self, name: str) -> Tensor:
+        """The whole buffer as a 1-d tensor; InternalError where it is not live."""
+        if name not in self._live:
+            self.require(frozenset((name,)))
+        return self._tensors[name]
+
+    def region(self, region: Region) -> Tensor:
+        """The elements of the region on this rank as a 1-d tensor, live or not; see ``require``."""
+        start, stop = region.local_range(self._mesh, self._coordinate)
+        return self._tensors[region.buffer][start:stop]
+
+    def view(self, view: View) -> Tensor:
+        """The strided tensor of the view on this rank, live or not; see ``require``."""
+        start, _ = view.region.local_range(self._mesh, self._coordinate)
+        tensor = self._tensors[view.region.buffer]
+        return tensor.as_strided(view.shape, view.stride, tensor.storage_offset() + start)
+
+    def alloc(self, name: str) -> None:
+        """Begin a temporary buffer."""
+        if name in self._live:
+            raise InternalError(f"rank {self.rank} allocates buffer %{name}, which is live already")
+        self._live.add(name)
+        if self._is_poisoned:
+            poison(self._tensors[name])
+
+    def release(self, name: str) -> None:
+        """End a temporary buffer."""
+        tensor = self.buffer(name)
+        if self._is_poisoned:
+            poison(tensor)
+        self._live.remove(name)
+
+    def _new(self, space: Space, numel: int, dtype: DType, name: str) -> Tensor:
+        torch_dtype = TORCH_DTYPE[dtype]
+        match space:
+            case Space.DEVICE:
+                return torch.empty(numel, dtype=torch_dtype, device=self.device)
+            case Space.HOST:
+                is_pinned = self.device.type == "cuda"
+                return torch.empty(numel, dtype=torch_dtype, pin_memory=is_pinned)
+            case Space.DISK:
+                path = self._disk() / f"{name}.bin"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                return torch.from_file(str(path), shared=True, size=numel, dtype=torch_dtype)
+            case _:
+                assert_never(space)
+
+    def _disk(self) -> Path:
+        if self._directory is None:
+            self._directory = Path(tempfile.mkdtemp(prefix="zeroir-"))
+            weakref.finalize(self, shutil.rmtree, self._directory, ignore_errors=True)
+        return self._directory / f"rank{self.rank}"

@@ -1,0 +1,110 @@
+"""The typed keywords of the public functions: the fields of the options, and what a type checker says of them."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from types import UnionType
+from typing import Literal, Union, get_args, get_origin, get_type_hints
+
+import pytest
+from mypy import api as mypy
+from pydantic import BaseModel
+
+import zeroir
+from zeroir.api.keywords import CompileKeywords, EstimateKeywords
+from zeroir.config import CompileOptions, make_options
+from zeroir.cost.estimate import EstimateOptions
+
+ROOT = Path(__file__).parents[2]
+# Only the public functions and what their signatures name is read, so that it takes seconds.
+CONFIGURATION = """\
+[mypy]
+strict = true
+follow_imports = skip
+ignore_missing_imports = true
+disable_error_code = misc,no-any-return
+[mypy-zeroir]
+follow_imports = silent
+[mypy-zeroir.api,zeroir.api.compiled,zeroir.api.costs,zeroir.api.keywords,zeroir.api.plan]
+follow_imports = silent
+[mypy-zeroir.config,zeroir.cost.estimate,zeroir.ir.ops]
+follow_imports = silent
+"""
+RIGHT = (
+    'zeroir.compile("model.py")',
+    'zeroir.compile("model.py", stage=3, precision="bf16", recompute="blocks.*", clip=1.0)',
+    'zeroir.compile("model.py", optimizer="sgd", keep_fp32=["norm", "head"], mesh=None)',
+    'zeroir.plan("model.py", "dgx-h100", memory="80GB", most_tried=20, world_size=8)',
+    'zeroir.estimate(7.5e9, world_size=64, optimizer="adafactor", offload="optimizer")',
+)
+WRONG = (
+    ('zeroir.compile("model.py", stages=3)', "call-arg"),
+    ('zeroir.compile("model.py", stage="three")', "arg-type"),
+    ('zeroir.compile("model.py", precision="fp8")', "arg-type"),
+    ('zeroir.compile("model.py", optimizer="lion")', "arg-type"),
+    ('zeroir.compile("model.py", unshard=3)', "arg-type"),
+    ('zeroir.plan("model.py", budget="80GB")', "call-arg"),
+    ('zeroir.plan("model.py", stage=None)', "arg-type"),
+    ("zeroir.estimate(7.5e9, stage=3)", "call-arg"),
+    ('zeroir.estimate(7.5e9, offload="disk")', "arg-type"),
+)
+
+
+def _alternatives(hint: object) -> set[object]:
+    """The members of a union, and each value of a literal."""
+    origin = get_origin(hint)
+    if origin in (Union, UnionType):
+        return set(itertools.chain.from_iterable(map(_alternatives, get_args(hint))))
+    return set(get_args(hint)) if origin is Literal else {hint}
+
+
+@pytest.mark.parametrize(
+    ("keywords", "options", "positional"),
+    [(CompileKeywords, CompileOptions, set()), (EstimateKeywords, EstimateOptions, {"params"})],
+)
+def test_the_keywords_are_the_fields_of_the_options(
+    keywords: type, options: type[BaseModel], positional: set[str]
+) -> None:
+    hints = get_type_hints(keywords)
+    assert list(hints) == [name for name in options.model_fields if name not in positional]
+    for name, hint in hints.items():
+        accepted = _alternatives(hint)
+        for alternative in _alternatives(options.model_fields[name].annotation):
+            # A field that holds several names accepts any sequence of them.
+            is_tuple = get_origin(alternative) is tuple
+            assert is_tuple or alternative in accepted, name
+
+
+def test_what_the_types_allow_beyond_the_fields_is_valid() -> None:
+    chosen = make_options({"world_size": 1, "keep_fp32": ["norm", "head"], "unshard": "a,b"})
+    assert chosen.keep_fp32 == ("norm", "head")
+    assert chosen.unshard == ("a", "b")
+
+
+def test_a_type_checker_accepts_right_options_and_rejects_wrong_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configuration = tmp_path / "mypy.ini"
+    configuration.write_text(CONFIGURATION)
+    script = tmp_path / "script.py"
+    script.write_text("\n".join(("import zeroir", *RIGHT, *(code for code, _ in WRONG))))
+    monkeypatch.setenv("MYPYPATH", str(ROOT))
+    printed, problems, _ = mypy.run(
+        [
+            *("--config-file", str(configuration), "--cache-dir", str(tmp_path / "cache")),
+            *("--explicit-package-bases", "--namespace-packages", "--hide-error-context"),
+            *("--show-error-codes", "--no-error-summary", "--no-pretty", str(script)),
+        ]
+    )
+    assert not problems
+    errors = [line for line in printed.splitlines() if ": error: " in line]
+    first = 2 + len(RIGHT)
+    expected = [(str(first + at), f"[{code}]") for at, (_, code) in enumerate(WRONG)]
+    assert [(line.split(":")[1], line.split()[-1]) for line in errors] == expected, printed
+
+
+def test_the_public_names_are_there() -> None:
+    assert {"Engine", "StepResult", "CompiledProgram", "CompileOptions"} <= set(zeroir.__all__)
+    for name in zeroir.__all__:
+        assert getattr(zeroir, name).__module__.startswith("zeroir.")

@@ -1,0 +1,359 @@
+"""Equal blocks are traced once, and nobody can tell: the program is the one that comes of tracing all of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from zeroir.config import make_options
+from zeroir.frontend import block_reuse, segments
+from zeroir.frontend.block_graph import make_block_graph
+from zeroir.frontend.capture import capture
+from zeroir.frontend.entry import ModelFile, load_model_file
+from zeroir.frontend.tracing import program_of
+from zeroir.ir.segment import Segment
+from zeroir.ir.text import print_program
+from zeroir.workspace import segments as workspace
+
+MODELS = Path(__file__).parents[1] / "support" / "models"
+NEVER = 10**9
+LAYERS = 5
+WIDTH = 8
+
+
+class Block(nn.Module):
+    """Pre-norm, a hidden layer, dropout, a residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = F.gelu(self.up(self.norm(x)))
+        return x + F.dropout(self.down(hidden), 0.1)
+
+
+class Stack(nn.Module):
+    """Blocks between an embedding and a loss."""
+
+    def __init__(self, make: Callable[[int], nn.Module], layers: int = LAYERS) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, WIDTH)
+        self.blocks = nn.ModuleList(make(at) for at in range(layers))
+        self.head = nn.Linear(WIDTH, 16)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.loss(self.run(self.embed(tokens)), tokens)
+
+    def run(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def loss(self, x: Tensor, tokens: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
+
+
+def model_file(make: Callable[[], nn.Module]) -> ModelFile:
+    return ModelFile(
+        path=Path(__file__),
+        name="model",
+        sha256="0" * 64,
+        build=make,
+        model=make,
+        batch=lambda: (torch.arange(6).reshape(2, 3),),
+        batches=None,
+    )
+
+
+def same_blocks(
+    file: ModelFile, precision: Literal["fp32", "bf16"] = "fp32", fewest: int = 3
+) -> tuple[str, ...]:
+    """The blocks that were not traced one by one, once the program has been seen to be the same."""
+    options = make_options({"world_size": 1, "precision": precision})
+    with_reuse = capture(file, precision, (), fewest_equal_calls=fewest)
+    without = capture(file, precision, (), fewest_equal_calls=NEVER)
+    assert not without.reused_blocks
+    assert print_program(program_of(with_reuse, options)) == print_program(
+        program_of(without, options)
+    )
+    return with_reuse.reused_blocks
+
+
+def names(*at: int) -> tuple[str, ...]:
+    return tuple(f"blocks.{index}" for index in at)
+
+
+@pytest.mark.slow
+def test_equal_blocks_are_traced_once() -> None:
+    assert same_blocks(model_file(lambda: Stack(lambda _: Block()))) == names(*range(LAYERS))
+
+
+def test_a_dozen_equal_blocks_are_traced_built_and_hashed_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    count: Counter[str] = Counter()
+
+    def counted(what: str, function: Callable[..., object]) -> Callable[..., object]:
+        def call(*args: object, **kwargs: object) -> object:
+            count[what] += 1
+            return function(*args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(block_reuse, "make_block_graph", counted("traced", make_block_graph))
+    monkeypatch.setattr(segments, "Segment", counted("built", Segment))
+    monkeypatch.setattr(
+        workspace, "eager_workspace", counted("measured", workspace.eager_workspace)
+    )
+    monkeypatch.setattr(Segment, "digest", counted("hashed", Segment.digest))
+    captured = capture(model_file(lambda: Stack(lambda _: Block(), 12)), "fp32", ())
+    assert captured.reused_blocks == names(*range(12))
+    program = program_of(captured, make_options({"world_size": 1}))
+    # The forwards and backwards of what comes before the blocks, of the blocks, and of what comes after them.
+    assert len(program.segments) == 6
+    # Once for what is equal, once for the fingerprint.
+    assert count == {"traced": 1, "built": 6, "measured": 6, "hashed": 12}
+
+
+@pytest.mark.slow
+def test_few_blocks_are_traced_one_by_one() -> None:
+    file = model_file(lambda: Stack(lambda _: Block()))
+    assert capture(file, "fp32", (), fewest_equal_calls=LAYERS + 1).reused_blocks == ()
+
+
+class Widening(Block):
+    """Calls a method that a traced tensor answers by another one, so that its calls are not what was rehearsed."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.float())
+
+
+class Warmed(Stack):
+    """Runs its blocks without gradients first."""
+
+    def run(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            x = super().run(x)
+        return super().run(x)
+
+
+def test_a_capture_that_begins_again_finds_gradients_wanted_as_they_were() -> None:
+    assert same_blocks(model_file(lambda: Warmed(lambda _: Widening()))) == ()
+    assert torch.is_grad_enabled()
+
+
+class Indexed(Block):
+    """Divides by its place, as a constant that no parameter shows."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self.at = at
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = super().forward(x) / (1 + max(self.at, 1))
+        return result
+
+
+class Counting(Block):
+    """Does something else at the fourth call of any such block."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        type(self).calls += 1
+        result = super().forward(x)
+        return result.relu() if type(self).calls % LAYERS == 4 else result
+
+
+class Doubled(torch.autograd.Function):
+    """Its gradient is not that of what it computes."""
+
+    @staticmethod
+    def forward(_: object, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(_: object, *grads: Tensor) -> Tensor:
+        return grads[0] * 3
+
+
+class OwnGradient(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = super().forward(Doubled.apply(x))  # type: ignore[no-untyped-call]
+        return result
+
+
+class Doubling(Stack):
+    """Calls a function of its own between its blocks."""
+
+    def run(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = Doubled.apply(block(x))  # type: ignore[no-untyped-call]
+        return x
+
+
+class InPlace(Block):
+    """Changes what it is given."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.add_(1))
+
+
+class Normed(Block):
+    """Has running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batch = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = super().forward(self.batch(x.transpose(1, 2)).transpose(1, 2))
+        return result
+
+
+class Stopped(Block):
+    """Has a part without gradients, and a constant."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            scale = x.abs().mean() * torch.tensor(2.0)
+        x[..., 0].detach()
+        y = x.clone()
+        y[..., 1:] += 1
+        return super().forward(y / (scale + 1))
+
+
+def stack_of(make: Callable[[int], nn.Module]) -> Callable[[], nn.Module]:
+    return lambda: Stack(make)
+
+
+class Collected(Stack):
+    """Uses every block's result once more at the end: its gradient is a sum over uses, in their order."""
+
+    def run(self, x: Tensor) -> Tensor:
+        found = [x]
+        for block in self.blocks:
+            found.append(block(found[-1]))
+        return torch.stack(found).sum(0)
+
+
+class Shared(Stack):
+    """Calls one block again and again."""
+
+    def run(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            for block in self.blocks:
+                x = block(x)
+        return x
+
+
+class Mean(Stack):
+    """The last block's gradient is one number, expanded."""
+
+    def loss(self, x: Tensor, tokens: Tensor) -> Tensor:
+        return x.sum() / tokens.numel()
+
+
+class Hooked(Stack):
+    """Changes what its blocks return."""
+
+    def __init__(self, make: Callable[[int], nn.Module]) -> None:
+        super().__init__(make)
+        for block in self.blocks:
+            block.register_forward_hook(lambda _, __, y: y * 1.5)
+
+
+class Notebook(nn.Module):
+    """Stores what it computes where the model looks later, as a cache of keys and values does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Block()
+
+    def forward(self, x: Tensor, notes: list[Tensor], bias: Tensor) -> tuple[Tensor, Tensor]:
+        first, second = self.inner(x).chunk(2, -1)
+        notes.append(first * 2)
+        result = torch.cat([first, second], -1) + bias
+        return result, result.amax(-1)
+
+
+class Noting(Stack):
+    """Its blocks share a parameter, and what they write down is used at the end."""
+
+    def __init__(self, make: Callable[[int], nn.Module]) -> None:
+        super().__init__(make)
+        self.bias = nn.Parameter(torch.zeros(WIDTH))
+
+    def run(self, x: Tensor) -> Tensor:
+        notes: list[Tensor] = []
+        for block in self.blocks:
+            x, most = block(x, notes, self.bias)
+            x = x + most.unsqueeze(-1)
+        for note in notes[1:]:
+            x = x + note.mean(-1, keepdim=True)
+        return x
+
+
+class Biased(Stack):
+    """All blocks read one tensor, whose gradient is a sum over them."""
+
+    def run(self, x: Tensor) -> Tensor:
+        bias = self.embed.weight[:3] * 2
+        for block in self.blocks:
+            x = block(x, bias)
+        return x
+
+
+class WithBias(Block):
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return super().forward(x if bias is None else x + bias)
+
+
+TRAPS: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
+    "indexed": (stack_of(Indexed), ()),
+    "counting": (stack_of(lambda _: Counting()), names(0, 1, 2, 4)),
+    "own gradient": (stack_of(lambda _: OwnGradient()), ()),
+    "own gradient between": (lambda: Doubling(lambda _: Block()), names(*range(LAYERS))),
+    "in place": (stack_of(lambda _: InPlace()), ()),
+    "running statistics": (stack_of(lambda _: Normed()), ()),
+    "stopped": (stack_of(lambda _: Stopped()), names(*range(LAYERS))),
+    "collected": (lambda: Collected(lambda _: Block()), ()),
+    "biased": (lambda: Biased(lambda _: WithBias()), names(4)),
+    "shared": (lambda: Shared(lambda _: Block()), names(*range(LAYERS)) * 2),
+    "mean": (lambda: Mean(lambda _: Block()), names(0, 1, 2, 3)),
+    "hooked": (lambda: Hooked(lambda _: Block()), names(*range(LAYERS))),
+    "noting": (lambda: Noting(lambda _: Notebook()), names(1, 2, 3, 4)),
+}
+FAST = {"counting", "own gradient between"}
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in TRAPS]
+)
+def test_what_blocks_hide_is_found(name: str) -> None:
+    make, expected = TRAPS[name]
+    assert same_blocks(model_file(make)) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [
+        *((n, "bf16") for n in ("bert", "convnet", "gpt2", "llama", "t5", "translator", "vit")),
+        # Without casts, one that decodes and one that has running statistics.
+        ("convnet", "fp32"),
+        ("gpt2", "fp32"),
+    ],
+)
+def test_models_as_people_have_them(name: str, precision: Literal["fp32", "bf16"]) -> None:
+    same_blocks(load_model_file(str(MODELS / f"{name}.py")), precision, 2)

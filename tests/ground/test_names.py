@@ -1,0 +1,132 @@
+"""One word has one meaning: class names are unique in the product and its tools, and modules have plain names."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+TREES = ("zeroir", "passes", "runtime", "tools")
+
+REMAINING = frozenset(
+    {
+        "AllGather",
+        "Alternative",
+        "Attention",
+        "Block",
+        "Body",
+        "Builder",
+        "Call",
+        "Captured",
+        "Choice",
+        "Clock",
+        "Compute",
+        "Console",
+        "Event",
+        "Executor",
+        "Field",
+        "GPT",
+        "Given",
+        "Gradient",
+        "Kind",
+        "Launch",
+        "Layout",
+        "Lines",
+        "Machine",
+        "Memory",
+        "Model",
+        "Names",
+        "Outcome",
+        "Pair",
+        "Part",
+        "Piece",
+        "Place",
+        "Plan",
+        "Prefetch",
+        "Record",
+        "Recorder",
+        "Recording",
+        "ReduceScatter",
+        "Ref",
+        "Region",
+        "Row",
+        "Run",
+        "Source",
+        "Span",
+        "Step",
+        "Store",
+        "Target",
+        "Task",
+        "Temporary",
+        "Verdict",
+        "Worker",
+    }
+)
+"""Names that still stand for several classes. Nothing may be added, and a name that is unique again is to go."""
+
+METAPHORS = frozenset(
+    {
+        "choices",
+        "draws",
+        "early",
+        "field",
+        "fit",
+        "kinds",
+        "looks",
+        "rehearsal",
+        "tape",
+        "waves",
+        "words",
+    }
+)
+"""Module names that do not say what their module holds."""
+
+METAPHORS_REMAINING = frozenset(
+    {
+        "zeroir/memory/field.py",
+        "zeroir/memory/fit.py",
+    }
+)
+"""Modules that still have such a name, as paths."""
+
+
+def _modules() -> list[Path]:
+    """Every Python file of the trees, without those below the links in ``zeroir``."""
+    return [
+        file
+        for tree in TREES
+        for file in sorted((ROOT / tree).rglob("*.py"))
+        if not any(folder.is_symlink() for folder in file.parents)
+    ]
+
+
+def _duplicates(modules: list[Path]) -> dict[str, list[str]]:
+    """The files of each class name that several files define; leading underscores do not count."""
+    files: dict[str, set[str]] = {}
+    for module in modules:
+        for node in ast.walk(ast.parse(module.read_text())):
+            if isinstance(node, ast.ClassDef):
+                files.setdefault(node.name.lstrip("_"), set()).add(str(module))
+    return {name: sorted(paths) for name, paths in files.items() if len(paths) > 1}
+
+
+def test_class_names_are_unique() -> None:
+    duplicates = _duplicates(_modules())
+    new = sorted({*duplicates} - REMAINING)
+    assert not new, "\n".join(f"{name}: {', '.join(duplicates[name])}" for name in new)
+
+
+def test_a_second_class_of_one_name_is_found(tmp_path: Path) -> None:
+    for module, line in (("one", "class Ground: ..."), ("two", "class _Ground: ...")):
+        (tmp_path / f"{module}.py").write_text(f"{line}\n")
+    modules = sorted(tmp_path.iterdir())
+    assert _duplicates(modules) == {"Ground": [str(module) for module in modules]}
+
+
+def test_modules_are_named_after_what_they_hold() -> None:
+    metaphors = {
+        str(module.relative_to(ROOT))
+        for module in _modules()
+        if METAPHORS & {module.stem.lstrip("_"), module.parent.name}
+    }
+    assert not metaphors - METAPHORS_REMAINING, sorted(metaphors - METAPHORS_REMAINING)

@@ -1,0 +1,14 @@
+"""The small programs that show what each pass does; ``golden`` holds what each pass makes of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+from zeroir.ir.text import parse
+
+_FOLDER: Final = Path(__file__).parent
+
+LOGICAL: Final = parse((_FOLDER / "example.zir").read_text("utf-8"))
+SAVING: Final = parse((_FOLDER / "saved.zir").read_text("utf-8"))
+KEEPING: Final = parse((_FOLDER / "kept.zir").read_text("utf-8"))

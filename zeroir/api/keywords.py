@@ -1,0 +1,70 @@
+"""The keywords of the public functions, as types for editors and type checkers.
+
+Their names are the fields of ``CompileOptions`` and ``EstimateOptions``, which validate the values and describe them. A
+keyword accepts more than the field where a plain string or a list will do, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, TypedDict
+
+from zeroir.config import Precision
+from zeroir.cost.estimate import Offload, Optimizer
+from zeroir.ir.ops import Algorithm
+
+OptimizerName = Literal["sgd", "momentum", "adam", "adamw"]
+
+
+class CompileKeywords(TypedDict, total=False):
+    """The fields of ``CompileOptions``; each has a default."""
+
+    stage: int
+    mesh: str | None
+    world_size: int
+    precision: Precision
+    micro_steps: int
+    units: str | None
+    keep_fp32: str | Sequence[str]
+    optimizer: Algorithm | OptimizerName
+    lr: float
+    momentum: float | None
+    dampening: float
+    nesterov: bool
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float | None
+    clip: float | None
+    prefetch: int
+    prefetch_budget: str | None
+    unshard: str | Sequence[str]
+    recompute: str | Sequence[str]
+    live_gradients: int
+    select_saved: bool
+    bucket: int
+    overlap_update: bool
+    memory_budget: str | None
+    elide: bool
+    initial_loss_scale: float
+    loss_scale_window: int
+    loss_scale_hysteresis: int
+    minimum_loss_scale: float
+
+
+class EstimateKeywords(TypedDict, total=False):
+    """The fields of ``EstimateOptions`` but for ``params``; each has a default."""
+
+    world_size: int
+    optimizer: Optimizer
+    precision: Precision
+    master: bool
+    layers: int | None
+    hidden: int | None
+    heads: int | None
+    seq: int | None
+    batch: int
+    vocab: int | None
+    recompute: bool
+    flash: bool
+    offload: Offload

@@ -1,0 +1,294 @@
+"""The ops of one micro-step: every segment call, on the buffers of its arguments and results."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from zeroir.config import CompileOptions
+from zeroir.frontend.capture import CapturedModel
+from zeroir.frontend.joint_graph import InputKind, JointInput
+from zeroir.frontend.module_tensors import TensorInfo
+from zeroir.frontend.segment_calls import (
+    BufferSink,
+    GradientSink,
+    LossSink,
+    SegmentCall,
+    SegmentSource,
+    Sink,
+    StoredSink,
+)
+from zeroir.ir.buffers import (
+    Buffer,
+    Region,
+    Role,
+    Space,
+    View,
+    contiguous_stride,
+    span_numel,
+    whole,
+)
+from zeroir.ir.contents import NamedContent
+from zeroir.ir.dtypes import DType
+from zeroir.ir.mesh import COMPUTE
+from zeroir.ir.ops import (
+    Alloc,
+    Argument,
+    Cast,
+    Compute,
+    Destination,
+    Fill,
+    Mode,
+    Op,
+    Release,
+)
+from zeroir.ir.program import Flat, ModuleBufferBinding
+from zeroir.ir.segment import TensorType
+
+
+@dataclass
+class MicroStepBuilder:
+    """Builds the ops of one micro-step, and the ``buffers`` that they need beside those of the flats."""
+
+    captured: CapturedModel
+    calls: Sequence[SegmentCall]
+    flats: Sequence[Flat]
+    options: CompileOptions
+    buffers: dict[str, Buffer] = field(default_factory=dict)
+    bindings: dict[str, ModuleBufferBinding] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._slots = {
+            name: (flat, slot)
+            for flat in self.flats
+            for slot in flat.slots
+            for name in (slot.name, *slot.aliases)
+        }
+        self._inputs = {item.value: item for item in self.captured.joint.inputs}
+        self._module_buffers = {
+            name: info for info in self.captured.buffers for name in (info.name, *info.aliases)
+        }
+        # The last call that reads the initial value of each module buffer.
+        self._last_read = {
+            self._module_buffers[item.name].name: at
+            for at, call in enumerate(self.calls)
+            for source in call.sources
+            if (item := self._inputs.get(source.root)) is not None and item.kind is InputKind.BUFFER
+        }
+        self._roots: dict[int, Buffer] = {}
+        self._parameters_begun: set[str] = set()
+        self._flats_begun: set[str] = set()
+        self._names = _TemporaryNames()
+        self._ops: list[Op] = []
+        self._deferred: list[Op] = []
+        for info in self.captured.batch:
+            self._persistent(f"input.{info.name}", info, Role.INPUT)
+        if self.captured.sites:
+            sites = TensorInfo(name="rng", dtype=DType.I64, shape=(self.captured.sites,))
+            self._persistent("rng", sites, Role.RNG, Space.HOST)
+
+    @property
+    def is_accumulating(self) -> bool:
+        """Whether a step has several micro-steps."""
+        return self.options.micro_steps > 1
+
+    def ops(self) -> list[Op]:
+        """Every segment call, with the allocs before it and the releases after it."""
+        last_use: dict[int, int] = {}
+        saved: set[int] = set()
+        last_gradient: dict[str, int] = {}
+        for at, call in enumerate(self.calls):
+            for source in call.sources:
+                last_use[source.root] = at
+                if call.is_backward:
+                    saved.add(source.root)
+            for sink in call.sinks:
+                if isinstance(sink, GradientSink):
+                    last_gradient[self._slots[sink.parameter][0].name] = at
+        for at, call in enumerate(self.calls):
+            arguments = tuple(self._argument(source) for source in call.sources)
+            destinations = tuple(
+                self._destination(at, sink, kind, saved)
+                for sink, kind in zip(call.sinks, call.segment.output_types(), strict=True)
+            )
+            self._ops.append(
+                Compute(
+                    segment=call.segment.name,
+                    arguments=arguments,
+                    destinations=destinations,
+                    unit=call.unit,
+                    stream=COMPUTE,
+                )
+            )
+            released = [
+                self._roots[root].name
+                for root in dict.fromkeys(source.root for source in call.sources)
+                if root in self._roots and last_use[root] == at
+            ]
+            self._ops += [Release(buffer=name, stream=COMPUTE) for name in released]
+            if self.is_accumulating:
+                self._finish(flat for flat in self.flats if last_gradient.get(flat.name) == at)
+        return self._ops + self._deferred
+
+    def _destination(self, at: int, sink: Sink, kind: TensorType, saved: set[int]) -> Destination:
+        """The destination of a result of call ``at``; ops that must precede the call are appended."""
+        match sink:
+            case StoredSink(root=root):
+                call = self.calls[at]
+                is_saved = root in saved and not call.is_backward
+                name = self._names.value(call, is_saved=is_saved)
+                role = Role.SAVED if is_saved else Role.ACTIVATION
+                buffer = self._roots[root] = self._allocated(name, kind.dtype, kind.numel, role)
+                view = View(region=whole(buffer), shape=kind.shape, stride=kind.stride)
+                return Destination(view=view)
+            case LossSink():
+                mode = Mode.ACCUMULATE if self.is_accumulating else Mode.WRITE
+                view = View(region=_region("loss", 0, 1), shape=(), stride=())
+                return Destination(view=view, mode=mode)
+            case BufferSink(buffer=name):
+                target = self._module_buffer(name)
+                if self._last_read.get(self._module_buffers[name].name, at) > at:
+                    target = self._new_value_buffer(target)
+                stride = contiguous_stride(kind.shape)
+                view = View(region=whole(target), shape=kind.shape, stride=stride)
+                return Destination(view=view)
+            case GradientSink(parameter=name):
+                self._begin(name)
+                return self._gradient(name)
+
+    def _allocated(self, name: str, dtype: DType, numel: int, role: Role) -> Buffer:
+        """A new temporary buffer."""
+        buffer = Buffer(name=name, dtype=dtype, numel=numel, space=Space.DEVICE, role=role)
+        self.buffers[name] = buffer
+        self._ops.append(Alloc(buffer=name, stream=COMPUTE))
+        return buffer
+
+    def _new_value_buffer(self, target: Buffer) -> Buffer:
+        """A temporary buffer for the new value of a module buffer, which is copied after all segment calls."""
+        name = f"{target.name}.new"
+        new_value = self._allocated(name, target.dtype, target.numel, Role.ACTIVATION)
+        self._deferred += [
+            Cast(source=whole(new_value), destination=whole(target), stream=COMPUTE),
+            Release(buffer=new_value.name, stream=COMPUTE),
+        ]
+        return new_value
+
+    def _argument(self, source: SegmentSource) -> Argument:
+        kind = source.type
+        if source.parameter is not None:
+            flat, slot = self._slots[source.parameter]
+            return Argument(
+                view=_dense(f"{flat.name}.param", slot.shape, slot.offset), parameter=slot.name
+            )
+        if source.root in self._roots:
+            name = self._roots[source.root].name
+        else:
+            name = self._input_buffer(self._inputs[source.root])
+        region = _region(name, source.offset, span_numel(kind.shape, kind.stride))
+        return Argument(view=View(region=region, shape=kind.shape, stride=kind.stride))
+
+    def _input_buffer(self, item: JointInput) -> str:
+        match item.kind:
+            case InputKind.TANGENT:
+                return "loss_scale"
+            case InputKind.RNG:
+                return "rng"
+            case InputKind.BATCH:
+                return f"input.{item.name}"
+            case InputKind.BUFFER:
+                return self._module_buffer(item.name).name
+            case InputKind.CONSTANT:
+                kind = self.captured.joint.types[item.value]
+                if kind is None:
+                    raise AssertionError("a constant has a type")
+                info = TensorInfo(name=item.name, dtype=kind.dtype, shape=kind.shape)
+                self._bind(item.name, info, item.data)
+                return self._persistent(item.name, info, Role.CONSTANT).name
+            case InputKind.PARAMETER:
+                raise AssertionError("parameters are bound by name")
+
+    def _module_buffer(self, name: str) -> Buffer:
+        info = self._module_buffers[name]
+        self._bind(info.name, info, None)
+        return self._persistent(f"buffer.{info.name}", info, Role.MODULE_BUFFER)
+
+    def _bind(self, name: str, info: TensorInfo, data: bytes | None) -> None:
+        buffer = name if data is not None else f"buffer.{name}"
+        self.bindings[buffer] = ModuleBufferBinding(
+            name=name, buffer=buffer, shape=info.shape, data=data
+        )
+
+    def _persistent(
+        self, name: str, info: TensorInfo, role: Role, space: Space = Space.DEVICE
+    ) -> Buffer:
+        if name not in self.buffers:
+            numel = 1
+            for size in info.shape:
+                numel *= size
+            self.buffers[name] = Buffer(
+                name=name,
+                dtype=info.dtype,
+                numel=numel,
+                space=space,
+                role=role,
+                holds=NamedContent(name=name),
+            )
+        return self.buffers[name]
+
+    def _begin(self, parameter: str) -> None:
+        """With several micro-steps, allocate a flat's gradient and fill it with zeros before its first contribution."""
+        flat, _ = self._slots[parameter]
+        if not self.is_accumulating or flat.name in self._flats_begun:
+            return
+        self._flats_begun.add(flat.name)
+        name = f"{flat.name}.grad"
+        region = _region(name, 0, flat.padded_numel)
+        self._ops += [
+            Alloc(buffer=name, stream=COMPUTE),
+            Fill(destination=region, value=0.0, stream=COMPUTE),
+        ]
+
+    def _finish(self, flats: Iterable[Flat]) -> None:
+        """With several micro-steps, add complete gradients of flats to the FP32 sums and release them."""
+        for flat in flats:
+            self._ops += [
+                Cast(
+                    source=_region(f"{flat.name}.grad", 0, flat.padded_numel),
+                    destination=_region(f"{flat.name}.grad_sum", 0, flat.padded_numel),
+                    mode=Mode.ACCUMULATE,
+                    stream=COMPUTE,
+                ),
+                Release(buffer=f"{flat.name}.grad", stream=COMPUTE),
+            ]
+
+    def _gradient(self, parameter: str) -> Destination:
+        flat, slot = self._slots[parameter]
+        mode = Mode.ACCUMULATE if slot.name in self._parameters_begun else Mode.WRITE
+        self._parameters_begun.add(slot.name)
+        view = _dense(f"{flat.name}.grad", slot.shape, slot.offset)
+        return Destination(view=view, mode=mode, gradient=slot.name)
+
+
+@dataclass
+class _TemporaryNames:
+    """Names of temporary buffers: the unit, ``saved``, ``h`` (forward) or ``d`` (backward), and a number."""
+
+    counts: dict[str, int] = field(default_factory=dict)
+
+    def value(self, call: SegmentCall, *, is_saved: bool) -> str:
+        kind = "d" if call.is_backward else "saved" if is_saved else "h"
+        index = call.call_index
+        stem = f"{call.unit}.{kind}" if not index else f"{call.unit}.call{index}.{kind}"
+        number = self.counts.get(stem, 0)
+        self.counts[stem] = number + 1
+        return f"{stem}.{number}"
+
+
+def _region(buffer: str, offset: int, numel: int) -> Region:
+    return Region(buffer=buffer, offset=offset, numel=numel)
+
+
+def _dense(buffer: str, shape: tuple[int, ...], offset: int) -> View:
+    stride = contiguous_stride(shape)
+    region = _region(buffer, offset, span_numel(shape, stride))
+    return View(region=region, shape=shape, stride=stride)

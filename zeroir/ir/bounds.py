@@ -1,0 +1,116 @@
+"""Bounds: how far a stream may run ahead of the order of the ops, so that more buffers are live than that order shows.
+
+Nothing but data holds a stream back. A fast stream may therefore begin buffers long before the op of another stream
+that stands in front of them, and a slow one may end them long after the ops behind. A bound of a program limits that
+for one kind of buffer. Passes state bounds and never the waits: the waits are derived from the bounds and from what
+data need, and the verifier checks each section against each bound (Z302).
+
+Both bounds speak of a buffer's beginning, at its ``alloc``:
+
+* ``bound KIND ahead=N``: buffers of the kind come in groups. Of the groups that have a release above the ``alloc``, all
+  but the last N have surely ended when the buffer begins. So at most N groups are live beyond those that the order of
+  the ops has live there; what is released below the ``alloc`` is live by choice and does not count.
+* ``bound KIND behind=STREAM``: the last op of the stream above the ``alloc``, other than an ``alloc``, is surely done
+  when the buffer begins. So the stream that begins buffers of the kind never runs ahead of STREAM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from zeroir.ir import ops
+from zeroir.ir.buffers import Buffer, Role
+from zeroir.ir.effects import effects
+from zeroir.ir.ops import Op
+
+
+class BoundKind(StrEnum):
+    """Kinds of temporary buffers that a bound can be about, and what makes a group of them.
+
+    * ``full_parameters``: gathered parameters. A group are those that one op is the first to read.
+    * ``full_gradients``: buffers into which compute ops put gradients. A group are those that one op completes, being
+      the last to write them; those that one launch reduces are one group.
+    """
+
+    FULL_PARAMETERS = "full_parameters"
+    FULL_GRADIENTS = "full_gradients"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AheadBound:
+    """At most ``ahead`` groups of the kind are live beyond those that the order of the ops has live."""
+
+    kind: BoundKind
+    ahead: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BehindBound:
+    """A buffer of the kind begins only when the op of the stream ``behind`` above it is done."""
+
+    kind: BoundKind
+    behind: str
+
+
+Bound = AheadBound | BehindBound
+
+
+def with_bound(bounds: Iterable[Bound], bound: Bound) -> tuple[Bound, ...]:
+    """The bounds with this one, in the place of one about the same kind; there is one of each kind."""
+    return (*(other for other in bounds if other.kind is not bound.kind), bound)
+
+
+def bounded_buffers(buffers: Iterable[Buffer], body: Iterable[Op]) -> Mapping[str, BoundKind]:
+    """The buffers of a program that bounds can be about, by name; ``body`` are its ops."""
+    temporary = {buffer.name: buffer.role for buffer in buffers if not buffer.is_persistent}
+    kinds = {
+        name: BoundKind.FULL_PARAMETERS for name, role in temporary.items() if role is Role.GATHERED
+    }
+    for op in body:
+        if isinstance(op, ops.Compute):
+            for destination in op.destinations:
+                if destination is not None and destination.gradient is not None:
+                    name = destination.view.region.buffer
+                    if name in temporary:
+                        kinds[name] = BoundKind.FULL_GRADIENTS
+    return kinds
+
+
+def groups(body: Sequence[Op], kinds: Mapping[str, BoundKind]) -> Mapping[int, int]:
+    """For each ``release`` of a bounded buffer in a section, by its index: the index of the op that makes the group.
+
+    A release of a buffer for which there is no such op in the section makes a group of its own.
+    """
+    makers: dict[str, int] = {}
+    group_of_release: dict[int, int] = {}
+    for index, op in enumerate(body):
+        match op:
+            case ops.Wait():
+                pass
+            case ops.Alloc():
+                makers.pop(op.buffer, None)
+            case ops.Release():
+                if op.buffer in kinds:
+                    group_of_release[index] = makers.pop(op.buffer, index)
+            case _:
+                _note_makers(index, op, kinds, makers)
+    return group_of_release
+
+
+def _note_makers(
+    index: int, op: Op, kinds: Mapping[str, BoundKind], makers: dict[str, int]
+) -> None:
+    effect = effects(op)
+    read = {region.buffer for region in effect.reads} & kinds.keys()
+    for name in read:
+        if kinds[name] is BoundKind.FULL_PARAMETERS:
+            makers.setdefault(name, index)
+    for region in (*effect.writes, *effect.accumulates):
+        if kinds.get(region.buffer) is BoundKind.FULL_GRADIENTS:
+            makers[region.buffer] = index
+    if isinstance(op, ops.ReduceScatter):
+        reduced = [name for name in read if kinds[name] is BoundKind.FULL_GRADIENTS]
+        last = max((makers.get(name, index) for name in reduced), default=index)
+        makers.update(dict.fromkeys(reduced, last))

@@ -1,0 +1,112 @@
+"""Happens-before by vector clocks: which ops are surely done when another one begins.
+
+A stream runs its ops in program order. A wait orders a stream, or the host and with it every stream, after the op that
+signals its event and after everything that is done when that op is. A joint between two sections orders every stream
+after everything before it, except the ops whose events are pending there. Nothing else orders ops of two streams.
+
+This is the one for passes, memory and costs. The verifier has its own, so that no error here can hide from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import NamedTuple
+
+from zeroir.ir.mesh import HOST
+from zeroir.ir.program import Pending
+
+Clock = list[int]
+"""For each stream, by its number, how many of its ops are surely done."""
+
+
+class Position(NamedTuple):
+    """An op by its stream's number and by its place on that stream, counted from 1."""
+
+    stream: int
+    place: int
+
+
+class News(NamedTuple):
+    """What a wait tells a stream: of another stream, ``done`` ops are surely done. Streams are given by number."""
+
+    stream: int
+    other: int
+    done: int
+
+
+class StreamClocks:
+    """What every stream comes after, while the ops of a section, or of several, are issued in program order.
+
+    Streams are numbered in the order in which they are given, as a program declares them.
+    """
+
+    def __init__(self, streams: Iterable[str], pending: Iterable[Pending] = ()) -> None:
+        self.numbers = {stream: number for number, stream in enumerate(streams)}
+        width = len(self.numbers)
+        self.done: list[Clock] = [[0] * width for _ in range(width)]
+        """For each stream what is surely done when its next op begins; of the stream itself all that was issued."""
+        self._signals: dict[str, tuple[int, Clock]] = {}
+        for one in pending:
+            self.enter(one)
+
+    def enter(self, pending: Pending) -> Position:
+        """Issue an op that is under way when the section begins: what it came after was done before."""
+        stream = self.numbers[pending.stream]
+        count = self.issue(stream)
+        clock = [0] * len(self.done)
+        clock[stream] = count
+        self._signals[pending.event] = (stream, clock)
+        return Position(stream, count)
+
+    def issue(self, stream: int, event: str | None = None) -> int:
+        """Issue an op, which signals the event; how many ops of its stream there are with it."""
+        clock = self.done[stream]
+        clock[stream] += 1
+        if event is not None:
+            self._signals[event] = (stream, clock.copy())
+        return clock[stream]
+
+    def signaller(self, event: str) -> Position | None:
+        """The op that signalled the event; None where it is of an earlier step."""
+        if event not in self._signals:
+            return None
+        stream, clock = self._signals[event]
+        return Position(stream, clock[stream])
+
+    def wait(self, event: str, on: str) -> list[News]:
+        """Order a stream, or all of them where the host waits, after an event; what is news to each of them.
+
+        An event that nothing has signalled belongs to an earlier step and orders nothing.
+        """
+        if event not in self._signals:
+            return []
+        _, clock = self._signals[event]
+        streams = range(len(self.done)) if on == HOST else (self.numbers[on],)
+        return [news for stream in streams for news in self.follow(stream, clock)]
+
+    def follow(self, stream: int, clock: Clock) -> list[News]:
+        """Order the next op of a stream after all that the clock counts; what is news to the stream."""
+        own = self.done[stream]
+        news: list[News] = []
+        for other, count in enumerate(clock):
+            if count > own[other] and other != stream:
+                own[other] = count
+                news.append(News(stream, other, count))
+        return news
+
+    def is_done(self, position: Position, stream: int) -> bool:
+        """Whether that op is surely done when the next op of the stream begins."""
+        return self.done[stream][position.stream] >= position.place
+
+    def join(self, pending: Collection[str]) -> list[Position]:
+        """Pass a joint: the last op of each stream that later ops come after, for streams that have one.
+
+        A stream is done in order, so later ops come after those before its first op that is pending.
+        """
+        clock = [own[stream] for stream, own in enumerate(self.done)]
+        self._signals = {event: self._signals[event] for event in pending if event in self._signals}
+        for stream, signal in self._signals.values():
+            clock[stream] = min(clock[stream], signal[stream] - 1)
+        for stream in range(len(self.done)):
+            self.follow(stream, clock)
+        return [Position(stream, count) for stream, count in enumerate(clock) if count]

@@ -1,0 +1,126 @@
+"""Bounds: no order in which streams may run has more of a kind of buffer live than the program's bounds say (Z302).
+
+``zeroir.ir.bounds`` says what a bound means and which buffers it is about. The verifier's own happens-before says
+whether an op is done when a buffer begins; the waits that a pass believes to have derived count for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import assert_never
+
+from zeroir.ir import ops
+from zeroir.ir.bounds import AheadBound, BehindBound, Bound, BoundKind, bounded_buffers, groups
+from zeroir.ir.program import Program, Section
+from zeroir.verify.context import Findings
+from zeroir.verify.happens_before import HappensBefore
+
+
+def check_bounds(program: Program, findings: Findings) -> None:
+    """Check every section; a program without bounds has nothing to check."""
+    if not program.bounds:
+        return
+    kinds = bounded_buffers(program.buffers, program.ops())
+    for section in program.sections:
+        _BoundsCheck(program, section, kinds, findings).run()
+
+
+class _Releases:
+    """The releases of one kind's buffers so far, and those that a stream need not come after, as far as is known."""
+
+    def __init__(self) -> None:
+        self.group_ranks: dict[int, int] = {}
+        self._all: list[tuple[int, int]] = []
+        # What is done before the next op of a stream is done before all later ones: each is looked at once per stream.
+        self._open: dict[int, list[tuple[int, int]]] = {}
+
+    def add(self, group: int, number: int) -> None:
+        """Take in the release with that number among the issued ops."""
+        rank = self.group_ranks.setdefault(group, len(self.group_ranks))
+        for releases in (self._all, *self._open.values()):
+            releases.append((rank, number))
+
+    def first_open(self, stream: int, ahead: int, order: HappensBefore) -> int | None:
+        """A release that must be done when the stream's next op begins, and may not be."""
+        limit = len(self.group_ranks) - ahead
+        releases = self._open.setdefault(stream, list(self._all))
+        kept = [
+            (rank, number)
+            for rank, number in releases
+            if rank >= limit or not order.is_before(number, stream)
+        ]
+        self._open[stream] = kept
+        return next((number for rank, number in kept if rank < limit), None)
+
+
+class _BoundsCheck:
+    """One section. Which ops are under way at its entry makes no difference: no bound speaks of them."""
+
+    def __init__(
+        self,
+        program: Program,
+        section: Section,
+        kinds: Mapping[str, BoundKind],
+        findings: Findings,
+    ) -> None:
+        self.section = section
+        self.kinds = kinds
+        self.findings = findings
+        self.order = HappensBefore(program, section)
+        self.bounds = {bound.kind: bound for bound in program.bounds}
+        self.groups = groups(section.body, kinds)
+        self.releases = {bound.kind: _Releases() for bound in program.bounds}
+        self.last_op: dict[int, int] = {}
+        """For each stream the number of its last op that is no alloc."""
+
+    def run(self) -> None:
+        """Check the section."""
+        for line, op in enumerate(self.section.body):
+            if isinstance(op, ops.Wait):
+                self.order.wait(op)
+                continue
+            stream = self.order.streams[op.stream]
+            bound = None
+            if isinstance(op, ops.Alloc) and op.buffer in self.kinds:
+                bound = self.bounds.get(self.kinds[op.buffer])
+                if bound is not None:
+                    self._check(bound, op, stream, line)
+            number = self.order.issue(stream, line, op, () if op.event is None else (op.event,))
+            if not isinstance(op, ops.Alloc):
+                self.last_op[stream] = number
+            if isinstance(op, ops.Release) and self.kinds.get(op.buffer) in self.releases:
+                self.releases[self.kinds[op.buffer]].add(self.groups[line], number)
+
+    def _check(self, bound: Bound, op: ops.Alloc, stream: int, line: int) -> None:
+        match bound:
+            case AheadBound():
+                number = self.releases[bound.kind].first_open(stream, bound.ahead, self.order)
+                if number is None:
+                    return
+                release = self.order.issued[number]
+                name = release.op.buffer if isinstance(release.op, ops.Release) else ""
+                sentence = (
+                    f"alloc %{op.buffer} may run before the release of %{name} @{release.line}, though the program's "
+                    f"bound `{bound.kind.value} ahead={bound.ahead}` has that release done by then"
+                )
+            case BehindBound():
+                last = self.last_op.get(self.order.streams[bound.behind])
+                if last is None or self.order.is_before(last, stream):
+                    return
+                number, name = last, op.buffer
+                sentence = (
+                    f"alloc %{op.buffer} may run before the op @{self.order.issued[last].line} of the stream "
+                    f"{bound.behind}, though the program's bound `{bound.kind.value} behind={bound.behind}` has that "
+                    "op done by then"
+                )
+            case _:
+                assert_never(bound)
+        at = self.order.issued[number].line
+        self.findings.add(
+            "Z302",
+            sentence,
+            section=self.section,
+            line=line,
+            buffers=tuple(dict.fromkeys((op.buffer, name))),
+            advice=f"Let op {at} signal an event, and wait for it on {op.stream} before this op.",
+        )

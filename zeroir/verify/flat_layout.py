@@ -1,0 +1,167 @@
+"""Where parameters and padding stand in flats; contents as abstract values, and gradients in flat coordinates."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import replace
+from functools import cached_property
+
+from zeroir.ir.contents import GRAD, Content, FlatContent, Micro, NamedContent, Zeros
+from zeroir.ir.program import MICRO_STEP, Flat, Holding, Program, Slot
+from zeroir.verify.domain import (
+    ALL_TERM,
+    PAST_TERM,
+    STALE,
+    ZERO,
+    Elements,
+    FlatKey,
+    Gradient,
+    NamedKey,
+    PieceList,
+    Pieces,
+    Slice,
+    Strides,
+    Term,
+    Value,
+    opened,
+    rebased,
+    simplify,
+    spread,
+    window,
+)
+
+
+class FlatLayout:
+    """Where parameters and padding stand in each flat."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._cuts: dict[str, tuple[tuple[int, int, Slot | None], ...]] = {}
+        self._starts: dict[str, list[int]] = {}
+        self.sizes = {axis.name: axis.size for axis in program.mesh.axes}
+
+    def cuts(self, flat: str) -> tuple[tuple[int, int, Slot | None], ...]:
+        """The flat's elements in order: ``(start, stop, slot)``, with None for padding."""
+        found = self._cuts.get(flat)
+        if found is None:
+            found = self._cuts[flat] = _cut(self._program.flat_by_name[flat])
+            self._starts[flat] = [start for start, _, _ in found]
+        return found
+
+    def between(self, flat: str, start: int, stop: int) -> list[tuple[int, int, Slot | None]]:
+        """The cuts of ``[start, stop)``."""
+        cuts = self.cuts(flat)
+        i = bisect_right(self._starts[flat], start) - 1
+        found: list[tuple[int, int, Slot | None]] = []
+        while i < len(cuts) and cuts[i][0] < stop:
+            a, b, slot = cuts[i]
+            found.append((max(a, start), min(b, stop), slot))
+            i += 1
+        return found
+
+    @cached_property
+    def axes(self) -> tuple[str, ...]:
+        """The axes over which a gradient must be summed, those with more than one rank, in that order: innermost first.
+
+        Another order of sums would round otherwise.
+        """
+        return tuple(name for name, size in reversed(self.sizes.items()) if size > 1)
+
+    @cached_property
+    def has_past(self) -> bool:
+        """Whether micro-steps come before the last one."""
+        return MICRO_STEP in self._program.section_by_name
+
+    # ------------------------------------------------------------------------------------------ contents as values
+
+    def pieces(self, content: Content, numel: int) -> PieceList:
+        """The values of a region of ``numel`` local elements that has this content at a section's entry."""
+        match content:
+            case Zeros():
+                return [(0, numel, ZERO)]
+            case NamedContent():
+                return [(0, numel, Elements(NamedKey(content.name, content.version)))]
+            case FlatContent():
+                strides = self.strides(content, numel)
+                if content.quantity == GRAD:
+                    array = self._gradients(content)
+                    if not strides:
+                        return window(array, content.offset, numel)
+                    value: Value = Slice(array, content.offset, strides)
+                    return [(0, numel, simplify(value, numel, tuple(self.sizes.items())))]
+                key = FlatKey(content.quantity, content.flat, content.version)
+                return [(0, numel, Elements(key, content.offset, strides))]
+
+    def beside(self, holding: Holding, resting: Content) -> Content:
+        """The content outside the own slice that a holding describes.
+
+        Other ranks' slices of a gradient are stale, with padding of zeros; any other content is the resting one.
+        """
+        content = holding.content
+        axis = holding.region.shard
+        if isinstance(content, FlatContent) and content.quantity == GRAD and content.shard == axis:
+            return replace(content, shard=None, reduced=(), micro=Micro.STALE)
+        return resting
+
+    def strides(self, content: FlatContent, numel: int) -> Strides:
+        """How far the elements of a content move with each coordinate."""
+        if content.shard is None or self.sizes[content.shard] == 1:
+            return ()
+        return ((content.shard, numel),)
+
+    def reduced(self, content: FlatContent) -> tuple[str, ...]:
+        """The axes of more than one rank over which the gradient is summed, in that order."""
+        return tuple(axis for axis in self.axes if axis in content.reduced)
+
+    def _gradients(self, content: FlatContent) -> Pieces:
+        summed = self.reduced(content)
+        value: Value
+        if content.micro is Micro.ALL:
+            value = Gradient(content.flat, (Term(ALL_TERM, summed, 1),))
+        elif content.micro is Micro.PAST:
+            # The first micro-step begins with zeros, each later one with the sum so far.
+            past = Gradient(content.flat, (Term(PAST_TERM, summed, 1),))
+            value = past if self.has_past else ZERO
+        else:
+            value = STALE
+        found: list[tuple[int, int, Value]] = []
+        for start, stop, slot in self.cuts(content.flat):
+            found.append((start, stop, ZERO if slot is None else value))
+        return tuple(found)
+
+    # ------------------------------------------------------------------------------------- gradients on their flat
+
+    def on_flat(
+        self, pieces: PieceList, numel: int, shift: int, strides: Strides
+    ) -> list[tuple[int, int, Value]] | None:
+        """The values of all ranks together, at positions that are flat elements.
+
+        The pieces cover ``[0, numel)``, and position p is flat element ``p + shift + Σ stride × coordinate``. None
+        where slices of different ranks overlap.
+        """
+        if not strides:
+            return rebased(opened(pieces), -shift)
+        length = numel
+        spreads = list(pieces)
+        for axis, stride in sorted(strides, key=lambda item: item[1]):
+            if stride < length:
+                return None
+            size = self.sizes[axis]
+            spreads = spread(spreads, axis, size, length, stride)
+            length = stride * (size - 1) + length
+        return rebased(spreads, -shift)
+
+
+def _cut(flat: Flat) -> tuple[tuple[int, int, Slot | None], ...]:
+    found: list[tuple[int, int, Slot | None]] = []
+    at = 0
+    for slot in sorted(flat.slots, key=lambda slot: slot.offset):
+        if slot.numel == 0:
+            continue
+        if slot.offset > at:
+            found.append((at, slot.offset, None))
+        found.append((slot.offset, slot.offset + slot.numel, slot))
+        at = slot.offset + slot.numel
+    if at < flat.padded_numel:
+        found.append((at, flat.padded_numel, None))
+    return tuple(found)
