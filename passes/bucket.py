@@ -43,12 +43,9 @@ from zeroir.ir import ops
 from zeroir.ir.ops import Op
 from zeroir.ir.program import Program, Section
 from zeroir.ir.traffic import payloads
-from zeroir.passes.base import Fact, Pass, split_spec
-from zeroir.passes.bound_gradients import BoundGradients
+from zeroir.passes.base import NO_FACTS, Fact, Pass
 from zeroir.passes.common import rewrite
 from zeroir.passes.common.conflicts import Touched
-from zeroir.passes.common.order import synchronise, unordered
-from zeroir.passes.prefetch import Prefetch
 
 _Mergeable = ops.AllGather | ops.ReduceScatter | ops.AllReduce
 
@@ -58,8 +55,11 @@ class Bucket(Pass):
     """Merge neighbouring collectives of together at most ``bytes`` bytes."""
 
     name: ClassVar[str] = "bucket"
-    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.GRADIENTS_REDUCED})
-    establishes: ClassVar[frozenset[Fact]] = frozenset({Fact.COLLECTIVES_BUCKETED})
+    requires: ClassVar[frozenset[Fact]] = frozenset(
+        {Fact.GRADIENTS_REDUCED, Fact.GATHERED_AT_FIRST_USE}
+    )
+    establishes: ClassVar[frozenset[Fact]] = NO_FACTS
+    destroys: ClassVar[frozenset[Fact]] = NO_FACTS
 
     bytes: int
 
@@ -70,21 +70,8 @@ class Bucket(Pass):
             )
 
     def __call__(self, program: Program) -> Program:
-        """The program with its small collectives merged.
-
-        Raises:
-            UserError: where a pass that bounds memory has run already: its waits would be lost.
-        """
-        for spec in program.passes:
-            if split_spec(spec)[0] in (Prefetch.name, BoundGradients.name):
-                raise UserError(
-                    f"The pass `{self.spec()}` would undo the bound of `{spec}`, which ran before it; "
-                    f"put `{self.name}` first."
-                )
-        program = unordered(program)
-        return synchronise(
-            rewrite.map_sections(program, lambda section: self._rewrite(section, program))
-        )
+        """The program with its small collectives merged."""
+        return rewrite.map_sections(program, lambda section: self._rewrite(section, program))
 
     def _rewrite(self, section: Section, program: Program) -> Section:
         pending = {p.event for p in section.exit.pending}

@@ -93,6 +93,7 @@ def phases(arguments: argparse.Namespace, depth: int) -> dict[str, float]:
         from zeroir.frontend.entry import load_model_file
         from zeroir.frontend.tracing import program_of
         from zeroir.ir.text import print_program
+        from zeroir.passes.manager import apply
         from zeroir.passes.pipelines import for_options
         from zeroir.verify import check, verify
     choices = {
@@ -112,7 +113,7 @@ def phases(arguments: argparse.Namespace, depth: int) -> dict[str, float]:
     program = logical
     for step in for_options(options):
         with clock.phase("passes"):
-            program = replace(step(program), passes=(*program.passes, step.spec()))
+            program = apply(step, program)
         with clock.phase("verify after passes"):
             check(program, reference=logical)
     with clock.phase("verify the artefact"):

@@ -31,7 +31,7 @@ from zeroir.runtime.batch import Batch
 from zeroir.runtime.comm.local import LocalComm
 from zeroir.runtime.construction import Factory
 from zeroir.runtime.executor import StepExecutor
-from zeroir.runtime.handlers import LocalRanks, Step
+from zeroir.runtime.handlers import LocalRanks, PreparedOp
 from zeroir.runtime.initial import initialise
 from zeroir.runtime.kernels.base import Kernel, Kernels
 from zeroir.runtime.kernels.choice import KernelBackend, open_kernels
@@ -77,7 +77,7 @@ class TimedRanks(LocalRanks):
 
     clock = CallTimer()
 
-    def prepare(self, op: ops.Op) -> Step:
+    def prepare(self, op: ops.Op) -> PreparedOp:
         """See ``LocalRanks.prepare``."""
         step = super().prepare(op)
         match op:

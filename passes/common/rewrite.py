@@ -123,13 +123,6 @@ def used_buffers(op: Op) -> frozenset[str]:
     return frozenset(r.buffer for r in (*found.reads, *found.writes, *found.accumulates))
 
 
-def signalling(op: Op, index: int) -> tuple[Op, str]:
-    """The release at ``index`` with an event, and the event."""
-    assert isinstance(op, ops.Release)
-    event = op.event or f"release.{index}"
-    return replace(op, event=event), event
-
-
 def map_sections(program: Program, change: Callable[[Section], Section]) -> Program:
     """The program with every section changed."""
     return replace(program, sections=tuple(change(section) for section in program.sections))

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from itertools import chain, count
 from typing import Final, NamedTuple, assert_never
 
-from zeroir.errors import UserError
 from zeroir.ir import ops
 from zeroir.ir.buffers import Buffer, Region, Role, Space, View, span_numel, whole
 from zeroir.ir.ops import Argument, Compute, Destination, Mode, Op
@@ -348,15 +347,6 @@ class SectionDraft:
                 case _:
                     yield op
             yield from ends(CallPosition(index), self.view.effects[index].stream)
-
-
-def require_one_device(program: Program, name: str) -> None:
-    """UserError where a pass would come too late: it is for a program for one device."""
-    if any(isinstance(op, ops.Collective | ops.Wait | ops.Transfer) for op in program.ops()):
-        raise UserError(
-            f"The pass `{name}` works on a program for one device; put it before the passes that share "
-            "the work among ranks."
-        )
 
 
 def redraft(program: Program, change: Callable[[SectionDraft], None]) -> Program:

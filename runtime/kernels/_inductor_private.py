@@ -44,10 +44,10 @@ _FUNCTION: Final = "zeroir_run"
 Decompositions = Mapping[torch._ops.OpOverload, Callable[..., object]]
 
 _C_FUNCTIONS: Final = ("mm_out", "bmm_out", "addmm_out")
-"""Operators of ``torch_ops.into`` that stand for the C function of torch with their name and arguments."""
+"""Operators of ``torch_ops.out_variants`` that stand for the C function of torch with their name and arguments."""
 
 _OWN_C_FUNCTIONS: Final = ("embedding_gradient",)
-"""Operators of ``torch_ops.into`` for which ``segment.h`` has such a function."""
+"""Operators of ``torch_ops.out_variants`` for which ``segment.h`` has such a function."""
 
 OPTIONS: Final[Mapping[str, object]] = {
     # The order of the graph is what says that a destination is read after it is written.

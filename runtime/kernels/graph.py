@@ -2,8 +2,8 @@
 
 The graph takes the arguments and then the destinations, and returns nothing. What an output is made of is stored in
 its destination as soon as it exists, and whoever needs it later reads it there, so that no value is in memory twice.
-Matrix products go straight into the destination (``torch_ops.into``): left to itself Inductor makes them in a tensor
-of its own and copies it.
+Matrix products go straight into the destination (``torch_ops.out_variants``): otherwise Inductor makes them in a
+tensor of its own and copies it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the frontend uses of torch's internals; when a new torch changes them, these tests say so and name it."""
+"""The parts of torch's internals that the frontend uses: these tests name the part that a new torch changes."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -36,7 +36,7 @@ def attempt(step: Callable[[], T]) -> T:
     """Run a step of the private interface; a failure names the torch that changed it."""
     try:
         return step()
-    except Exception as error:  # noqa: BLE001 - whatever a new torch raises
+    except Exception as error:  # noqa: BLE001 - any error of a new torch
         pytest.fail(f"torch {torch.__version__} changed what zeroir.frontend relies on: {error!r}")
 
 
@@ -47,7 +47,7 @@ def graph() -> private.TracedGraph:
     return private.joint_graph(mode, toy, [x])
 
 
-def test_hooks_of_a_parameter_are_known() -> None:
+def test_hooks_of_a_parameter_are_listed() -> None:
     parameter = nn.Parameter(torch.ones(2))
     assert attempt(lambda: private.gradient_hooks(parameter)) == ()
     assert not attempt(lambda: private.has_accumulation_hooks(parameter))
@@ -72,7 +72,7 @@ def test_placeholders_and_outputs_are_described() -> None:
     assert [name for name, _ in joint.mutations] == ["count"]
 
 
-def test_nodes_know_their_direction_and_their_note() -> None:
+def test_nodes_have_their_direction_and_annotation() -> None:
     joint = attempt(graph)
     nodes = [node for node in joint.module.graph.nodes if node.op == "call_function"]
     forward = [node for node in nodes if not private.is_backward(node)]
@@ -105,7 +105,7 @@ def test_sums_of_gradients_are_marked() -> None:
     assert [str(node.target) for node in sums] == ["aten.add.Tensor"]
 
 
-def test_questions_about_values_are_told_apart() -> None:
+def test_reads_of_values_raise_different_exceptions() -> None:
     class Asks(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -11,12 +11,13 @@ from tests.support.examples import examples
 from tests.support.programs import mlp
 from zeroir.ir import ops
 from zeroir.ir.program import LAST_MICRO_STEP, Program
+from zeroir.passes.manager import apply
 from zeroir.passes.pipelines import for_stage
 
 
 def _lower(program: Program, distance: int, *, elide: bool = True) -> Program:
     for step in for_stage(3, 4, elide=elide, distance=distance):
-        program = step(program)
+        program = apply(step, program)
     return program
 
 
@@ -65,6 +66,6 @@ def test_no_distance_still_holds_the_gather_stream_back() -> None:
 def test_without_the_pass_nothing_holds_it_back() -> None:
     program = mlp(blocks=3)
     for step in for_stage(3, 4)[:-2]:
-        program = step(program)
+        program = apply(step, program)
     body = program.section_by_name[LAST_MICRO_STEP].body
     assert max(happens.waves_live(body, program)) == 5

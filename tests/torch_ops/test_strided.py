@@ -1,4 +1,4 @@
-"""Strided views see their own tensor's memory, wherever that tensor lies."""
+"""Strided views count from the beginning of their tensor, wherever it is in its storage."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_planned_kernels_see_what_plain_torch_sees(name: str, tmp_path: Path) -> None:
+def test_planned_kernels_equal_plain_torch(name: str, tmp_path: Path) -> None:
     block, model = CASES[name]
     path = tmp_path / "model.py"
     path.write_text(MODEL.format(block=block, model=model), "utf-8")
@@ -87,7 +87,7 @@ def test_planned_kernels_see_what_plain_torch_sees(name: str, tmp_path: Path) ->
     assert "bit for bit" in str(result)
 
 
-def test_what_lies_beyond_a_tensor_is_refused(tmp_path: Path) -> None:
+def test_a_view_beyond_its_tensor_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "model.py"
     block = "return x + h[1:].as_strided((5, 4, 8), (16, 8, 1)).sum((0, 1))"
     path.write_text(MODEL.format(block=block, model=PLAIN), "utf-8")
@@ -97,7 +97,7 @@ def test_what_lies_beyond_a_tensor_is_refused(tmp_path: Path) -> None:
 
 @st.composite
 def windows(draw: st.DrawFn) -> tuple[Tensor, list[int], list[int], int]:
-    """A dense tensor somewhere in a larger storage, and a window of it."""
+    """A dense tensor somewhere in a larger storage, and a view of it."""
     shape = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
     numel = torch.Size(shape).numel()
     x = torch.arange(float(numel + 7))[7:].view(shape)
@@ -110,7 +110,9 @@ def windows(draw: st.DrawFn) -> tuple[Tensor, list[int], list[int], int]:
 
 @examples(200)
 @given(window=windows())
-def test_a_compiler_sees_the_same(window: tuple[Tensor, list[int], list[int], int]) -> None:
+def test_the_compilable_variants_are_equal(
+    window: tuple[Tensor, list[int], list[int], int],
+) -> None:
     x, size, stride, offset = window
     if offset < 0:
         return

@@ -122,11 +122,12 @@ def _train(
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise ClosedOutputError(
-            "Training stopped, because what read its output went away: write to a file instead, or end it with Ctrl-C."
+            "Training stopped, because the reader of its output closed it: write to a file instead, or end "
+            "training with Ctrl-C."
         ) from None
     except OSError as error:
         raise UserError(
-            f"Training stopped, because something could not be written: {error.strerror}."
+            f"Training stopped, because its output could not be written: {error.strerror}."
         ) from error
     finally:
         reporter.close()
@@ -229,9 +230,9 @@ def _changed(source: ModelSource, artifact: Artifact) -> str | None:
     current = source.imports(compiled)
     for name in sorted({*compiled, *current}):
         if name not in current:
-            return f"The module {name}, which {source.path} imports, has gone"
+            return f"The module {name}, which {source.path} imports, was removed"
         if name not in compiled:
-            return f"The module {name}, which {source.path} imports, has come"
+            return f"The module {name}, which {source.path} imports, was added"
         if current[name] != compiled[name]:
             return f"The module {name}, which {source.path} imports, changed"
     return None
@@ -319,8 +320,8 @@ def construction_note(program: Program) -> str | None:
     if 4 * numel < _NOTABLE_BYTES:
         return None
     return (
-        f"Rank 0 builds the model whole and hands it out: until then its host needs {format_bytes(4 * numel)} more, if "
-        "the model is made in FP32."
+        f"Rank 0 builds the whole model and sends it to the other ranks; until then its host needs "
+        f"{format_bytes(4 * numel)} more memory, if the model is in FP32."
     )
 
 
@@ -332,5 +333,5 @@ def kernel_backend(name: str) -> KernelBackend:
         return KernelBackend(name)
     except ValueError:
         raise UserError(
-            f"There are no kernels '{name}': choose {' or '.join(KernelBackend)}."
+            f"There is no kernel backend '{name}': choose {' or '.join(KernelBackend)}."
         ) from None

@@ -213,13 +213,13 @@ def _check_trainable(model: object, maker: str) -> None:
         if isinstance(module, torch.jit.ScriptModule):
             raise UserError(
                 f"{maker} returned a model with TorchScript in it ({name or 'the whole'}), which cannot be traced; "
-                "use the Python module that it was made from."
+                "use the Python module that was compiled to it."
             )
     for name, parameter in model.named_parameters():
         if isinstance(parameter, nn.UninitializedParameter):
             raise UserError(
-                f"The parameter {name} of the model has no shape yet; use a module that is given its sizes in the "
-                "place of a lazy one."
+                f"The parameter {name} of the model has no shape yet; use a module with given sizes instead of a "
+                "lazy one."
             )
     if not any(p.requires_grad and p.numel() for p in model.parameters()):
         raise UserError(
@@ -228,7 +228,7 @@ def _check_trainable(model: object, maker: str) -> None:
 
 
 def flatten_batch(batch: object, path: str) -> dict[str, Tensor]:
-    """The tensors of a batch by their place in it: ``0`` in a tuple, ``tokens`` in a dict, ``images.0`` in both.
+    """The tensors of a batch by their path in it: ``0`` in a tuple, ``tokens`` in a dict, ``images.0`` in both.
 
     Raises:
         UserError: where something in it is not a dense tensor with values.
@@ -242,10 +242,10 @@ def flatten_batch(batch: object, path: str) -> dict[str, Tensor]:
         raise UserError(
             f"batch() in {path} returned no tensor; it must return a tuple or dict of tensors."
         )
-    for place, tensor in tensors.items():
+    for name, tensor in tensors.items():
         if (kind := undense_kind(tensor)) is not None:
             raise UserError(
-                f"The input {place} of batch() in {path} is {kind}; batches are dense tensors with values."
+                f"The input {name} of batch() in {path} is {kind}; batches are dense tensors with values."
             )
     return tensors
 
@@ -262,16 +262,16 @@ def _collect(value: object, at: str, tensors: dict[str, Tensor], path: str) -> N
     if isinstance(value, Tensor):
         if at in tensors:
             raise UserError(
-                f"batch() in {path} has two tensors at {at}; keys with dots in them can be mistaken for nested ones."
+                f"batch() in {path} has two tensors at {at}; a key with a dot in it looks like nested keys."
             )
         tensors[at] = value
         return
     children = _children(value)
     if children is None:
-        place = f"its element {at}" if at else "it"
+        element = f"its element {at}" if at else "it"
         raise UserError(
-            f"batch() in {path} must return a tuple or dict of tensors, but {place} is of type "
-            f"{type(value).__name__}; what is no tensor belongs into the model."
+            f"batch() in {path} must return a tuple or dict of tensors, but {element} is of type "
+            f"{type(value).__name__}; values that are not tensors belong in the model."
         )
     for key, item in children:
         _collect(item, f"{at}.{key}" if at else key, tensors, path)
@@ -295,7 +295,7 @@ def _traced(
     except UNREGISTERED as error:
         line = where(error, path) or str(path)
         raise UserError(
-            f"{line} uses a tensor that the model does not know as a parameter or buffer; keep modules in "
+            f"{line} uses a tensor that is not a parameter or buffer of the model; keep modules in "
             "nn.ModuleList or nn.ModuleDict and tensors with register_buffer, not in plain lists or dicts."
         ) from None
     except InputChangedError as error:
@@ -313,7 +313,7 @@ def _traced(
         if is_higher_order(error):
             raise UserError(
                 f"{where(error, path) or path} uses a higher-order operator such as torch.cond or flex_attention, "
-                "which zeroir cannot look into; express it with tensor operations such as torch.where."
+                "which zeroir cannot trace; express it with tensor operations such as torch.where."
             ) from None
         if asks_for_data(error):
             raise _depends_on_values(error, path) from None

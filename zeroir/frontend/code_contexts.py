@@ -43,13 +43,13 @@ class Checkpoint:
 
 def recomputed_units(checkpoints: Sequence[Checkpoint], units: Units) -> tuple[str, ...]:
     """The units in checkpoints, in the model's order."""
-    wanted = {unit for each in checkpoints for unit in each.units(units)}
-    return tuple(unit for unit in units.labels if unit in wanted)
+    inside = {unit for checkpoint in checkpoints for unit in checkpoint.units(units)}
+    return tuple(unit for unit in units.labels if unit in inside)
 
 
 def note_on_small_checkpoints(checkpoints: Sequence[Checkpoint], units: Units) -> str | None:
     """A sentence on the checkpoints that contain no whole unit; None where there are none."""
-    sources = dict.fromkeys(each.source for each in checkpoints if not each.units(units))
+    sources = dict.fromkeys(c.source for c in checkpoints if not c.units(units))
     if not sources:
         return None
     return (
@@ -70,8 +70,8 @@ def noting_autocasts(devices: dict[str, str], line: Callable[[], str]) -> Iterat
         enabled: bool = True,
         cache_enabled: bool | None = None,
     ) -> None:
-        if enabled and device_type != "cpu" and (place := line()):
-            devices.setdefault(place, device_type)
+        if enabled and device_type != "cpu" and (source := line()):
+            devices.setdefault(source, device_type)
         original(self, device_type, dtype, enabled, cache_enabled)
 
     with mock.patch.object(torch.autocast, "__init__", init):
@@ -84,8 +84,8 @@ def note_on_autocasts(devices: dict[str, str]) -> str | None:
         return None
     device = next(iter(devices.values()))
     return (
-        f"{_joined(devices)} asks for torch.autocast('{device}'), which changes nothing in a program, for it is made "
-        "for any device: compile with --precision bf16 or fp16, or give autocast the device type of a tensor."
+        f"{_joined(devices)} asks for torch.autocast('{device}'), which changes nothing in a program, because that is "
+        "made for any device: compile with --precision bf16 or fp16, or give autocast the device type of a tensor."
     )
 
 
@@ -108,5 +108,5 @@ def line_of_caller(folder: Path, *, in_libraries: bool = True) -> str:
 
 
 def _joined(lines: Iterable[str]) -> str:
-    first, *others = lines
-    return f"{first} (and {len(others)} more)" if others else first
+    first, *rest = lines
+    return f"{first} (and {len(rest)} more)" if rest else first

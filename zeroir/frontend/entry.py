@@ -82,7 +82,7 @@ class ModelFile:
 
 
 def load_model_file(spec: str) -> ModelFile:
-    """Load ``path/to/model.py``, or ``path/to/model.py:factory`` to call ``factory`` in the place of ``model``.
+    """Load ``path/to/model.py``, or ``path/to/model.py:factory`` to call ``factory`` instead of ``model``.
 
     Raises:
         UserError: where the file cannot be read, is not Python, raises, or lacks ``model`` or ``batch``.
@@ -202,11 +202,11 @@ def require_same_parameters(
 def explain(error: BaseException, path: Path, what: str) -> str:
     """One sentence on an exception in the user's code: what failed, where, and why."""
     line = where(error, path)
-    place = f" at {line}" if line else ""
+    location = f" at {line}" if line else ""
     if is_out_of_memory(error):
-        return f"{what}{place}, because memory ran out: {MEMORY_REMEDY}."
+        return f"{what}{location}, because memory ran out: {MEMORY_REMEDY}."
     reason = " ".join(str(error).split()) or "no message"
-    return f"{what}{place}: {type(error).__name__}: {_shorten(reason)}"
+    return f"{what}{location}: {type(error).__name__}: {_shorten(reason)}"
 
 
 def where(error: BaseException, path: Path) -> str | None:

@@ -66,10 +66,10 @@ def _require_traceable(
     if has_accumulation_hooks(parameter):
         raise UserError(
             f"The parameter {name} of the model has a hook of register_post_accumulate_grad_hook, which a program "
-            "cannot call, for it shards gradients as they are completed; leave it out, or use register_hook."
+            "cannot call, because it shards gradients as soon as they are complete; remove it, or use register_hook."
         )
     if hooks and aliases:
         raise UserError(
             f"The parameter {name} of the model has a hook of register_hook and is {aliases[0]} as well; a program "
-            "adds up the gradients of a tied parameter where no hook sees the sum, so leave one of both out."
+            "adds up the gradients of a tied parameter where no hook sees the sum, so remove one of the two."
         )

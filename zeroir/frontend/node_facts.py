@@ -1,4 +1,4 @@
-"""What an operator node of torch's graph computes, as plain data, once it is known that a program can hold it."""
+"""Facts of an operator node of torch's graph as plain data, and the checks that a program can hold the node."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def facts_of(node: fx.Node, source: str) -> NodeFacts:
     op = node.target
     if not isinstance(op, torch._ops.OpOverload):
         raise UserError(
-            f"{source or 'The model'} uses {op}, which zeroir cannot look into; call the function in it directly."
+            f"{source or 'The model'} uses {op}, which zeroir cannot trace; call the function in it directly."
         )
     _check(op, source, node.meta["val"])
     excess = bounds_error(node)
@@ -90,7 +90,7 @@ def _check(op: torch._ops.OpOverload, source: str, value: object) -> None:
     if torch.Tag.nondeterministic_seeded in op.tags:
         raise UserError(
             f"{source or 'The model'} draws random numbers with {op}, which programs cannot: they have no "
-            "hidden random state. Pass the numbers in with the batch, or draw uniform or normal ones."
+            "hidden random state. Pass the numbers with the batch, or draw uniform or normal ones."
         )
     if op._schema.is_mutable:
         raise InternalError(f"the joint graph changes a tensor in place with {op} ({source})")

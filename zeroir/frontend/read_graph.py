@@ -129,8 +129,8 @@ class _Reader:
         tensor = constant if isinstance(constant, Tensor) else tensor
         if tensor.device.type == "meta" or isinstance(tensor, torch._subclasses.FakeTensor):
             raise UserError(
-                f"{self._origin(node).source or 'The model'} uses a tensor of shape {tuple(tensor.shape)} that is no "
-                "registered buffer of a module; register it with register_buffer."
+                f"{self._origin(node).source or 'The model'} uses a tensor of shape {tuple(tensor.shape)} that is "
+                "not a registered buffer of a module; register it with register_buffer."
             )
         dense = tensor.detach().contiguous()
         data = dense.reshape(-1).view(torch.uint8).numpy().tobytes() if dense.numel() else b""
@@ -329,9 +329,9 @@ def _without_empty_tensors(op: torch._ops.OpOverload, node: fx.Node) -> tuple[ob
     """The arguments, without the tensors of shape (0,) that a concatenation ignores."""
     if op is not aten.cat.default:
         return node.args
-    tensors, *others = cast("tuple[list[fx.Node], int]", node.args)
+    tensors, *rest = cast("tuple[list[fx.Node], int]", node.args)
     nonempty = [tensor for tensor in tensors if tensor.meta["val"].shape != (0,)]
-    return (nonempty or tensors, *others)
+    return (nonempty or tensors, *rest)
 
 
 def _attribute(module: object, name: str) -> object:

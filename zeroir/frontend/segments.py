@@ -210,8 +210,8 @@ class _Cutter:
             maker = self.parents.get(alias.root)
             line = maker.source if maker is not None and maker.source else "The model"
             raise UserError(
-                f"{line} makes a tensor of shape {list(root.shape)} with strides {list(root.stride)}, between whose "
-                "elements there are others, and another unit uses it; call contiguous() on it."
+                f"{line} makes a tensor of shape {list(root.shape)} with strides {list(root.stride)}, which leave gaps "
+                "between its elements, and another unit uses it; call contiguous() on it."
             )
         return SegmentSource(type=kind, root=alias.root, offset=alias.offset)
 
@@ -356,8 +356,8 @@ def _rank(sink: Sink) -> tuple[int, str]:
 def _is_contiguous(kind: TensorType) -> bool:
     dense = contiguous_stride(kind.shape)
     return all(
-        size == 1 or step == wanted
-        for size, step, wanted in zip(kind.shape, kind.stride, dense, strict=True)
+        size == 1 or step == dense_step
+        for size, step, dense_step in zip(kind.shape, kind.stride, dense, strict=True)
     )
 
 

@@ -27,7 +27,7 @@ def overlapping_tensors(model: nn.Module) -> list[NamePair]:
     for first, second in _overlaps(parameters):
         raise UserError(
             f"The parameters {first} and {second} of the model share memory, which a program does not: give both "
-            "names to one nn.Parameter, or make the one of the other in forward."
+            "names to one nn.Parameter, or compute one from the other in forward."
         )
     return _overlaps([*parameters, *model.named_buffers()])
 
@@ -46,8 +46,8 @@ def require_apart(joint: JointGraph, overlapping: Sequence[NamePair]) -> None:
         if changing.intersection(pair) and used.issuperset(pair):
             raise UserError(
                 f"{pair[0]} and {pair[1]} of the model share memory, and training changes "
-                f"{pair[0] if pair[0] in changing else pair[1]}, which a program would not show in the other: make the "
-                "one of the other in forward, or clone it."
+                f"{pair[0] if pair[0] in changing else pair[1]}, but a program stores them separately: compute "
+                "one from the other in forward, or clone it."
             )
 
 

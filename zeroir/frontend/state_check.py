@@ -87,7 +87,7 @@ def _kept_tensor_note(
     attributes = list(tensor_attributes(model, changed))
     refusal = UserError(
         f"The model's forward changes {_listed(changed)} and computes something else at its next call, while a program "
-        "computes the same at every step: keep what changes in a buffer (register_buffer), or pass it with the batch."
+        "computes the same at every step: keep changing state in a buffer (register_buffer), or pass it with the batch."
     )
     for module, name, tensor in attributes:
         delattr(module, name)

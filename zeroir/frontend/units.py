@@ -101,14 +101,14 @@ def _repeated(module: nn.Module) -> set[str]:
     return outermost
 
 
-def _by_class(module: nn.Module, wanted: str) -> set[str]:
+def _by_class(module: nn.Module, class_name: str) -> set[str]:
     classes = {name: type(child) for name, child in module.named_modules() if name}
-    names = {name for name, kind in classes.items() if kind.__name__ == wanted}
+    names = {name for name, kind in classes.items() if kind.__name__ == class_name}
     names = {name for name in names if _has_parameters(module.get_submodule(name))}
     if not names:
         class_names = sorted({kind.__name__ for kind in classes.values()})
         raise UserError(
-            f"--units class:{wanted} matches no module with parameters; the model has "
+            f"--units class:{class_name} matches no module with parameters; the model has "
             f"{', '.join(class_names[:8]) or 'no submodules'}."
         )
     return names

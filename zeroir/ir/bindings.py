@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zeroir.ir.buffers import Region
 from zeroir.ir.ops import Compute, Mode
 from zeroir.ir.segment import Segment
 
@@ -38,7 +37,7 @@ def bindings(op: Compute) -> list[Binding | None]:
             continue
         view = destination.view
         is_shared = touched.count(view.region.buffer) > 1 and any(
-            _overlap(view.region, other)
+            view.region.overlaps(other)
             for other in [
                 *(argument.view.region for argument in op.arguments),
                 *(d.view.region for d in op.destinations if d and d is not destination),
@@ -54,8 +53,3 @@ def plain_bindings(segment: Segment) -> list[Binding | None]:
         Binding(mode=Mode.WRITE, stride=kind.stride, is_exclusive=True)
         for kind in segment.output_types()
     ]
-
-
-def _overlap(a: Region, b: Region) -> bool:
-    """Whether two regions may share an element; slices of a mesh axis count with what they are cut from."""
-    return a.buffer == b.buffer and a.offset < b.stop and b.offset < a.stop

@@ -161,7 +161,7 @@ class NeutralOps(TorchFunctionMode):
             return self._wrapped(_batch_norm)(*args, **named_args)
         if isinstance(func, torch._ops.HigherOrderOperator):
             raise NotImplementedError(
-                f"the higher-order operator {func!s} cannot be looked into; use tensor operations such as "
+                f"the higher-order operator {func!s} cannot be traced; use tensor operations such as "
                 "torch.where"
             )
         if func is Tensor.backward:

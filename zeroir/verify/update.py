@@ -75,13 +75,13 @@ def decide(run: SectionRun, op: ops.Decide) -> None:
     run.settings.setdefault(setting, run.line)
     if op.norm is not None:
         run.settings.setdefault((NORM_ORDER, _order(run, op.norm)), run.line)
-        run.told[op.norm] = list(run.memory.read(op.norm))
+        run.reported[op.norm] = list(run.memory.read(op.norm))
     number = run.numbering.of(("decision", run.section.name, run.line))
     run.decided[number] = op.skip is not None
     run.memory.write(op.gradient_divisor, [(0, 1, Decision("divisor", number))])
     if op.skip is not None:
         run.memory.write(op.skip, [(0, 1, Decision("skip", number))])
-        run.told[op.skip] = list(run.memory.read(op.skip))
+        run.reported[op.skip] = list(run.memory.read(op.skip))
     if not _is_version(run, op.step, 0):
         run.fail("Z405", "the step count advances a second time", op.step.buffer)
     _advance(run, op.step)
