@@ -26,6 +26,7 @@ from zeroir.runtime.kernels.calls import Resolve, is_multiple, operator, out_ove
 from zeroir.workspace import eager_plan as planning
 from zeroir.workspace.eager_plan import (
     FillTarget,
+    OutputTarget,
     Permute,
     Reshape,
     RunNode,
@@ -273,8 +274,8 @@ def _filler(node: Node, device: torch.device) -> _Filler | None:
 
 def in_place(segment: Segment, bindings: Bindings) -> Mapping[int, tuple[int, Undo | None]]:
     """Values that can be computed in a destination: value → (output, the inverse of the views between them)."""
-    places = planning.in_place(segment, bindings)
-    return {value: (place.output, _undo(place.looks)) for value, place in places.items()}
+    targets = planning.in_place(segment, bindings)
+    return {value: (target.output, _undo(target.views)) for value, target in targets.items()}
 
 
 def _target(target: OutputTarget) -> _DestinationView:
