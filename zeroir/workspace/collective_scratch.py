@@ -108,7 +108,7 @@ def _exchanged_bytes(program: Program, op: ops.CollectiveOp) -> int:
     if size == 1:
         return max((piece.message_bytes for piece in pieces), default=0)
     match op:
-        case ops.AllGather() | ops.Prefetch():
+        case ops.Gather():
             return messages + sum(_arriving_bytes(piece) for piece in pieces)
         case ops.ReduceScatter():
             return messages + _reduced_bytes(program, op, pieces, size, whole=False)
