@@ -88,27 +88,27 @@ def _check_rest(run: SectionRun, buffer: Buffer, content: Content, holdings: lis
 
 def _own_slices(run: SectionRun, pieces: PieceList) -> list[tuple[int, int, Value]]:
     """The pieces, with each split replaced by the own slices of all ranks."""
-    found: list[tuple[int, int, Value]] = []
+    replaced: list[tuple[int, int, Value]] = []
     for a, b, value in pieces:
         if isinstance(value, Split):
             size = run.layout.sizes[value.axis]
             numel = (b - a) // size
             whole_own = spread(unpack(value.own, numel), value.axis, size, numel, numel)
-            found += rebased(whole_own, -a)
+            replaced += rebased(whole_own, -a)
         else:
-            found.append((a, b, value))
-    return found
+            replaced.append((a, b, value))
+    return replaced
 
 
 def _rests(pieces: PieceList) -> list[tuple[int, int, Value]]:
     """The pieces, with each split replaced by the values outside the own slice."""
-    found: list[tuple[int, int, Value]] = []
+    replaced: list[tuple[int, int, Value]] = []
     for a, b, value in pieces:
         if isinstance(value, Split):
-            found += rebased(value.rest, -a)
+            replaced += rebased(value.rest, -a)
         else:
-            found.append((a, b, value))
-    return found
+            replaced.append((a, b, value))
+    return replaced
 
 
 def _check(

@@ -41,7 +41,7 @@ class Segments:
         self._by_node = by_node
         self._digests: dict[str, str] = {}
         self._bodies: dict[str, _PreparedSegment] = {}
-        self._known: dict[tuple[str, int], tuple[Result, ...]] = {}
+        self._results: dict[tuple[str, int], tuple[Result, ...]] = {}
         # The layout of each computed storage, as its operator made it.
         self._homes: dict[int, int] = {}
 
@@ -51,18 +51,18 @@ class Segments:
         if digest is None:
             digest = self._digests[name] = self._segments[name].digest()
         call = self._numbering.of((digest, operands))
-        found = self._known.get((digest, call))
-        if found is None:
+        results = self._results.get((digest, call))
+        if results is None:
             segment = self._segments[name]
             if self._by_node:
                 if digest not in self._bodies:
                     self._bodies[digest] = _PreparedSegment(segment, self._numbering)
-                found = self._bodies[digest].results(operands, self._homes)
+                results = self._bodies[digest].results(operands, self._homes)
             else:
                 numbers = [self._numbering.of((call, i)) for i in range(len(segment.outputs))]
-                found = tuple(Result(number, number, 0) for number in numbers)
-            self._known[digest, call] = found
-        return found
+                results = tuple(Result(number, number, 0) for number in numbers)
+            self._results[digest, call] = results
+        return results
 
 
 class _NumberedNode(NamedTuple):
@@ -147,16 +147,16 @@ class _PreparedSegment:
         numbers: dict[int, int] = {}
 
         def number(value: int) -> int:
-            found = numbers.get(value)
-            if found is None:
+            result = numbers.get(value)
+            if result is None:
                 root, offset, layout = places[value]
                 base, start = bases[root]
                 if start + offset == 0 and homes.get(base) == layout:
-                    found = base
+                    result = base
                 else:
-                    found = of(("view", base, start + offset, layout))
-                numbers[value] = found
-            return found
+                    result = of(("view", base, start + offset, layout))
+                numbers[value] = result
+            return result
 
         for node, uses, makes in self._steps:
             made = of(("node", node, *[numbers.get(u) or number(u) for u in uses]))
@@ -166,12 +166,12 @@ class _PreparedSegment:
                     bases[value] = (base, 0)
                     homes[base] = places[value].layout
                     numbers[value] = base
-        found: list[Result] = []
+        outputs: list[Result] = []
         for value in self._outputs:
             root, offset, _ = places[value]
             base, start = bases[root]
-            found.append(Result(number(value), base, start + offset))
-        return tuple(found)
+            outputs.append(Result(number(value), base, start + offset))
+        return tuple(outputs)
 
 
 def _shape(node: Node) -> Hashable:
