@@ -116,12 +116,12 @@ class OpParser:
     # -------------------------------------------------------------------------------------- compute
 
     def arguments(self, segment: str) -> tuple[ops.Argument, ...]:
-        """What a call of the segment reads, in round brackets."""
+        """The arguments of a call of the segment, in round brackets."""
         inputs, _, why = self._declared(segment)
         return self._operands(inputs, lambda declared: self._argument(declared, why))
 
     def destinations(self, segment: str) -> tuple[ops.Destination | None, ...]:
-        """Where a call of the segment puts its results, in round brackets."""
+        """The destinations of a call of the segment, in round brackets."""
         _, outputs, why = self._declared(segment)
         return self._operands(outputs, lambda declared: self._destination(declared, why))
 
@@ -173,7 +173,7 @@ _Read = Callable[[OpParser, Mapping[str, Any]], Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Line:
-    """How the ops of one class are read: the name of the field for the event, and each field's reader in order."""
+    """How ops of one class are read: the field for the event, and a reader for each other field, in order."""
 
     kind: type[Op]
     event: str | None
@@ -194,7 +194,7 @@ def _slots(kind: type, syntax: str) -> tuple[tuple[str, _Read], ...]:
 
 
 def _slot(kind: type, slot: Slot) -> _Read:
-    """What reads the words before a field, and the field."""
+    """The reader of the words before a field, and of the field."""
     words = slot.words.split()
     read = _items(kind, slot)
     if not words:
@@ -225,7 +225,7 @@ def _slot(kind: type, slot: Slot) -> _Read:
 
 
 def _items(kind: type, slot: Slot) -> _Read:
-    """What reads a field without the words before it: one value, or several."""
+    """The reader of a field without the words before it: of one value, or of several."""
     field = slot.field
     if field.kind is ops.Argument or field.kind is ops.Destination:
         segment = op_field(kind, Use.SEGMENT)
@@ -253,7 +253,7 @@ def _items(kind: type, slot: Slot) -> _Read:
 
 
 def _value(field: OpField) -> _Read:
-    """What reads the value of a field, or one item of it."""
+    """The reader of a field's value, or of each item of it."""
     kind = field.kind
     if field.use is None:
         inner = _slots(kind, own_syntax(kind))
