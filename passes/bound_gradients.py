@@ -1,13 +1,15 @@
-"""Hold the backward back so that never more than ``live`` units' full gradients exist at once.
+"""State the bound that at most ``live`` units' full gradients are live at once, which holds the backward back.
 
 From stage 2 on a unit's full gradient lives only until it is reduced, but nothing makes the compute stream wait for
 the reductions: on a slow network it would run ahead and allocate one full gradient after another, until all of them
-are there at once. Before a unit's full gradient is allocated, compute therefore waits for the release of the one
-``live`` units before. With ``live=2`` a unit computes its gradient while its predecessor's is reduced. What a unit
-keeps across others, like the gradient of a tied weight, comes on top. What one launch reduces counts as one unit.
+are there at once. With the bound ``full_gradients ahead=N``, N being ``live`` - 1, compute waits before a unit's full
+gradient is allocated for the release of the one ``live`` units before. With ``live=2`` a unit computes its gradient
+while its predecessor's is reduced. What a unit keeps across others, like the gradient of a tied weight, comes on top.
+What one launch reduces counts as one unit. The bound holds after every later pass; where there is one, it is replaced.
 
 What ``bound-gradients{live=1}`` changes::
 
+    + bound full_gradients ahead=0
       reduce_scatter %b.grad_full -> %b.grad  comm=reduce stream=reduce
     - release %b.grad_full  stream=reduce
     + !5 = release %b.grad_full  stream=reduce
@@ -28,7 +30,7 @@ from zeroir.passes.base import NO_FACTS, Fact, Pass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoundGradients(Pass):
-    """Let at most ``live`` units' full gradients exist at once."""
+    """Let at most ``live`` units' full gradients be live at once."""
 
     name: ClassVar[str] = "bound-gradients"
     requires: ClassVar[frozenset[Fact]] = frozenset({Fact.GRADIENTS_SHARDED})

@@ -11,9 +11,9 @@ unit before the bucket has been gathered: the bucket would have to wait for it a
 whose sources are not there before, move down to the one after them, and with them what follows from them on their
 stream: releases, and sums over micro-steps. Nothing passes an op that it conflicts with.
 
-The pass stands before those that bound memory, to which a bucket is one unit. ``prefetch{distance}`` so has at most
-distance + 1 buckets of gathered parameters live, and ``bound-gradients{live}`` at most ``live`` of full gradients,
-none larger than the largest unit and ``bytes`` together.
+To a bound a bucket is one unit. ``bound-gradients{live}`` so has at most ``live`` buckets of full gradients live,
+whether it stands before this pass or after it, and ``prefetch{distance}``, which stands after it, at most distance + 1
+buckets of gathered parameters. None is larger than the largest unit and ``bytes`` together.
 
 What ``bucket{bytes=4096}`` changes::
 

@@ -67,14 +67,13 @@ def for_stage(
         *((Unshard(units=unshard),) if unshard else ()),
         InsertReleases(),
     )
-    # Before the bounds on memory, to which a bucket is one unit.
+    # Before gathers are issued ahead: a bucket is gathered as one.
     merge: tuple[Pass, ...] = (Bucket(bytes=bucket),) if bucket else ()
     ahead: tuple[Pass, ...] = (PrefetchGathers(distance=distance),) if budget is None else ()
-    # Last, because passes that move ops begin by taking out the waits that are there.
     bound: tuple[Pass, ...] = (BoundGradients(live=live),)
     # After all others, which know one axis: it only adds to what they made.
     across: tuple[Pass, ...] = () if replicas is None else (ReplicateShards(replicas=replicas),)
-    # After whatever takes memory: it uses what is left, and lets the waits of others stand.
+    # After all passes that take memory: it uses what is left.
     early: tuple[Pass, ...] = () if budget is None else (PrefetchGathers(budget=budget),)
     return (
         ((SelectSaved(),) if select else ())

@@ -13,6 +13,7 @@ take stays within the budget (see ``gather_early``). It then stands after all pa
 
 What ``prefetch{distance=1}`` changes::
 
+    + bound full_parameters ahead=0
       !0 = all_gather %a.param -> %a.full  comm=gather stream=gather
     + alloc %b.full  stream=gather
     + !1 = prefetch %b.param -> %b.full  comm=gather stream=gather

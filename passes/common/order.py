@@ -93,7 +93,7 @@ def _with_held_allocs(section: Section, program: Program) -> Iterator[Wait | lis
 
 
 @dataclass(slots=True)
-class _IssuedOp:
+class _PlacedOp:
     """An op already placed, or one that is pending at the entry; ``clock`` is what is done when it is."""
 
     op: Op | None
@@ -141,7 +141,7 @@ class _Derivation:
         self.program = program
         self.section = section
         self.clocks = StreamClocks(stream.name for stream in program.streams)
-        self.issued: list[_IssuedOp] = []
+        self.issued: list[_PlacedOp] = []
         self.body: list[Wait | int] = []
         """Waits, and every other op as its index in ``issued``."""
         self.accesses: dict[str, _Accesses] = {}
@@ -200,7 +200,7 @@ class _Derivation:
 
     def _append(self, op: Op | None, stream: int, event: str | None) -> int:
         clock = self.clocks.done[stream].copy()
-        self.issued.append(_IssuedOp(op, stream, clock[stream], clock, event))
+        self.issued.append(_PlacedOp(op, stream, clock[stream], clock, event))
         if event is not None:
             self.signals[event] = len(self.issued) - 1
         return len(self.issued) - 1

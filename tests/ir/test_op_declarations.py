@@ -29,7 +29,7 @@ from zeroir.report.page.facts import op_kind
 from zeroir.report.schedule import schedule
 from zeroir.verify import verify
 from zeroir.verify.context import title
-from zeroir.workspace.collective_scratch import scratch_bytes
+from zeroir.workspace.op_scratch import scratch_bytes
 
 AXIS = mlp(blocks=1).mesh.axes[0].name
 PROGRAM = replace(mlp(blocks=1), comms=(Communicator(name="made", axis=AXIS),))

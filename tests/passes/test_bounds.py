@@ -52,7 +52,7 @@ def test_a_bound_survives_a_pass_that_moves_gathers() -> None:
     assert before.sections == after.sections
     body = before.section_by_name[LAST_MICRO_STEP].body
     assert max(happens.full_gradients_live(body, before)) == 1
-    assert max(happens.waves_live(body, before)) == 2
+    assert max(happens.groups_live(body, before)) == 2
     unbounded = applied(logical, _passes("prefetch{distance=1}"))
     assert _waits(before) == _waits(unbounded) + 5
 

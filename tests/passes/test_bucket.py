@@ -126,7 +126,7 @@ def test_flats_of_one_unit_travel_together_whatever_their_dtype() -> None:
 # --------------------------------------------------------------------------------------------------------- memory
 
 
-def _largest_wave(program: Program) -> int:
+def _largest_group(program: Program) -> int:
     """The most bytes that one compute op is the first to read."""
     found: dict[int, int] = {}
     body = program.section_by_name[LAST_MICRO_STEP].body
@@ -143,7 +143,7 @@ def test_gathered_parameters_stay_within_the_bound(case: Case, size: int) -> Non
 
     What is gathered without being read is beside them, as it is without buckets.
     """
-    bucket = _largest_wave(case.scheduled()) + size
+    bucket = _largest_group(case.scheduled()) + size
     program = replace(case, bucket=size).scheduled()
     for section in program.sections:
         masks = happens.before(section.body)

@@ -151,10 +151,10 @@ def test_more_memory_is_used_for_gathers_that_run_further_ahead() -> None:
     least = _lowered(0)
     body = least.section_by_name[LAST_MICRO_STEP].body
     assert not any(isinstance(op, ops.Prefetch) for op in body)
-    assert max(happens.waves_live(body, least)) == 1
+    assert max(happens.groups_live(body, least)) == 1
     one = least.buffer_by_name["blocks.1.full"].size_bytes
     live = [
-        max(happens.waves_live(p.section_by_name[LAST_MICRO_STEP].body, p))
+        max(happens.groups_live(p.section_by_name[LAST_MICRO_STEP].body, p))
         for p in (_lowered(most_bytes(least) + count * one) for count in (1, 2, 8))
     ]
     assert live == sorted(live)

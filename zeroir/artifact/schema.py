@@ -29,7 +29,7 @@ from zeroir.ir.program import Program
 from zeroir.ir.segment import Ref, Symbol
 
 SCHEMA_VERSION: Final = (1, 3)
-"""(major, minor). A minor version adds fields with defaults, or classes; a major one changes the meaning of files."""
+"""(major, minor). A minor version adds fields with defaults, or classes; a major one changes what files mean."""
 
 _MAX_DEPTH: Final = 64
 """The largest depth of nested lists in a node's arguments."""

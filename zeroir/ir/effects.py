@@ -111,7 +111,7 @@ def _values(field: OpField) -> _Getter:
             return lambda op: tuple([item for item in value(op) if item is not None])
         return value
     if field.is_optional:
-        return lambda op: () if (found := value(op)) is None else (found,)
+        return lambda op: () if (item := value(op)) is None else (item,)
     return lambda op: (value(op),)
 
 

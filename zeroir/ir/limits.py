@@ -39,5 +39,5 @@ def obeyed_character(text: str) -> str | None:
     """
     if text.isascii() and text.isprintable():
         return None
-    found = _OBEYED.search(text)
-    return None if found is None else f"U+{ord(found[0]):04X}"
+    match = _OBEYED.search(text)
+    return None if match is None else f"U+{ord(match[0]):04X}"

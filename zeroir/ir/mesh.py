@@ -57,11 +57,11 @@ class Mesh:
 
     def groups(self, name: str) -> tuple[tuple[int, ...], ...]:
         """The groups of ranks that differ only along the axis, each in axis order."""
-        found: dict[tuple[int, ...], list[int]] = {}
+        groups: dict[tuple[int, ...], list[int]] = {}
         for rank, point in enumerate(self.coordinates()):
             key = tuple(at for axis, at in point.items() if axis != name)
-            found.setdefault(key, []).append(rank)
-        return tuple(tuple(group) for group in found.values())
+            groups.setdefault(key, []).append(rank)
+        return tuple(tuple(group) for group in groups.values())
 
 
 DATA_AXIS = "dp"

@@ -105,13 +105,13 @@ class Segment:
     def output_types(self) -> tuple[TensorType, ...]:
         """The type of every output; ValueError where an output is an undefined tensor."""
         types = self.types()
-        found: list[TensorType] = []
+        outputs: list[TensorType] = []
         for index in self.outputs:
             kind = types[index]
             if kind is None:
                 raise ValueError(f"segment @{self.name} yields value {index}, which is undefined")
-            found.append(kind)
-        return tuple(found)
+            outputs.append(kind)
+        return tuple(outputs)
 
     @property
     def flops(self) -> int:

@@ -36,7 +36,7 @@ def collective_bytes(program: Program, *, axis: str | None = None) -> Mapping[st
     everywhere is a reduce-scatter and an all-gather, ``all_reduce`` counts twice. What concerns
     buffers of the role ``scalar`` stands apart, under ``scalar``.
     """
-    found = dict.fromkeys(COLLECTIVE_KEYS, 0)
+    totals = dict.fromkeys(COLLECTIVE_KEYS, 0)
     for section in program.sections:
         if section.name not in (LAST_MICRO_STEP, UPDATE):
             continue
@@ -45,8 +45,8 @@ def collective_bytes(program: Program, *, axis: str | None = None) -> Mapping[st
                 continue
             if axis is None or program.comm_by_name[op.comm].axis == axis:
                 for key, size in payloads(op, program):
-                    found[key] += size
-    return found
+                    totals[key] += size
+    return totals
 
 
 def on_the_wire(counted: Mapping[str, int]) -> Mapping[str, int]:

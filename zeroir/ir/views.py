@@ -79,21 +79,21 @@ def mistyped(node: Node, types: Sequence[TensorType | None]) -> str | None:
     return None
 
 
-def is_same_type(one: TensorType, other: TensorType) -> bool:
+def is_same_type(first: TensorType, second: TensorType) -> bool:
     """Whether two types are of one dtype and shape and address elements alike."""
-    return (one.dtype, one.shape) == (other.dtype, other.shape) and is_same_stride(
-        one.shape, one.stride, other.stride
+    return (first.dtype, first.shape) == (second.dtype, second.shape) and is_same_stride(
+        first.shape, first.stride, second.stride
     )
 
 
-def is_same_stride(shape: tuple[int, ...], one: tuple[int, ...], other: tuple[int, ...]) -> bool:
+def is_same_stride(shape: tuple[int, ...], first: tuple[int, ...], second: tuple[int, ...]) -> bool:
     """Whether strides address the same elements: those of dimensions of one element do not matter."""
-    if one == other:
+    if first == second:
         return True
-    if len(one) != len(shape) or len(other) != len(shape):
+    if len(first) != len(shape) or len(second) != len(shape):
         return False
     return 0 in shape or all(
-        x == y for size, x, y in zip(shape, one, other, strict=True) if size > 1
+        x == y for size, x, y in zip(shape, first, second, strict=True) if size > 1
     )
 
 
@@ -187,10 +187,10 @@ def _permute(x: TensorType, dims: NodeArg) -> list[Part]:
 
 
 def _transpose(x: TensorType, dim0: NodeArg, dim1: NodeArg) -> list[Part]:
-    one, other = (_dim(dim, len(x.shape)) for dim in (dim0, dim1))
+    first, second = (_dim(dim, len(x.shape)) for dim in (dim0, dim1))
     order = list(range(len(x.shape)))
     if order:
-        order[one], order[other] = order[other], order[one]
+        order[first], order[second] = order[second], order[first]
     return _permute(x, tuple(order))
 
 
@@ -209,7 +209,7 @@ def _squeeze_dim(x: TensorType, dim: NodeArg) -> list[Part]:
 
 
 def _squeeze_dims(x: TensorType, dim: NodeArg) -> list[Part]:
-    named = [_dim(one, len(x.shape)) for one in _ints(dim)]
+    named = [_dim(number, len(x.shape)) for number in _ints(dim)]
     if len(set(named)) < len(named):
         raise ViewError(f"names a dimension twice: {list(_ints(dim))}")
     return _without(x, [d for d, size in enumerate(x.shape) if d in named and size == 1])
@@ -313,11 +313,11 @@ def _split_with_sizes(x: TensorType, split_sizes: NodeArg, dim: NodeArg = 0) -> 
     at, sizes = _dim(dim, len(x.shape)), _ints(split_sizes)
     if not x.shape or any(size < 0 for size in sizes) or sum(sizes) != x.shape[at]:
         raise ViewError(f"splits dimension {at} of {list(x.shape)} into {list(sizes)}")
-    found: list[Part] = []
+    parts: list[Part] = []
     for start, size in zip(itertools.accumulate((0, *sizes)), sizes, strict=False):
         shape = (*x.shape[:at], size, *x.shape[at + 1 :])
-        found.append(Part(start * x.stride[at], _of(x, shape, x.stride)))
-    return found
+        parts.append(Part(start * x.stride[at], _of(x, shape, x.stride)))
+    return parts
 
 
 def _unbind(x: TensorType, dim: NodeArg = 0) -> list[Part]:

@@ -81,20 +81,20 @@ class OpParser:
     def region(self, what: str = "a region such as '%b' or '%b[0:64]'") -> Region:
         """``%b``, ``%b[0:64]`` or ``%b[0:64]@dp``."""
         scan = self.scanner
-        found = _REGION.match(scan.text, scan.position)
-        if found is None:
+        match = _REGION.match(scan.text, scan.position)
+        if match is None:
             scan.fail(f"expected {what}.")
-        buffer = found[1] or scan.unquote(found[2], found.start(2))
+        buffer = match[1] or scan.unquote(match[2], match.start(2))
         position = scan.here()
-        scan.position = found.end()
-        if found[3] is not None:
-            shard = found[5] or (scan.unquote(found[6], found.start(6)) if found[6] else None)
-            if shard is None and scan.text.startswith("@", found.end()):
-                scan.fail("expected a mesh axis right after '@'.", found.end() + 1)
-            start = int(found[3])
-            return Region(buffer=buffer, offset=start, numel=int(found[4]) - start, shard=shard)
-        if scan.text.startswith("[", found.end()):
-            scan.fail("expected a range such as '[0:64]', without spaces.", found.end())
+        scan.position = match.end()
+        if match[3] is not None:
+            shard = match[5] or (scan.unquote(match[6], match.start(6)) if match[6] else None)
+            if shard is None and scan.text.startswith("@", match.end()):
+                scan.fail("expected a mesh axis right after '@'.", match.end() + 1)
+            start = int(match[3])
+            return Region(buffer=buffer, offset=start, numel=int(match[4]) - start, shard=shard)
+        if scan.text.startswith("[", match.end()):
+            scan.fail("expected a range such as '[0:64]', without spaces.", match.end())
         if buffer not in self.numels:
             scan.fail(
                 f"expected a 'buffer %{buffer}' line above, since the whole of it is named here.",
@@ -158,11 +158,11 @@ class OpParser:
 
     def _parameter(self) -> str | None:
         scan = self.scanner
-        found = _PARAMETER.match(scan.text, scan.position)
-        if found is None:
+        match = _PARAMETER.match(scan.text, scan.position)
+        if match is None:
             return None
-        scan.position = found.end()
-        return found[1] or scan.unquote(found[2], found.start(2))
+        scan.position = match.end()
+        return match[1] or scan.unquote(match[2], match.start(2))
 
 
 # --------------------------------------------------------------------------------------------------------- lines

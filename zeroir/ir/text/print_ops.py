@@ -37,9 +37,9 @@ def op_text(op: Op, names: Names) -> str:
 def _line(kind: type[Op]) -> _Print:
     """What prints the ops of one class."""
     keyword = ops.op_name(kind)
-    found = slots(kind, kind.syntax)
-    head = [_slot(kind, slot) for slot in found if not slot.is_attribute]
-    attributes = [_slot(kind, slot) for slot in found if slot.is_attribute]
+    line_slots = slots(kind, kind.syntax)
+    head = [_slot(kind, slot) for slot in line_slots if not slot.is_attribute]
+    attributes = [_slot(kind, slot) for slot in line_slots if slot.is_attribute]
     event_field = op_field(kind, Use.SIGNALLED)
     event = None if event_field is None else attrgetter(event_field.name)
 
