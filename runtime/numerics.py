@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from zeroir.workspace.collective_scratch import CONVERTED_CHUNK_NUMEL, SQUARES_CHUNK_NUMEL
+from zeroir.workspace.op_scratch import CONVERTED_CHUNK_NUMEL, SQUARES_CHUNK_NUMEL
 
 
 def sum_of_squares(sources: Sequence[Tensor], destination: Tensor) -> None:

@@ -118,8 +118,8 @@ def measured(path: Path) -> Mapping[str, list[float]]:
                 return performance.now();
             }"""
         )
-        found: Mapping[str, list[float]] = page.evaluate(MEASURE, ROUNDS)
-        return {"open the page": [opened_ms], **found}
+        times_ms: Mapping[str, list[float]] = page.evaluate(MEASURE, ROUNDS)
+        return {"open the page": [opened_ms], **times_ms}
 
 
 def main() -> None:

@@ -22,8 +22,8 @@ from zeroir.passes.common.storages import (
     PRODUCT,
     Recipe,
     SegmentPair,
-    StoragePart,
     Storages,
+    StorageView,
     Use,
     numbered,
 )
@@ -256,12 +256,12 @@ class _Rewriter:
             return self._source(FromBackward(value), kind)
         place = storages.place(need.value)
         if place.root in storages.wanted:
-            return self._looked_at(StoragePart(place.root, need.offset, kind))
+            return self._looked_at(StorageView(place.root, need.offset, kind))
         if place.root < storages.inputs:
             return self._source(FromInput(place.root, need.offset), kind)
         return self._source(FromBackward(value), kind)
 
-    def _looked_at(self, place: StoragePart) -> _Key:
+    def _looked_at(self, place: StorageView) -> _Key:
         """A part of a storage that the forward makes."""
         if place.root not in self._computed:
             return self._source(FromOutput(self._positions[place.root], place.offset), place.kind)

@@ -65,14 +65,14 @@ class SegmentPair:
     computes_all: bool = False
 
 
-class StoragePart(NamedTuple):
+class StorageView(NamedTuple):
     """A value as a part of a storage."""
 
     root: int
     offset: int
     kind: TensorType
 
-    def is_same(self, other: StoragePart) -> bool:
+    def is_same(self, other: StorageView) -> bool:
         """Whether the two are the same elements in the same order."""
         return (self.root, self.offset) == (other.root, other.offset) and _layout(
             self.kind
@@ -99,8 +99,8 @@ class Storages:
         forward = pair.forward
         self.inputs = len(forward.inputs)
         self.nodes = list(numbered(forward))
-        self.places: list[StoragePart | None] = [
-            StoragePart(i, 0, kind) for i, kind in enumerate(forward.inputs)
+        self.places: list[StorageView | None] = [
+            StorageView(i, 0, kind) for i, kind in enumerate(forward.inputs)
         ]
         self.makers: dict[int, int] = {}
         for at, (first, node) in enumerate(self.nodes):
@@ -116,36 +116,36 @@ class Storages:
         self.wanted = self._wanted()
         self.recipes: dict[int, Recipe | None] = {}
 
-    def _places(self, first: int, node: Node) -> Iterator[StoragePart | None]:
+    def _places(self, first: int, node: Node) -> Iterator[StorageView | None]:
         source = node.args[0] if node.args else None
         seen = self.places[source.index] if isinstance(source, Ref) else None
         views = None if seen is None else parts(node, seen.kind)
         if seen is not None and views is not None:
             for (offset, _), kind in zip(views, node.results, strict=True):
                 assert kind is not None  # A view sees something.
-                yield StoragePart(seen.root, seen.offset + offset, kind)
+                yield StorageView(seen.root, seen.offset + offset, kind)
             return
         for i, result in enumerate(node.results):
-            yield None if result is None else StoragePart(first + i, 0, result)
+            yield None if result is None else StorageView(first + i, 0, result)
 
-    def place(self, value: int) -> StoragePart:
+    def place(self, value: int) -> StorageView:
         """A value that is used, as a part of a storage."""
         found = self.places[value]
         assert found is not None  # Nothing can use what is undefined.
         return found
 
-    def is_all(self, place: StoragePart) -> bool:
+    def is_all(self, place: StorageView) -> bool:
         """Whether a value is all of a storage that the segment makes."""
         whole = self.place(place.root).kind
         is_as_long = place.offset == 0 and place.kind.numel == whole.numel
         return place.root >= self.inputs and is_as_long and is_dense(place.kind) and is_dense(whole)
 
-    def _wanted(self) -> dict[int, list[StoragePart]]:
+    def _wanted(self) -> dict[int, list[StorageView]]:
         """The storages made here that the backward needs, and how it looks at them."""
-        found: dict[int, list[StoragePart]] = {}
+        found: dict[int, list[StorageView]] = {}
         for need, kind in zip(self.pair.needs, self.pair.backward.inputs, strict=True):
             if need is not None and self.is_all(place := self.place(need.value)):
-                looked_at = StoragePart(place.root, need.offset, kind)
+                looked_at = StorageView(place.root, need.offset, kind)
                 found.setdefault(place.root, []).append(looked_at)
         return found
 
@@ -185,7 +185,7 @@ class Storages:
         refs = (ref.index for node in nodes for ref in node.refs() if ref != PRODUCT)
         return Recipe((at, len(nodes)), nodes, tuple(dict.fromkeys(refs)))
 
-    def shown(self, place: StoragePart) -> int | tuple[tuple[int, ...], tuple[int, ...]] | None:
+    def shown(self, place: StorageView) -> int | tuple[tuple[int, ...], tuple[int, ...]] | None:
         """A value that is this place, or a shape and an order of its dimensions that make it of the storage."""
         for value, other in enumerate(self.places):
             if other is not None and other.is_same(place):

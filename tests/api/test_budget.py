@@ -17,6 +17,7 @@ from zeroir.artifact import Artifact
 from zeroir.config import CompileOptions, make_options
 from zeroir.cost.machine import MeasuredSegment, load_machine
 from zeroir.cost.measured_workspaces import with_measured_workspaces
+from zeroir.cost.simulate import simulate
 from zeroir.errors import UserError
 from zeroir.ir.program import Program
 from zeroir.memory.footprint import footprint
@@ -58,17 +59,17 @@ def saved(program: Program, path: Path) -> Path:
 def test_the_cheapest_options_that_fit_come_first_and_are_measured() -> None:
     budget = needed(stage=2)
     found = alternatives(LOGICAL, options(), budget)
-    assert found[0].changes == {"stage": 2}
+    assert found[0].settings == {"stage": 2}
     assert len(found) == 3
     for one in found:
-        assert one.footprint.total_bytes == needed(**one.changes) <= budget
+        assert one.needed_bytes == needed(**one.settings) <= budget
     assert "--stage 2 needs" in advice(LOGICAL, options(), budget)
 
 
 def test_more_ranks_where_nothing_else_helps() -> None:
     least = needed(stage=3, live_gradients=1, prefetch=0, recompute=("*",))
     (found,) = alternatives(LOGICAL, options(stage=3), least - 1)
-    assert found.changes["world_size"] in (8, 16, 32, 64, 128, 256)
+    assert found.settings["world_size"] in (8, 16, 32, 64, 128, 256)
     said = advice(LOGICAL, options(), 1)
     assert said.startswith("No other options fit: the closest, --stage 3")
 
@@ -117,7 +118,7 @@ def test_every_proposal_is_accepted() -> None:
         found = alternatives(LOGICAL, before, needed(**given) - 1)
         assert found
         for one in found:
-            make_options({**before.model_dump(), **one.changes})
+            make_options({**before.model_dump(), **one.settings})
 
 
 def test_computing_again_is_proposed_where_it_helps() -> None:
@@ -125,8 +126,8 @@ def test_computing_again_is_proposed_where_it_helps() -> None:
     again = {**bare, "recompute": ("*",)}
     assert needed(**again) < needed(**bare)
     (found, *_) = alternatives(LOGICAL, options(), needed(**bare) - 1)
-    assert found.changes in ({"recompute": ("*",)}, again)
-    assert "--recompute '*' needs" in str(found)
+    assert found.settings in ({"recompute": ("*",)}, again)
+    assert "--recompute '*' needs" in advice(LOGICAL, options(), needed(**bare) - 1)
 
 
 def test_a_program_that_breaks_its_budget_is_refused_with_names(tmp_path: Path) -> None:
@@ -152,8 +153,8 @@ def test_proposals_count_the_workspaces_that_were_measured(tmp_path: Path) -> No
     machine = load_machine("cpu-local").model_copy(update={"segments": segments})
     budget = footprint(with_measured_workspaces(made(stage=2), machine)).total_bytes
     found = alternatives(LOGICAL, options(), budget, machine)
-    assert found[0].changes == {"stage": 2}
-    assert all(10**9 < one.footprint.total_bytes <= budget for one in found)
+    assert found[0].settings == {"stage": 2}
+    assert all(10**9 < one.needed_bytes <= budget for one in found)
     path = saved(program, tmp_path / "a.zir")
     findings = load_unverified(path, budget_bytes=budget, machine=machine).report.findings
     (advised,) = (finding.advice for finding in findings if finding.code == "Z301")
@@ -167,3 +168,17 @@ def test_a_budget_that_is_no_amount() -> None:
             UserError, match=rf"^{flag} is lots, but should be an amount of memory, .*\.$"
         ):
             options(**{name: "lots"})
+
+
+def test_on_a_machine_the_fastest_that_fits_comes_first() -> None:
+    machine = load_machine("cpu-local")
+    budget = needed(stage=2)
+    found = alternatives(LOGICAL, options(), budget, machine)
+    plain = alternatives(LOGICAL, options(), budget)
+    assert [one.step_ns for one in plain] == [None] * 3
+    assert {str(one.settings) for one in found} == {str(one.settings) for one in plain}
+    steps = [simulate(made(**one.settings), machine).step_ns for one in found]
+    assert steps == [one.step_ns for one in found] == sorted(steps)
+    said = advice(LOGICAL, options(), budget, machine)
+    assert said.startswith(f"Compile with other options (steps simulated on {machine.name}): --")
+    assert " a step" in said

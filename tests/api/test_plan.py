@@ -15,10 +15,10 @@ from tests.support.programs import mlp
 from zeroir.api.compiled import capture
 from zeroir.api.plan import Planner
 from zeroir.api.search_space import Dimension, Value, regions, unit_ranges, words
-from zeroir.api.unit_classes import Kind, to_unshard, unit_kinds
+from zeroir.api.unit_classes import UnitClass, to_unshard, unit_classes
 from zeroir.config import CompileOptions, make_options
 from zeroir.cost.machine import Machine
-from zeroir.cost.search import Outcome, Point, search
+from zeroir.cost.search import Evaluation, Point, search
 from zeroir.cost.simulate import simulate
 from zeroir.errors import UserError
 from zeroir.ir.program import Program
@@ -72,10 +72,10 @@ def every_choice(found: Planner) -> Iterator[tuple[int, Mapping[str, Value]]]:
             yield number, {"stage": region.stage, "mesh": region.mesh, **settings}
 
 
-def within(outcome: Outcome, budget_bytes: int) -> Outcome:
+def within(outcome: Evaluation, budget_bytes: int) -> Evaluation:
     """The outcome as it is with a budget."""
     missing = max(0, outcome.needed_bytes - budget_bytes)
-    return Outcome(
+    return Evaluation(
         missing_bytes=missing,
         needed_bytes=outcome.needed_bytes,
         step_ns=outcome.step_ns,
@@ -85,11 +85,11 @@ def within(outcome: Outcome, budget_bytes: int) -> Outcome:
 def require_close_to_the_best(found: Planner) -> None:
     """Compare with all there is, by the same simulator, at budgets from the least that anything needs to the most."""
     table = {
-        (number, identity(settings)): found.measure(settings)[1]
+        (number, identity(settings)): found.measurer.measure(settings)[1]
         for number, settings in every_choice(found)
     }
 
-    def look_up(number: int, point: Point) -> Outcome:
+    def look_up(number: int, point: Point) -> Evaluation:
         return table[number, identity(found.regions[number].settings(point))]
 
     families = [region.family for region in found.regions]
@@ -101,7 +101,7 @@ def require_close_to_the_best(found: Planner) -> None:
     needs = sorted({outcome.needed_bytes for outcome in table.values()})
     for budget_bytes in needs[:: max(1, len(needs) // 20)]:
 
-        def evaluate(number: int, point: Point, budget_bytes: int = budget_bytes) -> Outcome:
+        def evaluate(number: int, point: Point, budget_bytes: int = budget_bytes) -> Evaluation:
             return within(look_up(number, point), budget_bytes)
 
         plan = search(families, evaluate, found.bound_ns, most_tried=500)
@@ -161,13 +161,15 @@ def test_a_plan_is_close_to_the_best_where_units_are_not_alike(
     options = make_options({"world_size": 4, "units": units, "prefetch": 2, **fixed})
     logical = capture(f"{MODELS / 'uneven.py'}:{factory}", options).logical
     found = Planner(logical, options, on, LOOSE)
-    assert len(unit_kinds(logical)) == {"mixed": 3, "coder": 2}[factory]
+    assert len(unit_classes(logical)) == {"mixed": 3, "coder": 2}[factory]
     require_close_to_the_best(found)
 
 
 def test_of_too_many_kinds_the_nearest_count_as_one() -> None:
     kinds = [
-        Kind(units=(f"a.{number}", f"b.{number}"), parameters_numel=numel, saved_bytes=0, flops=0)
+        UnitClass(
+            units=(f"a.{number}", f"b.{number}"), parameters_numel=numel, saved_bytes=0, flops=0
+        )
         for number, numel in enumerate((100, 2, 90, 1000, 10, 20000))
     ]
     assert to_unshard(kinds) == (
@@ -199,13 +201,13 @@ def test_what_is_set_is_kept_and_the_rest_is_chosen() -> None:
     names = {dimension.name for dimension in one.dimensions}
     assert names == {"select_saved", "recompute", "bucket", "live_gradients", "unshard"}
     found = planner(logical, BOUND_BY_NETWORK, world_size=4, stage=3, prefetch=2, mesh=None)
-    options = found.options({"stage": 3, "recompute": ("blocks.0",), "unshard": ("*",)})
+    options = found.measurer.options({"stage": 3, "recompute": ("blocks.0",), "unshard": ("*",)})
     assert (options.prefetch, options.recompute, options.unshard) == (2, ("blocks.0",), ("*",))
 
 
 def test_a_plan_may_gather_as_early_as_memory_allows() -> None:
     found = planner(mlp(blocks=2), BOUND_BY_NETWORK, world_size=2)
-    options = found.options({"stage": 3, "prefetch": "early"})
+    options = found.measurer.options({"stage": 3, "prefetch": "early"})
     assert options.prefetch_budget_bytes == LOOSE
 
 
@@ -240,13 +242,13 @@ def test_a_choice_is_measured_as_what_it_compiles_to() -> None:
     found = planner(logical, BOUND_BY_NETWORK, world_size=4)
     for number in (0, 2, len(found.regions) - 1):
         settings = found.regions[number].settings(found.regions[number].family.starts[0])
-        program = applied(logical, for_options(found.options(settings)))
+        program = applied(logical, for_options(found.measurer.options(settings)))
         needed_bytes = footprint(program).total_bytes
         step_ns = simulate(program, BOUND_BY_NETWORK).step_ns
-        candidate, outcome = found.measure(settings)
+        candidate, outcome = found.measurer.measure(settings)
         assert (candidate.needed_bytes, candidate.step_ns) == (needed_bytes, step_ns)
         tight = planner(logical, BOUND_BY_NETWORK, needed_bytes // 2, world_size=4)
-        candidate, outcome = tight.measure(settings)
+        candidate, outcome = tight.measurer.measure(settings)
         assert (candidate.step_ns, outcome.step_ns) == (None, step_ns)
         assert needed_bytes // 2 < candidate.needed_bytes <= needed_bytes
 
@@ -256,7 +258,7 @@ def test_where_nothing_fits_the_closest_is_named() -> None:
     logical = mlp(blocks=2)
     kept = {"world_size": 2, "bucket": 0, "live_gradients": 1, "prefetch": 1, "select_saved": True}
     loose = planner(logical, BOUND_BY_COMPUTE, **kept)
-    tried = [loose.measure(settings)[0] for _, settings in every_choice(loose)]
+    tried = [loose.measurer.measure(settings)[0] for _, settings in every_choice(loose)]
     needed = min(one.needed_bytes for one in tried)
     resting = min(one.resting_bytes for one in tried)
     assert resting < needed

@@ -16,10 +16,10 @@ PRODUCT = ("zeroir", "passes", "runtime")
 
 TRAIN = """
 from tests.passes.numbers import assert_equal, inputs, run
-from tests.passes.test_docstrings import LOGICAL
+from tests.passes.example_programs import LOGICAL
 from tests.passes.test_gates import GATES, gate
 from tests.cost.support import machine
-from zeroir.artifact.schema import pack, decode, encode
+from zeroir.artifact.schema import decode, encode
 from zeroir.cost.durations import Durations
 from zeroir.ir import ops
 from zeroir.ir.program import Program

@@ -29,12 +29,12 @@ from zeroir.report.page.facts import op_kind
 from zeroir.report.schedule import schedule
 from zeroir.verify import verify
 from zeroir.verify.context import title
-from zeroir.workspace.collective_scratch import scratch_bytes
+from zeroir.workspace.op_scratch import scratch_bytes
 
 AXIS = mlp(blocks=1).mesh.axes[0].name
 PROGRAM = replace(mlp(blocks=1), comms=(Communicator(name="made", axis=AXIS),))
 CALL = next(op for op in PROGRAM.ops() if isinstance(op, ops.Compute))
-KINDS = (ops.Memory, ops.Collective, ops.Elementwise, ops.Update, ops.Transfer)
+KINDS = (ops.Memory, ops.Collective, ops.Gather, ops.Elementwise, ops.Update, ops.Transfer)
 EVERY_OP = pytest.mark.parametrize("kind", ops.OP_CLASSES, ids=lambda kind: kind.__name__)
 
 

@@ -213,7 +213,7 @@ def test_many_buffers_are_placed_soon_and_tightly(make: Callable[[int, int], Pro
     buffers = tuple(replace(b, offset=planned[b.name]) for b in program.buffers)
     findings = Findings(replace(program, buffers=buffers))
     check_arenas(findings.program, findings)
-    assert not findings.found
+    assert not findings.items
 
 
 def test_a_plan_is_compared_with_what_can_be_live_at_once() -> None:

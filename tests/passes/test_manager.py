@@ -94,7 +94,7 @@ def test_a_pipeline_in_the_wrong_order_is_refused(specs: list[str], message: str
 def test_passes_that_ran_before_count() -> None:
     logical, passes = mlp(blocks=1), for_stage(0, 2)
     once = manager.run(logical, passes)
-    with pytest.raises(UserError, match="`all-reduce-gradients{dp=2}` has ended"):
+    with pytest.raises(UserError, match=r"`all-reduce-gradients\{dp=2\}` has ended"):
         manager.run(once, passes, reference=logical)
 
 

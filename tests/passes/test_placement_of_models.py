@@ -93,7 +93,7 @@ def test_a_plan_takes_little_more_than_is_live_at_once(
 @pytest.mark.slow
 @pytest.mark.parametrize("layers", [8, 32])
 def test_a_plan_is_as_tight_where_embeddings_are_larger_than_layers(layers: int) -> None:
-    """A Llama with the shape of the one of 70 billion parameters: the large embeddings must not tear apart what layers save."""
+    """A Llama with the shape of the 70-billion-parameter model."""
     values = {"world_size": 512, "precision": "bf16", "stage": 3}
     path = f"{MODELS / 'deep_llama.py'}:layers_{layers}"
     program = lowered(capture(path, make_options(values)).logical, values)

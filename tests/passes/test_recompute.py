@@ -367,7 +367,8 @@ def test_another_input_is_rejected() -> None:
 
 def test_only_for_one_device() -> None:
     with pytest.raises(
-        UserError, match="requires the step of one device, which `all-reduce-gradients{dp=2}` has"
+        UserError,
+        match=r"requires the step of one device, which `all-reduce-gradients\{dp=2\}` has",
     ):
         manager.check_contracts(applied(mlp(), for_stage(0, 2)), [Recompute()])
 

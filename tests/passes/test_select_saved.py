@@ -298,7 +298,8 @@ def test_what_another_backward_reads_stays_and_costs_nothing() -> None:
 
 def test_only_for_one_device() -> None:
     with pytest.raises(
-        UserError, match="requires the step of one device, which `all-reduce-gradients{dp=2}` has"
+        UserError,
+        match=r"requires the step of one device, which `all-reduce-gradients\{dp=2\}` has",
     ):
         manager.check_contracts(applied(SAVING, for_stage(0, 2)), [SelectSaved()])
 

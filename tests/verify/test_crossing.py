@@ -364,7 +364,7 @@ def test_the_host_reads_scalars_at_a_joint() -> None:
         )
     )
     assert codes(report) == {"Z105"}
-    assert "the host fills anew" in report.findings[0].sentence
+    assert "the host fills again" in report.findings[0].sentence
 
 
 def _behind_compute() -> list[Op]:

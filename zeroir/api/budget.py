@@ -1,35 +1,81 @@
-"""Which other options would fit a memory budget, cheapest first: the logical program lowered anew and measured."""
+"""Which other options would fit a memory budget: a search of the planner's candidates for the cheapest that fit.
+
+The space is small: the options of a program that can still free memory, in the order of what they add to a step. Where
+a machine is known, the candidates that fit are compared by their steps simulated on it; else they keep that order.
+Programs are measured, not verified.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from typing import Final
 
-from zeroir.api.unit_classes import repeated_units
+from zeroir.api.candidates import Candidate, CandidateMeasurer
+from zeroir.api.search_space import Value, leaner_settings
 from zeroir.config import CompileOptions
 from zeroir.cost.machine import Machine
-from zeroir.cost.measured_workspaces import with_measured_workspaces
 from zeroir.ir.program import Program
-from zeroir.memory.footprint import Footprint, footprint
+from zeroir.report.costs import format_seconds
 from zeroir.report.names import format_bytes
 
-_ENOUGH = 3
-_MOST_TIMES = 64
-
-Value = int | bool | tuple[str, ...]
-"""Of an option that is proposed: a number, a switch, or patterns of units."""
+_MOST_PROPOSED: Final = 3
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Alternative:
-    """Options that differ from those of a program, by name, and what a rank's device must hold with them."""
+def alternatives(
+    logical: Program,
+    options: CompileOptions,
+    budget_bytes: int,
+    machine: Machine | None = None,
+) -> tuple[Candidate, ...]:
+    """Up to three that fit, cheapest first; if none does, the one that needs least, where that is less than now.
 
-    changes: Mapping[str, Value]
-    footprint: Footprint
+    Their settings are what differs from ``options``. More ranks are proposed only where nothing else fits. With a
+    ``machine`` they are in the order of their simulated steps, and the workspaces count that were measured on it.
+    """
+    measurer = CandidateMeasurer(logical, options, budget_bytes, machine)
+    fitting: list[Candidate] = []
+    least: Candidate | None = None
+    for settings in leaner_settings(options, logical):
+        if fitting and "world_size" in settings:
+            break
+        candidate, evaluation = measurer.measure(settings)
+        if evaluation.fits:
+            fitting.append(candidate)
+        if least is None or candidate.needed_bytes < least.needed_bytes:
+            least = candidate
+        if len(fitting) == _MOST_PROPOSED or (fitting and "world_size" in settings):
+            break
+    if fitting or least is None:
+        return tuple(sorted(fitting, key=lambda candidate: candidate.step_ns or 0))
+    # Where little is sharded, padding may make more of it for more ranks.
+    present, _ = measurer.measure({})
+    return (least,) if least.needed_bytes < present.needed_bytes else ()
 
-    def __str__(self) -> str:
-        flags = " ".join(_flag(name.replace("_", "-"), v) for name, v in self.changes.items())
-        return f"{flags} needs {format_bytes(self.footprint.total_bytes)}"
+
+def advice(
+    logical: Program,
+    options: CompileOptions,
+    budget_bytes: int,
+    machine: Machine | None = None,
+) -> str:
+    """What to do about a program that does not fit, in a sentence; see ``alternatives``."""
+    proposed = alternatives(logical, options, budget_bytes, machine)
+    if not proposed:
+        return "Use more ranks, a lower precision or a smaller batch."
+    if proposed[0].needed_bytes > budget_bytes:
+        return f"No other options fit: the closest, {_words(proposed[0])}. Use a lower precision or a smaller batch."
+    where = "" if machine is None else f" (steps simulated on {machine.name})"
+    return f"Compile with other options{where}: {'; '.join(map(_words, proposed))}."
+
+
+def _words(candidate: Candidate) -> str:
+    """A candidate as the flags to compile with, and what it needs and takes."""
+    flags = " ".join(
+        _flag(name.replace("_", "-"), value) for name, value in candidate.settings.items()
+    )
+    text = f"{flags} needs {format_bytes(candidate.needed_bytes)}"
+    if candidate.step_ns is not None:
+        text += f" and takes {format_seconds(candidate.step_ns / 1e9)} a step"
+    return text
 
 
 def _flag(name: str, value: Value) -> str:
@@ -40,96 +86,3 @@ def _flag(name: str, value: Value) -> str:
             return f"--{name} '{','.join(value)}'"
         case _:
             return f"--{name} {value}"
-
-
-def alternatives(
-    logical: Program,
-    options: CompileOptions,
-    budget_bytes: int,
-    machine: Machine | None = None,
-) -> tuple[Alternative, ...]:
-    """Up to three that fit, cheapest first; if none does, the one that needs least, where that is less than now.
-
-    What costs no communication comes first: fewer full gradients at once, saving less for the backward, stages up to 2.
-    Then what exposes or adds some: no prefetch, stage 3; then computing every unit's forward twice. More ranks come
-    last. Programs are measured, not verified. Of ``machine`` the workspaces count that a profile has seen.
-    """
-
-    def needed(changes: Mapping[str, Value]) -> Footprint:
-        program = _lowered(logical, options, changes)
-        return footprint(program if machine is None else with_measured_workspaces(program, machine))
-
-    fitting: list[Alternative] = []
-    least: Alternative | None = None
-    for changes in _candidates(options, has_blocks=bool(repeated_units(logical))):
-        found = Alternative(changes=changes, footprint=needed(changes))
-        if found.footprint.total_bytes <= budget_bytes:
-            fitting.append(found)
-        if least is None or found.footprint.total_bytes < least.footprint.total_bytes:
-            least = found
-        if len(fitting) == _ENOUGH or (fitting and "world_size" in changes):
-            break
-    if fitting or least is None:
-        return tuple(fitting)
-    # Where little is sharded, padding may make more of it for more ranks.
-    return (least,) if least.footprint.total_bytes < needed({}).total_bytes else ()
-
-
-def advice(
-    logical: Program,
-    options: CompileOptions,
-    budget_bytes: int,
-    machine: Machine | None = None,
-) -> str:
-    """What to do about a program that does not fit, in a sentence; see ``alternatives``."""
-    found = alternatives(logical, options, budget_bytes, machine)
-    if not found:
-        return "Use more ranks, a lower precision or a smaller batch."
-    if found[0].footprint.total_bytes > budget_bytes:
-        return f"No other options fit: the closest, {found[0]}. Use a lower precision or a smaller batch."
-    return f"Compile with other options: {'; '.join(map(str, found))}."
-
-
-def _candidates(options: CompileOptions, *, has_blocks: bool) -> Iterator[Mapping[str, Value]]:
-    stage = options.stage
-    lean: dict[str, Value] = {}
-    if not options.select_saved:
-        lean["select_saved"] = True
-        yield dict(lean)
-    if stage >= 2 and options.live_gradients > 1:
-        yield {**lean, "live_gradients": 1}
-    for higher in range(stage + 1, 3):
-        yield {**lean, "stage": higher}
-    if stage < 2:
-        yield {**lean, "stage": 2, "live_gradients": 1}
-    if stage < 3:
-        yield {**lean, "stage": 3}
-    bare = {**lean, **({"stage": 3} if stage < 3 else {})}
-    if options.live_gradients > 1:
-        bare["live_gradients"] = 1
-    # A budget of its own says how early parameters are gathered, whatever the distance is.
-    if options.prefetch and options.prefetch_budget is None:
-        if stage == 3:
-            yield {**lean, "prefetch": 0}
-        bare["prefetch"] = 0
-    if bare:
-        yield dict(bare)
-    if has_blocks and not options.recompute:
-        yield {**lean, "recompute": ("*",)}
-        bare["recompute"] = ("*",)
-        yield dict(bare)
-    times = 2
-    while options.mesh is None and times <= _MOST_TIMES:
-        yield {**bare, "world_size": options.world_size * times}
-        times *= 2
-
-
-def _lowered(logical: Program, options: CompileOptions, changes: Mapping[str, Value]) -> Program:
-    from zeroir.passes.manager import apply
-    from zeroir.passes.pipelines import for_options
-
-    chosen = options.model_copy(update=dict(changes))
-    program = replace(logical, options=chosen.to_pairs())
-    for step in for_options(chosen):
-        program = apply(step, program)
-    return program

@@ -44,7 +44,7 @@ class CompiledProgram:
 
     @property
     def logical(self) -> Program:
-        """The one-device program that the passes started from."""
+        """The program for one device, before any pass."""
         return self.artifact.logical
 
     @cached_property
@@ -169,7 +169,7 @@ def compile_model(model: str | Path, **options: Unpack[CompileKeywords]) -> Comp
     """Compile ``path/to/model.py`` (or ``model.py:factory``); the keywords are ``CompileOptions``' fields.
 
     Raises:
-        UserError: where the file or an option is wrong.
+        UserError: if the file or an option is wrong.
     """
     return compile_with(model, make_options(options))
 
@@ -186,7 +186,7 @@ def compile_with(model: str | Path, options: CompileOptions) -> CompiledProgram:
 
     problem = misdeclared(proof.program.segments)
     if problem is not None:
-        raise InternalError(f"The program declares what torch does not make: {problem}.")
+        raise InternalError(f"The program declares results that torch does not compute: {problem}.")
     return _with_proof(artifact, proof, None)
 
 
@@ -233,7 +233,7 @@ def load_program(path: str | Path) -> CompiledProgram:
     """Read a ``.zir`` file and verify it.
 
     Raises:
-        UserError: where the file is missing, damaged, of a newer schema, or breaks a law.
+        UserError: if the file is missing or damaged, has a newer schema, or breaks a law.
     """
     return _require_valid(load_unverified(path))
 

@@ -45,10 +45,12 @@ def simulate(
 
 
 def estimate(params: float, **options: Unpack[EstimateKeywords]) -> Estimate:
-    """What training that many parameters takes at every stage; the keywords are ``EstimateOptions``' fields.
+    """The memory and communication of training ``params`` parameters, at every stage.
+
+    The keywords are the fields of ``EstimateOptions``.
 
     Raises:
-        UserError: where an option is wrong.
+        UserError: if an option is wrong.
     """
     try:
         return estimate_with(EstimateOptions.model_validate({"params": params, **options}))

@@ -6,61 +6,29 @@ and simulates the step; the chosen program alone is verified, and the budget is 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Unpack
 
+from zeroir.api.candidates import Candidate, CandidateMeasurer
 from zeroir.api.compiled import CompiledProgram, capture, lowered
 from zeroir.api.keywords import CompileKeywords
-from zeroir.api.search_space import EARLY, Value, regions, words
+from zeroir.api.search_space import Value, regions, words
 from zeroir.config import CompileOptions, make_options
-from zeroir.cost.bounds import compute_bound_s, wire_bound_s
 from zeroir.cost.machine import Machine, load_machine
-from zeroir.cost.measured_workspaces import with_measured_workspaces
-from zeroir.cost.search import Outcome, Point, search
-from zeroir.cost.simulate import Measured, simulate
+from zeroir.cost.search import Evaluation, Point, search
 from zeroir.errors import UserError
-from zeroir.ir import ops
 from zeroir.ir.amounts import parse_bytes
 from zeroir.ir.program import Program
-from zeroir.memory.footprint import FullestMoment, footprint
-from zeroir.memory.placement import unplaced
-from zeroir.passes.base import Fact, Pass
-from zeroir.passes.pipelines import for_options
-from zeroir.passes.plan_memory import PlanMemory
-from zeroir.report.costs import format_seconds, path_shares
+from zeroir.report.costs import format_seconds
 from zeroir.report.names import format_bytes
-from zeroir.workspace.segments import corrected
 
 MOST_TRIED: Final = 500
 """Choices that a search tries at most, unless told otherwise."""
 
-_KEPT_PROGRAMS: Final = 64
-
 Identity = tuple[tuple[str, Value], ...]
 """Settings as a key."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
-    """A choice that was tried: what it needs on a rank's device, and what its step takes where that fits.
-
-    ``resting_bytes`` of what it needs are persistent. ``culprit`` says where it needs most. What does not fit is not
-    placed: wherever its buffers stood, it would need ``needed_bytes`` at least. ``bounded_by`` are the parts of the
-    critical path, largest first, as shares of the step. ``measured`` says of how much of it the machine has
-    measurements; what else it takes is computed.
-    """
-
-    settings: Mapping[str, Value]
-    needed_bytes: int
-    resting_bytes: int
-    culprit: str
-    step_ns: int | None
-    exposed_ns: int
-    bounded_by: tuple[tuple[str, float], ...]
-    measured: Measured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +94,7 @@ def plan_with(
     captured = capture(model, options)
     planner = Planner(captured.logical, options, known, budget_bytes)
     found = planner.search(most_tried)
-    compiled = lowered(captured, planner.options(found.chosen.settings), known)
+    compiled = lowered(captured, planner.measurer.options(found.chosen.settings), known)
     return Plan(
         compiled=compiled,
         machine=known.name,
@@ -142,7 +110,7 @@ def plan_with(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class SearchResult:
     """The outcome of a search, before the chosen program is compiled; see ``Plan``."""
 
     chosen: Candidate
@@ -161,19 +129,16 @@ class Planner:
     def __init__(
         self, logical: Program, options: CompileOptions, machine: Machine, budget_bytes: int
     ) -> None:
-        self._logical = logical
-        budget = {"memory_budget": str(budget_bytes)}
-        self._base = options.model_copy(update=budget)
         self._machine = machine
         self._budget_bytes = budget_bytes
-        self._after = lru_cache(maxsize=_KEPT_PROGRAMS)(self._run_passes)
-        self._compute_ns: dict[tuple[Pass, ...], int] = {}
+        self._selects_saved = options.select_saved
+        self.measurer = CandidateMeasurer(logical, options, budget_bytes, machine)
         self._wire_ns: dict[int, int] = {}
         self._candidates: dict[tuple[int, Point], Candidate] = {}
-        self._outcomes: dict[Identity, tuple[Candidate, Outcome]] = {}
+        self._outcomes: dict[Identity, tuple[Candidate, Evaluation]] = {}
         self.regions = regions(options, logical)
 
-    def search(self, most_tried: int = MOST_TRIED) -> Choice:
+    def search(self, most_tried: int = MOST_TRIED) -> SearchResult:
         """Find the best choice.
 
         Raises:
@@ -194,7 +159,7 @@ class Planner:
             if is_best_or_beside and self._candidates[key].settings != chosen.settings:
                 others.setdefault(_identity(self._candidates[key].settings), key)
         cut_off = {number: self.bound_ns(number, None) for number in found.cut_off}
-        return Choice(
+        return SearchResult(
             chosen=chosen,
             alternatives=tuple(
                 Alternative(
@@ -212,60 +177,16 @@ class Planner:
             is_finished=found.is_finished,
         )
 
-    def options(self, settings: Mapping[str, Value]) -> CompileOptions:
-        """The options that make such a choice."""
-        values = {**self._base.model_dump(), **settings}
-        if settings.get("prefetch") == EARLY:
-            # How early is then said by the budget alone.
-            del values["prefetch"]
-            values["prefetch_budget"] = self._base.memory_budget
-        return make_options(values)
-
-    def evaluate(self, number: int, point: Point) -> Outcome:
+    def evaluate(self, number: int, point: Point) -> Evaluation:
         """Lower a choice of a region, measure it, and simulate it."""
         settings = self.regions[number].settings(point)
-        known = self._outcomes.get(_identity(settings)) or self.measure(settings)
+        known = self._outcomes.get(_identity(settings)) or self.measurer.measure(settings)
         self._outcomes[_identity(settings)] = known
         self._candidates[number, point], outcome = known
         if point == self.regions[number].family.starts[0]:
             # Now, while what it is lowered to is still remembered.
             self._wire_bound_ns(number)
         return outcome
-
-    def measure(self, settings: Mapping[str, Value]) -> tuple[Candidate, Outcome]:
-        """What any settings come to, be they of a region or not."""
-        options = self.options(settings)
-        program = corrected(self._lowered(options))
-        measured = with_measured_workspaces(program, self._machine)
-        needed = footprint(measured, place=unplaced)
-        if needed.total_bytes <= self._budget_bytes:
-            # Only what may fit is worth looking for places.
-            needed = footprint(measured)
-        missing_bytes = max(0, needed.total_bytes - self._budget_bytes)
-        simulation = simulate(program, self._machine)
-        shares: dict[str, float] = {}
-        for share in path_shares(program, simulation):
-            what = "the segments" if share.what.startswith("compute ") else share.what
-            shares[what] = shares.get(what, 0.0) + share.seconds / simulation.step_s
-        candidate = Candidate(
-            settings=settings,
-            needed_bytes=needed.total_bytes,
-            resting_bytes=needed.resting_bytes,
-            culprit=_culprit(program, needed.fullest),
-            step_ns=None if missing_bytes else simulation.step_ns,
-            exposed_ns=0 if missing_bytes else round(simulation.exposed_s * 1e9),
-            bounded_by=()
-            if missing_bytes
-            else tuple(sorted(shares.items(), key=lambda item: (-item[1], item[0]))),
-            measured=simulation.measured,
-        )
-        outcome = Outcome(
-            missing_bytes=missing_bytes,
-            needed_bytes=needed.total_bytes,
-            step_ns=simulation.step_ns,
-            is_hopeless=needed.resting_bytes > self._budget_bytes,
-        )
-        return candidate, outcome
 
     def bound_ns(self, number: int, point: Point | None) -> int:
         """What the step of a choice, or of every choice of a region, does not fall below.
@@ -278,37 +199,20 @@ class Planner:
             start = region.settings(region.family.starts[0])
             return min(
                 self._bound_ns(number, {**start, "select_saved": value})
-                for value in region.values("select_saved") or (self._base.select_saved,)
+                for value in region.values("select_saved") or (self._selects_saved,)
             )
         return self._bound_ns(number, region.settings(point))
 
     def _bound_ns(self, number: int, settings: Mapping[str, Value]) -> int:
-        passes = for_options(self.options(settings))
-        local = passes[: _first_reduction(passes)]
-        if local not in self._compute_ns:
-            program = replace(self._after(local), options=self._base.to_pairs())
-            self._compute_ns[local] = int(compute_bound_s(program, self._machine) * 1e9)
-        return max(self._compute_ns[local], self._wire_bound_ns(number))
+        compute_ns = self.measurer.compute_bound_ns(settings, self._machine)
+        return max(compute_ns, self._wire_bound_ns(number))
 
     def _wire_bound_ns(self, number: int) -> int:
         """What the step of every choice of a region does not fall below for what travels."""
         if number not in self._wire_ns:
-            region = self.regions[number]
-            program = self._lowered(self.options(region.settings(region.family.starts[0])))
-            self._wire_ns[number] = int(wire_bound_s(program, self._machine) * 1e9)
+            start = self.regions[number].settings(self.regions[number].family.starts[0])
+            self._wire_ns[number] = self.measurer.wire_bound_ns(start, self._machine)
         return self._wire_ns[number]
-
-    def _lowered(self, options: CompileOptions) -> Program:
-        """The program before its memory is planned, its segments' own memory not corrected."""
-        passes = tuple(one for one in for_options(options) if not isinstance(one, PlanMemory))
-        return replace(self._after(passes), options=options.to_pairs())
-
-    def _run_passes(self, passes: tuple[Pass, ...]) -> Program:
-        """The logical program after these passes, not verified."""
-        if not passes:
-            return self._logical
-        before, last = self._after(passes[:-1]), passes[-1]
-        return replace(last(before), passes=(*before.passes, last.spec()))
 
     def _closest(self, best: Candidate) -> str:
         """What comes closest; where already too much rests on a rank, nothing was searched for, and that is said."""
@@ -340,14 +244,6 @@ class Planner:
         return text
 
 
-def _first_reduction(passes: Sequence[Pass]) -> int:
-    """How many passes come before the first that is about ranks."""
-    for count, one in enumerate(passes):
-        if Fact.GRADIENTS_REDUCED in one.establishes:
-            return count
-    return len(passes)
-
-
 def _identity(settings: Mapping[str, Value]) -> Identity:
     return tuple(settings.items())
 
@@ -356,14 +252,3 @@ def _is_beside(key: tuple[int, Point], at: tuple[int, Point]) -> bool:
     """Whether two points of a family differ along one axis alone."""
     same_family = key[0] == at[0]
     return same_family and sum(a != b for a, b in zip(key[1], at[1], strict=True)) == 1
-
-
-def _culprit(program: Program, fullest: FullestMoment) -> str:
-    """Where a program holds most."""
-    place = f"in {fullest.section}" if fullest.section else "of what rests there"
-    if fullest.section and fullest.index >= 0:
-        op = program.section_by_name[fullest.section].body[fullest.index]
-        what = f" %{op.buffer}" if isinstance(op, ops.Alloc) else ""
-        place = f"at `{ops.op_name(type(op))}{what}` ({fullest.section}:{fullest.index})"
-    place += f" of unit {fullest.unit}" if fullest.unit else ""
-    return place + (f" ({fullest.source})" if fullest.source else "")

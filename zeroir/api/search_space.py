@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from math import prod
 from typing import Final, assert_never
 
-from zeroir.api.unit_classes import repeated_units, to_recompute, to_unshard, unit_kinds
+from zeroir.api.unit_classes import repeated_units, to_recompute, to_unshard, unit_classes
 from zeroir.config import CompileOptions
 from zeroir.cost.search import Family, Point
 from zeroir.ir.mesh import REPLICATE_AXIS, SHARD_AXIS
@@ -23,6 +23,8 @@ EARLY: Final = "early"
 
 _PREFETCH: Final = (0, 1, 2, 3, 4, EARLY)
 _LIVE_GRADIENTS: Final = (1, 2, 3, 4)
+_MOST_TIMES: Final = 64
+"""How many times as many ranks are proposed at most."""
 _BUCKET_BYTES: Final = (0, 25_000_000, 100_000_000, 400_000_000)
 
 
@@ -38,7 +40,7 @@ class Dimension:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kinds:
+class UnitCounts:
     """An option that names units: how many of each kind, counted from the first of each or from the last.
 
     ``kinds`` holds for each kind its units, in order. With ``is_fast`` most speed is where all are named, else where
@@ -81,19 +83,19 @@ class Kinds:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Region:
+class SearchRegion:
     """Choices of one stage and one mesh. ``units`` are all that are repeated, in order."""
 
     stage: int
     mesh: str | None
     units: tuple[str, ...]
-    dimensions: tuple[Dimension | Kinds, ...]
+    dimensions: tuple[Dimension | UnitCounts, ...]
 
     @property
     def size(self) -> int:
         """How many choices these are."""
         return prod(
-            one.size if isinstance(one, Kinds) else len(one.values) for one in self.dimensions
+            one.size if isinstance(one, UnitCounts) else len(one.values) for one in self.dimensions
         )
 
     def settings(self, point: Point) -> Mapping[str, Value]:
@@ -104,7 +106,7 @@ class Region:
             match one:
                 case Dimension():
                     chosen[one.name] = one.values[rest.pop(0)]
-                case Kinds():
+                case UnitCounts():
                     at = tuple(rest.pop(0) for _ in one.sizes)
                     chosen[one.name] = self._named(one.units(at))
                 case _:
@@ -134,7 +136,7 @@ class Region:
                     sizes.append(len(one.values))
                     for start, at in ((fast, one.fast), (usual, one.usual), (lean, one.lean)):
                         start.append(at)
-                case Kinds():
+                case UnitCounts():
                     sizes += one.sizes
                     fast += one.start(is_all=one.is_fast)
                     usual += one.start(is_all=False)
@@ -191,7 +193,7 @@ def unit_ranges(units: Iterable[str]) -> str:
     return " ".join(said)
 
 
-def regions(options: CompileOptions, logical: Program) -> tuple[Region, ...]:
+def regions(options: CompileOptions, logical: Program) -> tuple[SearchRegion, ...]:
     """All choices that leave alone what is set in the options, at the stages at which it means something."""
     is_set = options.model_fields_set
     stages = [
@@ -200,7 +202,7 @@ def regions(options: CompileOptions, logical: Program) -> tuple[Region, ...]:
         if options.model_copy(update={"stage": stage}).without_effect is None
     ]
     units = repeated_units(logical)
-    found: list[Region] = []
+    found: list[SearchRegion] = []
     for stage in stages:
         meshes = [options.mesh] if "mesh" in is_set else _meshes(stage, options.world_size)
         dimensions = tuple(
@@ -209,9 +211,50 @@ def regions(options: CompileOptions, logical: Program) -> tuple[Region, ...]:
             if one.name not in is_set and not (one.name == "prefetch" and options.prefetch_budget)
         )
         found += [
-            Region(stage=stage, mesh=mesh, units=units, dimensions=dimensions) for mesh in meshes
+            SearchRegion(stage=stage, mesh=mesh, units=units, dimensions=dimensions)
+            for mesh in meshes
         ]
     return tuple(found)
+
+
+def leaner_settings(options: CompileOptions, logical: Program) -> Iterator[Mapping[str, Value]]:
+    """Changes to options that free memory, in the order of what they add to a step; the mesh stays.
+
+    What costs no communication comes first: fewer full gradients at once, saving less for the backward, stages up to 2.
+    Then what exposes or adds some: no prefetch, stage 3; then computing every unit's forward twice. More ranks come
+    last.
+    """
+    stage = options.stage
+    lean: dict[str, Value] = {}
+    if not options.select_saved:
+        lean["select_saved"] = True
+        yield dict(lean)
+    if stage >= 2 and options.live_gradients > 1:
+        yield {**lean, "live_gradients": 1}
+    for higher in range(stage + 1, 3):
+        yield {**lean, "stage": higher}
+    if stage < 2:
+        yield {**lean, "stage": 2, "live_gradients": 1}
+    if stage < 3:
+        yield {**lean, "stage": 3}
+    leanest = {**lean, **({"stage": 3} if stage < 3 else {})}
+    if options.live_gradients > 1:
+        leanest["live_gradients"] = 1
+    # A budget of its own says how early parameters are gathered, whatever the distance is.
+    if options.prefetch and options.prefetch_budget is None:
+        if stage == 3:
+            yield {**lean, "prefetch": 0}
+        leanest["prefetch"] = 0
+    if leanest:
+        yield dict(leanest)
+    if repeated_units(logical) and not options.recompute:
+        yield {**lean, "recompute": (ALL_REPEATED,)}
+        leanest["recompute"] = (ALL_REPEATED,)
+        yield dict(leanest)
+    times = 2
+    while options.mesh is None and times <= _MOST_TIMES:
+        yield {**leanest, "world_size": options.world_size * times}
+        times *= 2
 
 
 def _meshes(stage: int, world_size: int) -> list[str | None]:
@@ -226,9 +269,9 @@ def _meshes(stage: int, world_size: int) -> list[str | None]:
     return found
 
 
-def _dimensions(stage: int, logical: Program) -> Sequence[Dimension | Kinds]:
+def _dimensions(stage: int, logical: Program) -> Sequence[Dimension | UnitCounts]:
     """What is to be chosen at a stage."""
-    kinds = unit_kinds(logical)
+    kinds = unit_classes(logical)
     # Beyond what there is, all buckets are alike.
     whole_bytes = 4 * logical.parameters_numel
     sizes = tuple(
@@ -237,11 +280,11 @@ def _dimensions(stage: int, logical: Program) -> Sequence[Dimension | Kinds]:
         if not at or _BUCKET_BYTES[at - 1] < whole_bytes
     )
     saved = Dimension(name="select_saved", values=(False, True), fast=0, usual=1, lean=1)
-    again = Kinds(name="recompute", kinds=to_recompute(kinds), is_fast=False)
+    again = UnitCounts(name="recompute", kinds=to_recompute(kinds), is_fast=False)
     bucket = Dimension(name="bucket", values=sizes, fast=min(2, len(sizes) - 1), usual=0, lean=0)
     live = Dimension(name="live_gradients", values=_LIVE_GRADIENTS, fast=3, usual=1, lean=0)
     ahead = Dimension(name="prefetch", values=_PREFETCH, fast=2, usual=1, lean=0)
-    whole = Kinds(name="unshard", kinds=to_unshard(kinds), is_fast=True)
+    whole = UnitCounts(name="unshard", kinds=to_unshard(kinds), is_fast=True)
     return (
         saved,
         again,

@@ -18,7 +18,7 @@ _MOST_KINDS: Final = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
+class UnitClass:
     """Units that are alike, in the order of their first use.
 
     ``parameters_numel`` are of each, ``saved_bytes`` what each forward keeps for its backward alone, and ``flops`` what
@@ -37,7 +37,7 @@ def repeated_units(program: Program) -> tuple[str, ...]:
     return tuple(unit for unit in units if unit.partition(".")[0] != _ROOT)
 
 
-def unit_kinds(program: Program) -> tuple[Kind, ...]:
+def unit_classes(program: Program) -> tuple[UnitClass, ...]:
     """The repeated units by kind: those whose forwards call equal segments and whose parameters are laid out alike."""
     view = SectionView(program, program.sections[0].body)
     forwards = [op for index, op in view.computes.items() if index not in view.backward]
@@ -53,13 +53,13 @@ def unit_kinds(program: Program) -> tuple[Kind, ...]:
         name: {view.computes[index].unit for index in buffer.readers if index not in view.backward}
         for name, buffer in view.filled.items()
     }
-    found: list[Kind] = []
+    found: list[UnitClass] = []
     for units in alike.values():
         own = [op for op in forwards if op.unit == units[0]]
         written = {d.view.region.buffer for op in own for d in op.destinations if d is not None}
         buffers = [program.buffer_by_name[name] for name in written]
         found.append(
-            Kind(
+            UnitClass(
                 units=tuple(units),
                 parameters_numel=sum(numel for numel, _, _ in flats.get(units[0], ())),
                 saved_bytes=sum(
@@ -73,18 +73,20 @@ def unit_kinds(program: Program) -> tuple[Kind, ...]:
     return tuple(found)
 
 
-def to_recompute(kinds: Sequence[Kind]) -> tuple[tuple[str, ...], ...]:
+def to_recompute(kinds: Sequence[UnitClass]) -> tuple[tuple[str, ...], ...]:
     """The units by kind, in the order in which they are best computed once more: most bytes for their arithmetic."""
     return _merged(kinds, lambda kind: kind.saved_bytes / (kind.flops + 1))
 
 
-def to_unshard(kinds: Sequence[Kind]) -> tuple[tuple[str, ...], ...]:
+def to_unshard(kinds: Sequence[UnitClass]) -> tuple[tuple[str, ...], ...]:
     """The units by kind, in the order of their size, of which the last come first: they are soonest used again."""
     axes = _merged(kinds, lambda kind: kind.parameters_numel)
     return tuple(units[::-1] for units in axes)
 
 
-def _merged(kinds: Sequence[Kind], weigh: Callable[[Kind], float]) -> tuple[tuple[str, ...], ...]:
+def _merged(
+    kinds: Sequence[UnitClass], weigh: Callable[[UnitClass], float]
+) -> tuple[tuple[str, ...], ...]:
     """The units by kind, those that weigh most first, with the nearest in weight as one where there are too many."""
     ranked = sorted(kinds, key=weigh, reverse=True)
     groups = [[kind] for kind in ranked]

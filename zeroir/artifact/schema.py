@@ -29,7 +29,7 @@ from zeroir.ir.program import Program
 from zeroir.ir.segment import Ref, Symbol
 
 SCHEMA_VERSION: Final = (1, 3)
-"""(major, minor). A minor version adds fields with defaults, or classes; a major one changes the meaning of files."""
+"""(major, minor). A minor version adds fields with defaults, or classes; a major one changes what files mean."""
 
 _MAX_DEPTH: Final = 64
 """The largest depth of nested lists in a node's arguments."""
@@ -432,7 +432,7 @@ def _describe(hint: object, described: dict[str, dict[str, str]]) -> None:
     declared = typing.get_type_hints(hint, include_extras=True)
     described[hint.__name__] = {
         field.name: (
-            # What ops say of their fields beside the type is no part of a file's meaning.
+            # An op may annotate a field beyond its type; the annotation does not change the meaning of files.
             str(field.type)
             if declared[field.name] == hints[field.name]
             else _spelled(hints[field.name])

@@ -8,7 +8,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from zeroir.api.plan import Candidate, Plan
+from zeroir.api.candidates import Candidate
+from zeroir.api.plan import Plan
 from zeroir.api.search_space import words
 from zeroir.report.costs import format_seconds, measured_counts
 from zeroir.report.lines import Lines
@@ -30,7 +31,7 @@ def render_plan(plan: Plan, *, is_unfolded: bool = False) -> RenderableType:
     grid.add_row("chosen", words(chosen.settings))
     step_s = (chosen.step_ns or 0) / 1e9
     grid.add_row("step", f"{format_seconds(step_s)}, {_bounded(chosen)}")
-    if chosen.measured.segments or chosen.measured.collectives:
+    if chosen.measured is not None and (chosen.measured.segments or chosen.measured.collectives):
         grid.add_row("measured", measured_counts(chosen.measured))
     grid.add_row("needs", f"{format_bytes(chosen.needed_bytes)}, most {chosen.culprit}")
     grid.add_row(
@@ -92,7 +93,7 @@ def _candidate_json(candidate: Candidate) -> dict[str, object]:
         "step_seconds": None if candidate.step_ns is None else candidate.step_ns / 1e9,
         "exposed_communication_seconds": candidate.exposed_ns / 1e9,
         "critical_path": dict(candidate.bounded_by),
-        "measured": asdict(candidate.measured),
+        "measured": None if candidate.measured is None else asdict(candidate.measured),
     }
 
 

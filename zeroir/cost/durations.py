@@ -203,7 +203,7 @@ class Durations:
 def collective_kind(op: ops.CollectiveOp) -> CollectiveKind:
     """The kind of a collective, by which it is timed; a prefetch is an all-gather."""
     match op:
-        case ops.AllGather() | ops.Prefetch():
+        case ops.Gather():
             return "all_gather"
         case ops.ReduceScatter():
             return "reduce_scatter"

@@ -44,7 +44,7 @@ class Family:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class Evaluation:
     """What a point comes to: the bytes that are missing, those that it needs, and its step, were none missing.
 
     ``is_hopeless`` says that no point of the family fits.
@@ -78,11 +78,11 @@ class Found:
     best: tuple[Point, ...]
     winner: int
     cut_off: frozenset[int]
-    tried: Mapping[tuple[int, Point], Outcome]
+    tried: Mapping[tuple[int, Point], Evaluation]
     is_finished: bool
 
 
-Evaluate = Callable[[int, Point], Outcome]
+Evaluate = Callable[[int, Point], Evaluation]
 Bound = Callable[[int, Point | None], int]
 """What the step of a point, or of all points of a family, does not fall below."""
 
@@ -106,7 +106,7 @@ class _Search:
         self._evaluate = evaluate
         self._bound_ns = bound_ns
         self._most_tried = most_tried
-        self._tried: dict[tuple[int, Point], Outcome] = {}
+        self._tried: dict[tuple[int, Point], Evaluation] = {}
         self._floors_ns: dict[int, int] = {}
         self._best = [family.starts[0] for family in families]
         self._is_finished = True
@@ -152,7 +152,7 @@ class _Search:
             is_finished=self._is_finished,
         )
 
-    def _try(self, number: int, point: Point) -> Outcome | None:
+    def _try(self, number: int, point: Point) -> Evaluation | None:
         """What a point comes to; None where it cannot be the family's best, or enough was tried."""
         outcome = self._tried.get((number, point))
         if outcome is not None:
@@ -247,7 +247,7 @@ class _Search:
         for value in values:
             yield (*at[:axis], value, *at[axis + 1 :])
 
-    def _outcome(self, number: int) -> Outcome:
+    def _outcome(self, number: int) -> Evaluation:
         return self._tried[number, self._best[number]]
 
     def _rank(self, number: int) -> tuple[tuple[int, int, int], int]:

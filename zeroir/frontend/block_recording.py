@@ -7,9 +7,10 @@ own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -54,8 +55,8 @@ class ObservedBlocks:
         """Install hooks next to the forwards: all other hooks of the blocks run outside the observed calls."""
         for name in self.names:
             block = model.get_submodule(name)
-            block.register_forward_pre_hook(self._entering(name))
-            block.register_forward_hook(self._leaving(name), prepend=True)
+            block.register_forward_pre_hook(partial(self._enter, name))
+            block.register_forward_hook(partial(self._leave, name), prepend=True)
 
     @contextmanager
     def observed_by(self, observer: BlockObserver) -> Iterator[None]:
@@ -66,19 +67,13 @@ class ObservedBlocks:
         finally:
             self.observer = None
 
-    def _entering(self, name: str) -> Callable[[nn.Module, object], None]:
-        def enter(_: nn.Module, __: object) -> None:
-            if self.observer is not None:
-                self.observer.enter(name)
+    def _enter(self, name: str, _: nn.Module, __: object) -> None:
+        if self.observer is not None:
+            self.observer.enter(name)
 
-        return enter
-
-    def _leaving(self, name: str) -> Callable[[nn.Module, object, object], None]:
-        def leave(_: nn.Module, __: object, ___: object) -> None:
-            if self.observer is not None:
-                self.observer.leave(name)
-
-        return leave
+    def _leave(self, name: str, _: nn.Module, __: object, ___: object) -> None:
+        if self.observer is not None:
+            self.observer.leave(name)
 
 
 @dataclass(slots=True)

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -50,8 +51,8 @@ class OriginTracker:
     def install(self, model: nn.Module) -> None:
         """Install hooks outside every other hook, so that casts count as part of their module."""
         for name, module in model.named_modules():
-            module.register_forward_pre_hook(_EnterHook(self, name), prepend=True)
-            module.register_forward_hook(_LeaveHook(self), always_call=True)
+            module.register_forward_pre_hook(partial(self._enter, name), prepend=True)
+            module.register_forward_hook(self._leave, always_call=True)
 
     def restart(self) -> None:
         """Begin a forward."""
@@ -61,15 +62,13 @@ class OriginTracker:
         self._counts.clear()
         self._number = 0
 
-    def enter(self, name: str) -> None:
-        """A module's call begins."""
+    def _enter(self, name: str, _: nn.Module, __: object) -> None:
         if self._open and self._open[-1][1] == len(self._calls):
             self._open[-1][0].modules.append(name)
         self._calls.append(ModuleCall(module=name, index=self._counts[name]))
         self._counts[name] += 1
 
-    def leave(self) -> None:
-        """The innermost module's call ends."""
+    def _leave(self, _: nn.Module, __: object, ___: object) -> None:
         self._calls.pop()
 
     def checkpoint(self) -> AbstractContextManager[None]:
@@ -119,20 +118,3 @@ class OriginTracker:
             if path.is_relative_to(base):
                 return path.relative_to(base).as_posix()
         return path.name
-
-
-@dataclass(frozen=True)
-class _EnterHook:
-    tracker: OriginTracker
-    name: str
-
-    def __call__(self, _: nn.Module, __: object) -> None:
-        self.tracker.enter(self.name)
-
-
-@dataclass(frozen=True)
-class _LeaveHook:
-    tracker: OriginTracker
-
-    def __call__(self, _: nn.Module, __: object, ___: object) -> None:
-        self.tracker.leave()

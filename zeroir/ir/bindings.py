@@ -30,21 +30,21 @@ def bindings(op: Compute) -> list[Binding | None]:
     """How each output of a call meets its destination."""
     touched = [argument.view.region.buffer for argument in op.arguments]
     touched += [d.view.region.buffer for d in op.destinations if d is not None]
-    found: list[Binding | None] = []
+    bound: list[Binding | None] = []
     for destination in op.destinations:
         if destination is None:
-            found.append(None)
+            bound.append(None)
             continue
         view = destination.view
         is_shared = touched.count(view.region.buffer) > 1 and any(
-            view.region.overlaps(other)
-            for other in [
+            view.region.overlaps(operand)
+            for operand in [
                 *(argument.view.region for argument in op.arguments),
                 *(d.view.region for d in op.destinations if d and d is not destination),
             ]
         )
-        found.append(Binding(mode=destination.mode, stride=view.stride, is_exclusive=not is_shared))
-    return found
+        bound.append(Binding(mode=destination.mode, stride=view.stride, is_exclusive=not is_shared))
+    return bound
 
 
 def plain_bindings(segment: Segment) -> list[Binding | None]:

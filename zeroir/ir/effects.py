@@ -55,7 +55,7 @@ _MODES: Final = {Use.WRITTEN: Mode.WRITE, Use.ACCUMULATED: Mode.ACCUMULATE}
 
 
 def _effects_of(kind: type[ops.Op]) -> Callable[[ops.Op], Effects]:
-    """The function that works out the effects of ops of one class, as its fields declare them."""
+    """A function from an op of that class to its effects, as the fields declare them."""
     getters: dict[str, Callable[[object], object]] = {}
     for use, effect in ((Use.STREAM, "stream"), (Use.COMM, "comm")):
         if (field := op_field(kind, use)) is not None:
@@ -80,7 +80,7 @@ def _effects_of(kind: type[ops.Op]) -> Callable[[ops.Op], Effects]:
 
 
 def _regions(operand: Operand, use: Use) -> _Getter | None:
-    """What reads an operand's regions off an op, as far as they are of that use; None where they never are."""
+    """A function from an op to the regions of one operand that have that use; None where none can have it."""
     field, path = operand.field, operand.path
     if operand.use is not Use.RESULT:
         if operand.use is not use:
@@ -104,14 +104,14 @@ _mode = attrgetter("mode")
 
 
 def _values(field: OpField) -> _Getter:
-    """What reads the values of a field off an op, without those that are None."""
+    """A function from an op to the values of a field, without those that are None."""
     value = attrgetter(field.name)
     if field.is_tuple:
         if field.is_optional:
             return lambda op: tuple([item for item in value(op) if item is not None])
         return value
     if field.is_optional:
-        return lambda op: () if (found := value(op)) is None else (found,)
+        return lambda op: () if (item := value(op)) is None else (item,)
     return lambda op: (value(op),)
 
 

@@ -1,8 +1,8 @@
-"""What a field of an op says about itself, and how that is read back.
+"""How the fields of ops declare what the op does with them, and how these declarations are read.
 
 An op declares each of its fields with one of the aliases below: ``source: Read[Region]`` is a region that the op
 reads, ``event: Signalled[str] | None`` the event that it signals, ``root: Attribute[int]`` plain data. Effects, the
-rewriting of regions, printing and parsing follow from these declarations, so that an op is spelled once.
+rewriting of regions, printing and parsing follow from these declarations.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class Use(Enum):
-    """What an op does with what a field holds."""
+    """What an op does with the value of a field."""
 
     READ = auto()
     WRITTEN = auto()
@@ -45,7 +45,7 @@ Written = Annotated[T, Use.WRITTEN]
 """A region or view whose every element the op replaces."""
 
 Accumulated = Annotated[T, Use.ACCUMULATED]
-"""A region or view that the op reads and writes, so that what was there counts."""
+"""A region or view that the op reads and writes: the result depends on the elements that were there."""
 
 Result = Annotated[T, Use.RESULT]
 """A region or view that the op replaces or adds to, as the field ``mode`` beside it says."""
@@ -72,7 +72,7 @@ SegmentName = Annotated[T, Use.SEGMENT]
 """The name of the segment that the op calls."""
 
 Attribute = Annotated[T, Use.ATTRIBUTE]
-"""Anything else: what the op is told, and no place in memory."""
+"""Plain data: a number, a name, an enumeration."""
 
 _REGION_USES = frozenset({Use.READ, Use.WRITTEN, Use.ACCUMULATED, Use.RESULT})
 _NAME_USES = frozenset(Use) - _REGION_USES - {Use.ATTRIBUTE}

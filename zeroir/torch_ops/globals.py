@@ -27,15 +27,15 @@ def torch_globals_kept() -> Iterator[None]:
     switches of the backends.
     """
     restores = [
-        _grad_mode(),
+        _setting(torch.is_grad_enabled, torch.set_grad_enabled),
         *_generators(),
-        _default_dtype(),
-        _default_device(),
+        _setting(torch.get_default_dtype, torch.set_default_dtype),
+        _setting(torch.get_default_device, _set_default_device),
         _determinism(),
         *(_autocast(device) for device in _DEVICES),
-        _autocast_cache(),
+        _setting(torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
         _anomaly_detection(),
-        _threads(),
+        _setting(torch.get_num_threads, torch.set_num_threads),
         *_precisions(),
         *_backend_switches(),
     ]
@@ -44,11 +44,6 @@ def torch_globals_kept() -> Iterator[None]:
     finally:
         for restore in restores:
             restore()
-
-
-def _grad_mode() -> _Restore:
-    was = torch.is_grad_enabled()
-    return lambda: torch.set_grad_enabled(was)
 
 
 def _generators() -> list[_Restore]:
@@ -60,20 +55,9 @@ def _generators() -> list[_Restore]:
     return restores
 
 
-def _default_dtype() -> _Restore:
-    was = torch.get_default_dtype()
-    return lambda: torch.set_default_dtype(was)
-
-
-def _default_device() -> _Restore:
-    was = torch.get_default_device()
-
-    def restore() -> None:
-        # A default device, once set, slows down every later call of a torch function, so CPU is restored as unset.
-        if torch.get_default_device() != was:
-            torch.set_default_device(None if was.type == "cpu" else was)
-
-    return restore
+def _set_default_device(device: torch.device) -> None:
+    # A default device, once set, slows down every later call of a torch function, so CPU is restored as unset.
+    torch.set_default_device(None if device.type == "cpu" else device)
 
 
 def _determinism() -> _Restore:
@@ -100,24 +84,9 @@ def _autocast(device: str) -> _Restore:
     return restore
 
 
-def _autocast_cache() -> _Restore:
-    was = torch.is_autocast_cache_enabled()
-    return lambda: torch.set_autocast_cache_enabled(was)
-
-
 def _anomaly_detection() -> _Restore:
     is_on, checks_nan = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
     return lambda: torch.autograd.set_detect_anomaly(is_on, checks_nan)
-
-
-def _threads() -> _Restore:
-    was = torch.get_num_threads()
-
-    def restore() -> None:
-        if torch.get_num_threads() != was:
-            torch.set_num_threads(was)
-
-    return restore
 
 
 def _precisions() -> list[_Restore]:
@@ -128,57 +97,44 @@ def _precisions() -> list[_Restore]:
     owners: list[object] = [torch.backends, torch.backends.cuda.matmul, cudnn, mkldnn]
     owners += [getattr(owner, kind) for owner in (cudnn, mkldnn) for kind in ("conv", "rnn")]
     owners.append(getattr(mkldnn, _PRODUCTS))
-    restores = [_switch(owner, "fp32_precision") for owner in owners]
+    restores = [_attribute(owner, "fp32_precision") for owner in owners]
     restores.append(
-        _readable(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision)
+        _setting(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision)
     )
-    restores.append(
-        _readable(
-            lambda: getattr(cudnn, _ALLOWS_TF32), lambda was: setattr(cudnn, _ALLOWS_TF32, was)
-        )
-    )
+    restores.append(_attribute(cudnn, _ALLOWS_TF32))
     return restores
 
 
-def _readable(read: Callable[[], T], write: Callable[[T], object]) -> _Restore:
-    """Restore a setting by ``write``, if ``read`` can read it now."""
+def _setting(read: Callable[[], T], write: Callable[[T], object]) -> _Restore:
+    """Restore a setting if it has changed, unless torch refuses to read it now.
+
+    An unchanged setting is not written, because torch refuses to set some flags after it froze them.
+    """
     try:
-        was = read()
+        saved = read()
     except RuntimeError:
         return lambda: None
 
     def restore() -> None:
         try:
-            is_same = read() == was
+            is_same = read() == saved
         except RuntimeError:
             is_same = False
         if not is_same:
-            write(was)
+            write(saved)
 
     return restore
 
 
 def _backend_switches() -> list[_Restore]:
     cudnn, cuda = torch.backends.cudnn, torch.backends.cuda
-    restores = [_switch(cudnn, name) for name in ("enabled", "benchmark", "deterministic")]
-    restores.append(_switch(torch.backends.mkldnn, "enabled"))
+    restores = [_attribute(cudnn, name) for name in ("enabled", "benchmark", "deterministic")]
+    restores.append(_attribute(torch.backends.mkldnn, "enabled"))
     for kind in ("flash", "mem_efficient", "math", "cudnn"):
-        was = getattr(cuda, f"{kind}_sdp_enabled")()
-        enable = getattr(cuda, f"enable_{kind}_sdp")
-        restores.append(_calling(enable, was))
+        read, write = getattr(cuda, f"{kind}_sdp_enabled"), getattr(cuda, f"enable_{kind}_sdp")
+        restores.append(_setting(read, write))
     return restores
 
 
-def _switch(owner: object, name: str) -> _Restore:
-    was = getattr(owner, name)
-
-    def restore() -> None:
-        # torch may have frozen its flags, and refuses to set some of them then.
-        if getattr(owner, name) != was:
-            setattr(owner, name, was)
-
-    return restore
-
-
-def _calling(function: Callable[[object], object], value: object) -> _Restore:
-    return lambda: function(value)
+def _attribute(owner: object, name: str) -> _Restore:
+    return _setting(lambda: getattr(owner, name), lambda value: setattr(owner, name, value))

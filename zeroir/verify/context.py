@@ -21,14 +21,14 @@ class Findings:
     """Collects findings about one program, with the op's text, its neighbours and the buffers' history."""
 
     program: Program
-    found: list[Finding] = field(default_factory=list)
+    items: list[Finding] = field(default_factory=list)
     _seen: set[tuple[str, str | None, int | None, tuple[str, ...]]] = field(default_factory=set)
     _histories: dict[str, Mapping[str, list[str]]] = field(default_factory=dict)
 
     @property
     def is_full(self) -> bool:
         """Whether no further finding is kept."""
-        return len(self.found) >= FINDINGS_LIMIT
+        return len(self.items) >= FINDINGS_LIMIT
 
     def add(
         self,
@@ -62,7 +62,7 @@ class Findings:
             op_text, window = around(self.program, section, line)
             sources = model_sources(self.program, section.body[line])
         history = () if section is None else tuple(self._history(section, names[:4]))
-        self.found.append(
+        self.items.append(
             Finding(
                 code=code,
                 sentence=sentence,

@@ -111,7 +111,7 @@ class SectionRun:
     ``settings`` is what decisions and the loss scaling are given, ``steps`` what each optimizer step does,
     ``roundings`` the gradients that lost digits, by flat and dtype, and ``sums`` which contributions were added to
     which; each with the line of its op. ``decided`` are the decisions so far, and whether each may skip the update.
-    ``told`` is what the engine reports of the step, by its region: the norm that a decision read, and whether it skips.
+    ``reported`` is what the engine reports of the step, by region: the norm that a decision read, and whether it skips.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class SectionRun:
         self.roundings: dict[tuple[str, DType], int] = {}
         self.sums: dict[algebra.Sum, int] = {}
         self.decided: dict[int, bool] = {} if before is None else dict(before.decided)
-        self.told: dict[Region, PieceList] = {} if before is None else dict(before.told)
+        self.reported: dict[Region, PieceList] = {} if before is None else dict(before.reported)
         self._calls: set[tuple[int, Hashable]] = set()
         self._lines: dict[int, int] = {}
         self.flats = dict(self.program.flat_by_name)
@@ -211,7 +211,7 @@ class SectionRun:
                 self.memory.reset(op.buffer)
             case ops.Release():
                 self.memory.forget(op.buffer)
-            case ops.AllGather() | ops.Prefetch():
+            case ops.Gather():
                 transfers.gather(self, op)
             case ops.ReduceScatter() | ops.AllReduce():
                 transfers.reduce(self, op)

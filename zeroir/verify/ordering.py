@@ -98,13 +98,13 @@ class Ordering:
     def _accesses(self, op: Op, op_effects: Effects, stream: int, number: int) -> None:
         for region in op_effects.reads:
             if self._is_live(region, op):
-                self._check_writers(region, stream, op, is_read=True)
+                self._check(region, stream, op, is_read=True, is_write=False)
         for region in op_effects.writes:
             if self._is_live(region, op):
-                self._check_all(region, stream, op, is_read=False)
+                self._check(region, stream, op, is_read=False, is_write=True)
         for region in op_effects.accumulates:
             if self._is_live(region, op):
-                self._check_all(region, stream, op, is_read=True)
+                self._check(region, stream, op, is_read=True, is_write=True)
         for region in op_effects.reads:
             self._mark_read(region, stream, number)
         for region in op_effects.writes:
@@ -213,18 +213,13 @@ class Ordering:
             accesses = self.maps[name] = IntervalMap(numel, (ENTRY, ()))
         return accesses
 
-    def _check_writers(self, region: Region, stream: int, op: Op, *, is_read: bool) -> None:
-        for _, _, (writer, _) in self._map(region.buffer).read(region.offset, region.stop):
-            if not self.order.is_before(writer, stream):
-                self._conflict(writer, region, op, is_read=is_read, was_write=True)
-                return
-
-    def _check_all(self, region: Region, stream: int, op: Op, *, is_read: bool) -> None:
+    def _check(self, region: Region, stream: int, op: Op, *, is_read: bool, is_write: bool) -> None:
+        """Report the first access that the op is not ordered after: a write, or, where the op writes, any access."""
         for _, _, (writer, readers) in self._map(region.buffer).read(region.offset, region.stop):
             if not self.order.is_before(writer, stream):
                 self._conflict(writer, region, op, is_read=is_read, was_write=True)
                 return
-            for _, reader in readers:
+            for _, reader in readers if is_write else ():
                 if not self.order.is_before(reader, stream):
                     self._conflict(reader, region, op, is_read=is_read, was_write=False)
                     return
@@ -340,9 +335,9 @@ class Ordering:
         return at
 
     def _leave_host(self, carried: Carried) -> None:
-        """What the host does at a joint waits for no op that is under way there.
+        """The host does not wait for ops that are under way at a joint, so these must not use its buffers.
 
-        It reads scalars. Before a micro-step it writes inputs and seeds, and between steps whoever trains may change
+        The host reads scalars. Before a micro-step it writes inputs and seeds, and between steps the user may change
         scalars, such as the learning rate.
         """
         op_effects, name = carried.effects, self.section.name
@@ -350,9 +345,9 @@ class Ordering:
         touched = (*op_effects.reads, *written)
         hit: list[tuple[str, str]] = []
         if name in (MICRO_STEP, UPDATE, EVALUATE):
-            anew = "which the host fills anew for the next micro-step"
+            anew = "which the host fills again for the next micro-step"
             hit += [(r.buffer, anew) for r in touched if self._role(r) in (Role.INPUT, Role.RNG)]
-        reads = "which the host reads when the section is over"
+        reads = "which the host reads after the section"
         hit += [(r.buffer, reads) for r in written if self._role(r) is Role.SCALAR]
         if name in (UPDATE, EVALUATE):
             changes = "which the host may change between steps"
@@ -372,7 +367,7 @@ class Ordering:
         return self.program.buffer_by_name[region.buffer].role
 
     def _leave_write(self, event: str, region: Region) -> None:
-        """What a pending op writes is true only after its event: the exit state must say so."""
+        """The exit state must say that a pending op's results hold only after its event."""
         buffer = self.program.buffer_by_name[region.buffer]
         over = [h for h in self.section.exit.holdings if h.region.overlaps(region)]
         is_wrong = any(holding.after != event for holding in over)
@@ -388,7 +383,7 @@ class Ordering:
             )
 
     def _order_advice(self, earlier: int) -> str:
-        """How to order the op at hand after an earlier one."""
+        """Advice how to order the current op after an earlier one."""
         issued = self.order.issued[earlier]
         op = self.section.body[self.line]
         if isinstance(op, ops.Wait):
@@ -409,7 +404,7 @@ class Ordering:
 
 
 def check_ordering(program: Program, findings: Findings) -> None:
-    """Order, lifetimes and events of every section, whatever is under way at its entry."""
+    """Check order, lifetimes and events of every section, for each set of ops that may be under way at its entry."""
     ways = crossings(program)
     for section in program.sections:
         for crossing in ways[section.name]:

@@ -172,6 +172,26 @@ class _Checker:
                 f"{title(op)} needs {dtype} as {name}, {self._spell(region)} is {self._dtype(region)}",
             )
 
+    def _same_numel(self, op: Op, first: Region, second: Region) -> Iterator[Problem]:
+        numel, second_numel = self._numel(first), self._numel(second)
+        if numel != second_numel:
+            sizes = (
+                f"{self._spell(first)} has {numel} elements, {self._spell(second)} {second_numel}"
+            )
+            yield "Z005", f"{title(op)}: {sizes}"
+
+    def _same_dtype(self, op: Op, first: Region, second: Region) -> Iterator[Problem]:
+        dtype, second_dtype = self._dtype(first), self._dtype(second)
+        if dtype is not second_dtype:
+            dtypes = f"{self._spell(first)} is {dtype}, {self._spell(second)} {second_dtype}"
+            yield "Z004", f"{title(op)}: {dtypes}"
+
+    def _same_space(self, op: Op, first: Region, second: Region) -> Iterator[Problem]:
+        space, second_space = self._space(first), self._space(second)
+        if space is not second_space:
+            spaces = f"{self._spell(first)} is on {space}, {self._spell(second)} on {second_space}"
+            yield "Z006", f"{title(op)}: {spaces}"
+
     def _in_memory(self, op: Op, *regions: Region) -> Iterator[Problem]:
         for region in regions:
             if self._space(region) is Space.DISK:
@@ -220,10 +240,7 @@ class _Checker:
         if not op.pairs:
             yield "Z005", f"{title(op)} moves nothing: it has no pairs"
         for pair in op.pairs:
-            source, destination = self._dtype(pair.source), self._dtype(pair.destination)
-            if source is not destination:
-                what = f"{self._spell(pair.source)} is {source}"
-                yield "Z004", f"{title(op)}: {what}, {self._spell(pair.destination)} {destination}"
+            yield from self._same_dtype(op, pair.source, pair.destination)
             for region in (pair.source, pair.destination):
                 if self._space(region) is not Space.DEVICE:
                     yield "Z006", f"{title(op)} needs {self._spell(region)} on the device"
@@ -255,7 +272,7 @@ class _Checker:
             return
         is_exact = source == destination
         match op:
-            case ops.AllGather() | ops.Prefetch():
+            case ops.Gather():
                 is_exact = is_exact or source == _slice(destination, axis)
             case ops.ReduceScatter():
                 is_exact = is_exact or destination == _slice(source, axis)
@@ -369,16 +386,8 @@ class _Checker:
 
     def _cast(self, op: ops.Cast) -> Iterator[Problem]:
         yield from self._in_memory(op, op.source, op.destination)
-        if self._numel(op.source) != self._numel(op.destination):
-            yield (
-                "Z005",
-                f"cast from {self._numel(op.source)} to {self._numel(op.destination)} elements",
-            )
-        if self._space(op.source) is not self._space(op.destination):
-            yield (
-                "Z006",
-                f"cast from {self._spell(op.source)} to {self._spell(op.destination)} crosses spaces",
-            )
+        yield from self._same_numel(op, op.source, op.destination)
+        yield from self._same_space(op, op.source, op.destination)
         if op.source.overlaps(op.destination) and op.source != op.destination:
             yield (
                 "Z010",
@@ -410,27 +419,17 @@ class _Checker:
                 "Z005",
                 f"{op.algorithm} keeps {len(names)} states, optimizer_step has {len(op.states)}",
             )
-        numel, dtype, space = self._numel(op.param), self._dtype(op.param), self._space(op.param)
         for region in (op.grad, *op.states):
-            if self._numel(region) != numel:
-                size = f"{self._spell(region)} has {self._numel(region)} elements"
-                yield "Z005", f"optimizer_step: {size}, {self._spell(op.param)} {numel}"
-            if self._dtype(region) is not dtype:
-                yield (
-                    "Z004",
-                    f"optimizer_step: {self._spell(region)} is {self._dtype(region)}, {self._spell(op.param)} {dtype}",
-                )
-            if self._space(region) is not space:
-                yield (
-                    "Z006",
-                    f"optimizer_step: {self._spell(region)} is not in the space of {self._spell(op.param)}",
-                )
+            yield from self._same_numel(op, op.param, region)
+            yield from self._same_dtype(op, op.param, region)
+            yield from self._same_space(op, op.param, region)
         for region in (op.param, op.grad, *op.states):
             if region.offset % LANES_NUMEL or self._numel(region) % LANES_NUMEL:
                 where = (
                     f"{self._spell(region)} off the {LANES_NUMEL} elements that its kernels take"
                 )
                 yield "Z003", f"optimizer_step cuts {where} at a time, which changes the rounding"
+        dtype = self._dtype(op.param)
         if dtype is not DType.F32:
             yield "Z004", f"optimizer_step updates {self._spell(op.param)} of {dtype}: it needs f32"
         yield from self._in_memory(op, op.param)
@@ -448,16 +447,8 @@ class _Checker:
                     "Z006",
                     f"{title(op)} needs {self._spell(region)} on {space}, it is on {self._space(region)}",
                 )
-        if self._numel(op.source) != self._numel(op.destination):
-            yield (
-                "Z005",
-                f"{title(op)} copies {self._numel(op.source)} to {self._numel(op.destination)} elements",
-            )
-        if self._dtype(op.source) is not self._dtype(op.destination):
-            yield (
-                "Z004",
-                f"{title(op)} copies {self._dtype(op.source)} to {self._dtype(op.destination)}",
-            )
+        yield from self._same_numel(op, op.source, op.destination)
+        yield from self._same_dtype(op, op.source, op.destination)
 
 
 def _exposed_destination(pairs: Sequence[ops.Pair]) -> Region | None:

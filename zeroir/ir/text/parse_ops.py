@@ -81,20 +81,20 @@ class OpParser:
     def region(self, what: str = "a region such as '%b' or '%b[0:64]'") -> Region:
         """``%b``, ``%b[0:64]`` or ``%b[0:64]@dp``."""
         scan = self.scanner
-        found = _REGION.match(scan.text, scan.position)
-        if found is None:
+        match = _REGION.match(scan.text, scan.position)
+        if match is None:
             scan.fail(f"expected {what}.")
-        buffer = found[1] or scan.unquote(found[2], found.start(2))
+        buffer = match[1] or scan.unquote(match[2], match.start(2))
         position = scan.here()
-        scan.position = found.end()
-        if found[3] is not None:
-            shard = found[5] or (scan.unquote(found[6], found.start(6)) if found[6] else None)
-            if shard is None and scan.text.startswith("@", found.end()):
-                scan.fail("expected a mesh axis right after '@'.", found.end() + 1)
-            start = int(found[3])
-            return Region(buffer=buffer, offset=start, numel=int(found[4]) - start, shard=shard)
-        if scan.text.startswith("[", found.end()):
-            scan.fail("expected a range such as '[0:64]', without spaces.", found.end())
+        scan.position = match.end()
+        if match[3] is not None:
+            shard = match[5] or (scan.unquote(match[6], match.start(6)) if match[6] else None)
+            if shard is None and scan.text.startswith("@", match.end()):
+                scan.fail("expected a mesh axis right after '@'.", match.end() + 1)
+            start = int(match[3])
+            return Region(buffer=buffer, offset=start, numel=int(match[4]) - start, shard=shard)
+        if scan.text.startswith("[", match.end()):
+            scan.fail("expected a range such as '[0:64]', without spaces.", match.end())
         if buffer not in self.numels:
             scan.fail(
                 f"expected a 'buffer %{buffer}' line above, since the whole of it is named here.",
@@ -116,12 +116,12 @@ class OpParser:
     # -------------------------------------------------------------------------------------- compute
 
     def arguments(self, segment: str) -> tuple[ops.Argument, ...]:
-        """What a call of the segment reads, in round brackets."""
+        """The arguments of a call of the segment, in round brackets."""
         inputs, _, why = self._declared(segment)
         return self._operands(inputs, lambda declared: self._argument(declared, why))
 
     def destinations(self, segment: str) -> tuple[ops.Destination | None, ...]:
-        """Where a call of the segment puts its results, in round brackets."""
+        """The destinations of a call of the segment, in round brackets."""
         _, outputs, why = self._declared(segment)
         return self._operands(outputs, lambda declared: self._destination(declared, why))
 
@@ -158,11 +158,11 @@ class OpParser:
 
     def _parameter(self) -> str | None:
         scan = self.scanner
-        found = _PARAMETER.match(scan.text, scan.position)
-        if found is None:
+        match = _PARAMETER.match(scan.text, scan.position)
+        if match is None:
             return None
-        scan.position = found.end()
-        return found[1] or scan.unquote(found[2], found.start(2))
+        scan.position = match.end()
+        return match[1] or scan.unquote(match[2], match.start(2))
 
 
 # --------------------------------------------------------------------------------------------------------- lines
@@ -173,7 +173,7 @@ _Read = Callable[[OpParser, Mapping[str, Any]], Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Line:
-    """How the ops of one class are read: the name of the field for the event, and each field's reader in order."""
+    """How ops of one class are read: the field for the event, and a reader for each other field, in order."""
 
     kind: type[Op]
     event: str | None
@@ -194,7 +194,7 @@ def _slots(kind: type, syntax: str) -> tuple[tuple[str, _Read], ...]:
 
 
 def _slot(kind: type, slot: Slot) -> _Read:
-    """What reads the words before a field, and the field."""
+    """The reader of the words before a field, and of the field."""
     words = slot.words.split()
     read = _items(kind, slot)
     if not words:
@@ -225,7 +225,7 @@ def _slot(kind: type, slot: Slot) -> _Read:
 
 
 def _items(kind: type, slot: Slot) -> _Read:
-    """What reads a field without the words before it: one value, or several."""
+    """The reader of a field without the words before it: of one value, or of several."""
     field = slot.field
     if field.kind is ops.Argument or field.kind is ops.Destination:
         segment = op_field(kind, Use.SEGMENT)
@@ -253,7 +253,7 @@ def _items(kind: type, slot: Slot) -> _Read:
 
 
 def _value(field: OpField) -> _Read:
-    """What reads the value of a field, or one item of it."""
+    """The reader of a field's value, or of each item of it."""
     kind = field.kind
     if field.use is None:
         inner = _slots(kind, own_syntax(kind))

@@ -1,6 +1,6 @@
 """One line of text for each op, as the syntax of its class says.
 
-What prints the ops of a class is put together once, since large programs have millions of lines.
+The printer of each class of ops is built once, since large programs have millions of lines.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ def op_text(op: Op, names: Names) -> str:
 
 
 def _line(kind: type[Op]) -> _Print:
-    """What prints the ops of one class."""
+    """The printer of one class of ops."""
     keyword = ops.op_name(kind)
-    found = slots(kind, kind.syntax)
-    head = [_slot(kind, slot) for slot in found if not slot.is_attribute]
-    attributes = [_slot(kind, slot) for slot in found if slot.is_attribute]
+    line_slots = slots(kind, kind.syntax)
+    head = [_slot(kind, slot) for slot in line_slots if not slot.is_attribute]
+    attributes = [_slot(kind, slot) for slot in line_slots if slot.is_attribute]
     event_field = op_field(kind, Use.SIGNALLED)
     event = None if event_field is None else attrgetter(event_field.name)
 
@@ -54,7 +54,7 @@ def _line(kind: type[Op]) -> _Print:
 
 
 def _slot(kind: type, slot: Slot) -> _Print:
-    """What prints a slot, and the words before it, off an op or a dataclass inside one."""
+    """The printer of a slot and the words before it; it is given the op, or the dataclass inside one."""
     field, words = slot.field, slot.words
     read = attrgetter(field.name)
     if field.kind is ops.Argument or field.kind is ops.Destination:
@@ -79,7 +79,7 @@ def _slot(kind: type, slot: Slot) -> _Print:
 
 
 def _value(field: OpField) -> _Print:
-    """What prints the value of a field, or one item of it."""
+    """The printer of a field's value, or of each item of it."""
     kind = field.kind
     if field.use is None:
         parts = [_slot(kind, slot) for slot in slots(kind, own_syntax(kind))]
@@ -106,7 +106,7 @@ def _value(field: OpField) -> _Print:
 
 
 def _operands(kind: type, slot: Slot) -> _Print:
-    """What prints the arguments or destinations of a call: views leave out what the segment declares."""
+    """The printer of a call's arguments or destinations; views leave out the shape that the segment declares."""
     segment_field = op_field(kind, Use.SEGMENT)
     assert segment_field is not None
     segment, read, words = attrgetter(segment_field.name), attrgetter(slot.field.name), slot.words

@@ -1,7 +1,7 @@
-"""The syntax that an op declares, taken apart for those who print and parse it.
+"""The syntax that an op declares, split into slots for the printer and the parser.
 
-``"{source} -> {destination}"`` is two slots: ``source`` after a space, ``destination`` after ``" -> "``. See
-:class:`~zeroir.ir.ops.Operation` for what else a syntax may say.
+``"{source} -> {destination}"`` is two slots: ``source`` after a space, ``destination`` after ``" -> "``.
+:class:`~zeroir.ir.ops.Operation` explains the rest of the notation.
 """
 
 from __future__ import annotations
@@ -42,24 +42,17 @@ def slots(kind: type, syntax: str) -> tuple[Slot, ...]:
     """
     head, _, attributes = syntax.partition(" | ")
     fields = {field.name: field for field in op_fields(kind)}
-    found = [*_slots(kind, head, fields, False), *_slots(kind, attributes, fields, True)]
-    named = {slot.field.name for slot in found}
-    for field in fields.values():
-        if field.use is Use.STREAM and field.name not in named:
-            found.append(
-                Slot(
-                    field=field,
-                    words=f" {field.name}=",
-                    is_bracketed=False,
-                    is_left_out=False,
-                    is_attribute=True,
-                )
-            )
-        elif field.use is not Use.SIGNALLED and field.name not in named:
-            raise TypeError(f"The syntax of {kind.__name__} leaves out its field {field.name}.")
-    if len(named) != len([slot for slot in found if slot.field.name in named]):
+    parsed = [*_slots(kind, head, fields, False), *_slots(kind, attributes, fields, True)]
+    names = [slot.field.name for slot in parsed]
+    if len(set(names)) < len(names):
         raise TypeError(f"The syntax of {kind.__name__} names a field twice.")
-    return tuple(found)
+    for name, field in fields.items():
+        if name in names or field.use is Use.SIGNALLED:
+            continue
+        if field.use is not Use.STREAM:
+            raise TypeError(f"The syntax of {kind.__name__} leaves out its field {name}.")
+        parsed += _slots(kind, f"{name}={{{name}}}", fields, True)
+    return tuple(parsed)
 
 
 def _slots(

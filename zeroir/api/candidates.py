@@ -1,0 +1,169 @@
+"""Choices of options for one logical program: each is lowered, and measured, and simulated where a machine is known.
+
+The searches for the fastest options and for options that fit a budget both measure candidates so. Nothing is verified.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Final
+
+from zeroir.api.search_space import EARLY, Value
+from zeroir.config import CompileOptions, make_options
+from zeroir.cost.bounds import compute_bound_s, wire_bound_s
+from zeroir.cost.machine import Machine
+from zeroir.cost.measured_workspaces import with_measured_workspaces
+from zeroir.cost.search import Evaluation
+from zeroir.cost.simulate import Measured, Simulation, simulate
+from zeroir.ir import ops
+from zeroir.ir.program import Program
+from zeroir.memory.footprint import FullestMoment, footprint
+from zeroir.memory.placement import unplaced
+from zeroir.passes.base import Fact, Pass
+from zeroir.passes.pipelines import for_options
+from zeroir.passes.plan_memory import PlanMemory
+from zeroir.report.costs import path_shares
+from zeroir.workspace.segments import corrected
+
+_KEPT_PROGRAMS: Final = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A choice that was tried: what it needs on a rank's device, and what its step takes where that fits.
+
+    ``resting_bytes`` of what it needs are persistent. ``culprit`` says where it needs most. What does not fit is not
+    placed: wherever its buffers stood, it would need ``needed_bytes`` at least. ``bounded_by`` are the parts of the
+    critical path, largest first, as shares of the step. ``measured`` says of how much of it the machine has
+    measurements; what else it takes is computed. Without a machine no step is simulated.
+    """
+
+    settings: Mapping[str, Value]
+    needed_bytes: int
+    resting_bytes: int
+    culprit: str
+    step_ns: int | None = None
+    exposed_ns: int = 0
+    bounded_by: tuple[tuple[str, float], ...] = ()
+    measured: Measured | None = None
+
+
+class CandidateMeasurer:
+    """Lowers a logical program with settings that differ from given options; passes in common run once.
+
+    Of the ``machine`` the workspaces count that were measured on it.
+    """
+
+    def __init__(
+        self,
+        logical: Program,
+        options: CompileOptions,
+        budget_bytes: int,
+        machine: Machine | None,
+    ) -> None:
+        self._logical = logical
+        self._base = options.model_copy(update={"memory_budget": str(budget_bytes)})
+        self._budget_bytes = budget_bytes
+        self._machine = machine
+        self._after = lru_cache(maxsize=_KEPT_PROGRAMS)(self._run_passes)
+        self._compute_ns: dict[tuple[Pass, ...], int] = {}
+
+    def options(self, settings: Mapping[str, Value]) -> CompileOptions:
+        """The options that make such a choice."""
+        values = {**self._base.model_dump(), **settings}
+        if settings.get("prefetch") == EARLY:
+            # How early is then said by the budget alone.
+            del values["prefetch"]
+            values["prefetch_budget"] = self._base.memory_budget
+        return make_options(values)
+
+    def measure(self, settings: Mapping[str, Value]) -> tuple[Candidate, Evaluation]:
+        """What settings come to; what is needed is exact where it fits the budget, else a lower bound."""
+        program = corrected(self._lowered(settings))
+        measured = program
+        if self._machine is not None:
+            measured = with_measured_workspaces(program, self._machine)
+        needed = footprint(measured, place=unplaced)
+        if needed.total_bytes <= self._budget_bytes:
+            # Only what may fit is worth looking for places.
+            needed = footprint(measured)
+        candidate = Candidate(
+            settings=settings,
+            needed_bytes=needed.total_bytes,
+            resting_bytes=needed.resting_bytes,
+            culprit=_culprit(program, needed.fullest),
+        )
+        evaluation = Evaluation(
+            missing_bytes=max(0, needed.total_bytes - self._budget_bytes),
+            needed_bytes=needed.total_bytes,
+            is_hopeless=needed.resting_bytes > self._budget_bytes,
+        )
+        if self._machine is None:
+            return candidate, evaluation
+        simulation = simulate(program, self._machine)
+        evaluation = replace(evaluation, step_ns=simulation.step_ns)
+        candidate = replace(candidate, measured=simulation.measured)
+        if evaluation.fits:
+            candidate = replace(
+                candidate,
+                step_ns=simulation.step_ns,
+                exposed_ns=round(simulation.exposed_s * 1e9),
+                bounded_by=_bounds(program, simulation),
+            )
+        return candidate, evaluation
+
+    def compute_bound_ns(self, settings: Mapping[str, Value], machine: Machine) -> int:
+        """What the segments take at least: they depend on what is saved and computed again, not on the schedule."""
+        passes = for_options(self.options(settings))
+        local = passes[: _first_reduction(passes)]
+        if local not in self._compute_ns:
+            program = replace(self._after(local), options=self._base.to_pairs())
+            self._compute_ns[local] = int(compute_bound_s(program, machine) * 1e9)
+        return self._compute_ns[local]
+
+    def wire_bound_ns(self, settings: Mapping[str, Value], machine: Machine) -> int:
+        """What the collectives take at least."""
+        return int(wire_bound_s(self._lowered(settings), machine) * 1e9)
+
+    def _lowered(self, settings: Mapping[str, Value]) -> Program:
+        """The program before its memory is planned, its segments' own memory not corrected."""
+        options = self.options(settings)
+        passes = tuple(step for step in for_options(options) if not isinstance(step, PlanMemory))
+        return replace(self._after(passes), options=options.to_pairs())
+
+    def _run_passes(self, passes: tuple[Pass, ...]) -> Program:
+        """The logical program after these passes, not verified."""
+        if not passes:
+            return self._logical
+        before, last = self._after(passes[:-1]), passes[-1]
+        return replace(last(before), passes=(*before.passes, last.spec()))
+
+
+def _bounds(program: Program, simulation: Simulation) -> tuple[tuple[str, float], ...]:
+    """What bounds a step: the parts of its critical path, largest first, as shares of it."""
+    shares: dict[str, float] = {}
+    for share in path_shares(program, simulation):
+        what = "the segments" if share.what.startswith("compute ") else share.what
+        shares[what] = shares.get(what, 0.0) + share.seconds / simulation.step_s
+    return tuple(sorted(shares.items(), key=lambda item: (-item[1], item[0])))
+
+
+def _first_reduction(passes: Sequence[Pass]) -> int:
+    """How many passes come before the first that is about ranks."""
+    for count, step in enumerate(passes):
+        if Fact.GRADIENTS_REDUCED in step.establishes:
+            return count
+    return len(passes)
+
+
+def _culprit(program: Program, fullest: FullestMoment) -> str:
+    """Where a program holds most."""
+    place = f"in {fullest.section}" if fullest.section else "of what rests there"
+    if fullest.section and fullest.index >= 0:
+        op = program.section_by_name[fullest.section].body[fullest.index]
+        what = f" %{op.buffer}" if isinstance(op, ops.Alloc) else ""
+        place = f"at `{ops.op_name(type(op))}{what}` ({fullest.section}:{fullest.index})"
+    place += f" of unit {fullest.unit}" if fullest.unit else ""
+    return place + (f" ({fullest.source})" if fullest.source else "")
