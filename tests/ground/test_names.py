@@ -20,10 +20,7 @@ REMAINING = frozenset(
         "Place",
         "Prefetch",
         "Region",
-        "Slot",
         "Temporary",
-        "Transfer",
-        "Use",
     }
 )
 """Names that still stand for several classes. Nothing may be added, and a name that is unique again is to go."""
