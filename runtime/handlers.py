@@ -171,7 +171,7 @@ def _collective_tensors(op: ops.CollectiveOp, local_ranks: LocalRanks) -> Collec
 def communicate(op: ops.CollectiveOp, tensors: CollectiveTensors, comm: Comm) -> None:
     """Let the backend carry out a collective."""
     match op:
-        case ops.AllGather() | ops.Prefetch():
+        case ops.Gather():
             comm.all_gather(tensors)
         case ops.ReduceScatter():
             comm.reduce_scatter(tensors, op.reduction)

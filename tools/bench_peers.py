@@ -4,8 +4,8 @@
 
 Every contestant has its own processes, one per rank, with one thread each; they sleep while others are measured. A
 round times each contestant once, in an order that changes from round to round. Ratios are taken within a round, so that
-other work of the machine affects all contestants equally. ``zeroir 3`` takes part twice: the difference between its copies is
-the noise. All train the same model on the same data with torch's fused AdamW, and their losses are compared.
+other work of the machine affects all contestants equally. ``zeroir 3`` takes part twice: the difference between its
+copies is the noise. All train the same model on the same data with torch's fused AdamW, and their losses are compared.
 """
 
 from __future__ import annotations

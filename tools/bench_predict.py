@@ -4,8 +4,8 @@
 
 In every round each program is profiled (`zeroir profile`): a job takes, in turns, steps that are timed and steps that
 are recorded, from which the time of a step is predicted. A second job, which only trains, shows the difference
-between two jobs. The table has medians over rounds; the noise floor is the difference between odd and even rounds of one job.
-Nothing else should run on the machine. The exit code is 1 where a median error exceeds 15 %.
+between two jobs. The table has medians over rounds; the noise floor is the difference between odd and even rounds of
+one job. Nothing else should run on the machine. The exit code is 1 where a median error exceeds 15 %.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ DATA_AXIS = "dp"
 
 REPLICATE_AXIS = "replicate"
 SHARD_AXIS = "shard"
-"""The two axes of hybrid sharding: what is cut is cut along ``shard``, and is the same all along ``replicate``."""
+"""The two axes of hybrid sharding: buffers are cut along ``shard`` and equal along ``replicate``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

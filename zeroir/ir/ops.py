@@ -71,11 +71,12 @@ _STATE_NAMES = {
 class Operation:
     """What a class of ops declares beside its fields.
 
-    ``syntax`` is its line of text after the keyword: literal words, and fields in braces. ``|`` begins the column of
-    attributes; what stands in brackets is left out where the field has its default. ``!event =`` before the keyword and
-    ``stream=`` at the end are everybody's and go without saying. ``participle`` says in histories of buffers what
-    happened to a region that it writes. ``is_asynchronous`` says that its results are there only after a wait.
-    ``same_elements`` names fields whose regions stand for the same elements, one by one.
+    * ``syntax`` is the op's line of text after its keyword: words, and the names of fields in braces. ``|`` begins the
+      column of attributes. A part in square brackets is left out where its field has the default. Every op has
+      ``!event =`` before the keyword and ``stream=`` at the end, so that ``syntax`` does not repeat them.
+    * ``participle`` says what the op does to the regions that it writes, for the histories of buffers: ``copied``.
+    * ``is_asynchronous`` says that other streams see its results only after a wait.
+    * ``same_elements`` names fields whose regions correspond element by element.
     """
 
     __slots__ = ()
@@ -147,21 +148,25 @@ class Collective(Operation):
     staging: Written[Region] | None = None
 
 
+class Gather(Collective):
+    """The kind of collectives that concatenate the ranks' slices."""
+
+    __slots__ = ()
+
+    participle = "gathered"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AllGather(Collective):
+class AllGather(Gather):
     """Concatenate, in coordinate order, every rank's source into every rank's destination.
 
     Per pair: destination local numel = source local numel × axis size.
     """
 
-    participle = "gathered"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prefetch(Collective):
+class Prefetch(Gather):
     """An all-gather issued ahead of need: the same effects under its own name, so that it is seen."""
-
-    participle = "gathered"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
 """A segment: a pure SSA graph of ATen ops, as plain data.
 
 Values are numbered: the inputs first, then the results of each node in order. A segment reads its inputs and yields
-its outputs; *where* results go is said by the ``compute`` op that calls it. It is device-neutral: a ``device``
+its outputs; the ``compute`` op that calls it says *where* results go. It is device-neutral: a ``device``
 argument is the symbol ``device``, which the runtime replaces by the device it runs on.
 """
 
@@ -89,7 +89,7 @@ class Segment:
 
     ``workspace_bytes`` maps a kernel backend (``eager``, ``inductor``) to the device memory that running the segment
     takes beyond its inputs and destinations: the most that any call in the program needs, whatever it binds the outputs
-    to. For ``eager`` it is that of a CPU with one thread; see ``ir.workspace``.
+    to. For ``eager`` it is that of a CPU with one thread; see ``zeroir.workspace``.
     """
 
     name: str

@@ -33,8 +33,8 @@ def collective_bytes(program: Program, *, axis: str | None = None) -> Mapping[st
 
     An all_gather counts its destination, and so does a prefetch, which is one; a reduce_scatter,
     all_reduce or broadcast its source. Each counts once, so in the ZeRO paper's terms, where reducing
-    everywhere is a reduce-scatter and an all-gather, ``all_reduce`` counts twice. What concerns
-    buffers of the role ``scalar`` stands apart, under ``scalar``.
+    everywhere is a reduce-scatter and an all-gather, ``all_reduce`` counts twice. Collectives over
+    buffers of the role ``scalar`` are counted apart, under ``scalar``.
     """
     totals = dict.fromkeys(COLLECTIVE_KEYS, 0)
     for section in program.sections:
@@ -50,9 +50,9 @@ def collective_bytes(program: Program, *, axis: str | None = None) -> Mapping[st
 
 
 def on_the_wire(counted: Mapping[str, int]) -> Mapping[str, int]:
-    """Of what :func:`collective_bytes` counts, the paper's volume: an all_reduce is a reduce-scatter and an all-gather.
+    """The paper's volume of the bytes that :func:`collective_bytes` counts: an all_reduce counts twice.
 
-    So stages 0, 1 and 2 come to 2Ψ, and stage 3 without elision to 3Ψ; a rank sends (N-1)/N of it on a ring.
+    Stages 0, 1 and 2 come to 2Ψ, and stage 3 without elision to 3Ψ; a rank sends (N-1)/N of it on a ring.
     """
     return {key: 2 * size if key == "all_reduce" else size for key, size in counted.items()}
 
@@ -61,7 +61,7 @@ def payloads(op: ops.CollectiveOp, program: Program) -> Iterator[tuple[str, int]
     """For each pair its key of :func:`collective_bytes` and its bytes, of the dtype that travels."""
     for pair in op.pairs:
         match op:
-            case ops.AllGather() | ops.Prefetch():
+            case ops.Gather():
                 key, region = "all_gather", pair.destination
             case ops.ReduceScatter():
                 key, region = "reduce_scatter", pair.source

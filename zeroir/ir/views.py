@@ -1,7 +1,7 @@
-"""Which ops only look at a value's storage in another way, and what they then see: where it begins, shape and strides.
+"""Which ops return views of a value's storage, and which elements these see: their offset, shape and strides.
 
-A view is told by its op and arguments alone. So the types that a program declares for views are checked and never
-believed, and two views of one storage are the same value exactly where they begin alike and are laid out alike.
+Op and arguments alone determine a view. So the types that a program declares for views are checked and never
+believed, and two views of one storage are the same value exactly where offset, shape and strides are equal.
 The rules are those of torch's operators of the same names.
 """
 
@@ -19,7 +19,7 @@ from zeroir.ir.segment import Node, NodeArg, Ref, TensorType
 
 
 class Part(NamedTuple):
-    """What a view sees: elements of ``kind`` that begin ``offset`` elements after the first of what it looks at."""
+    """The elements that a view sees: a tensor of ``kind`` that begins ``offset`` elements after its source does."""
 
     offset: int
     kind: TensorType
@@ -54,7 +54,7 @@ def parts(node: Node, source: TensorType) -> tuple[Part, ...] | None:
 
 
 def mistyped(node: Node, types: Sequence[TensorType | None]) -> str | None:
-    """What a node that looks at a value declares otherwise than its op has it, as the end of a sentence.
+    """How the types that a view declares differ from those that its op makes, as the end of a sentence; None if not.
 
     ``types`` are those of the segment's values, of which those that the node uses exist.
     """

@@ -24,7 +24,7 @@ def launches(program: Program, section: Section) -> list[LaunchSignature]:
     signatures: list[LaunchSignature] = []
     for op in section.body:
         match op:
-            case ops.AllGather() | ops.Prefetch():
+            case ops.Gather():
                 # A prefetch on one rank may meet an all-gather on another.
                 signatures.append(_launch(program, op, "all_gather", ""))
             case ops.ReduceScatter() | ops.AllReduce():
@@ -69,7 +69,7 @@ def _misfit(program: Program, op: ops.CollectiveOp, size: int) -> str | None:
         source = pair.source.local_numel(program.mesh)
         destination = pair.destination.local_numel(program.mesh)
         match op:
-            case ops.AllGather() | ops.Prefetch():
+            case ops.Gather():
                 wanted = source * size
             case ops.ReduceScatter():
                 wanted = source // size if source % size == 0 else -1

@@ -211,7 +211,7 @@ class SectionRun:
                 self.memory.reset(op.buffer)
             case ops.Release():
                 self.memory.forget(op.buffer)
-            case ops.AllGather() | ops.Prefetch():
+            case ops.Gather():
                 transfers.gather(self, op)
             case ops.ReduceScatter() | ops.AllReduce():
                 transfers.reduce(self, op)

@@ -272,7 +272,7 @@ class _Checker:
             return
         is_exact = source == destination
         match op:
-            case ops.AllGather() | ops.Prefetch():
+            case ops.Gather():
                 is_exact = is_exact or source == _slice(destination, axis)
             case ops.ReduceScatter():
                 is_exact = is_exact or destination == _slice(source, axis)

@@ -46,24 +46,9 @@ def scratch_bytes(program: Program, op: Op, *, kernels: str = EAGER) -> int:
             own, wanted = _dtype(program, op.source), _dtype(program, op.destination)
             numel = min(op.destination.local_numel(program.mesh), CONVERTED_CHUNK_NUMEL)
             return 0 if own is wanted else numel * wanted.itemsize_bytes
-        case (
-            ops.AllGather()
-            | ops.Prefetch()
-            | ops.ReduceScatter()
-            | ops.AllReduce()
-            | ops.Broadcast()
-            | ops.Alloc()
-            | ops.Release()
-            | ops.Wait()
-            | ops.Cast()
-            | ops.Fill()
-            | ops.Scale()
-            | ops.OptimizerStep()
-            | ops.ToHost()
-            | ops.ToDevice()
-            | ops.Load()
-            | ops.Store()
-        ):
+        case ops.Collective() | ops.Memory() | ops.Wait() | ops.Elementwise() | ops.Transfer():
+            return 0
+        case ops.OptimizerStep():
             return 0
         case _:
             assert_never(op)

@@ -1,4 +1,4 @@
-"""How ops name regions and views: by what the program's buffers and segments leave unsaid."""
+"""How ops name regions and views, without repeating what buffers and segments declare."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Names:
 
     @cached_property
     def _spelled(self) -> dict[str, str]:
-        """Names that were spelled so far: a program has few, and says them often."""
+        """The names printed so far; a program has few of them and prints each often."""
         return {}
 
     @cached_property

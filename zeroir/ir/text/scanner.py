@@ -59,7 +59,7 @@ def _window(line: str, indent: str, width: int = 160) -> tuple[str, str]:
 
 
 class Scanner:
-    """The cursor. A reader skips spaces and raises :class:`ParseError` where its thing is missing."""
+    """The cursor. Each reader skips spaces, and raises :class:`ParseError` where the text does not match."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -96,7 +96,7 @@ class Scanner:
             self.fail(expected or f"expected '{literal}'.")
 
     def accept_keyword(self, keyword: str) -> bool:
-        """Skip ``keyword`` if it is next and no longer name begins with it."""
+        """Skip ``keyword`` if the next name is exactly that."""
         match = _NAME.match(self.text, self.position)
         if match is None or match[1] != keyword:
             return False

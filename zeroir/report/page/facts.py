@@ -172,7 +172,7 @@ def op_kind(op: ops.Op) -> str:
     match op:
         case ops.Compute():
             return "compute"
-        case ops.AllGather() | ops.Prefetch() | ops.Broadcast():
+        case ops.Gather() | ops.Broadcast():
             return "gather"
         case ops.ReduceScatter() | ops.AllReduce():
             return "reduce"
