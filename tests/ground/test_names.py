@@ -10,8 +10,6 @@ TREES = ("zeroir", "passes", "runtime", "tools")
 
 REMAINING = frozenset(
     {
-        "Alternative",
-        "Region",
         "Slot",
         "Transfer",
         "Use",
