@@ -34,9 +34,8 @@ from zeroir.runtime.executor import RankResult, StepExecutor
 from zeroir.runtime.handlers import LocalRanks, PreparedCollective, communicate
 from zeroir.runtime.kernels.choice import KernelBackend, open_kernels
 from zeroir.runtime.rank_memory import RankMemory
-from zeroir.runtime.streams import Task
 from zeroir.runtime.tensors import poison
-from zeroir.runtime.trace import WatchOp
+from zeroir.runtime.trace import Task, WatchOp
 
 CPU = torch.device("cpu")
 

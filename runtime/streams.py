@@ -10,15 +10,14 @@ import queue
 import threading
 from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Final, Protocol
 
 import torch
 
 from zeroir.ir.mesh import COMPUTE, HOST
 from zeroir.ir.ops import Alloc, Op, Release, Wait
-from zeroir.runtime.trace import WatchOp
-
-Task = Callable[[], None]
+from zeroir.runtime.trace import Task, WatchOp
 
 
 class Streams(Protocol):
@@ -174,17 +173,20 @@ class ThreadStreams:
         worker.put(task)
 
     def _waiting(self, op: Wait, watch: WatchOp | None) -> Task:
-        wait = self._await if watch is None else watch(self._await)
-
         def in_this_thread() -> None:
-            wait(self._events[op.waited])
+            self._await(self._events[op.waited])
 
         def on_the_stream() -> None:
             event = self._events[op.waited]
-            if watch is not None or not event.is_done:
-                self._worker(op.on).put(lambda: wait(event))
+            wait = partial(self._await, event)
+            if watch is not None:
+                self._worker(op.on).put(watch(wait))
+            elif not event.is_done:
+                self._worker(op.on).put(wait)
 
-        return in_this_thread if op.on == HOST or op.on in self._inline else on_the_stream
+        if op.on != HOST and op.on not in self._inline:
+            return on_the_stream
+        return in_this_thread if watch is None else watch(in_this_thread)
 
     def _guarded(self, task: Task) -> None:
         if self._failure is not None:
