@@ -17,7 +17,7 @@ from zeroir.ir.program import Program, Section
 from zeroir.ir.spans import Span
 from zeroir.runtime import initial, state
 from zeroir.runtime.batch import Batch
-from zeroir.runtime.comm.handout import Handout, JobHandout, NoHandout
+from zeroir.runtime.comm.handout import ALONE, Handout
 from zeroir.runtime.comm.job import (
     DEFAULT_TIMEOUT,
     Backend,
@@ -147,9 +147,8 @@ class Engine:
             UserError: where the program was compiled from another module, or the values of a rank differ from the
                 module's.
         """
-        handout: Handout = NoHandout()
-        if not self.job.is_alone:
-            handout = JobHandout(rank=self.rank, device=self.device)
+        is_alone = self.job.is_alone
+        handout = ALONE if is_alone else Handout(rank=self.rank, device=self.device)
         with (
             memory_for("the model's parameters while they get their first values"),
             self._executor.entered(),

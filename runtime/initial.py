@@ -22,7 +22,7 @@ from zeroir.ir.dtypes import DType
 from zeroir.ir.layout import round_up
 from zeroir.ir.mesh import Mesh
 from zeroir.ir.program import Program
-from zeroir.runtime.comm.handout import Handout, NoHandout
+from zeroir.runtime.comm.handout import ALONE, Handout
 from zeroir.runtime.comm.job import PeerError
 from zeroir.runtime.construction import Factory, construct
 from zeroir.runtime.digests import Digester
@@ -40,7 +40,7 @@ def initialise(
     ranks: Iterable[RankMemory],
     factory: Factory,
     seed: int,
-    handout: Handout | None = None,
+    handout: Handout = ALONE,
 ) -> None:
     """Fill the persistent buffers of the ranks for step 0; in a job all ranks call this together.
 
@@ -51,7 +51,6 @@ def initialise(
     Raises:
         UserError: where the program was compiled from another module, or the values of a rank differ from the module's.
     """
-    handout = handout or NoHandout()
     memories = list(ranks)
     for binding in program.module_buffers:
         if binding.data:
