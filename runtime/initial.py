@@ -17,7 +17,7 @@ from torch import Tensor
 
 from zeroir.errors import UserError
 from zeroir.ir.buffers import Buffer
-from zeroir.ir.contents import MASTER, PARAM, FlatContent
+from zeroir.ir.contents import MASTER, PARAM
 from zeroir.ir.dtypes import DType
 from zeroir.ir.layout import round_up
 from zeroir.ir.mesh import Mesh
@@ -111,11 +111,7 @@ def _tensors(program: Program) -> list[_ModuleTensor]:
     """The tensors that rank 0 sends, each with at least one element, in the same order on all ranks."""
     tensors: list[_ModuleTensor] = []
     for flat in program.flats:
-        buffers = [
-            (buffer, buffer.holds)
-            for buffer in flat_buffers(program, flat.name, (PARAM, MASTER))
-            if isinstance(buffer.holds, FlatContent)
-        ]
+        buffers = flat_buffers(program, flat.name, (PARAM, MASTER))
         for slot in flat.slots:
             homes = [
                 _HoldingBuffer(

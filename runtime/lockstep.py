@@ -34,6 +34,7 @@ from zeroir.runtime.executor import RankResult, StepExecutor
 from zeroir.runtime.handlers import LocalRanks, PreparedCollective, communicate
 from zeroir.runtime.kernels.choice import KernelBackend, open_kernels
 from zeroir.runtime.rank_memory import RankMemory
+from zeroir.runtime.streams import OpEvent
 from zeroir.runtime.tensors import poison
 from zeroir.runtime.trace import Task, WatchOp
 
@@ -124,20 +125,13 @@ class Lockstep:
 # ---------------------------------------------------------------------------------------------------- scheduler
 
 
-class _QueueEvent:
-    __slots__ = ("is_done",)
-
-    def __init__(self, *, is_done: bool = False) -> None:
-        self.is_done = is_done
-
-
 @dataclass(slots=True, kw_only=True)
 class _QueuedOp:
     """A queued op and the event that it signals or waits for; ``begun`` are the tensors of a collective in progress."""
 
     op: Op
     run: Task
-    event: _QueueEvent
+    event: OpEvent
     collective: PreparedCollective | None = None
     begun: CollectiveTensors | None = None
 
@@ -149,7 +143,7 @@ class SeededStreams:
         self._local_ranks = local_ranks
         self._random = generator
         self._queues: dict[str, deque[_QueuedOp]] = {}
-        self._events: dict[str, _QueueEvent] = {}
+        self._events: dict[str, OpEvent] = {}
 
     def bind(self, op: Op, run: Task, watch: WatchOp | None = None) -> Task:
         """See ``Streams.bind``: ops stay in their queues until the host waits or a section ends."""
@@ -168,7 +162,7 @@ class SeededStreams:
                 else:
                     self._enqueue(op.on, _QueuedOp(op=op, run=run, event=event))
             case _:
-                event = _QueueEvent()
+                event = OpEvent()
                 if op.event is not None:
                     self._events[op.event] = event
                 item = _QueuedOp(op=op, run=run, event=event, collective=collective)
@@ -188,7 +182,7 @@ class SeededStreams:
 
     def signal(self, event: str) -> None:
         """See ``Streams.signal``."""
-        self._events[event] = _QueueEvent(is_done=True)
+        self._events[event] = OpEvent(is_done=True)
 
     def entered(self) -> AbstractContextManager[None]:
         """See ``Streams.entered``."""
@@ -201,7 +195,7 @@ class SeededStreams:
     def _enqueue(self, stream: str, item: _QueuedOp) -> None:
         self._queues.setdefault(stream, deque()).append(item)
 
-    def _run_until(self, events: Sequence[_QueueEvent]) -> None:
+    def _run_until(self, events: Sequence[OpEvent]) -> None:
         # Half of the time one stream runs as far as it can before the next; single choices would hardly ever do that.
         order = self._random.sample(list(self._queues), len(self._queues))
         is_greedy = self._random.random() < 0.5

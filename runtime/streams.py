@@ -43,7 +43,7 @@ class Streams(Protocol):
         """Stop, and drop the tasks that are still queued."""
 
 
-class ThreadEvent:
+class OpEvent:
     """Whether one execution of an op is done."""
 
     __slots__ = ("is_done",)
@@ -52,7 +52,7 @@ class ThreadEvent:
         self.is_done = is_done
 
 
-_DONE: Final = ThreadEvent(is_done=True)
+_DONE: Final = OpEvent(is_done=True)
 
 
 class _StreamThread:
@@ -61,7 +61,7 @@ class _StreamThread:
     def __init__(self, name: str, run: Callable[[Task], None]) -> None:
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._run = run
-        self.issued: list[ThreadEvent] = []
+        self.issued: list[OpEvent] = []
         # A daemon, because a thread that hangs in a collective must not keep a failed process alive.
         self._thread = threading.Thread(target=self._loop, name=f"zeroir-{name}", daemon=True)
         self._thread.start()
@@ -91,7 +91,7 @@ class ThreadStreams:
     def __init__(self, inline: Iterable[str] = (COMPUTE,)) -> None:
         self._inline = frozenset(inline)
         self._condition = threading.Condition()
-        self._events: dict[str, ThreadEvent] = {}
+        self._events: dict[str, OpEvent] = {}
         self._workers: dict[str, _StreamThread] = {}
         self._failure: BaseException | None = None
 
@@ -158,7 +158,7 @@ class ThreadStreams:
         return task
 
     def _enqueue(self, stream: str, name: str | None, run: Task) -> None:
-        event = ThreadEvent()
+        event = OpEvent()
         if name is not None:
             self._events[name] = event
         worker = self._worker(stream)
@@ -199,7 +199,7 @@ class ThreadStreams:
                     self._failure = error
                 self._condition.notify_all()
 
-    def _await(self, event: ThreadEvent) -> None:
+    def _await(self, event: OpEvent) -> None:
         if not event.is_done:
             with self._condition:
                 self._condition.wait_for(lambda: event.is_done or self._failure is not None)
