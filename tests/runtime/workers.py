@@ -217,15 +217,7 @@ def nan_loss() -> None:
     batches = [step[RANK][0] for step in random_batches(5, WORLD_SIZE)]
     if RANK == 1:
         batches[2] = {"x": torch.full((4, 6), float("nan"))}
-    train.train(engine, iter(batches), steps=5, reporter=_Silent())
-
-
-class _Silent:
-    def close(self) -> None:
-        pass
-
-    def step(self, report: train.StepReport) -> None:
-        pass
+    train.train(engine, iter(batches), steps=5, report_step=lambda _: None)
 
 
 def main() -> None:
