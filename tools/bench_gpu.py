@@ -16,7 +16,6 @@ attention is as torch counts it, in full where it is causal and with the scores 
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -262,7 +261,7 @@ def show(
 
 def main() -> int:
     """Measure, print, and write the record."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = record_file.parser(__doc__)
     parser.add_argument(
         "--shape",
         default=gpu_gpt.SHAPE,
@@ -275,7 +274,6 @@ def main() -> int:
     parser.add_argument("--warm-up", type=int, default=6, help="steps before any is timed")
     parser.add_argument("--steps", type=int, default=30, help="timed steps a round")
     parser.add_argument("--peak-tflops", type=float, help="the card's dense bf16 peak, for MFU")
-    record_file.add_option(parser)
     arguments = parser.parse_args()
     reason = why_not() or (why_no_nccl() if arguments.nccl_ranks else None)
     if reason is not None:
