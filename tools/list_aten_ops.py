@@ -1,10 +1,9 @@
 """Write ``zeroir/ir/aten_ops.txt``, the ops that a segment may name, and ``filling_ops.txt``, see below.
 
-An op may be named when calling it can do nothing but compute: it changes no argument, returns tensors only, takes
-neither storage, stream nor generator, reads no file and draws no random numbers. One that looks at its argument's
-storage may be named where ``zeroir.ir.views`` knows what it sees. Our own ops are among them. Run it with the newest
-torch that zeroir supports; ops that only an older one has are kept. Those of them that can make their result in given
-memory are listed once more in ``zeroir/ir/filling_ops.txt``.
+A segment may name an op that can only compute: it changes no argument, returns only tensors, takes no storage, stream
+or generator, reads no file and draws no random numbers. It may name a view where ``zeroir.ir.views`` has a rule for it.
+Zeroir's own ops are in the list. Run the tool with the newest torch that zeroir supports; ops that only an older
+version has are kept. ``zeroir/ir/filling_ops.txt`` lists the ops that can write their result to given memory.
 
     python -m tools.list_aten_ops            write the files
     python -m tools.list_aten_ops --check    exit with 1 where they lack an op of this torch
@@ -36,7 +35,7 @@ NAMESPACES = ("aten", "prims", "zeroir")
 ARGUMENT_TYPES = re.compile(
     r"(Optional\[)?(List\[)?(Optional\[)?(Tensor|int|bool|float|number|str|Device)\]*"
 )
-"""Everything but generators, storages, streams and classes. dtypes, layouts and memory formats are int here."""
+"""All types but generators, storages, streams and classes. Dtypes, layouts and memory formats are int here."""
 
 RESULT_TYPES = frozenset({"Tensor", "List[Tensor]"})
 
@@ -60,18 +59,18 @@ REFUSED = re.compile(
     r"|batch_norm|native_batch_norm|cudnn_batch_norm|instance_norm|_batch_norm_impl_index"
     r"|batch_norm_update_stats|batch_norm_gather_stats.*"
 )
-"""Functional in form, but not what a pure function of dense tensors may be made of."""
+"""Ops that are functional by their schemas, but have no place in a pure function of dense tensors."""
 
 
 def is_pure(op: torch._ops.OpOverload) -> bool:
-    """Whether calling the op can do nothing but compute."""
+    """Whether the op can only compute."""
     schema = op._schema
     name = f"{op.namespace}.{op._opname}.{op._overloadname}"
-    is_looking = any(result.alias_info is not None for result in schema.returns)
+    is_aliasing = any(result.alias_info is not None for result in schema.returns)
     is_random = torch.Tag.nondeterministic_seeded in op.tags
     return (
         not schema.is_mutable
-        and (not is_looking or is_view(name) or name == BITCAST)
+        and (not is_aliasing or is_view(name) or name == BITCAST)
         and bool(schema.returns)
         and all(str(result.type) in RESULT_TYPES for result in schema.returns)
         and all(ARGUMENT_TYPES.fullmatch(str(argument.type)) for argument in schema.arguments)

@@ -1,10 +1,10 @@
-"""Write ``zeroir/ir/counted_ops.txt`` and ``measured_ops.txt``: the memory that torch's ops take.
+"""Write ``zeroir/ir/counted_ops.txt`` and ``measured_ops.txt``: ops of torch by the memory that they take.
 
-Every op of torch that the samples of its own tests call, forward and backward, is carried out by the eager kernels
-while torch's allocator is watched, with operands as they are and with their dimensions the other way round in memory.
-The first list has the ops that took no more than ``zeroir.workspace.scratch`` counts, the second those that took no
-more beside it than every operand and result once more with 32 bits an element. What libraries compute as the CPU likes
-it is in neither; see ``zeroir.workspace.scratch.allowance``.
+Torch's own tests have samples of its operators. The eager kernels run every op that these samples call, forward and
+backward, while torch's allocator is watched: with the operands as they are, and with their dimensions in reverse order
+in memory. The first list has the ops that took no more than ``zeroir.workspace.scratch`` counts. The second has those
+that took at most as much more as a copy of every operand and result with 32 bits an element. Neither has the ops of
+libraries that choose an algorithm for the CPU at hand; see ``zeroir.workspace.scratch.allowance``.
 
     python -m tools.list_counted_ops         write the files
 """
@@ -44,7 +44,7 @@ LIBRARY: Final = re.compile(
     r"aten\.(_?linalg_.*|_?cholesky.*|_?lu_.*|.*qrf?|svd|.*eigh?|.*inverse|triangular_.*|lstsq|_?fft_.*|.*conv.*|.*cdist.*)"
 )
 BY_STEPS: Final = frozenset({"aten.copy.default", "aten.fill.Tensor"})
-"""What torch's samples do not call; the tests of whole steps do."""
+"""Ops that torch's samples do not call; the tests of whole steps do."""
 
 BY_FORMULAS: Final = frozenset(
     {"aten.scatter.value", "aten.sort.default"}
@@ -61,11 +61,11 @@ FIXED_BYTES: Final = 1024
 DTYPES: Final = (torch.float32, torch.bfloat16, torch.int64)
 PLACES: Final = frozenset({"device", "layout", "pin_memory", "memory_format"})
 MOST_CALLS: Final = 60
-"""So many different calls of one op are enough."""
+"""The most different calls of one op that are kept."""
 
 
 class _Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Keeps the calls of ops that a segment may name, whose arguments it can have."""
+    """Keeps the calls of ops that a segment may name, with arguments that it may contain."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -109,7 +109,7 @@ def _detached(leaf: object) -> object:
 
 
 def sampled_cases(samples: int, *, every: int = 1) -> list[Case]:
-    """Segments of one op: the calls in so many samples for every dtype of each ``every``-th operator of torch."""
+    """Segments of one op, from the calls of at most ``samples`` samples of each ``every``-th operator and each dtype."""
     calls = _Calls()
     for info, dtype in itertools.product(torch_samples.operators()[::every], DTYPES):
         if dtype in info.supported_dtypes("cpu"):
@@ -133,12 +133,11 @@ def _runs(
             operands: tuple[object, tuple[object, ...], Mapping[str, object]] = operands,
         ) -> None:
             first, args, kwargs = operands
-            results = [
-                one for one in tree_leaves(function(first, *args, **kwargs)) if _has_grad(one)
-            ]
-            sources = [one for one in tree_leaves(operands) if _has_grad(one)]
+            returned = function(first, *args, **kwargs)
+            results = [leaf for leaf in tree_leaves(returned) if _has_grad(leaf)]
+            sources = [leaf for leaf in tree_leaves(operands) if _has_grad(leaf)]
             if results and sources:
-                ones = [torch.ones_like(one) for one in results]
+                ones = [torch.ones_like(result) for result in results]
                 torch.autograd.grad(results, sources, ones, allow_unused=True)
 
         yield run
@@ -149,18 +148,18 @@ def _has_grad(leaf: object) -> bool:
 
 
 def _cases(op: str, args: tuple[Argument, ...], kwargs: dict[str, Argument]) -> Iterator[Case]:
-    """The call as a segment, and with operands that lie the other way round."""
-    turned = cast("tuple[Argument, ...]", tree_map(_turned, args))
-    for operands in (args, turned):
-        with suppress(Exception):  # torch refuses, or has results of dtypes that no segment knows
+    """The call as a segment, and with the dimensions of its operands in reverse order in memory."""
+    reversed_args = cast("tuple[Argument, ...]", tree_map(_reversed, args))
+    for operands in (args, reversed_args):
+        with suppress(Exception):  # torch refuses, or returns a dtype that no segment may have
             segment, tensors = segment_of(op, *operands, **kwargs)
             case = Case(segment=segment, outputs=unwanted(segment), tensors=tensors)
             case.prepared()()
             yield case
 
 
-def _turned(leaf: object) -> object:
-    """The tensor with its dimensions the other way round in memory."""
+def _reversed(leaf: object) -> object:
+    """The tensor with its dimensions in reverse order in memory."""
     if not isinstance(leaf, Tensor) or leaf.dim() < 2:
         return leaf
     order = tuple(reversed(range(leaf.dim())))
@@ -168,23 +167,25 @@ def _turned(leaf: object) -> object:
 
 
 def sorted_out(cases: list[Case]) -> tuple[set[str], set[str]]:
-    """The ops that are counted, and those of which something is known, by what they took in all of these cases."""
-    seen: set[str] = set()
-    beyond: set[str] = set()
-    wild: set[str] = set()
-    for case, found in zip(cases, taken(cases), strict=True):
+    """The ops that took only counted memory in all these cases, and those that took at most the allowance beside it."""
+    ops: set[str] = set()
+    uncounted: set[str] = set()
+    unbounded: set[str] = set()
+    for case, measured in zip(cases, taken(cases), strict=True):
         (node,) = case.segment.nodes
-        more = found.peak_bytes - eager_workspace(case.segment, case.outputs).counted_bytes
-        seen.add(node.op)
-        beyond |= {node.op} if more > 0 else set()
-        is_wild = more > copied_bytes(node, case.segment.types()) + FIXED_BYTES
-        wild |= {node.op} if is_wild else set()
-    known = {
+        ops.add(node.op)
+        counted_bytes = eager_workspace(case.segment, case.outputs).counted_bytes
+        excess_bytes = measured.peak_bytes - counted_bytes
+        if excess_bytes > 0:
+            uncounted.add(node.op)
+        if excess_bytes > copied_bytes(node, case.segment.types()) + FIXED_BYTES:
+            unbounded.add(node.op)
+    torchs_own = {
         op
-        for op in seen - PRODUCTS - CONVOLUTIONS - ATTENTION
+        for op in ops - PRODUCTS - CONVOLUTIONS - ATTENTION
         if not LIBRARY.fullmatch(op.rpartition(".")[0])
     }
-    return (known - beyond) | BY_STEPS, ((known & beyond) - wild) | BY_FORMULAS
+    return (torchs_own - uncounted) | BY_STEPS, ((torchs_own & uncounted) - unbounded) | BY_FORMULAS
 
 
 def main() -> int:
