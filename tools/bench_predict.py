@@ -86,11 +86,8 @@ def main() -> int:
     for times in rounds:
         programs.setdefault((times.model, times.stage), []).append(times)
     table = [cells(times) for times in programs.values()]
-    print(f"| {' | '.join(HEAD)} |\n|{'---|' * len(HEAD)}")
-    for line in table:
-        print(f"| {' | '.join(line)} |")
     about = {"rounds": arguments.rounds, "kernels": arguments.kernels}
-    record_file.write(arguments.record, "bench_predict", {"head": HEAD, "rows": table}, about)
+    record_file.publish(arguments.record, "bench_predict", HEAD, table, about)
     return int(any(abs(median_error(times)) > MOST_ERROR for times in programs.values()))
 
 
