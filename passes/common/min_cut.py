@@ -257,8 +257,8 @@ class _Rewriter:
         place = storages.place(need.value)
         if place.root in storages.wanted:
             return self._looked_at(StorageView(place.root, need.offset, kind))
-        if place.root < storages.inputs:
-            return self._source(FromInput(place.root, need.offset), kind)
+        if need.value < storages.inputs:
+            return self._source(FromInput(need.value, need.offset), kind)
         return self._source(FromBackward(value), kind)
 
     def _looked_at(self, place: StorageView) -> _Key:
