@@ -66,13 +66,13 @@ class SectionDraft:
         }
         self.buffers = {
             name: DraftBuffer(
-                found.buffer,
-                CallPosition(found.writer),
-                found.output,
-                {CallPosition(reader) for reader in found.readers},
+                filled.buffer,
+                CallPosition(filled.writer),
+                filled.output,
+                {CallPosition(reader) for reader in filled.readers},
             )
-            for name, found in self.view.filled.items()
-            if found.readers
+            for name, filled in self.view.filled.items()
+            if filled.readers
         }
         self._filled = frozenset(self.buffers)
         self._delayed: dict[str, str] = {}
@@ -286,10 +286,10 @@ class SectionDraft:
                 moved_releases.add(name)
 
         def call(position: CallPosition) -> Iterator[Op]:
-            found = self.calls[position]
+            called = self.calls[position]
             for name in begun.get(position, ()):
-                yield ops.Alloc(buffer=name, stream=found.op.stream)
-            yield replace(found.op, segment=name_of(found.segment))
+                yield ops.Alloc(buffer=name, stream=called.op.stream)
+            yield replace(called.op, segment=name_of(called.segment))
 
         def ends(position: CallPosition, stream: str) -> Iterator[Op]:
             changes = {new: name for name, new in self._delayed.items()}
