@@ -38,7 +38,6 @@ from zeroir.ir.program import LAST_MICRO_STEP, UPDATE, Program, Section, State
 from zeroir.ir.section_view import SectionView
 from zeroir.passes.base import Fact, Pass
 from zeroir.passes.common import rewrite
-from zeroir.passes.common.order import synchronise
 from zeroir.passes.common.resize import resize
 
 AXIS = DATA_AXIS
@@ -50,8 +49,9 @@ class AllReduceGradients(Pass):
     """Sum gradients over ``dp`` ranks."""
 
     name: ClassVar[str] = "all-reduce-gradients"
-    requires: ClassVar[frozenset[Fact]] = frozenset()
+    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.ONE_DEVICE})
     establishes: ClassVar[frozenset[Fact]] = frozenset({Fact.GRADIENTS_REDUCED})
+    destroys: ClassVar[frozenset[Fact]] = frozenset({Fact.ONE_DEVICE})
 
     dp: int
 
@@ -67,9 +67,7 @@ class AllReduceGradients(Pass):
             resize(program, Axis(name=AXIS, size=self.dp)),
             comms=(Communicator(name=REDUCE_COMM, axis=AXIS),),
         )
-        return synchronise(
-            rewrite.map_sections(program, lambda section: self._rewrite(section, program))
-        )
+        return rewrite.map_sections(program, lambda section: self._rewrite(section, program))
 
     def _rewrite(self, section: Section, program: Program) -> Section:
         if section.name == LAST_MICRO_STEP:

@@ -2,9 +2,15 @@
 
 A pass is written ``name`` or ``name{option=value, option=value}``; ``prefetch{distance=1}`` is the pass `Prefetch`
 with ``distance`` 1, and an option of several names has ``|`` between them. Specs are written and read by the fields of
-the dataclass alone; a field that is None is left out. ``requires`` and ``establishes`` are facts about a program that
-the manager checks before a pass runs, so that a pipeline in the wrong order is refused with one sentence instead of
-producing a broken program.
+the dataclass alone; a field that is None is left out.
+
+``requires``, ``establishes`` and ``destroys`` are facts about a program: those that a pass relies on, and those that
+begin and cease to be true with it. The manager checks them before any pass runs, so that a pipeline in the wrong order
+is refused with one sentence instead of producing a broken program.
+
+A pass is given a program without waits and returns one without: the manager derives them after each pass, from what
+ops do and from the program's bounds (``zeroir.passes.common.order``). So a bound that one pass states holds after all
+later passes, and one that states another bound for the same kind of buffer replaces it.
 
 The docstring of each pass shows some lines that it changes in a small program, as a diff. The whole program after each
 pass stands in ``tests/passes/golden``.
@@ -23,22 +29,26 @@ from zeroir.ir.program import Program
 
 
 class Fact(StrEnum):
-    """Something true of a program from the pass that establishes it onwards; its value reads in a sentence."""
+    """Something true of a program that some pass requires; its value reads in a sentence."""
 
-    SAVED_SELECTED = "saved values chosen to take fewest bytes"
-    UNITS_RECOMPUTED = "forwards of units issued again before their backward"
+    ONE_DEVICE = "the step of one device"
+    ONE_AXIS = "ranks along one axis of the mesh"
+    UPDATE_APART = "an update that follows the backward"
+    GATHERED_AT_FIRST_USE = "no gather ahead of its first use"
     GRADIENTS_REDUCED = "gradients summed over all ranks"
     OPTIMIZER_SHARDED = "an optimizer that updates only each rank's shard"
     GRADIENTS_SHARDED = "gradients kept as shards"
     PARAMETERS_SHARDED = "parameters kept as shards"
     GATHERED_PER_RUN = "parameters gathered before each run of uses"
-    UNITS_UNSHARDED = "parameters of units kept from forward to backward"
     RELEASED_AFTER_LAST_USE = "buffers released after their last use"
-    GATHERED_AHEAD = "parameters gathered a bounded number of units ahead"
-    GRADIENTS_BOUNDED = "a bounded number of full gradients"
-    SHARDS_REPLICATED = "shards replicated over groups of ranks"
-    COLLECTIVES_BUCKETED = "small collectives merged"
-    UPDATE_OVERLAPPED = "an update that overlaps the backward"
+
+
+LOGICAL_FACTS = frozenset(
+    {Fact.ONE_DEVICE, Fact.ONE_AXIS, Fact.UPDATE_APART, Fact.GATHERED_AT_FIRST_USE}
+)
+"""What is true before any pass has run."""
+
+NO_FACTS: frozenset[Fact] = frozenset()
 
 
 OptionValue = int | bool | tuple[str, ...]
@@ -54,6 +64,7 @@ class Pass(Protocol):
     name: ClassVar[str]
     requires: ClassVar[frozenset[Fact]]
     establishes: ClassVar[frozenset[Fact]]
+    destroys: ClassVar[frozenset[Fact]]
 
     def spec(self) -> str:
         """The pass as text: its name, and every field that is not None as an option, in the order of the fields."""

@@ -11,9 +11,9 @@ unit before the bucket has been gathered: the bucket would have to wait for it a
 whose sources are not there before, move down to the one after them, and with them what follows from them on their
 stream: releases, and sums over micro-steps. Nothing passes an op that it conflicts with.
 
-The pass stands before those that bound memory, to which a bucket is one unit. ``prefetch{distance}`` so has at most
-distance + 1 buckets of gathered parameters live, and ``bound-gradients{live}`` at most ``live`` of full gradients,
-none larger than the largest unit and ``bytes`` together.
+To a bound a bucket is one unit. ``bound-gradients{live}`` so has at most ``live`` buckets of full gradients live,
+whether it stands before this pass or after it, and ``prefetch{distance}``, which stands after it, at most distance + 1
+buckets of gathered parameters. None is larger than the largest unit and ``bytes`` together.
 
 What ``bucket{bytes=4096}`` changes::
 
@@ -43,12 +43,9 @@ from zeroir.ir import ops
 from zeroir.ir.ops import Op
 from zeroir.ir.program import Program, Section
 from zeroir.ir.traffic import payloads
-from zeroir.passes.base import Fact, Pass, split_spec
-from zeroir.passes.bound_gradients import BoundGradients
+from zeroir.passes.base import NO_FACTS, Fact, Pass
 from zeroir.passes.common import rewrite
 from zeroir.passes.common.conflicts import Touched
-from zeroir.passes.common.order import synchronise, unordered
-from zeroir.passes.prefetch import Prefetch
 
 _Mergeable = ops.AllGather | ops.ReduceScatter | ops.AllReduce
 
@@ -58,8 +55,11 @@ class Bucket(Pass):
     """Merge neighbouring collectives of together at most ``bytes`` bytes."""
 
     name: ClassVar[str] = "bucket"
-    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.GRADIENTS_REDUCED})
-    establishes: ClassVar[frozenset[Fact]] = frozenset({Fact.COLLECTIVES_BUCKETED})
+    requires: ClassVar[frozenset[Fact]] = frozenset(
+        {Fact.GRADIENTS_REDUCED, Fact.GATHERED_AT_FIRST_USE}
+    )
+    establishes: ClassVar[frozenset[Fact]] = NO_FACTS
+    destroys: ClassVar[frozenset[Fact]] = NO_FACTS
 
     bytes: int
 
@@ -70,21 +70,8 @@ class Bucket(Pass):
             )
 
     def __call__(self, program: Program) -> Program:
-        """The program with its small collectives merged.
-
-        Raises:
-            UserError: where a pass that bounds memory has run already: its waits would be lost.
-        """
-        for spec in program.passes:
-            if split_spec(spec)[0] in (Prefetch.name, BoundGradients.name):
-                raise UserError(
-                    f"The pass `{self.spec()}` would undo the bound of `{spec}`, which ran before it; "
-                    f"put `{self.name}` first."
-                )
-        program = unordered(program)
-        return synchronise(
-            rewrite.map_sections(program, lambda section: self._rewrite(section, program))
-        )
+        """The program with its small collectives merged."""
+        return rewrite.map_sections(program, lambda section: self._rewrite(section, program))
 
     def _rewrite(self, section: Section, program: Program) -> Section:
         pending = {p.event for p in section.exit.pending}

@@ -11,7 +11,7 @@ from zeroir.passes.insert_gathers import InsertGathers
 from zeroir.passes.insert_releases import InsertReleases
 from zeroir.passes.overlap_update import OverlapUpdate
 from zeroir.passes.plan_memory import PlanMemory
-from zeroir.passes.prefetch import Prefetch
+from zeroir.passes.prefetch import PrefetchGathers
 from zeroir.passes.recompute import Recompute
 from zeroir.passes.replicate_shards import ReplicateShards
 from zeroir.passes.select_saved import SelectSaved
@@ -31,7 +31,7 @@ PASSES: tuple[type[Pass], ...] = (
     Unshard,
     InsertReleases,
     Bucket,
-    Prefetch,
+    PrefetchGathers,
     BoundGradients,
     ReplicateShards,
     OverlapUpdate,

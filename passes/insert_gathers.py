@@ -32,9 +32,8 @@ from zeroir.ir.ops import Op
 from zeroir.ir.program import UPDATE, Program, Section
 from zeroir.ir.section_view import SectionView
 from zeroir.passes.all_reduce_gradients import AXIS
-from zeroir.passes.base import Fact, Pass
+from zeroir.passes.base import NO_FACTS, Fact, Pass
 from zeroir.passes.common import rewrite
-from zeroir.passes.common.order import synchronise, unordered
 from zeroir.passes.shard_parameters import gather
 
 
@@ -45,15 +44,13 @@ class InsertGathers(Pass):
     name: ClassVar[str] = "insert-gathers"
     requires: ClassVar[frozenset[Fact]] = frozenset({Fact.PARAMETERS_SHARDED})
     establishes: ClassVar[frozenset[Fact]] = frozenset({Fact.GATHERED_PER_RUN})
+    destroys: ClassVar[frozenset[Fact]] = NO_FACTS
 
     elide: bool = True
 
     def __call__(self, program: Program) -> Program:
         """The program with its gathers placed anew."""
-        program = unordered(program)
-        return synchronise(
-            rewrite.map_sections(program, lambda section: self._rewrite(section, program))
-        )
+        return rewrite.map_sections(program, lambda section: self._rewrite(section, program))
 
     def _rewrite(self, section: Section, program: Program) -> Section:
         if section.name == UPDATE:
@@ -96,7 +93,7 @@ def _gathered_from(program: Program) -> Mapping[str, str]:
 def _is_of(op: Op, sources: Mapping[str, str]) -> bool:
     """Whether the op allocates, gathers or releases a gathered buffer."""
     match op:
-        case ops.Alloc() | ops.Release():
+        case ops.Memory():
             return op.buffer in sources
         case ops.AllGather():
             return all(pair.destination.buffer in sources for pair in op.pairs)

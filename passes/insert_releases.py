@@ -28,9 +28,8 @@ from zeroir.ir import ops
 from zeroir.ir.effects import effects
 from zeroir.ir.ops import Op
 from zeroir.ir.program import Program, Section
-from zeroir.passes.base import Fact, Pass
+from zeroir.passes.base import NO_FACTS, Fact, Pass
 from zeroir.passes.common import rewrite
-from zeroir.passes.common.order import synchronise, unordered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,10 +39,11 @@ class InsertReleases(Pass):
     name: ClassVar[str] = "insert-releases"
     requires: ClassVar[frozenset[Fact]] = frozenset({Fact.GATHERED_PER_RUN})
     establishes: ClassVar[frozenset[Fact]] = frozenset({Fact.RELEASED_AFTER_LAST_USE})
+    destroys: ClassVar[frozenset[Fact]] = NO_FACTS
 
     def __call__(self, program: Program) -> Program:
         """The program with its releases as early as they may be."""
-        return synchronise(rewrite.map_sections(unordered(program), _rewrite))
+        return rewrite.map_sections(program, _rewrite)
 
 
 def _rewrite(section: Section) -> Section:

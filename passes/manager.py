@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from zeroir.errors import InternalError, UserError
 from zeroir.ir.program import Program
 from zeroir.memory.placement import unplanned
-from zeroir.passes.base import Fact, Pass, listed
+from zeroir.passes.base import LOGICAL_FACTS, Fact, Pass, listed, split_spec
 from zeroir.passes.catalogue import PASSES, parse_spec
+from zeroir.passes.common.order import derive_waits, without_waits
 from zeroir.verify import Reference, Report, VerificationError, verify
 from zeroir.workspace.segments import corrected
 
@@ -55,10 +56,10 @@ def steps(
 
 def apply(step: Pass, program: Program) -> Program:
     """The program after a pass, which its list of passes names last; it is not verified."""
-    # A plan is for the ops and buffers as they were.
-    after = step(unplanned(program))
+    # Waits and a plan of memory are for the ops and buffers as they were.
+    after = step(without_waits(unplanned(program)))
     # A pass may bind the outputs of a segment otherwise, which changes what a kernel must hold itself.
-    return replace(corrected(after), passes=(*program.passes, step.spec()))
+    return replace(derive_waits(corrected(after)), passes=(*program.passes, step.spec()))
 
 
 def _proofs(
@@ -97,27 +98,38 @@ def _proved(program: Program, reference: Reference | None) -> Proof:
     return Proof(program=program, report=report)
 
 
-def facts(program: Program) -> dict[Fact, str]:
-    """What the passes that have run on a program established, and the spec of the pass that did."""
-    return {fact: spec for spec in program.passes for fact in sorted(parse_spec(spec).establishes)}
-
-
 def check_contracts(program: Program, passes: Sequence[Pass]) -> None:
     """UserError where the passes do not follow from one another and from those that have run already."""
-    known = facts(program)
-    ran = list(program.passes)
-    for step in passes:
-        for fact in sorted(step.requires - known.keys()):
-            sources = [f"`{kind.name}`" for kind in PASSES if fact in kind.establishes]
-            so_far = f"only {listed(f'`{spec}`' for spec in ran)}" if ran else "no pass"
-            raise UserError(
-                f"The pass `{step.spec()}` requires {fact}, which {listed(sources)} establishes, "
-                f"but {so_far} ran before it; put {listed(sources)} before `{step.name}`."
-            )
-        for fact in sorted(step.establishes & known.keys()):
-            raise UserError(
-                f"The pass `{step.spec()}` would establish {fact} a second time: "
-                f"`{known[fact]}` has done so; leave one of them out."
-            )
-        known |= dict.fromkeys(step.establishes, step.spec())
-        ran.append(step.spec())
+    holding: set[Fact] = set(LOGICAL_FACTS)
+    establishers: dict[Fact, str] = {}
+    destroyers: dict[Fact, str] = {}
+    ran: list[str] = []
+    for number, step in enumerate((*map(parse_spec, program.passes), *passes)):
+        spec = step.spec()
+        if number >= len(program.passes):
+            for fact in sorted(step.requires - holding):
+                raise UserError(_lacking(step, fact, destroyers.get(fact), ran))
+            for fact in sorted(step.establishes & establishers.keys()):
+                raise UserError(
+                    f"The pass `{spec}` would establish {fact} a second time: "
+                    f"`{establishers[fact]}` has done so; leave one of them out."
+                )
+        holding = (holding | step.establishes) - step.destroys
+        establishers |= dict.fromkeys(step.establishes, spec)
+        destroyers |= dict.fromkeys(step.destroys, spec)
+        ran.append(spec)
+
+
+def _lacking(step: Pass, fact: Fact, destroyer: str | None, ran: Sequence[str]) -> str:
+    """Why a fact that a pass requires does not hold, and what to do."""
+    begin = f"The pass `{step.spec()}` requires {fact}, which"
+    if destroyer is not None:
+        if split_spec(destroyer)[0] == step.name:
+            return f"{begin} `{destroyer}` has ended; leave one of them out."
+        return f"{begin} `{destroyer}` has ended; put `{step.name}` before it."
+    sources = listed(f"`{kind.name}`" for kind in PASSES if fact in kind.establishes)
+    so_far = f"only {listed(f'`{spec}`' for spec in ran)}" if ran else "no pass"
+    return (
+        f"{begin} {sources} establishes, but {so_far} ran before it; "
+        f"put {sources} before `{step.name}`."
+    )

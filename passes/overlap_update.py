@@ -45,10 +45,9 @@ from zeroir.ir.effects import effects
 from zeroir.ir.mesh import COMPUTE, Executor, Stream
 from zeroir.ir.ops import Op
 from zeroir.ir.program import LAST_MICRO_STEP, UPDATE, Holding, Program, Section, State
-from zeroir.passes.base import Fact, Pass
+from zeroir.passes.base import NO_FACTS, Fact, Pass
 from zeroir.passes.common import rewrite
 from zeroir.passes.common.conflicts import Touched
-from zeroir.passes.common.order import synchronise, without_waits
 
 _Movable = (
     ops.Decide | ops.OptimizerStep | ops.Alloc | ops.Release | ops.Cast | ops.Fill | ops.AllGather
@@ -62,8 +61,9 @@ class OverlapUpdate(Pass):
     """Update each flat as soon as its gradient is reduced."""
 
     name: ClassVar[str] = "overlap-update"
-    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.GRADIENTS_REDUCED})
-    establishes: ClassVar[frozenset[Fact]] = frozenset({Fact.UPDATE_OVERLAPPED})
+    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.GRADIENTS_REDUCED, Fact.UPDATE_APART})
+    establishes: ClassVar[frozenset[Fact]] = NO_FACTS
+    destroys: ClassVar[frozenset[Fact]] = frozenset({Fact.UPDATE_APART})
 
     def __call__(self, program: Program) -> Program:
         """The program with its update in the last micro-step; as it was where a decision rests on all gradients."""
@@ -71,7 +71,7 @@ class OverlapUpdate(Pass):
         update = program.section_by_name.get(UPDATE)
         if last is None or update is None or not _is_free(update):
             return program
-        moved, left = _divided(without_waits(update), program)
+        moved, left = _divided(update, program)
         if not all(_is_on_scalars(op, program) for op in left):
             return program
         between = _state_after(last.exit, moved, program)
@@ -80,7 +80,7 @@ class OverlapUpdate(Pass):
             UPDATE: replace(update, entry=between, body=left),
         }
         program = rewrite.map_sections(program, lambda section: changed.get(section.name, section))
-        return synchronise(replace(program, streams=(*program.streams, STREAM)))
+        return replace(program, streams=(*program.streams, STREAM))
 
 
 def _is_free(update: Section) -> bool:
@@ -151,7 +151,7 @@ def _placed(last: Section, moved: Iterable[_Movable], program: Program) -> tuple
         for one in together:
             touched.add(one, at)
             stream = STREAM.name if one.stream == COMPUTE else one.stream
-            after.setdefault(at, []).append(replace(one, stream=stream, event=None))
+            after.setdefault(at, []).append(replace(one, stream=stream))
     return (*after.get(-1, ()), *rewrite.insert(last.body, after=after))
 
 
@@ -167,13 +167,9 @@ def _state_after(state: State, moved: Iterable[Op], program: Program) -> State:
     for op in moved:
         for region, content in _results(op, program):
             others = held.get(region.buffer, ())
-            kept = [h for h in others if not _overlap(h.region, region)]
+            kept = [h for h in others if not h.region.overlaps(region)]
             held[region.buffer] = [*kept, Holding(region=region, content=content)]
     return replace(state, holdings=tuple(chain.from_iterable(held.values())))
-
-
-def _overlap(one: Region, other: Region) -> bool:
-    return one.offset < other.stop and other.offset < one.stop
 
 
 def _results(op: Op, program: Program) -> Iterator[tuple[Region, Content]]:

@@ -17,7 +17,7 @@ from zeroir.passes.insert_releases import InsertReleases
 from zeroir.passes.manager import Proof, prove
 from zeroir.passes.overlap_update import OverlapUpdate
 from zeroir.passes.plan_memory import PlanMemory
-from zeroir.passes.prefetch import Prefetch
+from zeroir.passes.prefetch import PrefetchGathers
 from zeroir.passes.recompute import Recompute
 from zeroir.passes.replicate_shards import ReplicateShards
 from zeroir.passes.select_saved import SelectSaved
@@ -67,15 +67,14 @@ def for_stage(
         *((Unshard(units=unshard),) if unshard else ()),
         InsertReleases(),
     )
-    # Before the bounds on memory, to which a bucket is one unit.
+    # Before gathers are issued ahead: a bucket is gathered as one.
     merge: tuple[Pass, ...] = (Bucket(bytes=bucket),) if bucket else ()
-    ahead: tuple[Pass, ...] = (Prefetch(distance=distance),) if budget is None else ()
-    # Last, because passes that move ops begin by taking out the waits that are there.
+    ahead: tuple[Pass, ...] = (PrefetchGathers(distance=distance),) if budget is None else ()
     bound: tuple[Pass, ...] = (BoundGradients(live=live),)
     # After all others, which know one axis: it only adds to what they made.
     across: tuple[Pass, ...] = () if replicas is None else (ReplicateShards(replicas=replicas),)
-    # After whatever takes memory: it uses what is left, and lets the waits of others stand.
-    early: tuple[Pass, ...] = () if budget is None else (Prefetch(budget=budget),)
+    # After all passes that take memory: it uses what is left.
+    early: tuple[Pass, ...] = () if budget is None else (PrefetchGathers(budget=budget),)
     return (
         ((SelectSaved(),) if select else ())
         # After it, so that what is computed once more makes only what is then still saved.

@@ -25,7 +25,8 @@ from typing import ClassVar
 
 from zeroir.ir.program import Program
 from zeroir.memory.placement import place_all
-from zeroir.passes.base import Fact, Pass
+from zeroir.passes.base import NO_FACTS, Fact, Pass
+from zeroir.passes.common.order import derive_waits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,14 +34,15 @@ class PlanMemory(Pass):
     """See the module."""
 
     name: ClassVar[str] = "plan-memory"
-    requires: ClassVar[frozenset[Fact]] = frozenset()
-    establishes: ClassVar[frozenset[Fact]] = frozenset()
+    requires: ClassVar[frozenset[Fact]] = NO_FACTS
+    establishes: ClassVar[frozenset[Fact]] = NO_FACTS
+    destroys: ClassVar[frozenset[Fact]] = NO_FACTS
 
     def __call__(self, program: Program) -> Program:
         """The program with a place for every temporary buffer."""
         offsets: Mapping[str, int] = {
             name: offset
-            for placement in place_all(program).values()
+            for placement in place_all(derive_waits(program)).values()
             for name, offset in placement.offsets.items()
         }
         buffers = tuple(

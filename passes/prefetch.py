@@ -1,15 +1,19 @@
 """Issue each gather ``distance`` units ahead of its use, and never further, in the forward and in the backward.
 
-What one compute op is the first to read is gathered together: a *wave*. Before the first op of wave w runs, wave
-w + distance is gathered, under the name ``prefetch``, while w computes. That gather first waits for the release of
-wave w − 1, so that however slow the compute stream is, at most distance + 1 waves are live. ``distance=0`` gathers
-nothing ahead and still holds the gather stream back. A bucket belongs to the wave of what is first read of it.
+What one compute op is the first to read is gathered together, as a group. The gathers of group g + ``distance`` are
+issued before the first use of group g, under the name ``prefetch``, and so run while g computes. The bound
+``full_parameters ahead=0`` makes the stream of gathers keep to that order: it begins a group only once all groups that
+are released above it have ended. However slow the compute stream is, at most ``distance`` + 1 groups are live.
+``distance=0`` gathers nothing ahead and still holds the gather stream back. Buffers of a bucket belong to the group of
+the one that is read first.
 
 With ``prefetch{budget=BYTES}`` no distance is fixed: each gather is issued as early as the device memory that buffers
-take stays within the budget (``early``). It then stands after all passes that take memory, whose waits it keeps.
+take stays within the budget (see ``gather_early``). It then stands after all passes that take memory. The bound
+``full_parameters behind=compute`` makes a gather wait for the op of the compute stream behind which it was put.
 
 What ``prefetch{distance=1}`` changes::
 
+    + bound full_parameters ahead=0
       !0 = all_gather %a.param -> %a.full  comm=gather stream=gather
     + alloc %b.full  stream=gather
     + !1 = prefetch %b.param -> %b.full  comm=gather stream=gather
@@ -26,30 +30,33 @@ What ``prefetch{distance=1}`` changes::
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from zeroir.errors import UserError
-from zeroir.ir import ops
+from zeroir.ir.bounds import AheadBound, BehindBound, BoundKind, with_bound
+from zeroir.ir.mesh import COMPUTE
 from zeroir.ir.ops import Op
 from zeroir.ir.program import Program, Section
-from zeroir.passes.base import Fact, Pass
+from zeroir.passes.base import NO_FACTS, Fact, Pass
 from zeroir.passes.common import rewrite
 from zeroir.passes.common.gather_early import as_early_as_fits
-from zeroir.passes.common.gather_groups import Wave, ahead, find_waves, without_gather_waits
-from zeroir.passes.common.order import synchronise, unordered
+from zeroir.passes.common.gather_groups import ahead, find_groups
+from zeroir.passes.common.order import derive_waits
 
 _DEFAULT_DISTANCE = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prefetch(Pass):
-    """Gather ``distance`` waves ahead, 1 by default, or as early as a ``budget`` of device memory, in bytes, allows."""
+class PrefetchGathers(Pass):
+    """Gather ``distance`` groups ahead, by default 1, or as early as a ``budget`` of device memory in bytes allows."""
 
     name: ClassVar[str] = "prefetch"
-    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.RELEASED_AFTER_LAST_USE})
-    establishes: ClassVar[frozenset[Fact]] = frozenset({Fact.GATHERED_AHEAD})
+    requires: ClassVar[frozenset[Fact]] = frozenset(
+        {Fact.RELEASED_AFTER_LAST_USE, Fact.GATHERED_AT_FIRST_USE}
+    )
+    establishes: ClassVar[frozenset[Fact]] = NO_FACTS
+    destroys: ClassVar[frozenset[Fact]] = frozenset({Fact.GATHERED_AT_FIRST_USE})
 
     distance: int | None = None
     budget: int | None = None
@@ -71,50 +78,38 @@ class Prefetch(Pass):
             )
 
     def __call__(self, program: Program) -> Program:
-        """The program with its gathers issued ahead."""
+        """The program with its gathers issued ahead, and the bound that holds them back."""
+        kind = BoundKind.FULL_PARAMETERS
+        in_order = with_bound(program.bounds, AheadBound(kind=kind, ahead=0))
         if self.distance is not None:
-            return _at_distance(unordered(program), self.distance)
+            return replace(_at_distance(program, self.distance), bounds=in_order)
         assert self.budget is not None  # One of the two is given.
-        # Other waits bound what others take.
-        held_back = _at_distance(rewrite.map_sections(program, without_gather_waits), 0)
-        return as_early_as_fits(held_back, self.budget)
+        # How much is live depends on how far streams run ahead, so on waits.
+        at_first_use = derive_waits(replace(_at_distance(program, 0), bounds=in_order))
+        behind = with_bound(program.bounds, BehindBound(kind=kind, behind=COMPUTE))
+        return replace(as_early_as_fits(at_first_use, self.budget), bounds=behind)
 
 
 def _at_distance(program: Program, distance: int) -> Program:
-    return synchronise(
-        rewrite.map_sections(program, lambda section: _moved(section, program, distance))
-    )
+    return rewrite.map_sections(program, lambda section: _moved(section, program, distance))
 
 
 def _moved(section: Section, program: Program, distance: int) -> Section:
-    body = list(section.body)
-    waves = find_waves(body, program)
+    body = section.body
+    groups = find_groups(body, program)
     before: dict[int, list[Op]] = {}
     at = 0
-    for number, wave in enumerate(waves):
-        target = waves[max(number - distance, 0)].first_use
+    for number, group in enumerate(groups):
+        target = groups[max(number - distance, 0)].first_use
         # Never before an earlier life of the same buffer has ended, and always in the order of use.
-        at = max(at, target, *(gather.earliest for gather in wave.gathers))
-        found = before.setdefault(at, [])
-        if number > distance:
-            found.extend(_holding_back(body, waves[number - distance - 1], wave.stream, at))
-        for gather in wave.gathers:
-            found.extend(body[alloc] for alloc in gather.allocs)
-            found.append(gather.op if at == wave.first_use else ahead(gather.op))
-    moved = {i for wave in waves for g in wave.gathers for i in (*g.allocs, g.index)}
-    left: list[Op] = []
+        at = max(at, target, *(gather.earliest for gather in group.gathers))
+        for gather in group.gathers:
+            issued = gather.op if at == group.first_use else ahead(gather.op)
+            before.setdefault(at, []).extend((*(body[alloc] for alloc in gather.allocs), issued))
+    moved = {i for group in groups for g in group.gathers for i in (*g.allocs, g.index)}
+    placed: list[Op] = []
     for index, op in enumerate(body):
-        left.extend(before.get(index, ()))
+        placed.extend(before.get(index, ()))
         if index not in moved:
-            left.append(op)
-    return replace(section, body=tuple(left))
-
-
-def _holding_back(body: list[Op], wave: Wave, stream: str, at: int) -> Sequence[Op]:
-    """Waits of a stream for the releases of a wave before ``at``; these signal from now on."""
-    found: list[Op] = []
-    for release in wave.releases:
-        if release < at:
-            body[release], event = rewrite.signalling(body[release], release)
-            found.append(ops.Wait(waited=event, on=stream))
-    return found
+            placed.append(op)
+    return replace(section, body=tuple(placed))

@@ -43,10 +43,10 @@ from zeroir.ir.buffers import Region
 from zeroir.ir.ops import Argument
 from zeroir.ir.program import Program
 from zeroir.ir.segment import Segment
-from zeroir.passes.base import Fact, Pass
+from zeroir.passes.base import NO_FACTS, Fact, Pass
 from zeroir.passes.common.min_cut import RecutPair
 from zeroir.passes.common.prune import prune
-from zeroir.passes.common.redraft import RECOMPUTE, Choices, redraft, require_one_device
+from zeroir.passes.common.redraft import RECOMPUTE, Choices, redraft
 from zeroir.passes.common.section_draft import (
     CallPosition,
     SectionDraft,
@@ -64,8 +64,9 @@ class Recompute(Pass):
     """Compute the forwards of these units again before their backwards; by default those of all repeated units."""
 
     name: ClassVar[str] = "recompute"
-    requires: ClassVar[frozenset[Fact]] = frozenset()
-    establishes: ClassVar[frozenset[Fact]] = frozenset({Fact.UNITS_RECOMPUTED})
+    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.ONE_DEVICE})
+    establishes: ClassVar[frozenset[Fact]] = NO_FACTS
+    destroys: ClassVar[frozenset[Fact]] = NO_FACTS
 
     units: tuple[str, ...] = (ALL_REPEATED,)
 
@@ -76,9 +77,8 @@ class Recompute(Pass):
         """The program with what these units save computed again before their backwards.
 
         Raises:
-            UserError: where a pattern names no unit, or the work is shared among ranks already.
+            UserError: where a pattern names no unit.
         """
-        require_one_device(program, self.name)
         units = matching(self.units, program, self.spec())
         return redraft(program, lambda draft, choices: _recompute(draft, choices, units))
 

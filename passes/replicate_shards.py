@@ -48,10 +48,9 @@ from zeroir.ir.mesh import REPLICATE_AXIS, SHARD_AXIS, Axis, Communicator, Mesh
 from zeroir.ir.ops import Mode, Op
 from zeroir.ir.program import LAST_MICRO_STEP, Holding, Program, Section, State
 from zeroir.passes.all_reduce_gradients import AXIS
-from zeroir.passes.base import Fact, Pass
+from zeroir.passes.base import NO_FACTS, Fact, Pass
 from zeroir.passes.common import rewrite
 from zeroir.passes.common.conflicts import Touched
-from zeroir.passes.common.order import synchronise
 
 ACROSS_COMM = "across"
 
@@ -61,8 +60,9 @@ class ReplicateShards(Pass):
     """Let ``replicas`` groups of ranks hold the same shards and sum their gradients."""
 
     name: ClassVar[str] = "replicate-shards"
-    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.GRADIENTS_REDUCED})
-    establishes: ClassVar[frozenset[Fact]] = frozenset({Fact.SHARDS_REPLICATED})
+    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.GRADIENTS_REDUCED, Fact.ONE_AXIS})
+    establishes: ClassVar[frozenset[Fact]] = NO_FACTS
+    destroys: ClassVar[frozenset[Fact]] = frozenset({Fact.ONE_AXIS})
 
     replicas: int
 
@@ -82,9 +82,7 @@ class ReplicateShards(Pass):
             return program
         across = Communicator(name=ACROSS_COMM, axis=REPLICATE_AXIS)
         program = replace(program, comms=(*program.comms, across))
-        return synchronise(
-            rewrite.map_sections(program, lambda section: self._rewrite(section, program))
-        )
+        return rewrite.map_sections(program, lambda section: self._rewrite(section, program))
 
     def _rewrite(self, section: Section, program: Program) -> Section:
         complete = _completed(section, program)

@@ -32,8 +32,8 @@ from typing import ClassVar
 
 from zeroir.ir.ops import Argument
 from zeroir.ir.program import Program
-from zeroir.passes.base import Fact, Pass
-from zeroir.passes.common.redraft import Choices, redraft, require_one_device
+from zeroir.passes.base import NO_FACTS, Fact, Pass
+from zeroir.passes.common.redraft import Choices, redraft
 from zeroir.passes.common.section_draft import (
     CallPosition,
     SectionDraft,
@@ -47,12 +47,12 @@ class SelectSaved(Pass):
     """Save for the backward what takes fewest bytes, and compute the rest there once more."""
 
     name: ClassVar[str] = "select-saved"
-    requires: ClassVar[frozenset[Fact]] = frozenset()
-    establishes: ClassVar[frozenset[Fact]] = frozenset({Fact.SAVED_SELECTED})
+    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.ONE_DEVICE})
+    establishes: ClassVar[frozenset[Fact]] = NO_FACTS
+    destroys: ClassVar[frozenset[Fact]] = NO_FACTS
 
     def __call__(self, program: Program) -> Program:
         """The program with other segments, and other buffers between them."""
-        require_one_device(program, self.name)
         return redraft(program, _select)
 
 

@@ -34,9 +34,8 @@ from zeroir.ir.mesh import COMPUTE, REDUCE
 from zeroir.ir.ops import Mode, Op
 from zeroir.ir.program import LAST_MICRO_STEP, Flat, Program, Section
 from zeroir.passes.all_reduce_gradients import AXIS, REDUCE_COMM
-from zeroir.passes.base import Fact, Pass
+from zeroir.passes.base import NO_FACTS, Fact, Pass
 from zeroir.passes.common import rewrite
-from zeroir.passes.common.order import synchronise, unordered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,12 +43,15 @@ class ShardGradients(Pass):
     """Reduce-scatter each gradient out of a temporary buffer."""
 
     name: ClassVar[str] = "shard-gradients"
-    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.OPTIMIZER_SHARDED})
+    requires: ClassVar[frozenset[Fact]] = frozenset(
+        {Fact.OPTIMIZER_SHARDED, Fact.ONE_AXIS, Fact.UPDATE_APART}
+    )
     establishes: ClassVar[frozenset[Fact]] = frozenset({Fact.GRADIENTS_SHARDED})
+    destroys: ClassVar[frozenset[Fact]] = NO_FACTS
 
     def __call__(self, program: Program) -> Program:
         """The program with its gradients sharded over the data-parallel axis."""
-        return synchronise(_Sharder(unordered(program)).run())
+        return _Sharder(program).run()
 
 
 class _Sharder:

@@ -36,9 +36,8 @@ from zeroir.ir.ops import Op
 from zeroir.ir.program import LAST_MICRO_STEP, UPDATE, Flat, Program, Section, State
 from zeroir.ir.section_view import SectionView
 from zeroir.passes.all_reduce_gradients import AXIS
-from zeroir.passes.base import Fact, Pass
+from zeroir.passes.base import NO_FACTS, Fact, Pass
 from zeroir.passes.common import rewrite
-from zeroir.passes.common.order import synchronise, unordered
 
 GATHER_COMM = "gather"
 
@@ -48,12 +47,14 @@ class ShardOptimizer(Pass):
     """Update each parameter on the rank that owns it."""
 
     name: ClassVar[str] = "shard-optimizer"
-    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.GRADIENTS_REDUCED})
+    requires: ClassVar[frozenset[Fact]] = frozenset(
+        {Fact.GRADIENTS_REDUCED, Fact.ONE_AXIS, Fact.UPDATE_APART}
+    )
     establishes: ClassVar[frozenset[Fact]] = frozenset({Fact.OPTIMIZER_SHARDED})
+    destroys: ClassVar[frozenset[Fact]] = NO_FACTS
 
     def __call__(self, program: Program) -> Program:
         """The program with the optimizer sharded over the data-parallel axis."""
-        program = unordered(program)
         size = program.mesh.size(AXIS)
         homes = rewrite.flat_of_buffer(program)
         shards = _shards(program, homes)
@@ -72,7 +73,7 @@ class ShardOptimizer(Pass):
         changed = {
             name: (rewrite.sharded(program.buffer_by_name[name], AXIS, size),) for name in shards
         }
-        return synchronise(rewrite.replace_buffers(program, changed))
+        return rewrite.replace_buffers(program, changed)
 
 
 def _shards(program: Program, homes: Mapping[str, Flat]) -> frozenset[str]:

@@ -33,9 +33,8 @@ from zeroir.ir.mesh import COMPUTE, GATHER
 from zeroir.ir.ops import Op
 from zeroir.ir.program import UPDATE, Program, Section
 from zeroir.passes.all_reduce_gradients import AXIS
-from zeroir.passes.base import Fact, Pass
+from zeroir.passes.base import NO_FACTS, Fact, Pass
 from zeroir.passes.common import rewrite
-from zeroir.passes.common.order import synchronise, unordered
 from zeroir.passes.shard_optimizer import GATHER_COMM
 
 
@@ -44,12 +43,14 @@ class ShardParameters(Pass):
     """Keep parameters as shards."""
 
     name: ClassVar[str] = "shard-parameters"
-    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.GRADIENTS_SHARDED})
+    requires: ClassVar[frozenset[Fact]] = frozenset(
+        {Fact.GRADIENTS_SHARDED, Fact.ONE_AXIS, Fact.UPDATE_APART}
+    )
     establishes: ClassVar[frozenset[Fact]] = frozenset({Fact.PARAMETERS_SHARDED})
+    destroys: ClassVar[frozenset[Fact]] = NO_FACTS
 
     def __call__(self, program: Program) -> Program:
         """The program with its parameters sharded over the data-parallel axis."""
-        program = unordered(program)
         size = program.mesh.size(AXIS)
         full = {
             name: Buffer(
@@ -85,7 +86,7 @@ class ShardParameters(Pass):
             name: (rewrite.sharded(program.buffer_by_name[name], AXIS, size), buffer)
             for name, buffer in full.items()
         }
-        return synchronise(rewrite.replace_buffers(program, changed))
+        return rewrite.replace_buffers(program, changed)
 
 
 def _gather_once(section: Section, full: dict[str, Buffer], size: int) -> Section:

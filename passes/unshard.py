@@ -23,17 +23,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from zeroir.errors import UserError
 from zeroir.ir import ops
 from zeroir.ir.buffers import Role
 from zeroir.ir.ops import Op
 from zeroir.ir.program import UPDATE, Program, Section
-from zeroir.passes.base import Fact, Pass, split_spec
-from zeroir.passes.bound_gradients import BoundGradients
+from zeroir.passes.base import NO_FACTS, Fact, Pass
 from zeroir.passes.common import rewrite
-from zeroir.passes.common.order import synchronise, unordered
 from zeroir.passes.common.units import ALL_REPEATED, check_patterns, matching
-from zeroir.passes.prefetch import Prefetch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,8 +37,11 @@ class Unshard(Pass):
     """Keep the parameters of these units, by default of all repeated ones, once they are gathered."""
 
     name: ClassVar[str] = "unshard"
-    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.GATHERED_PER_RUN})
-    establishes: ClassVar[frozenset[Fact]] = frozenset({Fact.UNITS_UNSHARDED})
+    requires: ClassVar[frozenset[Fact]] = frozenset(
+        {Fact.GATHERED_PER_RUN, Fact.GATHERED_AT_FIRST_USE}
+    )
+    establishes: ClassVar[frozenset[Fact]] = NO_FACTS
+    destroys: ClassVar[frozenset[Fact]] = NO_FACTS
 
     units: tuple[str, ...] = (ALL_REPEATED,)
 
@@ -53,14 +52,8 @@ class Unshard(Pass):
         """The program with one gather of each of these units' flats in a section.
 
         Raises:
-            UserError: where a pattern names no unit, or a pass that bounds memory has run already.
+            UserError: where a pattern names no unit.
         """
-        for spec in program.passes:
-            if split_spec(spec)[0] in (Prefetch.name, BoundGradients.name):
-                raise UserError(
-                    f"The pass `{self.spec()}` would undo the bound of `{spec}`, which ran before it; "
-                    f"put `{self.name}` first."
-                )
         units = matching(self.units, program, self.spec())
         params = rewrite.param_buffers(program)
         kept = {
@@ -72,10 +65,7 @@ class Unshard(Pass):
             and pair.source.buffer in params
             and params[pair.source.buffer].unit in units
         }
-        program = unordered(program)
-        return synchronise(
-            rewrite.map_sections(program, lambda section: _gathered_once(section, kept))
-        )
+        return rewrite.map_sections(program, lambda section: _gathered_once(section, kept))
 
 
 def _gathered_once(section: Section, kept: set[str]) -> Section:

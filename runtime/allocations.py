@@ -1,7 +1,7 @@
-"""What torch's own allocator says of a piece of code: every block that it hands out and takes back, and for whom.
+"""The allocations of a piece of code, as torch's CPU allocator reports them: every block, and the operators around it.
 
-The only place that looks into torch's profiler beyond its public names; where torch has moved something, the failure
-names this torch. It sees the host's memory; a device's allocator has counters of its own.
+Only this module uses private names of torch's profiler; where a version of torch lacks them, the error names it. It
+observes the host's memory; a device's allocator has counters of its own.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Range(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllocatorEvent:
-    """A block handed out, or taken back where ``size_bytes`` is negative, on the CPU.
+    """A block of CPU memory that was allocated, or freed where ``size_bytes`` is negative.
 
     ``ranges`` are the operators and named ranges around it, the outermost first.
     """
@@ -45,13 +45,13 @@ class AllocatorEvent:
 
 
 def allocations(action: Callable[[], object]) -> list[AllocatorEvent]:
-    """The events of an action in the order of time; what it returns is kept until its end.
+    """The events of an action, in the order of time; the action's result is kept until its end.
 
-    Only those of this thread: torch's profiler does not see what others allocate.
+    Torch's profiler reports only the allocations of this thread.
     """
     gc.collect()
     is_collecting = gc.isenabled()
-    gc.disable()  # Garbage of others must not be taken back in the middle.
+    gc.disable()  # Older garbage must not be freed during the action.
     try:
         with (
             _without_notices(),
@@ -62,20 +62,20 @@ def allocations(action: Callable[[], object]) -> list[AllocatorEvent]:
         if is_collecting:
             gc.enable()
     del kept
-    found: list[AllocatorEvent] = []
+    events: list[AllocatorEvent] = []
     try:
         roots = profiler.profiler.kineto_results.experimental_event_tree()
-        _collect(roots, (), found)
+        _collect(roots, (), events)
     except AttributeError as error:
         raise InternalError(
-            f"torch {torch.__version__} has moved what its profiler says of memory: {error}"
+            f"the profiler of torch {torch.__version__} reports memory in another form: {error}"
         ) from error
-    return sorted(found, key=lambda event: event.time_ns)
+    return sorted(events, key=lambda event: event.time_ns)
 
 
 @contextmanager
 def _without_notices() -> Iterator[None]:
-    """Keep the notices of the profiler about itself off standard error, which has no switch for them."""
+    """Remove the profiler's notices about itself from standard error; it has no switch for them."""
     with tempfile.TemporaryFile() as held:
         sys.stderr.flush()
         own = os.dup(_STDERR)
@@ -93,7 +93,7 @@ def _without_notices() -> Iterator[None]:
 
 
 def peak_bytes(events: Iterable[AllocatorEvent]) -> int:
-    """The most that is handed out at once, of what is handed out by these events."""
+    """The most bytes that are allocated at once, counting only the blocks of these events."""
     live = most = 0
     for event in events:
         live += event.size_bytes
@@ -102,33 +102,33 @@ def peak_bytes(events: Iterable[AllocatorEvent]) -> int:
 
 
 def left_bytes(events: Iterable[AllocatorEvent]) -> int:
-    """What these events hand out and do not take back."""
+    """The bytes that these events allocate and do not free."""
     return sum(event.size_bytes for event in events)
 
 
 def by_range(
     events: Iterable[AllocatorEvent], names: Iterable[str]
 ) -> Mapping[str, Sequence[AllocatorEvent]]:
-    """The events inside ranges of these names; under the empty name those inside none."""
+    """The events inside ranges of these names; under the empty name, the events outside all of them."""
     wanted = frozenset(names)
-    found: dict[str, list[AllocatorEvent]] = {}
+    by_name: dict[str, list[AllocatorEvent]] = {}
     for event in events:
-        name = next((one.name for one in event.ranges if one.name in wanted), "")
-        found.setdefault(name, []).append(event)
-    return found
+        name = next((outer.name for outer in event.ranges if outer.name in wanted), "")
+        by_name.setdefault(name, []).append(event)
+    return by_name
 
 
 def _collect(
-    events: Sequence[torch._C._profiler._ProfilerEvent],
+    profiled: Sequence[torch._C._profiler._ProfilerEvent],
     ranges: tuple[Range, ...],
-    found: list[AllocatorEvent],
+    events: list[AllocatorEvent],
 ) -> None:
-    for event in events:
+    for event in profiled:
         if event.tag == torch._C._profiler._EventType.Allocation:
             block = event.extra_fields
             assert isinstance(block, torch._C._profiler._ExtraFields_Allocation)
             if block.device.type == "cpu":
-                found.append(
+                events.append(
                     AllocatorEvent(
                         time_ns=event.start_time_ns,
                         address=block.ptr,
@@ -138,4 +138,4 @@ def _collect(
                 )
         else:
             own = Range(event.name, event.start_time_ns)
-            _collect(event.children, (*ranges, own), found)
+            _collect(event.children, (*ranges, own), events)

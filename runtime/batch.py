@@ -1,4 +1,4 @@
-"""A user's batch against the inputs that the program was compiled for."""
+"""Checks a user's batch against the inputs of a program, and copies it into the input buffers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from zeroir.errors import UserError
 from zeroir.ir.program import InputBinding, Program
 from zeroir.runtime.rank_memory import RankMemory
 from zeroir.runtime.tensors import TORCH_DTYPE
-from zeroir.torch_ops.batches import strange_kind
+from zeroir.torch_ops.batches import undense_kind
 
 Batch = Tensor | Mapping[str, object] | Sequence[object]
 """A tensor, or tuples, lists and dicts of tensors, nested as the model's forward takes them."""
@@ -18,20 +18,20 @@ Batch = Tensor | Mapping[str, object] | Sequence[object]
 
 def flatten(batch: Batch) -> dict[str, Tensor]:
     """The tensors of a batch by path: positions and keys joined by dots, such as ``0`` or ``labels``."""
-    found: dict[str, Tensor] = {}
-    _collect(batch, "", found)
-    return found
+    tensors: dict[str, Tensor] = {}
+    _collect(batch, "", tensors)
+    return tensors
 
 
-def _collect(value: object, path: str, found: dict[str, Tensor]) -> None:
+def _collect(value: object, path: str, tensors: dict[str, Tensor]) -> None:
     if isinstance(value, Tensor):
-        found[path or "0"] = value
+        tensors[path or "0"] = value
     elif isinstance(value, Mapping):
         for key, item in value.items():
-            _collect(item, f"{path}.{key}" if path else str(key), found)
+            _collect(item, f"{path}.{key}" if path else str(key), tensors)
     elif isinstance(value, tuple | list):
         for index, item in enumerate(value):
-            _collect(item, f"{path}.{index}" if path else str(index), found)
+            _collect(item, f"{path}.{index}" if path else str(index), tensors)
 
 
 def write_inputs(program: Program, memory: RankMemory, batch: Batch) -> None:
@@ -44,22 +44,22 @@ def inputs_of(program: Program, batch: Batch) -> list[tuple[InputBinding, Tensor
     """The tensor of a batch for each input of the program.
 
     Raises:
-        UserError: where the batch has another structure, shape or dtype than the program was compiled for, or tensors
-            that no values can be copied from.
+        UserError: where the structure, a shape or a dtype of the batch is not the compiled one, or a tensor has no
+            values to copy.
     """
     tensors = flatten(batch)
-    found: list[tuple[InputBinding, Tensor]] = []
+    inputs: list[tuple[InputBinding, Tensor]] = []
     for binding in program.inputs:
         tensor = tensors.get(binding.path)
         _check(binding, tensor)
         assert tensor is not None
-        found.append((binding, tensor))
-    # What the compiler saw and the model never reads has no buffer, so further tensors are no error.
-    return found
+        inputs.append((binding, tensor))
+    # Inputs that the model never reads have no buffer, so further tensors are no error.
+    return inputs
 
 
 def _check(binding: InputBinding, tensor: Tensor | None) -> None:
-    kind = None if tensor is None else strange_kind(tensor)
+    kind = None if tensor is None else undense_kind(tensor)
     if kind is not None:
         raise UserError(
             f"The batch's '{binding.path}' is {kind}; yield dense tensors with values, like the model file's batch()."
@@ -71,9 +71,9 @@ def _check(binding: InputBinding, tensor: Tensor | None) -> None:
             "yield batches like the model file's batch()."
         )
     if tuple(tensor.shape) != binding.shape or tensor.dtype is not TORCH_DTYPE[binding.dtype]:
-        found = _describe(str(tensor.dtype), tuple(tensor.shape))
+        actual = _describe(str(tensor.dtype), tuple(tensor.shape))
         raise UserError(
-            f"The batch's '{binding.path}' is {found}, but the program was compiled for {expected}: "
+            f"The batch's '{binding.path}' is {actual}, but the program was compiled for {expected}: "
             "yield batches like the model file's batch(), or compile for the new ones."
         )
 

@@ -1,10 +1,10 @@
-"""Streams and events of a program on a CUDA device: each maps to one of CUDA's own.
+"""The streams and events of a program on a CUDA device: each is one of CUDA's own.
 
-Streams that the host or a disk executes keep a worker thread; a device stream that must wait for one of them holds
-back the issuing thread, because CUDA cannot wait for a thread.
+Streams that the host or a disk executes keep a worker thread. CUDA cannot wait for a thread, so the issuing
+thread itself waits before it issues ops of a device stream that must wait for such a stream.
 
-What is submitted can be captured as a CUDA graph instead of carried out (``CudaStreams.capture``). How to clean up
-after a capture, and above all after one that fails, torch has no public interface for: what is private of it is here.
+Submitted ops can be captured as a CUDA graph instead of carried out (``CudaStreams.capture``). Torch has no public
+interface for cleaning up after a capture, least of all after one that failed; all private interfaces used are here.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from zeroir.runtime.trace import HostClock, Mark, WatchOp
 
 
 class CudaClock:
-    """Marks moments by events of the device where a stream is the device's, of which the current one is meant."""
+    """Marks moments of a device stream by CUDA events on the current stream, and of others by the host's clock."""
 
     def __init__(self, program: Program, device: torch.device) -> None:
         self._on_device = frozenset(
@@ -61,38 +61,38 @@ def _timed_event() -> torch.cuda.Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CudaGraph:
-    """What was captured, and the stream that it is launched on."""
+    """A captured graph, and the stream on which it is launched."""
 
     graph: torch.cuda.CUDAGraph
     stream: torch.cuda.Stream
 
     def replay(self) -> None:
-        """Launch everything that was captured, after what the stream has to do and before what it gets next."""
+        """Launch the captured ops on the stream."""
         with torch.cuda.stream(self.stream):
             self.graph.replay()
 
     def reset(self) -> None:
-        """Give the graph up, once the device has come through with it."""
+        """Release the graph, once the device has finished it."""
         self.stream.synchronize()
         self.graph.reset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Crossing:
-    """An op of a stream whose event has the name of one that crosses a joint, and what the stream does before it."""
+    """An op whose event has the name of one that is pending between sections; ``before`` precedes it on its stream."""
 
     event: str
     before: torch.cuda.Event
 
 
 def _under_way(last: Sequence[_Crossing], pending: Collection[str]) -> list[_Crossing]:
-    """Of a stream's last ops those at its end that signal ``pending``; a name stands for the last op of that name."""
-    found: list[_Crossing] = []
+    """The last ops of a stream that signal ``pending``; where two ops signal one name, the later counts."""
+    pending_ops: list[_Crossing] = []
     for op in reversed(last):
-        if op.event not in pending or any(op.event == later.event for later in found):
+        if op.event not in pending or any(op.event == later.event for later in pending_ops):
             break
-        found.insert(0, op)
-    return found
+        pending_ops.insert(0, op)
+    return pending_ops
 
 
 class CudaStreams:
@@ -106,7 +106,7 @@ class CudaStreams:
         for stream in program.streams:
             match stream.executor:
                 case Executor.DEVICE if stream.name == COMPUTE:
-                    # So that a user's own work is on it, too, unless the user changes the current stream.
+                    # The user's own work is on it, too, unless the user changes the current stream.
                     self._streams[stream.name] = torch.cuda.current_stream(device)
                 case Executor.DEVICE:
                     if stream.name in used:
@@ -144,11 +144,11 @@ class CudaStreams:
         self._threads.join([name for name in pending if name not in self._events])
         signals: dict[str, torch.cuda.Event] = {}
         for name, stream in self._streams.items():
-            left_out = self._last[name] = _under_way(self._last[name], pending)
-            signals[name] = left_out[0].before if left_out else stream.record_event()
+            crossing = self._last[name] = _under_way(self._last[name], pending)
+            signals[name] = crossing[0].before if crossing else stream.record_event()
         for name, stream in self._streams.items():
-            for other, signal in signals.items():
-                if other != name:
+            for signalling, signal in signals.items():
+                if signalling != name:
                     stream.wait_event(signal)
 
     def signal(self, event: str) -> None:
@@ -157,7 +157,7 @@ class CudaStreams:
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """See ``Streams.entered``: the caller may have made another stream the current one."""
+        """See ``Streams.entered``: the current stream may be another one than compute's."""
         own, callers = self._streams[COMPUTE], torch.cuda.current_stream(self._device)
         if own == callers:
             yield
@@ -172,17 +172,19 @@ class CudaStreams:
         self._threads.close()
 
     def capture(self, issue: Callable[[], None]) -> CudaGraph:
-        """Capture what ``issue`` submits, on all streams, instead of carrying it out. A joint comes before and after.
+        """Capture the ops that ``issue`` submits, on all streams, instead of carrying them out.
 
-        The memory that it takes belongs to a pool that the graphs of this object share, so no two may run at once, and
-        what one leaves in that memory is lost with the next. RuntimeError where something cannot be captured; then
-        nothing was carried out.
+        The caller joins the streams before and after. All graphs of this object take their memory from one pool, so no
+        two may run at once, and each overwrites the results that another left there.
+
+        Raises:
+            RuntimeError: where something cannot be captured; then nothing was carried out.
         """
         if self._capture_stream is None:
-            # CUDA captures no default stream, and compute may be one: another takes its place.
+            # CUDA cannot capture a default stream, and compute may be one, so another stream replaces it.
             self._capture_stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
             self._pool = torch.cuda.graph_pool_handle()
-        # What was released before is no use to the graph, whose memory is its own.
+        # The graph has its own memory and cannot use memory that was freed before.
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         graph = torch.cuda.CUDAGraph()
@@ -201,27 +203,27 @@ class CudaStreams:
             self._abandon(graph)
             raise
         finally:
-            # An event that was recorded in a capture means nothing outside it.
+            # Events that were recorded in a capture are invalid outside it.
             self._streams, self._events, self._last = own, events, last
-            # torch would keep matrix products' scratch memory, which is the graph's, for as long as the process lives.
+            # The scratch memory of matrix products belongs to the graph; torch would keep it until the process ends.
             torch._C._cuda_clearCublasWorkspaces()
         return CudaGraph(graph=graph, stream=own[COMPUTE])
 
     def _fork(self) -> None:
-        """Let every stream take part in the capture."""
+        """Let every stream join the capture."""
         begin = self._streams[COMPUTE].record_event()
         for name, stream in self._streams.items():
             if name != COMPUTE:
                 stream.wait_event(begin)
 
     def _rejoin(self) -> None:
-        """Let the capture's first stream come after all others, as its end demands."""
+        """Order the capture's first stream after all others, as CUDA requires at its end."""
         for name, stream in self._streams.items():
             if name != COMPUTE:
                 self._streams[COMPUTE].wait_event(stream.record_event())
 
     def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
-        """End a capture that failed somewhere, whatever state it is in."""
+        """End a capture that failed, whatever its state."""
         assert self._capture_stream is not None
         with torch.cuda.stream(self._capture_stream):
             with contextlib.suppress(RuntimeError):
@@ -230,19 +232,19 @@ class CudaStreams:
                 graph.capture_end()
             index = torch.cuda.current_device()
         graph.reset()
-        # torch refuses a pool that no graph is left in.
+        # torch refuses a pool without graphs, so later captures use a new one.
         pool, self._pool = self._pool, torch.cuda.graph_pool_handle()
         assert pool is not None
         try:
             torch._C._cuda_endAllocateToPool(index, pool)
         except RuntimeError:
-            return  # torch came as far as that
+            return  # torch has already ended it
         torch._C._cuda_releasePool(index, pool)
 
     def _on_device(self, name: str, event: str | None, run: Task) -> None:
         stream = self._streams[name]
         if event in self._crossing:
-            # A joint leaves out an op that crosses it, but not what its stream does before.
+            # A join leaves out an op that may still be pending, but not the earlier ops of its stream.
             self._last[name].append(_Crossing(event=event, before=stream.record_event()))
         else:
             self._last[name].clear()
@@ -267,13 +269,13 @@ class CudaStreams:
         def wait() -> None:
             event = self._events.get(op.waited)
             if event is None:  # signalled by the host or the disk
-                # Who watches asks of the current stream when it came so far.
+                # The watch marks moments on the current stream.
                 with torch.cuda.stream(self._streams.get(op.on)):
                     of_threads()
             elif op.on == HOST:
                 event.synchronize()
             elif op.on in self._host_streams:
-                # The worker waits for the device in its turn; the issuing thread goes on.
+                # The worker waits for the device when its turn comes; the issuing thread continues.
                 self._threads.call(op.on, event.synchronize)
             else:
                 self._streams[op.on].wait_event(event)

@@ -1,17 +1,16 @@
 """Whole sections as CUDA graphs: issued op by op a few times, then captured, and from then on launched in one call.
 
-A graph does again, at the same addresses, what the device was given to do while it was captured; what the host did
-meanwhile it did once. ``why_not`` says which sections that suits. What holds then:
+A graph repeats the work of the device that was captured, at the same addresses, but not the work of the host.
+``why_not`` says which sections can be graphs. For these holds:
 
-* Buffers stay where they are, temporary ones too. Batches are copied into theirs before a launch, losses are read
-  after it. What kernels need besides comes from a pool that the graphs of an engine share, for no two run at once.
-* Learning rate, loss scale and step count are read on the device by every launch. The optimizer's other
-  hyper-parameters are read on the host: a section that meets changed ones is captured anew, which takes as long as
-  several steps.
-* A step that is recorded (``Engine.record``) is issued op by op. Profilers see a graph's kernels without the names of
-  their ops, and torch's watchdog does not see its collectives: a rank that is gone is noticed by the heartbeat alone.
-* A section that fails while it is captured has done nothing, so it is issued op by op instead, from then on and on
-  every rank; a warning says why.
+* Buffers stay where they are, temporary ones too. Batches are copied into their buffers before a launch, and losses
+  are read after it. Other memory of kernels comes from a pool that the graphs of an engine share; no two run at once.
+* Every launch reads learning rate, loss scale and step count on the device. The optimizer's other hyper-parameters are
+  read on the host: when they change, the section is captured anew, which takes as long as several steps.
+* A step that is recorded (``Engine.record``) is issued op by op. Profilers show a graph's kernels without the names of
+  their ops. Torch's watchdog does not see a graph's collectives, so only the heartbeat notices a lost rank.
+* When the capture of a section fails, nothing was carried out. From then on every rank issues that section op by op,
+  and a warning gives the reason.
 """
 
 from __future__ import annotations
@@ -31,27 +30,27 @@ from zeroir.runtime.comm.job import Backend, Job
 from zeroir.runtime.rank_memory import RankMemory
 
 WARM_UP: Final = 2
-"""How often a section is issued op by op before it is captured: libraries, communicators and kernels are set up in the
-first time, which may not be captured, and the second finds all of it there."""
+"""How often a section is issued op by op before it is captured. The first time sets up libraries, communicators and
+kernels, which cannot be captured; the second time shows that everything is there."""
 
 _ON_HOST: Final = frozenset({Backend.GLOO, Backend.PEER_MEMORY})
 
 
 def why_not(program: Program, section: Section, backend: Backend = Backend.LOCAL) -> str | None:
-    """Why a section of a program cannot be a graph when that backend carries its collectives; None where it can."""
+    """The reason that a section cannot be a graph when this backend carries its collectives; None where it can."""
     if not section.body:
         return "it is empty"
     for state in (section.entry, section.exit):
         if state.pending:
-            return f"!{state.pending[0].event} is under way where it begins or ends"
+            return f"!{state.pending[0].event} is pending where it begins or ends"
     on_host = {s.name: s.executor for s in program.streams if s.executor is not Executor.DEVICE}
     for op in section.body:
-        found = effects(op)
-        if found.stream == HOST:
-            return f"the host waits in it for !{found.waits[0]}"
-        if found.stream in on_host:
-            return f"the {on_host[found.stream]} works in it, on stream {found.stream}"
-        if found.comm is not None and backend in _ON_HOST:
+        effect = effects(op)
+        if effect.stream == HOST:
+            return f"the host waits in it for !{effect.waits[0]}"
+        if effect.stream in on_host:
+            return f"the {on_host[effect.stream]} works in it, on stream {effect.stream}"
+        if effect.comm is not None and backend in _ON_HOST:
             return f"{backend} moves data in the host's memory"
         if isinstance(op, ops.OptimizerStep) and _asks_for_the_step(program, op):
             return "momentum with dampening asks the device for the step count"
@@ -73,42 +72,42 @@ def _asks_for_the_step(program: Program, op: ops.OptimizerStep) -> bool:
 
 
 def _buffers(op: ops.Op) -> Iterator[str]:
-    """The buffers that an op uses, begins or ends, but for hyper-parameters, which are settled in a graph."""
-    found = effects(op)
-    for region in (*found.reads, *found.writes, *found.accumulates):
+    """The buffers that an op uses, begins or ends, except hyper-parameters, which are constants of a graph."""
+    effect = effects(op)
+    for region in (*effect.reads, *effect.writes, *effect.accumulates):
         if not (isinstance(op, ops.OptimizerStep) and region == op.hyper):
             yield region.buffer
-    yield from found.allocs
-    yield from found.frees
+    yield from effect.allocs
+    yield from effect.frees
 
 
 class ReplayableGraph(Protocol):
-    """What was captured."""
+    """A captured section."""
 
     def replay(self) -> None:
-        """Do it again, once everything before is done."""
+        """Repeat its work, after all work that was submitted before."""
 
     def reset(self) -> None:
-        """Give it up."""
+        """Release it."""
 
 
 class Capturer(Protocol):
     """Streams that can be captured."""
 
     def capture(self, issue: Callable[[], None]) -> ReplayableGraph:
-        """Capture what ``issue`` submits instead of carrying it out; RuntimeError where that cannot be."""
+        """Capture the ops that ``issue`` submits instead of carrying them out; RuntimeError where it cannot."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _CapturedSection:
-    """A section's graph, and the hyper-parameters that are settled in it."""
+    """A section's graph, and the hyper-parameters that are constants of it."""
 
     graph: ReplayableGraph
-    settled: tuple[float, ...]
+    hyper: tuple[float, ...]
 
 
 class SectionGraphs:
-    """Runs the sections of an engine, by graphs where that can be. Every rank of a job calls this alike."""
+    """Runs the sections of an engine, as graphs where possible. All ranks of a job call this together."""
 
     def __init__(self, program: Program, streams: Capturer, memory: RankMemory, job: Job) -> None:
         self._streams = streams
@@ -119,7 +118,7 @@ class SectionGraphs:
             reason = why_not(program, section, job.backend)
             if reason is not None:
                 self._refused[section.name] = reason
-        self._hyper = {
+        self._hyper_buffers = {
             section.name: sorted(
                 {op.hyper.buffer for op in section.body if isinstance(op, ops.OptimizerStep)}
             )
@@ -127,62 +126,66 @@ class SectionGraphs:
         }
         self._issued: dict[str, int] = {}
         self._captured: dict[str, _CapturedSection] = {}
-        # Where there is nothing to do, nothing is missed.
-        missed = {n: why for n, why in self._refused.items() if program.section_by_name[n].body}
-        if missed:
-            self._warn(missed)
+        # An empty section needs no graph.
+        worth_a_warning = {
+            name: reason
+            for name, reason in self._refused.items()
+            if program.section_by_name[name].body
+        }
+        if worth_a_warning:
+            self._warn(worth_a_warning)
 
     @property
     def captured(self) -> frozenset[str]:
-        """The sections that run as graphs by now."""
+        """The sections that run as graphs at present."""
         return frozenset(self._captured)
 
     def run(self, section: Section, issue: Callable[[], None]) -> None:
-        """Carry out a section, whose ops ``issue`` submits; joints before and after it are the caller's."""
+        """Carry out a section, whose ops ``issue`` submits; the caller joins the streams before and after."""
         name = section.name
         if name in self._refused:
             issue()
             return
-        settled = self._settled(name)
-        found = self._captured.get(name)
-        if found is None and self._issued.get(name, 0) < WARM_UP:
+        hyper = self._hyper_parameters(name)
+        captured = self._captured.get(name)
+        if captured is None and self._issued.get(name, 0) < WARM_UP:
             self._issued[name] = self._issued.get(name, 0) + 1
             issue()
             return
-        if found is None or found.settled != settled:
-            found = self._capture(section, issue, settled)
-        if found is None:
+        if captured is None or captured.hyper != hyper:
+            captured = self._capture(section, issue, hyper)
+        if captured is None:
             issue()
         else:
-            found.graph.replay()
+            captured.graph.replay()
             self._memory.settle(section.exit.live)
 
     def close(self) -> None:
-        """Give the graphs up, which hold memory and communicators."""
+        """Release the graphs, which hold memory and communicators."""
         for captured in self._captured.values():
             captured.graph.reset()
         self._captured.clear()
 
-    def _settled(self, name: str) -> tuple[float, ...]:
-        """The hyper-parameters on the host that the section reads now."""
-        buffers = (self._memory.buffer(buffer) for buffer in self._hyper[name])
+    def _hyper_parameters(self, name: str) -> tuple[float, ...]:
+        """The present hyper-parameters, on the host, of the section's updates."""
+        buffers = (self._memory.buffer(buffer) for buffer in self._hyper_buffers[name])
         return tuple(value for buffer in buffers for value in buffer.tolist())
 
     def _capture(
-        self, section: Section, issue: Callable[[], None], settled: tuple[float, ...]
+        self, section: Section, issue: Callable[[], None], hyper: tuple[float, ...]
     ) -> _CapturedSection | None:
         name = section.name
-        graph, reason = None, "another rank could not be captured"
+        graph, reason = None, "the capture failed on another rank"
         try:
             graph = self._streams.capture(issue)
         except (RuntimeError, ZeroirError) as error:
             cause = error.__cause__ if error.__cause__ is not None else error
             reason = f"capturing it failed: {(str(cause) or type(cause).__name__).splitlines()[0]}"
-        # Some libraries set collectives up while they are captured, so it is every rank or none.
+        # Some libraries set collectives up during the capture, so either all ranks capture or none does.
         is_captured = self._job.average(0.0 if graph is None else 1.0) == 1.0
         if is_captured and graph is not None:
-            found = self._captured[name] = _CapturedSection(graph=graph, settled=settled)
-            return found
+            captured = self._captured[name] = _CapturedSection(graph=graph, hyper=hyper)
+            return captured
         self._memory.settle(section.entry.live)
         if graph is not None:
             graph.reset()
@@ -195,7 +198,9 @@ class SectionGraphs:
     def _warn(self, reasons: dict[str, str]) -> None:
         if self._job.rank != 0:
             return
-        said = "; ".join(f"{name}, because {reason}" for name, reason in reasons.items())
+        sections = "; ".join(f"{name}, because {reason}" for name, reason in reasons.items())
         warnings.warn(
-            f"Sections that run op by op, without a CUDA graph: {said}.", GraphWarning, stacklevel=3
+            f"Sections that run op by op, without a CUDA graph: {sections}.",
+            GraphWarning,
+            stacklevel=3,
         )

@@ -1,8 +1,8 @@
-"""Digests of tensors that ranks hold in parts: the digest of the whole is the sum of those of its parts.
+"""Digests of tensors that ranks hold in parts: the digest of the whole is the sum of the digests of its parts.
 
-A tensor counts as 64-bit words in the order of its elements. Each word is multiplied by a number that belongs to its
-position, and all of that is added up modulo 2⁶⁴: zeros stand for the elements that a part lacks. An element that
-differs, or stands elsewhere, gives another sum but for an accident; nothing is proof against somebody who means harm.
+A tensor is read as 64-bit words in the order of its elements; elements outside a part count as zeros. Each word is
+multiplied by a factor that depends on its position, and the products are added modulo 2⁶⁴. A changed or displaced
+element changes the sum, except by accident. The digest does not protect against intent.
 """
 
 from __future__ import annotations
@@ -13,34 +13,34 @@ import torch
 from torch import Tensor
 
 _BLOCK_WORDS: Final = 1 << 13
-"""Small enough for a cache, for one thread, and for memory that the C library need not ask the kernel for each time."""
+"""Small enough for the cache, for one thread, and for memory that the C library keeps instead of returning it."""
 
 _WORD_BYTES: Final = 8
 
 
 class Digester:
-    """Computes digests, and keeps what they are computed with."""
+    """Computes digests, and keeps the factors of words on each device."""
 
     def __init__(self) -> None:
         self._factors: dict[torch.device, Tensor] = {}
 
     def digest(self, values: Tensor, first: int) -> Tensor:
-        """The digest (i64[], on the tensor's device) of a flat tensor, which begins with the ``first`` of the whole."""
+        """The digest (i64[], on the tensor's device) of a flat tensor that begins at element ``first`` of the whole."""
         total = torch.zeros((), dtype=torch.int64, device=values.device)
         per_word = _WORD_BYTES // values.itemsize
         per_block = _BLOCK_WORDS * per_word
         start = 0
         while start < values.numel():
-            block, place = divmod(first + start, per_block)
-            stop = min(start + per_block - place, values.numel())
-            words = _words(values[start:stop], place % per_word, per_word)
-            factors = self._of(values.device)[place // per_word :][: words.numel()]
-            # Odd, so that no bit of the sum is lost.
+            block, offset = divmod(first + start, per_block)
+            stop = min(start + per_block - offset, values.numel())
+            words = _words(values[start:stop], offset % per_word, per_word)
+            factors = self._factors_on(values.device)[offset // per_word :][: words.numel()]
+            # The factor is odd, so that no bit of the sum is lost.
             total += (words * factors).sum() * (2 * block + 1)
             start = stop
         return total
 
-    def _of(self, device: torch.device) -> Tensor:
+    def _factors_on(self, device: torch.device) -> Tensor:
         """An odd number for each position in a block (i64)."""
         if device not in self._factors:
             factors = torch.arange(1, 1 + _BLOCK_WORDS, dtype=torch.int64, device=device)
@@ -51,11 +51,11 @@ class Digester:
         return self._factors[device]
 
 
-def _words(values: Tensor, place: int, per_word: int) -> Tensor:
-    """The values as words (i64), the first of them at that place in its word, with zeros for what else is in a word."""
-    trail = -(place + values.numel()) % per_word
-    if place or trail or values.storage_offset() % per_word:
-        whole = values.new_zeros(place + values.numel() + trail)
-        whole[place : place + values.numel()] = values
-        values = whole
+def _words(values: Tensor, offset: int, per_word: int) -> Tensor:
+    """The values as words (i64), the first at an offset in its word; the rest of the outer words is zero."""
+    trailing = -(offset + values.numel()) % per_word
+    if offset or trailing or values.storage_offset() % per_word:
+        padded = values.new_zeros(offset + values.numel() + trailing)
+        padded[offset : offset + values.numel()] = values
+        values = padded
     return values.view(torch.int64)

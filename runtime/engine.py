@@ -1,4 +1,4 @@
-"""One rank of a program on this process's device, as a user drives it: initialise, step, evaluate, look at state."""
+"""The engine: one rank of a program on this process's device. It initialises, steps, evaluates and shows its state."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What this rank knows after ``Engine.step``; see ``RankResult``. Reading a value waits for the device."""
+    """The results of ``Engine.step`` on this rank; see ``RankResult``. Reading a value waits for the device."""
 
     rank: RankResult
 
@@ -68,14 +68,14 @@ class StepResult:
 class Engine:
     """One rank of a program on this process's device.
 
-    The default process group comes first (``rendezvous.join_job``), unless the program is for one rank or the
-    backend is ``fake``. Every rank constructs its engine and calls its methods alike. With ``cuda_graphs`` whole
-    sections are launched as CUDA graphs, where they can be; see ``cuda_graphs``. With ``self_check`` every distinct
-    kernel is compared with its operators first; see ``self_check``.
+    The default process group must exist (``rendezvous.join_job``), unless the program is for one rank or the backend
+    is ``fake``. All ranks construct their engines and call their methods together, in one order. With ``cuda_graphs``
+    sections are launched as CUDA graphs where possible; see ``cuda_graphs``. With ``self_check`` every distinct kernel
+    is first compared with its operators; see ``self_check``.
 
     Raises:
-        UserError: where ranks have different programs, or the job has another world size than the program, or a kernel
-            computes something else than its operators.
+        UserError: where the programs of two ranks differ, the world size of the job is not the program's, or the result
+            of a kernel differs from its operators'.
     """
 
     def __init__(
@@ -139,13 +139,13 @@ class Engine:
         return self._executor.step_count
 
     def initialise(self, factory: Factory, seed: int) -> None:
-        """Give every buffer its value before step 1; every rank calls this alike, and rank 0 alone the factory.
+        """Give every buffer its value before step 1. All ranks call this together; only rank 0 calls the factory.
 
         See ``initial``.
 
         Raises:
-            UserError: where the module is not the one that the program was compiled from, or ranks hold other values
-                than it has.
+            UserError: where the program was compiled from another module, or the values of a rank differ from the
+                module's.
         """
         handout: Handout = NoHandout()
         if not self.job.is_alone:
@@ -165,7 +165,7 @@ class Engine:
         """One training step on a batch, or on a list of as many batches as the program has micro-steps.
 
         Raises:
-            UserError: where a batch has another shape or dtype than compiled, or another rank is lost.
+            UserError: where the shape or dtype of a batch is not the compiled one, or another rank is lost.
         """
         if self.step_count == 0 and self.device.type == "cpu":
             keep_freed_memory()
@@ -179,61 +179,61 @@ class Engine:
         return float(loss)
 
     def buffer(self, name: str) -> Tensor:
-        """A buffer of this rank, itself and not a copy."""
+        """A buffer of this rank; it is not a copy."""
         return self._memory.buffer(name)
 
     def full_parameters(self) -> dict[str, Tensor]:
-        """Every parameter by name, whole, FP32 masters where there are some; every rank calls this alike."""
+        """Every parameter by name, whole, FP32 where the program has masters. All ranks call this together."""
         with self._executor.entered():
             self._executor.finish()
             return state.full_parameters(self.program, [self._memory], self.job.comm)
 
     def full_state(self) -> dict[tuple[str, str], Tensor]:
-        """Parameters, masters and optimizer states, whole, by (flat, quantity); every rank calls this alike."""
+        """Parameters, masters and optimizer states, whole, by (flat, quantity). All ranks call this together."""
         with self._executor.entered():
             self._executor.finish()
             return state.full_state(self.program, [self._memory], self.job.comm)
 
     def average(self, value: float) -> float:
-        """The mean of every rank's value, added in rank order; every rank calls this alike."""
+        """The mean of every rank's value, added in rank order. All ranks call this together."""
         return self.job.average(value)
 
     def record(self, step: int) -> None:
-        """Note when every op of that step, counting from 1, begins and ends; ``timelines`` tells."""
+        """Record the beginning and end of every op of that step, counting from 1, for ``timelines``."""
         clock: StreamClock = HostClock()
         if self.device.type == "cuda":
             from zeroir.runtime.cuda import CudaClock
 
             clock = CudaClock(self.program, self.device)
-        self._executor.finish()  # so that all of what was recorded before is forgotten
+        self._executor.finish()  # no op of an earlier recording may still be running
         self._recorder.begin(clock)
         self._executor.watch(step, self._recorder.watch)
 
     def timelines(self) -> list[list[Span]] | None:
-        """What was recorded on every rank, on one clock; None on other ranks than 0. Every rank calls this alike."""
+        """The recorded spans of every rank, on one clock; None on ranks other than 0. All ranks call this together."""
         self._executor.finish()
-        parts = self.job.gather(to_bytes(self._recorder.spans()))
-        return None if parts is None else aligned(parts)
+        encoded = self.job.gather(to_bytes(self._recorder.spans()))
+        return None if encoded is None else aligned(encoded)
 
     def workspaces(self, step: Callable[[], object]) -> Mapping[str, int]:
-        """What each segment takes beside its buffers in ``step``, which calls this engine's: bytes by digest."""
+        """The bytes that each segment takes beside its buffers during ``step``, which steps this engine; by digest."""
         if self.device.type == "cpu":
             return on_host(self.program, step)
         watcher = DeviceWatcher(self.device)
         self._executor.watch(self.step_count + 1, watcher.watch)
         step()
-        return watcher.found(self.program)
+        return watcher.workspaces(self.program)
 
     def finish(self) -> None:
-        """Return when this rank's device has done all that it was given."""
+        """Return when this rank's device has done all submitted work."""
         self._executor.finish()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def close(self) -> None:
-        """Stop the streams and give up the process groups, once the device has done what it was given.
+        """Stop the streams and destroy the process groups, once the device has done all submitted work.
 
-        After a failure nothing is waited for: streams may be stuck in a collective with a lost peer.
+        After a failure this waits for nothing, because a stream may hang in a collective with a lost peer.
         """
         with contextlib.suppress(ZeroirError):
             self.finish()

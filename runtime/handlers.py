@@ -1,6 +1,6 @@
-"""What each op does to the buffers of the ranks that this process drives.
+"""The handlers: what each op does to the buffers of the ranks of this process.
 
-An op is prepared once: its tensors are looked up, its views made, its kernel found. A step calls what was prepared.
+An op is prepared once: its tensors are looked up, its views made, its kernel found. A step calls the prepared ops.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from zeroir.runtime.rank_memory import RankMemory
 from zeroir.runtime.state import flat_start
 from zeroir.runtime.tensors import TORCH_DTYPE
 
-Step = Callable[[], object]
-"""An op with everything about it settled that does not change from step to step."""
+PreparedOp = Callable[[], object]
+"""An op with its tensors and its kernel, ready to run in every step."""
 
 
 @dataclass(slots=True, kw_only=True)
 class LocalRanks:
-    """What ops act on: the memories of the local ranks, and who moves and computes for them.
+    """The ranks of this process: their memories, and the backends that communicate and compute for them.
 
-    ``ranks`` has one element on a real backend, every rank of the mesh in lockstep.
+    ``memories`` has one element on a real backend, and one for every rank of the mesh in lockstep.
 
     Raises:
-        UserError: where a segment declares other types than its operators make.
+        UserError: where the types that a segment declares are not those that its operators make.
     """
 
     program: Program
@@ -67,7 +67,7 @@ class LocalRanks:
 
     def kernel(self, op: ops.Compute) -> Kernel:
         """The kernel of one op of the program; ops that bind a segment alike share it."""
-        # By the segment's name: its digest, by which a backend finds equal ones, is slower to ask for.
+        # The key has the segment's name, because its digest takes longer to compute; the backend compares digests.
         key = (op.segment, tuple(bindings(op)))
         kernel = self._kernels.get(key)
         if kernel is None:
@@ -75,21 +75,15 @@ class LocalRanks:
             kernel = self._kernels[key] = self.kernels.compile(segment, key[1])
         return kernel
 
-    def prepare(self, op: ops.Op) -> Step:
-        """What carries out one op for every local rank. Order is the streams' affair: a ``wait`` does nothing here.
+    def prepare(self, op: ops.Op) -> PreparedOp:
+        """A function that carries out one op for every local rank. Streams order the ops, so a ``wait`` does nothing.
 
-        It raises InternalError where the op uses a buffer that is not allocated by then.
+        The function raises an InternalError where the op uses a buffer that is not allocated at that moment.
         """
         match op:
             case ops.Wait():
                 return lambda: None
-            case (
-                ops.AllGather()
-                | ops.Prefetch()
-                | ops.ReduceScatter()
-                | ops.AllReduce()
-                | ops.Broadcast()
-            ):
+            case ops.Collective():
                 collective = self.prepare_collective(op)
 
                 def run() -> None:
@@ -97,62 +91,64 @@ class LocalRanks:
                     communicate(op, collective.tensors, self.comm)
 
                 return run
-            case ops.Alloc() | ops.Release():
-                steps = [_prepare_locally(op, memory, self) for memory in self.memories]
+            case ops.Memory():
+                by_rank = [_prepare_locally(op, memory, self) for memory in self.memories]
             case _:
                 names = self._temporaries(op)
-                steps = [
+                by_rank = [
                     _checked(_prepare_locally(op, memory, self), memory, names)
                     for memory in self.memories
                 ]
-        if len(steps) == 1:
-            return steps[0]
+        if len(by_rank) == 1:
+            return by_rank[0]
 
-        def everywhere() -> None:
-            for step in steps:
-                step()
+        def run_on_every_rank() -> None:
+            for prepared in by_rank:
+                prepared()
 
-        return everywhere
+        return run_on_every_rank
 
-    def prepare_collective(self, op: ops.Collective) -> PreparedCollective:
+    def prepare_collective(self, op: ops.CollectiveOp) -> PreparedCollective:
         """A collective with the tensors of every local rank."""
         return PreparedCollective(
-            tensors=_launch(op, self), temporaries=self._temporaries(op), memories=self.memories
+            tensors=_collective_tensors(op, self),
+            temporaries=self._temporaries(op),
+            memories=self.memories,
         )
 
     def _temporaries(self, op: ops.Op) -> frozenset[str]:
-        found = effects(op)
-        used = {r.buffer for r in (*found.reads, *found.writes, *found.accumulates)}
+        effect = effects(op)
+        used = {r.buffer for r in (*effect.reads, *effect.writes, *effect.accumulates)}
         return self._temporary & used
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedCollective:
-    """A collective whose tensors are found, and the temporary buffers in which they lie."""
+    """A collective's tensors, and the temporary buffers that hold them."""
 
     tensors: CollectiveTensors
     temporaries: frozenset[str]
     memories: Sequence[RankMemory]
 
     def require_live(self) -> None:
-        """InternalError unless every rank has allocated these buffers."""
+        """Raise an InternalError unless every rank has allocated these buffers."""
         for memory in self.memories:
             memory.require(self.temporaries)
 
 
-def _checked(step: Step, memory: RankMemory, names: frozenset[str]) -> Step:
-    """The step, after the buffers that it uses are found to be allocated."""
+def _checked(prepared: PreparedOp, memory: RankMemory, names: frozenset[str]) -> PreparedOp:
+    """The op, preceded by a check that the buffers that it uses are allocated."""
     if not names:
-        return step
+        return prepared
 
     def checked() -> None:
         memory.require(names)
-        step()
+        prepared()
 
     return checked
 
 
-def _launch(op: ops.Collective, local_ranks: LocalRanks) -> CollectiveTensors:
+def _collective_tensors(op: ops.CollectiveOp, local_ranks: LocalRanks) -> CollectiveTensors:
     return CollectiveTensors(
         comm=op.comm,
         pairs=[
@@ -172,26 +168,26 @@ def _launch(op: ops.Collective, local_ranks: LocalRanks) -> CollectiveTensors:
     )
 
 
-def communicate(op: ops.Collective, what: CollectiveTensors, comm: Comm) -> None:
-    """Hand a collective to the backend."""
+def communicate(op: ops.CollectiveOp, tensors: CollectiveTensors, comm: Comm) -> None:
+    """Let the backend carry out a collective."""
     match op:
-        case ops.AllGather() | ops.Prefetch():
-            comm.all_gather(what)
+        case ops.Gather():
+            comm.all_gather(tensors)
         case ops.ReduceScatter():
-            comm.reduce_scatter(what, op.reduction)
+            comm.reduce_scatter(tensors, op.reduction)
         case ops.AllReduce():
-            comm.all_reduce(what, op.reduction)
+            comm.all_reduce(tensors, op.reduction)
         case ops.Broadcast():
-            comm.broadcast(what, op.root)
+            comm.broadcast(tensors, op.root)
         case _:
             assert_never(op)
 
 
 def _prepare_locally(
-    op: ops.Memory | ops.Compute | ops.Cast | ops.Fill | ops.Scale | ops.Update | ops.Transfer,
+    op: ops.MemoryOp | ops.Compute | ops.ElementwiseOp | ops.UpdateOp | ops.TransferOp,
     memory: RankMemory,
     local_ranks: LocalRanks,
-) -> Step:
+) -> PreparedOp:
     match op:
         case ops.Alloc():
             return partial(memory.alloc, op.buffer)
@@ -253,7 +249,7 @@ def _prepare_locally(
                 hysteresis=op.hysteresis,
                 minimum=op.minimum,
             )
-        case ops.ToHost() | ops.ToDevice() | ops.Load() | ops.Store():
+        case ops.Transfer():
             return partial(
                 memory.region(op.destination).copy_, memory.region(op.source), non_blocking=True
             )
@@ -273,13 +269,13 @@ def _padding(region: Region, memory: RankMemory, program: Program) -> list[Tenso
     mesh = program.mesh
     first, stop = region.local_range(mesh, mesh.coordinate(memory.rank))
     start = flat_start(program, buffer, memory.rank)
-    found: list[Tensor] = []
-    free = first  # everything before is a parameter's, or found
+    padding: list[Tensor] = []
+    free = first  # all elements before belong to a parameter or are in the list
     for slot in program.flat_by_name[buffer.holds.flat].slots:
         taken = max(slot.offset - start, first)
         if free < min(taken, stop):
-            found.append(memory.buffer(buffer.name)[free : min(taken, stop)])
+            padding.append(memory.buffer(buffer.name)[free : min(taken, stop)])
         free = max(free, slot.offset + slot.numel - start)
     if free < stop:
-        found.append(memory.buffer(buffer.name)[free:stop])
-    return found
+        padding.append(memory.buffer(buffer.name)[free:stop])
+    return padding

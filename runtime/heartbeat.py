@@ -1,9 +1,9 @@
-"""A sign of life from every rank, so that one that was stopped is told from one that is slow.
+"""A sign of life from every rank, which tells a rank that was stopped from one that is slow.
 
-A collective waits minutes for a late rank, because loading, compiling and reading data may take that long. A rank whose
-process is frozen, or whose machine is out of reach, need not be waited for: each rank counts up in the job's store,
-whatever its main thread is busy with, and looks whether the next rank's count moves. Where the store itself is gone,
-the process that kept it is, torchrun's agent or rank 0, and nobody is left to end this rank but itself.
+A collective waits minutes for a late rank, because loading, compiling and reading data may take that long. It need not
+wait for a rank whose process is frozen or whose machine cannot be reached. So a thread of each rank increments a
+counter in the job's store, and checks that the next rank's counter moves. When the store itself is lost, the
+process that kept it has ended (torchrun's agent or rank 0), and this rank must end itself.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ _SILENCE_S: Final = 60.0
 _DONE: Final = b"done"
 
 Alarm = Callable[[str], None]
-"""Hears in one sentence why the job cannot go on."""
+"""Receives one sentence that says why the job cannot continue."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeartbeatTiming:
-    """Seconds between two signs of life, and of silence after which a rank is given up."""
+    """Seconds between two signs of life, and seconds of silence after which a rank counts as lost."""
 
     interval_s: float = _INTERVAL_S
     silence_s: float = _SILENCE_S
 
 
 class Heartbeat:
-    """This rank's signs of life, and its watch over the next rank of the ring.
+    """Gives this rank's signs of life, and watches the next rank of the ring.
 
-    ``on_alarm`` hears, in the watching thread, that the next rank has been silent for too long after its first sign of
-    life, or that the store is gone.
+    The watching thread calls ``on_alarm`` when the next rank, after its first sign of life, has been silent for too
+    long, or when the store is lost.
     """
 
     def __init__(
@@ -55,27 +55,27 @@ class Heartbeat:
         self._on_alarm = on_alarm
         self._timing = timing or HeartbeatTiming()
         self._is_over = threading.Event()
-        # A daemon: a store that no longer answers must not keep the process.
+        # A daemon, because a store that no longer answers must not keep the process alive.
         self._thread = threading.Thread(target=self._run, name="zeroir-heartbeat", daemon=True)
         self._thread.start()
 
     def break_off(self) -> None:
-        """End the watch, and fall silent."""
+        """End the watch and the signs of life."""
         self._is_over.set()
         self._thread.join(self._timing.interval_s)
 
     def stop(self) -> None:
-        """End the watch, and tell the others that this rank's silence is no alarm from now on.
+        """End the watch, and tell the other ranks that this rank's silence is no alarm from now on.
 
-        Rank 0 stays until the others have done the same, for the store may end with its process.
+        Rank 0 stays until the others have done the same, because the store may end with its process.
         """
         self.break_off()
         with contextlib.suppress(RuntimeError):
             self._store.set(str(self._rank), _DONE.decode())
             deadline = time.monotonic() + self._timing.silence_s
-            others = range(1, self._world_size) if self._rank == 0 else ()
-            for rank in others:
-                while self._heard(rank) != _DONE and time.monotonic() < deadline:
+            awaited = range(1, self._world_size) if self._rank == 0 else ()
+            for rank in awaited:
+                while self._count_of(rank) != _DONE and time.monotonic() < deadline:
                     time.sleep(0.01)
 
     def _run(self) -> None:
@@ -89,27 +89,28 @@ class Heartbeat:
                 )
 
     def _watch(self) -> None:
-        seen, count = b"", 0
-        heard = ticked = time.monotonic()
+        last_count, own_count = b"", 0
+        changed_s = checked_s = time.monotonic()
         while not self._is_over.is_set():
-            count += 1
-            self._store.set(str(self._rank), str(count))
-            found = self._heard(self._next)
-            now = time.monotonic()
-            # Who was itself stopped for a while cannot say how long others were silent.
-            was_away = now - ticked > 3 * self._timing.interval_s
-            if found != seen or was_away:
-                seen, heard = found, now
-            elif now - heard > self._timing.silence_s and found not in (b"", _DONE):
+            own_count += 1
+            self._store.set(str(self._rank), str(own_count))
+            count = self._count_of(self._next)
+            now_s = time.monotonic()
+            # A rank that was itself stopped does not know how long others were silent.
+            was_stopped = now_s - checked_s > 3 * self._timing.interval_s
+            if count != last_count or was_stopped:
+                last_count, changed_s = count, now_s
+            elif now_s - changed_s > self._timing.silence_s and count not in (b"", _DONE):
                 self._on_alarm(
                     f"Rank {self._next} has given no sign of life for {self._timing.silence_s:.0f} s: it was stopped, "
                     "or its machine cannot be reached."
                 )
                 return
-            ticked = now
+            checked_s = now_s
             self._is_over.wait(self._timing.interval_s)
 
-    def _heard(self, rank: int) -> bytes:
+    def _count_of(self, rank: int) -> bytes:
+        """The counter of a rank, or ``_DONE``; empty before its first sign of life."""
         key = str(rank)
         return bytes(self._store.get(key)) if self._store.check([key]) else b""
 
@@ -118,7 +119,7 @@ class Heartbeat:
 def watched(
     launch: LaunchEnvironment, on_alarm: Alarm, timing: HeartbeatTiming | None = None
 ) -> Iterator[None]:
-    """Watch over the job that torchrun started while the body runs; a process that is alone has nothing to watch.
+    """Run a heartbeat while the body runs; a job of one rank needs none.
 
     Raises:
         UserError: where the job's store cannot be reached.
@@ -126,13 +127,13 @@ def watched(
     if launch.world_size == 1:
         yield
         return
-    # A connection of its own: the job's may be busy waiting.
+    # A connection of its own, because the job's may be blocked in a wait.
     store = open_store(launch, "heartbeat", JOIN_TIMEOUT)
     heartbeat = Heartbeat(store, launch.rank, launch.world_size, on_alarm, timing)
     try:
         yield
     except BaseException:
-        # The interpreter's end would abort the process if it met the thread in torch's store.
+        # The interpreter would abort the process at its end if the thread were inside torch's store.
         heartbeat.break_off()
         raise
     heartbeat.stop()

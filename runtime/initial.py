@@ -1,9 +1,9 @@
-"""What persistent buffers hold before the first step.
+"""The initial values of persistent buffers.
 
-Rank 0 builds the user's module whole, on the CPU (see ``construction``), and hands its values out in messages of a few
-MiB, tensor by tensor; every rank keeps what its buffers hold of them. So the host of rank 0 holds the whole model once,
-until all of it is handed out, and no other rank ever does; parameters are those of plain PyTorch whatever the
-constructor does. Digests then show that all ranks hold what rank 0 has built.
+Rank 0 builds the user's module whole, on the CPU (see ``construction``), and sends its values to all ranks, tensor by
+tensor, in messages of a few MiB; every rank copies the elements of its own buffers. So the host of rank 0 holds the
+whole model once, until everything is sent, and no other rank ever does. The parameters are those of plain PyTorch,
+whatever the constructor does. Digests then prove that the ranks hold the values that rank 0 built.
 """
 
 from __future__ import annotations
@@ -42,15 +42,14 @@ def initialise(
     seed: int,
     handout: Handout | None = None,
 ) -> None:
-    """Fill the persistent buffers of the ranks for step 0; in a job every rank calls this alike.
+    """Fill the persistent buffers of the ranks for step 0; in a job all ranks call this together.
 
-    Parameters and masters get the module's values (masters before they are rounded to 16 bits), module buffers the
-    module's, constants their data, scalars the program's; everything else, padding included, is zero. Without a
-    ``handout`` the module is built here.
+    Parameters, masters and module buffers get the module's values (masters without rounding to 16 bits), constants
+    their data, and scalars the program's values. Everything else, padding included, is zero. Without a ``handout`` this
+    process builds the module itself.
 
     Raises:
-        UserError: where the module is not the one that the program was compiled from, or ranks hold other values than
-            it has.
+        UserError: where the program was compiled from another module, or the values of a rank differ from the module's.
     """
     handout = handout or NoHandout()
     memories = list(ranks)
@@ -71,9 +70,9 @@ def initialise(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _HoldingBuffer:
-    """A buffer that holds elements of a tensor: the ``start``-th, which may be negative, is the first of the buffer.
+    """A buffer that holds elements of a tensor, from the ``start``-th on; ``start`` may be negative.
 
-    With ``axis`` each coordinate holds the elements that follow those of the coordinate before.
+    With ``axis`` each coordinate holds the elements that follow those of the previous coordinate.
     """
 
     buffer: Buffer
@@ -81,12 +80,12 @@ class _HoldingBuffer:
     axis: str | None = None
 
     def on(self, mesh: Mesh, rank: int) -> range:
-        """The elements that are in the buffer on a rank."""
+        """The elements in the buffer of one rank."""
         shift = 0 if self.axis is None else mesh.coordinate(rank)[self.axis] * self.buffer.numel
         return range(self.start + shift, self.start + shift + self.buffer.numel)
 
     def anywhere(self, mesh: Mesh) -> range:
-        """The elements that are in the buffers of all coordinates."""
+        """The elements in the buffers of all coordinates together."""
         count = 1 if self.axis is None else mesh.size(self.axis)
         return range(self.start, self.start + count * self.buffer.numel)
 
@@ -110,8 +109,8 @@ class _MessagePart:
 
 
 def _tensors(program: Program) -> list[_ModuleTensor]:
-    """The tensors that rank 0 hands out, each with at least one element, in one order on all ranks."""
-    found: list[_ModuleTensor] = []
+    """The tensors that rank 0 sends, each with at least one element, in the same order on all ranks."""
+    tensors: list[_ModuleTensor] = []
     for flat in program.flats:
         buffers = [
             (buffer, buffer.holds)
@@ -128,17 +127,17 @@ def _tensors(program: Program) -> list[_ModuleTensor]:
             everything = range(slot.numel)
             held = [h for h in homes if _common(h.anywhere(program.mesh), everything)]
             if held:
-                found.append(_ModuleTensor(name=slot.name, numel=slot.numel, homes=held))
+                tensors.append(_ModuleTensor(name=slot.name, numel=slot.numel, homes=held))
     for binding in program.module_buffers:
         buffer = program.buffer_by_name[binding.buffer]
         if binding.data is None and buffer.numel:
             home = _HoldingBuffer(buffer=buffer, start=0)
-            found.append(_ModuleTensor(name=binding.name, numel=buffer.numel, homes=[home]))
-    return found
+            tensors.append(_ModuleTensor(name=binding.name, numel=buffer.numel, homes=[home]))
+    return tensors
 
 
 def _messages(numels: Sequence[int], dtypes: Sequence[torch.dtype]) -> Iterator[list[_MessagePart]]:
-    """Cut tensors into parts, and put as many of those into each message as it holds."""
+    """Cut tensors into parts, and fill one message after the other with them."""
     parts: list[_MessagePart] = []
     used = 0
     for index, (numel, dtype) in enumerate(zip(numels, dtypes, strict=True)):
@@ -165,7 +164,7 @@ def _hand_out(
 ) -> Tensor:
     """Build the module on rank 0, and fill the buffers of all ranks.
 
-    Returns the digests (i64, one for each home of each tensor) of what rank 0 has built; zeros on the other ranks.
+    Returns the digests of the values that rank 0 built (i64, one for each home of each tensor); zeros on other ranks.
     """
     mesh, digester = program.mesh, Digester()
     source = handout.make(lambda: construct(program, factory, seed))
@@ -189,22 +188,22 @@ def _hand_out(
             for part, values in zip(parts, contents, strict=True):
                 tensor = tensors[part.index]
                 values.copy_(_slice(source.elements(tensor.name), part.elements, 0))
-                for at, home in enumerate(tensor.homes):
-                    there = _common(home.anywhere(mesh), part.elements)
-                    rounded = _slice(values, there, part.elements.start).to(
+                for number, home in enumerate(tensor.homes):
+                    whole = _common(home.anywhere(mesh), part.elements)
+                    rounded = _slice(values, whole, part.elements.start).to(
                         TORCH_DTYPE[home.buffer.dtype]
                     )
-                    built[part.index][at] += digester.digest(rounded, there.start).cpu()
+                    built[part.index][number] += digester.digest(rounded, whole.start).cpu()
         last = parts[-1]
         handout.send(message[: last.offset_bytes + contents[-1].numel() * contents[-1].itemsize])
         for part, values in zip(parts, contents, strict=True):
             for home in tensors[part.index].homes:
                 for memory in memories:
                     own = home.on(mesh, memory.rank)
-                    here = _common(own, part.elements)
-                    target = _slice(memory.buffer(home.buffer.name), here, own.start)
-                    target.copy_(_slice(values, here, part.elements.start))
-    return torch.stack([total for of_tensor in built for total in of_tensor])
+                    local = _common(own, part.elements)
+                    target = _slice(memory.buffer(home.buffer.name), local, own.start)
+                    target.copy_(_slice(values, local, part.elements.start))
+    return torch.stack([total for totals in built for total in totals])
 
 
 def _require_agreement(
@@ -214,49 +213,51 @@ def _require_agreement(
     built: Tensor,
     handout: Handout,
 ) -> None:
-    """UserError where the ranks do not hold, each or together, what rank 0 has built."""
+    """Raise a UserError unless the ranks, each or together, hold the values that rank 0 built."""
     mesh, digester = program.mesh, Digester()
     homes = [(tensor, home) for tensor in tensors for home in tensor.homes]
     held = torch.zeros(len(memories), len(homes), dtype=torch.int64)
     for row, memory in zip(held, memories, strict=True):
-        for at, (tensor, home) in enumerate(homes):
+        for column, (tensor, home) in enumerate(homes):
             own = home.on(mesh, memory.rank)
-            here = _common(own, range(tensor.numel))
-            row[at] = digester.digest(
-                _slice(memory.buffer(home.buffer.name), here, own.start), here.start
+            local = _common(own, range(tensor.numel))
+            row[column] = digester.digest(
+                _slice(memory.buffer(home.buffer.name), local, own.start), local.start
             )
     built = built.to(handout.device)
     handout.send(built)
-    wanted = built.cpu()
+    expected = built.cpu()
     by_rank = handout.gather(held)
     if len(by_rank) < mesh.world_size:
-        return  # nobody carries the other ranks out
+        return  # the other ranks are only simulated
     for axis in dict.fromkeys(home.axis for _, home in homes):
-        columns = torch.tensor([at for at, (_, home) in enumerate(homes) if home.axis == axis])
+        columns = torch.tensor(
+            [number for number, (_, home) in enumerate(homes) if home.axis == axis]
+        )
         groups = mesh.groups(axis) if axis else [(rank,) for rank in range(mesh.world_size)]
         for group in groups:
-            differs = by_rank[list(group)][:, columns].sum(0) != wanted[columns]
+            differs = by_rank[list(group)][:, columns].sum(0) != expected[columns]
             if differs.any():
                 tensor, _ = homes[int(columns[int(differs.nonzero()[0])])]
-                speaks = any(memory.rank == group[0] for memory in memories)
-                raise (UserError if speaks else PeerError)(
-                    f"{_named(group)} other values of '{tensor.name}' than rank 0 has built: a memory or a connection "
-                    "is at fault; start again, on another machine if it comes again."
+                is_reporter = any(memory.rank == group[0] for memory in memories)
+                raise (UserError if is_reporter else PeerError)(
+                    f"The values of '{tensor.name}' on {_named(group)} differ from those that rank 0 built: "
+                    "memory or a connection is faulty; start again, and use another machine if it happens again."
                 )
 
 
 def _named(group: Sequence[int]) -> str:
     if len(group) == 1:
-        return f"Rank {group[0]} holds"
-    return f"The {len(group)} ranks from {group[0]} to {group[-1]} together hold"
+        return f"rank {group[0]}"
+    return f"the {len(group)} ranks from {group[0]} to {group[-1]} together"
 
 
-def _common(one: range, other: range) -> range:
-    """What two ranges of elements have in common."""
-    start = max(one.start, other.start)
-    return range(start, max(start, min(one.stop, other.stop)))
+def _common(a: range, b: range) -> range:
+    """The intersection of two ranges of elements."""
+    start = max(a.start, b.start)
+    return range(start, max(start, min(a.stop, b.stop)))
 
 
 def _slice(values: Tensor, elements: range, start: int) -> Tensor:
-    """Those elements of a flat tensor that begins with the ``start``-th."""
+    """These elements, out of a flat tensor that begins with the ``start``-th."""
     return values[elements.start - start : elements.stop - start] if elements else values[:0]

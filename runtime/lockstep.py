@@ -1,9 +1,10 @@
 """All ranks of a program in one process: the reference semantics of the IR.
 
-What no wait orders may happen in any order, and here it does: each stream is a queue, and a seeded scheduler picks
-whose head comes next. A collective takes two turns; in between its destinations hold NaN, and its sources are read at
-its beginning or its end, as chance has it. Undefined and released memory is NaN, too, and using a released buffer is
-an error. So a program that lacks a wait gives wrong numbers, or none, for some seed, and a right one always the same.
+Ops that no wait orders may run in any order, and here they do: each stream is a queue, and a seeded scheduler chooses
+the queue whose head runs next. A collective takes two turns. Between them its destinations hold NaN, and the scheduler
+chooses whether its sources are read in the first or the second. Undefined and released memory holds NaN, too, and it is
+an error to use a released buffer. So a program that lacks a wait gives wrong numbers, or an error, for some seed, and a
+correct program gives the same numbers for every seed.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ CPU = torch.device("cpu")
 
 
 class Lockstep:
-    """Every rank of a program, stepped together. ``schedule_seed`` decides what unordered ops do."""
+    """All ranks of a program, stepped together. ``schedule_seed`` decides the order of unordered ops."""
 
     def __init__(
         self,
@@ -89,7 +90,7 @@ class Lockstep:
         return self._executor.evaluate(batches)
 
     def buffers(self, rank: int) -> Mapping[str, Tensor]:
-        """The persistent buffers of one rank, themselves and not copies."""
+        """The persistent buffers of one rank; they are not copies."""
         memory = self._memories[rank]
         return {b.name: memory.buffer(b.name) for b in self.program.buffers if b.is_persistent}
 
@@ -126,7 +127,7 @@ class Lockstep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LockstepResult:
-    """``losses[step][rank]``; ``state[flat, quantity]`` is unsharded; ``skipped[step]`` where the program may skip."""
+    """``losses[step][rank]``; ``state[flat, quantity]``, unsharded; ``skipped[step]``, whether the step was skipped."""
 
     losses: Sequence[Sequence[float]]
     state: Mapping[tuple[str, str], Tensor]
@@ -146,7 +147,8 @@ def run_lockstep(
     """Run a program from given values: ``inputs[step][rank][micro_step]`` are batches.
 
     Raises:
-        InternalError: where the program uses what is not allocated, waits in a circle, or leaves ranks apart.
+        InternalError: where the program uses an unallocated buffer, its streams deadlock, or ranks end with different
+            state.
     """
     lockstep = Lockstep(program, seed=seed, schedule_seed=schedule_seed, kernels=kernels)
     lockstep.initialise_flats(initial)
@@ -176,7 +178,7 @@ class _QueueEvent:
 
 @dataclass(slots=True, kw_only=True)
 class _QueuedOp:
-    """A queued op: the event it signals or waits for, and what a collective that has begun will do."""
+    """A queued op and the event that it signals or waits for; ``begun`` are the tensors of a collective in progress."""
 
     op: Op
     run: Task
@@ -186,7 +188,7 @@ class _QueuedOp:
 
 
 class SeededStreams:
-    """Streams as queues, of which a seeded choice takes the next head that is ready."""
+    """Streams as queues; a seeded choice among the heads that are ready runs next."""
 
     def __init__(self, local_ranks: LocalRanks, generator: random.Random) -> None:
         self._local_ranks = local_ranks
@@ -195,7 +197,7 @@ class SeededStreams:
         self._events: dict[str, _QueueEvent] = {}
 
     def bind(self, op: Op, run: Task, watch: WatchOp | None = None) -> Task:
-        """See ``Streams.bind``: ops wait in their queues until the host waits or a joint comes."""
+        """See ``Streams.bind``: ops stay in their queues until the host waits or a section ends."""
         task = run if watch is None else watch(run)
         collective: PreparedCollective | None = None
         if isinstance(op, ops.Collective):
@@ -219,13 +221,13 @@ class SeededStreams:
 
     def join(self, pending: Collection[str]) -> None:
         """See ``Streams.join``."""
-        still = {self._events[name] for name in pending if name in self._events}
+        left_pending = {self._events[name] for name in pending if name in self._events}
         self._run_until(
             [
                 item.event
                 for queue in self._queues.values()
                 for item in queue
-                if item.event not in still
+                if item.event not in left_pending
             ]
         )
 
@@ -245,7 +247,7 @@ class SeededStreams:
         self._queues.setdefault(stream, deque()).append(item)
 
     def _run_until(self, events: Sequence[_QueueEvent]) -> None:
-        # Half of the time one stream runs as far as it can before the next, which no coin would ever do.
+        # Half of the time one stream runs as far as it can before the next; single choices would hardly ever do that.
         order = self._random.sample(list(self._queues), len(self._queues))
         is_greedy = self._random.random() < 0.5
         remaining = list(events)
@@ -257,7 +259,7 @@ class SeededStreams:
             ready = [name for name in order if self._is_ready(self._queues[name])]
             if not ready:
                 waiting = [q[0].op for q in self._queues.values() if q]
-                raise InternalError(f"streams wait for each other in a circle: {waiting}")
+                raise InternalError(f"streams wait for each other: {waiting}")
             self._advance(self._queues[ready[0] if is_greedy else self._random.choice(ready)])
 
     @staticmethod
@@ -273,15 +275,9 @@ class SeededStreams:
             case ops.Wait():
                 queue.popleft()
                 return
-            case (
-                ops.AllGather()
-                | ops.Prefetch()
-                | ops.ReduceScatter()
-                | ops.AllReduce()
-                | ops.Broadcast()
-            ):
+            case ops.Collective():
                 assert item.collective is not None
-                item.collective.require_live()  # at its end, too
+                item.collective.require_live()  # in both turns
                 if item.begun is None:
                     item.begun = self._begin(item.collective.tensors)
                     return
@@ -291,8 +287,8 @@ class SeededStreams:
         queue.popleft()
         item.event.is_done = True
 
-    def _begin(self, what: CollectiveTensors) -> CollectiveTensors:
-        """Read sources now or later, and let destinations hold nothing until then."""
+    def _begin(self, tensors: CollectiveTensors) -> CollectiveTensors:
+        """Read the sources now, or leave that to the second turn, and poison the destinations."""
         is_early = self._random.random() < 0.5
         pairs = [
             [
@@ -300,17 +296,17 @@ class SeededStreams:
                     source=pair.source.clone() if is_early or _is_shared(pair) else pair.source,
                     destination=pair.destination,
                 )
-                for pair in of_rank
+                for pair in rank_pairs
             ]
-            for of_rank in what.pairs
+            for rank_pairs in tensors.pairs
         ]
-        for of_rank in what.pairs:
-            for pair in of_rank:
+        for rank_pairs in tensors.pairs:
+            for pair in rank_pairs:
                 poison(pair.destination)
-        for staging in what.staging:
+        for staging in tensors.staging:
             if staging is not None:
                 poison(staging)
-        return replace(what, pairs=pairs)
+        return replace(tensors, pairs=pairs)
 
 
 def _is_shared(pair: TensorPair) -> bool:

@@ -1,8 +1,8 @@
-"""How the C library's allocator treats freed memory on a CPU.
+"""Settings of the C library's allocator for freed memory on a CPU.
 
-By default glibc hands large freed blocks back to the kernel at once and asks for them anew: every gathered unit and
-every temporary of a kernel is then made of fresh pages, which the kernel has to clear one by one. A training step
-allocates the same sizes over and over, so keeping them costs nothing at the peak and saves the clearing.
+By default glibc returns large freed blocks to the kernel at once. The next block of that size then consists of fresh
+pages, which the kernel has to clear. A training step allocates the same sizes again and again, so keeping freed memory
+does not raise the peak and saves the clearing.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ _DEFAULT_MMAP_BYTES: Final = 128 * 1024
 
 
 def return_freed_memory() -> bool:
-    """Let large blocks go back to the kernel when they are freed, however often they come; for what runs only once.
+    """Return large blocks to the kernel whenever they are freed; for code that runs only once.
 
-    glibc would otherwise learn from the first of them to keep the next, between which small ones then settle.
+    Otherwise glibc keeps large blocks after it has freed the first, and small blocks then fragment them.
     """
     return _set({_M_MMAP_THRESHOLD: _DEFAULT_MMAP_BYTES, _M_ARENA_MAX: 1})
 
 
 def keep_freed_memory() -> bool:
-    """Let this process reuse the memory that it frees, in one arena for all threads; for training steps.
+    """Reuse freed memory, in one arena for all threads; for training steps.
 
-    False where the C library cannot be told. The setting holds for the whole process.
+    False where the C library has no such setting. The setting applies to the whole process.
     """
     return _set({_M_TRIM_THRESHOLD: _LARGEST, _M_MMAP_THRESHOLD: _LARGEST, _M_ARENA_MAX: 1})
 
@@ -39,9 +39,7 @@ def keep_freed_memory() -> bool:
 def _set(settings: Mapping[int, int]) -> bool:
     if not sys.platform.startswith("linux"):
         return False
-    mallopt = getattr(
-        ctypes.CDLL(None), "mallopt", None
-    )  # absent from other C libraries than glibc
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # only glibc has it
     if mallopt is None:
         return False
     accepted = {mallopt(name, value) for name, value in settings.items()}

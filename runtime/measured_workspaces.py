@@ -1,4 +1,4 @@
-"""What each segment of a step takes beside its buffers, as torch's allocators tell: what a profile measures."""
+"""The memory that each segment of a step takes beside its buffers, measured by torch's allocators for a profile."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from zeroir.runtime.trace import P
 
 
 def on_host(program: Program, step: Callable[[], object]) -> Mapping[str, int]:
-    """Take a step, and tell the most bytes that a call of each of its segments held at once, by the segment's digest.
+    """Take a step; return the most bytes that a call of each segment held at once, by the segment's digest.
 
-    This thread carries out the computation, and each op in a range with its label.
+    The calling thread must carry out the computation, each op in a profiler range named by its label.
     """
     names = labels(program)
-    found = by_range(allocations(step), names.values())
-    return _most(
+    events_by_label = by_range(allocations(step), names.values())
+    return _largest(
         program,
         (
-            (op, peak_bytes(found.get(names[position], ())))
+            (op, peak_bytes(events_by_label.get(names[position], ())))
             for position, op in program.positioned_ops()
             if position.section != EVALUATE
         ),
@@ -32,14 +32,14 @@ def on_host(program: Program, step: Callable[[], object]) -> Mapping[str, int]:
 
 
 class DeviceWatcher:
-    """Sees the allocator of a CUDA device while ops are issued, which is when it hands memory out and takes it back."""
+    """Watches the allocator of a CUDA device while ops are issued, for then it allocates and frees their memory."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._seen: list[tuple[Op, int]] = []
+        self._peaks: list[tuple[Op, int]] = []
 
     def watch(self, _: OpPosition, op: Op, run: Callable[P, None], /) -> Callable[P, None]:
-        """See ``trace.Watch``; only of ops that compute, beside which other threads carry others out."""
+        """See ``trace.Watch``. Only compute ops are watched; other threads may carry out others beside them."""
         if not isinstance(op, ops.Compute):
             return run
 
@@ -47,19 +47,20 @@ class DeviceWatcher:
             torch.cuda.reset_peak_memory_stats(self._device)
             before = torch.cuda.memory_allocated(self._device)
             run(*args, **kwargs)
-            self._seen.append((op, torch.cuda.max_memory_allocated(self._device) - before))
+            self._peaks.append((op, torch.cuda.max_memory_allocated(self._device) - before))
 
         return watched
 
-    def found(self, program: Program) -> Mapping[str, int]:
+    def workspaces(self, program: Program) -> Mapping[str, int]:
         """The most bytes that a call of each segment held at once, by the segment's digest."""
-        return _most(program, self._seen)
+        return _largest(program, self._peaks)
 
 
-def _most(program: Program, taken: Iterable[tuple[Op, int]]) -> Mapping[str, int]:
-    most: dict[str, int] = {}
-    for op, size in taken:
+def _largest(program: Program, peaks: Iterable[tuple[Op, int]]) -> Mapping[str, int]:
+    """The largest peak of the calls of each segment, in bytes by digest."""
+    largest: dict[str, int] = {}
+    for op, peak in peaks:
         if isinstance(op, ops.Compute):
             digest = program.segment_by_name[op.segment].digest()
-            most[digest] = max(most.get(digest, 0), size)
-    return most
+            largest[digest] = max(largest.get(digest, 0), peak)
+    return largest

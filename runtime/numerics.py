@@ -1,6 +1,6 @@
-"""The arithmetic of an update besides the optimizer: norms, overflow, the decision, the loss scale.
+"""The arithmetic of an update beside the optimizer: norms, overflow, the decision to skip, the loss scale.
 
-Everything stays on the device and waits for nobody.
+Everything stays on the device; nothing waits for it.
 """
 
 from __future__ import annotations
@@ -10,26 +10,26 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from zeroir.workspace.collective_scratch import CONVERTED_CHUNK_NUMEL, SQUARES_CHUNK_NUMEL
+from zeroir.workspace.op_scratch import CONVERTED_CHUNK_NUMEL, SQUARES_CHUNK_NUMEL
 
 
 def sum_of_squares(sources: Sequence[Tensor], destination: Tensor) -> None:
-    """Write the FP32 sum of squares, piece by piece in order, to an f32[1]."""
+    """Write the FP32 sum of squares, chunk by chunk in order, to an f32[1]."""
     total = torch.zeros_like(destination)
     for source in sources:
         for start in range(0, source.numel(), SQUARES_CHUNK_NUMEL):
-            piece = source[start : start + SQUARES_CHUNK_NUMEL]
-            total.add_(piece.to(torch.float32).square().sum())
+            chunk = source[start : start + SQUARES_CHUNK_NUMEL]
+            total.add_(chunk.to(torch.float32).square().sum())
     destination.copy_(total)
 
 
 def add(source: Tensor, destination: Tensor) -> None:
     """Add vectors of one length in the destination's dtype."""
     if source.dtype is not destination.dtype and destination.device.type == "cpu":
-        # torch would convert the whole source first; pieces stay in the cache.
+        # torch would convert the whole source first; chunks stay in the cache.
         for start in range(0, source.numel(), CONVERTED_CHUNK_NUMEL):
-            piece = slice(start, start + CONVERTED_CHUNK_NUMEL)
-            destination[piece].add_(source[piece].to(destination.dtype))
+            chunk = slice(start, start + CONVERTED_CHUNK_NUMEL)
+            destination[chunk].add_(source[chunk].to(destination.dtype))
         return
     is_wider = source.dtype.itemsize > destination.dtype.itemsize
     destination.add_(source.to(destination.dtype) if is_wider else source)
@@ -37,7 +37,7 @@ def add(source: Tensor, destination: Tensor) -> None:
 
 def has_overflow(sources: Sequence[Tensor], destination: Tensor) -> None:
     """Write 1 to an f32[1] where any element is infinite or NaN, else 0."""
-    # aminmax needs no scratch, and hands NaN on.
+    # aminmax needs no scratch memory, and propagates NaN.
     extremes = [extreme for source in sources if source.numel() for extreme in source.aminmax()]
     if not extremes:
         destination.zero_()
@@ -57,7 +57,7 @@ def decide(
     skip: Tensor | None,
     max_norm: float | None,
 ) -> None:
-    """Carry out ``ops.Decide``; every tensor is f32[1] (of ``loss_scale`` the first element counts)."""
+    """Carry out ``ops.Decide``. Every tensor is f32[1]; of a longer ``loss_scale`` the first element counts."""
     scale = torch.full_like(gradient_divisor, float(divisor))
     if loss_scale is not None:
         scale.mul_(loss_scale[:1])

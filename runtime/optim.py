@@ -1,8 +1,8 @@
-"""Element-wise optimizers over flat shards: torch's fused kernels, which divide the gradient and honour a skip.
+"""Element-wise optimizers over flat shards: torch's fused kernels, which divide the gradient and can skip a step.
 
-One call updates one region. ``grad_scale`` is the kernels' name for what they divide the gradient by, so unscaling,
-averaging over ranks and clipping cost no pass of their own; the kernels also store the divided gradient back. Where
-``found_inf`` is 1 they touch nothing.
+One call updates one region. The kernels divide the gradient by their argument ``grad_scale``, so unscaling, averaging
+over ranks and clipping need no pass of their own; they also store the divided gradient. Where ``found_inf`` is 1 they
+change nothing.
 """
 
 from __future__ import annotations
@@ -37,68 +37,68 @@ class Operands:
     padding: Sequence[Tensor] = ()
 
 
-def update(algorithm: Algorithm, x: Operands) -> None:
+def update(algorithm: Algorithm, operands: Operands) -> None:
     """Update ``param`` and ``states`` in place, as torch.optim's fused implementation of the algorithm does."""
     match algorithm:
         case Algorithm.SGD | Algorithm.MOMENTUM:
-            _sgd(x)
+            _sgd(operands)
         case Algorithm.ADAM:
-            _adam(torch.ops.aten._fused_adam_.tensor_lr, x)
+            _adam(torch.ops.aten._fused_adam_.tensor_lr, operands)
         case Algorithm.ADAMW:
-            _adam(torch.ops.aten._fused_adamw_.tensor_lr, x)
+            _adam(torch.ops.aten._fused_adamw_.tensor_lr, operands)
         case _:
             assert_never(algorithm)
 
 
-def _sgd(x: Operands) -> None:
-    momentum, dampening, nesterov, weight_decay = x.hyper.tolist()
-    # Without momentum there is none to keep, as torch.optim has it; CUDA's kernel refuses it.
-    states = x.states if momentum else ()
-    # The first step takes the gradient itself as momentum; a buffer of zeros gives the same unless it is dampened,
-    # and only then is it worth asking the device for the step.
-    is_first_step = bool(states) and dampening != 0.0 and x.step.item() == 1.0
+def _sgd(operands: Operands) -> None:
+    momentum, dampening, nesterov, weight_decay = operands.hyper.tolist()
+    # Without momentum there is no state, as in torch.optim; CUDA's kernel would refuse one.
+    states = operands.states if momentum else ()
+    # The first step takes the gradient itself as momentum. A buffer of zeros gives the same without dampening, so only
+    # with dampening must the host read the step count from the device.
+    is_first_step = bool(states) and dampening != 0.0 and operands.step.item() == 1.0
     torch.ops.aten._fused_sgd_.tensor_lr(
-        [x.param],
-        [x.grad],
+        [operands.param],
+        [operands.grad],
         list(states),
         weight_decay=weight_decay,
         momentum=momentum if states else 0.0,
-        lr=_learning_rate(x),
+        lr=_learning_rate(operands),
         dampening=dampening,
         nesterov=bool(nesterov),
         maximize=False,
         is_first_step=is_first_step,
-        grad_scale=x.divisor,
-        found_inf=x.skip,
+        grad_scale=operands.divisor,
+        found_inf=operands.skip,
     )
 
 
-def _adam(kernel: torch._ops.OpOverload, x: Operands) -> None:
-    beta1, beta2, eps, weight_decay = x.hyper.tolist()
-    exp_avg, exp_avg_sq = x.states
+def _adam(kernel: torch._ops.OpOverload, operands: Operands) -> None:
+    beta1, beta2, eps, weight_decay = operands.hyper.tolist()
+    exp_avg, exp_avg_sq = operands.states
     kernel(
-        [x.param],
-        [x.grad],
+        [operands.param],
+        [operands.grad],
         [exp_avg],
         [exp_avg_sq],
         [],
-        [x.step],
-        lr=_learning_rate(x),
+        [operands.step],
+        lr=_learning_rate(operands),
         beta1=beta1,
         beta2=beta2,
         weight_decay=weight_decay,
         eps=eps,
         amsgrad=False,
         maximize=False,
-        grad_scale=x.divisor,
-        found_inf=x.skip,
+        grad_scale=operands.divisor,
+        found_inf=operands.skip,
     )
     if eps == 0.0:
-        # Where gradients have always been zero an update without eps is 0 / 0.
-        for piece in x.padding:
-            piece.zero_()
+        # Without eps the update of an element whose gradients were always zero is 0 / 0.
+        for padding in operands.padding:
+            padding.zero_()
 
 
-def _learning_rate(x: Operands) -> Tensor:
-    """The learning rate as the kernels read it: any float from the host, FP32 on a CUDA device."""
-    return x.lr if x.lr.device.type == "cpu" else x.lr.to(torch.float32)
+def _learning_rate(operands: Operands) -> Tensor:
+    """The learning rate as the kernels read it: any float on the host, FP32 on a CUDA device."""
+    return operands.lr if operands.lr.device.type == "cpu" else operands.lr.to(torch.float32)

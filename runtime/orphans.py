@@ -1,4 +1,4 @@
-"""No rank outlives the agent that started it: one that did would train for ever, and nobody could stop it by Ctrl-C."""
+"""Ends a rank whose agent has died: otherwise it would train for ever, and Ctrl-C could not stop it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _PR_SET_PDEATHSIG: Final = 1
 
 
 def end_with_agent() -> None:
-    """Have Linux kill this process when the agent of torchrun that started it dies, by ``kill -9`` as well.
+    """Let Linux kill this process when the torchrun agent that started it dies, even by ``kill -9``.
 
-    Elsewhere, and where a process stands between the agent and the rank, the heartbeat ends the rank: the agent keeps
-    the job's store. A process that torchrun did not start may outlive its parent, such as a shell.
+    On other systems, and where another process lies between the agent and the rank, the heartbeat ends the rank: the
+    agent keeps the job's store. A process that torchrun did not start may outlive its parent, such as a shell.
     """
     if not sys.platform.startswith("linux") or "TORCHELASTIC_RUN_ID" not in os.environ:
         return
@@ -24,5 +24,5 @@ def end_with_agent() -> None:
     parent = os.getppid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
-        # The agent died before the kernel knew whose death to tell.
+        # The agent died before the call above took effect.
         os.kill(os.getpid(), signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Steps of an engine as they are timed and recorded for a profile: on all ranks at once, in rounds that take turns."""
+"""Steps of an engine, timed and recorded in turns for a profile, on all ranks at once."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from zeroir.runtime.batch import Batch
 from zeroir.runtime.engine import Engine
 
 WARM_UP: Final = 3
-"""Steps that nobody looks at: kernels are made, memory is first touched."""
+"""Unmeasured steps at the beginning, in which kernels are made and memory is first touched."""
 
 _TIMED: Final = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMeasurements:
-    """What rank 0 knows after the rounds.
+    """The measurements of all rounds, on rank 0.
 
-    ``seconds`` are of steps that nobody recorded, a mean for each round; ``steps`` the spans of one other step of each
+    ``seconds`` has the mean time of each round's unrecorded steps; ``steps`` the spans of one recorded step of each
     round, by rank. ``workspaces`` are the bytes that each segment took on rank 0 beside its buffers, by the segment's
     digest.
     """
@@ -33,19 +33,19 @@ class StepMeasurements:
 
     @property
     def step_s(self) -> float:
-        """The median of the steps that nobody recorded."""
+        """The median time of the unrecorded steps."""
         return median(self.seconds)
 
     @property
     def noise(self) -> float | None:
-        """How far the medians of the odd and of the even rounds are apart, as a fraction of the step; None of one."""
+        """The difference between the medians of odd and even rounds, as a fraction of the step; None for one round."""
         if len(self.seconds) < 2:
             return None
         return abs(median(self.seconds[::2]) - median(self.seconds[1::2])) / self.step_s
 
 
 def record(engine: Engine, batches: Iterator[Batch], *, rounds: int) -> StepMeasurements | None:
-    """Take steps, some timed and some recorded in turns; None on other ranks than 0. Every rank calls this alike."""
+    """Take steps, in turns timed and recorded; None on ranks other than 0. All ranks call this together."""
     micro_steps = int(engine.program.option.get("micro_steps", "1"))
 
     def step() -> None:
@@ -56,13 +56,13 @@ def record(engine: Engine, batches: Iterator[Batch], *, rounds: int) -> StepMeas
     seconds: list[float] = []
     steps: list[Sequence[Sequence[Span]]] = []
     for _ in range(rounds):
-        engine.average(0.0)  # so that all ranks begin at once
+        engine.average(0.0)  # all ranks begin together
         start = time.perf_counter()
         for _ in range(_TIMED):
             step()
         engine.finish()
         seconds.append((time.perf_counter() - start) / _TIMED)
-        # Where spans were gathered just before, a step is slower than most: the one after it is recorded.
+        # The step after a gathering of spans is slower than most, so the one after it is recorded.
         engine.record(engine.step_count + 2)
         step()
         step()

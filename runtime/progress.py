@@ -1,4 +1,4 @@
-"""How training shows: a line per report for people, a JSON object per report for machines, a bar on a terminal."""
+"""Reporters of training: a line of text or a JSON object per report, and a progress bar on a terminal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from zeroir.runtime.train import Reporter, StepReport
 
 
 class SilentReporter:
-    """What ranks other than 0 report to."""
+    """The reporter of ranks other than 0, which prints nothing."""
 
     def step(self, report: StepReport) -> None:
         """Nothing."""
@@ -22,7 +22,7 @@ class SilentReporter:
 
 
 class JsonReporter:
-    """One JSON object a line."""
+    """Prints one JSON object per line."""
 
     def __init__(self, out: TextIO) -> None:
         self._out = out
@@ -41,19 +41,19 @@ class JsonReporter:
         self._out.flush()
 
     def close(self) -> None:
-        """Nothing is left open."""
+        """Nothing to close."""
 
 
 class _TrainingConsole(Console):
     def on_broken_pipe(self) -> None:
-        """Leave it to whoever trains, where rich would exit at once."""
+        """Raise, so that the caller can end training; rich would exit at once."""
         raise BrokenPipeError
 
 
 class TextReporter:
-    """One line of text a report on ``out``, and a progress bar on ``err`` where that is a terminal.
+    """Prints one line per report on ``out``, and a progress bar on ``err`` where that is a terminal.
 
-    Where both are terminals the lines go to ``err``, above the bar.
+    Where both are terminals, the lines go to ``err``, above the bar.
     """
 
     def __init__(self, out: Console, err: Console, steps: int) -> None:
@@ -75,7 +75,7 @@ class TextReporter:
         """Write one line and move the bar."""
         skipped = "  (skipped: overflow)" if report.is_skipped else ""
         norm = "" if report.grad_norm is None else f"  norm {report.grad_norm:.3g}"
-        # Beside a live bar only its own console knows where the cursor is.
+        # While the bar is shown, only its own console knows the position of the cursor.
         is_beside_bar = self._progress is not None and self._out.is_terminal
         out = self._progress.console if self._progress and is_beside_bar else self._out
         out.print(
@@ -87,13 +87,13 @@ class TextReporter:
             self._progress.update(self._task, completed=report.step)
 
     def close(self) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         if self._progress is not None:
             self._progress.stop()
 
 
 def reporter(rank: int, steps: int, *, as_json: bool, out: TextIO, err: TextIO) -> Reporter:
-    """The reporter of one rank: only rank 0 speaks."""
+    """The reporter of one rank; only rank 0 prints."""
     if rank != 0:
         return SilentReporter()
     if as_json:

@@ -1,4 +1,4 @@
-"""How a process joins its job: what the environment says of it, the job's store, and the default process group."""
+"""How a process joins its job: torchrun's environment variables, the job's store, and the default process group."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from zeroir.runtime.comm.job import DEFAULT_TIMEOUT
 from zeroir.runtime.orphans import end_with_agent
 
 JOIN_TIMEOUT: Final = timedelta(seconds=240)
-"""How long ranks wait for one that does not join them. An agent takes 30 s more to kill one that is frozen."""
+"""How long ranks wait for a rank that does not join. An agent takes 30 s more to kill a frozen one."""
 
 _MOST_RANKS: Final = 65536
 _REMEDY: Final = "start the job with torchrun or `zeroir run --nproc`, which set it"
 
 
 class KeyValueStore(Protocol):
-    """What is needed of torch's stores, whose types torch does not export."""
+    """The methods in use of torch's stores, whose types torch does not export."""
 
     def set(self, key: str, value: str, /) -> None:
-        """Let every rank read the value."""
+        """Set a value, which every rank can read."""
 
     def get(self, key: str, /) -> bytes:
-        """The value; waits for one."""
+        """Wait for a value and return it."""
 
     def check(self, keys: list[str], /) -> bool:
-        """Whether all of them have a value."""
+        """Whether all keys have a value."""
 
     def wait(self, keys: list[str], timeout: timedelta, /) -> None:
-        """Return when all of them have a value; DistStoreError where one has none within the timeout."""
+        """Return when all keys have a value; DistStoreError where one has none within the timeout."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobRank:
-    """Where torchrun put this process."""
+    """This process as a rank of its job, and the device that it uses."""
 
     rank: int
     world_size: int
@@ -48,10 +48,10 @@ class JobRank:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchEnvironment:
-    """What the environment says of this process's place.
+    """This process's rank according to torchrun's environment variables.
 
-    The job's store is at ``address`` and ``port``, which is None where this process is no rank of a job; ``is_host``
-    where this process holds the store itself, because no agent of torchrun does.
+    The job's store is at ``address`` and ``port``; ``port`` is None where this process is no rank of a job. With
+    ``is_host`` this process itself holds the store, because no agent of torchrun does.
     """
 
     rank: int = 0
@@ -62,10 +62,10 @@ class LaunchEnvironment:
 
 
 def read_launch_environment() -> LaunchEnvironment:
-    """This process's place as torchrun's variables say it: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+    """Read RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which torchrun sets.
 
     Raises:
-        UserError: where they are incomplete or contradict each other.
+        UserError: where they are incomplete or contradictory.
     """
     if "RANK" not in os.environ:
         if _number("WORLD_SIZE", 1, _MOST_RANKS, default=1) > 1:
@@ -103,13 +103,13 @@ def _number(name: str, least: int, most: int, *, default: int | None = None) -> 
 
 
 def open_store(launch: LaunchEnvironment, purpose: str, timeout: timedelta) -> KeyValueStore:
-    """A connection of its own to what the job's store holds for a purpose; the rank that is the host makes the store.
+    """A new connection to the part of the job's store for this purpose; the host rank creates the store.
 
     Raises:
         UserError: where the store cannot be reached within the timeout.
     """
     assert launch.port is not None
-    # What tells this start of the ranks from others that the store has seen.
+    # A restarted job uses the same store, so the keys name the restart.
     start = f"{os.environ.get('TORCHELASTIC_RUN_ID', '')}.{os.environ.get('TORCHELASTIC_RESTART_COUNT', '')}"
     try:
         store = dist.TCPStore(  # type: ignore[attr-defined]
@@ -127,14 +127,14 @@ def open_store(launch: LaunchEnvironment, purpose: str, timeout: timedelta) -> K
 
 
 def join_job(timeout: timedelta = DEFAULT_TIMEOUT, patience: timedelta = JOIN_TIMEOUT) -> JobRank:
-    """Become a rank of the job that torchrun started, over NCCL on CUDA and gloo elsewhere; alone without torchrun.
+    """Become a rank of the job that torchrun started, with NCCL on CUDA and gloo elsewhere; a job of one without it.
 
-    ``timeout`` bounds later collectives of the default group, ``patience`` how long the other ranks may take to come.
-    Where the default group is there already, its rank is this process's.
+    ``timeout`` bounds later collectives of the default group, ``patience`` the wait for the other ranks to join. An
+    existing default group is used as it is.
 
     Raises:
-        UserError: where the environment is wrong, the other ranks do not come or cannot be reached, or there are more
-            ranks than GPUs on this machine.
+        UserError: where the environment is wrong, the other ranks do not join or cannot be reached, or this machine has
+            fewer GPUs than ranks.
     """
     if dist.is_initialized():
         return JobRank(rank=dist.get_rank(), world_size=dist.get_world_size(), device=_own_device())
@@ -142,7 +142,7 @@ def join_job(timeout: timedelta = DEFAULT_TIMEOUT, patience: timedelta = JOIN_TI
     if launch.port is not None:
         end_with_agent()
         if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
-            # Ranks of one machine need no name for it, which some machines cannot resolve.
+            # Some machines cannot resolve their own name, and ranks of one machine do not need it.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         store = open_store(launch, "joined", patience)
         _await_others(launch, store, patience)
@@ -154,13 +154,13 @@ def join_job(timeout: timedelta = DEFAULT_TIMEOUT, patience: timedelta = JOIN_TI
 
 
 def leave_job() -> None:
-    """Give up the default process group after a job that went well."""
+    """Destroy the default process group at the end of a successful job."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def _await_others(launch: LaunchEnvironment, store: KeyValueStore, patience: timedelta) -> None:
-    """Return when every rank has come this far, so that who does not come can be named."""
+    """Return when every rank has reached this point; name a rank that does not."""
     keys = [str(rank) for rank in range(launch.world_size)]
     try:
         store.set(keys[launch.rank], "")
@@ -185,15 +185,15 @@ def _cannot_join(launch: LaunchEnvironment, error: Exception) -> UserError:
 
 
 def _own_device() -> torch.device:
-    """This machine's GPU for this rank, made current; the CPU where there is none."""
+    """The GPU for this rank, made current; the CPU where there is none."""
     local_rank = _number("LOCAL_RANK", 0, _MOST_RANKS - 1, default=0)
     if not torch.cuda.is_available():
         return torch.device("cpu")
     count = torch.cuda.device_count()
-    # NCCL refuses two ranks on one GPU unless it is asked to allow them.
+    # NCCL refuses two ranks on one GPU unless this variable allows it.
     if local_rank >= count and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
         raise UserError(
-            f"Local rank {local_rank} has no GPU, because this machine shows {count}: start no more ranks than that."
+            f"Local rank {local_rank} has no GPU, because this machine shows {count}: start at most as many ranks here."
         )
     device = torch.device("cuda", local_rank % count)
     torch.cuda.set_device(device)

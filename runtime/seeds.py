@@ -1,4 +1,4 @@
-"""Seeds of random ops in a program: a pure function of where and when they are drawn."""
+"""Seeds of a program's random ops: a pure function of place and time."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ _MASK: Final = (1 << 64) - 1
 def site_seed(seed: int, step: int, micro_step: int, rank: int, site: int) -> int:
     """The seed of one random call site in one micro-step of one rank: 0 ≤ seed < 2^63.
 
-    ``step`` counts from 0. Equal arguments give equal seeds on every machine, so a resumed run draws what an
-    uninterrupted one would have drawn; a recomputed forward draws what the first one drew.
+    ``step`` counts from 0. Equal arguments give equal seeds on every machine, so a resumed run draws the same
+    numbers as an uninterrupted one, and a recomputed forward the same as the first.
     """
     state = 0
     for value in (seed, step, micro_step, rank, site):

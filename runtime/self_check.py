@@ -1,11 +1,12 @@
-"""Compare each distinct kernel once with the plain form of its segment, before anything is trained.
+"""Compares each distinct kernel once with the plain form of its segment, before training.
 
-A planned kernel reads and writes views of the memory that all buffers share, makes results where they belong, and
-passes over copies. The plain form calls the segment's operators one by one on tensors of their own. On the same random
-numbers both must come to the same: to a few roundings, for an operator may add in another order elsewhere in memory.
+A planned kernel reads and writes views of the memory that all buffers share, computes results in their destinations,
+and leaves copies out. The plain form calls the segment's operators one by one on separate tensors. On the same random
+numbers both must give the same results, except for a few roundings: at another address an operator may add in another
+order.
 
-The check runs before the buffers hold anything: it fills what a kernel is given, and leaves persistent buffers as zeros
-again. Beside them it takes what one segment takes at a time.
+The check runs before the buffers hold anything. It fills the arguments and destinations of a kernel, and zeroes the
+persistent buffers afterwards. Beside the buffers it needs the memory of one segment at a time.
 """
 
 from __future__ import annotations
@@ -33,19 +34,19 @@ from zeroir.runtime.kernels.tolerance import tolerance
 from zeroir.runtime.rank_memory import RankMemory
 from zeroir.workspace.eager_plan import laid_out_values
 
-_ELSEWHERE: Final = 64.0
-"""How many times the roundings of a CPU's eager kernels other kernels may be off."""
-
+_OTHER_KERNELS: Final = 64.0
+"""The tolerance of other kernels, as a multiple of that of a CPU's eager kernels."""
 
 _SCALES: Final = (1.0, 2.0**-8)
-"""Sizes of random numbers, tried in turn: what sums over and over may leave no digit of the larger ones."""
+"""Sizes of random numbers, tried in turn: repeated sums of the larger ones may leave no significant digit."""
+
 _BEYOND_NOISE: Final = 256.0
-"""How many times what a rounding of every argument does a difference must be to count."""
+"""A difference counts if it is this many times the effect of rounding every argument."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelfCheckResult:
-    """How many distinct kernels were compared, and why others could not be: segment to reason."""
+    """The number of distinct kernels compared, and the reason for each that could not be, by segment."""
 
     compared: int
     skipped: Mapping[str, str]
@@ -55,7 +56,7 @@ def check_kernels(local_ranks: LocalRanks, kernels: KernelBackend) -> SelfCheckR
     """Compare the kernels of the local ranks, whose buffers hold nothing yet, in the memory of the first rank.
 
     Raises:
-        UserError: where one computes something else.
+        UserError: where the results of a kernel differ from the plain form's.
     """
     memory = local_ranks.memories[0]
     compared, skipped = 0, dict[str, str]()
@@ -70,24 +71,24 @@ def check_kernels(local_ranks: LocalRanks, kernels: KernelBackend) -> SelfCheckR
 
 
 def _distinct(local_ranks: LocalRanks, memory: RankMemory) -> Iterator[ops.Compute]:
-    """One call of each kernel: the one whose arguments lie furthest from the beginning of memory."""
+    """One call of each kernel: that whose arguments have the largest offsets in memory."""
     digests = {segment.name: segment.digest() for segment in local_ranks.program.segments}
     calls: dict[tuple[str, tuple[Binding | None, ...]], list[ops.Compute]] = {}
     for op in local_ranks.program.ops():
         if isinstance(op, ops.Compute):
             calls.setdefault((digests[op.segment], tuple(bindings(op))), []).append(op)
 
-    def nearest(op: ops.Compute) -> int:
+    def smallest_offset(op: ops.Compute) -> int:
         return min((int(memory.view(a.view).storage_offset()) for a in op.arguments), default=0)
 
-    for equal in calls.values():
-        yield max(equal, key=nearest)
+    for kernel_calls in calls.values():
+        yield max(kernel_calls, key=smallest_offset)
 
 
 def _compare(
     op: ops.Compute, local_ranks: LocalRanks, memory: RankMemory, kernels: KernelBackend
 ) -> str | None:
-    """Why the call cannot be judged; None where kernel and plain form agree."""
+    """The reason that the call cannot be judged; None where kernel and plain form agree."""
     call = _CheckedCall(
         op=op,
         segment=local_ranks.program.segment_by_name[op.segment],
@@ -110,7 +111,7 @@ def _compare(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _CheckedCall:
-    """A call of a segment and the tensors that it is given, in the memory of all buffers."""
+    """A call of a segment, with its arguments and destinations in the memory of all buffers."""
 
     op: ops.Compute
     segment: Segment
@@ -118,10 +119,10 @@ class _CheckedCall:
     destinations: Sequence[Tensor | None]
 
     def compare(self, kernel: Kernel, scale: float, kernels: KernelBackend) -> str | None:
-        """Why numbers of this size tell nothing; None where kernel and plain form agree.
+        """The reason that numbers of this size decide nothing; None where kernel and plain form agree.
 
         Raises:
-            UserError: where they do not.
+            UserError: where they differ.
         """
         self._fill(scale)
         try:
@@ -132,32 +133,32 @@ class _CheckedCall:
             return f"its operators refuse random numbers: {str(error).splitlines()[0]}"
         kernel(self.arguments, self.destinations)
         gaps: dict[int, str] = {}
-        for output, (wanted, found) in enumerate(zip(expected, self.destinations, strict=True)):
-            if wanted is not None and found is not None:
-                gap = _gap(found, wanted, _allowed(self.segment, found, kernels))
+        for output, (wanted, result) in enumerate(zip(expected, self.destinations, strict=True)):
+            if wanted is not None and result is not None:
+                gap = _gap(result, wanted, _allowed(self.segment, result, kernels))
                 if gap is not None:
                     gaps[output] = gap
         if not gaps:
             return None
-        made = {output: _present(self.destinations[output]).clone() for output in gaps}
+        results = {output: _present(self.destinations[output]).clone() for output in gaps}
         self._fill(scale)
         for argument in self.arguments:
             _disturb(argument)
         disturbed = self._expected()
         for output, gap in gaps.items():
-            wanted, other = _present(expected[output]), _present(disturbed[output])
-            if _is_told_by(made[output], wanted, other):
+            wanted, noisy = _present(expected[output]), _present(disturbed[output])
+            if _is_beyond_noise(results[output], wanted, noisy):
                 raise UserError(
                     f"The kernel of segment @{self.op.segment}, as called for {self.op.unit}, computes something else "
                     f"than the segment's operators: result {output} of shape {list(wanted.shape)} {gap}. Nothing was "
-                    "trained. Report it with the program; --no-self-check trains in spite of it."
+                    "trained. Report this with the program; --no-self-check trains in spite of it."
                 )
-        return "roundings of random numbers change its results as much"
+        return "rounding its arguments changes its results as much"
 
     def _fill(self, scale: float) -> None:
-        """Positive numbers, of which most functions are defined; indices that whoever looks them up allows."""
+        """Fill the tensors with positive numbers, where most functions are defined, and with valid indices."""
         limits = _index_limits(self.segment)
-        # Destinations first: what overlaps with an argument is that argument.
+        # Destinations come first, because one that overlaps an argument must hold the argument's numbers.
         for tensor in self.destinations:
             if tensor is not None:
                 _randomise(tensor, scale, 1)
@@ -165,11 +166,11 @@ class _CheckedCall:
             _randomise(tensor, scale, limits.get(number, 1))
 
     def _expected(self) -> list[Tensor | None]:
-        """What the destinations must hold after the call."""
+        """The contents of the destinations that the plain form gives."""
         device = next((x.device for x in self.destinations if x is not None), torch.device("cpu"))
-        given = [_apart(argument) for argument in self.arguments]
-        results = _PlainRun(self.segment, given, device).results()
-        # A tied parameter's gradient is the destination of several results, one after another.
+        copies = [_separate(argument) for argument in self.arguments]
+        results = _PlainRun(self.segment, copies, device).results()
+        # Several results may have one destination, such as the gradient of a tied parameter.
         held: dict[View, Tensor] = {}
         for result, destination, target in zip(
             results, self.op.destinations, self.destinations, strict=True
@@ -192,7 +193,7 @@ def _present(tensor: Tensor | None) -> Tensor:
 
 
 def _disturb(tensor: Tensor) -> None:
-    """Change floating-point numbers by a rounding or two."""
+    """Change every floating-point number by one or two roundings."""
     memory = _span(tensor)
     if memory.dtype.is_floating_point:
         generator = torch.Generator(memory.device).manual_seed(memory.numel())
@@ -228,14 +229,14 @@ _LOOKUPS: Final[Mapping[str, tuple[int, int, int | None]]] = {
     "aten.nll_loss_forward.default": (0, 1, -1),
     "aten.nll_loss_backward.default": (1, 2, -1),
 }
-"""Ops that look up indices: which argument is looked into, which the indices are, and along what dimension.
+"""Ops that look up indices: the positions of the table and of the indices among the arguments, and the dimension.
 
-Without a dimension the first argument after the tensor says it, or the first is the number of rows itself.
+Without a dimension here, the argument after the tensor gives it, or the first argument is the number of rows.
 """
 
 
 def _index_limits(segment: Segment) -> dict[int, int]:
-    """Of inputs that are but looked up, how large their numbers may become; of others only 0 is known to be right."""
+    """The exclusive upper limit for each input that is only used as indices; for other integers only 0 is safe."""
     types = segment.types()
     sources = {number: number for number in range(len(segment.inputs))}
     limits: dict[int, int] = {}
@@ -257,12 +258,12 @@ def _index_limits(segment: Segment) -> dict[int, int]:
 
 
 def _rows(node: Node, types: Sequence[TensorType | None]) -> int:
-    """How many rows there are to look up."""
-    table, _, dim = _LOOKUPS[node.op]
-    what = node.args[table]
-    if not isinstance(what, Ref):
-        return what if isinstance(what, int) else 1
-    kind, along = types[what.index], node.args[1] if dim is None else dim
+    """The number of rows in the table."""
+    position, _, dim = _LOOKUPS[node.op]
+    table = node.args[position]
+    if not isinstance(table, Ref):
+        return table if isinstance(table, int) else 1
+    kind, along = types[table.index], node.args[1] if dim is None else dim
     if kind is None or not kind.shape or not isinstance(along, int):
         return 1
     return max(kind.shape[along], 1)
@@ -271,13 +272,13 @@ def _rows(node: Node, types: Sequence[TensorType | None]) -> int:
 # -------------------------------------------------------------------------------------------------------- plain form
 
 
-def _apart(tensor: Tensor) -> Tensor:
-    """The same tensor, laid out alike, in memory of its own."""
+def _separate(tensor: Tensor) -> Tensor:
+    """A copy with the same strides, in separate memory."""
     return _span(tensor).clone().as_strided(tensor.shape, tensor.stride())
 
 
 class _PlainRun:
-    """A segment carried out node by node; every value is dropped when nobody needs it any more."""
+    """A segment carried out node by node; every value is dropped after its last use."""
 
     def __init__(self, segment: Segment, arguments: Sequence[Tensor], device: torch.device) -> None:
         self._segment = segment
@@ -294,8 +295,8 @@ class _PlainRun:
             for ref in node.refs():
                 if self._last[ref.index] == at:
                     self._values[ref.index] = None
-        found = [self._values[output] for output in self._segment.outputs]
-        return [x for x in found if x is not None]
+        outputs = [self._values[output] for output in self._segment.outputs]
+        return [output for output in outputs if output is not None]
 
     def _call(self, node: Node) -> None:
         function = operator(node.op)
@@ -313,36 +314,36 @@ class _PlainRun:
 # -------------------------------------------------------------------------------------------------------- comparison
 
 
-def _allowed(segment: Segment, found: Tensor, kernels: KernelBackend) -> float | None:
-    """How far apart results may be, relative to the largest; None where a rounding before can change them at will."""
-    is_reference = found.device.type == "cpu" and kernels is KernelBackend.EAGER
-    if not found.dtype.is_floating_point:
+def _allowed(segment: Segment, result: Tensor, kernels: KernelBackend) -> float | None:
+    """The allowed difference relative to the largest element; None where one rounding can change results at will."""
+    is_reference = result.device.type == "cpu" and kernels is KernelBackend.EAGER
+    if not result.dtype.is_floating_point:
         return 0.0 if is_reference else None
-    return tolerance(segment) * (1.0 if is_reference else _ELSEWHERE)
+    return tolerance(segment) * (1.0 if is_reference else _OTHER_KERNELS)
 
 
-def _gap(found: Tensor, wanted: Tensor, allowed: float | None) -> str | None:
-    """How far a result is from what it must be, as the end of a sentence; NaN is NaN, and infinity infinity."""
-    if allowed is None or not found.numel():
+def _gap(result: Tensor, wanted: Tensor, allowed: float | None) -> str | None:
+    """The difference of a result, as the end of a sentence; NaN equals NaN, and infinity equals infinity."""
+    if allowed is None or not result.numel():
         return None
-    is_equal = (found == wanted) | ((found != found) & (wanted != wanted))
+    is_equal = (result == wanted) | ((result != result) & (wanted != wanted))
     if bool(is_equal.all()):
         return None
-    ours, right = found.double(), wanted.double()
-    largest = float(right.masked_fill(~right.isfinite(), 0).abs().max())
-    gap = float((ours - right).abs().masked_fill(is_equal, 0).max())
+    actual, expected = result.double(), wanted.double()
+    largest = float(expected.masked_fill(~expected.isfinite(), 0).abs().max())
+    gap = float((actual - expected).abs().masked_fill(is_equal, 0).max())
     if gap <= allowed * largest:
         return None
     count = int((~is_equal).sum())
     return f"differs in {count} elements, by up to {gap:.3g} where the largest is {largest:.3g}"
 
 
-def _is_told_by(found: Tensor, wanted: Tensor, disturbed: Tensor) -> bool:
-    """Whether a difference is more than roundings make of it; ``disturbed`` is what arguments off by one give."""
+def _is_beyond_noise(result: Tensor, wanted: Tensor, disturbed: Tensor) -> bool:
+    """Whether a difference exceeds the effect of roundings; ``disturbed`` is the result for rounded arguments."""
     if not bool(wanted.isfinite().all() and disturbed.isfinite().all()):
         return False
-    right = wanted.double()
-    gap = (found.double() - right).abs().max()
-    noise = (disturbed.double() - right).abs().max()
-    # Not finite where a finite number belongs is a difference, too.
+    expected = wanted.double()
+    gap = (result.double() - expected).abs().max()
+    noise = (disturbed.double() - expected).abs().max()
+    # An infinite or NaN gap is a difference, too.
     return not bool(gap <= _BEYOND_NOISE * noise)

@@ -1,4 +1,4 @@
-"""What buffers hold between steps: given by name, brought about before the first step, and read back whole."""
+"""The contents of buffers between steps: set by name, established before the first step, and read back whole."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def initialise_flats(
 ) -> None:
     """Fill the persistent buffers of the ranks from values by buffer name.
 
-    The value of a buffer that holds part of a flat is the whole flat (padding at the end may be missing, or longer),
-    of which each rank takes its part; the value of any other buffer is its elements. Masters that are not given equal
-    the parameters, scalars get the program's values, and all else is zero.
+    For a buffer that holds part of a flat, the value is the whole flat, with any amount of padding at the end, and each
+    rank copies its part; for any other buffer it is the buffer's elements. Masters without a value equal the
+    parameters, scalars get the program's values, and everything else is zero.
 
     Raises:
-        UserError: where the program has no buffer of a given name.
+        UserError: where the program has no buffer of such a name.
     """
     memories = list(ranks)
     for name in initial:
@@ -61,7 +61,7 @@ def fill_scalars(program: Program, ranks: Iterable[RankMemory]) -> None:
 
 
 def flat_buffers(program: Program, flat: str, quantities: Sequence[str]) -> list[Buffer]:
-    """The persistent buffers that rest with a quantity of a flat."""
+    """The persistent buffers that hold a quantity of a flat between steps."""
     return [
         buffer
         for buffer in program.buffers
@@ -72,7 +72,7 @@ def flat_buffers(program: Program, flat: str, quantities: Sequence[str]) -> list
 
 
 def flat_start(program: Program, buffer: Buffer, rank: int) -> int:
-    """The flat element that a buffer's first element is on this rank."""
+    """The index in the flat of a buffer's first element on this rank."""
     content = buffer.holds
     assert isinstance(content, FlatContent)
     if content.shard is None:
@@ -85,17 +85,16 @@ def full_flat(
 ) -> list[Tensor] | None:
     """All elements of a quantity of a flat, once per local rank; None where no persistent buffer holds it.
 
-    On a real backend every rank must call this alike: shards are gathered.
+    On a real backend all ranks must call this together, because it gathers shards.
     """
-    found = flat_buffers(program, flat.name, (quantity,))
-    if not found:
+    buffers = flat_buffers(program, flat.name, (quantity,))
+    if not buffers:
         return None
-    first = program.buffer_by_name[found[0].name]
     full = [
-        torch.zeros(flat.padded_numel, dtype=TORCH_DTYPE[first.dtype], device=memory.device)
+        torch.zeros(flat.padded_numel, dtype=TORCH_DTYPE[buffers[0].dtype], device=memory.device)
         for memory in ranks
     ]
-    for buffer in found:
+    for buffer in buffers:
         content = buffer.holds
         assert isinstance(content, FlatContent)
         if content.shard is None:
@@ -123,10 +122,10 @@ def parameters_of(flat: Flat, values: Tensor) -> Mapping[str, Tensor]:
 
 
 def establish(program: Program, ranks: Sequence[RankMemory], comm: Comm, entry: State) -> None:
-    """Bring about what the first section finds live before any step has run: buffers that a step hands to the next.
+    """Establish the entry state of the first section: the live buffers that a step hands to the next.
 
-    They hold parameters that the step before would have gathered, or zeros, as gradients and optimizer states are
-    before the first step. Every rank calls this alike.
+    They hold parameters that an earlier step would have gathered, or zeros, like gradients and optimizer states before
+    the first step. All ranks call this together.
     """
     for name in entry.live:
         for memory in ranks:
@@ -141,7 +140,7 @@ def establish(program: Program, ranks: Sequence[RankMemory], comm: Comm, entry: 
             continue
         flat = program.flat_by_name[content.flat]
         copies = full_flat(program, ranks, comm, flat, content.quantity)
-        # Parameters may rest as master weights alone.
+        # Between steps the parameters may exist only as master weights.
         copies = copies or full_flat(program, ranks, comm, flat, MASTER)
         for memory, values in zip(ranks, copies or (), strict=True):
             target = memory.region(holding.region)
@@ -152,15 +151,15 @@ def establish(program: Program, ranks: Sequence[RankMemory], comm: Comm, entry: 
 
 
 def full_parameters(program: Program, ranks: Sequence[RankMemory], comm: Comm) -> dict[str, Tensor]:
-    """Every parameter by name, whole, FP32 masters where there are some; every rank calls this alike."""
-    found: dict[str, Tensor] = {}
+    """Every parameter by name, whole, FP32 where the program has masters. All ranks call this together."""
+    parameters: dict[str, Tensor] = {}
     for flat in program.flats:
         for quantity in (MASTER, PARAM):
             full = full_flat(program, ranks, comm, flat, quantity)
             if full is not None:
-                found.update(parameters_of(flat, full[0]))
+                parameters.update(parameters_of(flat, full[0]))
                 break
-    return found
+    return parameters
 
 
 def full_state(
@@ -168,12 +167,12 @@ def full_state(
 ) -> dict[tuple[str, str], Tensor]:
     """Parameters, masters and optimizer states by (flat, quantity), whole, without the padding at the end.
 
-    Every rank calls this alike.
+    All ranks call this together.
 
     Raises:
-        InternalError: where local ranks hold different bits of the same elements, or padding is not zero.
+        InternalError: where local ranks hold different bits for one element, or padding is not zero.
     """
-    found: dict[tuple[str, str], Tensor] = {}
+    values: dict[tuple[str, str], Tensor] = {}
     for flat in program.flats:
         stop = used_numel(flat)
         quantities = [
@@ -188,8 +187,8 @@ def full_state(
             first = copies[0]
             if first[stop:].any():
                 raise InternalError(f"the padding of {quantity} of {flat.name} is not zero")
-            # As bytes, because NaN differs from itself.
+            # Compare bytes, because NaN differs from itself.
             if not all(torch.equal(first.view(torch.uint8), c.view(torch.uint8)) for c in copies):
                 raise InternalError(f"ranks hold different bits of {quantity} of {flat.name}")
-            found[flat.name, quantity] = first[:stop]
-    return found
+            values[flat.name, quantity] = first[:stop]
+    return values

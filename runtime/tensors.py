@@ -1,4 +1,4 @@
-"""Element types of the IR as torch knows them, and the poison that marks undefined elements."""
+"""The dtypes of the IR in torch, and the poison that marks undefined elements."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ IR_DTYPE: Final[Mapping[torch.dtype, DType]] = MappingProxyType(
 
 
 def poison(tensor: Tensor) -> None:
-    """Overwrite every element with what no program may use: NaN, the largest integer, or True."""
+    """Overwrite every element with a value that no program may use: NaN, the largest integer, or True."""
     if tensor.dtype.is_floating_point:
         tensor.fill_(float("nan"))
     elif tensor.dtype is torch.bool:
@@ -41,6 +41,6 @@ def poison(tensor: Tensor) -> None:
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """In which type contributions are added: FP32 for everything narrower that floats."""
+    """The dtype in which contributions are added: FP32 for narrower floating dtypes, otherwise the dtype itself."""
     is_narrow = dtype.is_floating_point and dtype.itemsize < 4
     return torch.float32 if is_narrow else dtype

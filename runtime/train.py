@@ -1,4 +1,4 @@
-"""The training loop of ``zeroir run``: take steps, report them, and stop on every rank alike."""
+"""The training loop of ``zeroir run``: it takes steps, reports them, and stops on all ranks together."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _GRACE_S = 1.0
 
 
 def give_way() -> None:
-    """Let the rank that failed first end first: torchrun then ends this one, which has no news of its own to tell."""
+    """Wait until the rank that failed first has ended: torchrun then ends this one, which has nothing to add."""
     with contextlib.suppress(KeyboardInterrupt):
         time.sleep(_GRACE_S)
 
 
 def abandon_job(exit_code: int) -> NoReturn:
-    """End this process at once after a job that failed, once the reason is printed.
+    """End this process at once after a failed job; the reason has been printed.
 
-    An ordinary exit would wait, up to the timeout, for threads that are stuck in a collective with a lost peer.
+    An ordinary exit would wait, up to the timeout, for threads that hang in a collective with a lost peer.
     """
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
@@ -41,10 +41,10 @@ def abandon_job(exit_code: int) -> NoReturn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """One training step as every rank knows it.
+    """One training step; the values are the same on every rank, except for times.
 
     ``step`` counts from 1; ``loss`` is averaged over ranks; ``seconds`` is the mean time of the steps since the last
-    report, ``per_second`` what all ranks together put through in it, in ``unit`` (tokens or samples).
+    report; ``per_second`` is the throughput of all ranks together, in ``unit`` (tokens or samples).
     """
 
     step: int
@@ -57,13 +57,13 @@ class StepReport:
 
 
 class Reporter(Protocol):
-    """Who hears of the steps."""
+    """Receives a report of the steps."""
 
     def step(self, report: StepReport) -> None:
-        """A step was taken."""
+        """Report a step."""
 
     def close(self) -> None:
-        """No more steps will be taken."""
+        """End the reports; no step follows."""
 
 
 MakeBatches = Callable[[int, int, int, int], Iterator[Batch]]
@@ -80,16 +80,16 @@ def train(
 ) -> list[float]:
     """Take ``steps`` training steps and return their losses, averaged over ranks.
 
-    Each step takes as many batches from the iterator as the program has micro-steps. The reporter hears of every
-    ``log_every``-th step and of the last.
+    Each step takes as many batches from the iterator as the program has micro-steps. The reporter receives every
+    ``log_every``-th step and the last.
 
     Raises:
-        UserError: on every rank, where the loss of any rank is no number; where batches fail, run out or do not fit.
+        UserError: on every rank, where the loss of any rank is not finite; where the batches fail, end or do not fit.
     """
     micro_steps = int(engine.program.option.get("micro_steps", "1"))
     losses: list[float] = []
     numel, unit = throughput_unit(engine.program.inputs)
-    since, start = 0, time.perf_counter()
+    unreported, start = 0, time.perf_counter()
     for step in range(1, steps + 1):
         result = engine.step([_next(batches, step) for _ in range(micro_steps)])
         loss = result.mean_loss
@@ -98,10 +98,10 @@ def train(
         if not math.isfinite(loss) and not result.is_skipped:
             raise _loss_error(result.loss, loss, step)
         losses.append(loss)
-        since += 1
+        unreported += 1
         if step % log_every == 0 or step == steps:
             now = time.perf_counter()
-            seconds = (now - start) / since
+            seconds = (now - start) / unreported
             reporter.step(
                 StepReport(
                     step=step,
@@ -113,19 +113,19 @@ def train(
                     unit=unit,
                 )
             )
-            since, start = 0, now
+            unreported, start = 0, now
     return losses
 
 
 def repeat_batch(batch: Callable[[], Batch]) -> Iterator[Batch]:
-    """The example batch for ever: what a model file without ``batches`` is trained on."""
+    """The example batch, repeated without end: the data of a model file without ``batches``."""
     example = batch()
     while True:
         yield example
 
 
 def throughput_unit(inputs: tuple[InputBinding, ...]) -> tuple[int, str]:
-    """How much one batch counts for: tokens where the first input is a matrix of integers, else samples."""
+    """The size of one batch and its unit: tokens where the first input is a matrix of integers, otherwise samples."""
     if not inputs or not inputs[0].shape:
         return 1, "batches"
     first = inputs[0]
@@ -135,10 +135,10 @@ def throughput_unit(inputs: tuple[InputBinding, ...]) -> tuple[int, str]:
 
 
 def _loss_error(own: float, mean: float, step: int) -> UserError:
-    """Why training stops, as this rank knows it."""
+    """The reason that training stops, as this rank knows it."""
     if math.isfinite(own) and not math.isfinite(mean):
         return PeerError(
-            f"The loss of another rank is no number at step {step}, their mean is {mean}."
+            f"The loss of another rank is not finite at step {step}; the mean over ranks is {mean}."
         )
     return UserError(
         f"The loss is {own} at step {step}: lower the learning rate, clip gradients (--clip), or look "
@@ -158,10 +158,10 @@ def _next(batches: Iterator[Batch], step: int) -> Batch:
 
 
 def model_error(what: str, error: BaseException, when: str = "") -> UserError:
-    """An exception that the user's code raised, as one sentence with the line of that code."""
-    # The frame below the caller's is the user's; deeper ones may be a library's.
+    """An error of one sentence for an exception in the user's code, with the line of that code."""
+    # The frame below the caller's is the user's; deeper frames may belong to a library.
     frames = traceback.extract_tb(error.__traceback__)[1:2]
     place = "".join(f" ({Path(frame.filename).name}:{frame.lineno})" for frame in frames)
-    said = " ".join(str(error).split())
-    reason = type(error).__name__ + (f": {said}" if said else "")
+    message = " ".join(str(error).split())
+    reason = type(error).__name__ + (f": {message}" if message else "")
     return UserError(f"{what} failed{when}{place}: {reason}")

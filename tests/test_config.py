@@ -73,8 +73,8 @@ IN_VAIN: list[tuple[dict[str, object], str]] = [
     ({"stage": 2, "prefetch": 2}, "--prefetch 2 needs --stage 3, but the stage is 2"),
     ({"stage": 1, "prefetch_budget": "1GB"}, "--prefetch-budget 1GB needs --stage 3"),
     ({"stage": 2, "unshard": ["a", "b"]}, "--unshard a,b needs --stage 3, but the stage is 2"),
-    ({"prefetch": 2, "prefetch_budget": "1GB"}, "--prefetch 2 and --prefetch-budget 1GB both say"),
-    ({"prefetch": 0, "prefetch_budget": "1GB"}, "--prefetch 0 and --prefetch-budget 1GB both say"),
+    ({"prefetch": 2, "prefetch_budget": "1GB"}, "--prefetch 2 and --prefetch-budget 1GB both set"),
+    ({"prefetch": 0, "prefetch_budget": "1GB"}, "--prefetch 0 and --prefetch-budget 1GB both set"),
     ({"initial_loss_scale": 4}, "--initial-loss-scale 4.0 needs --precision fp16"),
     ({"precision": "bf16", "loss_scale_window": 4}, "--loss-scale-window 4 needs --precision fp16"),
     ({"loss_scale_hysteresis": 4}, "--loss-scale-hysteresis 4 needs --precision fp16"),
@@ -179,7 +179,7 @@ def test_another_number_of_ranks_makes_other_groups_of_one_size() -> None:
     assert options.for_world_size(12) == make_options({"mesh": "replicate=3,shard=4", "stage": 2})
     with pytest.raises(UserError) as caught:
         options.for_world_size(6)
-    for words in ("replicate=2,shard=4", "a multiple of 4 ranks and not 6", "another --mesh"):
+    for words in ("replicate=2,shard=4", "6 ranks leave a part of a group over", "another --mesh"):
         assert words in str(caught.value)
     plain = make_options({"world_size": 2})
     assert plain.for_world_size(3) == make_options({"world_size": 3})

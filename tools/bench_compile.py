@@ -32,7 +32,7 @@ MODEL = "tests/support/models/deep_llama.py"
 
 @dataclass(frozen=True, slots=True)
 class CommandCost:
-    """What a process took."""
+    """The time and memory that a process took."""
 
     wall_seconds: float
     cpu_seconds: float
@@ -70,13 +70,13 @@ def commands(arguments: argparse.Namespace, depth: int, path: str) -> dict[str, 
 
 @dataclass
 class PhaseTimes:
-    """Processor seconds by phase, so that what else the machine does counts for less."""
+    """Processor seconds by phase, which other processes affect less than wall-clock time."""
 
     seconds: dict[str, float] = field(default_factory=dict)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Add what the block takes to a phase."""
+        """Add the time of the block to a phase."""
         start = time.process_time()
         yield
         self.seconds[name] = self.seconds.get(name, 0.0) + time.process_time() - start
@@ -93,6 +93,7 @@ def phases(arguments: argparse.Namespace, depth: int) -> dict[str, float]:
         from zeroir.frontend.entry import load_model_file
         from zeroir.frontend.tracing import program_of
         from zeroir.ir.text import print_program
+        from zeroir.passes.manager import apply
         from zeroir.passes.pipelines import for_options
         from zeroir.verify import check, verify
     choices = {
@@ -112,14 +113,14 @@ def phases(arguments: argparse.Namespace, depth: int) -> dict[str, float]:
     program = logical
     for step in for_options(options):
         with clock.phase("passes"):
-            program = replace(step(program), passes=(*program.passes, step.spec()))
+            program = apply(step, program)
         with clock.phase("verify after passes"):
             check(program, reference=logical)
     with clock.phase("verify the artefact"):
         verify(program, reference=logical)
     import torch
 
-    found = artifact.Artifact(
+    compiled = artifact.Artifact(
         logical=logical,
         scheduled=program,
         model_path=str(model_file.path),
@@ -131,7 +132,7 @@ def phases(arguments: argparse.Namespace, depth: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "bench.zir"
         with clock.phase("write"):
-            artifact.save(found, path)
+            artifact.save(compiled, path)
         with clock.phase("(read it)"):
             artifact.load(path)
     with clock.phase("(print it)"):
@@ -150,16 +151,16 @@ def phases_apart(depth: int) -> dict[str, float]:
         str(depth),
     ]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    seconds: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return seconds
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     """A table with a head."""
-    found = Table(*head)
+    result = Table(*head)
     for row in rows:
-        found.add_row(*row)
-    return found
+        result.add_row(*row)
+    return result
 
 
 def main() -> int:

@@ -1,11 +1,11 @@
-"""What the engine itself costs: a step's time that no kernel, copy or collective accounts for, per op.
+"""The overhead of the engine: the time of a step outside kernels, copies and collectives, per op.
 
     python -m tools.bench_engine [--model examples/gpt.py] [--steps 30]
 
 One rank runs stages 0 to 3 with the real handlers. Time inside kernels, collectives and the single torch calls of
-fills, casts and the update is measured where they are called and taken off the step; what is left (looking ops up,
-allocating and releasing buffers, signals, waits, handing work to the streams' threads) is divided by the ops of a
-step. ``one thread`` runs every stream in the issuing thread, ``threads`` as training does.
+fills, casts and the update is measured at their calls and subtracted from the step. The rest (issuing ops, allocating
+and releasing buffers, signals, waits, queueing work for threads) is divided by the number of ops of a step.
+``one thread`` runs every stream in the issuing thread, ``threads`` runs them as training does.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from zeroir.runtime.batch import Batch
 from zeroir.runtime.comm.local import LocalComm
 from zeroir.runtime.construction import Factory
 from zeroir.runtime.executor import StepExecutor
-from zeroir.runtime.handlers import LocalRanks, Step
+from zeroir.runtime.handlers import LocalRanks, PreparedOp
 from zeroir.runtime.initial import initialise
 from zeroir.runtime.kernels.base import Kernel, Kernels
 from zeroir.runtime.kernels.choice import KernelBackend, open_kernels
@@ -41,7 +41,7 @@ from zeroir.runtime.streams import ThreadStreams
 
 @dataclass
 class CallTimer:
-    """Seconds spent in what is called through it."""
+    """Measures the seconds spent in functions that are called through it."""
 
     seconds: list[float] = field(default_factory=list)
 
@@ -58,14 +58,14 @@ class CallTimer:
 
 @dataclass
 class TimedKernels:
-    """A kernel backend whose kernels' time is recorded."""
+    """A kernel backend that records the time of its kernels."""
 
     inner: Kernels
-    clock: CallTimer
+    timer: CallTimer
 
     def compile(self, segment: Segment, bindings: Sequence[Binding | None]) -> Kernel:
         """See ``Kernels.compile``."""
-        return self.clock.timed(self.inner.compile(segment, bindings))
+        return self.timer.timed(self.inner.compile(segment, bindings))
 
     def finish(self) -> None:
         """See ``Kernels.finish``."""
@@ -75,42 +75,42 @@ class TimedKernels:
 class TimedRanks(LocalRanks):
     """Local ranks that record the time of collectives and of ops that are one torch call."""
 
-    clock = CallTimer()
+    timer = CallTimer()
 
-    def prepare(self, op: ops.Op) -> Step:
+    def prepare(self, op: ops.Op) -> PreparedOp:
         """See ``LocalRanks.prepare``."""
         step = super().prepare(op)
         match op:
             case ops.Wait() | ops.Alloc() | ops.Release() | ops.Compute():
                 return step
             case _:
-                return self.clock.timed(step)
+                return self.timer.timed(step)
 
 
 def overhead(
     program: Program, factory: Factory, batch: Batch, steps: int, *, inline: bool
 ) -> float:
-    """Median seconds of a step per op that nothing below the engine accounts for."""
-    clock = CallTimer()
+    """The engine's own seconds per op, the median over the steps."""
+    timer = CallTimer()
     device = torch.device("cpu")
     memory = RankMemory(program, 0, device)
-    kernels = TimedKernels(open_kernels(KernelBackend.EAGER, device), clock)
+    kernels = TimedKernels(open_kernels(KernelBackend.EAGER, device), timer)
     local_ranks = TimedRanks(program=program, memories=[memory], comm=LocalComm(), kernels=kernels)
-    local_ranks.clock = clock
+    local_ranks.timer = timer
     local_ranks.compile()
     initialise(program, [memory], factory, 0)
     names = [stream.name for stream in program.streams] if inline else ["compute"]
     executor = StepExecutor(local_ranks, ThreadStreams(inline=names))
     sections = program.section_by_name
     count = len(sections[LAST_MICRO_STEP].body) + len(sections[UPDATE].body)
-    found = []
+    seconds_per_op = []
     for _ in range(steps):
-        clock.seconds.clear()
+        timer.seconds.clear()
         start = time.perf_counter()
         executor.step([[batch]])
-        found.append((time.perf_counter() - start - sum(clock.seconds)) / count)
+        seconds_per_op.append((time.perf_counter() - start - sum(timer.seconds)) / count)
     executor.close()
-    return median(found[len(found) // 4 :])
+    return median(seconds_per_op[len(seconds_per_op) // 4 :])
 
 
 def main() -> None:
@@ -135,8 +135,8 @@ def main() -> None:
         rows.append([str(stage), str(count), *cells])
         table.add_row(*rows[-1])
     Console().print(table)
-    found = {"head": head, "rows": rows}
-    record_file.write(arguments.record, "bench_engine", found, {"model": arguments.model})
+    content = {"head": head, "rows": rows}
+    record_file.write(arguments.record, "bench_engine", content, {"model": arguments.model})
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How long the first step takes with compiled kernels and an empty cache, at several depths of one block.
+"""The time of the first step with compiled kernels and an empty cache, at several depths of one block.
 
     python -m tools.bench_first_step [--depths 2 32] [--record FILE]
 
@@ -75,15 +75,15 @@ def main() -> int:
         print(first_step_seconds(arguments.program))
         return 0
     with tempfile.TemporaryDirectory() as folder:
-        found = {layers: measure(layers, Path(folder)) for layers in arguments.depths}
-    few, many = found[arguments.depths[0]], found[arguments.depths[-1]]
+        by_depth = {layers: measure(layers, Path(folder)) for layers in arguments.depths}
+    few, many = by_depth[arguments.depths[0]], by_depth[arguments.depths[-1]]
     head = [
         "layers",
         "first step with an empty cache, s",
         "with a full one, s",
         "of the first for the compiler, s",
     ]
-    rows = [[str(layers), *(f"{s:.1f}" for s in seconds)] for layers, seconds in found.items()]
+    rows = [[str(layers), *(f"{s:.1f}" for s in seconds)] for layers, seconds in by_depth.items()]
     ratios = (f"{b / a:.2f}" for a, b in zip(few, many, strict=True))
     rows.append(["ratio of the last to the first", *ratios])
     table = Table(*head)

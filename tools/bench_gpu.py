@@ -53,12 +53,12 @@ PEAK_TFLOPS: Final[Mapping[str, float]] = {
 """Dense bf16 matrix products by card, in TFLOP/s; the first name that a device's name contains is its card's."""
 
 _RANK: Final = 5
-"""Which rank of a pretended world this GPU is, where there are as many."""
+"""The rank of this GPU in a simulated world that is large enough."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchWorld:
-    """Who takes part: one rank that is alone or pretends not to be, or several real ones on this GPU."""
+    """The ranks of a measurement: one alone, one of a simulated world, or several real ones on this GPU."""
 
     size: int
     is_real: bool
@@ -73,7 +73,7 @@ class BenchWorld:
 
 @dataclass(frozen=True, kw_only=True)
 class GpuRecord:
-    """What was measured of one contestant in one world: steps of all rounds, bytes of the largest rank."""
+    """Measurements of one contestant in one world: the steps of all rounds, bytes of the largest rank."""
 
     contestant: str
     world: BenchWorld
@@ -85,17 +85,17 @@ class GpuRecord:
     notes: list[str] = field(default_factory=list)
     error: str | None = None
 
-    def joined(self, found: Sequence[Measurement]) -> GpuRecord:
-        """With a further round: of several ranks the slowest one's times."""
-        seconds = [max(of_step) for of_step in zip(*(one.seconds for one in found), strict=True)]
+    def joined(self, ranks: Sequence[Measurement]) -> GpuRecord:
+        """This record with a further round; of several ranks the slowest gives the time of a step."""
+        seconds = [max(of_step) for of_step in zip(*(rank.seconds for rank in ranks), strict=True)]
         return replace(
             self,
             seconds=[*self.seconds, *seconds],
-            first_step_seconds=max(one.first_step_seconds for one in found),
-            losses=found[0].losses,
-            allocated_bytes=max(self.allocated_bytes, *(one.allocated_bytes for one in found)),
-            reserved_bytes=max(self.reserved_bytes, *(one.reserved_bytes for one in found)),
-            notes=[note for one in found for note in one.notes],
+            first_step_seconds=max(rank.first_step_seconds for rank in ranks),
+            losses=ranks[0].losses,
+            allocated_bytes=max(self.allocated_bytes, *(rank.allocated_bytes for rank in ranks)),
+            reserved_bytes=max(self.reserved_bytes, *(rank.reserved_bytes for rank in ranks)),
+            notes=[note for rank in ranks for note in rank.notes],
         )
 
 
@@ -111,8 +111,10 @@ def why_no_nccl() -> str | None:
     version: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
     if version >= (2, 30):
         return None
-    found = ".".join(map(str, version))
-    return f"NCCL is {found}, and several ranks share a GPU from 2.30 on: leave out --nccl-ranks."
+    installed = ".".join(map(str, version))
+    return (
+        f"NCCL is {installed}, and several ranks share a GPU from 2.30 on: leave out --nccl-ranks."
+    )
 
 
 def peak_flops(name: str) -> float | None:
@@ -128,7 +130,7 @@ def step_flops(program: Program) -> int:
 
 
 def environment(world: BenchWorld) -> Mapping[str, str]:
-    """What the processes of a world need in their environment, besides what is there."""
+    """Further environment variables for the processes of a world."""
     if not world.is_real:
         return {}
     return {
@@ -180,15 +182,15 @@ def measure(
 
 def compile_programs(worlds: Sequence[BenchWorld], folder: Path) -> Mapping[BenchWorld, Path]:
     """Zeroir's program for every world, at stage 3 in bf16."""
-    found: dict[BenchWorld, Path] = {}
+    programs: dict[BenchWorld, Path] = {}
     for world in worlds:
         path = folder / f"{world.label.replace(' ', '-')}.zir"
         compiled = zeroir.compile(
             gpu_gpt.__file__, stage=3, world_size=world.size, precision="bf16", lr=1e-4
         )
         compiled.save(path)
-        found[world] = path
-    return found
+        programs[world] = path
+    return programs
 
 
 def run_all(
@@ -308,7 +310,9 @@ def main() -> int:
     )
     show(records, flops, peak, length * samples, console)
     if peak is None:
-        console.print(f"No peak of {card} is known, so there is no MFU: say it with --peak-tflops.")
+        console.print(
+            f"The peak of {card} is unknown, so there is no MFU: give it by --peak-tflops."
+        )
     about = {
         "card": card,
         "capability": torch.cuda.get_device_capability(0),
@@ -319,7 +323,7 @@ def main() -> int:
         "flops": flops,
         "peak_flops": peak,
     }
-    content = {"records": [asdict(one) for one in records]}
+    content = {"records": [asdict(record) for record in records]}
     record_file.write(arguments.record, "bench_gpu", content, about)
     return 1 if any(record.error is not None for record in records) else 0
 

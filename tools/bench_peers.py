@@ -2,10 +2,10 @@
 
     python -m tools.bench_peers [peers | stages | techniques] [--only NAME ...] [--rounds 9] [--steps 3] [--record FILE]
 
-Every contestant lives in processes of its own, one per rank, with one thread each, which sleep while others are
-measured. A round times each of them once, in an order that changes from round to round; ratios are taken within a
-round, so that what else the machine does hits all alike. ``zeroir 3`` is there twice: how far its copies are apart is
-the noise. All train the same model on the same data with torch's fused AdamW, and their losses are compared.
+Every contestant has its own processes, one per rank, with one thread each; they sleep while others are measured. A
+round times each contestant once, in an order that changes from round to round. Ratios are taken within a round, so that
+other work of the machine affects all contestants equally. ``zeroir 3`` takes part twice: the difference between its
+copies is the noise. All train the same model on the same data with torch's fused AdamW, and their losses are compared.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ NAMES = tuple(dict.fromkeys(name for names in SETS.values() for name in names))
 
 @dataclass(frozen=True, kw_only=True)
 class RatioTarget:
-    """A ratio of two contestants' steps, or of their memory, that must not be exceeded, and one to aim at."""
+    """An upper limit of a ratio of two contestants' steps, or of their memory, and a ratio to aim at."""
 
     numerator: str
     denominator: str
@@ -91,7 +91,7 @@ TARGETS = (
 
 @dataclass
 class PeerRecord:
-    """What was measured of one contestant: seconds a step by round, losses by step, bytes of its largest rank."""
+    """Measurements of one contestant: seconds per step by round, losses by step, bytes of its largest rank."""
 
     name: str
     first_step_seconds: float = 0.0
@@ -138,7 +138,7 @@ class Contestant:
         self._logs = folder / name
 
     def warm_up(self) -> None:
-        """Wait for the first step, which compiles what is compiled."""
+        """Wait for the first step, which includes any compilation."""
         for report in self._reports():
             self.record.first_step_seconds = float(str(report["first_step_seconds"]))
 
@@ -172,7 +172,7 @@ class Contestant:
 
 
 def measure(names: Sequence[str], rounds: int, steps: int, world_size: int) -> list[PeerRecord]:
-    """Compile zeroir's programs, start everybody, and take turns."""
+    """Compile zeroir's programs, start all contestants, and measure them in turn."""
     with tempfile.TemporaryDirectory() as text:
         folder = Path(text)
         own = variants(world_size)
@@ -196,14 +196,14 @@ def measure(names: Sequence[str], rounds: int, steps: int, world_size: int) -> l
 
 def ratio(target: RatioTarget, records: dict[str, PeerRecord]) -> float:
     """The median over rounds of the ratio of two steps, or the ratio of two peaks."""
-    one, other = records[target.numerator], records[target.denominator]
+    above, below = records[target.numerator], records[target.denominator]
     if target.is_memory:
-        return one.own_bytes / other.own_bytes
-    return median(a / b for a, b in zip(one.seconds, other.seconds, strict=True))
+        return above.own_bytes / below.own_bytes
+    return median(a / b for a, b in zip(above.seconds, below.seconds, strict=True))
 
 
 def show(records: Sequence[PeerRecord], console: Console) -> None:
-    """Two tables: what was measured, and the targets."""
+    """Print the measurements and the targets."""
     by_name = {record.name: record for record in records}
     table = Table(
         "contestant", "step ms", "middle half", "first step s", "peak MB above bare", "loss"
@@ -263,7 +263,7 @@ def main() -> int:
         console.print(missing, markup=False)
     records = measure(names, arguments.rounds, arguments.steps, arguments.world_size)
     show(records, console)
-    content = {"records": [asdict(one) for one in records]}
+    content = {"records": [asdict(record) for record in records]}
     record_file.write(
         arguments.record, "bench_peers", content, {"world_size": arguments.world_size}
     )

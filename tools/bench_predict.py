@@ -2,11 +2,10 @@
 
     python -m tools.bench_predict [--rounds 3] [--steps 20] [--models examples/gpt.py …] [--record FILE]
 
-In every round each program is profiled (`zeroir profile`): a job takes steps that nobody records, which are measured,
-and in turns with them others that are recorded, from which the step is predicted. Another job, which only trains, shows
-how far two jobs are apart. The table has medians over rounds; the noise floor is how far those of odd and even
-rounds within a job are apart. Nothing else should run on the machine. The exit code is 1 where a median error is beyond
-15 %.
+In every round each program is profiled (`zeroir profile`): a job takes, in turns, steps that are timed and steps that
+are recorded, from which the time of a step is predicted. A second job, which only trains, shows the difference
+between two jobs. The table has medians over rounds; the noise floor is the difference between odd and even rounds of
+one job. Nothing else should run on the machine. The exit code is 1 where a median error exceeds 15 %.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ STAGES = (0, 1, 2, 3)
 RANKS = 2
 WARM_UP = 3
 MOST_ERROR = 0.15
-"""How far a prediction may be off, as a fraction of the measured step."""
+"""The allowed error of a prediction, as a fraction of the measured step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +56,7 @@ class RoundTimes:
 
     @property
     def error(self) -> float:
-        """How far the prediction is off, as a fraction of the measured step."""
+        """The error of the prediction, as a fraction of the measured step."""
         return self.predicted_s / self.measured_s - 1
 
 
@@ -93,8 +92,8 @@ def main() -> int:
             Path(folder), given.models, given.stages, given.rounds, given.steps, given.kernels
         )
     rows = [
-        summary([one for one in rounds if (one.model, one.stage) == place])
-        for place in dict.fromkeys((one.model, one.stage) for one in rounds)
+        summary([measured for measured in rounds if (measured.model, measured.stage) == place])
+        for place in dict.fromkeys((measured.model, measured.stage) for measured in rounds)
     ]
     table = [cells(row) for row in rows]
     print(f"| {' | '.join(HEAD)} |\n|{'---|' * len(HEAD)}")
@@ -116,7 +115,7 @@ def measure(
     }
     for (model, stage), path in programs.items():
         zeroir.compile(model, stage=stage, world_size=RANKS).save(path)
-    found: list[RoundTimes] = []
+    results: list[RoundTimes] = []
     for number, ((model, stage), path) in itertools.product(range(rounds), programs.items()):
         machine = folder / f"{path.stem}.toml"
         profile = ["-m", "zeroir", "profile", str(path), "--output", str(machine)]
@@ -124,7 +123,7 @@ def measure(
         profiled = json.loads(told)
         timed = ["-m", "tools.bench_predict", "--rank-of", str(path)]
         timed += ["--steps", str(steps), "--kernels", kernels]
-        found.append(
+        results.append(
             RoundTimes(
                 model=model,
                 stage=stage,
@@ -134,17 +133,17 @@ def measure(
                 noise=nan if profiled["noise"] is None else profiled["noise"],
             )
         )
-        one = found[-1]
+        latest = results[-1]
         print(
-            f"round {number + 1}: {model} at stage {stage}: {one.measured_s * 1e3:.2f} ms, "
-            f"predicted {one.predicted_s * 1e3:.2f} ms ({one.error:+.1%})",
+            f"round {number + 1}: {model} at stage {stage}: {latest.measured_s * 1e3:.2f} ms, "
+            f"predicted {latest.predicted_s * 1e3:.2f} ms ({latest.error:+.1%})",
             file=sys.stderr,
         )
-    return found
+    return results
 
 
 def start(arguments: list[str]) -> str:
-    """What a job of torchrun prints that runs a module."""
+    """The output of a torchrun job that runs a module."""
     threads = str(max(1, (os.cpu_count() or 1) // RANKS))
     result = subprocess.run(
         [
@@ -188,17 +187,19 @@ def summary(rounds: list[RoundTimes]) -> MedianTimes:
     return MedianTimes(
         model=rounds[0].model,
         stage=rounds[0].stage,
-        measured_s=median(one.measured_s for one in rounds),
-        predicted_s=median(one.predicted_s for one in rounds),
-        other_s=median(one.other_s for one in rounds),
-        error=median(one.error for one in rounds),
-        noise=median(one.noise for one in rounds),
+        measured_s=median(times.measured_s for times in rounds),
+        predicted_s=median(times.predicted_s for times in rounds),
+        other_s=median(times.other_s for times in rounds),
+        error=median(times.error for times in rounds),
+        noise=median(times.noise for times in rounds),
     )
 
 
 def cells(row: MedianTimes) -> list[str]:
     """A row of the table."""
-    milliseconds = (f"{1e3 * one:.1f}" for one in (row.measured_s, row.predicted_s, row.other_s))
+    milliseconds = (
+        f"{1e3 * seconds:.1f}" for seconds in (row.measured_s, row.predicted_s, row.other_s)
+    )
     measured, predicted, other = milliseconds
     error, noise = f"{row.error:+.1%}", f"{row.noise:.1%}"
     return [Path(row.model).stem, str(row.stage), measured, predicted, error, noise, other]

@@ -20,6 +20,7 @@ from tests.support.programs import mlp
 from zeroir.cost.machine import load_machine
 from zeroir.cost.simulate import simulate
 from zeroir.ir.program import Program
+from zeroir.passes.manager import apply
 from zeroir.passes.pipelines import for_stage
 from zeroir.report.page.html import report_html
 from zeroir.report.summary import summarise
@@ -87,7 +88,7 @@ def lowered(ops: int) -> Program:
     def of(blocks: int) -> Program:
         program = mlp(blocks=blocks, dim=16)
         for step in for_stage(3, RANKS, overlap_update=True):
-            program = step(program)
+            program = apply(step, program)
         return program
 
     few, more = (sum(1 for _ in of(blocks).ops()) for blocks in (4, 8))
@@ -117,8 +118,8 @@ def measured(path: Path) -> Mapping[str, list[float]]:
                 return performance.now();
             }"""
         )
-        found: Mapping[str, list[float]] = page.evaluate(MEASURE, ROUNDS)
-        return {"open the page": [opened_ms], **found}
+        times_ms: Mapping[str, list[float]] = page.evaluate(MEASURE, ROUNDS)
+        return {"open the page": [opened_ms], **times_ms}
 
 
 def main() -> None:

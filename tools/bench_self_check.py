@@ -1,4 +1,4 @@
-"""What comparing the kernels takes of the time to the first step, at several depths of one block.
+"""The share of the self-check in the time to the first step, at several depths of one block.
 
     python -m tools.bench_self_check [--depths 4 80] [--record FILE]
 

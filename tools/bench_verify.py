@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tests.support.programs import mlp
 from zeroir.ir.program import Program
+from zeroir.passes.manager import apply
 from zeroir.passes.pipelines import for_stage
 from zeroir.verify import verify
 
@@ -49,7 +50,7 @@ def lowered(logical: Program, stage: int, ranks: int) -> Program:
     """The schedule without verifying between passes."""
     program = logical
     for step in for_stage(stage, ranks):
-        program = step(program)
+        program = apply(step, program)
     return program
 
 

@@ -1,4 +1,4 @@
-"""Damage compiled programs: what a broken disk, a slipped hand or malice leaves, in files with a right digest."""
+"""Damages compiled programs as a broken disk, a mistake or malice would, in files with a correct digest."""
 
 from __future__ import annotations
 
@@ -62,10 +62,10 @@ def container_item(container: dict[str, object] | list[object], key: str | int) 
 
 
 def _flip(body: bytes, chance: Random) -> bytes:
-    found = bytearray(body)
+    flipped = bytearray(body)
     for _ in range(chance.randint(1, 8)):
-        found[chance.randrange(len(found))] ^= 1 << chance.randrange(8)
-    return bytes(found)
+        flipped[chance.randrange(len(flipped))] ^= 1 << chance.randrange(8)
+    return bytes(flipped)
 
 
 def _overwrite(body: bytes, chance: Random) -> bytes:
@@ -124,10 +124,10 @@ _BREAKS: dict[str, Callable[[bytes, Random], bytes]] = {
 # ------------------------------------------------------------------------------------------------- edits that decode
 
 
-def _edit(value: object, others: list[object], chance: Random) -> tuple[str, object]:
-    """What is done to a value, and what it is then."""
-    if others and chance.random() < 0.5:
-        return "value from elsewhere", copy.deepcopy(chance.choice(others))
+def _edit(value: object, alike: list[object], chance: Random) -> tuple[str, object]:
+    """A name for the edit of a value, and the edited value."""
+    if alike and chance.random() < 0.5:
+        return "value from elsewhere", copy.deepcopy(chance.choice(alike))
     match value:
         case bool():
             return "flag", not value
@@ -151,41 +151,41 @@ def _edit(value: object, others: list[object], chance: Random) -> tuple[str, obj
 
 
 def _edit_list(value: list[object], chance: Random) -> tuple[str, object]:
-    found = list(value)
-    at = chance.randrange(len(found))
+    items = list(value)
+    first = chance.randrange(len(items))
     match chance.randrange(5):
         case 0:
-            del found[at]
-            return "item left out", found
+            del items[first]
+            return "item left out", items
         case 1:
             times = chance.choice(_REPEATS)
-            return "item repeated", [*found[:at], *[found[at]] * times, *found[at + 1 :]]
+            return "item repeated", [*items[:first], *[items[first]] * times, *items[first + 1 :]]
         case 2:
-            other = chance.randrange(len(found))
-            found[at], found[other] = found[other], found[at]
-            return "items swapped", found
+            second = chance.randrange(len(items))
+            items[first], items[second] = items[second], items[first]
+            return "items swapped", items
         case 3:
             return "list emptied", []
         case _:
-            chance.shuffle(found)
-            return "items shuffled", found
+            chance.shuffle(items)
+            return "items shuffled", items
 
 
 # ------------------------------------------------------------------------------------------------------- plain data
 
 
 def _spots(data: object) -> list[Spot]:
-    found: list[Spot] = []
+    spots: list[Spot] = []
     todo = [data]
     while todo:
         container = todo.pop()
         if isinstance(container, dict):
-            found += [(container, key) for key in container]
+            spots += [(container, key) for key in container]
             todo += container.values()
         elif isinstance(container, list):
-            found += [(container, index) for index in range(len(container))]
+            spots += [(container, index) for index in range(len(container))]
             todo += container
-    return found
+    return spots
 
 
 def _role(container: dict[str, object] | list[object], key: str | int) -> str | int | None:

@@ -49,7 +49,7 @@ _STORED: Final = Path(__file__).parents[1] / "tests" / "data" / "schema_1_1.zir"
 
 
 class FuzzOutcome(NamedTuple):
-    """How the commands ended for one damaged file: in a word, with what they printed where that is not well."""
+    """The outcome of the commands for one damaged file, with their output where that is bad."""
 
     kind: str
     outcome: str
@@ -75,7 +75,7 @@ def subjects() -> list[bytes]:
 
 
 def ending(damage: Damage, folder: Path) -> FuzzOutcome:
-    """Give one damaged file to the commands, in a process of its own."""
+    """Run the commands on one damaged file, in a separate process."""
     path, output = folder / "damaged.zir", folder / "output.txt"
     path.write_bytes(envelope(damage.body))
     process = os.fork()
@@ -131,24 +131,26 @@ def batch(name: str, first: int, count: int) -> list[tuple[int, FuzzOutcome]]:
     """Several damaged files of one subject after the other; ``name`` is ``bodies`` or ``edits``."""
     bodies = subjects()
     damage = damaged if name == "bodies" else edited
-    found: list[tuple[int, FuzzOutcome]] = []
+    outcomes: list[tuple[int, FuzzOutcome]] = []
     # What the commands import is imported here once, and not in every fork.
     with contextlib.redirect_stdout(io.StringIO()):
         _exit_code(_STORED)
     with tempfile.TemporaryDirectory() as folder:
         for seed in range(first, first + count):
             chance = Random(f"{name} {seed}")
-            found.append((seed, ending(damage(bodies[seed % len(bodies)], chance), Path(folder))))
-    return found
+            outcomes.append(
+                (seed, ending(damage(bodies[seed % len(bodies)], chance), Path(folder)))
+            )
+    return outcomes
 
 
 def table(name: str, endings: Sequence[FuzzOutcome]) -> list[list[str]]:
     """One row a kind of damage, and the sum of all."""
     kinds: dict[str, Counter[str]] = {}
-    for one in endings:
-        kinds.setdefault(one.kind, Counter())[one.outcome] += 1
+    for ended in endings:
+        kinds.setdefault(ended.kind, Counter())[ended.outcome] += 1
     kinds = dict(sorted(kinds.items()))
-    kinds[f"all {name}"] = Counter(one.outcome for one in endings)
+    kinds[f"all {name}"] = Counter(ended.outcome for ended in endings)
     rows: list[list[str]] = []
     for kind, counts in kinds.items():
         good = [counts[outcome] for outcome in ("refused", "a law is broken", "accepted")]
@@ -179,11 +181,14 @@ def main() -> int:
             ]
             endings: list[FuzzOutcome] = []
             for future in track(futures, f"Reading {name}", disable=not sys.stderr.isatty()):
-                for seed, one in future.result():
-                    endings.append(one)
-                    if one.outcome not in _GOOD.values():
-                        bad[one.outcome] += 1
-                        print(f"{name} {seed}: {one.kind}: {one.outcome}\n{one.said}\n", flush=True)
+                for seed, ended in future.result():
+                    endings.append(ended)
+                    if ended.outcome not in _GOOD.values():
+                        bad[ended.outcome] += 1
+                        print(
+                            f"{name} {seed}: {ended.kind}: {ended.outcome}\n{ended.said}\n",
+                            flush=True,
+                        )
             rows += table(name, endings)
     for row in [HEAD, *rows]:
         print("  ".join(f"{cell:>15}" if i else f"{cell:<24}" for i, cell in enumerate(row)))

@@ -121,11 +121,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="List the ops of torch that a segment may name.")
     parser.add_argument("--check", action="store_true", help="only compare")
     check: bool = parser.parse_args().check
-    known, here, present = read(PATH), ops_that(lambda _: True), ops_that(is_pure)
+    listed, installed, present = read(PATH), ops_that(lambda _: True), ops_that(is_pure)
     filling = ops_that(lambda op: is_pure(op) and out_overload(op) is not None)
     missing = [
         f"{packet}.{overload}"
-        for before, now in ((known, present), (read(FILLING_PATH), filling))
+        for before, now in ((listed, present), (read(FILLING_PATH), filling))
         for packet, overloads in sorted(now.items())
         for overload in sorted(overloads - before.get(packet, set()))
     ]
@@ -133,8 +133,8 @@ def main() -> int:
         print("\n".join(missing) or "The lists are complete.")
         return 1 if missing else 0
     merged = {
-        key: (known.get(key, set()) - here.get(key, set())) | present.get(key, set())
-        for key in {*known, *present}
+        key: (listed.get(key, set()) - installed.get(key, set())) | present.get(key, set())
+        for key in {*listed, *present}
     }
     write(PATH, HEADER, {key: overloads for key, overloads in merged.items() if overloads})
     write(FILLING_PATH, FILLING_HEADER, filling)

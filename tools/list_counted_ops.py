@@ -1,4 +1,4 @@
-"""Write ``zeroir/ir/counted_ops.txt`` and ``measured_ops.txt``: what is known of the memory that torch's ops take.
+"""Write ``zeroir/ir/counted_ops.txt`` and ``measured_ops.txt``: the memory that torch's ops take.
 
 Every op of torch that the samples of its own tests call, forward and backward, is carried out by the eager kernels
 while torch's allocator is watched, with operands as they are and with their dimensions the other way round in memory.
@@ -73,7 +73,7 @@ class _Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.found: dict[str, tuple[str, tuple[Argument, ...], dict[str, Argument]]] = {}
+        self.by_key: dict[str, tuple[str, tuple[Argument, ...], dict[str, Argument]]] = {}
         self._counts: Counter[str] = Counter()
 
     def __torch_dispatch__(
@@ -88,9 +88,9 @@ class _Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
         leaves = tree_leaves((args, named))
         if name in listed_ops(PATH.name) and not is_view(name) and all(map(_is_plain, leaves)):
             key = f"{name} {[_shown(leaf) for leaf in leaves]}"
-            if key not in self.found and self._counts[name] < MOST_CALLS:
+            if key not in self.by_key and self._counts[name] < MOST_CALLS:
                 self._counts[name] += 1
-                self.found[key] = (
+                self.by_key[key] = (
                     name,
                     cast("tuple[Argument, ...]", tree_map(_detached, args)),
                     cast("dict[str, Argument]", tree_map(_detached, named)),
@@ -122,7 +122,7 @@ def sampled_cases(samples: int, *, every: int = 1) -> list[Case]:
                 # Torch refuses some of its samples here, with errors of many kinds.
                 with suppress(Exception), calls:
                     run()
-    return [case for op, args, kwargs in calls.found.values() for case in _cases(op, args, kwargs)]
+    return [case for op, args, kwargs in calls.by_key.values() for case in _cases(op, args, kwargs)]
 
 
 def _runs(

@@ -1,4 +1,4 @@
-"""Damage programs in small ways and ask of each damaged one: is it rejected, or does it compute the same?
+"""Damages programs in small ways and checks each: the verifier rejects it, or it computes the same.
 
     python -m tools.mutants --count 20000 --record docs/records/mutants.json
 
@@ -33,7 +33,7 @@ _TRIES = 100
 
 
 class MutantVerdict(NamedTuple):
-    """What became of one mutant. ``why`` says how an accepted one differs, or what the verifier died of."""
+    """The outcome of one mutant. ``why`` says how an accepted one differs, or with what error the verifier failed."""
 
     kind: str
     outcome: str
@@ -77,7 +77,7 @@ def batch(
 
 
 def main() -> int:
-    """Judge mutants and say what became of them."""
+    """Judge mutants and print the outcomes."""
     parser = argparse.ArgumentParser(description="Judge damaged programs.")
     parser.add_argument("--count", type=int, default=700, help="how many mutants")
     parser.add_argument(
@@ -95,7 +95,7 @@ def main() -> int:
         for start in range(0, each, _PER_TASK)
         for name in names
     ]
-    found: dict[str, Counter[str]] = {kind: Counter() for kind in sorted(MUTATIONS)}
+    counts_by_kind: dict[str, Counter[str]] = {kind: Counter() for kind in sorted(MUTATIONS)}
     bad = 0
     with ProcessPoolExecutor(given.processes, mp_context=get_context("forkserver")) as pool:
         futures = [pool.submit(batch, *task) for task in tasks]
@@ -105,7 +105,7 @@ def main() -> int:
             for seed, verdict in future.result():
                 if verdict is None:
                     continue
-                found[verdict.kind][verdict.outcome] += 1
+                counts_by_kind[verdict.kind][verdict.outcome] += 1
                 if verdict.why:
                     bad += 1
                     print(f"{name} {seed}: {verdict.kind} {verdict.outcome}: {verdict.why}\n")
@@ -118,7 +118,7 @@ def main() -> int:
             str(counts["accepted and equal"]),
             str(counts["accepted and different"] + counts["crashed"]),
         ]
-        for kind, counts in found.items()
+        for kind, counts in counts_by_kind.items()
     ]
     rows.append(["all", *(str(sum(int(row[i]) for row in rows)) for i in range(1, 5))])
     for row in rows:

@@ -20,19 +20,19 @@ def add_option(parser: argparse.ArgumentParser) -> None:
 
 
 def write(
-    path: Path | None, tool: str, found: Mapping[str, object], about: Mapping[str, object] = {}
+    path: Path | None, tool: str, content: Mapping[str, object], about: Mapping[str, object] = {}
 ) -> None:
-    """Write what ``python -m tools.{tool}`` found, if a file was given, with the command and versions."""
+    """Write the results of ``python -m tools.{tool}``, with the command and versions, if a file was given."""
     if path is None:
         return
-    told = {
+    header = {
         "command": ["python", "-m", f"tools.{tool}", *sys.argv[1:]],
         "torch": version("torch"),
         "python": platform.python_version(),
         "cpus": os.cpu_count(),
         **about,
     }
-    path.write_text(json.dumps({"about": told, **found}, indent=1) + "\n")
+    path.write_text(json.dumps({"about": header, **content}, indent=1) + "\n")
 
 
 def _writable(text: str) -> Path:

@@ -45,52 +45,52 @@ def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _contestants(record: Mapping[str, object]) -> dict[str, PeerRecord]:
-    found = record["records"]
-    assert isinstance(found, list)
-    return {item["name"]: PeerRecord(**item) for item in found}
+    records = record["records"]
+    assert isinstance(records, list)
+    return {item["name"]: PeerRecord(**item) for item in records}
 
 
 def _peers(record: Mapping[str, object]) -> str:
     rows = []
-    for name, one in _contestants(record).items():
-        ordered = sorted(one.seconds)
+    for name, contestant in _contestants(record).items():
+        ordered = sorted(contestant.seconds)
         quarter = len(ordered) // 4
         rows.append(
             [
                 name,
                 f"{1000 * median(ordered):.0f}",
                 f"{1000 * ordered[quarter]:.0f} to {1000 * ordered[-1 - quarter]:.0f}",
-                f"{one.first_step_seconds:.1f}",
-                f"{one.own_bytes / 1e6:.0f}",
+                f"{contestant.first_step_seconds:.1f}",
+                f"{contestant.own_bytes / 1e6:.0f}",
             ]
         )
     return _markdown(["", "step, ms", "middle half", "first step, s", "peak MB above bare"], rows)
 
 
 def _ratios(record: Mapping[str, object]) -> str:
-    found = _contestants(record)
+    contestants = _contestants(record)
     rows = [
         [
             ("peak memory: " if target.is_memory else "step: ")
             + f"{target.numerator} / {target.denominator}",
-            f"{ratio(target, found):.2f}",
+            f"{ratio(target, contestants):.2f}",
             f"{target.must:.2f}",
             f"{target.aim:.2f}",
         ]
         for target in TARGETS
-        if target.numerator in found and target.denominator in found
+        if target.numerator in contestants and target.denominator in contestants
     ]
     return _markdown(["ratio", "measured", "must be at most", "aim"], rows)
 
 
 def _techniques(record: Mapping[str, object]) -> str:
-    found = _contestants(record)
-    whole = found["zeroir 3"]
+    contestants = _contestants(record)
+    whole = contestants["zeroir 3"]
     rows = []
     for name in SETS["techniques"]:
-        one = found[name]
-        steps = median(a / b for a, b in zip(one.seconds, whole.seconds, strict=True))
-        rows.append([name, f"{steps:.2f}", f"{one.own_bytes / whole.own_bytes:.2f}"])
+        variant = contestants[name]
+        steps = median(a / b for a, b in zip(variant.seconds, whole.seconds, strict=True))
+        rows.append([name, f"{steps:.2f}", f"{variant.own_bytes / whole.own_bytes:.2f}"])
     return _markdown(["", "step / zeroir 3", "peak memory / zeroir 3"], rows)
 
 
@@ -103,7 +103,7 @@ def _rows(record: Mapping[str, object]) -> str:
 
 
 def _outcomes(record: Mapping[str, object]) -> str:
-    """How many samples of the conformance suite came to what."""
+    """The number of samples of the conformance suite by outcome."""
     outcomes = record["outcomes"]
     assert isinstance(outcomes, dict)
     rows = [[name, f"{count:,}", meaning] for name, (count, meaning) in outcomes.items()]
@@ -111,7 +111,7 @@ def _outcomes(record: Mapping[str, object]) -> str:
 
 
 def _refusals(record: Mapping[str, object]) -> str:
-    """Why samples of the conformance suite are refused, and whose."""
+    """The reasons that samples of the conformance suite are refused, and their operators."""
     reasons = record["reasons"]
     assert isinstance(reasons, dict)
     refused: dict[str, dict[str, int]] = reasons.get("refused", {})

@@ -1,4 +1,4 @@
-"""What a user may choose when compiling, validated once and carried in the program as text."""
+"""The options of a compilation, validated once and stored in the program as text."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from zeroir.ir.ops import Algorithm
 
 Precision = Literal["fp32", "bf16", "fp16"]
 _IS_WRITTEN: Final = {"is_written": True}
-"""Of options that stand in a program already: what they ask for in vain does not keep it from being read."""
+"""The validation context for options that a program carries: an option without effect is no error there."""
 
 
 def default_world_size(given: dict[str, object]) -> int:
-    """The ranks of the mesh if one is given, else the number of visible GPUs, or 2 without any."""
-    # It takes what was given, as pydantic allows, so that nobody calls it for a help text: this import is slow.
+    """The number of ranks of the mesh if one is given, else the number of visible GPUs, or 2 without GPUs."""
+    # A factory that takes the given values is not called for a help text, where this slow import would be wasted.
     mesh = given.get("mesh")
     if isinstance(mesh, str):
         return _parse_mesh(mesh).world_size
@@ -39,25 +39,30 @@ def default_world_size(given: dict[str, object]) -> int:
 
 
 class CompileOptions(BaseModel):
-    """The choices that make a program. Every one has a default; the descriptions are the command line's help."""
+    """The options of a compilation. Each has a default; the descriptions are the command line's help."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     stage: Annotated[
-        int, Field(ge=0, le=3, description="ZeRO stage: 0 replicates, 1, 2 and 3 shard ever more.")
+        int,
+        Field(
+            ge=0,
+            le=3,
+            description="ZeRO stage: 0 shards nothing, 1 the optimizer, 2 the gradients too, 3 the parameters too.",
+        ),
     ] = 3
     mesh: Annotated[
         str | None,
         Field(
-            description="Hybrid sharding, as replicate=2,shard=4: shards within groups of 4 ranks, gradients also "
-            "summed over the 2 groups. [default: one group]"
+            description="Hybrid sharding, such as replicate=2,shard=4: groups of 4 ranks hold all shards, and "
+            "gradients are also summed over the 2 groups. [default: one group]"
         ),
     ] = None
     world_size: int = Field(
         ge=1,
         le=MOST_RANKS,
         default_factory=default_world_size,
-        description="Number of ranks. [default: those of the mesh, else the visible GPUs, or 2 without any]",
+        description="Number of ranks. [default: the ranks of the mesh, else the visible GPUs, or 2 without GPUs]",
     )
     precision: Annotated[
         Precision, Field(description="Dtype of parameters, activations and gradients.")
@@ -70,19 +75,19 @@ class CompileOptions(BaseModel):
     units: Annotated[
         str | None,
         Field(
-            description="Which submodules share a flat buffer: a pattern of names (blocks.*), class:NAME or "
+            description="The submodules that share a flat buffer: a pattern of names (blocks.*), class:NAME or "
             "min:NUMEL. [default: repeated blocks]"
         ),
     ] = None
     keep_fp32: Annotated[
         tuple[str, ...],
         Field(
-            description="Patterns of module or parameter names that stay FP32, with commas between them."
+            description="Modules or parameters that stay FP32: patterns of names, separated by commas."
         ),
     ] = ()
 
     optimizer: Annotated[
-        Algorithm, Field(description="The update rule, as torch.optim has it.")
+        Algorithm, Field(description="The update rule, with the semantics of torch.optim.")
     ] = Algorithm.ADAMW
     lr: Annotated[float, Field(ge=0, description="Learning rate.")] = 1e-3
     momentum: Annotated[
@@ -109,28 +114,28 @@ class CompileOptions(BaseModel):
         Field(
             ge=0,
             le=MOST_COUNT,
-            description="How many units ahead parameters are gathered (stage 3).",
+            description="Number of units that parameters are gathered ahead of their use (stage 3).",
         ),
     ] = 1
     prefetch_budget: Annotated[
         str | None,
         Field(
-            description="Gather parameters as early as this much device memory allows, such as 80GB, instead of "
+            description="Gather parameters as early as this amount of device memory allows, such as 80GB, instead of "
             "--prefetch units ahead (stage 3). [default: none]"
         ),
     ] = None
     unshard: Annotated[
         tuple[str, ...],
         Field(
-            description="Units, or patterns of them, whose parameters stay from forward to backward instead of being "
-            "gathered twice; * is all repeated ones (stage 3)."
+            description="Units whose parameters are kept from forward to backward instead of gathered twice: names or "
+            "patterns; * means all repeated units (stage 3)."
         ),
     ] = ()
     recompute: Annotated[
         tuple[str, ...],
         Field(
-            description="Units, or patterns of them, that are computed once more before their backward instead of "
-            "keeping what it needs (activation checkpointing); * is all repeated ones."
+            description="Units whose forward is recomputed before their backward instead of saving its values "
+            "(activation checkpointing): names or patterns; * means all repeated units."
         ),
     ] = ()
     live_gradients: Annotated[
@@ -138,13 +143,13 @@ class CompileOptions(BaseModel):
         Field(
             ge=1,
             le=MOST_COUNT,
-            description="How many units' full gradients may exist at once (stages 2, 3).",
+            description="Largest number of units whose full gradients exist at once (stages 2, 3).",
         ),
     ] = 2
     select_saved: Annotated[
         bool,
         Field(
-            description="Save for the backward what takes fewest bytes, and compute cheap values there once more."
+            description="Save the fewest bytes for the backward, and recompute cheap values there."
         ),
     ] = True
     bucket: Annotated[
@@ -152,7 +157,7 @@ class CompileOptions(BaseModel):
         Field(
             ge=0,
             le=MOST_BYTES,
-            description="Bytes up to which neighbouring collectives are merged into one; 0 merges none.",
+            description="Merge neighbouring collectives up to this number of bytes; 0 merges none.",
         ),
     ] = 0
     overlap_update: Annotated[
@@ -171,7 +176,7 @@ class CompileOptions(BaseModel):
     elide: Annotated[
         bool,
         Field(
-            description="Leave out gathers that nobody reads or that would follow their own release."
+            description="Leave out gathers that no op reads, or that would follow their own release."
         ),
     ] = True
 
@@ -246,10 +251,10 @@ class CompileOptions(BaseModel):
 
     @property
     def without_effect(self) -> str | None:
-        """What is asked for and does not come about beside the other options, in words; None where all does.
+        """A sentence on the first option that has no effect beside the others; None if each has one.
 
-        A default asks for nothing, and to leave out what is not there anyway (``--prefetch 0``, ``--no-elide`` below
-        stage 3) is no contradiction.
+        Defaults never count. Turning off a feature that is absent (``--prefetch 0``, ``--no-elide`` below stage 3) is
+        no error.
         """
         for name, least in _LEAST_STAGES.items():
             is_off = name == "prefetch" and self.prefetch == 0
@@ -258,7 +263,7 @@ class CompileOptions(BaseModel):
                 return f"{self._flag(name)} needs --stage {stages}, but the stage is {self.stage}"
         if self.prefetch_budget is not None and self._asks_for("prefetch"):
             return (
-                f"{self._flag('prefetch')} and {self._flag('prefetch_budget')} both say how early parameters are "
+                f"{self._flag('prefetch')} and {self._flag('prefetch_budget')} both set how early parameters are "
                 "gathered; leave one of them out"
             )
         for name in _LOSS_SCALING:
@@ -285,22 +290,22 @@ class CompileOptions(BaseModel):
 
     @property
     def replicas(self) -> int | None:
-        """How many groups of ranks hold the same shards; None without a mesh."""
+        """The number of groups of ranks that hold the same shards; None without a mesh."""
         return None if self.mesh is None else _parse_mesh(self.mesh).size(REPLICATE_AXIS)
 
     def for_world_size(self, world_size: int) -> CompileOptions:
-        """The options for another number of ranks. Of a mesh the groups keep their size, and their number changes.
+        """The options for another number of ranks. The groups of a mesh keep their size, and their number changes.
 
         Raises:
-            UserError: where that many ranks do not make such groups.
+            UserError: if the number of ranks is no multiple of the size of a group.
         """
         mesh = None
         if self.mesh is not None:
             shard = self.device_mesh.size(SHARD_AXIS)
             if world_size % shard:
                 raise UserError(
-                    f"The mesh {self.mesh} has groups of {shard} ranks, so it takes a multiple of {shard} ranks and "
-                    f"not {world_size}: start as many, or compile with another --mesh."
+                    f"The mesh {self.mesh} has groups of {shard} ranks, so {world_size} ranks leave a part of a group "
+                    f"over: start a multiple of {shard} ranks, or compile with another --mesh."
                 )
             mesh = f"{REPLICATE_AXIS}={world_size // shard},{SHARD_AXIS}={shard}"
         values = {**self.model_dump(), "world_size": world_size, "mesh": mesh}
@@ -311,12 +316,12 @@ class CompileOptions(BaseModel):
 
     @property
     def is_update_overlapped(self) -> bool:
-        """Whether the update begins in the backward: no decision must wait for all gradients."""
+        """Whether the update begins in the backward, which is possible if no decision waits for all gradients."""
         return self.overlap_update and self.clip is None and self.precision != "fp16"
 
     @property
     def prefetch_budget_bytes(self) -> int | None:
-        """Device memory within which gathers are issued early; None where ``prefetch`` says how early."""
+        """The device memory that early gathers may fill; None if ``prefetch`` sets the distance instead."""
         return None if self.prefetch_budget is None else parse_bytes(self.prefetch_budget)
 
     @property
@@ -342,7 +347,7 @@ class CompileOptions(BaseModel):
         return (self.beta1, self.beta2, self.eps, self.effective_weight_decay)
 
     def to_pairs(self) -> tuple[tuple[str, str], ...]:
-        """The options as a program carries them: names and text, sorted by name; what is not set is left out."""
+        """The options as a program stores them: names and texts, sorted by name, without options that are not set."""
         values = self.model_dump()
         return tuple(
             (name, _text(values[name])) for name in sorted(values) if _is_set(values[name])
@@ -350,7 +355,7 @@ class CompileOptions(BaseModel):
 
 
 _LEAST_STAGES: Final = {"live_gradients": 2, "prefetch": 3, "prefetch_budget": 3, "unshard": 3}
-"""Options that mean something only from a stage on."""
+"""The lowest stage at which each of these options has an effect."""
 
 _LOSS_SCALING: Final = (
     "initial_loss_scale",
@@ -362,20 +367,24 @@ _ADAM: Final = ("beta1", "beta2", "eps")
 
 
 def _parse_mesh(text: str) -> Mesh:
-    """The mesh that a user wrote; a pydantic error says what is wrong with it."""
+    """The mesh that the text describes.
+
+    Raises:
+        PydanticCustomError: if the text is no mesh; it names the mistake.
+    """
     names = (REPLICATE_AXIS, SHARD_AXIS)
     sizes: dict[str, int] = {}
     for item in text.split(","):
         name, _, size = (part.strip() for part in item.partition("="))
         if name not in names:
-            raise _mesh_error(f"'{name}' is no axis of it")
+            raise _mesh_error(f"'{name}' is not an axis of it")
         if name in sizes:
-            raise _mesh_error(f"{name} stands there twice")
+            raise _mesh_error(f"{name} is given twice")
         if not (size.isdecimal() and size.isascii() and len(size) <= len(str(MOST_RANKS))):
-            raise _mesh_error(f"the size of {name} is a number of ranks")
+            raise _mesh_error(f"the size of {name} must be a number of ranks")
         sizes[name] = int(size)
         if sizes[name] < 1:
-            raise _mesh_error(f"the size of {name} is at least 1")
+            raise _mesh_error(f"the size of {name} must be at least 1")
     for name in names:
         if name not in sizes:
             raise _mesh_error(f"{name} is missing")
@@ -411,7 +420,7 @@ def _text(value: object) -> str:
 
 
 def make_options(values: Mapping[str, object]) -> CompileOptions:
-    """Validate options; UserError names the first one that is wrong, what was given and what is expected."""
+    """Validate options; a UserError names the first wrong one, its value and the expected values."""
     try:
         return CompileOptions.model_validate(dict(values))
     except ValidationError as error:
@@ -427,7 +436,7 @@ def options_from_pairs(pairs: Iterable[tuple[str, str]]) -> CompileOptions:
 
 
 def explain_validation(error: ValidationError, *, command: str = "compile") -> str:
-    """One sentence on the first thing that is wrong with options: which, what was given, what is expected."""
+    """One sentence on the first wrong option: its name, its value and the expected values."""
     first = error.errors(include_url=False)[0]
     if not first["loc"]:
         return f"These options do not go together: {first['msg'].removeprefix('Value error, ')}."

@@ -1,8 +1,8 @@
-"""The two kinds of failure: the user can mend one, we must mend the other.
+"""The two kinds of errors: mistakes in the input, and defects of zeroir.
 
-A :class:`UserError` says in one sentence what was expected, what was found, where, and what to do; the command
-line prints it without a traceback and exits with 2. An :class:`InternalError` is a defect of zeroir; it names the
-part that broke and exits with 70 (``EX_SOFTWARE``).
+A :class:`UserError` names in one sentence the expected and the actual input, its place, and a remedy; the command line
+prints it without a traceback and exits with 2. An :class:`InternalError` is a defect of zeroir; it names the part that
+failed and exits with 70 (``EX_SOFTWARE``).
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from collections.abc import Iterator
 from typing import ClassVar, Final
 
 MEMORY_REMEDY: Final = "use more ranks, a higher stage, a lower precision or a smaller batch"
-"""What to do where memory runs out."""
+"""The remedy if memory runs out."""
 
 _NO_MEMORY: Final = re.compile(
     r"can(?:no|')t allocate memory|out of memory|bad_alloc|failed to map segment", re.IGNORECASE
 )
-"""How torch, the C++ library and the dynamic loader say so, in the text of errors of other kinds."""
+"""The messages of torch, the C++ library and the dynamic loader if memory runs out."""
 
 
 class ZeroirError(Exception):
@@ -29,21 +29,21 @@ class ZeroirError(Exception):
 
 
 class UserError(ZeroirError):
-    """Something the user can mend: a wrong file, option, batch or environment."""
+    """A mistake that the user can correct: a wrong file, option, batch or environment."""
 
     exit_code: ClassVar[int] = 2
 
 
 class KernelWarning(UserWarning):
-    """Segments run with other kernels than were asked for; the numbers are as good, the step may be slower."""
+    """Segments run with other kernels than requested; results are equally exact, but the step may be slower."""
 
 
 class GraphWarning(UserWarning):
-    """Sections run op by op that were to be CUDA graphs; the numbers are the same, the step may be slower."""
+    """Sections run op by op instead of as CUDA graphs; results are equal, but the step may be slower."""
 
 
 class ModelWarning(UserWarning):
-    """A model's code does something that its program does not, or does otherwise."""
+    """A model's code does something that its program does differently, or leaves out."""
 
 
 class InternalError(ZeroirError):
@@ -53,7 +53,7 @@ class InternalError(ZeroirError):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error of Python, the system or torch means that there is no memory left, on the host or a device."""
+    """Whether an error of Python, the system or torch means that the host or a device has no memory left."""
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     return isinstance(error, MemoryError) or _NO_MEMORY.search(str(error)) is not None
@@ -61,7 +61,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def memory_for(what: str) -> Iterator[None]:
-    """A body that takes memory for what the plural names; a UserError says so where there is not enough."""
+    """Turn a lack of memory in the body into a UserError; ``what`` names the use of the memory, in the plural."""
     try:
         yield
     except ZeroirError:

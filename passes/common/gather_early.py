@@ -1,12 +1,13 @@
 """Issue gathers as early as a budget of memory allows.
 
-The program comes with each gather at its first use. How much is live is counted along the compute stream: at each op
-all buffers count that may have begun by then and that the stream does not know to be over. What begins on another
-stream may have begun once that stream need wait for the compute stream no more; what ends there is over for sure when
-the compute stream has waited for it. A gather may move up as far as its bytes fit on top of that at every op it passes,
-never ahead of a gather that is needed before it. There it waits for the compute op before it, and so begins no sooner
-than the count says. Hence no order in which the streams may run takes more than the budget, or than the program took
-before where that is more.
+The program comes with each gather at its first use, and with the waits that hold the gather stream back to there. The
+bytes that may be live are counted along the compute stream: at each op those of all buffers that may have begun by
+then and that the stream does not know to be over. What begins on another stream may have begun once that stream need
+wait for the compute stream no more; what ends there is over for sure when the compute stream has waited for it. A
+gather may move up as far as its bytes fit on top of that at every op that it passes, never ahead of a gather that is
+needed before it. The program is to have the bound that a gather waits for the compute op above it, so it begins no
+sooner than the count says. Hence no order in which the streams may run takes more than the budget, or than the program
+took before where that is more.
 
 Bytes are those of buffers on the device, as `zeroir.memory.curve.peak` counts them: the workspace of segments, and
 what is lost between buffers that have a place each, come on top.
@@ -20,22 +21,22 @@ from itertools import accumulate
 
 from zeroir.ir import ops
 from zeroir.ir.buffers import Space
-from zeroir.ir.mesh import COMPUTE, HOST
+from zeroir.ir.happens_before import StreamClocks
+from zeroir.ir.mesh import COMPUTE
 from zeroir.ir.ops import Op
 from zeroir.ir.program import Program, Section
 from zeroir.memory.lifetimes import Lifetimes
-from zeroir.passes.common.gather_groups import Gather, ahead, find_waves
-from zeroir.passes.common.order import synchronise
+from zeroir.passes.common.gather_groups import Gather, ahead, find_groups
 
 
 def as_early_as_fits(program: Program, budget_bytes: int) -> Program:
-    """The program with its gathers moved up; their waits are made anew."""
-    found = Lifetimes.of(program)
+    """The program with its gathers moved up; its waits are those of before and are to be derived anew."""
+    lifetimes = Lifetimes.of(program)
     sections = [
-        _moved(section, program, _Room.of(found, program, number), budget_bytes)
+        _moved(section, program, _Room.of(lifetimes, program, number), budget_bytes)
         for number, section in enumerate(program.sections)
     ]
-    return synchronise(replace(program, sections=tuple(sections)))
+    return replace(program, sections=tuple(sections))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,56 +50,55 @@ class _Room:
     begins: Mapping[int, int]
 
     @classmethod
-    def of(cls, found: Lifetimes, program: Program, number: int) -> _Room:
+    def of(cls, lifetimes: Lifetimes, program: Program, number: int) -> _Room:
         """What a section of the program takes."""
-        start, body = found.starts[number], program.sections[number].body
+        start, body = lifetimes.starts[number], program.sections[number].body
         on_device = {b.name: b.size_bytes for b in program.buffers if b.space is Space.DEVICE}
         resting = sum(
             b.size_bytes for b in program.buffers if b.is_persistent and b.name in on_device
         )
         compute = [stream.name for stream in program.streams].index(COMPUTE)
-        begins = _begins(program.sections[number])
+        begins = _begins(program, program.sections[number])
         changes = [0] * (len(body) + 1)
-        for life, name in enumerate(found.buffers):
+        for life, name in enumerate(lifetimes.buffers):
             # An op's moment is one past its index.
-            first = found.firsts[life] - start - 1
+            first = lifetimes.firsts[life] - start - 1
             if not -1 <= first < len(body) or name not in on_device:
                 continue
-            stop = max(found.free_from[compute][life] - start - 1, 0)
+            stop = max(lifetimes.free_from[compute][life] - start - 1, 0)
             changes[begins.get(first, 0)] += on_device[name]
             changes[min(stop, len(body))] -= on_device[name]
         totals = list(accumulate(changes[:-1]))
         return cls(live_bytes=[resting + total for total in totals], begins=begins)
 
 
-def _begins(section: Section) -> Mapping[int, int]:
-    """For each ``alloc`` the number of ops of the section after whose last compute op it may run."""
-    known: dict[str, int] = {}
-    events: dict[str, int] = {}
-    found: dict[int, int] = {}
+def _begins(program: Program, section: Section) -> Mapping[int, int]:
+    """For each ``alloc`` the index after the last compute op that is surely done when it runs; 0 without one."""
+    clocks = StreamClocks((stream.name for stream in program.streams), section.entry.pending)
+    compute = clocks.numbers[COMPUTE]
+    # The n-th entry is the index after the n-th op of the compute stream; those pending at the entry come before all.
+    computed = [0] * (clocks.done[compute][compute] + 1)
+    begins: dict[int, int] = {}
     for index, op in enumerate(section.body):
         if isinstance(op, ops.Wait):
-            after = events.get(op.waited, 0)
-            for stream in (*known, HOST) if op.on == HOST else (op.on,):
-                known[stream] = max(known.get(stream, known.get(HOST, 0)), after)
+            clocks.wait(op.waited, op.on)
             continue
+        stream = clocks.numbers[op.stream]
         if isinstance(op, ops.Alloc):
-            is_compute = op.stream == COMPUTE
-            found[index] = index if is_compute else known.get(op.stream, known.get(HOST, 0))
-        if op.stream == COMPUTE:
-            known[COMPUTE] = index + 1
-        if op.event is not None:
-            events[op.event] = known.get(op.stream, known.get(HOST, 0))
-    return found
+            begins[index] = index if stream == compute else computed[clocks.done[stream][compute]]
+        if stream == compute:
+            computed.append(index + 1)
+        clocks.issue(stream, op.event)
+    return begins
 
 
 def _moved(section: Section, program: Program, room: _Room, budget_bytes: int) -> Section:
-    body = list(section.body)
+    body = section.body
     before: dict[int, list[Op]] = {}
     moved: set[int] = set()
     earliest = 0
-    for wave in find_waves(body, program):
-        for gather in wave.gathers:
+    for group in find_groups(body, program):
+        for gather in group.gathers:
             begun = _begun(gather, program, room)
             earliest = max(earliest, gather.earliest)
             # One that stands first already moves nowhere, but may have others behind it.
@@ -112,13 +112,16 @@ def _moved(section: Section, program: Program, room: _Room, budget_bytes: int) -
                 for index in range(at, begin):
                     room.live_bytes[index] += size
             moved |= {*gather.allocs, gather.index}
-            before.setdefault(at, []).extend(_issued(body, gather, at))
-    left: list[Op] = []
+            passed = body[at : min(gather.allocs)]
+            is_ahead = any(isinstance(op, ops.Compute) for op in passed)
+            issued = ahead(gather.op) if is_ahead else gather.op
+            before.setdefault(at, []).extend((*(body[alloc] for alloc in gather.allocs), issued))
+    placed: list[Op] = []
     for index, op in enumerate(body):
-        left.extend(before.get(index, ()))
+        placed.extend(before.get(index, ()))
         if index not in moved:
-            left.append(op)
-    return replace(section, body=tuple(left))
+            placed.append(op)
+    return replace(section, body=tuple(placed))
 
 
 def _begun(gather: Gather, program: Program, room: _Room) -> list[tuple[int, int]]:
@@ -145,7 +148,8 @@ def _earliest(
     best: int | None = None
     for at in reversed(places):
         more = sum(size for begin, size in begun if at < begin)
-        if room.live_bytes[at] + more > budget_bytes:
+        # Up to where it may begin anyway a gather takes nothing more.
+        if more and room.live_bytes[at] + more > budget_bytes:
             break
         if at == 0 or (_is_compute(body[at - 1]) and not _is_released_next(body[at])):
             best = at
@@ -153,23 +157,9 @@ def _earliest(
 
 
 def _is_compute(op: Op) -> bool:
-    """Whether the op runs on the compute stream, so that waiting for it bounds how far another stream runs ahead."""
+    """Whether the op runs on the compute stream, so that a gather behind it is held back until it is done."""
     return not isinstance(op, ops.Wait | ops.Alloc) and op.stream == COMPUTE
 
 
 def _is_released_next(op: Op) -> bool:
     return isinstance(op, ops.Release) and op.stream == COMPUTE
-
-
-def _issued(body: list[Op], gather: Gather, at: int) -> list[Op]:
-    """A gather at its new place, behind the compute op there, which signals from now on."""
-    found: list[Op] = []
-    if at > 0:
-        previous = body[at - 1]
-        assert not isinstance(previous, ops.Wait)
-        event = previous.event or f"early.{at - 1}"
-        body[at - 1] = replace(previous, event=event)
-        found.append(ops.Wait(waited=event, on=gather.op.stream))
-    found.extend(body[alloc] for alloc in gather.allocs)
-    found.append(ahead(gather.op) if at < min(gather.allocs) else gather.op)
-    return found

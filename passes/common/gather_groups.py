@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 
 from zeroir.ir import ops
 from zeroir.ir.buffers import Role
 from zeroir.ir.effects import effects
-from zeroir.ir.mesh import GATHER
 from zeroir.ir.ops import Op
-from zeroir.ir.program import Program, Section
+from zeroir.ir.program import Program
 from zeroir.passes.common import rewrite
 
 
@@ -20,7 +19,7 @@ class Gather:
 
     ``earliest`` is one past the last op that the gather must follow: a release that ended a previous life of a buffer,
     or a change of what is gathered. ``first_use`` is None until it is met; it stays so where nobody reads what is
-    gathered. ``releases`` lack a buffer that outlives the section.
+    gathered.
     """
 
     op: ops.AllGather
@@ -28,34 +27,23 @@ class Gather:
     index: int
     earliest: int
     first_use: int | None = None
-    releases: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wave:
+class GatherGroup:
     """The gathers whose buffers the compute op at ``first_use`` is the first to read."""
 
     first_use: int
     gathers: tuple[Gather, ...]
 
-    @property
-    def releases(self) -> tuple[int, ...]:
-        """Where the buffers end."""
-        return tuple(sorted(release for gather in self.gathers for release in gather.releases))
 
-    @property
-    def stream(self) -> str:
-        """What gathers them."""
-        return self.gathers[0].op.stream
-
-
-def find_waves(body: Sequence[Op], program: Program) -> tuple[Wave, ...]:
-    """The waves of a section in order of use. A gather that nobody reads belongs to none."""
+def find_groups(body: Sequence[Op], program: Program) -> tuple[GatherGroup, ...]:
+    """The groups of a section in order of use. A gather of what no op reads belongs to none."""
     found: dict[int, list[Gather]] = {}
     for gather in _gathers(body, program):
         if gather.first_use is not None:
             found.setdefault(gather.first_use, []).append(gather)
-    return tuple(Wave(first_use=use, gathers=tuple(found[use])) for use in sorted(found))
+    return tuple(GatherGroup(first_use=use, gathers=tuple(found[use])) for use in sorted(found))
 
 
 def _gathers(body: Sequence[Op], program: Program) -> list[Gather]:
@@ -71,8 +59,7 @@ def _gathers(body: Sequence[Op], program: Program) -> list[Gather]:
                 allocs[op.buffer] = index
             case ops.Release():
                 releases[op.buffer] = index
-                if op.buffer in live:
-                    live.pop(op.buffer).releases.append(index)
+                live.pop(op.buffer, None)
             case ops.AllGather() if _is_temporary(op, program, allocs):
                 names = [pair.destination.buffer for pair in op.pairs]
                 sources = (pair.source.buffer for pair in op.pairs)
@@ -115,17 +102,4 @@ def ahead(op: ops.AllGather) -> ops.Prefetch:
         event=op.event,
         wire_dtype=op.wire_dtype,
         staging=op.staging,
-    )
-
-
-def without_gather_waits(section: Section) -> Section:
-    """The section without what holds its gathers back, but for events that are pending at its entry."""
-    pending = {p.event for p in section.entry.pending}
-    return replace(
-        section,
-        body=tuple(
-            op
-            for op in section.body
-            if not (isinstance(op, ops.Wait) and op.on == GATHER and op.waited not in pending)
-        ),
     )

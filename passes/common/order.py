@@ -1,218 +1,277 @@
-"""Waits from effects: order what must be ordered between streams, and nothing else.
+"""The waits of a program, derived from the effects of its ops and from its bounds.
 
-A pass puts ops where they belong in program order and says on which stream each runs. ``synchronise`` then looks at
-their effects alone, as if the section were sequential: wherever two ops on different streams touch one region, at
-least one of them writing (allocating and releasing count as writing the whole buffer), the later must wait for the
-earlier. Collectives on one communicator, and on communicators over different axes, are ordered in the same way.
+A pass puts ops where they belong in program order, says on which stream each runs, and states bounds. It neither sees
+nor makes waits: the pass manager takes them out before a pass and derives them after it. ``derive_waits`` looks at each
+section as if it were sequential and lets an op wait for the earlier ops of other streams that it must come after:
 
-A wait is added only where nothing yet orders the two, and a wait that orders nothing (its event is gone, what it
-orders is ordered anyway, or nothing follows on its stream) is taken out. Waits that a pass put in on purpose, to bound
-how far a stream runs ahead, therefore stay as long as they do something. Events are numbered anew in the order in which
-they are signalled. A pass that moves ops begins with ``unordered``, so that no wait is left of an order that was.
+* those that touch one region with it, where one of the two writes (allocating and releasing count as writing the whole
+  buffer);
+* for a collective, the last one on its communicator, and on each communicator over another axis;
+* for an ``alloc``, what the program's bounds ask for (see ``zeroir.ir.bounds``).
 
-An ``alloc`` takes no time, but a buffer that begins before a wait may meet all that the wait is for. So each is held
-back until an op of its stream first touches its buffer, and comes after whatever that op waits for.
+A wait is made only where nothing yet orders the two ops. Events are numbered in the order in which they are signalled.
+
+An ``alloc`` takes no time, but a buffer that begins before a wait may be live at once with all that the wait is for. So
+each is held back until an op of its stream first touches its buffer, and comes after whatever that op waits for.
+
+Pending events are an exception, since only the section before knows what their ops touch: an event that is pending at
+the exit of a section keeps its name, and a wait for one that is pending at the entry stays.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import NamedTuple, assert_never
 
+from zeroir.ir.bounds import AheadBound, BehindBound, BoundKind, bounded_buffers, groups
 from zeroir.ir.effects import Effects, effects
+from zeroir.ir.happens_before import Clock, StreamClocks
 from zeroir.ir.mesh import HOST
-from zeroir.ir.ops import Alloc, Op, Wait
+from zeroir.ir.ops import Alloc, Op, Release, Wait
 from zeroir.ir.program import Program, Section
 from zeroir.passes.common import rewrite
 from zeroir.passes.common.conflicts import Touch, touches
 
-Clock = dict[str, int]
-"""For each stream, how many of its ops have surely finished."""
+
+def without_waits(program: Program) -> Program:
+    """The program without the waits and events of its sections, but for those of ops that cross a joint."""
+    return rewrite.map_sections(program, _without_waits)
 
 
-def synchronise(program: Program) -> Program:
-    """The program with the waits and events that its sections need."""
-    return rewrite.map_sections(program, lambda section: _Orderer(program, section).run())
-
-
-def unordered(program: Program) -> Program:
-    """The program without the waits of its sections, but for those on events that are pending at their entry."""
-    return rewrite.map_sections(program, without_waits)
-
-
-def without_waits(section: Section) -> Section:
-    """See ``unordered``, for one section."""
-    pending = {p.event for p in section.entry.pending}
-    body = (op for op in section.body if not isinstance(op, Wait) or op.waited in pending)
+def _without_waits(section: Section) -> Section:
+    entering = {pending.event for pending in section.entry.pending}
+    leaving = {pending.event for pending in section.exit.pending}
+    body: list[Op] = []
+    for op in section.body:
+        if isinstance(op, Wait):
+            if op.waited in entering:
+                body.append(op)
+        elif op.event is None or op.event in leaving:
+            body.append(op)
+        else:
+            body.append(replace(op, event=None))
     return replace(section, body=tuple(body))
 
 
-class _Step(NamedTuple):
-    """An op, what it does, and what it touches."""
+def derive_waits(program: Program) -> Program:
+    """The program with the waits and events that its sections need, in the place of those that it has."""
+    program = without_waits(program)
+    kinds = bounded_buffers(program.buffers, program.ops()) if program.bounds else {}
+    return rewrite.map_sections(program, lambda section: _Derivation(program, section, kinds).run())
+
+
+class _EffectsOfOp(NamedTuple):
+    """An op, its effects, and what it touches."""
 
     op: Op
-    effect: Effects
+    effects: Effects
     touched: list[Touch]
 
 
-def _groups(section: Section, program: Program) -> Iterator[Wait | list[_Step]]:
+def _with_held_allocs(section: Section, program: Program) -> Iterator[Wait | list[_EffectsOfOp]]:
     """The ops in order, each behind the allocs that are held back for it."""
-    waited = {op.waited for op in section.body if isinstance(op, Wait)}
-    waited |= {pending.event for pending in section.exit.pending}
-    found: list[Wait | list[_Step]] = []
-    touching: dict[str, list[_Step]] = {}
+    leaving = {pending.event for pending in section.exit.pending}
+    together: list[Wait | list[_EffectsOfOp]] = []
+    touching: dict[str, list[_EffectsOfOp]] = {}
     for op in reversed(section.body):
         if isinstance(op, Wait):
-            found.append(op)
+            together.append(op)
             continue
         effect = effects(op)
-        step = _Step(op, effect, touches(effect, program))
-        if isinstance(op, Alloc) and op.event not in waited:
+        step = _EffectsOfOp(op, effect, touches(effect, program))
+        if isinstance(op, Alloc) and op.event not in leaving:
             first = touching.get(op.buffer)
-            if first is not None and first[-1].effect.stream == op.stream:
+            if first is not None and first[-1].effects.stream == op.stream:
                 first.insert(0, step)
                 continue
         group = [step]
-        found.append(group)
+        together.append(group)
         for touch in step.touched:
             touching[touch[0]] = group
-    return reversed(found)
+    return reversed(together)
 
 
 @dataclass(slots=True)
-class _Issued:
-    """An op already placed, or an op before the section that signals a pending event; ``count`` is its stream's."""
+class _PlacedOp:
+    """An op already placed, or one that is pending at the entry; ``clock`` is what is done when it is."""
 
     op: Op | None
-    stream: str
-    count: int
+    stream: int
+    place: int
     clock: Clock
     event: str | None
 
 
 @dataclass(slots=True)
 class _Accesses:
-    """Who touched a buffer and is to be waited for: by start and stop, who changed it, and the last of each stream."""
+    """The ops that users of a buffer wait for: by start and stop its writers, and the last reader of each stream."""
 
     writes: list[tuple[int, int, int]] = field(default_factory=list)
-    reads: dict[tuple[int, int, str], int] = field(default_factory=dict)
+    reads: dict[tuple[int, int, int], int] = field(default_factory=dict)
 
 
-@dataclass(slots=True)
-class _Orderer:
-    program: Program
-    section: Section
-    issued: list[_Issued] = field(default_factory=list)
-    body: list[Op | int] = field(default_factory=list)
-    """Waits as they are, every other op as its index in ``issued``."""
-    clocks: dict[str, Clock] = field(default_factory=dict)
-    accesses: dict[str, _Accesses] = field(default_factory=dict)
-    signals: dict[str, int] = field(default_factory=dict)
-    last_of_comm: dict[str, int] = field(default_factory=dict)
-    idle_waits: dict[str, list[int]] = field(default_factory=dict)
-    """Positions in ``body`` of the waits on each stream since its last op."""
+class _BoundedReleases:
+    """The releases of one kind of buffer so far, with the ranks of their groups; each stream asks for news only."""
+
+    def __init__(self) -> None:
+        self._ranks: dict[int, int] = {}
+        self._all: list[tuple[int, int]] = []
+        # A stream that begins buffers comes after what it has waited for once and for all.
+        self._unordered: dict[int, list[tuple[int, int]]] = {}
+
+    def add(self, group: int, index: int) -> None:
+        """Take in a release, by its index among the issued ops."""
+        rank = self._ranks.setdefault(group, len(self._ranks))
+        for releases in (self._all, *self._unordered.values()):
+            releases.append((rank, index))
+
+    def needed(self, stream: int, ahead: int) -> list[int]:
+        """The releases that the stream must come after from now on: of all groups but the last ``ahead``."""
+        limit = len(self._ranks) - ahead
+        releases = self._unordered.get(stream, self._all)
+        self._unordered[stream] = [release for release in releases if release[0] >= limit]
+        return [index for rank, index in releases if rank < limit]
+
+
+class _Derivation:
+    """The waits of one section."""
+
+    def __init__(self, program: Program, section: Section, kinds: Mapping[str, BoundKind]) -> None:
+        self.program = program
+        self.section = section
+        self.clocks = StreamClocks(stream.name for stream in program.streams)
+        self.issued: list[_PlacedOp] = []
+        self.body: list[Wait | int] = []
+        """Waits, and every other op as its index in ``issued``."""
+        self.accesses: dict[str, _Accesses] = {}
+        self.signals: dict[str, int] = {}
+        self.last_of_comm: dict[str, int] = {}
+        self.kept_waits: dict[int, list[int]] = {}
+        """For each stream the pending ops that its next op waits for."""
+        self.kinds = kinds
+        self.bounds = {bound.kind: bound for bound in program.bounds}
+        self.groups: Iterator[int] = iter(groups(section.body, kinds).values() if kinds else ())
+        """The groups of the releases of bounded buffers that are still to come, in order."""
+        self.releases = {kind: _BoundedReleases() for kind in self.bounds}
+        self.last_op: dict[int, int] = {}
+        """For each stream its last op that is no alloc."""
 
     def run(self) -> Section:
-        for pending in self.section.entry.pending:
-            index = self._issue(None, pending.stream, pending.event)
-            for holding in self.section.entry.holdings:
+        entry = self.section.entry
+        for pending in entry.pending:
+            stream, _ = self.clocks.enter(pending)
+            index = self._append(None, stream, pending.event)
+            for holding in entry.holdings:
                 if holding.after == pending.event:
                     region = holding.region
                     self._record([(region.buffer, region.offset, region.stop, True)], index)
-        for group in _groups(self.section, self.program):
+        for group in _with_held_allocs(self.section, self.program):
             if isinstance(group, Wait):
                 self._keep_wait(group)
             else:
                 self._place(group)
-        for position in (p for waits in self.idle_waits.values() for p in waits):
-            self.body[position] = _REMOVED
         return replace(self.section, body=self._named())
 
     # ------------------------------------------------------------------------------------------------ placing ops
 
-    def _place(self, group: Sequence[_Step]) -> None:
+    def _place(self, group: Sequence[_EffectsOfOp]) -> None:
         """Place an op and the allocs held back for it, behind what any of them must wait for."""
-        stream = group[-1].effect.stream
-        clock = self._clock(stream)
-        needed = self._needed(group[-1], clock)
-        for step in group[:-1]:
-            needed |= self._needed(step, clock)
+        stream = self.clocks.numbers[group[-1].effects.stream]
+        needed = set(self.kept_waits.pop(stream, ()))
+        for step in group:
+            self._add_needed(step, stream, needed)
         for index in sorted(needed, reverse=True):
             if not self._is_ordered(index, stream):
                 self._wait(index, stream)
         for op, effect, touched in group:
-            index = self._issue(op, stream, effect.signals[0] if effect.signals else None)
+            self.clocks.issue(stream)
+            index = self._append(op, stream, op.event if not isinstance(op, Wait) else None)
             self.body.append(index)
             self._record(touched, index)
             if effect.comm is not None:
                 self.last_of_comm[effect.comm] = index
-        self.idle_waits.pop(stream, None)
+            if not isinstance(op, Alloc):
+                self.last_op[stream] = index
+            if isinstance(op, Release) and op.buffer in self.kinds:
+                number = next(self.groups)
+                if self.kinds[op.buffer] in self.releases:
+                    self.releases[self.kinds[op.buffer]].add(number, index)
 
-    def _issue(self, op: Op | None, stream: str, event: str | None) -> int:
-        clock = self._clock(stream)
-        clock[stream] = count = clock.get(stream, 0) + 1
-        self.issued.append(_Issued(op, stream, count, clock.copy(), event))
+    def _append(self, op: Op | None, stream: int, event: str | None) -> int:
+        clock = self.clocks.done[stream].copy()
+        self.issued.append(_PlacedOp(op, stream, clock[stream], clock, event))
         if event is not None:
             self.signals[event] = len(self.issued) - 1
         return len(self.issued) - 1
 
-    def _needed(self, step: _Step, clock: Clock) -> set[int]:
-        """Whom an op must come after, but for those that its stream's clock knows of; of collectives all."""
-        found: set[int] = set()
-        issued = self.issued
+    def _add_needed(self, step: _EffectsOfOp, stream: int, needed: set[int]) -> None:
+        """Add the ops that this one must come after, leaving out those that conflict but are known to be done."""
+        issued, clock = self.issued, self.clocks.done[stream]
         for buffer, start, stop, is_write in step.touched:
-            known = self.accesses.get(buffer)
-            if known is None:
+            accesses = self.accesses.get(buffer)
+            if accesses is None:
                 continue
-            for first, last, index in known.writes:
+            for first, last, index in accesses.writes:
                 if first < stop and start < last:
-                    before = issued[index]
-                    if clock.get(before.stream, 0) < before.count:
-                        found.add(index)
-            for (first, last, stream), index in known.reads.items() if is_write else ():
-                if first < stop and start < last and clock.get(stream, 0) < issued[index].count:
-                    found.add(index)
-        comm = step.effect.comm
+                    writer = issued[index]
+                    if clock[writer.stream] < writer.place:
+                        needed.add(index)
+            for (first, last, reading), index in accesses.reads.items() if is_write else ():
+                if first < stop and start < last and clock[reading] < issued[index].place:
+                    needed.add(index)
+        comm = step.effects.comm
         if comm is not None:
             axis = self.program.comm_by_name[comm].axis
-            found.update(
+            needed.update(
                 index
                 for other, index in self.last_of_comm.items()
                 if other == comm or self.program.comm_by_name[other].axis != axis
             )
-        return found
+        if isinstance(step.op, Alloc) and step.op.buffer in self.kinds:
+            needed.update(self._bounding(self.kinds[step.op.buffer], stream))
+
+    def _bounding(self, kind: BoundKind, stream: int) -> Sequence[int]:
+        """The ops that a buffer of this kind may begin only after."""
+        match self.bounds.get(kind):
+            case None:
+                return ()
+            case AheadBound(ahead=ahead):
+                return self.releases[kind].needed(stream, ahead)
+            case BehindBound(behind=behind):
+                last = self.last_op.get(self.clocks.numbers[behind])
+                return () if last is None else (last,)
+            case bound:
+                assert_never(bound)
 
     def _record(self, touched: Sequence[Touch], index: int) -> None:
         stream = self.issued[index].stream
         for buffer, start, stop, is_write in touched:
-            known = self.accesses.get(buffer)
-            if known is None:
-                known = self.accesses[buffer] = _Accesses()
+            accesses = self.accesses.get(buffer)
+            if accesses is None:
+                accesses = self.accesses[buffer] = _Accesses()
             if not is_write:
-                # Whoever comes after the last read of a stream comes after those before it.
-                known.reads[start, stop, stream] = index
+                # Whatever comes after the last read of a stream comes after those before it.
+                accesses.reads[start, stop, stream] = index
                 continue
-            # Whoever comes after a write comes after all that it came after: what it covers can be forgotten.
-            if known.writes:
-                known.writes = [one for one in known.writes if one[0] < start or stop < one[1]]
-            if known.reads:
-                known.reads = {
-                    one: at for one, at in known.reads.items() if one[0] < start or stop < one[1]
+            # Whatever comes after a write comes after all that the write came after: what it covers can be forgotten.
+            if accesses.writes:
+                accesses.writes = [
+                    write for write in accesses.writes if write[0] < start or stop < write[1]
+                ]
+            if accesses.reads:
+                accesses.reads = {
+                    read: at
+                    for read, at in accesses.reads.items()
+                    if read[0] < start or stop < read[1]
                 }
-            known.writes.append((start, stop, index))
+            accesses.writes.append((start, stop, index))
 
     # ------------------------------------------------------------------------------------------------------ waits
 
-    def _clock(self, stream: str) -> Clock:
-        # A stream that first appears after a wait of the host comes after what the host waited for.
-        if stream not in self.clocks:
-            self.clocks[stream] = dict(self.clocks.get(HOST, {}))
-        return self.clocks[stream]
-
-    def _is_ordered(self, index: int, stream: str) -> bool:
+    def _is_ordered(self, index: int, stream: int) -> bool:
         before = self.issued[index]
-        return self._clock(stream).get(before.stream, 0) >= before.count
+        return self.clocks.done[stream][before.stream] >= before.place
 
     def _keep_wait(self, wait: Wait) -> None:
         index = self.signals.get(wait.waited)
@@ -220,46 +279,32 @@ class _Orderer:
             return
         if wait.on == HOST:
             self.body.append(wait)
-            self._clock(HOST)
-            for clock in self.clocks.values():
-                _join(clock, self.issued[index].clock)
-        elif not self._is_ordered(index, wait.on):
-            self._wait(index, wait.on)
+            for stream in range(len(self.clocks.done)):
+                self.clocks.follow(stream, self.issued[index].clock)
+        else:
+            self.kept_waits.setdefault(self.clocks.numbers[wait.on], []).append(index)
 
-    def _wait(self, index: int, stream: str) -> None:
+    def _wait(self, index: int, stream: int) -> None:
         before = self.issued[index]
         if before.event is None:
             before.event = f"#{index}"
-            self.signals[before.event] = index
-        waits = self.idle_waits.setdefault(stream, [])
-        for position in list(waits):
-            earlier = self.body[position]
-            assert isinstance(earlier, Wait)  # Only waits are noted as idle.
-            signal = self.issued[self.signals[earlier.waited]]
-            if before.clock.get(signal.stream, 0) >= signal.count:
-                waits.remove(position)
-                self.body[position] = _REMOVED
-        waits.append(len(self.body))
-        self.body.append(Wait(waited=before.event, on=stream))
-        _join(self._clock(stream), before.clock)
+        self.body.append(Wait(waited=before.event, on=self.program.streams[stream].name))
+        self.clocks.follow(stream, before.clock)
 
     # ------------------------------------------------------------------------------------------------------ names
 
     def _named(self) -> tuple[Op, ...]:
-        """The body with events numbered in order of signalling, and only those that somebody waits for."""
+        """The body with events numbered in order of signalling, and only those that an op waits for."""
         fixed = {p.event for p in (*self.section.entry.pending, *self.section.exit.pending)}
         waited = {op.waited for op in self.body if isinstance(op, Wait)}
         numbers = (str(number) for number in range(len(self.issued) + len(fixed) + 1))
         free = (number for number in numbers if number not in fixed)
         names: dict[str, str] = {name: name for name in fixed}
-        found: list[Op] = []
+        body: list[Op] = []
         for item in self.body:
-            if item == _REMOVED:
-                continue
             if isinstance(item, Wait):
-                found.append(replace(item, waited=names[item.waited]))
+                body.append(replace(item, waited=names[item.waited]))
                 continue
-            assert isinstance(item, int)
             placed = self.issued[item]
             op, event = placed.op, placed.event
             assert op is not None
@@ -267,13 +312,5 @@ class _Orderer:
             if event is not None and event not in names and event in waited:
                 names[event] = next(free)
             name = None if event is None else names.get(event)
-            found.append(op if op.event == name else replace(op, event=name))
-        return tuple(found)
-
-
-_REMOVED = -1
-
-
-def _join(clock: Clock, other: Mapping[str, int]) -> None:
-    for stream, count in other.items():
-        clock[stream] = max(clock.get(stream, 0), count)
+            body.append(op if op.event == name else replace(op, event=name))
+        return tuple(body)

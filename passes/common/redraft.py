@@ -10,7 +10,6 @@ from dataclasses import replace
 from itertools import chain, count
 from typing import Final
 
-from zeroir.errors import UserError
 from zeroir.ir import ops
 from zeroir.ir.buffers import Buffer
 from zeroir.ir.ops import Op
@@ -44,15 +43,6 @@ class Choices:
         if key not in self._known:
             self._known[key] = choose(pair)
         return self._known[key]
-
-
-def require_one_device(program: Program, name: str) -> None:
-    """UserError where a pass would come too late: it is for a program for one device."""
-    if any(isinstance(op, ops.Collective | ops.Wait | ops.Transfer) for op in program.ops()):
-        raise UserError(
-            f"The pass `{name}` works on a program for one device; put it before the passes that share "
-            "the work among ranks."
-        )
 
 
 def redraft(program: Program, change: Callable[[SectionDraft, Choices], None]) -> Program:

@@ -6,8 +6,9 @@ Everything here returns new values; programs are never changed in place.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import assert_never
+from dataclasses import is_dataclass, replace
+from functools import cache
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import networkx
 
@@ -16,9 +17,14 @@ from zeroir.ir import ops
 from zeroir.ir.buffers import Buffer, Region, View
 from zeroir.ir.contents import PARAM, FlatContent, Micro
 from zeroir.ir.effects import effects
+from zeroir.ir.op_fields import op_fields, operands
 from zeroir.ir.ops import Op
 from zeroir.ir.program import Flat, Holding, Program, Section, State
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+D = TypeVar("D", bound="DataclassInstance")
 Change = Callable[[Region], Region]
 
 
@@ -27,68 +33,44 @@ Change = Callable[[Region], Region]
 
 def map_regions(op: Op, change: Change) -> Op:
     """The op with every region it names changed; buffers that it allocates or releases stay."""
-    match op:
-        case ops.Alloc() | ops.Release() | ops.Wait():
-            return op
-        case (
-            ops.AllGather()
-            | ops.Prefetch()
-            | ops.ReduceScatter()
-            | ops.AllReduce()
-            | ops.Broadcast()
-        ):
-            pairs = tuple(
-                ops.Pair(source=change(pair.source), destination=change(pair.destination))
-                for pair in op.pairs
-            )
-            return replace(op, pairs=pairs, staging=_optional(op.staging, change))
-        case ops.Compute():
-            return replace(
-                op,
-                arguments=tuple(replace(a, view=_view(a.view, change)) for a in op.arguments),
-                destinations=tuple(
-                    None if d is None else replace(d, view=_view(d.view, change))
-                    for d in op.destinations
-                ),
-            )
-        case ops.Fill():
-            return replace(op, destination=change(op.destination))
-        case ops.Scale():
-            return replace(op, region=change(op.region), by=change(op.by))
-        case ops.GradNorm() | ops.CheckFinite():
-            return replace(
-                op,
-                sources=tuple(change(source) for source in op.sources),
-                destination=change(op.destination),
-            )
-        case ops.Decide():
-            return replace(
-                op,
-                step=change(op.step),
-                gradient_divisor=change(op.gradient_divisor),
-                overflow=_optional(op.overflow, change),
-                norm=_optional(op.norm, change),
-                loss_scale=_optional(op.loss_scale, change),
-                skip=_optional(op.skip, change),
-            )
-        case ops.OptimizerStep():
-            return replace(
-                op,
-                param=change(op.param),
-                grad=change(op.grad),
-                states=tuple(change(state) for state in op.states),
-                step=change(op.step),
-                lr=change(op.lr),
-                hyper=change(op.hyper),
-                gradient_divisor=change(op.gradient_divisor),
-                skip=_optional(op.skip, change),
-            )
-        case ops.UpdateScale():
-            return replace(op, state=change(op.state), skip=change(op.skip))
-        case ops.Cast() | ops.ToHost() | ops.ToDevice() | ops.Load() | ops.Store():
-            return replace(op, source=change(op.source), destination=change(op.destination))
+    return op if isinstance(op, ops.Memory | ops.Wait) else _mapped(op, change)
+
+
+def _mapped(value: D, change: Change) -> D:
+    """An op, or a dataclass inside one, with every region in it changed."""
+    kind = type(value)
+    values: dict[str, Any] = {
+        name: _map_value(getattr(value, name), change) if has_regions else getattr(value, name)
+        for name, has_regions in _fields(kind)
+    }
+    return kind(**values)
+
+
+def _map_value(value: object, change: Change) -> object:
+    match value:
+        case Region():
+            return change(value)
+        case None:
+            return None
+        case View():
+            return View(region=change(value.region), shape=value.shape, stride=value.stride)
+        case tuple():
+            return tuple([_map_value(item, change) for item in value])
         case _:
-            assert_never(op)
+            assert is_dataclass(value)
+            assert not isinstance(value, type)
+            return _mapped(value, change)
+
+
+def _fields(kind: type) -> tuple[tuple[str, bool], ...]:
+    return _cached_fields(kind)
+
+
+@cache
+def _cached_fields(kind: type) -> tuple[tuple[str, bool], ...]:
+    """The fields of an op class, or of a dataclass inside one, and whether there are regions in them."""
+    with_regions = {operand.field.name for operand in operands(kind)}
+    return tuple((field.name, field.name in with_regions) for field in op_fields(kind))
 
 
 def map_state(state: State, change: Change) -> State:
@@ -96,14 +78,6 @@ def map_state(state: State, change: Change) -> State:
     return replace(
         state, holdings=tuple(replace(h, region=change(h.region)) for h in state.holdings)
     )
-
-
-def _optional(region: Region | None, change: Change) -> Region | None:
-    return None if region is None else change(region)
-
-
-def _view(view: View, change: Change) -> View:
-    return replace(view, region=change(view.region))
 
 
 def as_shard(region: Region, size: int) -> Region:
@@ -147,13 +121,6 @@ def used_buffers(op: Op) -> frozenset[str]:
     """Buffers whose elements the op reads or writes; allocating and releasing is no use."""
     found = effects(op)
     return frozenset(r.buffer for r in (*found.reads, *found.writes, *found.accumulates))
-
-
-def signalling(op: Op, index: int) -> tuple[Op, str]:
-    """The release at ``index`` with an event, and the event."""
-    assert isinstance(op, ops.Release)
-    event = op.event or f"release.{index}"
-    return replace(op, event=event), event
 
 
 def map_sections(program: Program, change: Callable[[Section], Section]) -> Program:
@@ -249,13 +216,12 @@ def flat_of_buffer(program: Program) -> Mapping[str, Flat]:
 
 
 def _linked(op: Op) -> tuple[str, ...]:
-    match op:
-        case ops.Cast() | ops.ToHost() | ops.ToDevice() | ops.Load() | ops.Store():
-            return (op.source.buffer, op.destination.buffer)
-        case ops.OptimizerStep():
-            return tuple(region.buffer for region in (op.param, op.grad, *op.states))
-        case _:
-            return ()
+    """The buffers that an op uses element for element, none where it does not."""
+    names: list[str] = []
+    for field in op.same_elements:
+        regions = getattr(op, field)
+        names += [r.buffer for r in (regions if isinstance(regions, tuple) else (regions,))]
+    return tuple(names)
 
 
 def gap_fills(flat: Flat, buffer: str, stream: str) -> tuple[ops.Fill, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, assert_never
+from typing import Final, Protocol, assert_never
 
 import torch
 from torch import Tensor
@@ -33,6 +33,10 @@ class CollectiveTensors:
     pairs: Sequence[Sequence[TensorPair]]
     staging: Sequence[Tensor | None]
     wire_dtype: torch.dtype | None = None
+
+
+SMALL_NUMEL: Final = 1024
+"""Up to so many elements every rank adds them all, which costs less than two exchanges; the bits are the same."""
 
 
 class LostConnectionError(RuntimeError):

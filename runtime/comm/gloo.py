@@ -16,9 +16,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from zeroir.ir.ops import Reduction
-from zeroir.runtime.comm.base import CollectiveTensors, combine, to_wire
+from zeroir.runtime.comm.base import SMALL_NUMEL, CollectiveTensors, combine, to_wire
 from zeroir.runtime.comm.groups import Groups
-from zeroir.workspace.collective_scratch import SMALL_NUMEL
 
 
 class GlooComm:

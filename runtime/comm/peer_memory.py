@@ -19,9 +19,8 @@ from torch import Tensor
 
 from zeroir.ir.ops import Reduction
 from zeroir.ir.program import Program
-from zeroir.runtime.comm.base import CollectiveTensors, combine, to_wire
+from zeroir.runtime.comm.base import SMALL_NUMEL, CollectiveTensors, combine, to_wire
 from zeroir.runtime.comm.peers import Exchange, Peer, connect_peers
-from zeroir.workspace.collective_scratch import SMALL_NUMEL
 
 _CHUNK_NUMEL: Final = 1 << 18
 """Elements that are read before they are added: few system calls, and still in the cache."""

@@ -1,12 +1,12 @@
-"""What the runtime uses of Inductor, and how it loads what Inductor made; all of torch's private interfaces for it.
+"""Compiles segments with Inductor and loads the results; all use of torch's private interfaces for this is here.
 
-Compiling imports the compiler, which takes about 120 MB and seconds, and happens in processes of their own
-(``compile_worker``). Loading and running imports none of it: a compiled segment is a library with a C interface.
+Compiling imports the compiler, which takes seconds and about 120 MB, and happens in other processes
+(``compile_worker``). Loading and running import none of it: a compiled segment is a library with a C interface.
 
 A library reads its arguments and writes its destinations, which are inputs of its function like the arguments; it
-returns nothing. On the CPU its interface is one function (``segment.h``). AOTInductor's own (``interface.h``, with its
-container of models) takes three times as long to compile as the segment, and is there for what needs it: CUDA,
-constants, and operators that torch offers no C function for.
+returns nothing. On the CPU its interface is one function (``segment.h``). AOTInductor's own interface (``interface.h``,
+with a container of models) takes three times as long to compile as the segment, and serves the cases that need it:
+CUDA, constants, and operators without a C function in torch.
 """
 
 from __future__ import annotations
@@ -35,30 +35,30 @@ if TYPE_CHECKING:
 
 LIBRARY: Final = "kernel.so"
 EXTERN_CALLS: Final = "kernel.json"
-"""Beside the library where it calls operators that torch offers no C function for."""
+"""A file beside the library that describes its calls of operators without a C function in torch."""
 
 _SEGMENT_HEADER: Final = Path(__file__).with_name("segment.h")
 _FUNCTION: Final = "zeroir_run"
-"""What ``segment.h`` exports; a library without it holds a model in AOTInductor's container."""
+"""The function that ``segment.h`` exports; a library without it holds a model in AOTInductor's container."""
 
 Decompositions = Mapping[torch._ops.OpOverload, Callable[..., object]]
 
 _C_FUNCTIONS: Final = ("mm_out", "bmm_out", "addmm_out")
-"""Operators of ``torch_ops.into`` that stand for the C function of torch with their name and arguments."""
+"""Operators of ``torch_ops.out_variants`` that stand for torch's C functions of the same names and arguments."""
 
 _OWN_C_FUNCTIONS: Final = ("embedding_gradient",)
-"""Operators of ``torch_ops.into`` for which ``segment.h`` has such a function."""
+"""Operators of ``torch_ops.out_variants`` for which ``segment.h`` has such a function."""
 
 OPTIONS: Final[Mapping[str, object]] = {
-    # The order of the graph is what says that a destination is read after it is written.
+    # Only the order of the graph ensures that a destination is read after it is written.
     "reorder_for_locality": False,
-    # Shapes and strides were settled when the segment was compiled.
+    # Shapes and strides were fixed when the segment was compiled.
     "size_asserts": False,
     "fx_graph_cache": False,
     "aot_inductor.enable_frame_pointer": False,
     "aot_inductor.enable_line_tables": False,
 }
-"""How Inductor is asked to compile; names that a version of torch lacks are left out."""
+"""Inductor's options; those that a version of torch lacks are left out."""
 
 
 def compile_library(
@@ -70,7 +70,7 @@ def compile_library(
     *,
     host_inputs: frozenset[int] = frozenset(),
 ) -> None:
-    """Compile a graph of torch operators that returns nothing into ``folder``; further operators are decomposed.
+    """Compile a graph of torch operators that returns nothing into ``folder``, with more decompositions.
 
     ``inputs`` are the types of the graph's inputs; those in ``host_inputs`` lie on the host.
     """
@@ -79,17 +79,17 @@ def compile_library(
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    def compiled(options: Mapping[str, object]) -> None:
+    def compile_with(options: Mapping[str, object]) -> None:
         mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
         with torch.no_grad(), mode:
             examples = [
                 torch.empty_strided(
-                    one.shape,
-                    one.stride,
-                    dtype=TORCH_DTYPE[one.dtype],
+                    kind.shape,
+                    kind.stride,
+                    dtype=TORCH_DTYPE[kind.dtype],
                     device="cpu" if index in host_inputs else device,
                 )
-                for index, one in enumerate(inputs)
+                for index, kind in enumerate(inputs)
             ]
             table = {**select_decomp_table(), **decompositions}
             traced = make_fx(graph, decomposition_table=table)(*examples)
@@ -99,15 +99,15 @@ def compile_library(
 
     _lower_ours()
     if device.type == "cpu":
-        # Whatever goes wrong here, the other form is there for it.
+        # If anything fails here, the segment is compiled as a model instead.
         with suppress(Exception), _as_function(folder) as options:
-            compiled(options)
+            compile_with(options)
             if not _describes_calls(folder):
                 _keep_only(folder, LIBRARY)
                 return
         _keep_only(folder)
     with _as_model() as options:
-        compiled(options)
+        compile_with(options)
     if (calls := _describes_calls(folder)) is not None:
         calls.rename(folder / EXTERN_CALLS)
     _keep_only(folder, LIBRARY, EXTERN_CALLS)
@@ -120,15 +120,15 @@ def _compile(
     folder: Path,
     options: Mapping[str, object],
 ) -> None:
-    """Let Inductor compile a graph of torch's operators and ours."""
+    """Compile a graph of torch's and zeroir's operators with Inductor."""
     from torch._guards import TracingContext, tracing
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.virtualized import V
 
-    known = config.get_config_copy()
+    supported = config.get_config_copy()
     patch = {
-        **{name: value for name, value in OPTIONS.items() if name in known},
+        **{name: value for name, value in OPTIONS.items() if name in supported},
         "cpp_wrapper": True,
         "aot_inductor.output_path": str(folder / LIBRARY),
         **options,
@@ -145,10 +145,10 @@ def _compile(
 
 @contextmanager
 def _as_function(folder: Path) -> Iterator[Mapping[str, object]]:
-    """Options by which a segment becomes one function, ``segment.h``, in place of AOTInductor's container of models.
+    """Options that compile a segment as one function, ``segment.h``, instead of AOTInductor's container of models.
 
-    They are those of a model that is linked statically into something else: its class has a name of its own, and a
-    header of that name declares it. Torch writes that header unless it is there.
+    They are the options of a model for static linking: its class has its own name, and a header of that name declares
+    it. Torch writes that header unless it exists.
     """
     from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu
 
@@ -160,7 +160,7 @@ def _as_function(folder: Path) -> Iterator[Mapping[str, object]]:
         "aot_inductor.dynamic_linkage": False,
         "aot_inductor.model_name_for_generated_files": name,
     }
-    # They are off unless asked for in the environment, and take as long to compile as the rest.
+    # These checks run only on request of an environment variable, but take as long to compile as the rest.
     checks = "generate_input_output_runtime_checks"
     with _replaced(CppWrapperCpu, checks, lambda _: None):
         yield options
@@ -168,7 +168,7 @@ def _as_function(folder: Path) -> Iterator[Mapping[str, object]]:
 
 @contextmanager
 def _as_model() -> Iterator[Mapping[str, object]]:
-    """Options by which a segment becomes a model in AOTInductor's container."""
+    """Options that compile a segment as a model in AOTInductor's container."""
     from torch._inductor.lowering import lowerings
 
     operators = [getattr(torch.ops.zeroir, name).default for name in _OWN_C_FUNCTIONS]
@@ -181,14 +181,14 @@ def _as_model() -> Iterator[Mapping[str, object]]:
 
 @contextmanager
 def _quick_check_of_instructions() -> Iterator[None]:
-    """Ask of the compiler whether it knows a processor's instructions by a file without headers.
+    """Check with a file without headers that the compiler supports a processor's instruction sets.
 
-    Inductor compiles torch's vector classes for every set of instructions, and loads each library in a new process.
+    Inductor's own check compiles torch's vector classes for every set, and loads each library in a new process.
     """
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.cpu_vec_isa import VecISA
 
-    def is_known(instructions: VecISA, code: str) -> bool:
+    def is_supported(instructions: VecISA, code: str) -> bool:
         flags = instructions.build_arch_flags().split()
         return not subprocess.run(
             [get_cpp_compiler(), *flags, "-x", "c++", "-c", "-", "-o", os.devnull],
@@ -202,33 +202,33 @@ def _quick_check_of_instructions() -> Iterator[None]:
     if platform.machine() != "x86_64":
         yield
         return
-    with _replaced(VecISA, "check_build", is_known):
+    with _replaced(VecISA, "check_build", is_supported):
         yield
 
 
 @contextmanager
 def _replaced(owner: type, name: str, function: Callable[..., object]) -> Iterator[None]:
-    """Have another method in a class of torch's meanwhile, if it has one of that name."""
-    found = vars(owner).get(name)
-    if found is None:
+    """Replace a method of a class in the body, if the class has a method of that name."""
+    original = vars(owner).get(name)
+    if original is None:
         yield
         return
     setattr(owner, name, function)
     try:
         yield
     finally:
-        setattr(owner, name, found)
+        setattr(owner, name, original)
 
 
 def has_effect(node: fx.Node) -> bool:
-    """What dead-code elimination must keep: inputs, and whatever writes."""
+    """Whether dead-code elimination must keep a node: an input, the output, or an operator that writes."""
     if node.op in ("placeholder", "output"):
         return True
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 def _lower_ours() -> None:
-    """Tell Inductor what our operators that fill a tensor are."""
+    """Register lowerings of zeroir's operators that fill a tensor."""
     import sympy
     from torch._inductor import ir
     from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu
@@ -242,7 +242,7 @@ def _lower_ours() -> None:
         return
 
     class FillingCall(ir.ExternKernel):
-        """A call of a C function that fills its first tensor; then come its tensors, then its numbers."""
+        """A call of a C function that fills its first tensor; its other arguments are tensors, then numbers."""
 
         def __init__(
             self, op: torch._ops.OpOverload, tensors: Sequence[ir.IRNode], numbers: Sequence[float]
@@ -256,13 +256,12 @@ def _lower_ours() -> None:
 
         def codegen(self, wrapper: PythonWrapperCodegen) -> None:
             device, op = self.get_device(), self.op_overload
-            assert isinstance(
-                wrapper, CppWrapperCpu
-            )  # the C++ wrappers of all devices derive from it
+            # The C++ wrappers of all devices derive from this class.
+            assert isinstance(wrapper, CppWrapperCpu)
             assert isinstance(op, torch._ops.OpOverload)
             assert device is not None
             function = f"aoti_torch_{device.type}_{op._opname}"
-            args = [one.codegen_reference() for one in self.inputs if isinstance(one, ir.IRNode)]
+            args = [node.codegen_reference() for node in self.inputs if isinstance(node, ir.IRNode)]
             args += [repr(number) for number in self.constant_args]
             wrapper.generate_c_shim_extern_kernel_call(function, args, device.type)
 
@@ -280,13 +279,13 @@ def _lower_ours() -> None:
         FillingCall(op, tensors, [arg for arg in args if isinstance(arg, int | float)])
 
     def store(out: ir.TensorBox, value: ir.TensorBox) -> None:
-        # The value may be computed in its destination, since nobody else reads it: but an operator that Inductor
-        # only calls makes its result in its own memory, and an input has its own.
+        # The value may be computed in its destination, because no other node reads it. Inputs, and results of
+        # operators that Inductor only calls, have their own memory.
         data = value.data
-        is_own = isinstance(data, ir.StorageBox) and isinstance(
+        is_computed = isinstance(data, ir.StorageBox) and isinstance(
             data.data, ir.Pointwise | ir.Reduction
         )
-        mutate_to(out, value, unsafe_alias=is_own)  # type: ignore[no-untyped-call]
+        mutate_to(out, value, unsafe_alias=is_computed)  # type: ignore[no-untyped-call]
 
     register_lowering(ours.store.default, type_promotion_kind=None)(store)
     for name in (*_C_FUNCTIONS, *_OWN_C_FUNCTIONS):
@@ -295,7 +294,7 @@ def _lower_ours() -> None:
 
 
 def _describes_calls(folder: Path) -> Path | None:
-    """The file that describes calls of operators without a C function, if there are any."""
+    """The file that describes calls of operators without a C function; None where there are no such calls."""
     for path in folder.glob("*.wrapper.json"):
         if json.loads(path.read_text()).get("nodes"):
             return path
@@ -303,7 +302,7 @@ def _describes_calls(folder: Path) -> Path | None:
 
 
 def _keep_only(folder: Path, *names: str) -> None:
-    """Drop sources and objects, but for the named files; binaries for a device stay where files are named."""
+    """Delete all files but the named ones; where any are named, a device's binaries stay, too."""
     for path in sorted(folder.rglob("*"), reverse=True):
         if path.is_dir():
             path.rmdir()
@@ -322,8 +321,8 @@ class Library(Protocol):
 
 
 def load_library(folder: Path, device: torch.device) -> Library:
-    """Load what ``compile_library`` wrote. RuntimeError or OSError where it does not fit this torch or machine."""
-    import zeroir.torch_ops  # noqa: F401 - libraries look our operators up by name
+    """Load the result of ``compile_library``; RuntimeError or OSError where it does not fit this torch or machine."""
+    import zeroir.torch_ops  # noqa: F401 - libraries look zeroir's operators up by name
 
     path = folder / LIBRARY
     if (folder / EXTERN_CALLS).exists():
@@ -341,9 +340,9 @@ def _runner(path: Path, device: torch.device) -> Library:
     run = torch._C._aoti.AOTIModelContainerRunnerCuda(str(path), 1, str(device), binaries).run
 
     def on_device(tensors: list[Tensor], /) -> None:
-        # It asks the device whether the segment's last call is done, and never recovers if that was captured.
+        # It asks the device whether the segment's last call is done, and fails for ever if that was captured.
         if torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("a compiled segment calls operators that only Python knows")
+            raise RuntimeError("a compiled segment calls operators that exist only in Python")
         run(tensors)
 
     return on_device
@@ -355,7 +354,7 @@ _pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)
 
 
 def _handles(tensors: list[Tensor]) -> ctypes.Array[ctypes.c_void_p]:
-    """Handles of tensors, for a library that takes them over."""
+    """Handles of tensors, which the library owns."""
     capsules = torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors(tensors)
     return (ctypes.c_void_p * len(capsules))(*[_pointer(capsule, None) for capsule in capsules])
 
@@ -366,7 +365,7 @@ def _check(code: int) -> None:
 
 
 class _SegmentFunction:
-    """The function of a library, called without the interpreter's lock; several threads may."""
+    """The function of a library, called without the interpreter's lock; several threads may call it."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         run = library[_FUNCTION]
@@ -382,8 +381,8 @@ class _SegmentFunction:
 class _AotModel:
     """A model in AOTInductor's container, called through its C interface without the interpreter's lock.
 
-    torch's own runner keeps the lock, and what overlaps with the segment, such as communication, would stand still. On
-    a GPU it also waits for the segment's last call, because several threads may call it: here one thread does.
+    torch's own runner keeps the lock, which would stop work that overlaps with the segment, such as communication. On a
+    GPU it also waits for the segment's last call, because several threads may call it; here only one thread does.
     """
 
     def __init__(self, library: ctypes.CDLL, device: torch.device, folder: Path) -> None:

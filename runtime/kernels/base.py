@@ -1,4 +1,4 @@
-"""What runs a segment, behind one Protocol; the program is the same whichever it is."""
+"""The interface of kernel backends; the program does not depend on the choice among them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from zeroir.ir.segment import Segment
 
 
 class Kernel(Protocol):
-    """One segment, ready to run for one way of binding its outputs."""
+    """One segment, ready to run with one binding of its outputs."""
 
     def __call__(self, arguments: Sequence[Tensor], destinations: Sequence[Tensor | None]) -> None:
         """Read the arguments and fill the destinations, in the order of the segment's inputs and outputs."""
@@ -22,7 +22,7 @@ class Kernels(Protocol):
     """A kernel backend."""
 
     def compile(self, segment: Segment, bindings: Sequence[Binding | None]) -> Kernel:
-        """The kernel of a segment; equal structures with equal bindings are compiled once."""
+        """The kernel of a segment; segments of one digest with equal bindings are compiled once."""
 
     def finish(self) -> None:
         """Make all kernels ready to run; call it once after the last ``compile``, before the first step."""

@@ -25,7 +25,7 @@ from zeroir.ir.bindings import Binding
 from zeroir.ir.segment import Segment
 
 FORMAT: Final = 2
-"""What entries hold and how they are compiled; a change of either is a new number."""
+"""The version of the entries' contents and of the way they are compiled."""
 
 _MANIFEST: Final = "entry.json"
 
@@ -42,13 +42,13 @@ def cache_folder() -> Path:
 def kernel_key(
     segment: Segment, bindings: Sequence[Binding | None], device: torch.device, threads: int
 ) -> str:
-    """SHA-256 of what the compiled code of a segment depends on; ``threads`` is how many run its loops."""
+    """SHA-256 of everything that a segment's compiled code depends on; ``threads`` is the number that run its loops."""
     parts = (
         FORMAT,
         __version__,
         torch.__version__,
         torch.version.git_version,
-        _machine(device),
+        _processor(device),
         threads if device.type == "cpu" else 0,
         segment.digest(),
         tuple(bindings),
@@ -56,7 +56,7 @@ def kernel_key(
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
-def _machine(device: torch.device) -> tuple[object, ...]:
+def _processor(device: torch.device) -> tuple[object, ...]:
     """The processor whose instructions the code uses."""
     if device.type == "cuda":
         name, capability = (
@@ -68,7 +68,7 @@ def _machine(device: torch.device) -> tuple[object, ...]:
 
 
 def _cpu_flags() -> str:
-    """The instruction sets of the CPU, for code that is compiled for the very machine it runs on."""
+    """The instruction sets of the CPU, because code is compiled for exactly this machine."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -77,13 +77,13 @@ def _cpu_flags() -> str:
 
 
 class KernelCache:
-    """The entries under one folder; OSError from whatever writes, where it cannot be written."""
+    """The entries under one folder. Methods that write raise an OSError where the folder is not writable."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder / "kernels"
 
     def find(self, key: str) -> Path | None:
-        """The folder of a whole and undamaged entry."""
+        """The folder of an entry, or None where it is missing, incomplete or damaged."""
         entry = self._folder / key
         try:
             manifest = json.loads((entry / _MANIFEST).read_bytes())
@@ -95,18 +95,18 @@ class KernelCache:
 
     @contextmanager
     def draft(self) -> Iterator[Path]:
-        """A folder beside the entries to compile into; it is gone afterwards."""
+        """A temporary folder beside the entries, to compile into."""
         self._folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(
             prefix="draft-", dir=self._folder, ignore_cleanup_errors=True
         ) as name:
-            # Within, so that it may be moved away.
+            # A folder inside the temporary one may be moved away.
             folder = Path(name) / "entry"
             folder.mkdir()
             yield folder
 
     def keep(self, key: str, draft: Path) -> Path:
-        """Make an entry of a draft, under its lock; a damaged one that stands in the way is removed."""
+        """Make an entry of a draft; the caller holds the key's lock. A damaged entry of the key is replaced."""
         files = {path.name: _hash(path) for path in sorted(draft.iterdir())}
         (draft / _MANIFEST).write_text(json.dumps({"files": files}))
         entry = self._folder / key

@@ -1,4 +1,4 @@
-"""Nodes of a segment as calls of torch: which operator, and its arguments with the numbers of the values left open."""
+"""Nodes of a segment as calls of torch: the operator, and functions that resolve its arguments from values."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-import zeroir.torch_ops  # noqa: F401 - segments call zeroir's own operators, which exist once it is loaded
+import zeroir.torch_ops  # noqa: F401 - it registers zeroir's own operators, which segments call
 from zeroir.errors import UserError
 from zeroir.ir.dtypes import DType
 from zeroir.ir.segment import Node, NodeArg, Ref, Symbol
@@ -27,7 +27,7 @@ Value = (
     | list["Value"]
 )
 Resolve = Callable[[Sequence[Tensor | None]], Value]
-"""Given the values of a segment by number, one argument of a call."""
+"""Returns one argument of a call, given the values of a segment by number."""
 
 
 def operator(name: str) -> torch._ops.OpOverload:
@@ -35,26 +35,26 @@ def operator(name: str) -> torch._ops.OpOverload:
     parts = name.split(".")
     try:
         namespace, packet, overload = parts
-        found = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
+        function = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
     except (AttributeError, RuntimeError, ValueError):
         raise UserError(
             f"The program calls the operator {name}, which torch {torch.__version__} does not have; "
             "compile it again with this version of torch."
         ) from None
-    if not isinstance(found, torch._ops.OpOverload):
+    if not isinstance(function, torch._ops.OpOverload):
         raise UserError(f"The program calls {name}, which is not an operator of torch.")
-    return found
+    return function
 
 
 def constant(arg: NodeArg, device: torch.device) -> Value:
-    """An argument without values of the segment in it."""
+    """An argument that uses no value of the segment."""
     match arg:
         case Symbol(name="device"):
             return device
         case Symbol():
-            found = getattr(torch, arg.name, None)
-            if isinstance(found, torch.layout | torch.memory_format):
-                return found
+            value = getattr(torch, arg.name, None)
+            if isinstance(value, torch.layout | torch.memory_format):
+                return value
             raise UserError(
                 f"The program names '{arg.name}', which torch does not know; compile it again."
             )
@@ -74,7 +74,7 @@ def has_ref(arg: NodeArg) -> bool:
 
 
 def resolver(arg: NodeArg, device: torch.device) -> Resolve:
-    """How to obtain the argument in each call."""
+    """A function that returns the argument in each call."""
     if isinstance(arg, Ref):
         index = arg.index
         return lambda values: values[index]
@@ -92,15 +92,15 @@ def is_multiple(function: torch._ops.OpOverload) -> bool:
 
 
 def out_overload(function: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
-    """The overload that makes its one result in a given tensor, if the operator has one that needs no other.
+    """The overload that writes the operator's one result to a given tensor; None where there is no useful one.
 
-    Those that torch generates make the result elsewhere and copy it.
+    Overloads that torch generates are useless: they compute the result elsewhere and copy it.
     """
     schema = function._schema
     if len(schema.returns) != 1 or schema.is_mutable:
         return None
     if any(argument.name == "reduction" for argument in schema.arguments):
-        # Losses make the tensor as large as their input first, and may write over what lies beside it.
+        # Losses first resize the tensor to the size of their input, and may overwrite its neighbours in memory.
         return None
     expected = [(a.name, str(a.type)) for a in schema.arguments]
     packet = function._overloadpacket
@@ -108,8 +108,8 @@ def out_overload(function: torch._ops.OpOverload) -> torch._ops.OpOverload | Non
         candidate = getattr(packet, name)
         arguments = candidate._schema.arguments
         outs = [a for a in arguments if a.is_out]
-        found = [(a.name, str(a.type)) for a in arguments if not a.is_out]
-        if len(outs) == 1 and outs[0].name == "out" and found == expected:
+        inputs = [(a.name, str(a.type)) for a in arguments if not a.is_out]
+        if len(outs) == 1 and outs[0].name == "out" and inputs == expected:
             assert isinstance(candidate, torch._ops.OpOverload)
             return None if torch.Tag.generated in candidate.tags else candidate
     return None

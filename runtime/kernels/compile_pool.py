@@ -1,8 +1,8 @@
-"""Compile what is missing: several worker processes at once, and no segment twice on a host.
+"""Compiles missing segments in several worker processes at once, none of them twice on one host.
 
-Every process of a host goes through the missing segments twice. First it compiles those that no other process has
-locked, each process starting at another host_share; then it waits for the others'. So ranks share the work, and a rank
-that is killed leaves its segment to the next.
+Every rank of a host goes through the missing segments twice. First it compiles those that no other rank has locked,
+starting at a different one than the others. Then it waits for theirs. So ranks share the work, and the segment of a
+rank that is killed passes to another.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from zeroir.runtime.kernels.compile_worker import Request, receive, send
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostShare:
-    """Where this process stands among those of its host: ranks share the cores that compile."""
+    """This rank's share of its host's cores, which all ranks of the host compile on."""
 
     rank: int = 0
     local_rank: int = 0
@@ -34,7 +34,7 @@ class HostShare:
 
     @classmethod
     def from_environment(cls) -> HostShare:
-        """As torchrun says it; alone without torchrun."""
+        """Read torchrun's variables; without torchrun this process has the whole host."""
 
         def number(name: str, default: int) -> int:
             text = os.environ.get(name, "")
@@ -61,7 +61,7 @@ def has_compiler() -> bool:
 def compile_missing(
     missing: Mapping[str, Request], cache: KernelCache, host_share: HostShare
 ) -> dict[str, str]:
-    """Compile segments by key into the cache; returns why, for those that could not be."""
+    """Compile segments by key into the cache; return the reasons, by key, for those that failed."""
     keys = list(missing)
     start = host_share.local_rank * len(keys) // host_share.local_world_size
     waiting: SimpleQueue[tuple[str, bool]] = SimpleQueue()
@@ -95,7 +95,7 @@ def compile_missing(
 
 
 class _CompileProcess:
-    """A process that compiles; it starts with the first request, and anew where it died."""
+    """A process that compiles; it starts with the first request, and again after it has died."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -107,7 +107,7 @@ class _CompileProcess:
         self._end()
 
     def compile(self, request: Request) -> str | None:
-        """Why a segment could not be compiled, or None."""
+        """Compile a segment; return the reason where it fails."""
         if self._process is None:
             self._process = _start()
         process = self._process
@@ -136,9 +136,9 @@ class _CompileProcess:
 
 def _start() -> subprocess.Popen[bytes]:
     environment = dict(os.environ)
-    # What Inductor finds out about the compiler, and its headers, serve the next process as well.
+    # Later processes reuse Inductor's headers and its findings about the compiler.
     environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "inductor"))
-    # The worker is a process of its own, and no rank of the job.
+    # The worker is no rank of the job.
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         environment.pop(name, None)
     home = str(Path(zeroir.__file__).parents[1])

@@ -1,7 +1,7 @@
-"""The process that compiles segments, so that the one that trains never imports the compiler.
+"""The process that compiles segments, so that the training process never imports the compiler.
 
 It reads requests from its standard input and answers each on its standard output: eight bytes of length, then
-msgpack. An answer is empty, or says why the segment could not be compiled.
+msgpack. An answer is empty, or the reason that the segment could not be compiled.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LENGTH_BYTES = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """Compile a segment into an empty folder, for a device and as many threads as it will run with."""
+    """A request to compile a segment into an empty folder, for a device and a number of threads."""
 
     segment: Segment
     bindings: tuple[Binding | None, ...]
@@ -39,7 +39,7 @@ def send(stream: IO[bytes], data: bytes) -> None:
 
 
 def receive(stream: IO[bytes]) -> bytes | None:
-    """Read one message; None at the end of the stream, also in the middle of one."""
+    """Read one message; None at the end of the stream, even in the middle of a message."""
     header = stream.read(_LENGTH_BYTES)
     if len(header) < _LENGTH_BYTES:
         return None
@@ -72,7 +72,7 @@ def compile_segment(request: Request) -> None:
 def main() -> None:
     """Serve until the standard input ends."""
     requests = sys.stdin.buffer
-    # What compilers print must not end up among the answers.
+    # The output of compilers must not mix with the answers.
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     while (data := receive(requests)) is not None:
@@ -80,7 +80,7 @@ def main() -> None:
             request = schema.decode(Request, msgpack.unpackb(data))
             assert isinstance(request, Request)
             compile_segment(request)
-        except Exception as error:  # noqa: BLE001 - the answer says it, and another segment may do better
+        except Exception as error:  # noqa: BLE001 - the answer reports it, and other segments may succeed
             send(answers, (f"{type(error).__name__}: {error}".strip() or "unknown").encode())
         else:
             send(answers, b"")

@@ -1,7 +1,7 @@
 """Call torch's meta kernels without importing torch's compiler, which takes a second or more on every rank.
 
-Many of these kernels are Python functions that the compiler is kept out of. Their first call imports the compiler for
-nothing but that (``torch._compile._disable_dynamo``).
+Many of these kernels are Python functions that are excluded from compilation. Their first call imports the compiler
+only to be excluded (``torch._compile._disable_dynamo``).
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ F = TypeVar("F", bound=Callable[..., object])
 
 _COMPILER: Final = "torch._dynamo"
 _NOTED: Final = "__dynamo_disable"
-"""Where a function keeps what the compiler made of it when it was first called."""
+"""The attribute of a function that holds its excluded version after the first call."""
 
 
 @contextmanager
 def compiler_not_imported() -> Iterator[None]:
-    """A body in which functions that the compiler is kept out of are called as they are, unless it is imported already.
+    """A body in which functions that are excluded from compilation do not import the compiler.
 
-    What a function needs of the compiler beside that is imported.
+    A function that needs the compiler for anything else still imports it.
     """
     if _COMPILER in sys.modules:
         yield
@@ -38,7 +38,7 @@ def compiler_not_imported() -> Iterator[None]:
 
 
 class _StandIn(ModuleType):
-    """Stands where the compiler's module would, and makes room for it when more of it is asked for."""
+    """Replaces the compiler's module until any attribute other than ``disable`` is used."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -49,7 +49,7 @@ class _StandIn(ModuleType):
         return function
 
     def leave(self) -> None:
-        """Leave everything as if no function had been called yet."""
+        """Restore the state in which no function has been called yet."""
         if sys.modules.get(_COMPILER) is self:
             del sys.modules[_COMPILER]
         for function in self._called:

@@ -1,9 +1,8 @@
-"""Whether the nodes of segments have the results that they declare: every operator is asked, on tensors without data.
+"""Checks that the nodes of segments have the results that they declare, by running every operator on meta tensors.
 
-Buffers, places and proofs rest on the types that a program declares, and a program is a file. What only looks at a
-value is checked wherever a program is read (``zeroir.ir.views``); here torch's own meta kernels say what the other
-operators make. How a result is laid out in memory differs between devices, and no value depends on it: dtype and
-shape do not.
+Buffers, offsets and proofs rest on the types that a program declares, and a program is a file. Views are checked
+wherever a program is read (``zeroir.ir.views``); here torch's own meta kernels give the results of the other operators.
+Dtypes and shapes are compared. Strides are not: they differ between devices, and no value depends on them.
 """
 
 from __future__ import annotations
@@ -28,25 +27,25 @@ _NORMS: Final = frozenset(
         "aten.native_layer_norm.default",
     }
 )
-"""Their statistics, which follow the result, are FP32 on a GPU and of the operand's dtype on a CPU."""
+"""Operators whose statistics, which follow the result, are FP32 on a GPU and have the operand's dtype on a CPU."""
 
 _BOOKKEEPING: Final = frozenset(
     {"aten._embedding_bag.default", "aten._embedding_bag_forward_only.default"}
 )
-"""Their results after the first are for their own backward: each device keeps what it needs, in shapes of its own."""
+"""Operators whose further results serve only their own backward, in shapes that differ between devices."""
 
 
 def misdeclared(segments: Iterable[Segment]) -> str | None:
-    """The first node whose operator makes something else than it declares, or refuses the call, as a clause.
+    """A clause about the first node whose operator makes other results than declared, or refuses the call.
 
-    Equal nodes are asked once, wherever they stand.
+    Equal nodes are checked once.
     """
     with compiler_not_imported():
         return _misdeclared(segments)
 
 
 def _misdeclared(segments: Iterable[Segment]) -> str | None:
-    known: set[Hashable] = set()
+    checked: set[Hashable] = set()
     for segment in {segment.digest(): segment for segment in segments}.values():
         types = segment.types()
         for number, node in enumerate(segment.nodes):
@@ -55,17 +54,17 @@ def _misdeclared(segments: Iterable[Segment]) -> str | None:
             operands = tuple(types[ref.index] for ref in node.refs())
             args = (node.args, node.kwargs)
             key = (node.op, _nameless(args), operands, node.results)
-            if key in known:
+            if key in checked:
                 continue
             problem = _problem(node, types)
             if problem is not None:
                 return f"node {number} of segment @{segment.name} ({node.op}) {problem}"
-            known.add(key)
+            checked.add(key)
     return None
 
 
 def _nameless(args: object) -> Hashable:
-    """Arguments without the numbers of the values among them; 1, 1.0 and True are told apart."""
+    """The arguments without the numbers of values; 1, 1.0 and True stay different."""
     if isinstance(args, Ref):
         return Ref
     if isinstance(args, tuple):
@@ -75,33 +74,34 @@ def _nameless(args: object) -> Hashable:
 
 def _problem(node: Node, types: Sequence[TensorType | None]) -> str | None:
     function = operator(node.op)
-    # By number, as a resolver asks for them.
+    # By number, because a resolver looks them up so.
     values = cast(
-        "Sequence[Tensor | None]", {ref.index: _sketch(types[ref.index]) for ref in node.refs()}
+        "Sequence[Tensor | None]",
+        {ref.index: _meta_tensor(types[ref.index]) for ref in node.refs()},
     )
     args = [resolver(arg, _META)(values) for arg in node.args]
     kwargs = {name: resolver(arg, _META)(values) for name, arg in node.kwargs}
     try:
-        made = function(*args, **kwargs)
+        returned = function(*args, **kwargs)
     except NotImplementedError:
-        # Torch has no such kernel. Nothing is out of bounds where it makes something else: kernels check shapes.
+        # Torch has no meta kernel for it. Other results could not go out of bounds, because kernels check shapes.
         return None
-    except Exception as error:  # noqa: BLE001 - whatever a kernel raises, it refuses the call
+    except Exception as error:  # noqa: BLE001 - any exception of a kernel refuses the call
         return f"cannot be called as it stands: {str(error).splitlines()[0] if str(error) else error!r}"
-    results = list(made) if isinstance(made, list | tuple) else [made]
+    results = list(returned) if isinstance(returned, list | tuple) else [returned]
     if len(results) != len(node.results):
         return f"declares {len(node.results)} results where {len(results)} are made"
-    for at, (declared, result) in enumerate(zip(node.results, results, strict=True)):
-        if declared is None or (at > 0 and node.op in _BOOKKEEPING):
+    for number, (declared, result) in enumerate(zip(node.results, results, strict=True)):
+        if declared is None or (number > 0 and node.op in _BOOKKEEPING):
             continue
-        wanted, found = _spell(_sketch(declared)), _spell(result)
-        is_statistic = at > 0 and node.op in _NORMS and declared.dtype.is_floating
-        if found != wanted and not (is_statistic and _shape(result) == declared.shape):
-            return f"declares {wanted} where {found} is made"
+        wanted, made = _spell(_meta_tensor(declared)), _spell(result)
+        is_statistic = number > 0 and node.op in _NORMS and declared.dtype.is_floating
+        if made != wanted and not (is_statistic and _shape(result) == declared.shape):
+            return f"declares {wanted} where {made} is made"
     return None
 
 
-def _sketch(kind: TensorType | None) -> Tensor | None:
+def _meta_tensor(kind: TensorType | None) -> Tensor | None:
     if kind is None:
         return None
     return torch.empty_strided(kind.shape, kind.stride, dtype=TORCH_DTYPE[kind.dtype], device=_META)

@@ -1,4 +1,4 @@
-"""Our own operators in terms of torch's, for a compiler that fuses them or calls torch's kernels without Python."""
+"""Zeroir's operators in terms of torch's, so that a compiler fuses them or calls torch's kernels without Python."""
 
 from __future__ import annotations
 
@@ -10,19 +10,18 @@ from zeroir.torch_ops.attention import attend, attend_backward
 from zeroir.torch_ops.batch_norm import normalise, normalise_backward
 from zeroir.torch_ops.dropout import drop_with
 from zeroir.torch_ops.random_numbers import draw_with
-from zeroir.torch_ops.strided import look_by_index, scatter_by_index
+from zeroir.torch_ops.strided import scatter_by_index, strided_view_by_index
 
 
 def decompositions(device: torch.device) -> Mapping[torch._ops.OpOverload, Callable[..., object]]:
-    """The operators of ours that are decomposed on a device; the others are called as they are.
+    """The operators of zeroir that are decomposed on a device; a compiler calls the others as they are.
 
-    Strided views are everywhere, because a compiler lays tensors out as it likes, and on the CPU all others are. On
-    CUDA the choice between kernels of attention asks the device about real tensors, and a seed lies on
-    the host, where a fused kernel cannot read it.
+    Strided views are decomposed on every device, because a compiler chooses strides itself; on the CPU all are. On CUDA
+    the choice among attention kernels needs real tensors, and a fused kernel cannot read a seed on the host.
     """
     ours = torch.ops.zeroir
     by_index: dict[torch._ops.OpOverload, Callable[..., object]] = {
-        ours.strided.default: look_by_index,
+        ours.strided.default: strided_view_by_index,
         ours.strided_scatter.default: scatter_by_index,
     }
     if device.type != "cpu":

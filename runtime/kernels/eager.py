@@ -1,12 +1,12 @@
 """The reference kernels: call torch's operators one by one, writing results where they belong.
 
-What is written where, and when a value is dropped, is planned by ``ir.eager_plan``: an output's last operator writes
-straight into the destination (its ``out=`` overload, or for an embedding's gradient an operator of ours), so that the
-gradient of a matrix is never copied. The same call then gives the same bits. Results of operators that have several,
-such as the vectors that a layer norm's backward yields, are copied as soon as they are there.
+``workspace.eager_plan`` plans the destination of each result and the moment when a value is dropped. The last operator
+of an output writes straight into its destination, by its ``out=`` overload or, for an embedding's gradient, by an
+operator of zeroir; so the gradient of a matrix is never copied, and the bits are the same. An operator with several
+results, such as a layer norm's backward, has no such overload, and its results are copied as soon as they exist.
 
-A segment's types were recorded on another device perhaps, whose kernels lay their results out differently. That
-matters to a node that looks at a result in another shape, so there it is laid out anew.
+The types of a segment may come from another device, whose kernels give their results other strides. These matter to a
+view of the result, so before a view the result is copied to the recorded strides.
 """
 
 from __future__ import annotations
@@ -24,10 +24,18 @@ from zeroir.ir.segment import Node, NodeArg, Segment
 from zeroir.runtime.kernels.base import Kernel
 from zeroir.runtime.kernels.calls import Resolve, is_multiple, operator, out_overload, resolver
 from zeroir.workspace import eager_plan as planning
-from zeroir.workspace.eager_plan import Call, Look, Move, Permute, Place, Reshape, eager_plan
+from zeroir.workspace.eager_plan import (
+    FillTarget,
+    OutputTarget,
+    Permute,
+    Reshape,
+    RunNode,
+    ViewStep,
+    eager_plan,
+)
 
 Undo = Callable[[Tensor], Tensor]
-"""Given a destination, the tensor to write so that a view of it is what the destination must hold."""
+"""Inverts views: it returns the view of a destination in which a value must be written."""
 
 
 class EagerKernels:
@@ -45,12 +53,12 @@ class EagerKernels:
         return self._compiled[key]
 
     def finish(self) -> None:
-        """See ``Kernels.finish``: there is nothing left to do."""
+        """See ``Kernels.finish``: nothing is left to do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _DestinationView:
-    """A destination, looked at as the value that is to be in it."""
+    """A destination, viewed in the shape of the value to write."""
 
     output: int
     undo: Undo | None
@@ -63,10 +71,10 @@ class _DestinationView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _OperatorCall:
-    """One call. With ``target`` it fills that tensor instead of making one.
+    """One call of an operator. With ``target`` it fills that tensor instead of making one.
 
-    ``is_out_first`` says that it takes that tensor as its first argument, and not as ``out=``. ``layouts`` are the
-    values among its results that must have the strides given here.
+    With ``is_out_first`` that tensor is its first argument, and not ``out=``. ``layouts`` are those of its results that
+    must have given strides, with these strides.
     """
 
     function: Callable[..., object]
@@ -97,7 +105,7 @@ class _OperatorCall:
             del several
         else:
             values[self.first] = cast("Tensor", result)
-        # What holds a value besides ``values`` would keep it in memory.
+        # Any other reference to a value would keep it in memory.
         del args, kwargs, result
         for index, stride in self.layouts:
             values[index] = laid_out(values[index], stride)
@@ -107,7 +115,7 @@ class _OperatorCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _CopyToDestination:
-    """A value to be copied, or added, to a destination; see ``eager_plan.Move``."""
+    """A copy of a value to a destination, or its addition; see ``eager_plan.FillTarget``."""
 
     value: int
     target: _DestinationView
@@ -130,11 +138,11 @@ class _CopyToDestination:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EagerKernel:
-    """A segment as a list of calls and copies, and the moves of the plan that these copies carry out."""
+    """A segment as a list of calls and copies; ``moves`` are the planned moves that the copies carry out."""
 
     values: int
     steps: Sequence[_OperatorCall | _CopyToDestination]
-    moves: Sequence[Move]
+    moves: Sequence[FillTarget]
 
     def __call__(self, arguments: Sequence[Tensor], destinations: Sequence[Tensor | None]) -> None:
         """See ``Kernel``."""
@@ -150,28 +158,28 @@ def compile_eager(segment: Segment, bindings: Bindings, device: torch.device) ->
     steps: list[_OperatorCall | _CopyToDestination] = []
     for step in plan.steps:
         match step:
-            case Call():
+            case RunNode():
                 steps.append(_prepared(step, device))
-            case Move():
+            case FillTarget():
                 steps.append(
                     _CopyToDestination(
                         value=step.value,
-                        target=_target(step.place),
+                        target=_target(step.target),
                         mode=step.mode,
-                        is_home=step.is_home,
+                        is_home=step.is_read_there,
                         drops=step.drops,
                     )
                 )
             case _:
                 assert_never(step)
-    moves = [step for step in plan.steps if isinstance(step, Move)]
+    moves = [step for step in plan.steps if isinstance(step, FillTarget)]
     return EagerKernel(values=plan.values, steps=steps, moves=moves)
 
 
-def _prepared(call: Call, device: torch.device) -> _OperatorCall:
+def _prepared(call: RunNode, device: torch.device) -> _OperatorCall:
     node = call.node
     function, args, is_out_first = _function(node), node.args, False
-    if call.place is not None:
+    if call.target is not None:
         filler = _filler(node, device)
         assert filler is not None
         function, args, is_out_first = filler.function, filler.args, filler.is_out_first
@@ -181,7 +189,7 @@ def _prepared(call: Call, device: torch.device) -> _OperatorCall:
         kwargs=[(name, resolver(arg, device)) for name, arg in node.kwargs],
         first=call.first,
         is_multiple=is_multiple(operator(node.op)),
-        target=None if call.place is None else _target(call.place),
+        target=None if call.target is None else _target(call.target),
         is_out_first=is_out_first,
         layouts=call.layouts,
         drops=call.drops,
@@ -189,11 +197,11 @@ def _prepared(call: Call, device: torch.device) -> _OperatorCall:
 
 
 def laid_out(value: Tensor | None, stride: tuple[int, ...]) -> Tensor | None:
-    """The tensor with these strides, as far as they matter: copied if it has others."""
+    """The tensor with these strides, or a copy that has them; strides of dimensions of size 1 do not matter."""
     if value is None or value.stride() == stride:
         return value
     pairs = zip(value.shape, value.stride(), stride, strict=True)
-    if all(size <= 1 or own == wanted for size, own, wanted in pairs):
+    if all(size <= 1 or actual == wanted for size, actual, wanted in pairs):
         return value
     return torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device).copy_(
         value
@@ -207,14 +215,14 @@ _SCATTERS: Final = {
     "aten.select_scatter.default": "aten.select.int",
     "aten.slice_scatter.default": "aten.slice.Tensor",
 }
-"""Operators that copy a tensor and change what a view of the copy shows.
+"""Operators that copy a tensor and write to a view of the copy, with the operator that makes the view.
 
-torch copies the whole storage that the tensor is part of: the block in which all temporary buffers stand.
+Torch would copy the whole storage of the tensor: the block that holds all temporary buffers.
 """
 
 
 def _function(node: Node) -> Callable[..., object]:
-    """What makes a node's results: its operator, or what gives the same and takes no more memory than it must."""
+    """The operator of a node, or a function with the same results that takes less memory."""
     if node.op == "aten.copy.default":
         return _overwritten
     if node.op in _SCATTERS:
@@ -226,10 +234,10 @@ def _overwritten(tensor: Tensor, source: Tensor) -> Tensor:
     return torch.empty_like(tensor).copy_(source)
 
 
-def _scattered(look: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _scattered(view: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def scatter(tensor: Tensor, source: Tensor, *where: object, **named: object) -> Tensor:
         result = tensor.clone()
-        look(result, *where, **named).copy_(source)
+        view(result, *where, **named).copy_(source)
         return result
 
     return scatter
@@ -240,7 +248,7 @@ def _scattered(look: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Filler:
-    """The call that fills a given tensor with a node's result."""
+    """The call that writes a node's result to a given tensor."""
 
     function: torch._ops.OpOverload
     args: tuple[NodeArg, ...]
@@ -248,7 +256,7 @@ class _Filler:
 
 
 def _filler(node: Node, device: torch.device) -> _Filler | None:
-    """How to fill a given tensor with the bits that the node's own result would have; None where that cannot be."""
+    """The call that writes the bits of the node's result to a given tensor; None where there is none."""
     if len(node.results) != 1:
         return None
     if node.op == "aten.embedding_dense_backward.default" and device.type == "cpu":
@@ -265,28 +273,28 @@ def _filler(node: Node, device: torch.device) -> _Filler | None:
 
 
 def in_place(segment: Segment, bindings: Bindings) -> Mapping[int, tuple[int, Undo | None]]:
-    """Values that can be made in a destination: value → (output, how the destination becomes that value)."""
-    places = planning.in_place(segment, bindings)
-    return {value: (place.output, _undo(place.looks)) for value, place in places.items()}
+    """Values that can be computed in a destination: value → (output, the inverse of the views between them)."""
+    targets = planning.in_place(segment, bindings)
+    return {value: (target.output, _undo(target.views)) for value, target in targets.items()}
 
 
-def _target(place: Place) -> _DestinationView:
-    return _DestinationView(output=place.output, undo=_undo(place.looks))
+def _target(target: OutputTarget) -> _DestinationView:
+    return _DestinationView(output=target.output, undo=_undo(target.views))
 
 
-def _undo(looks: Sequence[Look]) -> Undo | None:
-    if not looks:
+def _undo(views: Sequence[ViewStep]) -> Undo | None:
+    if not views:
         return None
 
     def undo(destination: Tensor) -> Tensor:
-        for look in looks:
-            match look:
+        for view in views:
+            match view:
                 case Permute(order):
                     destination = destination.permute(order)
                 case Reshape(shape):
                     destination = destination.view(shape)
                 case _:
-                    assert_never(look)
+                    assert_never(view)
         return destination
 
     return undo

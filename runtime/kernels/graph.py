@@ -1,9 +1,9 @@
 """A segment and its destinations as one graph of torch operators, for a compiler.
 
-The graph takes the arguments and then the destinations, and returns nothing. What an output is made of is stored in
-its destination as soon as it exists, and whoever needs it later reads it there, so that no value is in memory twice.
-Matrix products go straight into the destination (``torch_ops.into``): left to itself Inductor makes them in a tensor
-of its own and copies it.
+The graph takes the arguments and then the destinations, and returns nothing. The value behind an output is stored in
+its destination as soon as it exists, and later nodes read it there, so that no value is in memory twice. Matrix
+products write straight to the destination (``torch_ops.out_variants``); by itself Inductor would compute them in a
+tensor of its own and copy it.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ Argument = fx.node.Argument
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphOutputs:
-    """What a segment's graph is given: outputs by number, in the order of its further inputs.
+    """The outputs that a segment's graph writes to its further inputs, by number, in the order of these inputs.
 
-    ``direct`` are the outputs whose destinations the graph fills itself; ``scratch`` those whose destination overlaps
-    with something else of the call, and which are copied or added once everything has been read.
+    ``direct`` are the outputs that the graph writes to their destinations; ``scratch`` those whose destination overlaps
+    other tensors of the call, so that they are copied or added to it once everything has been read.
     """
 
     direct: tuple[int, ...]
@@ -39,7 +39,7 @@ class GraphOutputs:
 
 
 def graph_outputs(bindings: Sequence[Binding | None]) -> GraphOutputs:
-    """Which outputs are made in their destinations."""
+    """Divide the outputs into those computed in their destinations and those that need scratch memory."""
     bound = [(output, binding) for output, binding in enumerate(bindings) if binding is not None]
     return GraphOutputs(
         direct=tuple(output for output, binding in bound if binding.is_exclusive),
@@ -50,24 +50,24 @@ def graph_outputs(bindings: Sequence[Binding | None]) -> GraphOutputs:
 def input_types(segment: Segment, bindings: Sequence[Binding | None]) -> list[TensorType]:
     """The types of the graph's inputs: arguments, direct destinations, scratch tensors."""
     kinds = segment.types()
-    planned = graph_outputs(bindings)
-    found = list(segment.inputs)
-    for output in (*planned.direct, *planned.scratch):
+    outputs = graph_outputs(bindings)
+    types = list(segment.inputs)
+    for output in (*outputs.direct, *outputs.scratch):
         kind, binding = kinds[segment.outputs[output]], bindings[output]
         assert kind is not None
         assert binding is not None
-        found.append(replace(kind, stride=binding.stride))
-    return found
+        types.append(replace(kind, stride=binding.stride))
+    return types
 
 
 _SEEDED: Final = {"zeroir.dropout.default": 2, "zeroir.uniform.default": 1}
-"""Ops that take a seed, and which argument it is."""
+"""Ops that take a seed, with the position of that argument."""
 
 
 def host_inputs(segment: Segment) -> frozenset[int]:
-    """The arguments that lie on the host whatever the device: seeds."""
+    """The arguments that lie on the host on every device: seeds."""
     makers = _makers(segment)
-    found: set[int] = set()
+    seeds: set[int] = set()
     for node in segment.nodes:
         if node.op not in _SEEDED:
             continue
@@ -75,8 +75,8 @@ def host_inputs(segment: Segment) -> frozenset[int]:
         while isinstance(seed, Ref) and seed.index in makers:
             seed = makers[seed.index].args[0]
         if isinstance(seed, Ref):
-            found.add(seed.index)
-    return frozenset(found)
+            seeds.add(seed.index)
+    return frozenset(seeds)
 
 
 def build_graph(
@@ -90,8 +90,8 @@ class _GraphBuilder:
     def __init__(
         self, segment: Segment, bindings: Sequence[Binding | None], device: torch.device
     ) -> None:
-        planned = graph_outputs(bindings)
-        # A scratch tensor is the call's own, and written whatever becomes of it.
+        outputs = graph_outputs(bindings)
+        # A scratch tensor is private to the call, so the graph always writes it, and never adds to it.
         self._bindings = [
             binding
             if binding is None or binding.is_exclusive
@@ -106,7 +106,7 @@ class _GraphBuilder:
         ]
         self._targets = {
             output: self._graph.placeholder(f"destination_{output}")
-            for output in (*planned.direct, *planned.scratch)
+            for output in (*outputs.direct, *outputs.scratch)
         }
         self._written: set[int] = set()
 
@@ -137,7 +137,7 @@ class _GraphBuilder:
         return fx.GraphModule(torch.nn.Module(), self._graph)
 
     def _call(self, node: Node) -> None:
-        """The node as it stands."""
+        """Call the node's own operator."""
         function = operator(node.op)
         args = tuple(self._argument(arg) for arg in node.args)
         kwargs = {name: self._argument(arg) for name, arg in node.kwargs}
@@ -149,7 +149,7 @@ class _GraphBuilder:
             self._values.append(result)
 
     def _fill(self, node: Node, output: int, undo: Undo | None) -> bool:
-        """Make the node's result in the destination, if there is an operator for that."""
+        """Compute the node's result in the destination, if there is an operator for that."""
         args = [self._argument(arg) for arg in node.args]
         into = torch.ops.zeroir
         match node.op:
@@ -196,7 +196,7 @@ class _GraphBuilder:
         return True
 
     def _add_rows(self, out: fx.Node, grad: Argument, rows: Argument, *, padding: float) -> None:
-        """Add each row of a gradient to that row of the destination which was looked up, but for the padding's."""
+        """Add each row of a gradient to the row of the destination that was looked up, except the padding's."""
         aten = torch.ops.aten
         if padding >= 0:
             is_padding = self._call_function(aten.eq.Scalar, rows, padding)
@@ -205,7 +205,7 @@ class _GraphBuilder:
         self._call_function(aten.index_put_.default, out, [rows], grad, True)
 
     def _store(self, value: int, output: int, undo: Undo | None) -> None:
-        """Keep a value in the destination from now on."""
+        """Store a value in the destination, where later nodes read it."""
         out = self._undone(output, undo)
         self._call_function(torch.ops.zeroir.store.default, out, self._values[value])
         self._values[value] = out
@@ -229,10 +229,12 @@ class _GraphBuilder:
 def _sums(
     segment: Segment, bindings: Sequence[Binding | None]
 ) -> Mapping[int, tuple[int, Undo | None]]:
-    """Values that are only added to one destination: value → (output, how the destination becomes that value)."""
+    """Values that are only added to one destination: value → (output, the inverse of the views between them)."""
     written = [
-        replace(one, mode=Mode.WRITE) if one is not None and one.mode is Mode.ACCUMULATE else None
-        for one in bindings
+        replace(binding, mode=Mode.WRITE)
+        if binding is not None and binding.mode is Mode.ACCUMULATE
+        else None
+        for binding in bindings
     ]
     uses = Counter(ref.index for node in segment.nodes for ref in node.refs())
     uses.update(segment.outputs)
@@ -245,21 +247,22 @@ def _sums(
             value = source.index
         return uses[value] == 1
 
-    found = in_place(segment, written)
-    return {value: place for value, place in found.items() if is_only_for(place[0], value)}
+    candidates = in_place(segment, written)
+    return {value: place for value, place in candidates.items() if is_only_for(place[0], value)}
 
 
 def _makers(segment: Segment) -> Mapping[int, Node]:
-    found: dict[int, Node] = {}
+    """The node that makes each value."""
+    makers: dict[int, Node] = {}
     first = len(segment.inputs)
     for node in segment.nodes:
-        found.update(dict.fromkeys(range(first, first + len(node.results)), node))
+        makers.update(dict.fromkeys(range(first, first + len(node.results)), node))
         first += len(node.results)
-    return found
+    return makers
 
 
 def _adds_rows(node: Node) -> bool:
-    """Whether an embedding's gradient may be added row by row: each sum is rounded, which 16 bits would not bear."""
+    """Whether an embedding's gradient may be added row by row: each sum is rounded, too coarsely in 16 bits."""
     (kind,) = node.results
     return node.args[4] is False and kind is not None and kind.dtype is DType.F32
 

@@ -1,14 +1,14 @@
 """Segments compiled by Inductor, once for every structure and kept on disk between runs.
 
-``compile`` looks a segment up in the cache; ``finish``, or the first call of a kernel, compiles what was missing in
-other processes. This process loads libraries and never imports the compiler. Without a C++ compiler, and for a
-segment that Inductor refuses, the eager kernels take over with one warning.
+``compile`` looks a segment up in the cache; ``finish``, or the first call of a kernel, compiles missing segments in
+other processes. This process loads libraries and never imports the compiler. Without a C++ compiler, and for a segment
+that Inductor refuses, eager kernels are used, with one warning.
 
-How far results may be from the eager kernels': Inductor adds in another order, keeps what it fuses in FP32 and has
-its own polynomials for elementary functions. Eager mode rounds every value that passes from one operator to the next,
-with a relative error of at most eps / 2, and a sum in another order is off by a few roundings of its partial sums. Over
-a path of d operators such errors, taken as independent, grow with the root of d. So results may differ by 4 × eps × √d,
-relative to the largest element, which is what ``kernels.tolerance`` computes.
+Results differ from those of eager kernels: Inductor adds in another order, keeps fused values in FP32 and has its own
+polynomials for elementary functions. Eager mode rounds every value between two operators, with a relative error of at
+most eps / 2, and a sum in another order differs by a few roundings of its partial sums. Over a path of d operators such
+errors, taken as independent, grow with √d. So results may differ by 4 × eps × √d, relative to the largest element;
+``kernels.tolerance`` computes this.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ class InductorKernels:
         self._missing: dict[str, Request] = {}
 
     def compile(self, segment: Segment, bindings: Sequence[Binding | None]) -> Kernel:
-        """See ``Kernels.compile``. The kernel is whole after ``finish``, which its first call makes good."""
+        """See ``Kernels.compile``. ``finish`` completes the kernel; otherwise the kernel's first call does."""
         key = kernel_key(segment, bindings, self._device, self._threads)
-        found = self._kernels.get(key)
-        if found is not None:
-            return found
+        existing = self._kernels.get(key)
+        if existing is not None:
+            return existing
         kernel = InductorKernel(segment, tuple(bindings), self.finish)
         self._kernels[key] = kernel
         if not self._load(key, kernel):
@@ -71,7 +71,7 @@ class InductorKernels:
         return kernel
 
     def finish(self) -> None:
-        """Compile what the cache lacked, or wait for other processes of this host that do."""
+        """Compile the segments that the cache lacks, or wait for other processes of this host that do."""
         missing, self._missing = self._missing, {}
         if not missing:
             return
@@ -86,7 +86,7 @@ class InductorKernels:
             )
         for key in missing:
             if key not in errors and not self._load(key, self._kernels[key]):
-                errors[key] = "what was compiled does not load."
+                errors[key] = "the compiled library does not load."
         for key in errors:
             kernel = self._kernels[key]
             kernel.use(self._eager.compile(kernel.segment, kernel.bindings))
@@ -112,7 +112,7 @@ class InductorKernels:
 
 @dataclass(slots=True, eq=False)
 class InductorKernel:
-    """A segment that runs a library, or the kernel that takes its place; ``finish`` is called if it has neither."""
+    """A segment that runs a library, or an eager kernel instead; its first call calls ``finish`` if it has neither."""
 
     segment: Segment
     bindings: tuple[Binding | None, ...]
@@ -120,14 +120,14 @@ class InductorKernel:
     _kernel: Kernel | None = None
 
     def use(self, kernel: Kernel) -> None:
-        """Run this from now on."""
+        """Use this kernel from now on."""
         self._kernel = kernel
 
     def use_library(self, library: Library) -> None:
-        """Run a library from now on."""
-        planned = graph.graph_outputs(self.bindings)
+        """Use this library from now on."""
+        outputs = graph.graph_outputs(self.bindings)
         self._kernel = _LibraryKernel(
-            library=library, plan=planned, segment=self.segment, bindings=self.bindings
+            library=library, outputs=outputs, segment=self.segment, bindings=self.bindings
         )
 
     def __call__(self, arguments: Sequence[Tensor], destinations: Sequence[Tensor | None]) -> None:
@@ -141,24 +141,24 @@ class InductorKernel:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _LibraryKernel:
     library: Library
-    plan: graph.GraphOutputs
+    outputs: graph.GraphOutputs
     segment: Segment
     bindings: tuple[Binding | None, ...]
 
     def __call__(self, arguments: Sequence[Tensor], destinations: Sequence[Tensor | None]) -> None:
         tensors = list(arguments)
-        for output in self.plan.direct:
+        for output in self.outputs.direct:
             target = destinations[output]
             assert target is not None
             tensors.append(target)
-        if not self.plan.scratch:
+        if not self.outputs.scratch:
             self.library(tensors)
             return
-        # Made before anything is overwritten, and copied when everything has been read.
-        targets = [destinations[output] for output in self.plan.scratch]
-        made = [torch.empty_like(target) for target in targets if target is not None]
-        self.library([*tensors, *made])
-        for output, target, value in zip(self.plan.scratch, targets, made, strict=True):
+        # The destination may overlap an argument, so the results are copied to it when everything has been read.
+        targets = [destinations[output] for output in self.outputs.scratch]
+        scratch = [torch.empty_like(target) for target in targets if target is not None]
+        self.library([*tensors, *scratch])
+        for output, target, value in zip(self.outputs.scratch, targets, scratch, strict=True):
             binding = self.bindings[output]
             assert target is not None
             assert binding is not None

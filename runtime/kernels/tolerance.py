@@ -1,4 +1,4 @@
-"""How far two ways of computing a segment may be apart."""
+"""The allowed difference between two ways of computing a segment."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from zeroir.runtime.tensors import TORCH_DTYPE
 
 
 def tolerance(segment: Segment) -> float:
-    """How far apart results of two kernel backends may be, relative to the largest element of an output.
+    """The allowed difference between results of two kernel backends, relative to the largest element of an output.
 
     4 × eps × √d, with eps of the narrowest floating dtype in the segment and d operators on its longest path. An
     embedding's gradient may be summed row by row, so it counts as many operators as rows are looked up.
@@ -19,12 +19,12 @@ def tolerance(segment: Segment) -> float:
     kinds = segment.types()
     depths: list[int] = [0] * len(segment.inputs)
     for node in segment.nodes:
-        own = 1
+        steps = 1
         if node.op == "aten.embedding_dense_backward.default":
             _, rows, *_ = node.refs()
             looked_up = kinds[rows.index]
-            own = 1 if looked_up is None else looked_up.numel
-        depth = own + max((depths[ref.index] for ref in node.refs()), default=0)
+            steps = 1 if looked_up is None else looked_up.numel
+        depth = steps + max((depths[ref.index] for ref in node.refs()), default=0)
         depths += [depth] * len(node.results)
     dtypes = {TORCH_DTYPE[kind.dtype] for kind in kinds if kind is not None}
     eps = max((torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point), default=0.0)

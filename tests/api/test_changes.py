@@ -104,7 +104,7 @@ def test_modules_that_went_are_named(folder: Path) -> None:
     (folder / "blocks" / "parts.py").rename(folder / "blocks" / "others.py")
     made = run_forked("zeroir", RUN, folder)
     assert made.returncode == 2
-    assert "The module blocks.parts, which model.py imports, has gone since" in made.stderr
+    assert "The module blocks.parts, which model.py imports, was removed since" in made.stderr
 
 
 def test_a_program_from_elsewhere_does_not_choose_what_is_run(folder: Path) -> None:

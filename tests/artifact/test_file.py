@@ -275,13 +275,13 @@ def test_no_more_is_read_than_the_envelope_says(tmp_path: Path) -> None:
 
 def test_a_body_that_is_said_to_be_huge_is_refused() -> None:
     head = struct.pack(">8sHHQ", MAGIC, MAJOR, MINOR, 2**40)
-    with pytest.raises(UserError, match=r"is damaged: it says that 1,099,511,627,776 bytes follow"):
+    with pytest.raises(UserError, match=r"is damaged: it announces 1,099,511,627,776 more bytes"):
         artifacts.from_bytes(head + bytes(32), "gpt.zir")
 
 
 def test_a_name_that_a_terminal_obeys_cannot_be_stored() -> None:
     artifact = dataclasses.replace(make(), model_path="gpt\x1b[31m.py")
-    with pytest.raises(UserError, match=r"model_path cannot be stored: .* U\+001B; rename"):
+    with pytest.raises(UserError, match=r"model_path cannot be stored: .* U\+001B; change"):
         artifacts.to_bytes(artifact)
 
 

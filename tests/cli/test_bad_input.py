@@ -53,10 +53,10 @@ def assert_refused(answer: Answer, *words: str) -> None:
         (["--bogus"], ["--bogus"]),
         (["--keep-fp32", "nothing.*"], ["nothing.*"]),
         (["--units", "nothing.*"], ["nothing.*"]),
-        (["--mesh", "foo=2"], ["--mesh is foo=2", "replicate=2,shard=4", "'foo' is no axis"]),
-        (["--mesh", "replicate=2,shard=0"], ["--mesh", "shard is at least 1"]),
-        (["--mesh", "replicate=2,shard=two"], ["--mesh", "shard is a number of ranks"]),
-        (["--mesh", "replicate=2,shard=2,shard=2"], ["--mesh", "shard stands there twice"]),
+        (["--mesh", "foo=2"], ["--mesh is foo=2", "replicate=2,shard=4", "'foo' is not an axis"]),
+        (["--mesh", "replicate=2,shard=0"], ["--mesh", "shard must be at least 1"]),
+        (["--mesh", "replicate=2,shard=two"], ["--mesh", "shard must be a number of ranks"]),
+        (["--mesh", "replicate=2,shard=2,shard=2"], ["--mesh", "shard is given twice"]),
         (["--mesh", "replicate=2"], ["--mesh", "shard is missing"]),
         (["--mesh", "replicate=2000,shard=2000"], ["--mesh", "at most 1048576 ranks"]),
         (
@@ -118,7 +118,7 @@ def test_an_output_that_cannot_be_is_refused_before_any_work(
     ("arguments", "words"),
     [
         (["show"], ["PROGRAM is missing", "zeroir show --help"]),
-        (["show", "a.zir", "b.zir"], ["'b.zir' is one too many"]),
+        (["show", "a.zir", "b.zir"], ["one argument too many: 'b.zir'"]),
         (["compile", "model.py", "--stage"], ["--stage needs a value"]),
         (["frobnicate"], ["frobnicate", "compile"]),
         (["show", "a.zir", "--sections", "update"], ["--sections", "--section"]),

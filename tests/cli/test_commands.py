@@ -346,7 +346,7 @@ def test_ranks_get_the_command_that_was_given(
         launched.append((nproc, arguments))
         return 7
 
-    monkeypatch.setattr("zeroir.api.run.launch", launch)
+    monkeypatch.setattr("zeroir.api.job.launch", launch)
     given = ["run", str(programs[3]), "--steps", "5", "--seed", "2", "--log-every", "3"]
     given += ["--model", "gpt.py", "--kernels", "inductor"]
     given += ["--allow-model-change", "--cuda-graphs", "--no-self-check", "--json"]

@@ -245,7 +245,7 @@ def test_a_reader_that_goes_away_ends_the_job(folder: Path) -> None:
         err = job.stderr.read()
     assert job.wait(DEADLINE) == 128 + signal.SIGPIPE
     assert err.startswith(
-        "Error on rank 0: Training stopped, because what read its output went away"
+        "Error on rank 0: Training stopped, because the reader of its output closed it"
     )
     assert err.count("\n") <= 2
 

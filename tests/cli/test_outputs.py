@@ -43,7 +43,7 @@ def test_a_file_of_another_kind_stays(
     missing = str(tmp_path / "missing.zir")
     answer = zeroir(*[missing if word == "PROGRAM" else word for word in command], path)
     assert answer.exit_code == 2
-    assert f"mine.toml' is there already and is not {noun}: name another file" in answer.err
+    assert f"mine.toml' exists and is not {noun}: name another file" in answer.err
     assert path.read_text() == content
     assert list(tmp_path.iterdir()) == [path]
 

@@ -87,7 +87,7 @@ def test_the_plan_in_words(zeroir: Zeroir, model: Path, tmp_path: Path) -> None:
         "dgx-a100-80g, 4 ranks",
         "80.0 GB a rank",
         "tried            4 of",
-        "as many as were allowed",
+        "the allowed number",
         "chosen           stage 3, ",
         "no choice below",
         "what lost",

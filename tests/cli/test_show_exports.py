@@ -101,11 +101,11 @@ def test_what_does_not_go_together_is_refused(
     chosen = ["--format", "memory-snapshot", "--section", "update", "-o", tmp_path / "x"]
     answer = zeroir("export", programs[3], *chosen)
     assert answer.exit_code == 2
-    assert "--format graphviz alone" in answer.err
+    assert "only with --format graphviz" in answer.err
     chosen = ["--format", "memory-snapshot", "--machine", "dgx-h100", "-o", tmp_path / "x"]
     answer = zeroir("export", programs[3], *chosen)
     assert answer.exit_code == 2
-    assert "--format chrome alone" in answer.err
+    assert "only with --format chrome" in answer.err
     unknown = zeroir("report", programs[3], "--machine", "abacus", "-o", tmp_path / "x.html")
     assert unknown.exit_code == 2
     assert "abacus" in unknown.err

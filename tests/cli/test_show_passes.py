@@ -75,4 +75,4 @@ def test_flags_that_do_not_go_together(
 ) -> None:
     answer = zeroir("show", programs[3], *flags)
     assert answer.exit_code == 2
-    assert "goes with" in answer.err
+    assert "can be combined" in answer.err

@@ -23,6 +23,7 @@ from zeroir.cost.estimate import (
 )
 from zeroir.ir.traffic import collective_bytes
 from zeroir.memory.states import model_state_bytes
+from zeroir.passes.manager import apply
 from zeroir.passes.pipelines import for_stage
 
 PAPER = json.loads(
@@ -128,7 +129,7 @@ def test_an_estimate_is_what_a_program_has(stage: int, precision: str, optimizer
     """In padded elements, without eliding a gather."""
     program = mlp(blocks=2, dim=16, precision=precision, optimizer=optimizer)
     for step in for_stage(stage, 4, elide=False):
-        program = step(program)
+        program = apply(step, program)
     count = sum(flat.padded_numel for flat in program.flats)
     found = of(params=count, world_size=4, precision=precision, optimizer=optimizer).stages[stage]
     assert found.model_states_bytes == sum(model_state_bytes(program).values())

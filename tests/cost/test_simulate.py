@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from dataclasses import replace
-from typing import get_args
 
 import pytest
 from hypothesis import given
@@ -24,6 +23,7 @@ from zeroir.ir import ops
 from zeroir.ir.effects import effects
 from zeroir.ir.mesh import COMPUTE, HOST
 from zeroir.ir.program import LAST_MICRO_STEP, MICRO_STEP, UPDATE, Program
+from zeroir.passes.manager import apply
 from zeroir.passes.pipelines import for_stage
 
 RATES = st.sampled_from([1e4, 1e6, float("inf")])
@@ -51,7 +51,7 @@ def sections_of(program: Program, micro_steps: int) -> list[str]:
 def hybrid(world_size: int = 8, **options: object) -> Program:
     program = mlp(blocks=3, dim=16, **options)
     for step in for_stage(3, world_size, replicas=2):
-        program = step(program)
+        program = apply(step, program)
     return program
 
 
@@ -198,7 +198,7 @@ def test_a_collective_lasts_from_a_ranks_coming_to_the_common_end() -> None:
     waited = 0
     for places in zip(*same, strict=True):
         op = program.section_by_name[places[0].section].body[places[0].index]
-        if isinstance(op, get_args(ops.Collective)):
+        if isinstance(op, ops.Collective):
             # Classes 0 and 1 are one group of `shard`, 0 and 2 one of `replicate`.
             axis = program.comm_by_name[op.comm].axis
             peer = 1 if axis == "shard" else 2
@@ -211,7 +211,7 @@ def test_collectives_at_the_same_time_share_their_wire() -> None:
     """Two streams whose collectives begin together: each alone takes 7 ms, both together 14."""
     program = mlp(blocks=2, dim=16)
     for step in for_stage(3, 8):
-        program = step(program)
+        program = apply(step, program)
     slow, fast = (
         simulate(program, machine(flops_per_s=1e15, node_bytes_per_s=rate)).classes[0]
         for rate in (1e6, 2e6)
@@ -229,7 +229,7 @@ def test_prefetching_hides_what_arithmetic_can_hide() -> None:
     for distance in (0, 1, 2):
         program = mlp(blocks=4, dim=16)
         for step in for_stage(3, 4, distance=distance):
-            program = step(program)
+            program = apply(step, program)
         steps[distance] = simulate(program, machine(node_latency_s=1e-3, flops_per_s=1e6))
     assert steps[0].step_ns > steps[1].step_ns >= steps[2].step_ns
     assert steps[0].exposed_s > steps[1].exposed_s
@@ -240,7 +240,7 @@ def test_what_is_computed_again_is_work_for_the_machine_and_not_for_the_model() 
     logical = mlp(blocks=4, dim=16)
     program = logical
     for step in for_stage(3, 4, recompute=("*",)):
-        program = step(program)
+        program = apply(step, program)
     on = machine(flops_per_s=1e6)
     found, plain = simulate(program, on, logical=logical), simulate(logical, on)
     assert found.hfu > found.mfu > 0
@@ -290,7 +290,7 @@ def test_a_machine_of_one_node_takes_no_more_ranks_than_it_has() -> None:
 def test_eighty_layers_on_1024_ranks_take_three_seconds() -> None:
     program = mlp(blocks=80, dim=256, features=64, batch=512, precision="bf16")
     for step in for_stage(3, 1024):
-        program = step(program)
+        program = apply(step, program)
     start = time.perf_counter()
     found = simulate(program, load_machine("dgx-h100"))
     assert time.perf_counter() - start <= 3

@@ -1,4 +1,4 @@
-"""Models that cannot be compiled get one sentence with the line and what to do; none gets a traceback."""
+"""A model that cannot be compiled is refused in one sentence with the line and a remedy, without a traceback."""
 
 import re
 from pathlib import Path
@@ -60,7 +60,7 @@ FORWARDS = {
     "return (self.layer(x) @ torch.ones(3, 3)).mean()": r"cannot be traced at .*model.py:13: Runtime",
     "raise RuntimeError('one' + chr(10) + 'two')": r"cannot be traced at .*:13: RuntimeError: one two$",
     "return (self.layer(x) * self.hidden[0]).mean()": (
-        r"model.py:13 uses a tensor that the model does not know as a parameter or buffer"
+        r"model.py:13 uses a tensor that is not a parameter or buffer of the model"
     ),
     "loss = self.layer(x).mean(); loss.backward(); return loss": r":13: .*forward calls backward\(\)",
     "return self.layer(x.double()).mean()": r":13: TypeError: linear mixes float64 with narrower",
@@ -103,7 +103,9 @@ def refusal(path: Path, **options: object) -> str:
 
 
 @pytest.mark.parametrize("forward", FORWARDS)
-def test_forwards(forward: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_bad_forward_is_refused(
+    forward: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     sentence = refusal(write(tmp_path, forward=forward))
     assert re.search(FORWARDS[forward], sentence), sentence
     assert "Traceback" not in "".join(capfd.readouterr())
@@ -123,7 +125,7 @@ def test_forwards(forward: str, tmp_path: Path, capfd: pytest.CaptureFixture[str
         ("{'a.b': torch.ones(1), 'a': {'b': torch.ones(1)}}", "has two tensors at a.b"),
     ],
 )
-def test_batches(batch: str, sentence: str, tmp_path: Path) -> None:
+def test_a_bad_batch_is_refused(batch: str, sentence: str, tmp_path: Path) -> None:
     assert sentence in refusal(write(tmp_path, batch=batch))
 
 
@@ -140,12 +142,12 @@ def test_batches(batch: str, sentence: str, tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.filterwarnings("ignore")
-def test_models(model: str, sentence: str, tmp_path: Path) -> None:
+def test_a_bad_model_is_refused(model: str, sentence: str, tmp_path: Path) -> None:
     assert sentence in refusal(write(tmp_path, model=model))
 
 
 @pytest.mark.slow
-def test_flex_attention_is_refused_for_what_it_is(tmp_path: Path) -> None:
+def test_flex_attention_is_refused_by_name(tmp_path: Path) -> None:
     path = write(
         tmp_path, forward="q = self.layer(x)[None, None]; return flex_attention(q, q, q).sum()"
     )
@@ -159,7 +161,7 @@ def test_flex_attention_is_refused_for_what_it_is(tmp_path: Path) -> None:
     )
 
 
-def test_patterns_that_match_nothing(tmp_path: Path) -> None:
+def test_a_pattern_that_matches_nothing_is_refused(tmp_path: Path) -> None:
     sentence = refusal(write(tmp_path), precision="bf16", keep_fp32=("norm*",))
     assert sentence == (
         "--keep-fp32 norm* matches no module or parameter of the model; names look like layer.bias."

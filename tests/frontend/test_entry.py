@@ -1,4 +1,4 @@
-"""Loading model files: what they offer, what they must not disturb, and what is said about wrong ones."""
+"""Loading model files: their functions, their isolation, and the messages about wrong ones."""
 
 import hashlib
 import json
@@ -36,13 +36,13 @@ def write(tmp_path: Path, text: str, name: str = "model.py") -> str:
 
 def test_a_file_is_loaded_with_its_hash(tmp_path: Path) -> None:
     spec = write(tmp_path, GOOD)
-    found = load_model_file(spec)
-    assert found.sha256 == hashlib.sha256(GOOD.encode()).hexdigest()
-    assert isinstance(found.model(), torch.nn.Linear)
-    assert found.batches is None
+    model_file = load_model_file(spec)
+    assert model_file.sha256 == hashlib.sha256(GOOD.encode()).hexdigest()
+    assert isinstance(model_file.model(), torch.nn.Linear)
+    assert model_file.batches is None
 
 
-def test_a_factory_takes_the_place_of_model(tmp_path: Path) -> None:
+def test_a_factory_replaces_model(tmp_path: Path) -> None:
     module = load_model_file(write(tmp_path, GOOD) + ":other").model()
     assert isinstance(module, torch.nn.Linear)
     assert module.out_features == 5
@@ -56,29 +56,29 @@ def test_init_is_called_on_every_module_once_it_is_built(tmp_path: Path) -> None
         "    else:\n"
         "        nn.init.zeros_(module[0].weight)\n"
     )
-    found = load_model_file(write(tmp_path, text))
-    assert not found.model().get_parameter("0.weight").any()
-    assert found.build().get_parameter("0.weight").any()
+    model_file = load_model_file(write(tmp_path, text))
+    assert not model_file.model().get_parameter("0.weight").any()
+    assert model_file.build().get_parameter("0.weight").any()
     wrong = load_model_file(write(tmp_path, GOOD + "def init(module):\n    module.absent\n"))
     with pytest.raises(UserError, match=r"init\(\) failed at .*model.py:14: AttributeError"):
         wrong.model()
 
 
-def test_devices_that_a_file_names_are_left_for_the_program_to_choose(tmp_path: Path) -> None:
+def test_devices_that_a_file_names_are_ignored(tmp_path: Path) -> None:
     text = GOOD.replace("nn.Linear(2, 3)", "nn.Linear(2, 3, device='cuda').cuda().to('cuda:1')")
     text = text.replace(
         "torch.ones(1, 2)", "torch.ones(1, 2, device='cuda').to('cuda', torch.float64)"
     )
-    found = load_model_file(write(tmp_path, text))
-    assert found.model().weight.device.type == "cpu"
-    (example,) = found.batch()
+    model_file = load_model_file(write(tmp_path, text))
+    assert model_file.model().weight.device.type == "cpu"
+    (example,) = model_file.batch()
     assert isinstance(example, Tensor)
     assert example.dtype == torch.float64
     with torch.device("meta"):
-        assert found.model().weight.is_meta
+        assert model_file.model().weight.is_meta
 
 
-def test_the_file_shadows_no_module_and_its_folder_is_left_again(tmp_path: Path) -> None:
+def test_the_file_hides_no_module_and_its_folder_leaves_sys_path(tmp_path: Path) -> None:
     import json
 
     write(tmp_path, "WIDTH = 7", "helper_of_the_model.py")
@@ -134,9 +134,9 @@ def test_tracing_works_from_an_empty_folder(tmp_path: Path) -> None:
     folder, program = tmp_path / "empty", tmp_path / "gpt.zir"
     folder.mkdir()
     options = ["--world-size", "1", "-o", str(program), "--json"]
-    made = run_forked("zeroir", ["compile", str(gpt), *options], folder)
-    assert made.returncode == 0, made.stderr
-    facts = json.loads(made.stdout)
+    process = run_forked("zeroir", ["compile", str(gpt), *options], folder)
+    assert process.returncode == 0, process.stderr
+    facts = json.loads(process.stdout)
     assert (facts["distinct_segments"], facts["world_size"]) == (6, 1)
     assert program.exists()
     assert list(folder.iterdir()) == []

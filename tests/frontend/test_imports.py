@@ -1,4 +1,4 @@
-"""Which modules of a file are the user's is found out without running them."""
+"""The user's modules that a file imports are found without running them."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
 
 
-def test_imports_are_followed_through_packages_and_circles() -> None:
+def test_imports_are_followed_through_packages_and_cycles() -> None:
     source = (
         b"import os, torch, msgpack, zeroir.api, no_such\nimport top\nfrom folder import module\n"
     )
-    found = hashes_of_imports(source)
-    assert set(found) == {
+    hashes = hashes_of_imports(source)
+    assert set(hashes) == {
         "top",
         *("deep", "deep.inner", "deep.inner.leaf", "deep.inner.sibling", "deep.cousin"),
         "lazy",
         "folder.module",
     }
-    assert found["lazy"] == hashlib.sha256(FILES["lazy.py"].encode()).hexdigest()
+    assert hashes["lazy"] == hashlib.sha256(FILES["lazy.py"].encode()).hexdigest()
     assert hashes_of_imports(b"def f(:") == {}
 
 

@@ -1,4 +1,4 @@
-"""Models as people have them: traced, they compute what eager PyTorch does; sharded, what eager replicas do."""
+"""Common models: traced, they equal eager PyTorch; sharded, they equal eager replicas."""
 
 from pathlib import Path
 

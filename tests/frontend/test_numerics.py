@@ -1,4 +1,4 @@
-"""What a traced program computes is what eager PyTorch computes, bit for bit."""
+"""A traced program and eager PyTorch compute the same bits."""
 
 from pathlib import Path
 
@@ -220,7 +220,7 @@ OPERATORS = {
     "a recurrent network with dropout",
     "a norm by the spectrum",
 }
-"""Models that ask for an operator rather than for a habit of writing models; ``tests/torch_ops`` has the own ones."""
+"""Models that each exercise one operator; ``tests/torch_ops`` tests zeroir's own operators."""
 
 
 @pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
@@ -258,8 +258,8 @@ def test_modules_and_functions_compiled_by_their_author(tmp_path: Path) -> None:
 )
 def test_kept_fp32(patterns: tuple[str, ...]) -> None:
     program = assert_equals_eager(TRAPS, precision="bf16", keep_fp32=patterns, micro_steps=2)
-    kept = {
+    fp32_parameters = {
         slot.name for flat in program.flats if flat.name.endswith("fp32") for slot in flat.slots
     }
-    assert {"norm.weight", "norm.bias"} <= kept
-    assert len(kept) > 2 or patterns == ("norm",)
+    assert {"norm.weight", "norm.bias"} <= fp32_parameters
+    assert len(fp32_parameters) > 2 or patterns == ("norm",)

@@ -1,4 +1,4 @@
-"""What holds for every logical program that the frontend emits."""
+"""Properties of every logical program that the frontend emits."""
 
 import math
 from functools import cache
@@ -54,12 +54,12 @@ def is_dense(kind: TensorType) -> bool:
     return stride == contiguous_stride(shape)
 
 
-def test_the_verifier_proves_it(program: Program) -> None:
+def test_the_verifier_accepts_it(program: Program) -> None:
     report = verify(program)
     assert report.is_valid, report.findings
 
 
-def test_its_text_is_the_whole_of_it(program: Program) -> None:
+def test_its_text_parses_to_the_same_program(program: Program) -> None:
     assert parse(print_program(program)) == program
 
 
@@ -113,8 +113,8 @@ def test_each_gradient_is_written_once_and_then_accumulated(program: Program) ->
                 modes.setdefault(destination.gradient, []).append(destination.mode)
     trained = {slot.name for flat in program.flats if flat.is_trainable for slot in flat.slots}
     assert set(modes) == trained
-    for found in modes.values():
-        assert found == [Mode.WRITE] + [Mode.ACCUMULATE] * (len(found) - 1)
+    for parameter_modes in modes.values():
+        assert parameter_modes == [Mode.WRITE] + [Mode.ACCUMULATE] * (len(parameter_modes) - 1)
 
 
 def test_outputs_are_dense_and_no_node_is_dead(program: Program) -> None:
@@ -132,7 +132,7 @@ def test_outputs_are_dense_and_no_node_is_dead(program: Program) -> None:
                     assert is_dense(kind) or destination.gradient is not None
 
 
-def test_segments_of_equal_structure_are_one(program: Program) -> None:
+def test_segments_of_equal_structure_are_shared(program: Program) -> None:
     digests = [segment.digest() for segment in program.segments]
     assert len(set(digests)) == len(digests)
     assert {op.segment for op in computes(program)} == {s.name for s in program.segments}
@@ -148,7 +148,7 @@ def test_equal_blocks_share_their_segments() -> None:
     assert blocks == ["block.forward"] * 4 + ["block.backward"] * 4
 
 
-def test_everything_is_updated_but_what_is_frozen(program: Program) -> None:
+def test_every_flat_is_updated_unless_it_is_frozen(program: Program) -> None:
     steps = [op for op in program.section_by_name[UPDATE].body if isinstance(op, OptimizerStep)]
     updated = {op.param.buffer.rpartition(".")[0] for op in steps}
     assert updated == {flat.name for flat in program.flats if flat.is_trainable}
@@ -158,7 +158,7 @@ def test_everything_is_updated_but_what_is_frozen(program: Program) -> None:
         assert (f"{flat.name}.grad" in program.buffer_by_name) == flat.is_trainable
 
 
-def test_tied_and_unused_parameters_have_their_place() -> None:
+def test_tied_and_unused_parameters_are_in_the_right_flats() -> None:
     program = program_of(TRAPS, "bf16", 3)
     flat, slot = program.parameter_by_name["head.weight"]
     assert (flat.unit, slot.name, slot.aliases) == ("root.pre", "tokens.weight", ("head.weight",))
@@ -193,7 +193,7 @@ def flops(program: Program, name: str) -> int:
     return sum(node.flops for node in segment.nodes if "attention" not in node.op)
 
 
-def test_nodes_know_their_line() -> None:
+def test_nodes_have_their_source_line() -> None:
     program = program_of(GPT, "fp32", 1)
     text = GPT.read_text().splitlines()
     for segment in program.segments:

@@ -1,4 +1,4 @@
-"""What the frontend uses of torch's internals; when a new torch changes them, these tests say so and name it."""
+"""The parts of torch's internals that the frontend uses: these tests name the part that a new torch changes."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -36,18 +36,18 @@ def attempt(step: Callable[[], T]) -> T:
     """Run a step of the private interface; a failure names the torch that changed it."""
     try:
         return step()
-    except Exception as error:  # noqa: BLE001 - whatever a new torch raises
+    except Exception as error:  # noqa: BLE001 - any error of a new torch
         pytest.fail(f"torch {torch.__version__} changed what zeroir.frontend relies on: {error!r}")
 
 
-def graph() -> private.JointGraph:
+def graph() -> private.TracedGraph:
     mode = private.fake_mode()
     with mode:
         toy, x = Toy(), torch.ones(2, 3)
     return private.joint_graph(mode, toy, [x])
 
 
-def test_hooks_of_a_parameter_are_known() -> None:
+def test_hooks_of_a_parameter_are_listed() -> None:
     parameter = nn.Parameter(torch.ones(2))
     assert attempt(lambda: private.gradient_hooks(parameter)) == ()
     assert not attempt(lambda: private.has_accumulation_hooks(parameter))
@@ -72,17 +72,17 @@ def test_placeholders_and_outputs_are_described() -> None:
     assert [name for name, _ in joint.mutations] == ["count"]
 
 
-def test_nodes_know_their_direction_and_their_note() -> None:
+def test_nodes_have_their_direction_and_annotation() -> None:
     joint = attempt(graph)
     nodes = [node for node in joint.module.graph.nodes if node.op == "call_function"]
     forward = [node for node in nodes if not private.is_backward(node)]
     backward = [node for node in nodes if private.is_backward(node)]
     assert forward
     assert backward
-    assert [str(n.target) for n in forward if private.note_of(n) == "first"][-1] == (
+    assert [str(n.target) for n in forward if private.annotation_of(n) == "first"][-1] == (
         "aten.addmm.default"
     )
-    assert any(private.note_of(node) == "first" for node in backward)
+    assert any(private.annotation_of(node) == "first" for node in backward)
 
 
 def test_sums_of_gradients_are_marked() -> None:
@@ -94,7 +94,7 @@ def test_sums_of_gradients_are_marked() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return ((x * self.weight).sin() * self.weight).sum()
 
-    def trace() -> private.JointGraph:
+    def trace() -> private.TracedGraph:
         mode = private.fake_mode()
         with mode:
             module, x = Twice(), torch.ones(3)
@@ -105,7 +105,7 @@ def test_sums_of_gradients_are_marked() -> None:
     assert [str(node.target) for node in sums] == ["aten.add.Tensor"]
 
 
-def test_questions_about_values_are_told_apart() -> None:
+def test_reads_of_values_raise_different_exceptions() -> None:
     class Asks(nn.Module):
         def __init__(self) -> None:
             super().__init__()

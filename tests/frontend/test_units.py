@@ -1,4 +1,4 @@
-"""Which modules are units, and where parameters live in consequence."""
+"""The modules that are units, and the flats of their parameters."""
 
 from pathlib import Path
 
@@ -39,7 +39,7 @@ def test_repeated_blocks_are_found_outermost_first() -> None:
     assert find_units(module, None).labels == {"layers.1": "block", "layers.2": "block"}
 
 
-def test_a_repeated_class_counts_wherever_it_stands_in_a_list() -> None:
+def test_a_repeated_class_counts_in_every_list() -> None:
     module = nn.ModuleDict(
         {"a": sequence(Block(), Block()), "b": sequence(Block(8), nn.ReLU(), Block(4))}
     )
@@ -47,7 +47,7 @@ def test_a_repeated_class_counts_wherever_it_stands_in_a_list() -> None:
     assert list(find_units(module, None).labels) == names
 
 
-def test_a_pattern_means_what_is_called_rather_than_lists() -> None:
+def test_a_pattern_selects_called_modules_before_lists() -> None:
     module = nn.Module()
     module.blocks = nn.ModuleList([Block(), Block()])
     module.head = nn.Linear(4, 4)
@@ -132,7 +132,7 @@ def test_a_model_without_repetition_is_one_unit(tmp_path: Path) -> None:
     assert [s.name for s in program.segments] == ["root.forward", "root.backward"]
 
 
-def test_an_encoder_and_a_decoder_have_something_between_them(tmp_path: Path) -> None:
+def test_parameters_between_encoder_and_decoder_are_a_part_of_the_root(tmp_path: Path) -> None:
     path = tmp_path / "model.py"
     path.write_text(
         "import torch\nfrom torch import nn\n\n"

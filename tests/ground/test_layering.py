@@ -20,6 +20,7 @@ OF_THE_VERIFIER = {
     "zeroir.errors",
     "zeroir.ir",
     "zeroir.ir.allowlist",
+    "zeroir.ir.bounds",
     "zeroir.ir.buffers",
     "zeroir.ir.contents",
     "zeroir.ir.definitions",

@@ -10,7 +10,7 @@ from tests.support.schedules import Case
 from zeroir.ir import ops
 from zeroir.ir.buffers import Role
 from zeroir.memory.curve import live_bytes, peak
-from zeroir.workspace.collective_scratch import scratch_bytes
+from zeroir.workspace.op_scratch import scratch_bytes
 
 
 @pytest.mark.parametrize("stage", range(4))
@@ -37,8 +37,6 @@ def test_what_an_op_takes_counts_while_it_runs() -> None:
             if isinstance(op, ops.Compute):
                 segment = program.segment_by_name[op.segment]
                 assert size == dict(segment.workspace_bytes)["eager"]
-            elif isinstance(op, ops.Collective):
-                assert size == 0, "NCCL has memory of its own"
             else:
                 assert size == scratch_bytes(program, op)
         assert any(curve.workspace)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -20,15 +19,13 @@ from zeroir.ir.buffers import Space
 from zeroir.ir.program import Program, Section
 from zeroir.ir.text import parse
 from zeroir.memory.curve import peak
-from zeroir.memory.field import Field
-from zeroir.memory.fit import Layout
+from zeroir.memory.first_fit import BuffersToPlace, find_offsets
 from zeroir.memory.lifetimes import Lifetimes
 from zeroir.memory.most_live import most_live
 from zeroir.memory.placement import (
     ALIGNMENT_BYTES,
     Placement,
     place_all,
-    place_soon,
     placements_with_bound,
     rounded,
     unplaced,
@@ -87,50 +84,50 @@ def is_over(
 @examples(40)
 def test_no_two_buffers_that_may_be_live_at_once_overlap(case: Case) -> None:
     program = case.scheduled()
-    for placed in (place_all(program), place_soon(program)):
+    for placed in (place_all(program), place_all(program, is_searched=False)):
         for placement in placed.values():
             assert not list(meetings(program, placement))
             assert all(offset % ALIGNMENT_BYTES == 0 for offset in placement.offsets.values())
 
 
 @given(cases())
-@examples(10)
-def test_nor_where_long_lives_make_a_floor(case: Case) -> None:
-    """As in a program of many buffers; here all that live as long as possible are laid first."""
+@examples(20)
+def test_nor_where_long_lives_are_stacked(case: Case) -> None:
+    """As in a program of many buffers; here those that meet the most others are stacked in any case."""
     program = case.scheduled()
-    found = Lifetimes.of(program)
+    lifetimes = Lifetimes.of(program)
     sizes = {b.name: rounded(b.size_bytes) for b in program.buffers}
-    here = [life for life, name in enumerate(found.buffers) if is_on_device(program, name)]
-    field = Field.of(found, here, [sizes[name] for name in found.buffers])
-    layout = Layout(field, has_floor=True, shortest=2)
-    layout.sweep()
-    offsets = dict(zip(field.names, layout.offsets.tolist(), strict=True))
-    assert not list(meetings(program, Placement(offsets=offsets, size_bytes=layout.size_bytes)))
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_what_stands_too_high_is_moved_below_the_limit_or_nothing_is(seed: int) -> None:
-    program = scattered(120, seed)
-    found = Lifetimes.of(program)
-    sizes = {b.name: rounded(b.size_bytes) for b in program.buffers}
-    here = range(len(found.buffers))
-    field = Field.of(found, here, [sizes[name] for name in found.buffers])
-    layout = Layout(field, has_floor=False)
-    layout.sweep()
-    least = most_live(found, here, [sizes[name] for name in found.buffers]).size_bytes
-    before = layout.offsets.copy()
-    assert layout.size_bytes > least
-    assert layout.lower(least - ALIGNMENT_BYTES, 50, random.Random(0), roots=1) == -1
-    assert layout.offsets.tolist() == before.tolist()
-    limit = (least + layout.size_bytes) // 2 // ALIGNMENT_BYTES * ALIGNMENT_BYTES
-    assert layout.lower(limit, 2_000, random.Random(0), roots=1) > 0
-    assert layout.size_bytes <= limit
-    offsets = dict(zip(field.names, layout.offsets.tolist(), strict=True))
-    assert not list(meetings(program, Placement(offsets=offsets, size_bytes=layout.size_bytes)))
+    of_lives = [sizes[name] for name in lifetimes.buffers]
+    here = [life for life, name in enumerate(lifetimes.buffers) if is_on_device(program, name)]
+    for most_pairs in (0, 2 * len(here)):
+        buffers = BuffersToPlace.of(lifetimes, here, of_lives, most_pairs)
+        assert most_pairs or (buffers.stacked >= 0).any()
+        offsets = find_offsets(buffers, 0, most_placements=100)
+        placement = Placement(
+            offsets=dict(zip(buffers.names, offsets.tolist(), strict=True)),
+            size_bytes=int((offsets + buffers.sizes).max()),
+        )
+        assert (offsets >= 0).all()
+        assert not list(meetings(program, placement))
 
 
 def is_on_device(program: Program, name: str) -> bool:
     return program.buffer_by_name[name].space is Space.DEVICE
+
+
+@given(cases())
+@examples(10)
+def test_the_same_places_are_found_again(case: Case) -> None:
+    program = case.scheduled()
+    assert place_all(program) == place_all(program)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_search_is_never_worse_than_the_first_that_is_found(seed: int) -> None:
+    program = scattered(120, seed)
+    first, searched = (place_all(program, is_searched=flag)[Space.DEVICE] for flag in (False, True))
+    assert searched.live_bytes <= searched.size_bytes <= first.size_bytes
+    assert searched.gap <= 0.03
 
 
 def test_the_judge_sees_an_overlap() -> None:
@@ -149,7 +146,7 @@ def test_little_more_is_taken_than_is_live_at_the_fullest_moment(stage: int) -> 
     )
     in_program_order = peak(program).total_bytes - resting
     assert in_program_order <= placement.live_bytes <= placement.size_bytes
-    assert 0 <= placement.gap <= 0.01
+    assert 0 <= placement.gap <= 0.03
 
 
 def judged(section: Section, names: set[str]) -> tuple[list[str], list[list[bool]]]:
@@ -211,12 +208,12 @@ section evaluate {
 def test_many_buffers_are_placed_soon_and_tightly(make: Callable[[int, int], Program]) -> None:
     program = make(10_000, 1)
     placement = place_all(program)[Space.DEVICE]
-    assert placement.gap <= 0.01
+    assert placement.gap <= 0.03
     planned = {b.name: placement.offsets[b.name] for b in program.buffers}
     buffers = tuple(replace(b, offset=planned[b.name]) for b in program.buffers)
     findings = Findings(replace(program, buffers=buffers))
     check_arenas(findings.program, findings)
-    assert not findings.found
+    assert not findings.items
 
 
 def test_a_plan_is_compared_with_what_can_be_live_at_once() -> None:

@@ -19,8 +19,7 @@ from zeroir.errors import UserError
 from zeroir.ir.ops import Mode
 from zeroir.ir.segment import Node
 from zeroir.runtime.kernels.calls import operator, out_overload
-from zeroir.workspace.filling import can_fill
-from zeroir.workspace.segments import eager_workspace
+from zeroir.workspace.segments import can_fill, eager_workspace
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 I64, BOOL = torch.int64, torch.bool

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from tests.runtime.support import initial_flats, random_batches
 from tests.support.programs import mlp
 from zeroir.ir.program import Program
+from zeroir.passes.manager import apply
 from zeroir.passes.pipelines import for_stage
 from zeroir.runtime import rendezvous
 from zeroir.runtime.comm.job import Backend
@@ -32,7 +33,7 @@ def scheduled(stage: int, world_size: int) -> Program:
     """The program at a stage, with both passes."""
     program = logical()
     for step in for_stage(stage, world_size, bucket=BUCKET_BYTES, overlap_update=True):
-        program = step(program)
+        program = apply(step, program)
     return program
 
 

@@ -107,8 +107,8 @@ def lives(body: Sequence[Op], program: Program) -> list[Life]:
     return found
 
 
-def waves_live(body: Sequence[Op], program: Program) -> list[int]:
-    """At each gather, the most waves (buffers with one first reader) that some interleaving has live."""
+def groups_live(body: Sequence[Op], program: Program) -> list[int]:
+    """At each gather, the most groups (of buffers with one first reader) that some interleaving has live."""
     masks = before(body)
     found = lives(body, program)
     counts = [0]
@@ -150,4 +150,4 @@ def full_gradients_live(body: Sequence[Op], program: Program) -> list[int]:
 
 def most_live(body: Sequence[Op], program: Program) -> int:
     """How much the bounds on gathered units and on full gradients allow, summed over the section."""
-    return sum(waves_live(body, program)) + sum(full_gradients_live(body, program))
+    return sum(groups_live(body, program)) + sum(full_gradients_live(body, program))

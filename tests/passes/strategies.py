@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from tests.support.programs import mlp
 from zeroir.ir.program import Program
 from zeroir.passes.base import Pass
+from zeroir.passes.manager import apply
 from zeroir.passes.pipelines import for_stage
 
 
@@ -57,7 +58,7 @@ class Case:
         """The program after the passes, not verified: for laws about many programs."""
         program = self.logical()
         for step in self.passes():
-            program = step(program)
+            program = apply(step, program)
         return program
 
 

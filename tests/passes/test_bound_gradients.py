@@ -10,6 +10,7 @@ from tests.passes.strategies import Case, cases
 from tests.support.examples import examples
 from tests.support.programs import mlp
 from zeroir.ir.program import LAST_MICRO_STEP
+from zeroir.passes.manager import apply
 from zeroir.passes.pipelines import for_stage
 
 
@@ -27,7 +28,7 @@ def test_the_bound_is_reached(stage: int, live: int) -> None:
     """It holds nothing back that it need not hold back."""
     program = mlp(blocks=6)
     for step in for_stage(stage, 4, live=live):
-        program = step(program)
+        program = apply(step, program)
     body = program.section_by_name[LAST_MICRO_STEP].body
     assert max(happens.full_gradients_live(body, program)) == live
 
@@ -36,6 +37,6 @@ def test_the_bound_is_reached(stage: int, live: int) -> None:
 def test_without_the_pass_all_may_be_live(stage: int) -> None:
     program = mlp(blocks=6)
     for step in for_stage(stage, 4)[:-1]:
-        program = step(program)
+        program = apply(step, program)
     body = program.section_by_name[LAST_MICRO_STEP].body
     assert max(happens.full_gradients_live(body, program)) == 8

@@ -10,6 +10,7 @@ from tests.support.examples import examples
 from tests.support.programs import mlp
 from zeroir.ir.layout import padded_numel, used_numel
 from zeroir.memory.states import model_state_bytes
+from zeroir.passes.manager import apply
 from zeroir.passes.pipelines import for_stage
 
 BYTES = {"fp32": (4, 4, 8), "bf16": (2, 2, 12), "fp16": (2, 2, 12)}
@@ -40,7 +41,7 @@ def test_bytes_per_rank(stage: int, world_size: int, precision: str, blocks: int
     numel = sum(padded_numel(used_numel(flat), world_size) for flat in logical.flats)
     program = logical
     for step in for_stage(stage, world_size):
-        program = step(program)
+        program = apply(step, program)
     expected = _expected(stage, world_size, numel, BYTES[precision])
     assert sum(model_state_bytes(program).values()) == expected
 
@@ -51,7 +52,7 @@ def test_bytes_per_rank(stage: int, world_size: int, precision: str, blocks: int
 def test_k_of_each_optimizer(optimizer: str, k: int) -> None:
     program = mlp(precision="bf16", optimizer=optimizer)
     for step in for_stage(1, 4):
-        program = step(program)
+        program = apply(step, program)
     numel = sum(flat.padded_numel for flat in program.flats)
     assert sum(model_state_bytes(program).values()) == 4 * numel + k * numel // 4
 
@@ -60,6 +61,6 @@ def test_k_of_each_optimizer(optimizer: str, k: int) -> None:
 def test_fp32_sums_of_micro_steps_are_four_bytes_a_gradient(stage: int) -> None:
     program = mlp(precision="bf16", micro_steps=2)
     for step in for_stage(stage, 4):
-        program = step(program)
+        program = apply(step, program)
     numel = sum(flat.padded_numel for flat in program.flats)
     assert model_state_bytes(program)["grad"] == 4 * (numel if stage < 2 else numel // 4)

@@ -25,7 +25,8 @@ from zeroir.ir.program import Holding, Pending, Program, Section, State
 from zeroir.memory.lifetimes import Lifetimes
 from zeroir.memory.most_live import most_live
 from zeroir.passes.common.conflicts import touches
-from zeroir.passes.common.order import synchronise, unordered
+from zeroir.passes.common.order import derive_waits, without_waits
+from zeroir.passes.manager import apply
 from zeroir.passes.pipelines import for_stage
 
 
@@ -56,9 +57,8 @@ def test_without_any_one_wait_something_breaks(case: Case) -> None:
 @given(cases())
 def test_waits_and_events_are_canonical(case: Case) -> None:
     program = case.scheduled()
-    assert synchronise(program) == program
-    if case.stage < 2:  # Only bounds put in waits that data alone do not ask for.
-        assert synchronise(unordered(program)) == program
+    assert derive_waits(program) == program
+    assert derive_waits(without_waits(program)) == program
 
 
 @given(cases(), st.randoms(use_true_random=False))
@@ -70,7 +70,7 @@ def test_where_the_allocs_stood_makes_no_difference(case: Case, choice: Random) 
         replace(section, body=_raised(section.body, program, choice))
         for section in program.sections
     )
-    after = synchronise(replace(program, sections=sections))
+    after = derive_waits(replace(program, sections=sections))
     for section, expected in zip(after.sections, program.sections, strict=True):
         assert _with_allocs_sorted(section.body) == _with_allocs_sorted(expected.body)
 
@@ -104,7 +104,7 @@ def test_a_shard_of_merged_gradients_meets_nothing_of_the_backward() -> None:
     """It begins only when all is reduced, however early the gradient that it is a shard of was to be reduced."""
     program = mlp(blocks=4, dim=8, batch=256, micro_steps=2)
     for step in for_stage(2, 3, bucket=1 << 20):
-        program = step(program)
+        program = apply(step, program)
     shards = {b.name: b.size_bytes for b in program.buffers if b.name.endswith(".grad")}
     found = Lifetimes.of(program)
     sizes = [program.buffer_by_name[name].size_bytes for name in found.buffers]
@@ -143,7 +143,7 @@ def _copy(source: str, destination: str, stream: str) -> Op:
 
 
 def _ordered(program: Program) -> list[str]:
-    (section,) = synchronise(program).sections
+    (section,) = derive_waits(program).sections
     return [
         f"wait !{op.waited} {op.on}" if isinstance(op, ops.Wait) else f"{op.event} {op.stream}"
         for op in section.body
@@ -176,11 +176,19 @@ def test_order_is_carried_on_through_a_third_stream() -> None:
     ]
 
 
-def test_a_wait_put_in_on_purpose_stays_and_an_idle_one_goes() -> None:
-    on_purpose = ops.Wait(waited="mine", on=GATHER)
-    idle = ops.Wait(waited="mine", on=REDUCE)
-    program = _program(_fill("a", COMPUTE, event="mine"), on_purpose, idle, _fill("b", GATHER))
-    assert _ordered(program) == ["0 compute", "wait !0 gather", "None gather"]
+def test_a_wait_that_neither_data_nor_a_bound_asks_for_goes() -> None:
+    needless = ops.Wait(waited="mine", on=GATHER)
+    program = _program(_fill("a", COMPUTE, event="mine"), needless, _fill("b", GATHER))
+    assert _ordered(program) == ["None compute", "None gather"]
+
+
+def test_a_wait_for_a_pending_event_stays_until_an_op_of_its_stream_needs_it() -> None:
+    """Only the section before knows what the pending op touches."""
+    entry = State(pending=(Pending(event="p", stream=GATHER),))
+    wait = ops.Wait(waited="p", on=COMPUTE)
+    idle = ops.Wait(waited="p", on=REDUCE)
+    program = _program(wait, idle, _fill("a", GATHER), _fill("b", COMPUTE), entry=entry)
+    assert _ordered(program) == ["None gather", "wait !p compute", "None compute"]
 
 
 def test_what_a_pending_event_brings_is_waited_for() -> None:
@@ -201,14 +209,14 @@ def test_what_a_pending_event_brings_is_waited_for() -> None:
     ]
 
 
-def _alloc(name: str, *, event: str | None = None) -> Op:
-    return ops.Alloc(buffer=name, stream=COMPUTE, event=event)
+def _alloc(name: str) -> Op:
+    return ops.Alloc(buffer=name, stream=COMPUTE)
 
 
 def _placed(*body: Op) -> list[str]:
     """What the ops allocate, fill and wait for when they are ordered."""
     found = []
-    for op in synchronise(_program(*body)).sections[0].body:
+    for op in derive_waits(_program(*body)).sections[0].body:
         match op:
             case ops.Alloc():
                 found.append(f"alloc {op.buffer}")
@@ -224,17 +232,12 @@ def _placed(*body: Op) -> list[str]:
 
 
 def test_a_buffer_begins_behind_what_its_first_user_waits_for() -> None:
-    other = _fill("b", REDUCE, event="r")
-    wait, use = ops.Wait(waited="r", on=COMPUTE), _fill("a", COMPUTE)
-    late = ["fill b", "wait", "alloc a", "fill a"]
-    # Behind a wait that was put in on purpose, one that data ask for, and ops of its own that do not touch it.
-    assert _placed(_alloc("a"), other, wait, use) == late
+    other, use = _fill("b", REDUCE), _fill("a", COMPUTE)
+    # Behind a wait that data ask for, and ops of its own stream that do not touch it.
     both = _copy("b", "a", COMPUTE)
     assert _placed(_alloc("a"), other, both) == ["fill b", "wait", "alloc a"]
     assert _placed(_alloc("a"), _fill("b", COMPUTE), use) == ["fill b", "alloc a", "fill a"]
-    # Not where somebody waits for the alloc itself, or another stream touches its buffer first.
-    for_alloc = ops.Wait(waited="a", on=REDUCE)
-    assert _placed(_alloc("a", event="a"), for_alloc, other, use)[0] == "alloc a"
+    # Not where another stream touches its buffer first.
     assert _placed(_alloc("a"), other, _fill("a", REDUCE)) == [
         *("alloc a", "fill b", "wait", "fill a")
     ]
@@ -243,6 +246,6 @@ def test_a_buffer_begins_behind_what_its_first_user_waits_for() -> None:
     assert _placed(_alloc("a"), other, release) == ["fill b", "alloc a", "release a"]
     assert _placed(_alloc("a"), other) == ["alloc a", "fill b"]
     # Of several the order stays, each behind what its own life must wait for.
-    assert _placed(_alloc("b"), _alloc("a"), other, wait, both) == [
+    assert _placed(_alloc("b"), _alloc("a"), other, both) == [
         *("alloc b", "wait", "fill b", "wait", "alloc a")
     ]

@@ -23,7 +23,7 @@ from zeroir.ir import ops
 from zeroir.ir.ops import Op
 from zeroir.ir.program import LAST_MICRO_STEP, MICRO_STEP, UPDATE, Program, State
 from zeroir.passes import manager
-from zeroir.passes.common.order import synchronise, unordered
+from zeroir.passes.common.order import derive_waits, without_waits
 from zeroir.passes.overlap_update import STREAM, OverlapUpdate
 from zeroir.passes.pipelines import for_options, for_stage
 from zeroir.runtime.lockstep import Lockstep
@@ -129,7 +129,7 @@ def test_what_must_be_ordered_is_and_no_wait_is_idle(case: Case) -> None:
     program = OverlapUpdate()(case.scheduled())
     body = program.section_by_name[LAST_MICRO_STEP].body
     assert happens.unordered(body, program) == []
-    assert synchronise(program) == program
+    assert derive_waits(program) == program
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -222,7 +222,7 @@ def test_a_user_may_have_the_update_apart() -> None:
 
 def _edited(program: Program, name: str, body: tuple[Op, ...]) -> Program:
     sections = tuple(replace(s, body=body) if s.name == name else s for s in program.sections)
-    return synchronise(unordered(replace(program, sections=sections)))
+    return derive_waits(replace(program, sections=sections))
 
 
 def _codes(program: Program) -> set[str]:
@@ -231,7 +231,7 @@ def _codes(program: Program) -> set[str]:
 
 def _moved(program: Program, kind: type, before: type) -> Program:
     """The first op of a kind in the last micro-step put before the first of another kind."""
-    body = list(unordered(program).section_by_name[LAST_MICRO_STEP].body)
+    body = list(without_waits(program).section_by_name[LAST_MICRO_STEP].body)
     op = next(op for op in body if isinstance(op, kind))
     body.remove(op)
     at = next(i for i, other in enumerate(body) if isinstance(other, before))
@@ -242,7 +242,7 @@ def _moved(program: Program, kind: type, before: type) -> Program:
 def test_a_step_before_the_decision_is_rejected(stage: int) -> None:
     program = _overlapped(stage)
     assert verify(program).is_valid
-    body = unordered(program).section_by_name[LAST_MICRO_STEP].body
+    body = without_waits(program).section_by_name[LAST_MICRO_STEP].body
     assert isinstance(body[0], ops.Decide)
     mutant = _edited(program, LAST_MICRO_STEP, (*body[1:], body[0]))
     assert "Z405" in _codes(mutant)
@@ -257,7 +257,7 @@ def test_a_step_on_an_unreduced_gradient_is_rejected(stage: int) -> None:
 def test_a_use_of_the_parameters_after_their_step_is_rejected() -> None:
     """Stage 0 updates in place what the section computes with."""
     program = _overlapped(0)
-    body = unordered(program).section_by_name[LAST_MICRO_STEP].body
+    body = without_waits(program).section_by_name[LAST_MICRO_STEP].body
     forward = next(op for op in body if isinstance(op, ops.Compute))
     (output,) = (d.view.region.buffer for d in forward.destinations if d is not None)
     again: tuple[Op, ...] = (
@@ -271,7 +271,7 @@ def test_a_use_of_the_parameters_after_their_step_is_rejected() -> None:
 def test_a_second_step_or_decision_is_rejected() -> None:
     program = _overlapped(2)
     before = applied(mlp(optimizer="momentum"), for_stage(2, 3))
-    update = unordered(program).section_by_name[UPDATE].body
+    update = without_waits(program).section_by_name[UPDATE].body
     again = before.section_by_name[UPDATE].body
     decide = next(op for op in again if isinstance(op, ops.Decide))
     step = next(op for op in again if isinstance(op, ops.OptimizerStep))
@@ -283,7 +283,7 @@ def test_a_second_step_or_decision_is_rejected() -> None:
 def test_what_the_joint_says_must_have_happened(kind: type) -> None:
     """Without the op, on both sides of the joint what is said to be new is old."""
     program = _overlapped(1)
-    body = list(unordered(program).section_by_name[LAST_MICRO_STEP].body)
+    body = list(without_waits(program).section_by_name[LAST_MICRO_STEP].body)
     body.remove(next(op for op in body if isinstance(op, kind)))
     assert not verify(_edited(program, LAST_MICRO_STEP, tuple(body))).is_valid
 
@@ -302,7 +302,7 @@ def test_a_joint_must_say_what_is_new() -> None:
 def test_an_early_step_of_a_clipped_program_is_rejected(stage: int) -> None:
     """The norm, the decision and a step, all moved to where the step's own gradient is reduced."""
     logical = mlp(clip=1.0, optimizer="momentum")
-    program = unordered(applied(logical, for_stage(stage, 3)))
+    program = without_waits(applied(logical, for_stage(stage, 3)))
     last, update = (program.section_by_name[name].body for name in (LAST_MICRO_STEP, UPDATE))
     kinds = (ops.GradNorm, ops.AllReduce, ops.Decide)
     early = [op for op in update if isinstance(op, kinds)]

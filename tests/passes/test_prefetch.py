@@ -11,12 +11,13 @@ from tests.support.examples import examples
 from tests.support.programs import mlp
 from zeroir.ir import ops
 from zeroir.ir.program import LAST_MICRO_STEP, Program
+from zeroir.passes.manager import apply
 from zeroir.passes.pipelines import for_stage
 
 
 def _lower(program: Program, distance: int, *, elide: bool = True) -> Program:
     for step in for_stage(3, 4, elide=elide, distance=distance):
-        program = step(program)
+        program = apply(step, program)
     return program
 
 
@@ -28,7 +29,7 @@ def test_at_most_distance_plus_one_units_are_live(case: Case) -> None:
     assume(case.elide or not case.tied)
     program = case.scheduled()
     for section in program.sections:
-        assert max(happens.waves_live(section.body, program)) <= case.distance + 1
+        assert max(happens.groups_live(section.body, program)) <= case.distance + 1
 
 
 @pytest.mark.parametrize("distance", [1, 2, 3])
@@ -37,13 +38,12 @@ def test_a_gather_overlaps_the_units_before_it(distance: int, elide: bool) -> No
     program = _lower(mlp(blocks=6), distance, elide=elide)
     body = program.section_by_name[LAST_MICRO_STEP].body
     masks = happens.before(body)
-    waves = [life for life in happens.lives(body, program) if life.readers]
-    free = (
-        -1
-    )  # The latest release that a gather so far had to wait for: of its own buffer's last life.
-    for number, life in enumerate(waves):
-        free = max([free, *(w.release for w in waves[:number] if w.buffer == life.buffer)])
-        for earlier in waves[max(0, number - distance) : number]:
+    lives = [life for life in happens.lives(body, program) if life.readers]
+    # The latest release that a gather so far had to wait for: that of its own buffer's last life.
+    free = -1
+    for number, life in enumerate(lives):
+        free = max([free, *(w.release for w in lives[:number] if w.buffer == life.buffer)])
+        for earlier in lives[max(0, number - distance) : number]:
             if earlier.readers[0] > free:
                 assert not masks[life.gather] >> earlier.readers[0] & 1, life.buffer
 
@@ -59,12 +59,12 @@ def test_no_distance_still_holds_the_gather_stream_back() -> None:
     program = _lower(mlp(blocks=3), 0)
     body = program.section_by_name[LAST_MICRO_STEP].body
     assert not any(isinstance(op, ops.Prefetch) for op in body)
-    assert max(happens.waves_live(body, program)) == 1
+    assert max(happens.groups_live(body, program)) == 1
 
 
 def test_without_the_pass_nothing_holds_it_back() -> None:
     program = mlp(blocks=3)
     for step in for_stage(3, 4)[:-2]:
-        program = step(program)
+        program = apply(step, program)
     body = program.section_by_name[LAST_MICRO_STEP].body
-    assert max(happens.waves_live(body, program)) == 5
+    assert max(happens.groups_live(body, program)) == 5

@@ -398,8 +398,11 @@ def test_another_input_is_rejected() -> None:
 
 
 def test_only_for_one_device() -> None:
-    with pytest.raises(UserError, match="put it before the passes that share"):
-        Recompute()(applied(mlp(), for_stage(0, 2)))
+    with pytest.raises(
+        UserError,
+        match=r"requires the step of one device, which `all-reduce-gradients\{dp=2\}` has",
+    ):
+        manager.check_contracts(applied(mlp(), for_stage(0, 2)), [Recompute()])
 
 
 def test_the_root_is_not_repeated() -> None:

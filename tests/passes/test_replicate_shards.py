@@ -25,7 +25,8 @@ from zeroir.ir.program import LAST_MICRO_STEP, MICRO_STEP, UPDATE, Program
 from zeroir.ir.text import parse, print_program
 from zeroir.ir.traffic import collective_bytes
 from zeroir.passes import manager
-from zeroir.passes.common.order import synchronise
+from zeroir.passes.common.order import derive_waits
+from zeroir.passes.manager import apply
 from zeroir.passes.pipelines import for_stage
 from zeroir.passes.replicate_shards import ReplicateShards
 from zeroir.verify import verify
@@ -37,7 +38,7 @@ def hybrid(logical: Program, stage: int, replicas: int, shards: int) -> Program:
     """The program, not verified after every pass: that is one test's affair."""
     program = logical
     for step in for_stage(stage, replicas * shards, replicas=replicas):
-        program = replace(step(program), passes=(*program.passes, step.spec()))
+        program = apply(step, program)
     return program
 
 
@@ -145,7 +146,7 @@ def test_what_is_reduced_in_one_launch_crosses_in_one(micro_steps: int) -> None:
     logical = mlp(blocks=3, precision="bf16", micro_steps=micro_steps)
     program = logical
     for step in for_stage(2, 6, replicas=2, bucket=4 * 768 * 2):
-        program = step(program)
+        program = apply(step, program)
     body = program.section_by_name[LAST_MICRO_STEP].body
     within = [len(op.pairs) for op in body if isinstance(op, ops.ReduceScatter)]
     assert max(within) > 1
@@ -226,7 +227,7 @@ def test_gathers_among_ranks_that_hold_the_same_are_noticed() -> None:
         return (op,)
 
     # In order again, so that all that is wrong is who gathers.
-    broken = synchronise(mutant(hybrid(LOGICAL, 3, 2, 2), LAST_MICRO_STEP, astray))
+    broken = derive_waits(mutant(hybrid(LOGICAL, 3, 2, 2), LAST_MICRO_STEP, astray))
     assert codes(broken, LOGICAL) == {"Z401"}
 
 
@@ -245,7 +246,7 @@ def test_scalars_are_combined_over_the_axes_that_they_differ_along(scalar: str, 
 
     program = hybrid(logical, 2, 2, 2)
     assert codes(program, logical) == set()
-    assert codes(synchronise(mutant(program, UPDATE, toggled)), logical) == {code}
+    assert codes(derive_waits(mutant(program, UPDATE, toggled)), logical) == {code}
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -278,5 +279,7 @@ def test_groups_are_equal_and_at_least_one() -> None:
     with pytest.raises(UserError, match="`replicas` of `replicate-shards` is a number of groups"):
         ReplicateShards(replicas=0)
     program = hybrid(LOGICAL, 1, 2, 2)
-    with pytest.raises(UserError, match="a second time"):
+    with pytest.raises(
+        UserError, match=r"which `replicate-shards\{replicas=2\}` has ended; leave one"
+    ):
         manager.run(program, [ReplicateShards(replicas=2)])

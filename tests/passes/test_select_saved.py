@@ -26,6 +26,7 @@ from zeroir.ir import ops
 from zeroir.ir.buffers import Role
 from zeroir.ir.program import LAST_MICRO_STEP, Program
 from zeroir.ir.text import parse, print_program
+from zeroir.passes import manager
 from zeroir.passes.pipelines import for_stage, lower
 from zeroir.passes.select_saved import SelectSaved
 from zeroir.runtime.lockstep import Lockstep
@@ -296,8 +297,11 @@ def test_what_another_backward_reads_stays_and_costs_nothing() -> None:
 
 
 def test_only_for_one_device() -> None:
-    with pytest.raises(UserError, match="put it before the passes"):
-        SelectSaved()(applied(SAVING, for_stage(0, 2)))
+    with pytest.raises(
+        UserError,
+        match=r"requires the step of one device, which `all-reduce-gradients\{dp=2\}` has",
+    ):
+        manager.check_contracts(applied(SAVING, for_stage(0, 2)), [SelectSaved()])
 
 
 # ---------------------------------------------------------------------------------------------------------- mutants

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zeroir.errors import UserError
-from zeroir.passes.base import OptionValue, Pass
+from zeroir.passes.base import LOGICAL_FACTS, Fact, OptionValue, Pass
 from zeroir.passes.pipelines import PASSES, for_stage, parse_spec
-from zeroir.passes.prefetch import Prefetch
+from zeroir.passes.prefetch import PrefetchGathers
 
 _NAMES = st.from_regex(r"[a-z*][a-z0-9_.*]{0,9}", fullmatch=True)
 _VALUES: Mapping[object, st.SearchStrategy[OptionValue | None]] = {
@@ -31,7 +31,7 @@ def any_pass(draw: st.DrawFn) -> Pass:
     hints = get_type_hints(kind)
     options = {field.name: draw(_VALUES[hints[field.name]]) for field in fields(kind)}
     # A distance and a budget exclude each other.
-    if kind is Prefetch and options["budget"] is not None:
+    if kind is PrefetchGathers and options["budget"] is not None:
         del options["distance"]
     return kind(**options)
 
@@ -66,7 +66,10 @@ def test_every_pass_has_a_name_of_its_own_and_every_fact_a_source() -> None:
     assert len({kind.name for kind in PASSES}) == len(PASSES)
     established = [fact for kind in PASSES for fact in kind.establishes]
     assert len(set(established)) == len(established)
-    assert {fact for kind in PASSES for fact in kind.requires} <= set(established)
+    required = {fact for kind in PASSES for fact in kind.requires}
+    assert required == set(Fact) == LOGICAL_FACTS.union(established)
+    assert not LOGICAL_FACTS.intersection(established)
+    assert {fact for kind in PASSES for fact in kind.destroys} == LOGICAL_FACTS
     assert all(isinstance(step, Pass) for step in for_stage(3, 2))
 
 

@@ -14,12 +14,13 @@ from zeroir.ir.buffers import Role
 from zeroir.ir.program import LAST_MICRO_STEP, UPDATE, Program
 from zeroir.ir.text import parse, print_program
 from zeroir.ir.traffic import collective_bytes
+from zeroir.passes.manager import apply
 from zeroir.passes.pipelines import for_stage
 
 
 def _lower(program: Program, stage: int, world_size: int, *, elide: bool = True) -> Program:
     for step in for_stage(stage, world_size, elide=elide):
-        program = step(program)
+        program = apply(step, program)
     return program
 
 

@@ -17,6 +17,7 @@ from zeroir.errors import UserError
 from zeroir.ir.program import LAST_MICRO_STEP, Program
 from zeroir.ir.traffic import collective_bytes
 from zeroir.passes import manager
+from zeroir.passes.manager import apply
 from zeroir.passes.pipelines import for_stage
 from zeroir.passes.unshard import Unshard
 
@@ -41,7 +42,7 @@ def test_with_all_units_two_psi_go_over_the_wire(case: Case, replicas: int | Non
     for step in for_stage(
         3, world_size, replicas=replicas, elide=case.elide, bucket=case.bucket, unshard=ALL
     ):
-        program = step(program)
+        program = apply(step, program)
     axis = "dp" if replicas is None else "shard"
     sent = collective_bytes(program, axis=axis)
     assert sent["all_gather"] == psi_bytes(program)
@@ -106,7 +107,7 @@ def test_buckets_hold_what_is_still_gathered() -> None:
 
 
 def test_it_stands_before_what_bounds_memory() -> None:
-    with pytest.raises(UserError, match=r"would undo the bound of `prefetch\{distance=1\}`"):
+    with pytest.raises(UserError, match=r"which `prefetch\{distance=1\}` has ended; put `unshard`"):
         manager.run(mlp(blocks=1), (*for_stage(3, 2), Unshard()))
 
 

@@ -80,7 +80,7 @@ def test_a_unit_called_twice_is_gathered_for_each_run_and_reduced_once() -> None
     ]
     reduced = [op.pairs[0].destination.buffer for op in body if isinstance(op, ops.ReduceScatter)]
     assert reduced == ["root.post.grad", "blocks.1.grad", "blocks.0.grad", "root.pre.grad"]
-    assert max(happens.waves_live(body, program)) <= 2
+    assert max(happens.groups_live(body, program)) <= 2
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 64, 1000])

@@ -12,6 +12,7 @@ from tests.support.programs import mlp
 from tests.support.zygote import run_forked
 from zeroir.ir import ops
 from zeroir.ir.program import Program
+from zeroir.passes.manager import apply
 from zeroir.passes.pipelines import for_stage
 from zeroir.report.flight_recorder import flight_recorder_dumps
 from zeroir.report.plain_pickle import dumps
@@ -32,7 +33,7 @@ def scheduled(
     for step in for_stage(
         stage, ranks, replicas=replicas, bucket=bucket, overlap_update=overlap_update
     ):
-        program = step(program)
+        program = apply(step, program)
     return program
 
 

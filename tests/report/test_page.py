@@ -19,6 +19,7 @@ from zeroir.cost.machine import load_machine
 from zeroir.cost.simulate import Simulation, simulate
 from zeroir.ir.program import Program
 from zeroir.memory.curve import peak
+from zeroir.passes.manager import apply
 from zeroir.passes.pipelines import for_options, for_stage
 from zeroir.report.page.facts import memory_curve, step_ops, unit_facts
 from zeroir.report.page.html import report_html
@@ -325,7 +326,7 @@ def test_ten_thousand_ops_stay_fluid(tmp_path: Path) -> None:
     """Only rows in sight are in the page, and only what can be told apart is drawn; pointing draws no chart anew."""
     made = mlp(blocks=390, dim=16)
     for step in for_stage(3, 4, overlap_update=True):
-        made = step(made)
+        made = apply(step, made)
     (tmp_path / "deep.html").write_text(
         page_of(made, "deep.zir", budget_bytes=None), encoding="utf-8"
     )

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.support.examples import IS_THOROUGH
+from tests.support.lowering import applied
 from tests.support.zygote import Forked, Zygote, compiling_zygote, zygote
 from zeroir.ir import ops
 from zeroir.ir.mesh import COMPUTE
@@ -43,11 +44,8 @@ def with_evaluation(logical: Program) -> Program:
 
 
 def lowered(logical: Program, stage: int, world_size: int, replicas: int | None = None) -> Program:
-    """The logical program at a ZeRO stage, passes applied one after the other."""
-    program = logical
-    for one in for_stage(stage, world_size, replicas=replicas):
-        program = one(program)
-    return program
+    """The logical program at a ZeRO stage, without a proof after each pass."""
+    return applied(logical, tuple(for_stage(stage, world_size, replicas=replicas)))
 
 
 def initial_flats(program: Program, seed: int = 0) -> dict[str, Tensor]:

@@ -90,13 +90,13 @@ def test_a_section_that_needs_the_host_cannot_be_a_graph() -> None:
         ),
         "the host works in it, on stream optimizer": section_of(fill(OPTIMIZER)),
         "the disk works in it, on stream io": section_of(fill(), ops.Wait(waited="0", on="io")),
-        "!0 is under way where it begins or ends": section_of(fill(GATHER, "0"), exit=crossing),
+        "!0 is pending where it begins or ends": section_of(fill(GATHER, "0"), exit=crossing),
     }
     for reason, section in cases.items():
         assert why_not(program, section) == reason
         assert why_not(program, replace(section, body=(*section.body, fill()))) in (reason, None)
     entering = section_of(fill(), entry=crossing)
-    assert why_not(program, entering) == "!0 is under way where it begins or ends"
+    assert why_not(program, entering) == "!0 is pending where it begins or ends"
     assert why_not(program, section_of(fill())) is None
 
 
@@ -279,7 +279,7 @@ def test_no_rank_launches_a_graph_that_another_could_not_capture() -> None:
     batches = batches_of(WARM_UP + 2)
     with (
         training(program, job) as run,
-        pytest.warns(GraphWarning, match="another rank could not be captured"),
+        pytest.warns(GraphWarning, match="the capture failed on another rank"),
     ):
         assert run.steps(batches) == expected_losses(program, batches)
     assert run.device.graphs

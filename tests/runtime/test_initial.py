@@ -85,11 +85,14 @@ def test_ranks_say_why_they_cannot_begin(tmp_path: Path) -> None:
     results = Ranks(3, tmp_path, "bad-starts").wait()
     assert [code for code, _, _ in results] == [0, 0, 0], results
     damaged, failed = zip(*(out.splitlines() for _, out, _ in results), strict=True)
-    assert len(set(damaged)) == 2  # who holds other values says so itself
+    assert len(set(damaged)) == 2  # the rank with the other values raises a UserError itself
     assert re.match(
-        r"UserError: Rank 1 holds other values of 'pre.weight' than rank 0 has built", damaged[1]
+        r"UserError: The values of 'pre.weight' on rank 1 differ from those that rank 0 built",
+        damaged[1],
     )
-    assert all(line.startswith("PeerError: Rank 1 holds other") for line in damaged[::2])
+    assert all(
+        line.startswith("PeerError: The values of 'pre.weight' on rank 1") for line in damaged[::2]
+    )
     assert failed[0].startswith("UserError: The model has no parameter or buffer 'blocks.2.weight'")
     assert failed[1] == failed[2] == "PeerError: Rank 0 could not build the model."
 

@@ -73,6 +73,6 @@ def test_a_rank_with_another_program_stops_all(tmp_path: Path) -> None:
 def test_a_loss_that_is_no_number_stops_all(tmp_path: Path) -> None:
     for rank, (code, _, err) in enumerate(Ranks(WORLD_SIZE, tmp_path, "nan-loss").wait(60.0)):
         assert code == 2, f"rank {rank}: {err}"
-        knows = "is nan" if rank == 1 else "of another rank is no number"
+        knows = "is nan" if rank == 1 else "of another rank is not finite"
         assert err.startswith(f"Error: The loss {knows} at step 3")
         assert err.count("\n") == 1

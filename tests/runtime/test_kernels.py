@@ -230,7 +230,7 @@ def test_no_gradient_of_a_matrix_is_copied(path: Path, stage: int) -> None:
         if not isinstance(op, Compute):
             continue
         kernel = compile_eager(program.segment_by_name[op.segment], bindings(op), CPU)
-        copied = {move.place.output for move in kernel.moves if move.mode is Mode.WRITE}
+        copied = {move.target.output for move in kernel.moves if move.mode is Mode.WRITE}
         for output, destination in enumerate(op.destinations):
             if destination is None or destination.view.region.buffer not in gradients:
                 continue

@@ -32,14 +32,12 @@ from tests.support.programs import mlp
 from zeroir.api.run import kernel_backend, load_model
 from zeroir.config import Precision
 from zeroir.errors import KernelWarning, UserError
-from zeroir.ir.bindings import Binding, bindings
-from zeroir.ir.buffers import contiguous_stride
-from zeroir.ir.dtypes import DType
-from zeroir.ir.ops import Compute, Mode
-from zeroir.ir.segment import Node, Ref, Segment, TensorType
+from zeroir.ir.bindings import Binding
+from zeroir.ir.ops import Mode
+from zeroir.ir.segment import Segment
 from zeroir.runtime import engine as engine_module
 from zeroir.runtime.engine import Engine
-from zeroir.runtime.kernels import compile_pool, graph
+from zeroir.runtime.kernels import compile_pool
 from zeroir.runtime.kernels.base import Kernel
 from zeroir.runtime.kernels.cache import KernelCache, cache_folder, kernel_key
 from zeroir.runtime.kernels.choice import KernelBackend
@@ -376,102 +374,3 @@ def test_the_cache_is_where_the_environment_says(
     assert cache_folder() == tmp_path / "xdg" / "zeroir"
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert cache_folder() == Path.home() / ".cache" / "zeroir"
-
-
-def run_graph(
-    segment: Segment,
-    bindings: Sequence[Binding | None],
-    arguments: Sequence[Tensor],
-    destinations: Sequence[Tensor],
-) -> None:
-    """The graph that a compiler would get, by torch's operators."""
-    graph.build_graph(segment, bindings, CPU)(*arguments, *destinations)
-
-
-def test_the_graph_fills_destinations_like_the_eager_kernels() -> None:
-    """Each segment of a program, by the graph alone: stores, products in place and views undone."""
-    program = mlp(clip=0.5)
-    checked = 0
-    for op in program.ops():
-        if not isinstance(op, Compute):
-            continue
-        segment, how = program.segment_by_name[op.segment], bindings(op)
-        arguments = [torch.randn(one.shape) for one in segment.inputs]
-        kinds = graph.input_types(segment, how)[len(segment.inputs) :]
-        found = [torch.zeros(one.shape) for one in kinds]
-        expected = [torch.zeros(one.shape) for one in kinds]
-        run_graph(segment, how, arguments, found)
-        planned = graph.graph_outputs(how)
-        targets: list[Tensor | None] = [None] * len(how)
-        for output, tensor in zip((*planned.direct, *planned.scratch), expected, strict=True):
-            targets[output] = tensor
-        EagerKernels(CPU).compile(segment, how)(arguments, targets)
-        for one, other in zip(found, expected, strict=True):
-            torch.testing.assert_close(one, other)
-        checked += 1
-    assert checked >= 4
-
-
-def test_a_product_is_added_to_what_the_destination_holds() -> None:
-    """dW += dyᵀ x, through the transposes that autograd writes, without a tensor of its size."""
-
-    def kind(*shape: int) -> TensorType:
-        return TensorType(dtype=DType.F32, shape=shape, stride=contiguous_stride(shape))
-
-    flipped = TensorType(dtype=DType.F32, shape=(3, 5), stride=(1, 3))
-    segment = Segment(
-        name="gradient",
-        inputs=(kind(8, 5), kind(8, 3)),
-        nodes=(
-            Node(
-                op="aten.t.default",
-                args=(Ref(1),),
-                results=(replace(flipped, shape=(3, 8), stride=(1, 3)),),
-            ),
-            Node(op="aten.mm.default", args=(Ref(2), Ref(0)), results=(kind(3, 5),)),
-            Node(
-                op="aten.t.default",
-                args=(Ref(3),),
-                results=(replace(flipped, shape=(5, 3), stride=(1, 5)),),
-            ),
-            Node(op="aten.t.default", args=(Ref(4),), results=(kind(3, 5),)),
-        ),
-        outputs=(5,),
-    )
-    how = [Binding(mode=Mode.ACCUMULATE, stride=(5, 1), is_exclusive=True)]
-    dy, x, held_before = torch.randn(8, 5), torch.randn(8, 3), torch.randn(3, 5)
-    found = held_before.clone()
-    run_graph(segment, how, [dy, x], [found])
-    torch.testing.assert_close(found, held_before + x.t() @ dy)
-    called = [node.target for node in graph.build_graph(segment, how, CPU).graph.nodes]
-    assert torch.ops.zeroir.addmm_out.default in called
-    assert torch.ops.zeroir.store.default not in called
-
-
-@pytest.mark.parametrize("padding", [-1, 2])
-def test_rows_are_added_to_what_the_destination_holds(padding: int) -> None:
-    """An embedding's gradient is added where it was looked up, the padding's left out, without a table of its own."""
-    dy, rows, held_before = torch.randn(3, 4, 5), torch.randint(0, 6, (3, 4)), torch.randn(6, 5)
-    table = TensorType(dtype=DType.F32, shape=(6, 5), stride=(5, 1))
-    segment = Segment(
-        name="gradient",
-        inputs=(
-            TensorType(dtype=DType.F32, shape=(3, 4, 5), stride=(20, 5, 1)),
-            TensorType(dtype=DType.I64, shape=(3, 4), stride=(4, 1)),
-        ),
-        nodes=(
-            Node(
-                op="aten.embedding_dense_backward.default",
-                args=(Ref(0), Ref(1), 6, padding, False),
-                results=(table,),
-            ),
-        ),
-        outputs=(2,),
-    )
-    how = [Binding(mode=Mode.ACCUMULATE, stride=(5, 1), is_exclusive=True)]
-    found = held_before.clone()
-    run_graph(segment, how, [dy, rows], [found])
-    gradient = torch.ops.aten.embedding_dense_backward(dy, rows, 6, padding, False)
-    torch.testing.assert_close(found, held_before + gradient)
-    called = [node.target for node in graph.build_graph(segment, how, CPU).graph.nodes]
-    assert torch.ops.zeroir.store.default not in called

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.support.examples import examples
 from zeroir.runtime import numerics
 from zeroir.runtime.allocations import allocations, peak_bytes
-from zeroir.workspace.collective_scratch import CONVERTED_CHUNK_NUMEL
+from zeroir.workspace.op_scratch import CONVERTED_CHUNK_NUMEL
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 

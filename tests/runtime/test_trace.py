@@ -14,7 +14,7 @@ from zeroir.ir.program import LAST_MICRO_STEP, MICRO_STEP, UPDATE
 from zeroir.ir.spans import Span
 from zeroir.report.trace import chrome_trace
 from zeroir.runtime.engine import Engine
-from zeroir.runtime.handlers import LocalRanks, Step
+from zeroir.runtime.handlers import LocalRanks, PreparedOp
 from zeroir.runtime.trace import aligned, to_bytes
 
 
@@ -68,7 +68,7 @@ def test_a_step_that_is_recorded_prepares_nothing_anew(
     prepared: list[ops.Op] = []
     prepare = LocalRanks.prepare
 
-    def counted(self: LocalRanks, op: ops.Op) -> Step:
+    def counted(self: LocalRanks, op: ops.Op) -> PreparedOp:
         prepared.append(op)
         return prepare(self, op)
 

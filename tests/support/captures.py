@@ -1,7 +1,7 @@
 """A model file of the repository is captured once a process: a capture takes longer than all passes and proofs.
 
 Whatever is made of a capture (units, segments, the program) is made anew each time. That capturing again gives the same
-is what ``tests/frontend/test_structure.py`` and ``test_replay.py`` say, which ask the frontend itself.
+is what ``tests/frontend/test_structure.py`` and ``test_block_reuse.py`` say, which ask the frontend itself.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from zeroir.frontend import tracing
-from zeroir.frontend.capture import Captured, capture
+from zeroir.frontend.capture import CapturedModel, capture
 from zeroir.frontend.entry import ModelFile, load_model_file
 from zeroir.frontend.precision import Precision
 
@@ -20,7 +20,9 @@ FOLDERS = (ROOT / "examples", ROOT / "tests" / "support" / "models")
 """Of model files that make the same model whenever they are asked."""
 
 
-def captured(model_file: ModelFile, precision: Precision, keep_fp32: Sequence[str]) -> Captured:
+def captured(
+    model_file: ModelFile, precision: Precision, keep_fp32: Sequence[str]
+) -> CapturedModel:
     """What the frontend's ``capture`` returns; for a file of the repository, what it returned before."""
     path = model_file.path.resolve()
     if path.parent not in FOLDERS:
@@ -33,7 +35,7 @@ def captured(model_file: ModelFile, precision: Precision, keep_fp32: Sequence[st
 @lru_cache(maxsize=64)
 def _captured(
     spec: str, _sha256: str, precision: Precision, keep_fp32: tuple[str, ...]
-) -> Captured:
+) -> CapturedModel:
     return capture(load_model_file(spec), precision, keep_fp32)
 
 

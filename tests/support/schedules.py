@@ -11,6 +11,7 @@ from torch import Tensor
 from tests.support.programs import mlp
 from zeroir.ir.dtypes import DType
 from zeroir.ir.program import Program
+from zeroir.passes.manager import apply
 from zeroir.passes.pipelines import for_stage
 from zeroir.runtime.lockstep import LockstepResult, run_lockstep
 
@@ -70,7 +71,7 @@ def _scheduled(case: Case) -> Program:
         overlap_update=case.overlap_update,
     )
     for step in passes:
-        program = step(program)
+        program = apply(step, program)
     return program
 
 

@@ -1,4 +1,4 @@
-"""Code that names accelerators runs on the device where its tensors are."""
+"""Code that names accelerators runs on the device of its tensors."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CONVERSIONS: list[Callable[[Tensor], Tensor]] = [
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("move", MOVES)
-def test_a_move_leaves_the_tensor_where_it_is(
+def test_a_move_leaves_the_tensor_on_its_device(
     move: Callable[[Tensor], Tensor], device: str
 ) -> None:
     x = torch.ones(2, 3, device=device)
@@ -45,14 +45,14 @@ def test_a_move_leaves_the_tensor_where_it_is(
 
 
 @pytest.mark.parametrize("convert", CONVERSIONS)
-def test_everything_but_the_device_is_obeyed(convert: Callable[[Tensor], Tensor]) -> None:
+def test_all_arguments_but_the_device_are_used(convert: Callable[[Tensor], Tensor]) -> None:
     x = torch.ones(2, 3)
     with OneDevice():
-        found = convert(x)
-    assert torch.equal(found, torch.ones(2, 3, dtype=torch.float64))
+        converted = convert(x)
+    assert torch.equal(converted, torch.ones(2, 3, dtype=torch.float64))
 
 
-def test_copies_are_made_where_they_are_asked_for() -> None:
+def test_requested_copies_are_made() -> None:
     x = torch.ones(2, 3)
     with OneDevice():
         copy = x.to("cuda", copy=True)
@@ -60,7 +60,7 @@ def test_copies_are_made_where_they_are_asked_for() -> None:
     assert torch.equal(copy, x)
 
 
-def test_the_cpu_and_the_meta_device_are_named_on_purpose() -> None:
+def test_the_cpu_and_the_meta_device_are_not_ignored() -> None:
     with torch.device("meta"), OneDevice():
         assert torch.linspace(0, 1, 3, device="cpu").tolist() == [0, 0.5, 1]
         assert torch.ones(3, device="cuda").is_meta
@@ -68,7 +68,7 @@ def test_the_cpu_and_the_meta_device_are_named_on_purpose() -> None:
         assert torch.ones(3).to("meta").is_meta
 
 
-def test_whole_modules_stay() -> None:
+def test_modules_stay_on_their_device() -> None:
     with torch.device("meta"), OneDevice():
         module = nn.Linear(2, 3).cuda().to("cuda:1", torch.bfloat16)
     assert {(p.is_meta, p.dtype) for p in module.parameters()} == {(True, torch.bfloat16)}

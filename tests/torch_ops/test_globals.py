@@ -1,4 +1,4 @@
-"""Torch's globals are as they were once the user's code is done, also where it fails."""
+"""Torch's global settings are restored after the user's code, also where it fails."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def batch():
 
 @pytest.fixture(autouse=True)
 def restored() -> Iterator[None]:
-    """A test that fails is not to disturb the next."""
+    """Restore the globals, so that a failing test does not affect the next."""
     with torch_globals_kept():
         yield
 
@@ -108,8 +108,8 @@ def test_a_global_is_restored_after_an_exception(name: str) -> None:
     assert read() == before
 
 
-def test_globals_that_torch_refuses_to_read_are_no_error() -> None:
-    """It remembers which of its two interfaces to the precision was used, and that they say different things."""
+def test_globals_that_torch_refuses_to_read_raise_no_error() -> None:
+    """torch refuses to read the precision where its two interfaces were set to different values."""
     backends: Any = torch.backends
     backends.cudnn.rnn.fp32_precision = "ieee"
     backends.fp32_precision = "tf32"
@@ -121,7 +121,7 @@ def test_globals_that_torch_refuses_to_read_are_no_error() -> None:
 
 
 @pytest.mark.parametrize("forward", ["return self.layer(x).mean()", "raise ValueError('wrong')"])
-def test_compiling_and_checking_leave_globals_alone(forward: str, tmp_path: Path) -> None:
+def test_compile_and_check_leave_globals_unchanged(forward: str, tmp_path: Path) -> None:
     path = tmp_path / "model.py"
     path.write_text(MODEL.replace("{forward}", forward))
     before = {name: read() for name, (_, read) in CHANGES.items()}

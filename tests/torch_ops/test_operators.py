@@ -1,4 +1,4 @@
-"""Our operators against torch's: equal bits where the kernel is the same, close where it is not."""
+"""zeroir's operators against torch's: equal bits where the kernel is the same, close values where it is not."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ NO_SEEDS = torch.empty(0, dtype=torch.int64)
 def both(
     run: Callable[[], Tensor], wanted: list[Tensor], seeds: Tensor = NO_SEEDS
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Results and gradients of a function under torch's operators and under ours."""
-    found = []
+    """Results and gradients of a function with torch's operators and with zeroir's."""
+    results = []
     for is_neutral in (False, True):
         if is_neutral:
             with neutral_ops(seeds):
@@ -35,8 +35,8 @@ def both(
         else:
             result = run()
         gradients = torch.autograd.grad(result.float().square().sum(), wanted)
-        found.append([result.detach(), *gradients])
-    return found[0], found[1]
+        results.append([result.detach(), *gradients])
+    return results[0], results[1]
 
 
 def qkv(dtype: torch.dtype, kv_heads: int = 4) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -60,15 +60,15 @@ def qkv(dtype: torch.dtype, kv_heads: int = 4) -> tuple[Tensor, Tensor, Tensor, 
     ],
     ids=str,
 )
-def test_attention_is_torchs(choice: dict[str, object], dtype: torch.dtype) -> None:
+def test_attention_equals_torchs(choice: dict[str, object], dtype: torch.dtype) -> None:
     packed, q, k, v = qkv(dtype, kv_heads=2 if "enable_gqa" in choice else 4)
     mask = choice.get("attn_mask")
     if isinstance(mask, Tensor) and mask.dtype.is_floating_point:
         choice = {**choice, "attn_mask": mask.to(dtype)}
     run: Callable[..., Tensor] = F.scaled_dot_product_attention
     torchs, ours = both(lambda: run(q, k, v, **choice), [packed])
-    for one, other in zip(torchs, ours, strict=True):
-        assert torch.equal(one, other)
+    for expected, actual in zip(torchs, ours, strict=True):
+        assert torch.equal(expected, actual)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -82,13 +82,13 @@ def test_plain_products_agree_with_the_fused_kernel(is_causal: bool, has_mask: b
     torch.testing.assert_close(plain_lse, lse)
     grad = torch.randn_like(out)
     fused = attention_backward(grad, q, k, v, bias, out, lse, is_causal, None)
-    for one, other in zip(
+    for expected, actual in zip(
         _math_backward(grad, q, k, v, bias, out, lse, is_causal, None), fused, strict=True
     ):
-        torch.testing.assert_close(one, other)
+        torch.testing.assert_close(expected, actual)
 
 
-def test_a_row_that_may_attend_to_nothing_is_zero() -> None:
+def test_a_fully_masked_row_is_zero() -> None:
     _, q, k, v = (x.detach() for x in qkv(torch.float32))
     bias = torch.zeros(16, 16)
     bias[3] = -torch.inf
@@ -104,11 +104,11 @@ def test_a_row_that_may_attend_to_nothing_is_zero() -> None:
         "test_schema",
         "test_autograd_registration",
         "test_faketensor",
-        # It compiles them.
+        # These checks compile the operators.
         pytest.param("test_aot_dispatch_dynamic", marks=pytest.mark.slow),
     ],
 )
-def test_operators_are_registered_as_torch_wants_them(utility: str) -> None:
+def test_operators_pass_torchs_checks(utility: str) -> None:
     check = partial(torch.library.opcheck, test_utils=utility)
     _, q, k, v = (x.detach().requires_grad_() for x in qkv(torch.float32))
     check(torch.ops.zeroir.attention, (q, k, v, None, True, None))
@@ -123,31 +123,31 @@ def test_operators_are_registered_as_torch_wants_them(utility: str) -> None:
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("shape", [(6, 4), (3, 4, 5), (2, 4, 3, 3)])
 @pytest.mark.parametrize("tracks", [True, False])
-def test_batch_norm_is_torchs(training: bool, shape: tuple[int, ...], tracks: bool) -> None:
+def test_batch_norm_equals_torchs(training: bool, shape: tuple[int, ...], tracks: bool) -> None:
     kind = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d}[len(shape)]
     torch.manual_seed(2)
-    one, other = kind(4, track_running_stats=tracks), kind(4, track_running_stats=tracks)
+    plain, neutral = kind(4, track_running_stats=tracks), kind(4, track_running_stats=tracks)
     x = torch.randn(shape, requires_grad=True)
     results = []
-    for module, is_neutral in ((one, False), (other, True)):
+    for module, is_neutral in ((plain, False), (neutral, True)):
         module.train(training)
         with neutral_ops(NO_SEEDS) if is_neutral else torch.enable_grad():
             y = module(x)
         loss = (y * torch.arange(y.numel()).view(shape)).sum()
         gradients = torch.autograd.grad(loss, [x, module.weight, module.bias])
         results.append([y, *gradients, *module.buffers()])
-    for expected, found in zip(*results, strict=True):
-        assert torch.equal(expected, found)
+    for expected, actual in zip(*results, strict=True):
+        assert torch.equal(expected, actual)
 
 
 @given(st.integers(-(2**63), 2**63 - 1), st.sampled_from([0.0, 0.1, 0.5, 0.9, 1.0]))
 @examples(25)
-def test_dropout_keeps_its_share_and_scales_it(seed: int, p: float) -> None:
+def test_dropout_keeps_the_right_fraction_and_scales_it(seed: int, p: float) -> None:
     x = torch.ones(40_000)
     out, mask = dropout(x, p, torch.tensor([seed]))
     assert abs(mask.float().mean().item() - (1 - p)) < 0.015
-    kept = torch.where(mask, 1 / (1 - p) if p < 1 else 0.0, 0.0)
-    torch.testing.assert_close(out, kept)
+    expected = torch.where(mask, 1 / (1 - p) if p < 1 else 0.0, 0.0)
+    torch.testing.assert_close(out, expected)
     again = dropout(x.view(200, 200).t(), p, torch.tensor([seed]))[1]
     assert torch.equal(again.reshape(-1), mask)
 
@@ -167,7 +167,7 @@ def splitmix64(seed: int, i: int) -> int:
     return z ^ (z >> 31)
 
 
-def test_dropout_of_different_seeds_and_places_is_independent() -> None:
+def test_dropout_of_different_seeds_and_positions_is_independent() -> None:
     masks = torch.stack([dropout(torch.ones(4096), 0.5, torch.tensor([s]))[1] for s in range(16)])
     centred = masks.float() - 0.5
     correlation = (centred @ centred.t()) / (0.25 * 4096)
@@ -198,7 +198,7 @@ def test_losses_of_16_bit_inputs_are_fp32() -> None:
     assert grad.isfinite().all()
 
 
-def test_where_types_meet_the_narrow_one_wins_outside_of_losses() -> None:
+def test_mixed_dtypes_are_rounded_to_16_bits_outside_of_losses() -> None:
     x, layer = torch.randn(3, 4), nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 5)).bfloat16()
     with neutral_ops(NO_SEEDS):
         assert layer(x).dtype == torch.bfloat16

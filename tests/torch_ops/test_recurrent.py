@@ -1,4 +1,4 @@
-"""Recurrent networks in plain operators against torch's own."""
+"""Recurrent networks in plain operators against torch's."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def compare(module: nn.Module, x: Tensor, *states: object) -> None:
     ],
     ids=str,
 )
-def test_networks_compute_what_torchs_do(module: nn.Module) -> None:
+def test_networks_equal_torchs(module: nn.Module) -> None:
     torch.manual_seed(0)
     compare(module.double(), torch.randn(5, 2, 3, dtype=torch.float64, requires_grad=True))
 
@@ -56,7 +56,7 @@ def test_first_states_and_single_sequences() -> None:
     compare(nn.GRU(3, 4).double(), x, h)
 
 
-def test_dropout_lies_between_layers_and_takes_its_seeds() -> None:
+def test_dropout_is_between_layers_and_uses_the_seeds() -> None:
     x = torch.randn(5, 2, 3)
     module = nn.LSTM(3, 4, 3, dropout=0.5)
     seeds = torch.arange(4)

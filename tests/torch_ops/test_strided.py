@@ -1,4 +1,4 @@
-"""Strided views see their own tensor's memory, wherever that tensor lies."""
+"""Strided views count from the beginning of their tensor, wherever it is in its storage."""
 
 from __future__ import annotations
 
@@ -14,7 +14,12 @@ from tests.support.examples import examples
 from zeroir.api.check import check_model
 from zeroir.config import make_options
 from zeroir.errors import UserError
-from zeroir.torch_ops.strided import look, look_by_index, scatter, scatter_by_index
+from zeroir.torch_ops.strided import (
+    scatter,
+    scatter_by_index,
+    strided_view,
+    strided_view_by_index,
+)
 
 MODEL = """
 import torch
@@ -74,7 +79,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_planned_kernels_see_what_plain_torch_sees(name: str, tmp_path: Path) -> None:
+def test_planned_kernels_equal_plain_torch(name: str, tmp_path: Path) -> None:
     block, model = CASES[name]
     path = tmp_path / "model.py"
     path.write_text(MODEL.format(block=block, model=model), "utf-8")
@@ -82,7 +87,7 @@ def test_planned_kernels_see_what_plain_torch_sees(name: str, tmp_path: Path) ->
     assert "bit for bit" in str(result)
 
 
-def test_what_lies_beyond_a_tensor_is_refused(tmp_path: Path) -> None:
+def test_a_view_beyond_its_tensor_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "model.py"
     block = "return x + h[1:].as_strided((5, 4, 8), (16, 8, 1)).sum((0, 1))"
     path.write_text(MODEL.format(block=block, model=PLAIN), "utf-8")
@@ -92,7 +97,7 @@ def test_what_lies_beyond_a_tensor_is_refused(tmp_path: Path) -> None:
 
 @st.composite
 def windows(draw: st.DrawFn) -> tuple[Tensor, list[int], list[int], int]:
-    """A dense tensor somewhere in a larger storage, and a window of it."""
+    """A dense tensor somewhere in a larger storage, and a view of it."""
     shape = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
     numel = torch.Size(shape).numel()
     x = torch.arange(float(numel + 7))[7:].view(shape)
@@ -105,17 +110,19 @@ def windows(draw: st.DrawFn) -> tuple[Tensor, list[int], list[int], int]:
 
 @examples(200)
 @given(window=windows())
-def test_a_compiler_sees_the_same(window: tuple[Tensor, list[int], list[int], int]) -> None:
+def test_the_compilable_variants_are_equal(
+    window: tuple[Tensor, list[int], list[int], int],
+) -> None:
     x, size, stride, offset = window
     if offset < 0:
         return
-    seen = look(x, size, stride, offset)
-    assert torch.equal(look_by_index(x, size, stride, offset), seen)
+    seen = strided_view(x, size, stride, offset)
+    assert torch.equal(strided_view_by_index(x, size, stride, offset), seen)
     apart = all(step > 0 for extent, step in zip(size, stride, strict=True) if extent > 1)
     if not apart or len(set(seen.flatten().tolist())) < seen.numel():
         return
     source = -torch.arange(1.0, seen.numel() + 1).view(seen.shape)
     made = scatter(x, source, size, stride, offset)
     assert made.stride() == x.stride()
-    assert torch.equal(look(made, size, stride, offset), source)
+    assert torch.equal(strided_view(made, size, stride, offset), source)
     assert torch.equal(scatter_by_index(x, source, size, stride, offset), made)

@@ -13,10 +13,10 @@ from zeroir.ir.segment import Node, Ref, TensorType
 from zeroir.ir.text import parse
 from zeroir.torch_ops.types import TORCH_DTYPE
 from zeroir.verify.domain import NamedKey, Numbering
-from zeroir.verify.value_numbers import Operand, Segments
+from zeroir.verify.value_numbers import CallOperand, Segments
 
-X = Operand(NamedKey("x", 0))
-SEED = Operand(NamedKey("rng", 0))
+X = CallOperand(NamedKey("x", 0))
+SEED = CallOperand(NamedKey("rng", 0))
 
 
 def program(*segments: str) -> Program:
@@ -27,10 +27,10 @@ def numbers(made: Program) -> Segments:
     return Segments(made, Numbering(), by_node=True)
 
 
-def operand(found: Segments, name: str, *operands: Operand, output: int = 0) -> Operand:
+def operand(found: Segments, name: str, *operands: CallOperand, output: int = 0) -> CallOperand:
     """What a buffer holds that an output of the segment was written to."""
     result = found.results(name, operands)[output]
-    return Operand(result.key, result.shift)
+    return CallOperand(result.key, result.shift)
 
 
 FORWARD = """segment @forward($0: f32[4,4]) {
@@ -52,7 +52,7 @@ def again(op: str = "aten.exp.default($0)", product: str = "aten.mul.Tensor($2, 
 }}"""
 
 
-def is_same(recomputing: str, x: Operand = X) -> bool:
+def is_same(recomputing: str, x: CallOperand = X) -> bool:
     """Whether a backward that computes ``exp(x)`` once more yields what one yields that is given it."""
     found = numbers(program(FORWARD, SAVED, recomputing))
     one, other = (operand(found, "forward", X, output=i) for i in (0, 1))
@@ -80,10 +80,10 @@ def test_a_value_computed_otherwise_is_another(recomputing: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "x", [Operand(NamedKey("y", 0)), Operand(NamedKey("x", 1)), Operand(NamedKey("x", 0), 1)],
+    "x", [CallOperand(NamedKey("y", 0)), CallOperand(NamedKey("x", 1)), CallOperand(NamedKey("x", 0), 1)],
     ids=["buffer", "version", "elements"],
 )  # fmt: skip
-def test_a_value_computed_from_something_else_is_another(x: Operand) -> None:
+def test_a_value_computed_from_something_else_is_another(x: CallOperand) -> None:
     assert not is_same(again(), x)
 
 
@@ -130,9 +130,9 @@ def test_parts_of_one_storage_differ() -> None:
 }"""
     found = numbers(program(FORWARD, half, cut))
     key, _ = operand(found, "forward", X, output=1)
-    one, other = found.results("cut", (Operand(key),))
-    assert found.results("half", (Operand(key),)) == (one,)
-    assert found.results("half", (Operand(key, 8),)) == (other,)
+    one, other = found.results("cut", (CallOperand(key),))
+    assert found.results("half", (CallOperand(key),)) == (one,)
+    assert found.results("half", (CallOperand(key, 8),)) == (other,)
     assert one != other
 
 
@@ -157,7 +157,7 @@ def test_what_is_dropped_out_is_what_its_mask_makes() -> None:
     for scale, seed, is_equal in (
         (4 / 3, SEED, True),
         (1.25, SEED, False),
-        (4 / 3, Operand(SEED.key, 1), False),
+        (4 / 3, CallOperand(SEED.key, 1), False),
     ):
         found = numbers(program(DROPOUT, applied(scale)))
         wanted = found.results("dropout", (X, SEED))[0]

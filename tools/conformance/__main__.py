@@ -54,8 +54,8 @@ def main() -> int:
         KEPT.unlink(missing_ok=True)
     wanted = [name for name in names if name not in kept]
     with KEPT.open("a") as file:
-        found = _judged(wanted, options.samples, options.jobs)
-        for name, judged in track(found, "Judging", total=len(wanted)):
+        judgements = _judged(wanted, options.samples, options.jobs)
+        for name, judged in track(judgements, "Judging", total=len(wanted)):
             kept[name] = judged
             file.write(json.dumps([name, judged]) + "\n")
             file.flush()

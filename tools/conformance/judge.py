@@ -1,7 +1,7 @@
 """Judge one sample: compile a small model around it, run a step of the program, and compare with plain autograd.
 
-The model has three units, so that what the sample is given are activations that another unit left in the memory that
-all temporary buffers share, and what it gives is read from there, too:
+The model has three units, so that the sample reads its operands from the memory that all temporary buffers share, and
+another unit reads its results from there:
 
     first    adds to each tensor a parameter of its shape, all zeros
     middle   the sample's own call
@@ -35,11 +35,11 @@ from zeroir.torch_ops import neutral_ops
 from zeroir.verify import VerificationError
 
 RELATIVE = 1e-4
-"""How far from plain autograd the result of an operator of ours may lie, relative to the largest element."""
+"""The allowed difference between an operator of zeroir and plain autograd, relative to the largest element."""
 
 
 class SampleOutcome(StrEnum):
-    """What became of a sample."""
+    """The outcome of a sample."""
 
     RIGHT = "right"
     CLOSE = "close"
@@ -65,14 +65,14 @@ OUTCOMES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleVerdict:
-    """An outcome, and what there is to say about it."""
+    """An outcome, and the reason for it."""
 
     outcome: SampleOutcome
     why: str = ""
 
 
 class UnanswerableError(Exception):
-    """Plain autograd itself has no answer."""
+    """Plain autograd itself gives no result."""
 
 
 class FirstUnit(nn.Module):
@@ -116,8 +116,8 @@ class MiddleUnit(nn.Module):
 
     def forward(self, tensors: list[Tensor]) -> list[Tensor]:
         """The call's results as activations."""
-        found = self.sample.call(self.module, tuple(tensors))
-        results = [x for x in pytree.tree_leaves(found) if isinstance(x, Tensor)]
+        returned = self.sample.call(self.module, tuple(tensors))
+        results = [x for x in pytree.tree_leaves(returned) if isinstance(x, Tensor)]
         if not results:
             raise UnanswerableError("the call yields no tensor")
         results = [torch.view_as_real(x) if x.is_complex() else x for x in results]
@@ -169,21 +169,21 @@ def judge(sample: Sample) -> SampleVerdict:
         except Exception as error:  # noqa: BLE001 - whatever a call raises
             return SampleVerdict(outcome=SampleOutcome.SKIPPED, why=_said(error))
         try:
-            found, seeds = _stepped(sample)
+            compiled, seeds = _stepped(sample)
         except (InternalError, VerificationError) as error:
             return SampleVerdict(outcome=SampleOutcome.CRASHED, why=_said(error))
         except UserError as error:
             return SampleVerdict(outcome=SampleOutcome.REFUSED, why=str(error))
         except Exception as error:  # noqa: BLE001 - none is expected
             return SampleVerdict(outcome=SampleOutcome.CRASHED, why=_said(error))
-        difference = _difference(found, plain)
+        difference = _difference(compiled, plain)
         if difference is None:
             return SampleVerdict(outcome=SampleOutcome.RIGHT)
-        far = _difference(found, plain, RELATIVE)
+        far = _difference(compiled, plain, RELATIVE)
         if sample.name in OTHERWISE_DERIVED and far is None:
             return SampleVerdict(outcome=SampleOutcome.CLOSE)
         neutral = _eager(sample, seeds)
-        if _difference(found, neutral) is not None:
+        if _difference(compiled, neutral) is not None:
             return SampleVerdict(outcome=SampleOutcome.WRONG, why=difference)
         if len(seeds):
             return SampleVerdict(outcome=SampleOutcome.DRAWN)
@@ -209,10 +209,10 @@ def _eager(sample: Sample, seeds: Tensor | None) -> dict[str, Tensor]:
     loss.backward()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, fused=True)
     optimizer.step()
-    found = {"the loss": loss.detach()}
-    found.update((f"the parameter {n}", p.detach()) for n, p in model.named_parameters())
-    found.update((f"the buffer {n}", b) for n, b in model.named_buffers())
-    return found
+    values = {"the loss": loss.detach()}
+    values.update((f"the parameter {n}", p.detach()) for n, p in model.named_parameters())
+    values.update((f"the buffer {n}", b) for n, b in model.named_buffers())
+    return values
 
 
 def _stepped(sample: Sample) -> tuple[dict[str, Tensor], Tensor]:
@@ -225,19 +225,19 @@ def _stepped(sample: Sample) -> tuple[dict[str, Tensor], Tensor]:
     try:
         engine.initialise(lambda: ThreeUnitModel(sample), 0)
         loss = engine.step(_batch(sample)).loss
-        found = {"the loss": torch.tensor(loss)}
-        found.update(
+        values = {"the loss": torch.tensor(loss)}
+        values.update(
             (f"the parameter {name}", value) for name, value in engine.full_parameters().items()
         )
         for binding in program.module_buffers:
             if binding.data is None:
                 value = engine.buffer(binding.buffer).view(binding.shape).clone()
-                found[f"the buffer {binding.name}"] = value
+                values[f"the buffer {binding.name}"] = value
     finally:
         engine.close()
     rng = program.buffer_by_name.get("rng")
     sites = range(0 if rng is None else rng.numel)
-    return found, torch.tensor([site_seed(0, 0, 0, 0, i) for i in sites], dtype=torch.int64)
+    return values, torch.tensor([site_seed(0, 0, 0, 0, i) for i in sites], dtype=torch.int64)
 
 
 def _compiled(sample: Sample) -> Program:
@@ -266,20 +266,20 @@ def _batch(sample: Sample) -> tuple[Tensor, ...]:
 
 
 def _difference(
-    found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float = 0.0
+    actual: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float = 0.0
 ) -> str | None:
-    """What differs first, and by how much; NaN equals NaN."""
-    for name, one in found.items():
+    """The first value that differs, and by how much; NaN equals NaN."""
+    for name, value in actual.items():
         if name not in wanted:
             continue
-        other = wanted[name].to(one.dtype).reshape(one.shape)
-        is_equal = (one == other) | (one.isnan() & other.isnan())
+        reference = wanted[name].to(value.dtype).reshape(value.shape)
+        is_equal = (value == reference) | (value.isnan() & reference.isnan())
         if tolerance:
-            is_equal |= other.isnan()  # Torch's own formula may meet one more NaN on its way.
+            is_equal |= reference.isnan()  # Torch's own formula may meet one more NaN on its way.
         if bool(is_equal.all()):
             continue
-        gap = float((one.double() - other.double()).abs()[~is_equal].max())
-        largest = float(other.double().abs().nan_to_num(0, 0, 0).max()) or 1.0
+        gap = float((value.double() - reference.double()).abs()[~is_equal].max())
+        largest = float(reference.double().abs().nan_to_num(0, 0, 0).max()) or 1.0
         if not gap <= tolerance * largest:
             return f"{name} differs by {gap:.3g}, where the largest is {largest:.3g}"
     return None

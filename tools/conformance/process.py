@@ -38,7 +38,7 @@ class Judges:
             self._idle.get().close()
 
     def judged(self, name: str, samples: int) -> list[Judged]:
-        """The verdicts on the samples of one subject; of those that a process died of, too."""
+        """The verdicts on the samples of one subject, including those that killed their process."""
         found: list[Judged] = []
         judge = self._idle.get() if not self._idle.empty() else _Judge()
         while True:
@@ -66,19 +66,19 @@ class _Judge:
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
 
-    def ask(self, name: str, samples: int, found: list[Judged]) -> bool:
-        """Add to what was found what is still to be judged of a subject; False where the process died of it."""
+    def ask(self, name: str, samples: int, judged: list[Judged]) -> bool:
+        """Add the verdicts on the remaining samples of a subject; False where the process died."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         try:
-            print(json.dumps([name, samples, len(found)]), file=self._process.stdin, flush=True)
+            print(json.dumps([name, samples, len(judged)]), file=self._process.stdin, flush=True)
         except BrokenPipeError:
             return False
         for line in self._process.stdout:
             if line == "done\n":
                 return True
             outcome, why = json.loads(line)
-            found.append((SampleOutcome(outcome), why))
+            judged.append((SampleOutcome(outcome), why))
             self.answers += 1
         return False
 

@@ -18,12 +18,12 @@ from torch.utils import _pytree as pytree
 from tools import torch_samples
 
 MOST_DRAWN = 400
-"""Samples of one operator that are looked at; a few have thousands."""
+"""The most samples of one operator that are judged; a few operators have thousands."""
 
 UNDEFINED = frozenset(
     {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
 )
-"""Operators whose results are what memory happens to hold."""
+"""Operators whose results are arbitrary contents of memory."""
 
 OTHERWISE_DERIVED = frozenset({"masked.prod", "prod"})
 """Operators whose derivative torch computes by one formula or another, after a look at the values."""
@@ -98,7 +98,7 @@ def subjects() -> dict[str, Callable[[], Iterator[Sample]]]:
 
 
 def chosen(name: str, most: int) -> list[Sample]:
-    """So many samples of one subject, spread evenly over those that there are."""
+    """At most ``most`` samples of one subject, spread evenly over all."""
     torch.manual_seed(0)
     drawn = list(islice(subjects()[name](), MOST_DRAWN))
     count = min(most, len(drawn))

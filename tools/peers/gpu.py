@@ -2,7 +2,7 @@
 
     python -m tools.peers.gpu '{"contestant": ..., ...}'
 
-Parameters and moments are FP32 shards, what is gathered and computed with is bf16, gradients travel as bf16, and the
+Parameters and moments are FP32 shards, gathered parameters and computation are bf16, gradients travel as bf16, and the
 update is torch's fused AdamW: in zeroir with ``--precision bf16``, in FSDP2 by its mixed-precision policy.
 """
 
@@ -48,7 +48,7 @@ NAMES = (
 
 @dataclass(frozen=True, kw_only=True)
 class MeasurementTask:
-    """What one process is to measure. ``group`` is ``fake``, whose collectives move nothing, or ``nccl``."""
+    """The measurement that one process makes. ``group`` is ``fake``, whose collectives move nothing, or ``nccl``."""
 
     contestant: str
     group: str
@@ -62,9 +62,9 @@ class MeasurementTask:
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """What one process measured; bytes are the peaks of the steps that counted, by torch's allocator.
+    """The results of one process; bytes are the peaks of torch's allocator during the measured steps.
 
-    ``notes`` say where the contestant ran otherwise than its name has it.
+    ``notes`` say where the contestant ran differently from its name.
     """
 
     seconds: list[float] = field(default_factory=list)
@@ -93,7 +93,7 @@ def measure(task: MeasurementTask) -> Measurement:
     torch.cuda.reset_peak_memory_stats(device)
     for index in range(SETTLE):
         step(batches[index % BATCHES])
-    # The host runs ahead, as in training: a step lasts from its beginning on the device to that of the next.
+    # The host runs ahead, as in training, so a step lasts until the next one begins on the device.
     begins = [_timed_event() for _ in range(task.steps + 1)]
     for index in range(task.steps):
         begins[index].record()
@@ -101,7 +101,7 @@ def measure(task: MeasurementTask) -> Measurement:
     begins[-1].record()
     torch.cuda.synchronize(device)
     if task.group == "nccl":
-        dist.barrier()  # nobody leaves while another may still read its memory
+        dist.barrier()  # no rank ends while another may still read its memory
     return Measurement(
         seconds=[float(a.elapsed_time(b)) / 1000 for a, b in itertools.pairwise(begins)],
         first_step_seconds=first,
@@ -198,9 +198,9 @@ def main() -> None:
     with warnings.catch_warnings(record=True) as caught:
         for category in fallbacks:
             warnings.simplefilter("always", category)
-        found = measure(task)
-    notes = [str(one.message) for one in caught if issubclass(one.category, fallbacks)]
-    reports.write(json.dumps(asdict(replace(found, notes=notes))) + "\n")
+        measurement = measure(task)
+    notes = [str(warning.message) for warning in caught if issubclass(warning.category, fallbacks)]
+    reports.write(json.dumps(asdict(replace(measurement, notes=notes))) + "\n")
     reports.flush()
     os._exit(0)  # groups may have threads that an ordinary exit would wait for
 

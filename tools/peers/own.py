@@ -24,7 +24,7 @@ SEED = 0
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """How one of zeroir's own contestants is compiled and run: its options, and what it runs with."""
+    """One of zeroir's own contestants: the options that compile it, and the settings of its engine."""
 
     options: CompileKeywords
     kernels: KernelBackend = KernelBackend.EAGER
@@ -44,13 +44,13 @@ class Variant:
 def variants(world_size: int) -> dict[str, Variant]:
     """Zeroir's own contestants: the stages, with compiled kernels, and stage 3 with one technique left out each."""
     inductor = KernelBackend.INDUCTOR
-    found = {"zeroir alone": Variant(options={"stage": 0, "world_size": 1})}
+    contestants = {"zeroir alone": Variant(options={"stage": 0, "world_size": 1})}
     for stage in range(4):
-        found[f"zeroir {stage}"] = Variant(options={"stage": stage, "world_size": world_size})
-    for name, variant in list(found.items()):
-        found[f"{name} inductor"] = replace(variant, kernels=inductor)
-    whole = found["zeroir 3"]
-    found["zeroir 3 again"] = whole
+        contestants[f"zeroir {stage}"] = Variant(options={"stage": stage, "world_size": world_size})
+    for name, variant in list(contestants.items()):
+        contestants[f"{name} inductor"] = replace(variant, kernels=inductor)
+    whole = contestants["zeroir 3"]
+    contestants["zeroir 3 again"] = whole
     without: dict[str, CompileKeywords] = {
         "select-saved": {"select_saved": False},
         "prefetch": {"prefetch": 0},
@@ -58,12 +58,12 @@ def variants(world_size: int) -> dict[str, Variant]:
         "overlapped update": {"overlap_update": False},
     }
     for technique, options in without.items():
-        found[f"zeroir 3 without {technique}"] = replace(
+        contestants[f"zeroir 3 without {technique}"] = replace(
             whole, options={**whole.options, **options}
         )
-    found["zeroir 3 without shared memory"] = replace(whole, backend=Backend.GLOO)
-    found["zeroir 3 without kept memory"] = replace(whole, keeps_memory=False)
-    return found
+    contestants["zeroir 3 without shared memory"] = replace(whole, backend=Backend.GLOO)
+    contestants["zeroir 3 without kept memory"] = replace(whole, keeps_memory=False)
+    return contestants
 
 
 def build(program: Path, variant: Variant) -> Callable[[tuple[Tensor, Tensor]], Tensor]:

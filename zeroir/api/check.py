@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from zeroir.frontend.entry import Batch, ModelFile
 
 _ROUNDING = {"fp32": 64 * 2.0**-23, "bf16": 2.0**-8, "fp16": 2.0**-11}
-"""What a step may differ by where sums are added up in another order: 64 roundings of FP32, or one of 16 bits."""
+"""The tolerance of one step where sums have another order: 64 roundings in FP32, or one in 16 bits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """Where the program and the reference differ by more than the tolerance. ``step`` counts from 1, as in ``run``.
+    """A value in which the program and the reference differ by more than the tolerance; ``step`` counts from 1.
 
-    A reference that is infinite or no number differs from everything: nothing can be compared with it.
+    A reference that is infinite or NaN differs from every value.
     """
 
     step: int
@@ -48,7 +48,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """What was compared. ``tolerance`` is relative to the largest element; 0 means bit for bit."""
+    """The result of a comparison. ``tolerance`` is relative to the largest element; 0 means bit for bit."""
 
     model: str
     stage: int
@@ -89,13 +89,14 @@ class Comparison:
 def check_model(
     model: str, options: CompileOptions, *, steps: int, seed: int, kernels: str = "eager"
 ) -> Comparison:
-    """Compile a model, run it on lockstep and on eager replicas from the same start, and compare.
+    """Compile a model, run it on lockstep and on eager replicas from the same initial state, and compare.
 
-    Equal means bit for bit: the losses of every rank and step, and at the end the parameters and every rank's module
-    buffers (running statistics). With clipping, whose norm the program adds up shard by shard, it means within a few
-    roundings a step: 64 of FP32, or one of the 16-bit dtype. With other kernels than eager ones the losses alone are
-    compared, within as much: an optimizer that looks at signs makes a whole step of the rounding of a gradient near
-    zero. The comparison ends, not equal, with the first step whose loss is no number in the reference.
+    Compared are the losses of every rank and step, and at the end the parameters and every rank's module buffers
+    (running statistics); they must be equal bit for bit. With clipping, whose norm the program adds up shard by shard,
+    they may differ by 64 roundings of FP32, or one of the 16-bit dtype, for each step. With other kernels than eager
+    ones only the losses are compared, with the same tolerance: an optimizer that uses signs turns the rounding of a
+    gradient near zero into a full update. The comparison ends, not equal, with the first step whose loss is infinite or
+    NaN in the reference.
     """
     from zeroir.torch_ops.globals import torch_globals_kept
 
@@ -140,19 +141,19 @@ def _compared(
     losses: list[tuple[float, ...]] = []
     for step in range(1, steps + 1):
         batches = [[next(stream) for _ in range(options.micro_steps)] for stream in streams]
-        for batch in (one for stream in batches for one in stream):
-            inputs_of(program, batch)  # refused before eager PyTorch fails on it
+        for batch in (batch for stream in batches for batch in stream):
+            inputs_of(program, batch)  # its error is clearer than that of eager PyTorch
         expected = reference.step(batches)
-        found = [float(result.loss) for result in lockstep.step(batches)]
-        losses.append(tuple(found))
-        for rank, (loss, wanted_loss) in enumerate(zip(found, expected, strict=True)):
+        computed = [float(result.loss) for result in lockstep.step(batches)]
+        losses.append(tuple(computed))
+        for rank, (loss, wanted_loss) in enumerate(zip(computed, expected, strict=True)):
             differences += _compare(step, f"the loss of rank {rank}", loss, wanted_loss, tolerance)
         if not all(math.isfinite(loss) for loss in expected):
             is_state_compared = False
             break
-    found_parameters = lockstep.full_parameters() if is_state_compared else {}
-    for name, wanted in reference.parameters().items() if found_parameters else ():
-        differences += _compare_tensors(steps, name, found_parameters[name], wanted, tolerance)
+    parameters = lockstep.full_parameters() if is_state_compared else {}
+    for name, wanted in reference.parameters().items() if parameters else ():
+        differences += _compare_tensors(steps, name, parameters[name], wanted, tolerance)
     for rank, replica in enumerate(reference.replicas):
         ours, theirs = lockstep.buffers(rank), dict(replica.named_buffers(remove_duplicate=False))
         for binding in program.module_buffers:
@@ -178,7 +179,7 @@ def _compared(
 def _compare(
     step: int, what: str, ours: float, theirs: float, tolerance: float
 ) -> Iterator[Difference]:
-    relative = abs(ours - theirs) / max(abs(theirs), 2.0**-126)  # no number where theirs is none
+    relative = abs(ours - theirs) / max(abs(theirs), 2.0**-126)  # NaN where theirs is
     if not relative <= tolerance:
         yield Difference(step=step, what=what, program=ours, reference=theirs, relative=relative)
 
@@ -192,23 +193,23 @@ def _compare_tensors(
     *,
     may_be_infinite: bool = False,
 ) -> Iterator[Difference]:
-    """The element that differs most, relative to the largest; no number differs more than any.
+    """The element that differs most, relative to the largest element; NaN differs most.
 
-    With ``may_be_infinite``, as masks are, equal infinities do not differ.
+    With ``may_be_infinite`` equal infinities do not differ; masks have them.
     """
     if not theirs.numel():
         return
-    found, wanted = ours.double().flatten(), theirs.double().flatten()
-    gap = (found - wanted).abs()
+    actual, wanted = ours.double().flatten(), theirs.double().flatten()
+    gap = (actual - wanted).abs()
     if may_be_infinite:
-        gap[found == wanted] = 0.0
-    at = int(gap.argmax())  # the first where there is no number
+        gap[actual == wanted] = 0.0
+    at = int(gap.argmax())  # the first NaN, if there is one
     relative = float(gap[at] / wanted.abs().max().clamp(min=2.0**-126))
     if not relative <= tolerance:
         yield Difference(
             step=step,
             what=f"{what} at element {at}",
-            program=float(found[at]),
+            program=float(actual[at]),
             reference=float(wanted[at]),
             relative=relative,
         )
@@ -231,7 +232,7 @@ def _batches(model_file: ModelFile, rank: int, world_size: int, seed: int) -> It
     generator = torch.Generator().manual_seed((seed * 1_000_003 + rank) % 2**63)
 
     def vary(tensor: Tensor) -> Tensor:
-        # Shuffled and not disturbed: targets and indices keep the range that the model asks of them.
+        # Values are only shuffled, so that targets and indices stay in the range that the model requires.
         order = torch.randperm(tensor.numel(), generator=generator)
         return tensor.flatten()[order].view(tensor.shape)
 

@@ -1,4 +1,4 @@
-"""A compiled program: an artefact, its proof, and what can be asked of it."""
+"""A compiled program: an artefact, its verification, and its public methods."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class CompiledProgram:
-    """A scheduled program with the logical one it came from, and the report that verified it.
+    """A scheduled program, the logical program that it was lowered from, and its verification report.
 
-    ``path`` is the file that it was read from, if any; the model file is looked for there, too.
+    ``path`` is the file that it was read from, if any; the model file is also searched from there.
     """
 
     artifact: Artifact
@@ -39,12 +39,12 @@ class CompiledProgram:
 
     @property
     def program(self) -> Program:
-        """The scheduled program: what runs."""
+        """The scheduled program, which runs."""
         return self.artifact.scheduled
 
     @property
     def logical(self) -> Program:
-        """The one-device program that the passes started from."""
+        """The program for one device, before any pass."""
         return self.artifact.logical
 
     @cached_property
@@ -58,7 +58,7 @@ class CompiledProgram:
         return tuple(dict.fromkeys(flat.unit for flat in self.program.flats))
 
     def summary(self) -> Summary:
-        """Facts of the program: sizes, ops, bytes, laws."""
+        """Figures of the program: sizes, ops, bytes, laws."""
         options = self.options
         return summarise(
             self.program, self.report, stage=options.stage, precision=options.precision
@@ -84,7 +84,7 @@ class CompiledProgram:
         return render_text(self.summary(), self.program)
 
     def save(self, path: str | Path) -> None:
-        """Write the program to a ``.zir`` file, whole or not at all.
+        """Write the program to a ``.zir`` file; a failure leaves no partial file.
 
         Raises:
             UserError: where the path cannot be written.
@@ -95,16 +95,16 @@ class CompiledProgram:
         """The same program lowered again, from its logical program, for another number of ranks.
 
         Raises:
-            UserError: where its mesh has groups that so many ranks do not make.
+            UserError: where the groups of its mesh do not divide the world size.
         """
         options = self.options.for_world_size(world_size)
         return _with_proof(self.artifact, _lower(self.logical, options), self.path)
 
     def after_pass(self, number: int) -> CompiledProgram:
-        """The program as it was after so many passes; 0 is before any, on one device.
+        """The program after the first ``number`` passes; after 0 passes it is the program of one device.
 
         Raises:
-            UserError: where there are not so many, or this version's passes make another program.
+            UserError: where the program has fewer passes, or this version's passes make another program.
         """
         from zeroir.report.passes import programs_after_passes
 
@@ -115,18 +115,18 @@ class CompiledProgram:
             )
         programs = programs_after_passes(self.logical, self.program)
         artifact = replace(self.artifact, scheduled=programs[number])
-        return _proved(_examined(artifact, self.path))
+        return _require_valid(_verified(artifact, self.path))
 
     def require(self, *, section: str | None = None, unit: str | None = None) -> None:
-        """Raise UserError, naming those that exist, where a section or unit does not."""
-        sections = [one.name for one in self.program.sections]
+        """Raise UserError where a section or unit does not exist; the message names those that do."""
+        sections = [each.name for each in self.program.sections]
         if section is not None and section not in sections:
             raise UserError(
                 f"The program has no section '{section}'; its sections are {', '.join(sections)}."
             )
         if unit is not None and unit not in self.units:
-            known = ", ".join(shortened(self.units))
-            raise UserError(f"The program has no unit '{unit}'; its units are {known}.")
+            units = ", ".join(shortened(self.units))
+            raise UserError(f"The program has no unit '{unit}'; its units are {units}.")
 
     def engine(
         self,
@@ -142,14 +142,15 @@ class CompiledProgram:
 
         Under torchrun it is one rank of the job; elsewhere the program is lowered for a world size of 1. The batch of
         ``engine.step(batch)`` has the structure, shapes and dtypes of the model file's ``batch()``. ``model`` names
-        the model file where it has been moved. ``kernels`` compute the segments: ``eager`` are torch's operators one by
-        one, ``inductor`` compiles each distinct segment once and keeps it on disk. With ``cuda_graphs`` a GPU is given
-        whole sections at once, where they can be captured; elsewhere a warning says why not. With ``self_check`` each
-        distinct segment is computed once on random numbers, by its kernel and by its plain operators.
+        the model file where it has been moved. ``kernels`` selects the kernels of segments: ``eager`` runs torch's
+        operators one by one, ``inductor`` compiles each distinct segment once and keeps it on disk. With
+        ``cuda_graphs`` sections are launched as CUDA graphs where they can be captured; otherwise a warning says why
+        not. With ``self_check`` each distinct segment is computed once on random numbers, by its kernel and by its
+        plain operators.
 
         Raises:
-            UserError: where the model file is missing or is not the one that was compiled, or where a kernel computes
-                something else than its operators.
+            UserError: where the model file is missing or is not the one that was compiled, or where a kernel and
+                its operators compute different results.
         """
         from zeroir.api.run import make_engine
 
@@ -168,7 +169,7 @@ def compile_model(model: str | Path, **options: Unpack[CompileKeywords]) -> Comp
     """Compile ``path/to/model.py`` (or ``model.py:factory``); the keywords are ``CompileOptions``' fields.
 
     Raises:
-        UserError: where the file or an option is wrong.
+        UserError: if the file or an option is wrong.
     """
     return compile_with(model, make_options(options))
 
@@ -177,7 +178,7 @@ def compile_with(model: str | Path, options: CompileOptions) -> CompiledProgram:
     """Compile a model file with validated options."""
     artifact = capture(model, options)
     try:
-        # What the model itself asks for, such as to compute units again, stands with the program.
+        # The program holds the options that the model itself sets, such as the units to recompute.
         proof = _lower(artifact.logical, options_from_pairs(artifact.logical.options))
     except VerificationError as error:
         raise InternalError(f"The traced program is broken before any pass. {error}") from error
@@ -185,7 +186,7 @@ def compile_with(model: str | Path, options: CompileOptions) -> CompiledProgram:
 
     problem = misdeclared(proof.program.segments)
     if problem is not None:
-        raise InternalError(f"The program declares what torch does not make: {problem}.")
+        raise InternalError(f"The program declares results that torch does not compute: {problem}.")
     return _with_proof(artifact, proof, None)
 
 
@@ -213,38 +214,38 @@ def capture(model: str | Path, options: CompileOptions) -> Artifact:
 
 
 def _from_here(path: Path) -> Path:
-    """The path from the folder that the process is in, where the file lies in or below it: a run follows no others."""
+    """The path relative to the working directory if the file lies below it: a run follows only such paths."""
     here = Path.cwd()
     return path.relative_to(here) if path.is_relative_to(here) else path
 
 
 def lowered(artifact: Artifact, options: CompileOptions, machine: Machine) -> CompiledProgram:
-    """A captured model as ``compile_with`` makes it with these options, which leave alone what was captured.
+    """A captured model lowered with these options, which must not change the capture.
 
-    Its segments declare the workspaces that were measured on the machine, if any were.
+    Its segments declare the workspaces that were measured on the machine, if there are any.
     """
     logical = replace(artifact.logical, options=options.to_pairs())
     artifact = replace(artifact, logical=logical, scheduled=_lower(logical, options).program)
-    return _proved(_examined(artifact, None, machine=machine))
+    return _require_valid(_verified(artifact, None, machine=machine))
 
 
 def load_program(path: str | Path) -> CompiledProgram:
-    """Read a ``.zir`` file and prove it again.
+    """Read a ``.zir`` file and verify it.
 
     Raises:
-        UserError: where the file is missing, damaged, of a newer schema, or breaks a law.
+        UserError: if the file is missing or damaged, has a newer schema, or breaks a law.
     """
-    return _proved(load_unverified(path))
+    return _require_valid(load_unverified(path))
 
 
 def load_unverified(
     path: str | Path, *, budget_bytes: int | None = None, machine: Machine | None = None
 ) -> CompiledProgram:
-    """Read a ``.zir`` file with its report, valid or not; within a budget of device memory where one is given.
+    """Read a ``.zir`` file and make its report, valid or not, with a budget of device memory if one is given.
 
-    Of a ``machine`` the workspaces count that were measured on it.
+    Workspaces that were measured on ``machine`` replace the declared ones.
     """
-    return _examined(artifacts.load(Path(path)), Path(path), budget_bytes, machine)
+    return _verified(artifacts.load(Path(path)), Path(path), budget_bytes, machine)
 
 
 def _lower(logical: Program, options: CompileOptions) -> Proof:
@@ -254,14 +255,14 @@ def _lower(logical: Program, options: CompileOptions) -> Proof:
 
 
 def _with_proof(artifact: Artifact, proof: Proof, path: Path | None) -> CompiledProgram:
-    """What the passes made of the artifact's logical program: verified already, but for a budget."""
+    """The program that the passes made of the artefact's logical program; a budget is all that is left to verify."""
     artifact = replace(artifact, scheduled=proof.program)
     if proof.program.option.get("memory_budget") is not None:
-        return _proved(_examined(artifact, path))
+        return _require_valid(_verified(artifact, path))
     return CompiledProgram(artifact=artifact, report=proof.report, path=path)
 
 
-def _examined(
+def _verified(
     artifact: Artifact,
     path: Path | None,
     budget_bytes: int | None = None,
@@ -288,7 +289,7 @@ def _examined(
     return CompiledProgram(artifact=artifact, report=report, path=path)
 
 
-def _proved(compiled: CompiledProgram) -> CompiledProgram:
+def _require_valid(compiled: CompiledProgram) -> CompiledProgram:
     if not compiled.report.is_valid:
         raise VerificationError(compiled.report)
     return compiled

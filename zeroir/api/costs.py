@@ -1,4 +1,4 @@
-"""What a step takes, before anybody runs it."""
+"""The predicted time and memory of a training step."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ def simulate(
 ) -> Simulation:
     """Simulate a training step of a program, or of the one in a ``.zir`` file, on a machine.
 
-    ``machine`` is one that zeroir describes, by its name, or a TOML file. With ``straggler``, rank 0's own work takes
-    that many times as long. ``micro_steps`` are those that the program was compiled for unless given.
+    ``machine`` is the name of a machine that zeroir describes, or a TOML file. With ``straggler``, rank 0's own work
+    takes that many times as long. ``micro_steps`` replaces the number that the program was compiled for.
 
     Raises:
         UserError: where the program or the machine is missing or wrong, or they do not go together.
     """
     compiled = program if isinstance(program, CompiledProgram) else load_program(program)
-    known = machine if isinstance(machine, Machine) else load_machine(machine)
+    loaded_machine = machine if isinstance(machine, Machine) else load_machine(machine)
     return simulate_program(
         compiled.program,
-        known,
+        loaded_machine,
         logical=compiled.logical,
         straggler=straggler,
         micro_steps=micro_steps,
@@ -45,10 +45,12 @@ def simulate(
 
 
 def estimate(params: float, **options: Unpack[EstimateKeywords]) -> Estimate:
-    """What training that many parameters takes at every stage; the keywords are ``EstimateOptions``' fields.
+    """The memory and communication of training ``params`` parameters, at every stage.
+
+    The keywords are the fields of ``EstimateOptions``.
 
     Raises:
-        UserError: where an option is wrong.
+        UserError: if an option is wrong.
     """
     try:
         return estimate_with(EstimateOptions.model_validate({"params": params, **options}))

@@ -1,4 +1,4 @@
-"""Measure a machine with a program's own steps, on all its ranks at once, so that its simulated step is as long."""
+"""Measure a machine by a program's own steps on all its ranks; the simulation of the program then takes as long."""
 
 from __future__ import annotations
 
@@ -7,15 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zeroir.api.compiled import CompiledProgram, load_program
-from zeroir.api.run import (
-    fitted,
-    joined_job,
-    load_model,
-    open_batches,
-    open_engine,
-    warnings_as_sentences,
-    watched_job,
-)
+from zeroir.api.job import joined_job, watched_job
+from zeroir.api.run import fitted, load_model, open_batches, open_engine
+from zeroir.api.sentences import warnings_as_sentences
 from zeroir.artifact.outputs import MACHINE, write_whole
 from zeroir.cost.machine import Machine, load_machine, to_toml
 from zeroir.cost.profile import measured_machine
@@ -25,15 +19,15 @@ if TYPE_CHECKING:
     from zeroir.runtime.rendezvous import JobRank
 
 ROUNDS = 20
-"""Rounds of a profile unless told otherwise."""
+"""The default number of rounds of a profile."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """What a profile found: the machine, the steps that it timed, and the step that the machine predicts.
+    """The result of a profile: the machine, the measured step time, and the step time that the machine predicts.
 
-    ``step_s`` is the median of the steps that were not recorded, and ``noise`` how far the medians of the odd and of
-    the even rounds are apart, as a fraction of it: None with one round.
+    ``step_s`` is the median of the steps that were not recorded. ``noise`` is the difference between the medians of the
+    odd and of the even rounds, as a fraction of ``step_s``; None with one round.
     """
 
     machine: Machine
@@ -69,28 +63,36 @@ def profile_program(
 ) -> Profile | None:
     """Profile as the rank that torchrun made this process, or alone; rank 0 writes the machine and returns the profile.
 
-    What is not measured, such as the size of memory, is that of ``machine``. In a job of several ranks a failure ends
-    the process, as in ``run_program``.
+    Properties that are not measured, such as the size of memory, are those of ``machine``. In a job of several ranks a
+    failure ends the process, as in ``run_program``.
 
     Raises:
-        UserError: alone, or before the job is joined.
+        UserError: in a job of one rank, or before the job is joined.
     """
     with watched_job():
         base = load_machine(machine)
         compiled = load_program(path)
         load_model(compiled, model=model, allow_model_change=allow_model_change)
-        with joined_job() as place:
-            found = _profile(
-                compiled, place, base, output.stem, rounds, seed, model, allow_model_change, kernels
+        with joined_job() as job_rank:
+            result = _profile(
+                compiled,
+                job_rank,
+                base,
+                output.stem,
+                rounds,
+                seed,
+                model,
+                allow_model_change,
+                kernels,
             )
-            if found is not None:
-                write_whole(output, to_toml(found.machine).encode(), MACHINE)
-    return found
+            if result is not None:
+                write_whole(output, to_toml(result.machine).encode(), MACHINE)
+    return result
 
 
 def _profile(
     compiled: CompiledProgram,
-    place: JobRank,
+    job_rank: JobRank,
     base: Machine,
     name: str,
     rounds: int,
@@ -102,10 +104,10 @@ def _profile(
     from zeroir.runtime import profile
 
     model_file = load_model(compiled, model=model, allow_model_change=allow_model_change)
-    compiled, _ = fitted(compiled, place.world_size)
+    compiled, _ = fitted(compiled, job_rank.world_size)
     with warnings_as_sentences():
-        engine = open_engine(compiled, model_file, place, seed, kernels)
-    recording = profile.record(engine, open_batches(model_file, place, seed), rounds=rounds)
+        engine = open_engine(compiled, model_file, job_rank, seed, kernels)
+    recording = profile.record(engine, open_batches(model_file, job_rank, seed), rounds=rounds)
     engine.close()
     if recording is None:
         return None

@@ -1,7 +1,7 @@
-"""N eager PyTorch replicas: what a compiled program must compute.
+"""N eager PyTorch replicas: the reference for the results of a compiled program.
 
 The replicas share their parameters and each runs forward and backward in eager PyTorch on its own batch. Gradients
-follow the one rounding rule: added in FP32 in rank order, rounded once to the gradient's dtype (on a mesh of two axes
+follow one rounding rule: added in FP32 in rank order, rounded once to the gradient's dtype (on a mesh of two axes
 once within each group and once over the groups), divided once in FP32 by loss scale × world size × micro-steps. The
 update is torch.optim's, fused, on FP32 master weights.
 """
@@ -15,15 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from zeroir.config import CompileOptions
-from zeroir.frontend.capture import call_with, loss_of
 from zeroir.frontend.entry import Batch, ModelFile
+from zeroir.frontend.loss_step import call_with, loss_of
 from zeroir.frontend.precision import apply_precision, cast_floating, compute_dtype
 from zeroir.ir.ops import Algorithm
 from zeroir.torch_ops import neutral_ops
 
 _ALIGNMENT_NUMEL = 64
 Seeds = Callable[[int, int, int], Tensor]
-"""(step, micro-step, rank) to the i64 seeds of that forward's dropouts."""
+"""From (step, micro-step, rank) to the i64 seeds of that forward's random operators."""
 
 
 class EagerReplicas:
@@ -32,8 +32,8 @@ class EagerReplicas:
     def __init__(
         self, model_file: ModelFile, options: CompileOptions, *, seed: int, seeds: Seeds
     ) -> None:
-        # Each is the user's module as the user's code makes it: a copy would lose what is bound to its tensors.
-        self.replicas = [_made(model_file, seed) for _ in range(options.world_size)]
+        # The user's code makes each replica: a copy of one would lose hooks and other bindings to its tensors.
+        self.replicas = [_replica(model_file, seed) for _ in range(options.world_size)]
         module = self.replicas[0]
         self._options = options
         self._seeds = seeds
@@ -43,8 +43,8 @@ class EagerReplicas:
         self._scale = options.initial_loss_scale if options.precision == "fp16" else 1.0
         self._good_steps = 0
         self._hysteresis = options.loss_scale_hysteresis
-        # torch's fused kernels treat the last few elements of a tensor apart, so each master gets a length that has
-        # none, as it has in a flat.
+        # torch's fused kernels compute the last elements of a tensor separately where its length is not a multiple of
+        # the vector width, so each master is padded, as a flat is.
         self.masters = {
             name: _padded(parameter.detach())
             for name, parameter in module.named_parameters()
@@ -65,23 +65,23 @@ class EagerReplicas:
         losses = [torch.zeros(()) for _ in self.replicas]
         partial: list[list[Mapping[str, Tensor]]] = []
         for micro_step in range(self._options.micro_steps):
-            found: list[Mapping[str, Tensor]] = []
+            gradients: list[Mapping[str, Tensor]] = []
             for rank, replica in enumerate(self.replicas):
                 loss = self._forward(replica, batches[rank][micro_step], micro_step, rank)
                 losses[rank] = losses[rank] + loss
-                found.append(
+                gradients.append(
                     {n: p.grad for n, p in replica.named_parameters() if p.grad is not None}
                 )
                 replica.zero_grad(set_to_none=True)
-            partial.append(found)
+            partial.append(gradients)
         self._update(self._reduce(partial))
         self._step += 1
         return [float(loss / self._options.micro_steps) for loss in losses]
 
     def parameters(self) -> dict[str, Tensor]:
-        """The parameters by name, FP32 masters of what is trained, the rest as the forward computes with it.
+        """The parameters by name: FP32 masters of trained ones, and the others in their own dtype.
 
-        Those without elements are left out.
+        Parameters without elements are left out.
         """
         return {
             name: self._master(name) if name in self._trained else parameter.detach()
@@ -94,14 +94,14 @@ class EagerReplicas:
         return self.masters[name][: shape.numel()].view(shape)
 
     def _forward(self, replica: nn.Module, batch: Batch, micro_step: int, rank: int) -> Tensor:
-        given = cast_floating(batch, compute_dtype(self._options.precision))
+        inputs = cast_floating(batch, compute_dtype(self._options.precision))
         with neutral_ops(self._seeds(self._step, micro_step, rank)):
-            loss = loss_of(call_with(replica, given)).float()
+            loss = loss_of(call_with(replica, inputs)).float()
             torch.autograd.backward(loss, torch.full_like(loss, self._scale))
         return loss.detach()
 
     def _reduce(self, partial: Sequence[Sequence[Mapping[str, Tensor]]]) -> dict[str, Tensor]:
-        """Sum over ranks and micro-steps in the order that the stage prescribes."""
+        """The sum over ranks and micro-steps, in the order of the stage."""
         names = list(partial[0][0])
         if len(partial) == 1:
             return {name: self._over_ranks([rank[name] for rank in partial[0]]) for name in names}
@@ -173,13 +173,13 @@ class EagerReplicas:
             self._scale = max(self._scale / 2, options.minimum_loss_scale)
 
 
-def _made(model_file: ModelFile, seed: int) -> nn.Module:
+def _replica(model_file: ModelFile, seed: int) -> nn.Module:
     torch.manual_seed(seed)
     return model_file.model()
 
 
 def _sum(parts: Sequence[Tensor]) -> Tensor:
-    """The sum in FP32, in order, rounded once to the parts' dtype."""
+    """The sum in FP32, in order, rounded once to the dtype of the parts."""
     total = parts[0].float()
     for part in parts[1:]:
         total = total + part.float()

@@ -1,8 +1,7 @@
-"""The ``.zir`` file: a compiled program that can be stored, sent and proved again, and that can run no code.
+"""The ``.zir`` file: a compiled program that can be stored, sent and proved again, and that contains no code.
 
-It is msgpack with a fixed envelope, holds plain data only, names only ops of the allow-list, and
-has the same bytes for the same contents. Loading checks its form; whether the program is valid is
-for ``zeroir.verify``.
+The file is msgpack with a fixed envelope. It holds only plain data, names only ops of the allow-list, and has equal
+bytes for equal contents. Loading checks the form of the file; ``zeroir.verify`` checks the program.
 """
 
 from __future__ import annotations

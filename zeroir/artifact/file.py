@@ -1,7 +1,6 @@
 """Writing and reading ``.zir`` files.
 
-The envelope is the same for every schema, so that a damaged file and a newer one can be told
-apart::
+The envelope is the same for every schema, so that errors distinguish a damaged file from a newer one::
 
     8 bytes   magic
     2 + 2     schema version: major, minor       (all numbers big-endian)
@@ -35,13 +34,12 @@ _CHUNK_BYTES: Final = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Artifact:
-    """What a ``.zir`` file holds.
+    """The contents of a ``.zir`` file.
 
-    ``logical`` is the one-device program that the passes began with, so that the file can be
-    lowered again for another world size or stage without the model; ``scheduled`` is what runs, and
-    names its passes. ``model_path`` and ``model_factory`` say where the parameters' initial values
-    come from, ``model_sha256`` which version of that file, and ``model_imports`` which of the
-    user's modules it imported: pairs of name and SHA-256, None where that was not written down.
+    ``logical`` is the program for one device, before any pass, so that the file can be lowered again for another world
+    size or stage without the model. ``scheduled`` is the program that runs; it names its passes. ``model_path`` and
+    ``model_factory`` name the source of the parameters' initial values, and ``model_sha256`` is the hash of that file.
+    ``model_imports`` are the user's modules that it imports, as pairs of name and SHA-256; None in files without them.
     """
 
     logical: Program
@@ -65,32 +63,30 @@ def to_bytes(artifact: Artifact) -> bytes:
 
 
 def envelope(body: bytes, version: tuple[int, int] = SCHEMA_VERSION) -> bytes:
-    """The bytes of a file with this body, whatever it holds; ``version`` is (major, minor) of its schema."""
+    """The bytes of a file with any body; ``version`` is the (major, minor) version of its schema."""
     head = _HEAD.pack(MAGIC, *version, len(body))
     return head + hashlib.sha256(head + body).digest() + body
 
 
 def from_bytes(data: bytes, name: str = "<bytes>") -> Artifact:
-    """The artefact that the bytes hold; ``name`` is what errors call them.
+    """The artefact in the bytes of a file; errors call the file ``name``.
 
     Raises:
-        UserError: where they are no program, damaged, of another schema, or name an op that may not
-        run.
+        UserError: if the bytes are no program, are damaged, have another schema, or name an op that may not run.
     """
     length = _body_length(data, name)
     _, major, minor, _ = _HEAD.unpack_from(data)
     body = data[_START:]
     if len(body) < length:
         raise UserError(
-            f"'{name}' is cut off: {len(body)} of {length} bytes of its body are there; copy or "
+            f"'{name}' is cut off: it has {len(body)} of {length} bytes of its body; copy or "
             "compile it again."
         )
     digest = hashlib.sha256(data[: _HEAD.size])
     digest.update(body)
     if len(body) != length or digest.digest() != data[_HEAD.size : _START]:
         raise UserError(
-            f"'{name}' is damaged: its SHA-256 is not the one it was written with; copy or compile "
-            "it again."
+            f"'{name}' is damaged: its contents do not match its SHA-256; copy or compile it again."
         )
     if major != SCHEMA_VERSION[0]:
         remedy = "upgrade zeroir" if major > SCHEMA_VERSION[0] else "compile it again"
@@ -105,10 +101,10 @@ def from_bytes(data: bytes, name: str = "<bytes>") -> Artifact:
 
 
 def save(artifact: Artifact, path: str | Path) -> None:
-    """Write the file whole or not at all: another file's readers never see half of it.
+    """Write the file completely or not at all: readers never see a part of it.
 
     Raises:
-        UserError: where the path cannot be written, or a file that is no program stands there.
+        UserError: if the path cannot be written, or is a file that is no program.
     """
     write_whole(Path(path), to_bytes(artifact), PROGRAM)
 
@@ -117,14 +113,14 @@ def load(path: str | Path) -> Artifact:
     """Read a file; see :func:`from_bytes`.
 
     Raises:
-        UserError: also where the file cannot be read.
+        UserError: also if the file cannot be read.
     """
     path = Path(path)
     try:
         with path.open("rb") as file:
             data = bytearray(file.read(_START))
             stop = _START + _body_length(data, str(path))
-            # One byte more shows that the file goes on. What is no file may have no end, and is not read to it.
+            # One more byte shows that the file is too long. A device may have no end, so it is not read further.
             while len(data) <= stop:
                 chunk = file.read(min(_CHUNK_BYTES, stop + 1 - len(data)))
                 if not chunk:
@@ -136,14 +132,14 @@ def load(path: str | Path) -> Artifact:
 
 
 def _body_length(data: bytes | bytearray, name: str) -> int:
-    """How long the body is that follows the envelope; UserError where there is no whole envelope of a program."""
+    """The length of the body in bytes; a UserError if the data have no complete envelope of a program."""
     _check_magic(bytes(data[:_START]), name)
     if len(data) < _START:
         raise UserError(f"'{name}' is cut off after {len(data)} bytes: copy or compile it again.")
     length: int = _HEAD.unpack_from(data)[-1]
     if length > LARGEST_FILE_BYTES:
         raise UserError(
-            f"'{name}' is damaged: it says that {length:,} bytes follow, more than any program has; copy or compile "
+            f"'{name}' is damaged: it announces {length:,} more bytes, more than any program has; copy or compile "
             "it again."
         )
     return length

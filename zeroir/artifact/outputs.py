@@ -1,4 +1,4 @@
-"""What commands write, and one rule: a file is replaced only by one of its own kind, and whole or not at all."""
+"""The files that commands write. A file is replaced only by a file of the same kind, completely or not at all."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing import Final
 from zeroir.errors import UserError
 
 MAGIC: Final = b"\x89zeroir\n"
-"""How compiled programs begin. Not ASCII, so that no text does; the newline shows a file that was copied as text."""
+"""The first bytes of compiled programs. They are not ASCII, unlike a text; a copy as text changes the newline."""
 
 _HEAD_BYTES: Final = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputKind:
-    """A kind of file that commands write: what it is called, such a path, and how its first 4 kB are known."""
+    """A kind of file that commands write: its name, an example of a path, and a pattern of its first 4 kB."""
 
     noun: str
     example: str
@@ -55,9 +55,12 @@ DUMP: Final = OutputKind(
 
 
 def require_writable(path: str | Path, kind: OutputKind) -> None:
-    """UserError where no file of the kind can be written at the path, before any work is done for it.
+    """Check that a file of the kind can be written at the path, before any work is done for it.
 
-    What stands there already is replaced only where it is empty or of that very kind, whoever wrote it.
+    An existing file may be replaced only if it is empty or of the same kind.
+
+    Raises:
+        UserError: if the file cannot be written.
     """
     path = Path(path)
     try:
@@ -79,19 +82,19 @@ def require_writable(path: str | Path, kind: OutputKind) -> None:
     if not os.access(folder, os.W_OK):
         raise UserError(f"'{path}' cannot be written: you may not write in '{folder}'.")
     if head and not kind.head.match(head):
-        found = f"is there already and is not {kind.noun}"
+        problem = f"exists and is not {kind.noun}"
         if PROGRAM.head.match(head):
-            found = f"is {PROGRAM.noun}"
+            problem = f"is {PROGRAM.noun}"
         raise UserError(
-            f"'{path}' {found}: name another file to write, for instance {kind.example}."
+            f"'{path}' {problem}: name another file to write, for instance {kind.example}."
         )
 
 
 def write_whole(path: Path, data: bytes, kind: OutputKind) -> None:
-    """Write a file whole or not at all; a link stays one, and devices and pipes are written as they are.
+    """Write a file completely or not at all; links are followed, and devices and pipes are written directly.
 
     Raises:
-        UserError: where the path cannot be written, or a file of another kind stands there.
+        UserError: if the path cannot be written, or is a file of another kind.
     """
     require_writable(path, kind)
     if _is_device(path):
@@ -116,7 +119,7 @@ def write_whole(path: Path, data: bytes, kind: OutputKind) -> None:
 
 
 def _head(path: Path) -> bytes:
-    """The first bytes of what stands there; none where nothing does."""
+    """The first bytes of the file; none if it does not exist."""
     try:
         with path.open("rb") as file:
             return file.read(_HEAD_BYTES)
@@ -125,7 +128,7 @@ def _head(path: Path) -> bytes:
 
 
 def _is_device(path: Path) -> bool:
-    """Whether something stands there that no file may replace, such as /dev/null or a pipe."""
+    """Whether the path is a device or a pipe, such as /dev/null, which no file may replace."""
     return path.exists() and not path.is_file()
 
 

@@ -1,12 +1,11 @@
-"""Frozen dataclasses to plain data and back, by their annotations.
+"""Conversion of frozen dataclasses to plain data and back, by their annotations.
 
-The set of classes is closed: whatever can be reached from the annotations of
-:class:`~zeroir.ir.program.Program`. A dataclass becomes a map of its fields without those at their
-default; a member of a union of dataclasses a pair of its class's name and that map; an enumeration
-its value. Types are checked both ways, exactly.
+The set of classes is closed: it contains all classes that the annotations of :class:`~zeroir.ir.program.Program`
+reach. A dataclass becomes a map of its fields without those at their default. A member of a union of dataclasses
+becomes a pair of its class's name and that map, and a member of an enumeration its value. Types are checked exactly in
+both directions.
 
-A change of these classes or of a default is a change of the schema: ``tests/data/schema_lock.json``
-notices it.
+A change of these classes or of a default changes the schema; a test compares them with ``tests/data/schema_lock.json``.
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ SCHEMA_VERSION: Final = (1, 3)
 """(major, minor). A minor version adds fields with defaults, or classes; a major one changes what files mean."""
 
 _MAX_DEPTH: Final = 64
-"""How deep lists in a node's arguments may nest."""
+"""The largest depth of nested lists in a node's arguments."""
 
 
 class SchemaError(Exception):
-    """Plain data that this schema does not know; ``path`` says where, from the inside out."""
+    """Plain data that do not fit this schema; ``path`` is their place, from the inside out."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
@@ -46,17 +45,17 @@ class SchemaError(Exception):
 
     @property
     def place(self) -> str:
-        """Where it was found: ``scheduled.sections[0].body[3]``."""
+        """The place in the file, such as ``scheduled.sections[0].body[3]``."""
         return "".join(reversed(self.path)).removeprefix(".")
 
 
 class TextError(SchemaError):
-    """A text that is too long, or that a terminal would obey."""
+    """A text that is too long, or that contains control characters of a terminal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Codec:
-    """Both directions for one annotated type."""
+    """The conversions of one annotated type in both directions."""
 
     encode: Callable[[object], object]
     decode: Callable[[object], object]
@@ -66,22 +65,26 @@ def encode(value: object) -> object:
     """The plain data of a dataclass of the closed set.
 
     Raises:
-        UserError: where a name is too long, or a terminal would obey it.
-        InternalError: where a field has the wrong type.
+        UserError: if a name is too long, or contains control characters of a terminal.
+        InternalError: if a field has the wrong type.
     """
     kind: type = type(value)
     try:
         return codec(kind).encode(value)
     except TextError as error:
         raise UserError(
-            f"{error.place or 'A value'} cannot be stored: {error.message}; rename what has it in the model."
+            f"{error.place or 'A value'} cannot be stored: {error.message}; change this name in the model."
         ) from error
     except SchemaError as error:
         raise InternalError(f"Cannot store {error.place or 'a value'}: {error.message}.") from error
 
 
 def decode(kind: type, data: object) -> object:
-    """The dataclass that plain data says. SchemaError where it says something else."""
+    """The dataclass that plain data describe.
+
+    Raises:
+        SchemaError: if the data describe something else.
+    """
     return codec(kind).decode(data)
 
 
@@ -143,7 +146,7 @@ def _plain(kind: type) -> Codec:
 
 
 def _encode_text(value: object) -> object:
-    # A version of torch is a subclass of str; a member of an enumeration is not meant as text.
+    # The version of torch is a subclass of str and is accepted; a member of a StrEnum is not a text.
     if not isinstance(value, str) or isinstance(value, Enum):
         raise _mismatch("str", value)
     _check_text(value)
@@ -158,7 +161,7 @@ def _decode_text(value: object) -> object:
 
 
 def _check_text(value: str) -> None:
-    """Texts are printed by every command: what a terminal obeys has no place in them."""
+    """Reject control characters: commands print these texts, and a terminal would obey them."""
     if len(value) > LONGEST_TEXT:
         raise TextError(f"a text has {len(value):,} characters, more than {LONGEST_TEXT:,}")
     character = obeyed_character(value)
@@ -186,14 +189,14 @@ def _list(item: Codec) -> Codec:
     def through(
         convert: Callable[[object], object], value: list[object] | tuple[object, ...]
     ) -> list[object]:
-        found: list[object] = []
+        converted: list[object] = []
         try:
             for element in value:
-                found.append(convert(element))  # noqa: PERF401  how far it came is where it failed
+                converted.append(convert(element))  # noqa: PERF401  its length is the place of an error
         except SchemaError as error:
-            error.path.append(f"[{len(found)}]")
+            error.path.append(f"[{len(converted)}]")
             raise
-        return found
+        return converted
 
     def encode_list(value: object) -> object:
         if type(value) is not tuple:
@@ -291,7 +294,7 @@ def _dataclass(kind: type) -> Codec:
     fields: list[_Field] = []
 
     def ready() -> list[_Field]:
-        # Fields are looked up at first use, so that classes may name each other.
+        # Fields are computed at first use, so that classes may refer to each other.
         if not fields:
             fields.extend(_fields(kind))
         return fields
@@ -299,17 +302,17 @@ def _dataclass(kind: type) -> Codec:
     def encode_dataclass(value: object) -> object:
         if type(value) is not kind:
             raise _mismatch(kind.__name__, value)
-        found: dict[str, object] = {}
+        encoded: dict[str, object] = {}
         for field in ready():
             item = getattr(value, field.name)
             if field.has_default and type(item) is type(field.default) and item == field.default:
                 continue
             try:
-                found[field.name] = field.codec.encode(item)
+                encoded[field.name] = field.codec.encode(item)
             except SchemaError as error:
                 error.path.append(f".{field.name}")
                 raise
-        return found
+        return encoded
 
     def decode_dataclass(value: object) -> object:
         if type(value) is not dict:
@@ -352,7 +355,7 @@ def _fields(kind: type) -> Iterator[_Field]:
 
 
 def _encode_arg(value: object, depth: int = 0) -> object:
-    """Plain numbers, strings, booleans and None as they are; the rest as a list that begins with its kind."""
+    """Numbers, strings, booleans and None unchanged; other values as a list that begins with their kind."""
     match value:
         case Ref():
             return ["ref", _int64(value.index)]
@@ -404,32 +407,53 @@ def _decode_arg(value: object, depth: int = 0) -> object:
 
 
 def describe(kind: type) -> dict[str, dict[str, str]]:
-    """Every class and enumeration that can be reached, with annotations, defaults and values, as text.
+    """Every class and enumeration that the kind reaches, with annotations, defaults and values, as text.
 
-    This is what the schema lock compares: two schemas with one description read each other's files.
+    The schema lock compares these descriptions: two schemas with equal descriptions read each other's files.
     """
-    found: dict[str, dict[str, str]] = {}
-    _describe(kind, found)
-    return {name: found[name] for name in sorted(found)}
+    described: dict[str, dict[str, str]] = {}
+    _describe(kind, described)
+    return {name: described[name] for name in sorted(described)}
 
 
-def _describe(hint: object, found: dict[str, dict[str, str]]) -> None:
+def _describe(hint: object, described: dict[str, dict[str, str]]) -> None:
     for argument in typing.get_args(hint):
         if not isinstance(argument, typing.ForwardRef):
-            _describe(argument, found)
-    if not isinstance(hint, type) or hint.__name__ in found:
+            _describe(argument, described)
+    if not isinstance(hint, type) or hint.__name__ in described:
         return
     if issubclass(hint, Enum):
-        found[hint.__name__] = {member.name: str(member.value) for member in hint}
+        described[hint.__name__] = {member.name: str(member.value) for member in hint}
         return
     if not dataclasses.is_dataclass(hint):
         return
     hints = typing.get_type_hints(hint)
     fields = {field.name: field for field in _fields(hint)}
-    found[hint.__name__] = {
-        field.name: str(field.type)
+    declared = typing.get_type_hints(hint, include_extras=True)
+    described[hint.__name__] = {
+        field.name: (
+            # An op may annotate a field beyond its type; the annotation does not change the meaning of files.
+            str(field.type)
+            if declared[field.name] == hints[field.name]
+            else _spelled(hints[field.name])
+        )
         + (f" = {fields[field.name].default!r}" if fields[field.name].has_default else "")
         for field in dataclasses.fields(hint)
     }
     for field in dataclasses.fields(hint):
-        _describe(hints[field.name], found)
+        _describe(hints[field.name], described)
+
+
+def _spelled(hint: object) -> str:
+    """A type as an annotation spells it."""
+    if hint is types.NoneType:
+        return "None"
+    if isinstance(hint, type):
+        return hint.__name__
+    arguments = typing.get_args(hint)
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        return " | ".join(map(_spelled, arguments))
+    assert typing.get_origin(hint) is tuple, hint
+    return (
+        f"tuple[{', '.join('...' if part is Ellipsis else _spelled(part) for part in arguments)}]"
+    )

@@ -6,20 +6,20 @@ import gc
 import os
 import sys
 
-from zeroir.cli.streams import open_standard_streams
+from zeroir.cli.standard_streams import open_standard_streams
 from zeroir.runtime.orphans import end_with_agent
 
 __all__ = ["main"]
 
 
 def main() -> None:
-    """The entry point: exit 0 on success, 1 on a finding, 2 on a user's error, 70 on ours, 130 on Ctrl-C."""
+    """The entry point: exit 0 on success, 1 on a finding, 2 on wrong input, 70 on a defect, 130 on Ctrl-C."""
     open_standard_streams()
     end_with_agent()
-    # A connection that breaks is told in a sentence; torch would print a trace of C++ frames before it.
+    # A sentence reports a broken connection; torch would print a trace of C++ frames before it.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
-        # Long enough to be interrupted in, and modules are no garbage to look for meanwhile.
+        # This import takes long enough to be interrupted, and the collector would find no garbage in it.
         gc.disable()
         from zeroir.cli.app import run_command
     except KeyboardInterrupt:
@@ -28,6 +28,6 @@ def main() -> None:
     gc.freeze()
     gc.enable()
     exit_code = run_command(sys.argv[1:])
-    # All that is left goes with the process, which need not look through it before it ends.
+    # The process ends, so a last collection of garbage would be wasted.
     gc.freeze()
     sys.exit(exit_code)

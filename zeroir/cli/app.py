@@ -1,4 +1,4 @@
-"""The commands of ``zeroir``: what they take and what they call. Torch is imported only by those that need it."""
+"""The commands of ``zeroir``: their arguments and the functions that they call. Few of them import torch."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing import Annotated
 from cyclopts import App, CycloptsError, MissingArgumentError, Parameter, UnusedCliTokensError
 
 from zeroir import __version__
-from zeroir.cli import exports as looks
 from zeroir.cli.arguments import AsJson, AtLeastOne, InSeeds, Kernels, ProgramFile
 from zeroir.cli.console import accept_any_text, err, out, print_json, shortened_words
+from zeroir.cli.exports import print_pass, show_passes
 from zeroir.errors import MEMORY_REMEDY, UserError, ZeroirError, is_out_of_memory
 
 
 def _shown_default(value: object) -> str | None:
-    # That a flag is off and a list empty goes without saying; for None the description speaks.
+    # A flag that is off and an empty list need no words; the description of an option explains None.
     return None if value is False or value in (None, ()) else str(value)
 
 
@@ -42,23 +42,23 @@ def show(
     section: Annotated[str | None, Parameter(help="Only this section.")] = None,
     unit: Annotated[str | None, Parameter(help="Only the ops of this unit.")] = None,
     unfold: Annotated[
-        bool, Parameter(negative=(), help="Print every row where equal blocks would be folded.")
+        bool, Parameter(negative=(), help="Print every row instead of folding equal blocks.")
     ] = False,
     text: Annotated[
         bool,
-        Parameter(negative=(), help="Print the program in the IR's text, all of it or a section."),
+        Parameter(negative=(), help="Print the text of the program, or of a section."),
     ] = False,
     passes: Annotated[
         bool,
         Parameter(
-            negative=(), help="Print what each pass changed: ops, bytes on the wire, peak memory."
+            negative=(), help="Print the changes of each pass: ops, bytes on the wire, peak memory."
         ),
     ] = False,
     after_pass: Annotated[
         int | None,
         Parameter(
             name="--pass",
-            help="The program as it was after this pass of those that --passes numbers; 0 is before any.",
+            help="Show the program after the pass with this number (see --passes); 0 is before the first.",
         ),
     ] = None,
     as_json: AsJson = False,
@@ -75,12 +75,12 @@ def show(
         compiled = compiled.after_pass(after_pass)
     if passes:
         if text or unfold or section or unit or after_pass is not None:
-            raise UserError("--passes goes with --json alone.")
-        return looks.show_passes(compiled, as_json=as_json)
+            raise UserError("--passes can be combined only with --json.")
+        return show_passes(compiled, as_json=as_json)
     compiled.require(section=section, unit=unit)
     if text and (as_json or unfold or unit is not None):
         raise UserError(
-            "--text goes with --section and --pass, not with --unit, --unfold or --json."
+            "--text can be combined with --section and --pass, not with --unit, --unfold or --json."
         )
     if text:
         sys.stdout.write(compiled.text(section=section))
@@ -89,7 +89,7 @@ def show(
         print_json({**compiled.summary(), "schedule": rows})
     else:
         if after_pass is not None:
-            looks.print_pass(compiled)
+            print_pass(compiled)
         print_summary(out, compiled.summary())
         print_schedule(out, compiled.program, section=section, unit=unit, is_unfolded=unfold)
     return 0
@@ -101,13 +101,15 @@ def diff(
     new: ProgramFile,
     /,
     *,
-    stat: Annotated[bool, Parameter(negative=(), help="Only the summary of what changed.")] = False,
+    stat: Annotated[
+        bool, Parameter(negative=(), help="Print only the summary of the changes.")
+    ] = False,
     exit_code: Annotated[
-        bool, Parameter(negative=(), help="Exit with 1 when the programs differ, as for a script.")
+        bool, Parameter(negative=(), help="Exit with 1 if the programs differ.")
     ] = False,
     as_json: AsJson = False,
 ) -> int:
-    """Show what changes from one program to another.
+    """Show the differences between two programs.
 
     Example: zeroir diff gpt2.zir gpt3.zir
     """
@@ -138,18 +140,18 @@ def verify(
         str | None,
         Parameter(
             name=["--budget", "--memory-budget"],
-            help="Device memory of a rank, such as 80GB: prove that it suffices (Z301).",
+            help="Prove that this device memory of a rank, such as 80GB, suffices (Z301).",
         ),
     ] = None,
     machine: Annotated[
         str | None,
         Parameter(
-            help="A machine file that `zeroir profile` wrote: count workspaces as measured there."
+            help="A machine file that `zeroir profile` wrote; its measured workspaces are used."
         ),
     ] = None,
     as_json: AsJson = False,
 ) -> int:
-    """Prove every law of a compiled program; exit 1 with the findings when one does not hold.
+    """Prove every law of a compiled program; exit 1 with the findings if one is broken.
 
     Example: zeroir verify gpt.zir
     """
@@ -158,18 +160,18 @@ def verify(
     from zeroir.report.names import parse_bytes
 
     budget_bytes = None if budget is None else parse_bytes(budget)
-    known = None
+    measured_machine = None
     if machine is not None:
         from zeroir.cost.machine import load_machine
 
-        known = load_machine(machine)
-        if not known.has_workspaces:
+        measured_machine = load_machine(machine)
+        if not measured_machine.has_workspaces:
             raise UserError(
                 f"No workspaces were measured on '{machine}': name a file that `zeroir profile` wrote."
             )
-    compiled = load_unverified(program, budget_bytes=budget_bytes, machine=known)
-    if known is not None and budget is None and compiled.options.memory_budget is None:
-        raise UserError("--machine says what counts against a budget: give one with --budget.")
+    compiled = load_unverified(program, budget_bytes=budget_bytes, machine=measured_machine)
+    if measured_machine is not None and budget is None and compiled.options.memory_budget is None:
+        raise UserError("--machine has an effect only with a budget: give one with --budget.")
     report = compiled.report
     if as_json:
         print_json(report_json(report))
@@ -180,12 +182,14 @@ def verify(
 
 @app.command
 def explain(
-    code: Annotated[str | None, Parameter(help="A law's code, such as Z101; all if none.")] = None,
+    code: Annotated[
+        str | None, Parameter(help="A law's code, such as Z101. [default: list all laws]")
+    ] = None,
     /,
     *,
     as_json: AsJson = False,
 ) -> int:
-    """Explain a law: what it rules out, why, and a minimal program that breaks it. Without a code, list them.
+    """Explain a law: the errors that it rules out, the reasons, and a minimal program that breaks it.
 
     Example: zeroir explain Z101
     """
@@ -195,14 +199,14 @@ def explain(
 
     if code is None:
         if as_json:
-            print_json({"laws": [law_json(known) for known in CODES]})
+            print_json({"laws": [law_json(each) for each in CODES]})
         else:
             print_laws(out)
         return 0
     code = code.upper()
     if code not in CODES:
         raise UserError(
-            f"No law has the code '{code}'; `zeroir explain` lists those there are, such as Z101."
+            f"No law has the code '{code}'; `zeroir explain` lists the codes, such as Z101."
         )
     if as_json:
         print_json({**law_json(code), "text": explain_code(code)})
@@ -225,29 +229,27 @@ def run(
         int, Parameter(validator=InSeeds, help="Seed of weights, data and dropout.")
     ] = 0,
     log_every: Annotated[
-        int, Parameter(validator=AtLeastOne, help="Print the loss every so many steps.")
+        int, Parameter(validator=AtLeastOne, help="Number of steps between two printed losses.")
     ] = 10,
     model: Annotated[
         str | None,
         Parameter(
-            help="The model file, where it has moved, or was compiled from a path that is absolute or leads up."
+            help="The model file, if it has moved, or was compiled from an absolute path or one that leads upwards."
         ),
     ] = None,
     allow_model_change: Annotated[
-        bool, Parameter(negative=(), help="Run although the model file changed since compilation.")
+        bool, Parameter(negative=(), help="Run even if the model file changed since compilation.")
     ] = False,
     trace: Annotated[
         Path | None,
         Parameter(
-            help="Write when every op of the last step began and ended, on all ranks, for ui.perfetto.dev."
+            help="Write the beginning and the end of every op of the last step, on all ranks, for ui.perfetto.dev."
         ),
     ] = None,
     kernels: Kernels = "eager",
     cuda_graphs: Annotated[
         bool,
-        Parameter(
-            negative=(), help="On a GPU, launch whole sections as CUDA graphs where they can be."
-        ),
+        Parameter(negative=(), help="On a GPU, launch whole sections as CUDA graphs if possible."),
     ] = False,
     self_check: Annotated[
         bool,
@@ -257,14 +259,15 @@ def run(
         ),
     ] = True,
     as_json: Annotated[
-        bool, Parameter(name="--json", negative=(), help="Print one JSON object a line.")
+        bool, Parameter(name="--json", negative=(), help="Print one JSON object per line.")
     ] = False,
 ) -> int:
-    """Train a compiled program under torchrun, over NCCL on GPUs; on CPUs over gloo, or the memory of one host.
+    """Train a compiled program under torchrun: over NCCL on GPUs, over gloo or shared memory on CPUs.
 
     Example: torchrun --nproc-per-node 2 -m zeroir run gpt.zir --steps 100
     """
-    from zeroir.api.run import launch, run_program
+    from zeroir.api.job import launch
+    from zeroir.api.run import run_program
     from zeroir.artifact.outputs import TIMELINE, require_writable
 
     if trace is not None and "RANK" not in os.environ:
@@ -299,7 +302,7 @@ def run(
     return 0
 
 
-# Imported when they are asked for: what they take is slow to load.
+# Imported only if they are called: their arguments are slow to load.
 app.command("zeroir.cli.compiling:compile", name="compile")
 app.command("zeroir.cli.compiling:check", name="check")
 app.command("zeroir.cli.costs:simulate", name="simulate")
@@ -315,7 +318,7 @@ def run_command(arguments: Sequence[str]) -> int:
     accept_any_text()
     try:
         if arguments[:1] in ([], ["--help"], ["-h"]):
-            app.resolved_commands()  # what lists them says what each is for
+            app.resolved_commands()  # so that the list describes each of them
         result = app(
             list(arguments), exit_on_error=False, print_error=False, result_action="return_value"
         )
@@ -330,10 +333,10 @@ def run_command(arguments: Sequence[str]) -> int:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         return _fail(
             2,
-            f"{frame.filename}:{frame.lineno} called sys.exit, which a model must not: raise an error there.",
+            f"{frame.filename}:{frame.lineno} called sys.exit, which a model must not do: raise an error there.",
         )
     except BrokenPipeError:
-        # The reader went away (`zeroir show … | head`) and wants to hear no more.
+        # The reader has ended (`zeroir show … | head`), so nothing more is printed.
         _abandon_stdout()
         return 0
     except Exception as error:  # noqa: BLE001 - the last resort, which must not look like a finding (exit code 1)
@@ -350,11 +353,11 @@ def run_command(arguments: Sequence[str]) -> int:
 
 
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
-"""What a disk, a terminal that is gone or a stream that is for reading say to what is printed."""
+"""Errors of a full disk, a closed terminal or a stream that is only for reading."""
 
 
 def _abandon_stdout() -> None:
-    """Let what is still in the buffer go nowhere when the interpreter flushes it at its exit."""
+    """Discard the buffered output that the interpreter would flush at its exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -368,7 +371,7 @@ def _fail(exit_code: int, sentence: str) -> int:
 
 
 def _explain_options(error: BaseException | None) -> str | None:
-    """What is wrong with options, where pydantic says so; it is not loaded for commands that take none."""
+    """A sentence on a pydantic error; None for other errors. Commands without options do not load pydantic."""
     if "pydantic" not in sys.modules:
         return None
     from pydantic import ValidationError
@@ -384,7 +387,7 @@ def _explain_usage(error: CycloptsError) -> str:
     command = " ".join(["zeroir", *(error.command_chain or ())])
     match error:
         case UnusedCliTokensError(unused_tokens=[first, *_]):
-            sentence = f"The argument '{first}' is one too many."
+            sentence = f"There is one argument too many: '{first}'."
         case MissingArgumentError(argument=argument) if argument is not None:
             name = error.keyword or argument.name
             sentence = f"{name} needs a value." if name.startswith("-") else f"{name} is missing."

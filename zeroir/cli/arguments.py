@@ -1,4 +1,4 @@
-"""What several commands take."""
+"""Arguments that several commands share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ProgramFile = Annotated[Path, Parameter(help="A compiled program (.zir).")]
 AsJson = Annotated[bool, Parameter(name="--json", negative=(), help="Print one JSON document.")]
 AtLeastOne = Number(gte=1)
 InSeeds = Number(gte=-(2**63), lt=2**63)
-"""What torch takes as a seed everywhere."""
+"""The seeds that every function of torch accepts."""
 Machine = Annotated[
     str,
     Parameter(
@@ -26,6 +26,6 @@ DEFAULT_MACHINE: Final = "dgx-h100"
 Kernels = Annotated[
     Literal["eager", "inductor"],
     Parameter(
-        help="What computes segments: torch's operators one by one, or code compiled once and kept on disk."
+        help="The kernels of segments: torch's operators one by one, or code compiled once and kept on disk."
     ),
 ]

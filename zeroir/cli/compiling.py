@@ -1,4 +1,4 @@
-"""The commands that take a model: they alone need its options, which take long to load."""
+"""The commands that compile a model. Only they need the options, which are slow to load."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ def compile(  # noqa: A001 - the command's name is the field's word
     *,
     output: Annotated[
         Path | None,
-        Parameter(name=["-o", "--output"], help="Where to write. [default: MODEL.zir, here]"),
+        Parameter(
+            name=["-o", "--output"],
+            help="The program file to write. [default: MODEL.zir in the current folder]",
+        ),
     ] = None,
     options: Options = None,
     as_json: AsJson = False,
@@ -30,7 +33,7 @@ def compile(  # noqa: A001 - the command's name is the field's word
     Example: zeroir compile examples/gpt.py --stage 3 --world-size 4 -o gpt.zir
     """
     from zeroir.api import compile_with
-    from zeroir.api.run import warnings_as_sentences
+    from zeroir.api.sentences import warnings_as_sentences
     from zeroir.artifact.outputs import PROGRAM, require_writable
     from zeroir.cli.render import print_summary
 
@@ -61,12 +64,12 @@ def check(
     kernels: Kernels = "eager",
     as_json: AsJson = False,
 ) -> int:
-    """Run the program on virtual ranks against eager PyTorch replicas; exit 1 and say where they differ.
+    """Compare the program on virtual ranks with eager PyTorch replicas; exit 1 if they differ.
 
     Example: zeroir check examples/gpt.py --stage 3 --world-size 4
     """
     from zeroir.api.check import check_model
-    from zeroir.api.run import warnings_as_sentences
+    from zeroir.api.sentences import warnings_as_sentences
     from zeroir.cli.render import print_comparison
 
     with progress(f"Checking {model}"), warnings_as_sentences():

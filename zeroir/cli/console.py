@@ -1,4 +1,4 @@
-"""Where the command line writes: answers to stdout, progress and errors to stderr."""
+"""The outputs of the command line: results go to stdout, progress and errors to stderr."""
 
 from __future__ import annotations
 
@@ -14,38 +14,38 @@ from typing import Final
 from rich.console import Console
 
 _PIPE_WIDTH = 10_000
-"""Rich takes a pipe for a terminal of 80 columns, in which tables fold; what reads a pipe wants one row a line."""
+"""Rich assumes 80 columns for a pipe and would fold tables; readers of a pipe expect one row per line."""
 
 
 _PLAIN: Final = {"×": "x", "…": "...", "→": "->", "µ": "u", "≤": "<=", "−": "-", "⋮": ":", "·": "."}
-"""What we print beyond ASCII, where the output has no such characters."""
+"""ASCII replacements for the other characters that commands print."""
 
 
-def _degraded(error: UnicodeError) -> tuple[str, int]:
-    """A character that the output cannot have, in ones that it can."""
+def _ascii_replacement(error: UnicodeError) -> tuple[str, int]:
+    """The replacement for characters that the output cannot encode, and the position after them."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
-    said = error.object[error.start : error.end]
-    plain = (_PLAIN.get(c) or c.encode("ascii", "backslashreplace").decode() for c in said)
+    unencodable = error.object[error.start : error.end]
+    plain = (_PLAIN.get(c) or c.encode("ascii", "backslashreplace").decode() for c in unencodable)
     return "".join(plain), error.end
 
 
 def accept_any_text() -> None:
-    """Let stdout and stderr print every text, whatever their encoding: what it lacks is written in ASCII."""
-    codecs.register_error("zeroir", _degraded)
+    """Let stdout and stderr print every text: characters that their encoding lacks are written in ASCII."""
+    codecs.register_error("zeroir", _ascii_replacement)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="zeroir")
 
 
 def shortened_words(text: str) -> str:
-    """The text with the middle left out of words that are too long to be read, such as numbers of 1,000 digits."""
+    """The text with very long words shortened in the middle, such as numbers of 1,000 digits."""
     return re.sub(r"\S{200,}", lambda word: f"{word[0][:60]}…{word[0][-20:]}", text)
 
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        """Leave it to the command line, where rich would exit at once, with 1."""
+        """Raise the error for the command line to handle; rich would exit with 1."""
         raise BrokenPipeError
 
 
@@ -67,7 +67,7 @@ def print_json(value: object) -> None:
 
 @contextmanager
 def progress(what: str) -> Iterator[None]:
-    """A spinner on stderr while something long goes on; nothing where stderr is not a terminal."""
+    """A spinner on stderr while the body runs; nothing if stderr is not a terminal."""
     if not err.is_terminal:
         yield
         return

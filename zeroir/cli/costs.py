@@ -1,4 +1,4 @@
-"""Commands that say what a step takes before anybody runs it."""
+"""Commands that predict the costs of a step: time, memory and communication."""
 
 from __future__ import annotations
 
@@ -19,21 +19,19 @@ def simulate(
     *,
     machine: Machine = DEFAULT_MACHINE,
     straggler: Annotated[
-        float | None, Parameter(help="Rank 0's own work takes this many times as long.")
+        float | None, Parameter(help="Multiply the time of rank 0's own work by this factor.")
     ] = None,
     micro_steps: Annotated[
         int | None,
-        Parameter(
-            validator=AtLeastOne, help="Micro-steps of the step. [default: those compiled for]"
-        ),
+        Parameter(validator=AtLeastOne, help="Number of micro-steps. [default: the program's]"),
     ] = None,
     trace: Annotated[
         Path | None,
-        Parameter(help="Write when every op begins and ends, for ui.perfetto.dev."),
+        Parameter(help="Write the beginning and the end of every op, for ui.perfetto.dev."),
     ] = None,
     as_json: AsJson = False,
 ) -> int:
-    """Predict how long a step of a compiled program takes on a machine, and what bounds it.
+    """Predict the time of a step of a compiled program on a machine, and its critical path.
 
     Example: zeroir simulate gpt.zir --machine dgx-a100-80g --straggler 1.2
     """
@@ -46,13 +44,13 @@ def simulate(
     if trace is not None:
         require_writable(trace, TIMELINE)
     compiled = load_program(program)
-    found = simulate_program(compiled, machine, straggler=straggler, micro_steps=micro_steps)
+    simulation = simulate_program(compiled, machine, straggler=straggler, micro_steps=micro_steps)
     if as_json:
-        print_json(simulation_json(compiled.program, found))
+        print_json(simulation_json(compiled.program, simulation))
     else:
-        out.print(render_simulation(compiled.program, found))
+        out.print(render_simulation(compiled.program, simulation))
     if trace is not None:
-        document = simulated_trace(compiled.program, found)
+        document = simulated_trace(compiled.program, simulation)
         write_whole(trace, json.dumps(document, separators=(",", ":")).encode(), TIMELINE)
         err.print(f"Wrote {trace}: open it at ui.perfetto.dev.", markup=False)
     return 0
@@ -70,9 +68,9 @@ def estimate(
     from zeroir.cost.estimate import estimate as estimate_with
     from zeroir.report.costs import estimate_json, render_estimate
 
-    found = estimate_with(options)
+    figures = estimate_with(options)
     if as_json:
-        print_json(estimate_json(found))
+        print_json(estimate_json(figures))
     else:
-        out.print(render_estimate(found))
+        out.print(render_estimate(figures))
     return 0

@@ -1,4 +1,4 @@
-"""Commands that write a program down for the eye: what passes did, and files for other viewers and for browsers."""
+"""Commands that show a program to people: the changes of its passes, and files for viewers and browsers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Format = Literal["chrome", "memory-snapshot", "flight-recorder", "graphviz"]
 
 
 def show_passes(compiled: CompiledProgram, *, as_json: bool) -> int:
-    """Print what each pass changed."""
+    """Print the changes of each pass."""
     from dataclasses import asdict
 
     from zeroir.cli.render import print_passes
@@ -36,7 +36,7 @@ def show_passes(compiled: CompiledProgram, *, as_json: bool) -> int:
 
 
 def print_pass(compiled: CompiledProgram) -> None:
-    """Say after which of its passes a program is shown."""
+    """Print the last pass that has run on the shown program."""
     specs = compiled.program.passes
     last = f"`{specs[-1]}`" if specs else "none yet"
     out.print(f"After pass {len(specs)}: {last}.\n", markup=False)
@@ -46,7 +46,7 @@ def export(
     program: Annotated[Path, Parameter(help="A compiled program (.zir).")],
     /,
     *,
-    format: Annotated[  # noqa: A002  the flag's name is the field's word
+    format: Annotated[  # noqa: A002  the flag is called --format
         Format,
         Parameter(
             help="graphviz: ops, streams and events in DOT; memory-snapshot: for pytorch.org/memory_viz; "
@@ -62,12 +62,12 @@ def export(
     machine: Annotated[
         str | None,
         Parameter(
-            help=f"Where the step is simulated (chrome), as for `zeroir simulate`. [default: {DEFAULT_MACHINE}]"
+            help=f"The machine of the simulated step (chrome), as for `zeroir simulate`. [default: {DEFAULT_MACHINE}]"
         ),
     ] = None,
     as_json: AsJson = False,
 ) -> int:
-    """Write a compiled program for a viewer that people already have.
+    """Write a compiled program as a file for an existing viewer.
 
     Example: zeroir export gpt.zir --format memory-snapshot -o gpt.pickle
     """
@@ -75,9 +75,9 @@ def export(
     from zeroir.artifact.outputs import require_writable
 
     if section is not None and format != "graphviz":
-        raise UserError("--section goes with --format graphviz alone.")
+        raise UserError("--section can be combined only with --format graphviz.")
     if machine is not None and format != "chrome":
-        raise UserError("--machine goes with --format chrome alone.")
+        raise UserError("--machine can be combined only with --format chrome.")
     if format == "flight-recorder":
         _require_empty(output)
     else:
@@ -153,14 +153,17 @@ def report(
     *,
     output: Annotated[
         Path | None,
-        Parameter(name=["-o", "--output"], help="Where to write. [default: PROGRAM.html, here]"),
+        Parameter(
+            name=["-o", "--output"],
+            help="The page to write. [default: PROGRAM.html in the current folder]",
+        ),
     ] = None,
     machine: Machine = DEFAULT_MACHINE,
     memory_budget: Annotated[
         str | None,
         Parameter(
             name=["--memory-budget", "--budget"],
-            help="Device memory of a rank, such as 80GB, drawn as a line. [default: the program's, else the machine's]",
+            help="Device memory of a rank, such as 80GB, shown as a line. [default: the program's, else the machine's]",
         ),
     ] = None,
     as_json: AsJson = False,
@@ -181,23 +184,29 @@ def report(
     path = Path(f"{program.stem}.html") if output is None else output
     require_writable(path, PAGE)
     require_bokeh()
-    known = load_machine(machine)
-    given = None if memory_budget is None else parse_bytes(memory_budget)
+    described_machine = load_machine(machine)
+    given_bytes = None if memory_budget is None else parse_bytes(memory_budget)
     compiled = load_program(program)
-    if given is None and (own := compiled.program.option.get("memory_budget")) is not None:
-        given = parse_bytes(own)
-    budget = known.memory.size_bytes.value if given is None else given
+    if given_bytes is None and (own := compiled.program.option.get("memory_budget")) is not None:
+        given_bytes = parse_bytes(own)
+    budget = described_machine.memory.size_bytes.value if given_bytes is None else given_bytes
     page = report_html(
-        with_measured_workspaces(compiled.program, known),
+        with_measured_workspaces(compiled.program, described_machine),
         compiled.report,
         compiled.summary(),
-        simulate(compiled.program, known, logical=compiled.logical),
+        simulate(compiled.program, described_machine, logical=compiled.logical),
         name=program.name,
         budget_bytes=int(budget),
     )
     write_whole(path, page.encode(), PAGE)
     if as_json:
-        print_json({"path": str(path), "machine": known.name, "memory_budget_bytes": int(budget)})
+        print_json(
+            {
+                "path": str(path),
+                "machine": described_machine.name,
+                "memory_budget_bytes": int(budget),
+            }
+        )
     else:
         out.print(f"Wrote {path}.", markup=False)
     return 0
@@ -211,7 +220,7 @@ def _require_empty(folder: Path) -> None:
 
 
 def _write_dumps(compiled: CompiledProgram, path: Path, folder: Path) -> list[Path]:
-    """One file a rank, named so that the analysis finds the rank; all of them or none."""
+    """Write one file per rank, with the names that the analysis expects; all of them or none."""
     from zeroir.artifact.outputs import write_whole
     from zeroir.report.flight_recorder import flight_recorder_dumps
     from zeroir.report.plain_pickle import dumps
@@ -229,8 +238,8 @@ def _write_dumps(compiled: CompiledProgram, path: Path, folder: Path) -> list[Pa
             write_whole(written[-1], dumps(dump), _kind("flight-recorder"))
     except BaseException:
         with contextlib.suppress(OSError):
-            for one in written:
-                one.unlink(missing_ok=True)
+            for dump_path in written:
+                dump_path.unlink(missing_ok=True)
             if is_new:
                 folder.rmdir()
         raise

@@ -1,4 +1,4 @@
-"""The command that chooses options."""
+"""The command that searches for the fastest options."""
 
 from __future__ import annotations
 
@@ -25,44 +25,44 @@ def plan(
     ] = None,
     output: Annotated[
         Path | None,
-        Parameter(name=["-o", "--output"], help="Where to write the program. [default: nowhere]"),
+        Parameter(name=["-o", "--output"], help="The program file to write. [default: none]"),
     ] = None,
     options: Options = None,
     most_tried: Annotated[
-        int, Parameter(validator=AtLeastOne, help="How many choices to try at most.")
+        int, Parameter(validator=AtLeastOne, help="Largest number of choices to try.")
     ] = 500,
     all_: Annotated[
-        bool, Parameter(name="--all", negative=(), help="Print everything that was ranked.")
+        bool, Parameter(name="--all", negative=(), help="Print all alternatives.")
     ] = False,
     as_json: AsJson = False,
 ) -> int:
-    """Choose the options with which a model's step is shortest on a machine, within its memory.
+    """Choose the options with the shortest step of a model on a machine, within its memory.
 
-    Chosen unless given, whatever default stands below: --stage, --mesh, --bucket,
+    These are chosen unless given, whatever the defaults below: --stage, --mesh, --bucket,
     --prefetch, --unshard, --recompute, --live-gradients, --select-saved.
 
     Example: zeroir plan examples/gpt.py --machine dgx-h100 --world-size 64 --memory 80GB -o gpt.zir
     """
     from zeroir.api.plan import plan_with
-    from zeroir.api.run import warnings_as_sentences
+    from zeroir.api.sentences import warnings_as_sentences
     from zeroir.artifact.outputs import PROGRAM, require_writable
     from zeroir.cli.render_plan import plan_json, render_plan
 
     chosen = options or CompileOptions()
     if memory is not None and chosen.memory_budget is not None:
         raise UserError(
-            "--memory and --memory-budget are the same to a plan; leave one of them out."
+            "--memory and --memory-budget have the same meaning here; leave one of them out."
         )
     if output is not None:
         require_writable(output, PROGRAM)
     with progress(f"Planning {model}"), warnings_as_sentences():
-        found = plan_with(model, machine, chosen, memory=memory, most_tried=most_tried)
+        result = plan_with(model, machine, chosen, memory=memory, most_tried=most_tried)
         if output is not None:
-            found.compiled.save(output)
+            result.compiled.save(output)
     if as_json:
-        print_json({"path": None if output is None else str(output), **plan_json(found)})
+        print_json({"path": None if output is None else str(output), **plan_json(result)})
         return 0
-    out.print(render_plan(found, is_unfolded=all_))
+    out.print(render_plan(result, is_unfolded=all_))
     if output is not None:
         out.print(f"Wrote {output}.", markup=False)
     return 0

@@ -25,11 +25,13 @@ def profile(
         Parameter(validator=AtLeastOne, help="Start this many local ranks with torchrun."),
     ] = None,
     machine: Annotated[
-        str, Parameter(help="The machine whose figures stand for what is not measured.")
+        str, Parameter(help="The machine that gives the figures that are not measured.")
     ] = "cpu-local",
     rounds: Annotated[
         int,
-        Parameter(validator=AtLeastOne, help="Rounds: in each some steps are timed, one recorded."),
+        Parameter(
+            validator=AtLeastOne, help="Number of rounds; each times some steps and records one."
+        ),
     ] = 20,
     seed: Annotated[
         int, Parameter(validator=InSeeds, help="Seed of weights, data and dropout.")
@@ -37,21 +39,21 @@ def profile(
     model: Annotated[
         str | None,
         Parameter(
-            help="The model file, where it has moved, or was compiled from a path that is absolute or leads up."
+            help="The model file, if it has moved, or was compiled from an absolute path or one that leads upwards."
         ),
     ] = None,
     allow_model_change: Annotated[
-        bool, Parameter(negative=(), help="Run although the model file changed since compilation.")
+        bool, Parameter(negative=(), help="Run even if the model file changed since compilation.")
     ] = False,
     kernels: Kernels = "eager",
     as_json: AsJson = False,
 ) -> int:
-    """Measure segments, collectives and other ops of a program with all ranks running, and write a machine file.
+    """Measure the segments, collectives and other ops of a program on all ranks, and write a machine file.
 
     Example: zeroir profile gpt.zir --nproc 2 -o here.toml
     """
+    from zeroir.api.job import launch
     from zeroir.api.profile import profile_program
-    from zeroir.api.run import launch
     from zeroir.artifact.outputs import MACHINE, require_writable
     from zeroir.report.costs import format_seconds
 
@@ -59,14 +61,14 @@ def profile(
     if not is_rank or os.environ["RANK"] == "0":
         require_writable(output, MACHINE)
         if output.suffix != ".toml":
-            raise UserError(f"A machine file ends in .toml, unlike '{output}'.")
+            raise UserError(f"The name of a machine file must end in .toml, unlike '{output}'.")
     if nproc is not None and not is_rank:
         arguments = ["profile", str(program), "--output", str(output), "--machine", machine]
         arguments += ["--rounds", str(rounds), "--seed", str(seed), "--kernels", kernels]
         arguments += [] if model is None else ["--model", model]
         arguments += ["--allow-model-change"] if allow_model_change else []
         return launch(nproc, [*arguments, *(["--json"] if as_json else [])])
-    found = profile_program(
+    result = profile_program(
         program,
         output=output,
         machine=machine,
@@ -76,21 +78,23 @@ def profile(
         allow_model_change=allow_model_change,
         kernels=kernels,
     )
-    if found is None:
+    if result is None:
         return 0
     if as_json:
-        print_json(found.to_json())
+        print_json(result.to_json())
         return 0
-    ratio = found.predicted_s / found.step_s - 1
-    noise = "no noise floor: one round" if found.noise is None else f"noise floor {found.noise:.1%}"
+    ratio = result.predicted_s / result.step_s - 1
+    noise = (
+        "no noise floor: one round" if result.noise is None else f"noise floor {result.noise:.1%}"
+    )
     out.print(
-        f"step       {format_seconds(found.step_s)} measured ({noise}), "
-        f"{format_seconds(found.predicted_s)} predicted ({ratio:+.1%})",
+        f"step       {format_seconds(result.step_s)} measured ({noise}), "
+        f"{format_seconds(result.predicted_s)} predicted ({ratio:+.1%})",
         markup=False,
     )
     out.print(
-        f"measured   {len(found.machine.segments)} segments, {len(found.machine.collectives)} kinds of collectives, "
-        f"{len(found.machine.ops)} of other ops, {format_seconds(found.machine.host.issue_s.value)} to issue an op",
+        f"measured   {len(result.machine.segments)} segments, {len(result.machine.collectives)} kinds of collectives, "
+        f"{len(result.machine.ops)} of other ops, {format_seconds(result.machine.host.issue_s.value)} to issue an op",
         markup=False,
     )
     out.print(f"Wrote {output}.", markup=False)

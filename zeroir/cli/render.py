@@ -1,4 +1,4 @@
-"""Answers on the console, and the same as JSON."""
+"""Results on the console and as JSON."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from zeroir.report.render import (
 from zeroir.report.schedule import schedule
 from zeroir.verify.explain import CODES
 
-if TYPE_CHECKING:  # no command needs all of what these take
+if TYPE_CHECKING:  # no command needs all of these imports
     from zeroir.api.check import Comparison
     from zeroir.ir.program import Program
     from zeroir.report.diff import DiffSummary
@@ -31,7 +31,7 @@ _DIFF_STYLES = {"+": "green", "-": "red", "@": "cyan"}
 
 
 def print_summary(out: Console, summary: Summary) -> None:
-    """Print what a program is."""
+    """Print the summary of a program."""
     out.print(render_summary(summary))
 
 
@@ -43,12 +43,12 @@ def print_schedule(
     unit: str | None,
     is_unfolded: bool = False,
 ) -> None:
-    """Print the schedule, equal blocks folded unless all are asked for."""
+    """Print the schedule, with equal blocks folded unless ``is_unfolded``."""
     out.print(render_schedule(program, section=section, unit=unit, is_unfolded=is_unfolded))
 
 
 def print_passes(out: Console, rows: Sequence[PassRow]) -> None:
-    """Print what each pass changed."""
+    """Print the changes of each pass."""
     out.print(render_passes(rows))
 
 
@@ -57,9 +57,9 @@ def schedule_json(
 ) -> dict[str, list[dict[str, object]]]:
     """The unfolded rows of each section."""
     return {
-        one.name: [asdict(row) for row in schedule(program, one, unit=unit)]
-        for one in program.sections
-        if section in (None, one.name)
+        each.name: [asdict(row) for row in schedule(program, each, unit=unit)]
+        for each in program.sections
+        if section in (None, each.name)
     }
 
 
@@ -70,7 +70,7 @@ def print_diff(out: Console, text: str) -> None:
 
 
 def print_diff_summary(out: Console, summary: DiffSummary) -> None:
-    """Print what a diff amounts to."""
+    """Print the summary of a diff."""
     out.print(str(summary), markup=False)
 
 
@@ -100,16 +100,16 @@ def _finding_json(finding: Finding) -> dict[str, object]:
 
 
 def print_laws(out: Console) -> None:
-    """Print every code with what it rules out."""
+    """Print every code with the errors that it rules out."""
     out.print(render_laws())
 
 
 def law_json(code: str) -> dict[str, str]:
-    """A law in short."""
+    """The code, title and remedy of a law."""
     law = CODES[code]
     return {"code": code, "title": law.title, "remedy": law.remedy}
 
 
 def print_comparison(out: Console, comparison: Comparison) -> None:
-    """Print whether the program computes what eager replicas compute, and where not."""
+    """Print whether the program equals the eager replicas, and the differences."""
     out.print(str(comparison), markup=False)

@@ -1,4 +1,4 @@
-"""A plan as a person reads it in a terminal, and as a program does."""
+"""A plan as tables for the terminal, and as JSON."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _SHOWN: int = 12
 
 
 def render_plan(plan: Plan, *, is_unfolded: bool = False) -> RenderableType:
-    """What was chosen, how sure it is, and what lost; the dozen that came closest unless all are asked for."""
+    """The chosen options, the lower bound, and the closest alternatives; all of them if ``is_unfolded``."""
     chosen = plan.chosen
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim")
     grid.add_column(overflow="fold")
     grid.add_row("machine", f"{plan.machine}, {counted(plan.world_size, 'rank')}")
     grid.add_row("memory", f"{format_bytes(plan.budget_bytes)} a rank")
-    ended = "" if plan.is_finished else ", as many as were allowed"
+    ended = "" if plan.is_finished else ", the allowed number"
     grid.add_row("tried", f"{plan.tried:,} of {counted(plan.choices, 'choice')}{ended}")
     grid.add_row("chosen", words(chosen.settings))
     step_s = (chosen.step_ns or 0) / 1e9
@@ -50,11 +50,11 @@ def render_plan(plan: Plan, *, is_unfolded: bool = False) -> RenderableType:
         table.add_column(name, justify="right" if is_figure else "left", overflow="fold")
     shown = plan.alternatives if is_unfolded else plan.alternatives[:_SHOWN]
     for alternative in shown:
-        one = alternative.candidate
+        candidate = alternative.candidate
         table.add_row(
-            words(one.settings),
-            "-" if one.step_ns is None else format_seconds(one.step_ns / 1e9),
-            format_bytes(one.needed_bytes),
+            words(candidate.settings),
+            "-" if candidate.step_ns is None else format_seconds(candidate.step_ns / 1e9),
+            format_bytes(candidate.needed_bytes),
             alternative.why,
         )
     parts: list[RenderableType] = [Lines(table=grid, is_foldable=True)]
@@ -67,7 +67,7 @@ def render_plan(plan: Plan, *, is_unfolded: bool = False) -> RenderableType:
 
 
 def plan_json(plan: Plan) -> dict[str, object]:
-    """All of it but the program."""
+    """All of a plan except its program."""
     return {
         "machine": plan.machine,
         "world_size": plan.world_size,
@@ -79,7 +79,8 @@ def plan_json(plan: Plan) -> dict[str, object]:
         "chosen": _candidate_json(plan.chosen),
         "options": plan.compiled.options.model_dump(mode="json"),
         "alternatives": [
-            {**_candidate_json(one.candidate), "why": one.why} for one in plan.alternatives
+            {**_candidate_json(alternative.candidate), "why": alternative.why}
+            for alternative in plan.alternatives
         ],
     }
 

@@ -125,7 +125,7 @@ class Durations:
         """Those that were asked for so far: of each kind, ring and size."""
         return tuple(self._transfers.values())
 
-    def collective(self, op: ops.Collective, ring: Ring) -> Transfer:
+    def collective(self, op: ops.CollectiveOp, ring: Ring) -> Transfer:
         """What a collective takes among the ranks of a ring."""
         key = collective_kind(op), ring, sum(size for _, size in payloads(op, self._program))
         found = self._transfers.get(key)
@@ -144,28 +144,13 @@ class Durations:
         match op:
             case ops.Alloc() | ops.Release() | ops.Wait():
                 return 0.0
-            case (
-                ops.AllGather()
-                | ops.Prefetch()
-                | ops.ReduceScatter()
-                | ops.AllReduce()
-                | ops.Broadcast()
-            ):
+            case ops.Collective():
                 raise ValueError("what a collective takes depends on the ranks")
             case ops.Compute():
                 cost = self.segment(op.segment)
                 # A call that was measured had added its results already.
                 return cost.seconds + (0.0 if cost.is_measured else self._added_s(op))
-            case (
-                ops.Cast()
-                | ops.Fill()
-                | ops.Scale()
-                | ops.GradNorm()
-                | ops.CheckFinite()
-                | ops.Decide()
-                | ops.OptimizerStep()
-                | ops.UpdateScale()
-            ):
+            case ops.Elementwise() | ops.Update():
                 return self._elementwise_s(op)
             case ops.ToHost() | ops.ToDevice():
                 link = machine.host_link
@@ -215,10 +200,10 @@ class Durations:
         return region.local_numel(self._program.mesh) * buffer.dtype.itemsize_bytes
 
 
-def collective_kind(op: ops.Collective) -> CollectiveKind:
+def collective_kind(op: ops.CollectiveOp) -> CollectiveKind:
     """The kind of a collective, by which it is timed; a prefetch is an all-gather."""
     match op:
-        case ops.AllGather() | ops.Prefetch():
+        case ops.Gather():
             return "all_gather"
         case ops.ReduceScatter():
             return "reduce_scatter"

@@ -269,13 +269,7 @@ def _no_durations(
 ) -> _OpRecord:
     """The record of an op before its first duration."""
     match op:
-        case (
-            ops.AllGather()
-            | ops.Prefetch()
-            | ops.ReduceScatter()
-            | ops.AllReduce()
-            | ops.Broadcast()
-        ):
+        case ops.Collective():
             kind: _Kind = _OfCollective(collective_kind(op), rings[op.comm][rank])
             return _OpRecord(kind=kind, size_bytes=sum(size for _, size in payloads(op, program)))
         case ops.Compute():

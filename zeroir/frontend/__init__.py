@@ -1,6 +1,6 @@
 """From a model file to a logical program: load, capture, cut, lower. The only compile-time code that imports torch.
 
-Loading a model file is all that a run needs of it, so the compiler is imported when it is first asked to trace.
+A run only loads a model file, so this package imports the compiler at the first trace.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ def trace(model_file: ModelFile, options: CompileOptions) -> Program:
     """The logical program of a model: one device's training step, without allocating a weight.
 
     Raises:
-        UserError: where the model cannot be built, traced or cut as the options ask, naming the line.
+        UserError: where the model cannot be built, traced or cut as the options demand; it names the line.
     """
     from zeroir.frontend.tracing import trace_model
 

@@ -1,20 +1,23 @@
-"""Everything of torch that the frontend uses and torch does not promise to keep: one place to mend for a new torch.
+"""The parts of torch that the frontend uses and torch does not promise to keep: one module to adapt to a new torch.
 
 * ``joint_graph`` and ``function_graph``: AOTAutograd's joint export, its descriptors, and fx's node metadata;
-* ``DATA_DEPENDENT``, ``UNREGISTERED`` and ``is_higher_order``: the exceptions that say that a traced value was asked
-  for its data, that a tensor is not the model's, or that a function was handed to an operator such as ``torch.cond``.
+* ``DATA_DEPENDENT``, ``UNREGISTERED`` and ``is_higher_order``: the exceptions that torch raises where code reads the
+  data of a traced tensor, uses a tensor that is not the model's, or passes a function to an operator such as
+  ``torch.cond``;
+* ``autograd_functions_replaced``: a replacement for every call of a ``torch.autograd.Function``.
 """
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 from unittest import mock
 
 import torch
@@ -33,11 +36,12 @@ from torch._subclasses.fake_tensor import (
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from zeroir.frontend.relative import make_relative
+from zeroir.frontend.storage_views import rewrite_storage_views
 
-# A tensor without data that is none of the model's parameters and buffers.
+# Raised for a tensor without data that is neither a parameter nor a buffer of the model.
 UNREGISTERED: tuple[type[Exception], ...] = (FakeTensorDeviceMismatchError,)
 
+Function = Callable[..., object]
 GradientHook = Callable[[Tensor], Tensor | None]
 
 DATA_DEPENDENT: tuple[type[Exception], ...] = (
@@ -48,27 +52,27 @@ DATA_DEPENDENT: tuple[type[Exception], ...] = (
 
 
 def asks_for_data(error: BaseException) -> bool:
-    """Whether an exception says that C++ wanted to read a tensor that has no data."""
+    """Whether torch raised an exception because its C++ code read a tensor that has no data."""
     return isinstance(error, RuntimeError) and "its data is not allocated yet" in str(error)
 
 
 def is_higher_order(error: BaseException) -> bool:
-    """Whether an exception says that a function was handed to an operator."""
+    """Whether torch raised an exception because a function was passed to an operator."""
     if isinstance(error, UncapturedHigherOrderOpError):
         return True
-    # Flex attention blames the CPU before it hands anything on.
+    # Flex attention raises an error about the CPU before it calls its operator.
     *_, innermost = traceback.extract_tb(error.__traceback__)
     return Path(innermost.filename).name == "flex_attention.py"
 
 
 def fake_mode() -> FakeTensorMode:
-    """A mode whose tensors have no data; real ones that a model holds on to become constants."""
+    """A mode whose tensors have no data; real tensors that a model holds become constants."""
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placeholder:
-    """An input of the joint graph: exactly one of the fields says which.
+    """An input of the joint graph; exactly one of the fields after ``node`` is set.
 
     ``parameter`` and ``buffer`` are fully-qualified names, ``position`` an argument of the module.
     """
@@ -81,8 +85,8 @@ class Placeholder:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JointGraph:
-    """A traced forward and backward. ``gradients`` are by parameter name, ``mutations`` by buffer name."""
+class TracedGraph:
+    """A traced forward and backward: ``gradients`` by parameter name, ``mutations`` by buffer name."""
 
     module: torch.fx.GraphModule
     placeholders: tuple[Placeholder, ...]
@@ -95,7 +99,7 @@ class JointGraph:
 class FunctionGraph:
     """A traced forward and backward of a function of tensors.
 
-    ``tangents`` are by output, ``gradients`` by input; None where there is none.
+    ``tangents`` are by output, ``gradients`` by input; None where an output or input has no gradient.
     """
 
     module: torch.fx.GraphModule
@@ -121,7 +125,7 @@ class ParameterChangedError(Exception):
     """The model changes a parameter of this name in place."""
 
 
-def joint_graph(mode: FakeTensorMode, module: nn.Module, inputs: Sequence[Tensor]) -> JointGraph:
+def joint_graph(mode: FakeTensorMode, module: nn.Module, inputs: Sequence[Tensor]) -> TracedGraph:
     """Trace forward and backward of a module of fake parameters that returns one scalar."""
     return _with_descriptors(_exported(mode, module, inputs))
 
@@ -132,21 +136,21 @@ def function_graph(
     """Trace forward and backward of a module without parameters that returns a tuple of tensors.
 
     Raises:
-        UnknownDescriptorError: where it changes its inputs or returns views.
+        UnknownDescriptorError: where the module changes its inputs or returns views.
     """
     return _as_function(_exported(mode, module, inputs), len(inputs))
 
 
 @contextlib.contextmanager
 def tracer_settings(mode: FakeTensorMode) -> Iterator[None]:
-    """What torch is set to while a model is traced."""
+    """Set torch for tracing: no warnings, fake tensors, no oneDNN."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         stack.enter_context(mode)
-        # oneDNN's own operators are the CPU's alone.
+        # oneDNN's operators exist for the CPU only.
         stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
-        # The tracer's tensors ask for the current GPU before any mode hears of it.
+        # The tracer's tensors ask for the current GPU before any mode can intercept the call.
         stack.enter_context(mock.patch.object(FunctionalTensor, "cuda", _itself))
         stack.enter_context(_quiet("torch._subclasses.fake_tensor"))
         yield
@@ -160,24 +164,24 @@ def _exported(
         stack.enter_context(fx_traceback.preserve_node_meta())
         joint = aot_export_joint_with_descriptors(stack, module, tuple(inputs))
     _drop_checks(joint.graph_module.graph)
-    make_relative(joint.graph_module.graph)
+    rewrite_storage_views(joint.graph_module.graph)
     return joint.graph_module
 
 
 def are_functions_transformed() -> bool:
-    """Whether ``torch.func.vmap``, ``grad`` or another transform is under way."""
+    """Whether ``torch.func.vmap``, ``grad`` or another transform is active."""
     return bool(torch._C._are_functorch_transforms_active())
 
 
 @contextlib.contextmanager
 def whole_operators() -> Iterator[None]:
-    """Keep whole, as eager PyTorch does, what torch can decompose in Python, such as interpolation."""
+    """Do not decompose operators in Python, such as interpolation; eager PyTorch does not either."""
     with torch._C._DisablePythonDispatcher():
         yield
 
 
 def gradient_hooks(tensor: Tensor) -> tuple[GradientHook, ...]:
-    """What the user's code registered with ``register_hook``, in order."""
+    """The hooks that the user's code registered with ``register_hook``, in order."""
     return tuple((tensor._backward_hooks or {}).values())
 
 
@@ -186,18 +190,38 @@ def has_accumulation_hooks(tensor: Tensor) -> bool:
     return bool(tensor._post_accumulate_grad_hooks)
 
 
-def annotated(func: Callable[..., object], note: Callable[[], object]) -> Callable[..., object]:
-    """``func`` such that the nodes it yields carry ``note()``."""
+class AutogradReplacement(Protocol):
+    """A function to call in place of ``apply`` of an autograd function ``cls``."""
+
+    def __call__(
+        self, original: Function, cls: type, /, *args: object, **kwargs: object
+    ) -> object: ...
+
+
+@contextlib.contextmanager
+def autograd_functions_replaced(replacement: AutogradReplacement) -> Iterator[None]:
+    """Call ``replacement(original, cls, *args)`` for each ``cls.apply(*args)`` of an autograd function."""
+    original = inspect.getattr_static(torch.autograd.Function, "apply").__func__
+
+    def apply(cls: type, /, *args: object, **kwargs: object) -> object:
+        return replacement(original, cls, *args, **kwargs)
+
+    with mock.patch.object(torch.autograd.Function, "apply", classmethod(apply)):
+        yield
+
+
+def annotated(func: Function, annotation: Callable[[], object]) -> Function:
+    """A function that calls ``func`` and annotates its nodes with ``annotation()``."""
 
     def call(*args: object, **kwargs: object) -> object:
-        with fx_traceback.annotate({"zeroir": note()}):
+        with fx_traceback.annotate({"zeroir": annotation()}):
             return func(*args, **kwargs)
 
     return call
 
 
-def note_of(node: torch.fx.Node) -> object | None:
-    """The note that the node carries, its own or that of the forward node it differentiates."""
+def annotation_of(node: torch.fx.Node) -> object | None:
+    """The annotation of a node; a backward node has that of the forward node that it differentiates."""
     custom: dict[str, object] = node.meta.get("custom") or {}
     return custom.get("zeroir")
 
@@ -220,28 +244,28 @@ def _itself(tensor: Tensor, *_: object, **__: object) -> Tensor:
 
 @contextlib.contextmanager
 def _quiet(name: str) -> Iterator[None]:
-    """Silence a logger that prints the traceback of what is raised anyway."""
+    """Silence a logger that prints the traceback of an exception that is raised anyway."""
     logger = logging.getLogger(name)
-    was = logger.disabled
+    was_disabled = logger.disabled
     logger.disabled = True
     try:
         yield
     finally:
-        logger.disabled = was
+        logger.disabled = was_disabled
 
 
 def _drop_checks(graph: torch.fx.Graph) -> None:
-    """Leave out the checks of matrices for which there was no result: programs meet their NaNs later."""
+    """Remove the checks of matrices that have no result, such as singular ones: a program computes NaNs instead."""
     for node in reversed(graph.find_nodes(op="call_function", target=with_effects)):
         token, op, *_ = node.args
         if op is torch.ops.aten._linalg_check_errors.default:
-            for pick in list(node.users):
-                pick.replace_all_uses_with(token)
-                graph.erase_node(pick)
+            for getitem in list(node.users):
+                getitem.replace_all_uses_with(token)
+                graph.erase_node(getitem)
             graph.erase_node(node)
 
 
-def _with_descriptors(module: torch.fx.GraphModule) -> JointGraph:
+def _with_descriptors(module: torch.fx.GraphModule) -> TracedGraph:
     placeholders = tuple(
         _placeholder(node)
         for node in module.graph.find_nodes(op="placeholder")
@@ -266,12 +290,12 @@ def _with_descriptors(module: torch.fx.GraphModule) -> JointGraph:
             case d.InputMutationAOTOutput(mutated_input=d.ParamAOTInput(target=name)):
                 raise ParameterChangedError(name)
             case None | d.GradAOTOutput() | d.ForwardTokenAOTOutput() | d.BackwardTokenAOTOutput():
-                pass  # the gradient of a tensor of the batch, for which nobody asked; the order of checks
+                pass  # the unused gradient of a batch tensor, or the order of checks
             case _:
                 raise UnknownDescriptorError(f"an output of the joint graph is {desc}")
     if loss is None:
         raise UnknownDescriptorError("the joint graph has no output")
-    return JointGraph(
+    return TracedGraph(
         module=module,
         placeholders=placeholders,
         loss=loss,
@@ -294,7 +318,7 @@ def _placeholder(node: torch.fx.Node) -> Placeholder:
             raise UnknownDescriptorError(f"an input of the joint graph is {desc}")
 
 
-def _as_function(module: torch.fx.GraphModule, count: int) -> FunctionGraph:
+def _as_function(module: torch.fx.GraphModule, input_count: int) -> FunctionGraph:
     inputs: dict[int, torch.fx.Node] = {}
     tangents: dict[int, torch.fx.Node] = {}
     for node in module.graph.find_nodes(op="placeholder"):
@@ -322,8 +346,8 @@ def _as_function(module: torch.fx.GraphModule, count: int) -> FunctionGraph:
                 raise UnknownDescriptorError(f"an output of a function's graph is {desc}")
     return FunctionGraph(
         module=module,
-        inputs=tuple(inputs[i] for i in range(count)),
+        inputs=tuple(inputs[i] for i in range(input_count)),
         outputs=tuple(outputs[i] for i in range(len(outputs))),
         tangents=tuple(tangents.get(i) for i in range(len(outputs))),
-        gradients=tuple(gradients.get(i) for i in range(count)),
+        gradients=tuple(gradients.get(i) for i in range(input_count)),
     )

@@ -1,7 +1,7 @@
-"""What one call of a block did, as data: its calls of torch functions in order, with tensors by number.
+"""The calls of torch functions that one call of a block makes, as data: in order, with tensors replaced by numbers.
 
-Two calls with equal tapes compute the same function of the tensors that they take from outside, whatever Python code
-stood behind them: tapes hold every argument of every call.
+Two calls of blocks with equal call sequences compute the same function of the tensors that they take from outside,
+whatever Python code made the calls: a sequence holds every argument of every call.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from torch import Tensor
 Change = Callable[[Tensor], object]
 
 
-class UnfitError(Exception):
-    """A call of a block does something that a tape cannot hold."""
+class UnrecordableError(Exception):
+    """A call of a block does something that a call sequence cannot hold."""
 
 
 @dataclass(frozen=True, slots=True)
-class Ref:
-    """A tensor of a tape: results count up from 0, what comes from outside counts down from -1."""
+class TensorRef:
+    """The number of a tensor in a call sequence: results count up from 0, tensors from outside count down from -1."""
 
     index: int
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
-    """What an operator's types depend on. Strides are in elements."""
+class TensorKind:
+    """The properties of a tensor on which the types of an operator's results depend. Strides are in elements."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -39,8 +39,8 @@ class Kind:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """A call of a torch function; ``args``, ``kwargs`` and ``result`` have ``Ref`` in the place of tensors."""
+class TorchCall:
+    """A call of a torch function; ``args``, ``kwargs`` and ``result`` hold a ``TensorRef`` for each tensor."""
 
     function: Callable[..., object]
     args: tuple[object, ...]
@@ -50,41 +50,41 @@ class Step:
 
 
 @dataclass(slots=True, kw_only=True)
-class Tape:
+class CallSequence:
     """The calls of torch functions in one call of a block.
 
-    ``outside`` and ``made`` describe the tensors; ``outputs`` are the results that are used after the block, and
-    ``sites`` counts the calls of dropout.
+    ``inputs`` describe the tensors from outside and ``results`` those that the calls return; ``outputs`` are the
+    numbers of the results that are used after the block, and ``sites`` counts the calls of dropout.
     """
 
-    steps: list[Step]
-    outside: list[Kind]
-    made: list[Kind]
+    calls: list[TorchCall]
+    inputs: list[TensorKind]
+    results: list[TensorKind]
     outputs: list[int]
     sites: int
 
-    def equals(self, other: Tape) -> bool:
-        """Whether the other call computes the same function."""
+    def equals(self, sequence: CallSequence) -> bool:
+        """Whether another sequence computes the same function."""
         return (
-            self.outside == other.outside
-            and self.outputs == other.outputs
-            and self.sites == other.sites
-            and self.made == other.made
-            and len(self.steps) == len(other.steps)
-            and all(are_same_steps(a, b) for a, b in zip(self.steps, other.steps, strict=True))
+            self.inputs == sequence.inputs
+            and self.outputs == sequence.outputs
+            and self.sites == sequence.sites
+            and self.results == sequence.results
+            and len(self.calls) == len(sequence.calls)
+            and all(_are_same_calls(a, b) for a, b in zip(self.calls, sequence.calls, strict=True))
         )
 
 
-def kind_of(tensor: Tensor) -> Kind:
+def kind_of(tensor: Tensor) -> TensorKind:
     """The kind of a tensor.
 
     Raises:
-        UnfitError: for tensors that are not strided.
+        UnrecordableError: for tensors that are not strided.
     """
     with torch._C.DisableTorchFunction():
         if tensor.layout is not torch.strided:
-            raise UnfitError(f"a tensor of layout {tensor.layout}")
-        return Kind(
+            raise UnrecordableError(f"a tensor of layout {tensor.layout}")
+        return TensorKind(
             dtype=tensor.dtype,
             shape=tuple(int(size) for size in tensor.shape),
             stride=tuple(int(step) for step in tensor.stride()),
@@ -111,14 +111,14 @@ _PLAIN = (
 
 
 def mapped(value: object, change: Change) -> object:
-    """A value with its tensors changed.
+    """A value with ``change`` applied to each of its tensors.
 
     Raises:
-        UnfitError: where something in it is neither a tensor nor a constant that can be compared.
+        UnrecordableError: where something in the value is neither a tensor nor a constant that can be compared.
     """
     if isinstance(value, Tensor):
         return change(value)
-    if isinstance(value, (*_PLAIN, Ref)):
+    if isinstance(value, (*_PLAIN, TensorRef)):
         return value
     if isinstance(value, tuple):
         return _tuple_like(value, [mapped(item, change) for item in value])
@@ -128,12 +128,12 @@ def mapped(value: object, change: Change) -> object:
         return {key: mapped(item, change) for key, item in value.items()}
     if isinstance(value, slice):
         return slice(*(mapped(part, change) for part in (value.start, value.stop, value.step)))
-    raise UnfitError(f"a {type(value).__name__}")
+    raise UnrecordableError(f"a {type(value).__name__}")
 
 
 def filled(value: object, tensors: Callable[[int], object]) -> object:
-    """A value of a tape with tensors in the place of their numbers."""
-    if isinstance(value, Ref):
+    """A value of a call sequence with a tensor for each number."""
+    if isinstance(value, TensorRef):
         return tensors(value.index)
     if isinstance(value, tuple) and not isinstance(value, torch.Size):
         return _tuple_like(value, [filled(item, tensors) for item in value])
@@ -154,49 +154,45 @@ def _tuple_like(value: tuple[object, ...], items: list[object]) -> tuple[object,
         return make(items)
     if type(value).__module__ == "torch.return_types":
         return type(value)(items)
-    raise UnfitError(f"a {type(value).__name__}")
+    raise UnrecordableError(f"a {type(value).__name__}")
 
 
 def refs_in(value: object) -> list[int]:
-    """The numbers of the tensors in a value of a tape, in order."""
-    found: list[int] = []
-    filled(value, found.append)
-    return found
+    """The numbers of the tensors in a value of a call sequence, in order."""
+    numbers: list[int] = []
+    filled(value, numbers.append)
+    return numbers
 
 
-def are_same_steps(one: Step, other: Step) -> bool:
-    """Whether two calls are of the same function with the same arguments and result."""
+def _are_same_calls(left: TorchCall, right: TorchCall) -> bool:
     return (
-        are_same_calls(one, other.function, other.args, other.kwargs)
-        and one.has_grad == other.has_grad
-        and are_same(one.result, other.result)
+        is_call_of(left, right.function, right.args, right.kwargs)
+        and left.has_grad == right.has_grad
+        and are_same(left.result, right.result)
     )
 
 
-def are_same_calls(
-    step: Step, function: Callable[..., object], args: object, kwargs: object
+def is_call_of(
+    call: TorchCall, function: Callable[..., object], args: object, kwargs: object
 ) -> bool:
-    """Whether a step calls this function with these arguments."""
+    """Whether a recorded call is of this function with these arguments."""
     # A property's getter is a new object each time.
-    return step.function == function and are_same(step.args, args) and are_same(step.kwargs, kwargs)
+    return call.function == function and are_same(call.args, args) and are_same(call.kwargs, kwargs)
 
 
-def are_same(one: object, other: object) -> bool:
-    """Equality that tells 1 from 1.0 and True, and 0.0 from -0.0."""
-    if type(one) is not type(other):
+def are_same(left: object, right: object) -> bool:
+    """Equality that distinguishes 1 from 1.0 and True, and 0.0 from -0.0."""
+    if type(left) is not type(right):
         return False
-    if isinstance(one, tuple | list):
-        assert isinstance(other, tuple | list)
-        return len(one) == len(other) and all(
-            are_same(a, b) for a, b in zip(one, other, strict=True)
-        )
-    if isinstance(one, dict):
-        assert isinstance(other, dict)
-        return list(one) == list(other) and all(are_same(one[key], other[key]) for key in one)
-    if isinstance(one, slice):
-        assert isinstance(other, slice)
-        parts = ((one.start, other.start), (one.stop, other.stop), (one.step, other.step))
-        return all(are_same(a, b) for a, b in parts)
-    if isinstance(one, float | complex):
-        return repr(one) == repr(other)
-    return one == other
+    if isinstance(left, tuple | list):
+        assert isinstance(right, tuple | list)
+        return len(left) == len(right) and all(map(are_same, left, right))
+    if isinstance(left, dict):
+        assert isinstance(right, dict)
+        return list(left) == list(right) and all(are_same(left[key], right[key]) for key in left)
+    if isinstance(left, slice):
+        assert isinstance(right, slice)
+        return are_same((left.start, left.stop, left.step), (right.start, right.stop, right.step))
+    if isinstance(left, float | complex):
+        return repr(left) == repr(right)
+    return left == right

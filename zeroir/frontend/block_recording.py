@@ -1,151 +1,155 @@
-"""Run a model once under plain fake tensors and write down what each call of a repeated block does.
+"""Run a model once on plain fake tensors and record the torch functions that each call of a repeated block calls.
 
-A block is a child of a list or ``Sequential`` whose class stands there repeatedly. Its calls are compared by their
-tapes, not by their code: blocks that depend on their place, on caches or on counters have tapes of their own.
+A block is a child of a list or ``Sequential`` whose class occurs there repeatedly. Calls of blocks are compared by
+their call sequences, not by their code: a block that depends on its index, a cache or a counter has a sequence of its
+own.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Protocol
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from zeroir.frontend._torch_private import are_functions_transformed
-from zeroir.frontend.block_calls import Kind, Ref, Step, Tape, UnfitError, kind_of, mapped
+from zeroir.frontend._torch_private import (
+    Function,
+    are_functions_transformed,
+    autograd_functions_replaced,
+)
+from zeroir.frontend.block_calls import (
+    CallSequence,
+    TensorKind,
+    TensorRef,
+    TorchCall,
+    UnrecordableError,
+    kind_of,
+    mapped,
+)
 from zeroir.torch_ops.neutral import NeutralOps
 
-Function = Callable[..., object]
 
-
-class Watcher(Protocol):
-    """What is told when the call of a block begins and ends."""
+class BlockObserver(Protocol):
+    """The object that is told when the call of a block begins and ends."""
 
     def enter(self, block: str) -> None:
         """A block's forward begins."""
 
     def leave(self, block: str) -> None:
-        """It has ended, and no hook of the block has seen its result yet."""
+        """A block's forward has ended, and no hook of the block has seen its result yet."""
 
 
 @dataclass(slots=True)
-class Blocks:
-    """The blocks of one model, and who watches them at the moment."""
+class ObservedBlocks:
+    """The blocks of one model, and their present observer."""
 
     names: tuple[str, ...]
-    watcher: Watcher | None = None
+    observer: BlockObserver | None = None
 
-    def follow(self, model: nn.Module) -> None:
-        """Install the hooks, next to the forwards themselves: the blocks' other hooks belong to what is outside."""
+    def install(self, model: nn.Module) -> None:
+        """Install hooks next to the forwards: all other hooks of the blocks run outside the observed calls."""
         for name in self.names:
             block = model.get_submodule(name)
-            block.register_forward_pre_hook(self._entering(name))
-            block.register_forward_hook(self._leaving(name), prepend=True)
+            block.register_forward_pre_hook(partial(self._enter, name))
+            block.register_forward_hook(partial(self._leave, name), prepend=True)
 
     @contextmanager
-    def watched(self, watcher: Watcher) -> Iterator[None]:
-        """Tell ``watcher``."""
-        self.watcher = watcher
+    def observed_by(self, observer: BlockObserver) -> Iterator[None]:
+        """Tell ``observer`` of the calls of blocks within."""
+        self.observer = observer
         try:
             yield
         finally:
-            self.watcher = None
+            self.observer = None
 
-    def _entering(self, name: str) -> Callable[[nn.Module, object], None]:
-        def enter(_: nn.Module, __: object) -> None:
-            if self.watcher is not None:
-                self.watcher.enter(name)
+    def _enter(self, name: str, _: nn.Module, __: object) -> None:
+        if self.observer is not None:
+            self.observer.enter(name)
 
-        return enter
-
-    def _leaving(self, name: str) -> Callable[[nn.Module, object, object], None]:
-        def leave(_: nn.Module, __: object, ___: object) -> None:
-            if self.watcher is not None:
-                self.watcher.leave(name)
-
-        return leave
+    def _leave(self, name: str, _: nn.Module, __: object, ___: object) -> None:
+        if self.observer is not None:
+            self.observer.leave(name)
 
 
 @dataclass(slots=True)
-class Recording:
-    """One call of a block. Without a tape it did something that tapes do not hold.
+class BlockCall:
+    """One recorded call of a block; without a ``sequence`` it did something that call sequences cannot hold.
 
-    ``values`` are the tensors that it made, by number; ``is_last_user`` says of each tensor from outside whether
-    nothing uses it after the call, ``is_leaf`` whether it is a parameter as it stands or has no gradient.
+    ``values`` are the tensors that it made, by number. For each tensor from outside ``is_last_user`` says whether
+    nothing uses it after the call, and ``is_leaf`` whether it is a parameter itself or has no gradient.
     """
 
     block: str
-    tape: Tape | None
+    sequence: CallSequence | None
     values: list[Tensor]
     is_last_user: list[bool]
     is_leaf: list[bool]
 
 
 @dataclass(slots=True)
-class _Open:
-    """A recording in the making."""
+class _UnfinishedCall:
+    """A call of a block that is being recorded. ``versions`` are those of ``tensors`` when each was first used."""
 
     block: str
-    sites: int
-    steps: list[Step] = field(default_factory=list)
-    outside: list[Kind] = field(default_factory=list)
+    sites_before: int
+    calls: list[TorchCall] = field(default_factory=list)
+    inputs: list[TensorKind] = field(default_factory=list)
     tensors: list[Tensor] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-    made: list[Kind] = field(default_factory=list)
+    results: list[TensorKind] = field(default_factory=list)
     values: list[Tensor] = field(default_factory=list)
     numbers: dict[int, int] = field(default_factory=dict)
     outputs: set[int] = field(default_factory=set)
     sites_after: int = 0
     end: int = 0
-    is_fit: bool = True
+    is_recordable: bool = True
 
 
-class Recorder(TorchFunctionMode):
-    """A mode that records the calls of blocks; ``known`` are the tensors that exist when the forward begins."""
+class BlockRecorder(TorchFunctionMode):
+    """A mode that records the calls of blocks; ``existing`` are the tensors that exist when the forward begins."""
 
-    def __init__(self, neutral: NeutralOps, known: Iterable[Tensor]) -> None:
+    def __init__(self, neutral: NeutralOps, existing: Iterable[Tensor]) -> None:
         super().__init__()
         self._neutral = neutral
         # Alive for as long as the recorder, so that no two of them share an id.
-        self._known = {id(tensor): tensor for tensor in known}
-        self._makers: dict[int, tuple[_Open, int]] = {}
+        self._existing = {id(tensor): tensor for tensor in existing}
+        self._makers: dict[int, tuple[_UnfinishedCall, int]] = {}
         self._last_use: dict[int, int] = {}
-        self._clock = 0
+        self._call_count = 0
         self._depth = 0
-        self._found: list[_Open] = []
-        self._open: _Open | None = None
+        self._recorded: list[_UnfinishedCall] = []
+        self._current: _UnfinishedCall | None = None
 
-    def recordings(self) -> list[Recording]:
+    def block_calls(self) -> list[BlockCall]:
         """The calls of blocks in order, once the forward has ended."""
-        return [self._finished(item) for item in self._found]
+        return [self._finished(call) for call in self._recorded]
 
     def enter(self, block: str) -> None:
         """A block's forward begins."""
-        if self._open is not None:
-            self._open.is_fit = False
+        if self._current is not None:
+            self._current.is_recordable = False
             return
-        self._open = _Open(block, self._neutral.sites)
-        self._open.is_fit = is_ordinary()
-        self._found.append(self._open)
+        self._current = _UnfinishedCall(block, self._neutral.sites)
+        self._current.is_recordable = _is_ordinary()
+        self._recorded.append(self._current)
 
     def leave(self, block: str) -> None:
         """A block's forward has ended."""
-        recording = self._open
-        if recording is None or recording.block != block:
+        current = self._current
+        if current is None or current.block != block:
             return
-        self._open = None
-        recording.sites_after = self._neutral.sites
-        recording.end = self._clock
+        self._current = None
+        current.sites_after = self._neutral.sites
+        current.end = self._call_count
         with torch._C.DisableTorchFunction():
-            versions = [tensor._version for tensor in recording.tensors]
-        # What changes a tensor from outside in place is no function of it.
-        recording.is_fit &= versions == recording.versions
+            versions = [tensor._version for tensor in current.tensors]
+        # A block that changes a tensor from outside in place is not a function of that tensor.
+        current.is_recordable &= versions == current.versions
 
     def __torch_function__(
         self,
@@ -154,132 +158,133 @@ class Recorder(TorchFunctionMode):
         args: tuple[object, ...] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
-        """Call ``func`` and write it down."""
-        given = dict(kwargs or {})
-        self._clock += 1
-        recording = self._open
-        step = None if recording is None else self._begun(recording, func, args, given)
+        """Call ``func`` and record the call."""
+        named_args = dict(kwargs or {})
+        self._call_count += 1
+        current = self._current
+        call = None if current is None else self._call_of(current, func, args, named_args)
         self._depth += 1
         try:
-            result = func(*args, **given)
+            result = func(*args, **named_args)
         finally:
             self._depth -= 1
-        if recording is not None and step is not None:
-            self._complete(recording, step, result)
-        self._note_uses(result, args, given)
+        if current is not None and call is not None:
+            self._record(current, call, result)
+        self._note_uses(result, args, named_args)
         return result
 
-    @contextmanager
-    def own_functions(self) -> Iterator[None]:
-        """See to it that a user's own autograd function, which is no torch function, ends a recording."""
-        original = inspect.getattr_static(torch.autograd.Function, "apply").__func__
+    def autograd_functions(self) -> AbstractContextManager[None]:
+        """Stop recording where the model calls an autograd function of its own, which is not a torch function."""
 
-        def apply(cls: type, /, *args: object, **kwargs: object) -> object:
-            if self._depth == 0 and self._open is not None:
-                self._open.is_fit = False
+        def apply(original: Function, cls: type, /, *args: object, **kwargs: object) -> object:
+            if self._depth == 0 and self._current is not None:
+                self._current.is_recordable = False
             return original(cls, *args, **kwargs)
 
-        with mock.patch.object(torch.autograd.Function, "apply", classmethod(apply)):
-            yield
+        return autograd_functions_replaced(apply)
 
-    def _begun(
-        self, recording: _Open, func: Function, args: tuple[object, ...], kwargs: dict[str, object]
-    ) -> Step | None:
-        """A step without its result; None, and the recording is over, where there can be none."""
+    def _call_of(
+        self,
+        current: _UnfinishedCall,
+        func: Function,
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+    ) -> TorchCall | None:
+        """A call without its result; None, and the recording ends, where a sequence cannot hold the call."""
 
         def numbered(value: object) -> object:
-            return mapped(value, lambda tensor: self._used(recording, tensor))
+            return mapped(value, lambda tensor: self._used(current, tensor))
 
-        if not recording.is_fit:
+        if not current.is_recordable:
             return None
         try:
-            taken = tuple(numbered(arg) for arg in args)
-            named = {key: numbered(arg) for key, arg in kwargs.items()}
-        except UnfitError:
-            recording.is_fit = False
+            numbered_args = tuple(numbered(arg) for arg in args)
+            numbered_kwargs = {key: numbered(arg) for key, arg in kwargs.items()}
+        except UnrecordableError:
+            current.is_recordable = False
             return None
-        if not is_ordinary() or getattr(func, "__name__", "") == "__set__":
-            recording.is_fit = False
+        if not _is_ordinary() or getattr(func, "__name__", "") == "__set__":
+            current.is_recordable = False
             return None
-        return Step(func, taken, named, None, torch.is_grad_enabled())
+        return TorchCall(func, numbered_args, numbered_kwargs, None, torch.is_grad_enabled())
 
-    def _complete(self, recording: _Open, step: Step, result: object) -> None:
+    def _record(self, current: _UnfinishedCall, call: TorchCall, result: object) -> None:
         try:
-            numbered = mapped(result, lambda tensor: self._made(recording, tensor))
-        except UnfitError:
-            recording.is_fit = False
+            numbered = mapped(result, lambda tensor: self._made(current, tensor))
+        except UnrecordableError:
+            current.is_recordable = False
         else:
-            recording.steps.append(replace(step, result=numbered))
+            current.calls.append(replace(call, result=numbered))
 
-    def _used(self, recording: _Open, tensor: Tensor) -> Ref:
-        number = recording.numbers.get(id(tensor))
+    def _used(self, current: _UnfinishedCall, tensor: Tensor) -> TensorRef:
+        number = current.numbers.get(id(tensor))
         if number is not None:
-            return Ref(number)
-        if id(tensor) not in self._known:
-            raise UnfitError("a tensor from nowhere")
+            return TensorRef(number)
+        if id(tensor) not in self._existing:
+            raise UnrecordableError("a tensor that no torch function made")
         kind = kind_of(tensor)
         if kind.offset != 0:
-            raise UnfitError("a part of a tensor from outside")
-        number = recording.numbers[id(tensor)] = -1 - len(recording.outside)
-        recording.outside.append(kind)
-        recording.tensors.append(tensor)
+            raise UnrecordableError("a part of a tensor from outside")
+        number = current.numbers[id(tensor)] = -1 - len(current.inputs)
+        current.inputs.append(kind)
+        current.tensors.append(tensor)
         with torch._C.DisableTorchFunction():
-            recording.versions.append(tensor._version)
-        return Ref(number)
+            current.versions.append(tensor._version)
+        return TensorRef(number)
 
-    def _made(self, recording: _Open, tensor: Tensor) -> Ref:
-        number = recording.numbers.get(id(tensor))
+    def _made(self, current: _UnfinishedCall, tensor: Tensor) -> TensorRef:
+        number = current.numbers.get(id(tensor))
         if number is None:
-            if id(tensor) in self._known:
-                raise UnfitError("a tensor from outside that is no argument")
-            number = recording.numbers[id(tensor)] = len(recording.values)
-            recording.made.append(kind_of(tensor))
-            recording.values.append(tensor)
-            self._makers[id(tensor)] = (recording, number)
-        return Ref(number)
+            if id(tensor) in self._existing:
+                raise UnrecordableError("a tensor from outside that is not an argument")
+            number = current.numbers[id(tensor)] = len(current.values)
+            current.results.append(kind_of(tensor))
+            current.values.append(tensor)
+            self._makers[id(tensor)] = (current, number)
+        return TensorRef(number)
 
     def _note_uses(
         self, result: object, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> None:
-        """Remember what there is now, and who uses what as far as it matters: not who asks for a shape."""
+        """Note the tensors that exist now and the last use of each; a question for a shape is not a use."""
         results = tensors_in(result)
         used = tensors_in((args, kwargs))
-        self._known.update((id(tensor), tensor) for tensor in (*results, *used))
+        self._existing.update((id(tensor), tensor) for tensor in (*results, *used))
         if not results and result is not None:
             return
         for tensor in used:
-            self._last_use[id(tensor)] = self._clock
+            self._last_use[id(tensor)] = self._call_count
             maker = self._makers.get(id(tensor))
-            if maker is not None and maker[0] is not self._open:
+            if maker is not None and maker[0] is not self._current:
                 maker[0].outputs.add(maker[1])
 
-    def _finished(self, item: _Open) -> Recording:
-        is_fit = item.is_fit and bool(item.outputs)
+    def _finished(self, call: _UnfinishedCall) -> BlockCall:
+        is_recordable = call.is_recordable and bool(call.outputs)
         try:
-            for number in item.outputs:
-                if kind_of(item.values[number]) != item.made[number]:
-                    is_fit = False
-                is_fit &= item.made[number].offset == 0
-        except UnfitError:
-            is_fit = False
-        tape = Tape(
-            steps=item.steps,
-            outside=item.outside,
-            made=item.made,
-            outputs=sorted(item.outputs),
-            sites=item.sites_after - item.sites,
+            for number in call.outputs:
+                if kind_of(call.values[number]) != call.results[number]:
+                    is_recordable = False
+                is_recordable &= call.results[number].offset == 0
+        except UnrecordableError:
+            is_recordable = False
+        sequence = CallSequence(
+            calls=call.calls,
+            inputs=call.inputs,
+            results=call.results,
+            outputs=sorted(call.outputs),
+            sites=call.sites_after - call.sites_before,
         )
-        return Recording(
-            block=item.block,
-            tape=tape if is_fit else None,
-            values=item.values,
-            is_last_user=[self._last_use.get(id(x), 0) <= item.end for x in item.tensors],
-            is_leaf=[x.is_leaf for x in item.tensors],
+        return BlockCall(
+            block=call.block,
+            sequence=sequence if is_recordable else None,
+            values=call.values,
+            is_last_user=[self._last_use.get(id(x), 0) <= call.end for x in call.tensors],
+            is_leaf=[x.is_leaf for x in call.tensors],
         )
 
 
 def tensors_in(value: object) -> list[Tensor]:
-    """The tensors of a value, also of one that a tape cannot hold."""
+    """The tensors in a value, also in one that a call sequence cannot hold."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, tuple | list):
@@ -291,8 +296,8 @@ def tensors_in(value: object) -> list[Tensor]:
     return []
 
 
-def is_ordinary() -> bool:
-    """Whether operators do what they say: no autocast, no transform of functions, no inference mode."""
+def _is_ordinary() -> bool:
+    """Whether operators run unmodified: without autocast, function transforms and inference mode."""
     return not (
         torch.is_autocast_enabled("cpu")
         or torch.is_autocast_enabled("cuda")

@@ -1,8 +1,8 @@
 """Load a model file: the Python file in which a user defines ``model`` and ``batch``.
 
 The file is read once and hashed, and so are the user's modules that it imports. It is executed from that text, under a
-name of its own, so that it neither shadows nor is shadowed by another module; while its code runs, its folder stands
-first on ``sys.path``, as for a script.
+unique module name, so that it neither hides nor is hidden by another module. While its code runs, its folder is the
+first entry of ``sys.path``, as for a script.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from typing import cast
 from torch import Tensor, nn
 
 from zeroir.errors import MEMORY_REMEDY, UserError, ZeroirError, is_out_of_memory
+from zeroir.frontend.code_contexts import line_of_caller, noting_autocasts
 from zeroir.frontend.imports import hashes_of_imports, hashes_of_modules
-from zeroir.frontend.regions import line_of_caller, noting_autocasts
 from zeroir.torch_ops.devices import one_device
 
 _MODULE = "_zeroir_model_"
 _IMPORTS = "_zeroir_imports"
-"""Where a model file's module keeps the hashes of the user's modules that it imported."""
+"""The attribute of a model file's module that holds the hashes of the user's modules that it imported."""
 
 Batch = Sequence[object] | Mapping[str, object] | Tensor
 """One rank's micro-batch: a tuple or dict of tensors, possibly nested, or one tensor."""
@@ -35,7 +35,7 @@ Batch = Sequence[object] | Mapping[str, object] | Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSource:
-    """A model file that was read and not run. ``path`` is as the user wrote it, ``name`` that of the factory."""
+    """A model file that was read but not executed: ``path`` as the user wrote it, ``name`` of the factory."""
 
     path: Path
     name: str
@@ -43,26 +43,26 @@ class ModelSource:
 
     @property
     def sha256(self) -> str:
-        """Of the file's bytes."""
+        """The SHA-256 of the file's bytes."""
         return hashlib.sha256(self.text).hexdigest()
 
-    def imports(self, others: Iterable[str] = ()) -> dict[str, str]:
-        """SHA-256 by name of the user's modules that it imports, and of the ``others`` that there are."""
+    def imports(self, more_names: Iterable[str] = ()) -> dict[str, str]:
+        """The SHA-256 of the user's modules that it imports and of those in ``more_names``, by name."""
         with _folder_first(self.path):
-            found = hashes_of_imports(self.text)
-            return {**hashes_of_modules(set(others) - set(found)), **found}
+            imported = hashes_of_imports(self.text)
+            return {**hashes_of_modules(set(more_names) - set(imported)), **imported}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFile:
-    """What a model file offers. ``path`` is as the user wrote it; ``sha256`` is of the file's bytes.
+    """The functions of an executed model file. ``path`` is as the user wrote it; ``sha256`` is of the file's bytes.
 
-    ``imports`` are the user's modules that it imports, by name, with the SHA-256 of each. ``autocasts`` are the
-    accelerators for which it asked for autocast while it was executed, as decorators do, by ``file:line``.
+    ``imports`` maps the names of the user's modules that it imports to their SHA-256. ``autocasts`` maps ``file:line``
+    to the accelerator for which the file entered autocast while it was executed, as decorators do.
     ``build`` makes the module whose forward returns the loss; ``model`` makes it and then calls the file's optional
-    ``init`` on each of its modules, children first. ``batch`` makes example inputs. All of them raise UserError where
-    the user's code raises, naming the line, and leave out the devices that it names. ``batches(rank, world_size, seed,
-    start_step=0)`` is optional.
+    ``init`` on each of its modules, children first. ``batch`` makes example inputs. These functions ignore the devices
+    that the user's code names, and raise UserError with the line where that code raises. ``batches(rank, world_size,
+    seed, start_step=0)`` is optional.
     """
 
     path: Path
@@ -77,12 +77,12 @@ class ModelFile:
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """Names of the user's Python modules in this process: the file's own, and those that it imports."""
+        """The names of the user's Python modules in this process: the file's own, and those that it imports."""
         return (_module_name(self.sha256), *self.imports)
 
 
 def load_model_file(spec: str) -> ModelFile:
-    """Load ``path/to/model.py``, or ``path/to/model.py:factory`` to call ``factory`` in the place of ``model``.
+    """Load ``path/to/model.py``, or ``path/to/model.py:factory`` to call ``factory`` instead of ``model``.
 
     Raises:
         UserError: where the file cannot be read, is not Python, raises, or lacks ``model`` or ``batch``.
@@ -91,7 +91,7 @@ def load_model_file(spec: str) -> ModelFile:
 
 
 def read_model_file(spec: str) -> ModelSource:
-    """Read ``path/to/model.py``, or ``path/to/model.py:factory``, and run nothing.
+    """Read ``path/to/model.py``, or ``path/to/model.py:factory``, without executing it.
 
     Raises:
         UserError: where the file cannot be read.
@@ -104,14 +104,14 @@ def run_model_file(source: ModelSource) -> ModelFile:
     """Execute a model file.
 
     Raises:
-        UserError: where it is not Python, raises, or lacks ``model`` or ``batch``.
+        UserError: where the file is not Python, raises, or lacks ``model`` or ``batch``.
     """
     path, name, digest = source.path, source.name, source.sha256
     _forget_changed_modules()
-    known = set(sys.modules)
+    modules_before = set(sys.modules)
     module = ModuleType(_module_name(digest))
     module.__file__ = str(path)
-    # Dataclasses and pickling look a class's module up by name.
+    # Dataclasses and pickle look up a class's module by name.
     sys.modules[module.__name__] = module
     autocasts: dict[str, str] = {}
     noting = noting_autocasts(autocasts, lambda: line_of_caller(path.parent, in_libraries=False))
@@ -120,9 +120,9 @@ def run_model_file(source: ModelSource) -> ModelFile:
             exec(compile(source.text, str(path), "exec"), module.__dict__)
         except SyntaxError as error:
             raise UserError(f"{path}:{error.lineno} is not valid Python: {error.msg}.") from None
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever the user's code raises
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - any error of the user's code
             raise UserError(explain(error, path, f"{path} cannot be imported")) from None
-    imports = source.imports(set(sys.modules) - known)
+    imports = source.imports(set(sys.modules) - modules_before)
     setattr(module, _IMPORTS, imports)
     build = cast(
         "Callable[[], nn.Module]", _required(module, path, name, f"{name}() -> torch.nn.Module")
@@ -139,28 +139,28 @@ def run_model_file(source: ModelSource) -> ModelFile:
             return build()
 
     def initialised() -> nn.Module:
-        found = built()
+        module = built()
         if init is None:
-            return found
-        shapes = parameter_shapes(found)
+            return module
+        shapes = parameter_shapes(module)
         with _users_code(path, "init()"):
-            found.apply(init)
-        require_same_parameters(found, shapes, f"init() in {path}", f"{name}()")
-        return found
+            module.apply(init)
+        require_same_parameters(module, shapes, f"init() in {path}", f"{name}()")
+        return module
 
     def example() -> Batch:
         with _users_code(path, "batch()"):
             return cast("Batch", batch())
 
-    def offered(*arguments: object, **named: object) -> Iterator[Batch]:
+    def iterator(*args: object, **kwargs: object) -> Iterator[Batch]:
         assert batches is not None
-        found = batches(*arguments, **named)
-        if not isinstance(found, Iterable):
+        batch_source = batches(*args, **kwargs)
+        if not isinstance(batch_source, Iterable):
             raise UserError(
-                f"batches() in {path} returned {type(found).__name__}; it must return an iterator over batches, as a "
-                "function with `yield` does."
+                f"batches() in {path} returned {type(batch_source).__name__}; it must return an iterator over batches, "
+                "as a function with `yield` does."
             )
-        return cast("Iterator[Batch]", iter(found))
+        return cast("Iterator[Batch]", iter(batch_source))
 
     return ModelFile(
         path=path,
@@ -171,7 +171,7 @@ def run_model_file(source: ModelSource) -> ModelFile:
         build=built,
         model=initialised,
         batch=example,
-        batches=None if batches is None else offered,
+        batches=None if batches is None else iterator,
     )
 
 
@@ -184,11 +184,16 @@ def parameter_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
 def require_same_parameters(
     model: nn.Module, shapes: Mapping[str, tuple[int, ...]], what: str, maker: str
 ) -> None:
-    """UserError where the parameters of a model are no longer those it was made with: ``what`` changed them."""
-    now = parameter_shapes(model)
-    for name in sorted(now.keys() | shapes.keys()):
-        if now.get(name) != shapes.get(name):
-            verb = "adds" if name not in shapes else "removes" if name not in now else "reshapes"
+    """Raise UserError where a model's parameters differ from ``shapes``, with which ``maker`` made them.
+
+    ``what`` is the user's code that changed them.
+    """
+    current = parameter_shapes(model)
+    for name in sorted(current.keys() | shapes.keys()):
+        if current.get(name) != shapes.get(name):
+            verb = (
+                "adds" if name not in shapes else "removes" if name not in current else "reshapes"
+            )
             raise UserError(
                 f"{what} {verb} the parameter {name}: make all parameters in {maker}, as they are to be trained."
             )
@@ -197,15 +202,15 @@ def require_same_parameters(
 def explain(error: BaseException, path: Path, what: str) -> str:
     """One sentence on an exception in the user's code: what failed, where, and why."""
     line = where(error, path)
-    place = f" at {line}" if line else ""
+    location = f" at {line}" if line else ""
     if is_out_of_memory(error):
-        return f"{what}{place}, because memory ran out: {MEMORY_REMEDY}."
+        return f"{what}{location}, because memory ran out: {MEMORY_REMEDY}."
     reason = " ".join(str(error).split()) or "no message"
-    return f"{what}{place}: {type(error).__name__}: {_shorten(reason)}"
+    return f"{what}{location}: {type(error).__name__}: {_shorten(reason)}"
 
 
 def where(error: BaseException, path: Path) -> str | None:
-    """``file:line`` of the innermost frame of an exception that is in the user's file, if any is."""
+    """``file:line`` of the innermost frame of an exception that is in the user's file; None where none is."""
     frames = traceback.extract_tb(error.__traceback__)
     lines = [f"{path}:{frame.lineno}" for frame in frames if Path(frame.filename) == path]
     return lines[-1] if lines else None
@@ -220,9 +225,9 @@ def _module_name(sha256: str) -> str:
 
 
 def _forget_changed_modules() -> None:
-    """Have the user's modules imported anew that earlier model files imported, where one of them changed since.
+    """Unload the user's modules that earlier model files imported, if one of them has changed.
 
-    All of them, for one that did not change may hold what another one was.
+    All are unloaded, because an unchanged module may hold objects of a changed one.
     """
     earlier: dict[str, str] = {}
     for name, module in list(sys.modules.items()):
@@ -276,23 +281,23 @@ def _required(module: ModuleType, path: Path, name: str, signature: str) -> Call
 def _function(
     module: ModuleType, path: Path, name: str, signature: str, *, is_required: bool
 ) -> Callable[..., object] | None:
-    found = getattr(module, name, None)
-    if found is None:
+    function = getattr(module, name, None)
+    if function is None:
         return None
-    if not callable(found):
-        kind = type(found).__name__
+    if not callable(function):
+        kind = type(function).__name__
         remedy = f"define `{signature}`" if is_required else "rename it, or make it a function"
         raise UserError(f"`{name}` in {path} is not a function but of type {kind}; {remedy}.")
-    return cast("Callable[..., object]", found)
+    return cast("Callable[..., object]", function)
 
 
 @contextlib.contextmanager
 def _users_code(path: Path, what: str) -> Iterator[None]:
-    """Run the user's code as a script would, but on no device in particular, and explain what it raises."""
+    """Run the user's code as a script would, but ignore the devices that it names, and explain its errors."""
     with _folder_first(path), one_device():
         try:
             yield
         except (ZeroirError, KeyboardInterrupt):
             raise
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever the user's code raises
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - any error of the user's code
             raise UserError(explain(error, path, f"{what} failed")) from None

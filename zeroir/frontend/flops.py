@@ -1,4 +1,4 @@
-"""Floating-point operations of an op, by torch's own formulae; ours for attention. Everything else counts as none."""
+"""Floating-point operations of an op, by torch's formulae, also for zeroir's attention; 0 for ops without a formula."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _BACKWARD = cast("Callable[..., int]", sdpa_backward_flop_count)
 def flops(
     op: object, args: tuple[object, ...], kwargs: Mapping[str, object], result: object
 ) -> int:
-    """Count for one call; a multiplication and an addition are two. ``args`` hold fake tensors."""
+    """The FLOPs of one call; a multiplication and an addition are two. ``args`` hold fake tensors."""
     if op is torch.ops.zeroir.attention.default:
         q, k, v = (cast("Tensor", x) for x in args[:3])
         return int(_FORWARD(q.shape, _grouped(q, k), _grouped(q, v)))

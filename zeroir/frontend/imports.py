@@ -1,6 +1,6 @@
-"""The user's own modules that a file imports, and those that they import: found and hashed without running any.
+"""Find and hash the user's own modules that a file imports, directly or not, without running any.
 
-Python's own modules, what is installed, torch and zeroir are not the user's.
+Python's own modules, installed modules, torch and zeroir are not the user's.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 _LIBRARIES = frozenset({"torch", "zeroir"})
-"""Not the user's wherever they lie: torch may be built in its own folder, and so is a checkout of zeroir."""
+"""Never the user's, in whatever folder: torch may be built in a checkout, and zeroir run from one."""
 
 
 def hashes_of_imports(source: bytes) -> dict[str, str]:
-    """SHA-256 by the name of each of the user's modules that the text of a Python file imports, or that they import.
+    """The SHA-256 of each of the user's modules that a Python file imports, directly or not, by name.
 
-    An import counts wherever it stands, and whether it is carried out or not. Text that is no Python imports nothing.
+    ``source`` is the file's text. Every import in it counts, whether it is executed or not. Text that is not valid
+    Python imports nothing.
     """
     specs: dict[str, ModuleSpec | None] = {}
-    found: dict[str, str] = {}
+    hashes: dict[str, str] = {}
     waiting = [(source, "")]
     while waiting:
         text, package = waiting.pop()
@@ -37,36 +38,36 @@ def hashes_of_imports(source: bytes) -> dict[str, str]:
             if spec is None or file is None:
                 continue
             data = file.read_bytes()
-            found[name] = hashlib.sha256(data).hexdigest()
+            hashes[name] = hashlib.sha256(data).hexdigest()
             if file.suffix == ".py":
                 is_package = spec.submodule_search_locations is not None
                 waiting.append((data, name if is_package else name.rpartition(".")[0]))
-    return found
+    return hashes
 
 
 def hashes_of_modules(names: set[str]) -> dict[str, str]:
-    """SHA-256 of those of the named modules that are the user's; names of no module are left out."""
+    """The SHA-256 of those of the named modules that exist and are the user's, by name."""
     specs: dict[str, ModuleSpec | None] = {}
-    found: dict[str, str] = {}
+    hashes: dict[str, str] = {}
     for name in sorted(names):
-        for whole in _with_parents(name):
-            if whole not in specs:
-                specs[whole] = _find(whole, specs)
+        for full_name in _with_parents(name):
+            if full_name not in specs:
+                specs[full_name] = _find(full_name, specs)
         spec = specs[name]
         file = None if spec is None else _users_file(spec)
         if file is not None:
-            found[name] = hashlib.sha256(file.read_bytes()).hexdigest()
-    return found
+            hashes[name] = hashlib.sha256(file.read_bytes()).hexdigest()
+    return hashes
 
 
 def is_in_a_library(file: Path) -> bool:
-    """Whether a file is Python's or installed."""
-    whole = file.resolve()
-    return any(whole.is_relative_to(folder) for folder in _library_folders())
+    """Whether a file is a part of Python or installed."""
+    path = file.resolve()
+    return any(path.is_relative_to(folder) for folder in _library_folders())
 
 
 def _imported_names(source: bytes, package: str) -> Iterator[str]:
-    """Names of what may be modules, packages before what is in them."""
+    """The imported names that may be modules, packages before their members."""
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError):
@@ -85,14 +86,14 @@ def _imported_names(source: bytes, package: str) -> Iterator[str]:
 
 
 def _base(node: ast.ImportFrom, package: str) -> str | None:
-    """The whole name of what is imported from; None where a relative import leads nowhere."""
+    """The full name of the module that names are imported from; None where a relative import has no such module."""
     if not node.level:
         return node.module
     parts = package.split(".") if package else []
     if node.level > len(parts):
         return None
-    kept = parts[: len(parts) - node.level + 1]
-    return ".".join([*kept, *([node.module] if node.module else [])])
+    parents = parts[: len(parts) - node.level + 1]
+    return ".".join([*parents, *([node.module] if node.module else [])])
 
 
 def _with_parents(name: str) -> Iterator[str]:
@@ -101,26 +102,26 @@ def _with_parents(name: str) -> Iterator[str]:
 
 
 def _find(name: str, specs: Mapping[str, ModuleSpec | None]) -> ModuleSpec | None:
-    """Where Python has a module from, or would have it from; None where it is none or not the user's."""
+    """The spec of a module, loaded or not; None where there is no such module or it is not the user's."""
     parent, _, _ = name.rpartition(".")
-    places: list[str] | None = None
+    folders: list[str] | None = None
     if parent:
-        above = specs.get(parent)
-        if above is None or above.submodule_search_locations is None:
+        package = specs.get(parent)
+        if package is None or package.submodule_search_locations is None:
             return None
-        places = list(above.submodule_search_locations)
+        folders = list(package.submodule_search_locations)
     elif name in _LIBRARIES or name in sys.stdlib_module_names:
         return None
     loaded = getattr(sys.modules.get(name), "__spec__", None)
-    spec = loaded if isinstance(loaded, ModuleSpec) else _first_spec(name, places)
+    spec = loaded if isinstance(loaded, ModuleSpec) else _first_spec(name, folders)
     return None if spec is None or _is_installed(spec) else spec
 
 
-def _first_spec(name: str, places: list[str] | None) -> ModuleSpec | None:
+def _first_spec(name: str, folders: list[str] | None) -> ModuleSpec | None:
     if not all(part.isidentifier() for part in name.split(".")):
         return None
     for finder in sys.meta_path:
-        spec = finder.find_spec(name, places)
+        spec = finder.find_spec(name, folders)
         if spec is not None:
             return spec
     return None
@@ -131,7 +132,7 @@ def _is_installed(spec: ModuleSpec) -> bool:
 
 
 def _users_file(spec: ModuleSpec) -> Path | None:
-    """The file of a module; None where it has none, as a package that is no more than a folder."""
+    """The file of a module; None where it has none, as a package without ``__init__.py``."""
     if spec.origin is None or not spec.has_location:
         return None
     file = Path(spec.origin)
@@ -140,7 +141,7 @@ def _users_file(spec: ModuleSpec) -> Path | None:
 
 @cache
 def _library_folders() -> tuple[Path, ...]:
-    """Where Python's own modules lie and what is installed."""
+    """The folders of Python's own modules and of installed ones."""
     paths = sysconfig.get_paths()
     folders = [paths[kind] for kind in ("stdlib", "platstdlib", "purelib", "platlib")]
     folders += [*site.getsitepackages(), site.getusersitepackages()]

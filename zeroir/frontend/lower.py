@@ -1,4 +1,4 @@
-"""Emit the logical program: one device's training step on flat buffers, with no ZeRO stage in it."""
+"""Emit the logical program: one device's training step on flat buffers, without ZeRO."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 
 from zeroir.config import CompileOptions
 from zeroir.errors import UserError
-from zeroir.frontend.body import Body
-from zeroir.frontend.capture import Captured
+from zeroir.frontend.capture import CapturedModel
+from zeroir.frontend.micro_step import MicroStepBuilder
 from zeroir.frontend.module_tensors import TensorInfo
-from zeroir.frontend.segments import Gradient, SegmentCall
+from zeroir.frontend.segment_calls import GradientSink, SegmentCall
 from zeroir.frontend.update import Scalars, update_body
 from zeroir.ir.buffers import Buffer, Region, Role, Space
 from zeroir.ir.contents import FlatContent, Micro
@@ -34,7 +34,7 @@ from zeroir.workspace.segments import declared
 
 
 def lower(
-    captured: Captured,
+    captured: CapturedModel,
     calls: Sequence[SegmentCall],
     owners: Mapping[str, str],
     options: CompileOptions,
@@ -44,14 +44,14 @@ def lower(
     ``owners`` gives the unit of every parameter that no segment uses.
 
     Raises:
-        UserError: where nothing is trained.
+        UserError: where no parameter is trained.
     """
     flats = _flats(captured, calls, owners, options)
     trainable = tuple(flat for flat in flats if flat.is_trainable)
     if not trainable:
         raise UserError("The model's loss does not depend on any trainable parameter.")
-    body = Body(captured, calls, flats, options)
-    ops = tuple(body.ops())
+    micro_step = MicroStepBuilder(captured, calls, flats, options)
+    ops = tuple(micro_step.ops())
     gradient = "grad_sum" if options.micro_steps > 1 else "grad"
     complete = State(
         holdings=tuple(
@@ -73,7 +73,7 @@ def lower(
     program = Program(
         mesh=Mesh(axes=(Axis(name="dp", size=1),)),
         flats=flats,
-        buffers=(*_state_buffers(flats, options), *scalars.buffers(), *body.buffers.values()),
+        buffers=(*_state_buffers(flats, options), *scalars.buffers(), *micro_step.buffers.values()),
         segments=segments,
         sections=tuple(sections),
         inputs=tuple(
@@ -82,7 +82,7 @@ def lower(
             )
             for info in captured.batch
         ),
-        module_buffers=tuple(body.bindings.values()),
+        module_buffers=tuple(micro_step.bindings.values()),
         scalars=scalars.bindings(),
         groups=(
             OptimizerGroup(
@@ -99,7 +99,7 @@ def lower(
 
 
 def _flats(
-    captured: Captured,
+    captured: CapturedModel,
     calls: Sequence[SegmentCall],
     owners: Mapping[str, str],
     options: CompileOptions,
@@ -107,33 +107,34 @@ def _flats(
     """The flats in the order of the units' first forwards; in each, parameters in the order of first use."""
     infos = {info.name: info for info in captured.parameters}
     trained = {
-        sink.parameter for call in calls for sink in call.sinks if isinstance(sink, Gradient)
+        sink.parameter for call in calls for sink in call.sinks if isinstance(sink, GradientSink)
     }
-    homes: dict[str, str] = {}
+    unit_of: dict[str, str] = {}
     for call in calls:
         for source in call.sources:
             if source.parameter is not None:
-                homes.setdefault(source.parameter, call.unit)
+                unit_of.setdefault(source.parameter, call.unit)
     for name in infos:
-        homes.setdefault(name, owners[name])
+        unit_of.setdefault(name, owners[name])
     names_of: dict[str, list[str]] = {call.unit: [] for call in calls}
-    for name, home in homes.items():
-        names_of.setdefault(home, []).append(name)
+    for name, unit in unit_of.items():
+        names_of.setdefault(unit, []).append(name)
     compute = {"fp32": DType.F32, "bf16": DType.BF16, "fp16": DType.F16}[options.precision]
-    found: list[Flat] = []
+    flats: list[Flat] = []
     for unit, names in names_of.items():
         members: dict[tuple[bool, bool, DType], list[TensorInfo]] = {}
         for name in names:
             info = infos[name]
             key = (name not in trained, info.dtype is not compute, info.dtype)
             members.setdefault(key, []).append(info)
-        for (is_frozen, is_other, dtype), group in sorted(
+        for (is_frozen, has_other_dtype, dtype), group in sorted(
             members.items(), key=lambda item: item[0]
         ):
-            other = "fp32" if dtype is DType.F32 else str(dtype)
-            name = unit + (".frozen" if is_frozen else "") + (f".{other}" if is_other else "")
+            suffix = "fp32" if dtype is DType.F32 else str(dtype)
+            name = f"{unit}.frozen" if is_frozen else unit
+            name += f".{suffix}" if has_other_dtype else ""
             slots, padded_numel = _slots(group)
-            found.append(
+            flats.append(
                 Flat(
                     name=name,
                     unit=unit,
@@ -143,7 +144,7 @@ def _flats(
                     slots=slots,
                 )
             )
-    return tuple(found)
+    return tuple(flats)
 
 
 def _slots(group: Sequence[TensorInfo]) -> tuple[tuple[Slot, ...], int]:
@@ -152,11 +153,11 @@ def _slots(group: Sequence[TensorInfo]) -> tuple[tuple[Slot, ...], int]:
 
 
 def _state_buffers(flats: Sequence[Flat], options: CompileOptions) -> list[Buffer]:
-    """Parameters, gradients, master weights and optimizer states, at rest on one device."""
-    found: list[Buffer] = []
+    """Parameters, gradients, master weights and optimizer states of one device."""
+    buffers: list[Buffer] = []
 
     def add(flat: Flat, suffix: str, dtype: DType, role: Role, content: FlatContent | None) -> None:
-        found.append(
+        buffers.append(
             Buffer(
                 name=f"{flat.name}.{suffix}",
                 dtype=dtype,
@@ -186,15 +187,20 @@ def _state_buffers(flats: Sequence[Flat], options: CompileOptions) -> list[Buffe
                 add(flat, "grad32", DType.F32, Role.STAGING, None)
         for state in options.optimizer.state_names:
             add(flat, state, DType.F32, Role.STATE, holds(flat, state))
-    return found
+    return buffers
 
 
 def _fingerprint(flats: Sequence[Flat], calls: Sequence[SegmentCall]) -> str:
-    """SHA-256 of what the model is: its flats and the calls of its segments, by structure."""
+    """SHA-256 of the structure of the model: its flats and the calls of its segments."""
     segments = {call.segment.name: call.segment for call in calls}
     digests = {name: segment.digest() for name, segment in segments.items()}
     structure = [
-        (call.unit, call.count, digests[call.segment.name], [s.parameter for s in call.sources])
+        (
+            call.unit,
+            call.call_index,
+            digests[call.segment.name],
+            [s.parameter for s in call.sources],
+        )
         for call in calls
     ]
     return hashlib.sha256(repr((flats, structure)).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""A model's parameters and buffers while it is traced: fake ones in the place of its own, and what it does to them."""
+"""A model's parameters and buffers while it is traced: fake tensors replace them, and changes of buffers are noted."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class TensorInfo:
 
 
 def register_plain_tensors(model: nn.Module) -> None:
-    """Tensors kept as plain attributes become buffers, so that they have a name and a value at run time.
+    """Register tensors that are plain attributes as buffers, so that they have a name and a value at run time.
 
-    Not those that were computed from parameters: as buffers they would lose their gradient. Parameters without
-    elements, of which there is nothing to train, become buffers, too.
+    Tensors that were computed from parameters stay as they are: as buffers they would lose their gradient. Parameters
+    without elements become buffers, too, since they cannot be trained.
     """
     for module in model.modules():
         for name, value in list(vars(module).items()):
@@ -44,9 +44,9 @@ def register_plain_tensors(model: nn.Module) -> None:
 def become_fake(
     model: nn.Module, mode: FakeTensorMode
 ) -> tuple[tuple[TensorInfo, ...], tuple[TensorInfo, ...]]:
-    """Replace every parameter and buffer; return them by their first name."""
+    """Replace every parameter and buffer by a fake tensor; return their infos, by their first name."""
     fakes: dict[int, Tensor] = {}
-    # The originals live on, so that no two of them share an id.
+    # These lists keep the originals alive, so that no two of them share an id.
     parameters = list(model.named_parameters(remove_duplicate=False))
     buffers = list(model.named_buffers(remove_duplicate=False))
     infos = _infos("parameter", parameters), _infos("buffer", buffers)
@@ -54,35 +54,41 @@ def become_fake(
         for module in model.modules():
             for name, parameter_or_none in module._parameters.items():
                 if parameter_or_none is not None:
-                    old: Tensor = parameter_or_none
-                    if id(old) not in fakes:
-                        fake = torch.empty(old.shape, dtype=old.dtype)
-                        fakes[id(old)] = nn.Parameter(fake, requires_grad=old.requires_grad)
-                    module._parameters[name] = fakes[id(old)]  # type: ignore[assignment]
+                    original: Tensor = parameter_or_none
+                    if id(original) not in fakes:
+                        fake = torch.empty(original.shape, dtype=original.dtype)
+                        fakes[id(original)] = nn.Parameter(
+                            fake, requires_grad=original.requires_grad
+                        )
+                    module._parameters[name] = fakes[id(original)]  # type: ignore[assignment]
             for name, buffer_or_none in module._buffers.items():
                 if buffer_or_none is not None:
-                    old = buffer_or_none
-                    if id(old) not in fakes:
-                        fakes[id(old)] = torch.empty(old.shape, dtype=old.dtype)
-                    module._buffers[name] = fakes[id(old)]
+                    original = buffer_or_none
+                    if id(original) not in fakes:
+                        fakes[id(original)] = torch.empty(original.shape, dtype=original.dtype)
+                    module._buffers[name] = fakes[id(original)]
     return infos
 
 
 def _infos(kind: str, tensors: Iterable[tuple[str, Tensor]]) -> tuple[TensorInfo, ...]:
-    """The tensors by their first names, their other names with them."""
+    """The infos of tensors by their first names, with their other names as aliases."""
     names: dict[int, list[str]] = {}
-    firsts: dict[int, Tensor] = {}
+    by_id: dict[int, Tensor] = {}
     for name, tensor in tensors:
         names.setdefault(id(tensor), []).append(name)
-        firsts.setdefault(id(tensor), tensor)
+        by_id.setdefault(id(tensor), tensor)
     return tuple(
-        tensor_info(f"{kind} {first}", first, firsts[key], tuple(others))
-        for key, (first, *others) in names.items()
+        tensor_info(f"{kind} {name}", name, by_id[key], tuple(aliases))
+        for key, (name, *aliases) in names.items()
     )
 
 
 def tensor_info(what: str, name: str, tensor: Tensor, aliases: tuple[str, ...] = ()) -> TensorInfo:
-    """Name, dtype and shape of a tensor; UserError, which says ``what`` it is, for a dtype that programs lack."""
+    """Name, dtype and shape of a tensor.
+
+    Raises:
+        UserError: for a dtype that programs do not have; ``what`` describes the tensor in it.
+    """
     if tensor.dtype not in IR_DTYPE:
         raise UserError(f"The {what} is {tensor.dtype}, an element type that programs do not have.")
     return TensorInfo(
@@ -91,8 +97,8 @@ def tensor_info(what: str, name: str, tensor: Tensor, aliases: tuple[str, ...] =
 
 
 @dataclass(frozen=True, slots=True)
-class Lent:
-    """A module's buffer, and the copy that the module has in its place."""
+class BufferCopy:
+    """A module's buffer, and the copy that the module has in its place; ``version`` is the copy's at first."""
 
     module: nn.Module
     name: str
@@ -101,14 +107,14 @@ class Lent:
     version: int
 
 
-def lend_buffers(model: nn.Module) -> list[Lent]:
-    """Give every module a copy of its buffers, so that what it does to them happens when it is done, and at once.
+def substitute_buffers(model: nn.Module) -> list[BufferCopy]:
+    """Replace every module's buffers by copies, so that the buffers themselves change once, after the forward.
 
-    A model may change a buffer in place, put another tensor or another buffer in its place, and use what it held
-    before: none of that is to change the buffer under the backward. One that has several names has one copy.
+    A model may change a buffer in place, replace it by another tensor or buffer, and use its earlier value; the
+    backward must see none of these changes. A buffer with several names has one copy.
     """
     copies: dict[int, Tensor] = {}
-    lent: list[Lent] = []
+    substituted: list[BufferCopy] = []
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is None:
@@ -116,23 +122,23 @@ def lend_buffers(model: nn.Module) -> list[Lent]:
             if id(buffer) not in copies:
                 copies[id(buffer)] = buffer.clone()
             copy = copies[id(buffer)]
-            lent.append(Lent(module, name, buffer, copy, copy._version))
-    for item in lent:
+            substituted.append(BufferCopy(module, name, buffer, copy, copy._version))
+    for item in substituted:
         item.module._buffers[item.name] = item.copy
-    return lent
+    return substituted
 
 
-def return_unchanged(lent: Sequence[Lent]) -> None:
-    """Put buffers back in their places and forget what became of their copies."""
-    for item in lent:
+def restore_buffers(substituted: Sequence[BufferCopy]) -> None:
+    """Put the buffers back, and discard their copies with all changes."""
+    for item in substituted:
         item.module._buffers[item.name] = item.buffer
 
 
-def take_back(lent: Sequence[Lent]) -> None:
-    """Change the buffers whose copies were changed or replaced, and put them back in their places."""
-    for item in lent:
-        new = item.module._buffers[item.name]
+def write_back_buffers(substituted: Sequence[BufferCopy]) -> None:
+    """Put the buffers back, and copy the new value to each whose copy was changed or replaced."""
+    for item in substituted:
+        value = item.module._buffers[item.name]
         item.module._buffers[item.name] = item.buffer
-        if new is not None and (new is not item.copy or new._version != item.version):
+        if value is not None and (value is not item.copy or value._version != item.version):
             with torch.no_grad():
-                item.buffer.copy_(new)
+                item.buffer.copy_(value)

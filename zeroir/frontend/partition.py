@@ -1,9 +1,9 @@
-"""Assign every node of the joint graph to a *run*: one call of one unit, its forward and its backward.
+"""Assign every node of the joint graph to one call of one unit, to its forward or its backward.
 
-Forward nodes follow each other by unit. What lies between two blocks in no unit joins the block before it unless it
-uses parameters of its own. A backward node belongs to the run of the forward node that it differentiates, or to an
-earlier one if it needs a result that is computed only there: backwards run in the reverse order of forwards, so no
-cycle can arise.
+Consecutive forward nodes of one unit's call belong together. Nodes between two units join the call before them unless
+they use parameters of their own. A backward node belongs to the call of the forward node that it differentiates, or to
+an earlier call if it needs a result that only that one's backward computes: backwards run in the reverse order of
+forwards, so no cycle can arise.
 """
 
 from __future__ import annotations
@@ -12,45 +12,47 @@ import bisect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from zeroir.frontend.joint import Call, InputKind, Joint, JointNode
+from zeroir.frontend.joint_graph import InputKind, JointGraph, JointNode, ModuleCall
 from zeroir.frontend.units import ROOT, ROOT_MID, ROOT_POST, ROOT_PRE, Units
 
 
 @dataclass(slots=True)
-class Run:
-    """One call of a unit. ``label`` names its segments; ``count`` tells the calls of one unit apart."""
+class UnitCall:
+    """One call of a unit. ``label`` names its segments; ``index`` is its call index, from 0 on."""
 
     unit: str
     label: str
-    count: int
+    index: int
     forward: list[JointNode] = field(default_factory=list)
     backward: list[JointNode] = field(default_factory=list)
 
 
 @dataclass(slots=True)
-class _Stretch:
-    call: Call | None
+class _ForwardRange:
+    """Consecutive forward nodes of one call of a unit's module, or of none."""
+
+    call: ModuleCall | None
     nodes: list[JointNode]
 
 
-def partition(joint: Joint, units: Units, canonical: Mapping[str, str]) -> list[Run]:
-    """The runs in the order of their forwards. ``canonical`` maps every name of a parameter to its first."""
+def partition(joint: JointGraph, units: Units, canonical: Mapping[str, str]) -> list[UnitCall]:
+    """The unit calls in the order of their forwards. ``canonical`` maps every name of a parameter to its first."""
     parents = {result: node for node in joint.nodes for result in node.results}
     names = {
         item.value: canonical[item.name]
         for item in joint.inputs
         if item.kind is InputKind.PARAMETER
     }
-    stretches = _merged(_stretches(joint, units), parents, names)
-    runs = _named(stretches, units, parents, names)
-    _add_backward(joint, runs)
-    return runs
+    ranges = _merged(_forward_ranges(joint, units), parents, names)
+    unit_calls = _unit_calls(ranges, units, parents, names)
+    _add_backward(joint, unit_calls)
+    return unit_calls
 
 
 def parameter_of(
     value: int, parents: Mapping[int, JointNode], names: Mapping[int, str]
 ) -> str | None:
-    """The parameter of which a value is a view or cast, through any number of them; None for other values."""
+    """The parameter of which a value is a view or cast, or a chain of them; None for other values."""
     while value not in names:
         node = parents.get(value)
         if node is None or not (node.is_view or node.op == "aten._to_copy.default"):
@@ -59,131 +61,137 @@ def parameter_of(
     return names[value]
 
 
-def _stretches(joint: Joint, units: Units) -> list[_Stretch]:
-    """Maximal sequences of forward nodes of one unit call, or of none."""
-    found: list[_Stretch] = []
-    place: dict[int, int] = {}
+def _forward_ranges(joint: JointGraph, units: Units) -> list[_ForwardRange]:
+    """The forward nodes in maximal ranges of one call of a unit's module, or of none."""
+    ranges: list[_ForwardRange] = []
+    range_of: dict[int, int] = {}
     for node in joint.nodes:
         if node.is_backward:
             continue
-        if node.calls is None and found:
-            # Nobody's: as early as its arguments allow.
-            at = max((place[ref] for ref in node.refs() if ref in place), default=len(found) - 1)
+        if node.calls is None and ranges:
+            # Of no module: as early as its arguments allow.
+            at = max(
+                (range_of[ref] for ref in node.refs() if ref in range_of), default=len(ranges) - 1
+            )
         else:
             call = units.call(node.calls or ())
-            if not found or found[-1].call != call:
-                found.append(_Stretch(call, []))
-            at = len(found) - 1
-        found[at].nodes.append(node)
-        place.update(dict.fromkeys(node.results, at))
-    return found
+            if not ranges or ranges[-1].call != call:
+                ranges.append(_ForwardRange(call, []))
+            at = len(ranges) - 1
+        ranges[at].nodes.append(node)
+        range_of.update(dict.fromkeys(node.results, at))
+    return ranges
 
 
 def _merged(
-    stretches: list[_Stretch], parents: Mapping[int, JointNode], names: Mapping[int, str]
-) -> list[_Stretch]:
-    """Join what lies between two unit calls without parameters of its own to the call before it."""
-    found: list[_Stretch] = []
-    for at, stretch in enumerate(stretches):
-        is_between = stretch.call is None and 0 < at < len(stretches) - 1
-        if is_between and not _parameters(stretch.nodes, parents, names):
-            found[-1].nodes.extend(stretch.nodes)
+    ranges: list[_ForwardRange], parents: Mapping[int, JointNode], names: Mapping[int, str]
+) -> list[_ForwardRange]:
+    """Join a range between two unit calls to the call before it, unless it uses parameters of its own."""
+    merged: list[_ForwardRange] = []
+    for at, current in enumerate(ranges):
+        is_between = current.call is None and 0 < at < len(ranges) - 1
+        if is_between and not _parameters(current.nodes, parents, names):
+            merged[-1].nodes.extend(current.nodes)
         else:
-            found.append(stretch)
-    return found
+            merged.append(current)
+    return merged
 
 
 def _parameters(
     nodes: list[JointNode], parents: Mapping[int, JointNode], names: Mapping[int, str]
 ) -> list[str]:
-    found = (parameter_of(ref, parents, names) for node in nodes for ref in node.refs())
-    return list(dict.fromkeys(name for name in found if name is not None))
+    parameters = (parameter_of(ref, parents, names) for node in nodes for ref in node.refs())
+    return list(dict.fromkeys(name for name in parameters if name is not None))
 
 
-def _named(
-    stretches: list[_Stretch],
+def _unit_calls(
+    ranges: list[_ForwardRange],
     units: Units,
     parents: Mapping[int, JointNode],
     names: Mapping[int, str],
-) -> list[Run]:
-    homes: dict[str, str] = {}
+) -> list[UnitCall]:
+    """A unit call for each range; ranges outside the units belong to parts of the root."""
+    unit_of: dict[str, str] = {}
     counts: dict[str, int] = {}
-    middle = [s for s in stretches[1:-1] if s.call is None]
-    has_units = any(stretch.call is not None for stretch in stretches)
-    runs: list[Run] = []
-    if not stretches:
-        return [Run(ROOT, ROOT, 0)]
-    for at, stretch in enumerate(stretches):
-        used = _parameters(stretch.nodes, parents, names)
-        if stretch.call is not None:
-            unit, label = stretch.call.module, units.labels[stretch.call.module]
+    middle = [r for r in ranges[1:-1] if r.call is None]
+    has_units = any(r.call is not None for r in ranges)
+    unit_calls: list[UnitCall] = []
+    if not ranges:
+        return [UnitCall(ROOT, ROOT, 0)]
+    for at, current in enumerate(ranges):
+        used = _parameters(current.nodes, parents, names)
+        if current.call is not None:
+            unit, label = current.call.module, units.labels[current.call.module]
         else:
             if not has_units:
                 unit = ROOT
             elif at == 0:
                 unit = ROOT_PRE
-            elif at == len(stretches) - 1:
+            elif at == len(ranges) - 1:
                 unit = ROOT_POST
-            elif all(name in homes for name in used):
-                unit = homes[used[0]]
+            elif all(name in unit_of for name in used):
+                unit = unit_of[used[0]]
             else:
-                index = next(i for i, other in enumerate(middle) if other is stretch)
+                index = next(i for i, r in enumerate(middle) if r is current)
                 unit = ROOT_MID if len(middle) == 1 else f"{ROOT_MID}.{index}"
             label = unit
         for name in used:
-            homes.setdefault(name, unit)
-        runs.append(Run(unit, label, counts.get(unit, 0), forward=stretch.nodes))
+            unit_of.setdefault(name, unit)
+        unit_calls.append(UnitCall(unit, label, counts.get(unit, 0), forward=current.nodes))
         counts[unit] = counts.get(unit, 0) + 1
-    return runs
+    return unit_calls
 
 
-def _add_backward(joint: Joint, runs: list[Run]) -> None:
-    # Without forward nodes there is one run, and its origin is any.
+def _add_backward(joint: JointGraph, unit_calls: list[UnitCall]) -> None:
+    # Without forward nodes there is one unit call, whose origin does not matter.
     origins = sorted(
         (node.origin, at)
-        for at, run in enumerate(runs)
-        for node in run.forward
+        for at, call in enumerate(unit_calls)
+        for node in call.forward
         if node.origin is not None
     )
     origins = origins or [(0, 0)]
     keys = [origin for origin, _ in origins]
-    place: dict[int, int] = {}
-    unplaced: list[JointNode] = []
+    call_of: dict[int, int] = {}
+    unassigned: list[JointNode] = []
     for node in joint.nodes:
         if not node.is_backward:
             continue
-        bound = min((place[ref] for ref in node.refs() if ref in place), default=len(runs) - 1)
+        latest = min(
+            (call_of[ref] for ref in node.refs() if ref in call_of), default=len(unit_calls) - 1
+        )
         at: int | None = None
         if node.origin is not None:
-            # The nearest forward node at or before it, for its own may have been left out.
-            found = max(bisect.bisect_right(keys, node.origin) - 1, 0)
-            at = min(origins[found][1], bound)
-        elif any(ref in place for ref in node.refs()):
-            at = bound
+            # The nearest forward node at or before its origin, since its own may have been left out.
+            nearest = max(bisect.bisect_right(keys, node.origin) - 1, 0)
+            at = min(origins[nearest][1], latest)
+        elif any(ref in call_of for ref in node.refs()):
+            at = latest
         if at is None:
-            unplaced.append(node)
+            unassigned.append(node)
             continue
-        place.update(dict.fromkeys(node.results, at))
-    # What depends on no other backward node goes where it is first needed.
-    users = _users(joint, unplaced)
-    for node in reversed(unplaced):
-        found_at = (
-            place[user.results[0]]
+        call_of.update(dict.fromkeys(node.results, at))
+    # A node that depends on no other backward node belongs to the first call that uses it.
+    users = _users(joint, unassigned)
+    for node in reversed(unassigned):
+        user_calls = (
+            call_of[user.results[0]]
             for result in node.results
             for user in users[result]
-            if user.results[0] in place
+            if user.results[0] in call_of
         )
-        place.update(dict.fromkeys(node.results, max(found_at, default=len(runs) - 1)))
+        latest = max(user_calls, default=len(unit_calls) - 1)
+        call_of.update(dict.fromkeys(node.results, latest))
     for node in joint.nodes:
         if node.is_backward:
-            runs[place[node.results[0]]].backward.append(node)
+            unit_calls[call_of[node.results[0]]].backward.append(node)
 
 
-def _users(joint: Joint, nodes: list[JointNode]) -> dict[int, list[JointNode]]:
+def _users(joint: JointGraph, nodes: list[JointNode]) -> dict[int, list[JointNode]]:
     """The nodes that use each result of some nodes."""
-    found: dict[int, list[JointNode]] = {result: [] for node in nodes for result in node.results}
-    if found:
-        for user in joint.nodes:
-            for ref in set(user.refs()) & found.keys():
-                found[ref].append(user)
-    return found
+    users: dict[int, list[JointNode]] = {result: [] for node in nodes for result in node.results}
+    if users:
+        for node in joint.nodes:
+            for ref in set(node.refs()) & users.keys():
+                users[ref].append(node)
+    return users

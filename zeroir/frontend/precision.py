@@ -1,8 +1,8 @@
-"""Give a module the dtypes it trains in: 16-bit parameters, except where FP32 is kept.
+"""Convert a module to the dtypes in which it trains: 16-bit parameters, except where FP32 is kept.
 
-Modules with running statistics, and what ``keep_fp32`` names, keep FP32 parameters; such a module receives its
-floating inputs in FP32 and hands its outputs on in the compute dtype. Registered buffers keep the dtype that the
-user gave them.
+Modules with running statistics, and modules that ``keep_fp32`` names, keep FP32 parameters; such a module receives its
+floating inputs in FP32 and returns its outputs in the compute dtype. Registered buffers keep the dtype that the user
+gave them.
 """
 
 from __future__ import annotations
@@ -33,54 +33,54 @@ def compute_dtype(precision: Precision) -> torch.dtype:
 
 
 def apply_precision(module: nn.Module, precision: Precision, keep_fp32: Sequence[str] = ()) -> None:
-    """Convert the floating parameters of a module in place and install the casts around what stays FP32.
+    """Convert the floating parameters of a module in place and install casts around the modules that stay FP32.
 
-    ``keep_fp32`` are patterns (``*``, ``?``, ``[...]``) of names of modules or parameters; a parameter's name keeps
+    ``keep_fp32`` are patterns (``*``, ``?``, ``[...]``) of names of modules or parameters; a parameter's name selects
     the whole module that holds it.
 
     Raises:
         UserError: where a pattern matches nothing.
     """
     dtype = compute_dtype(precision)
-    kept = _kept(module, keep_fp32)
+    fp32_modules = _fp32_modules(module, keep_fp32)
     done: set[int] = set()
     for name, child in module.named_modules():
-        child_dtype = torch.float32 if _is_inside(name, kept) else dtype
+        child_dtype = torch.float32 if _is_inside(name, fp32_modules) else dtype
         for parameter in child.parameters(recurse=False):
             if id(parameter) not in done and parameter.dtype.is_floating_point:
                 parameter.data = parameter.data.to(child_dtype)
             done.add(id(parameter))
     if dtype is torch.float32:
         return
-    for name in kept:
+    for name in fp32_modules:
         child = module.get_submodule(name)
         child.register_forward_pre_hook(_inputs_to(torch.float32), with_kwargs=True, prepend=True)
         child.register_forward_hook(_outputs_to(dtype))
 
 
 def cast_floating(value: object, dtype: torch.dtype) -> object:
-    """The same structure with its floating tensors in one dtype."""
+    """A value of the same structure with all floating tensors cast to one dtype."""
     return pytree.tree_map_only(
         Tensor, lambda x: x.to(dtype) if x.dtype.is_floating_point else x, value
     )
 
 
-def _kept(module: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
-    """Names of the outermost modules that keep FP32."""
+def _fp32_modules(module: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
+    """The names of the outermost modules that keep FP32."""
     names: set[str] = set()
     for pattern in patterns:
-        found = {name for name, _ in module.named_modules() if name and fnmatchcase(name, pattern)}
-        found |= {
+        matches = {n for n, _ in module.named_modules() if n and fnmatchcase(n, pattern)}
+        matches |= {
             name.rpartition(".")[0]
             for name, _ in module.named_parameters(remove_duplicate=False)
             if fnmatchcase(name, pattern)
         }
-        if not found:
+        if not matches:
             raise UserError(
                 f"--keep-fp32 {pattern} matches no module or parameter of the model; names look like "
                 f"{_example(module)}."
             )
-        names |= found
+        names |= matches
     names |= {name for name, child in module.named_modules() if _has_running_statistics(child)}
     return tuple(name for name in sorted(names) if not _is_inside(name, names - {name}))
 

@@ -1,8 +1,7 @@
-"""What a model's Python code remembers from one forward to the next, beside parameters and buffers.
+"""The Python state of a model: everything beside parameters and buffers that one forward can leave to the next.
 
-A program is captured from one forward. What forward changes in plain attributes of modules and of their classes, in
-what these hold, in globals of the user's files, and in the random numbers of Python and NumPy is the same at every
-forward only where the next one would be captured alike.
+A program is captured from one forward. The Python state is held in the attributes of modules and of their classes, in
+the objects of these attributes, in the globals of the user's files, and in the random generators of Python and NumPy.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ Leaf = tuple[object, ...]
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _LASTING = (nn.Module, type, FunctionType, BuiltinFunctionType, ModuleType)
-"""Which one it is matters, not what is in it. Other objects may be made anew at every forward."""
+"""These are compared by identity, not by contents. Other objects may be created anew at every forward."""
 
 _RANDOM = "the state of Python's random"
 _NUMPY_RANDOM = "the state of numpy.random"
@@ -32,7 +31,7 @@ _NUMPY_RANDOM = "the state of numpy.random"
 
 @dataclass(slots=True)
 class PythonState:
-    """What was remembered at one moment; ``leaves`` are by the names under which messages know them."""
+    """The state at one moment. ``leaves`` are comparable values by the names that messages use."""
 
     leaves: dict[str, Leaf] = field(default_factory=dict)
     _restores: list[Callable[[], None]] = field(default_factory=list)
@@ -45,32 +44,32 @@ class PythonState:
         state = cls()
         for name, module in model.named_modules():
             state._namespace(vars(module), f"{name}." if name else "", _OF_TORCH)
-        for kind in dict.fromkeys(kind for each in model.modules() for kind in type(each).__mro__):
+        for kind in dict.fromkeys(kind for m in model.modules() for kind in type(m).__mro__):
             if not _is_pythons_or_torchs(kind):
                 state._namespace(_ClassAttributes(kind), f"{kind.__name__}.", frozenset())
         for name in modules:
             if name in sys.modules:
-                found = vars(sys.modules[name])
-                file = Path(str(found.get("__file__", name))).name
-                state._namespace(found, f"{file}:", frozenset())
-        state._random_numbers()
+                module_globals = vars(sys.modules[name])
+                file = Path(str(module_globals.get("__file__", name))).name
+                state._namespace(module_globals, f"{file}:", frozenset())
+        state._random_generators()
         return state
 
     def restore(self) -> None:
-        """Make everything what it was."""
+        """Put everything back to this state."""
         for restore in self._restores:
             restore()
 
     def changed(self, later: PythonState) -> list[str]:
-        """Names of what is not the same at a later moment, in order; of a container rather than of what is in it."""
-        found: list[str] = []
+        """The names that differ at a later moment, in order; of a container, but not of its items."""
+        names: list[str] = []
         for name in {**self.leaves, **later.leaves}:
-            is_inside = found and name.startswith((f"{found[-1]}[", f"{found[-1]}."))
+            is_inside = names and name.startswith((f"{names[-1]}[", f"{names[-1]}."))
             if not is_inside and self.leaves.get(name) != later.leaves.get(name):
-                found.append(name)
-        return found
+                names.append(name)
+        return names
 
-    def _random_numbers(self) -> None:
+    def _random_generators(self) -> None:
         generator = random.getstate()
         self.leaves[_RANDOM] = generator
         self._restores.append(lambda: random.setstate(generator))
@@ -81,8 +80,8 @@ class PythonState:
             self._restores.append(lambda: numpy.random.set_state(state))
 
     def _namespace(self, values: Namespace, prefix: str, without: frozenset[str]) -> None:
-        """Attributes of a module, or globals; what is dunder is Python's."""
-        kept = {
+        """Attributes of a module, or globals; dunder names are Python's own."""
+        saved = {
             name: value
             for name, value in values.items()
             if name not in without and not name.startswith("__")
@@ -90,19 +89,19 @@ class PythonState:
 
         def restore() -> None:
             for name in list(values):
-                if name not in without and not name.startswith("__") and name not in kept:
+                if name not in without and not name.startswith("__") and name not in saved:
                     del values[name]
-            for name, value in kept.items():
+            for name, value in saved.items():
                 if not _is_same(values.get(name), value):
                     values[name] = value
 
         self._restores.append(restore)
-        for name, value in kept.items():
+        for name, value in saved.items():
             self._add(prefix + name, value)
 
     def _add(self, name: str, value: object) -> None:
         if isinstance(value, _PLAIN):
-            # Not the value itself, for NaN is not equal to NaN, and True is equal to 1.
+            # By its text, because NaN is not equal to NaN, and True is equal to 1.
             self.leaves[name] = (type(value), repr(value))
         elif isinstance(value, Tensor):
             self.leaves[name] = (Tensor, value.dtype, tuple(value.shape))
@@ -144,7 +143,7 @@ class PythonState:
 
 
 class _ClassAttributes(MutableMapping[str, object]):
-    """The attributes of a class itself, which only setattr can change."""
+    """The attributes of a class as a mapping; Python changes them through setattr only."""
 
     def __init__(self, kind: type) -> None:
         self._kind = kind
@@ -165,8 +164,10 @@ class _ClassAttributes(MutableMapping[str, object]):
         return len(vars(self._kind))
 
 
-def kept_tensors(model: nn.Module, names: Iterable[str]) -> Iterator[tuple[nn.Module, str, Tensor]]:
-    """Those of the named attributes of modules that are tensors: module, attribute, tensor."""
+def tensor_attributes(
+    model: nn.Module, names: Iterable[str]
+) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    """The named attributes of modules that are tensors: module, attribute, tensor."""
     modules = dict(model.named_modules())
     for name in names:
         owner, _, attribute = name.rpartition(".")
@@ -176,7 +177,7 @@ def kept_tensors(model: nn.Module, names: Iterable[str]) -> Iterator[tuple[nn.Mo
 
 
 def _has_own_attributes(value: object) -> bool:
-    """Whether an object is of a class of the user's or of a library's whose attributes are its state."""
+    """Whether an object's class is neither Python's nor torch's, and its attributes are its state."""
     return hasattr(value, "__dict__") and not _is_pythons_or_torchs(type(value))
 
 
@@ -189,9 +190,9 @@ def _identity(value: object) -> object:
     return (type(value), repr(value)) if isinstance(value, _PLAIN) else (type(value), id(value))
 
 
-def _is_same(now: object, then: object) -> bool:
-    """Whether nothing has to be put back: the tensors that stand in the places of others are the tracer's."""
-    return now is then or (isinstance(now, Tensor) and isinstance(then, Tensor))
+def _is_same(current: object, saved: object) -> bool:
+    """Whether nothing has to be restored; a tensor that replaces another one is the tracer's."""
+    return current is saved or (isinstance(current, Tensor) and isinstance(saved, Tensor))
 
 
 def _refill(container: list[object] | deque[object], items: list[object]) -> None:

@@ -1,40 +1,32 @@
-"""Read torch's joint graph into plain data, checking on the way that a program can hold it.
+"""Read torch's joint graph into plain data, and check that a program can hold it.
 
-Ops that change nothing (``detach``, a copy of equal type, a view that undoes another) are left out, as is what no
-output needs.
+Ops without effect (``detach``, a copy of equal type, a view that undoes another one) are left out, and so are nodes on
+which no output depends.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 import torch
 from torch import Tensor, fx
 
 from zeroir.errors import InternalError, UserError
-from zeroir.frontend._torch_private import (
-    JointGraph,
-    Placeholder,
-    is_backward,
-    is_gradient_sum,
-    note_of,
-)
-from zeroir.frontend.flops import flops
-from zeroir.frontend.joint import Alias, InputKind, Joint, JointInput, JointNode
-from zeroir.frontend.relative import is_beyond
-from zeroir.frontend.replay import Instance
-from zeroir.frontend.template import Template
-from zeroir.frontend.tracking import Note
-from zeroir.ir.allowlist import refusal
+from zeroir.frontend._torch_private import Placeholder, TracedGraph, annotation_of
+from zeroir.frontend.block_graph import BlockGraph
+from zeroir.frontend.block_reuse import PlannedBlockCall
+from zeroir.frontend.joint_graph import Alias, InputKind, JointGraph, JointInput, JointNode
+from zeroir.frontend.node_facts import NodeFacts, facts_of, require_dtype, tensor_type
+from zeroir.frontend.node_origins import NodeOrigin
 from zeroir.ir.segment import NodeArg, Ref, Symbol, TensorType
 from zeroir.torch_ops.types import IR_DTYPE
 
 aten = torch.ops.aten
 
-_NO_NOTE = Note(calls=(), origin=0, source="")
+_UNKNOWN = NodeOrigin(calls=(), number=0, source="")
 
 _COPIES = frozenset(
     {
@@ -49,17 +41,20 @@ _COPIES = frozenset(
 
 
 def read_graph(
-    graph: JointGraph, batch: Sequence[str], prefix: str, instances: Sequence[Instance] = ()
-) -> Joint:
-    """The joint graph as plain data. ``batch`` are the paths of the batch's tensors; the seeds come after them.
+    graph: TracedGraph,
+    batch: Sequence[str],
+    prefix: str,
+    block_calls: Sequence[PlannedBlockCall] = (),
+) -> JointGraph:
+    """The joint graph as plain data. ``batch`` are the paths of the batch's tensors, after which come the seeds.
 
-    ``prefix`` is stripped from the names of parameters and buffers. Nodes that stand for a whole block are replaced
-    by what their ``instances`` say.
+    ``prefix`` is removed from the names of parameters and buffers. A node for the call of a whole block is replaced by
+    the nodes of the block graph in ``block_calls``.
 
     Raises:
-        UserError: where the model uses an operator or element type that programs do not have.
+        UserError: where the model uses an operator, element type or argument that programs do not have.
     """
-    reader = _Reader(instances)
+    reader = _Reader(block_calls)
     for placeholder in graph.placeholders:
         reader.add_input(placeholder, batch, prefix)
     for node in graph.module.graph.nodes:
@@ -74,7 +69,7 @@ def read_graph(
             reader.add_block_backward(node)
         elif node.op == "call_function":
             reader.add_node(node)
-    joint = Joint(
+    joint = JointGraph(
         inputs=tuple(reader.inputs),
         nodes=tuple(reader.nodes),
         types=tuple(reader.types),
@@ -90,39 +85,26 @@ def read_graph(
     return _without_dead_nodes(joint)
 
 
-@dataclass(frozen=True, slots=True)
-class _Facts:
-    """What is to be known of a node, wherever it stands; ``offsets`` are from what it is a view of."""
-
-    op: torch._ops.OpOverload
-    kinds: tuple[TensorType | None, ...]
-    offsets: tuple[int, ...]
-    is_view: bool
-    is_backward: bool
-    is_gradient_sum: bool
-    flops: int
-
-
 @dataclass
 class _Reader:
-    instances: Sequence[Instance]
+    block_calls: Sequence[PlannedBlockCall]
     inputs: list[JointInput] = field(default_factory=list)
     nodes: list[JointNode] = field(default_factory=list)
     types: list[TensorType | None] = field(default_factory=list)
     aliases: list[Alias] = field(default_factory=list)
-    # Of every fx node the numbers of its results, and whether it has just the one.
+    # The numbers of the results of every fx node.
     values: dict[fx.Node, tuple[int, ...]] = field(default_factory=dict)
     constants: dict[tuple[bytes, TensorType], int] = field(default_factory=dict)
-    # Of every view the value that it was made from.
+    # The value that each view was made from.
     parents: dict[int, int] = field(default_factory=dict)
-    # The values that only a backward makes.
-    late: set[int] = field(default_factory=set)
-    # Templates are read many times.
-    known: dict[fx.Node, _Facts] = field(default_factory=dict)
-    # Of every block the values of its forward, for its backward.
+    # The values that the backward computes.
+    backward_values: set[int] = field(default_factory=set)
+    # The nodes of a block graph are read once for each call of the block.
+    facts: dict[fx.Node, NodeFacts] = field(default_factory=dict)
+    # The values of the forward of each block, for its backward.
     forwards: dict[int, dict[fx.Node, tuple[int, ...]]] = field(default_factory=dict)
-    # The notes of the block that is being read.
-    notes: Sequence[Note] = ()
+    # The origins of the block that is being read.
+    origins: Sequence[NodeOrigin] = ()
 
     def value(self, node: fx.Node) -> int:
         (index,) = self.values[node]
@@ -143,16 +125,16 @@ class _Reader:
 
     def add_constant(self, node: fx.Node, module: fx.GraphModule) -> None:
         tensor = cast("Tensor", _attribute(module, str(node.target)))
-        known = getattr(tensor, "constant", None)
-        tensor = known if isinstance(known, Tensor) else tensor
+        constant = getattr(tensor, "constant", None)
+        tensor = constant if isinstance(constant, Tensor) else tensor
         if tensor.device.type == "meta" or isinstance(tensor, torch._subclasses.FakeTensor):
             raise UserError(
-                f"{self._note(node).source or 'The model'} uses a tensor of shape {tuple(tensor.shape)} that is no "
-                "registered buffer of a module; register it with register_buffer."
+                f"{self._origin(node).source or 'The model'} uses a tensor of shape {tuple(tensor.shape)} that is "
+                "not a registered buffer of a module; register it with register_buffer."
             )
         dense = tensor.detach().contiguous()
         data = dense.reshape(-1).view(torch.uint8).numpy().tobytes() if dense.numel() else b""
-        key = (data, _type(dense, self._note(node).source))
+        key = (data, tensor_type(dense, self._origin(node).source))
         if key not in self.constants:
             self._input(node, InputKind.CONSTANT, f"constant.{len(self.constants)}", dense, data)
             self.constants[key] = self.value(node)
@@ -163,138 +145,123 @@ class _Reader:
     ) -> None:
         index = len(self.types)
         self.inputs.append(JointInput(kind=kind, name=name, value=index, data=data))
-        self.types.append(_type(tensor, self._note(node).source))
+        self.types.append(tensor_type(tensor, self._origin(node).source))
         self.aliases.append(Alias(root=index, offset=0))
         self.values[node] = (index,)
 
     def add_constants_of(self, node: fx.Node) -> None:
-        """The constants of a block, where it is the first of its template."""
-        template, instance = self._block(node)
-        self.notes = instance.notes
-        for each in template.graph.module.graph.find_nodes(op="get_attr"):
-            if each not in self.values:
-                self.add_constant(each, template.graph.module)
-        self.notes = ()
+        """Add the constants of a block graph, unless another call of the block has added them."""
+        graph, call = self._block(node)
+        self.origins = call.origins
+        for constant in graph.graph.module.graph.find_nodes(op="get_attr"):
+            if constant not in self.values:
+                self.add_constant(constant, graph.graph.module)
+        self.origins = ()
 
     def add_block(self, node: fx.Node) -> None:
-        """The forward of the template that stands behind a node."""
-        template, instance = self._block(node)
-        given = [self.value(each) for each in cast("list[fx.Node]", node.args[0])]
-        seeds = given[len(template.tape.outside) :]
+        """Add the forward of the block graph for the call that a node represents."""
+        graph, call = self._block(node)
+        inputs = [self.value(arg) for arg in cast("list[fx.Node]", node.args[0])]
+        seeds = inputs[len(graph.sequence.inputs) :]
         self.values.update(
-            (each, (value,)) for each, value in zip(template.graph.inputs, given, strict=False)
+            (arg, (value,)) for arg, value in zip(graph.graph.inputs, inputs, strict=False)
         )
-        self.values.update((each, (seeds[site],)) for each, site in template.seeds.items())
-        self._add_nodes(template, instance, is_backward=False)
-        self.values[node] = tuple(self.value(each) for each in template.outputs)
-        nodes = template.graph.module.graph.nodes
-        self.forwards[self._position(node)] = {
-            each: self.values[each] for each in nodes if each in self.values
+        self.values.update((arg, (seeds[site],)) for arg, site in graph.seeds.items())
+        self._add_nodes(graph, call, is_backward=False)
+        self.values[node] = tuple(self.value(output) for output in graph.outputs)
+        self.forwards[self._call_index(node)] = {
+            inner: self.values[inner]
+            for inner in graph.graph.module.graph.nodes
+            if inner in self.values
         }
 
     def add_block_backward(self, node: fx.Node) -> None:
-        """The backward of the template that stands behind a node."""
-        template, instance = self._block(node)
-        self.values.update(self.forwards[self._position(node)])
-        given = [self.value(each) for each in cast("list[fx.Node]", node.args[0])]
-        tangents = [each for each in template.graph.tangents if each is not None]
-        self.values.update((each, (value,)) for each, value in zip(tangents, given, strict=True))
-        self._add_nodes(template, instance, is_backward=True)
+        """Add the backward of the block graph for the call that a node represents."""
+        graph, call = self._block(node)
+        self.values.update(self.forwards[self._call_index(node)])
+        values = [self.value(arg) for arg in cast("list[fx.Node]", node.args[0])]
+        tangents = [tangent for tangent in graph.graph.tangents if tangent is not None]
+        self.values.update(
+            (tangent, (value,)) for tangent, value in zip(tangents, values, strict=True)
+        )
+        self._add_nodes(graph, call, is_backward=True)
         self.values[node] = tuple(
-            self.value(each) for each in template.graph.gradients[:-1] if each is not None
+            self.value(gradient) for gradient in graph.graph.gradients[:-1] if gradient is not None
         )
 
-    def _add_nodes(self, template: Template, instance: Instance, *, is_backward: bool) -> None:
-        self.notes = instance.notes
-        for node in template.nodes:
-            if node not in template.seeds and template.is_backward[node] == is_backward:
+    def _add_nodes(self, graph: BlockGraph, call: PlannedBlockCall, *, is_backward: bool) -> None:
+        self.origins = call.origins
+        for node in graph.nodes:
+            if node not in graph.seeds and graph.is_backward[node] == is_backward:
                 self.add_node(node)
-        self.notes = ()
+        self.origins = ()
 
-    def _position(self, node: fx.Node) -> int:
+    def _call_index(self, node: fx.Node) -> int:
         return cast("int", node.args[1])
 
-    def _block(self, node: fx.Node) -> tuple[Template, Instance]:
-        instance = self.instances[self._position(node)]
-        if instance.template is None:
-            raise InternalError("a block stands in the joint graph without a template")
-        return instance.template, instance
+    def _block(self, node: fx.Node) -> tuple[BlockGraph, PlannedBlockCall]:
+        call = self.block_calls[self._call_index(node)]
+        if call.graph is None:
+            raise InternalError("the joint graph has a node for a block without a block graph")
+        return call.graph, call
 
-    def _facts(self, node: fx.Node) -> _Facts:
-        found = self.known.get(node)
-        if found is not None:
-            return found
-        op = node.target
-        place = self._note(node)
-        if not isinstance(op, torch._ops.OpOverload):
-            raise UserError(
-                f"{place.source or 'The model'} uses {op}, which zeroir cannot look into; call the function "
-                "in it directly."
-            )
-        _check(op, place.source, node.meta["val"])
-        beyond = is_beyond(node)
-        if beyond is not None:
-            raise UserError(f"{place.source or 'The model'} takes a strided view that {beyond}.")
-        tensors = _tensors(node.meta["val"])
-        is_view = op is not aten.view.dtype and op.is_view
-        found = self.known[node] = _Facts(
-            op=op,
-            kinds=tuple(None if x is None else _type(x, place.source) for x in tensors),
-            offsets=_offsets(node, tensors) if is_view else (0,) * len(tensors),
-            is_view=is_view,
-            is_backward=is_backward(node),
-            is_gradient_sum=is_gradient_sum(node) and op is aten.add.Tensor,
-            flops=flops(op, *_fake_arguments(node), node.meta["val"]),
-        )
-        return found
+    def _facts(self, node: fx.Node) -> NodeFacts:
+        facts = self.facts.get(node)
+        if facts is None:
+            facts = self.facts[node] = facts_of(node, self._origin(node).source)
+        return facts
 
-    def _note(self, node: fx.Node) -> Note:
-        """Where a node comes from; a template's node says which step of which call."""
-        note = note_of(node)
-        if isinstance(note, int):
-            note = self.notes[note]
-        return note if isinstance(note, Note) else _NO_NOTE
+    def _origin(self, node: fx.Node) -> NodeOrigin:
+        """The origin of a node; the annotation of a block graph's node is the index of a call in the block."""
+        annotation = annotation_of(node)
+        if isinstance(annotation, int):
+            annotation = self.origins[annotation]
+        return annotation if isinstance(annotation, NodeOrigin) else _UNKNOWN
 
     def add_node(self, node: fx.Node) -> None:
-        """A call of an operator, unless it changes nothing."""
+        """Add a call of an operator, unless it has no effect."""
         if node.target is operator.getitem:
-            source, position = cast("tuple[fx.Node, int]", node.args)
-            self.values[node] = (self.values[source][position],)
+            tensors, position = cast("tuple[fx.Node, int]", node.args)
+            self.values[node] = (self.values[tensors][position],)
             return
         facts = self._facts(node)
-        first = self._first(node)
-        parent = first if facts.is_view else None
-        kind = facts.kinds[0] if facts.kinds else None
-        if facts.op in _COPIES and first is not None and kind and self.types[first] == kind:
-            self.values[node] = (first,)
+        operand = self._first_operand(node)
+        parent = operand if facts.is_view else None
+        first_type = facts.types[0] if facts.types else None
+        is_copy = facts.op in _COPIES and operand is not None and first_type is not None
+        if is_copy and operand is not None and self.types[operand] == first_type:
+            self.values[node] = (operand,)
             return
-        # A view may be taken of a copy that was left out, which began at 0 in a storage of its own.
+        # Relative to the root: the viewed tensor may be a copy that was left out and had a storage of its own.
         offset = 0 if parent is None else self.aliases[parent].offset
         offsets = [offset + step for step in facts.offsets]
-        if parent is not None and len(facts.kinds) == 1 and kind is not None:
-            undone = self._ancestor(parent, kind, offsets[0])
-            if undone is not None:
-                self.values[node] = (undone,)
+        if parent is not None and len(facts.types) == 1 and first_type is not None:
+            ancestor = self._equal_ancestor(parent, first_type, offsets[0])
+            if ancestor is not None:
+                self.values[node] = (ancestor,)
                 return
         results: list[int] = []
-        for made, offset in zip(facts.kinds, offsets, strict=True):
+        for result_type, offset in zip(facts.types, offsets, strict=True):
             index = len(self.types)
             results.append(index)
-            self.types.append(made)
-            if parent is None or made is None:
+            self.types.append(result_type)
+            if parent is None or result_type is None:
                 self.aliases.append(Alias(root=index, offset=0))
             else:
                 self.aliases.append(Alias(root=self.aliases[parent].root, offset=offset))
                 self.parents[index] = parent
         self.values[node] = tuple(results)
-        note = self._note(node)
+        origin = self._origin(node)
         args, kwargs = self._arguments(facts.op, node)
-        # What the tracer adds at the end to look at a gradient in the parameter's way is not marked.
+        # The tracer does not mark the nodes that it adds last, which give a gradient the layout of its parameter.
         is_backward = facts.is_backward or (
-            note is _NO_NOTE
-            and any(not self.late.isdisjoint(self.values[each]) for each in node.all_input_nodes)
+            origin is _UNKNOWN
+            and any(
+                not self.backward_values.isdisjoint(self.values[arg])
+                for arg in node.all_input_nodes
+            )
         )
-        self.late.update(results if is_backward else ())
+        self.backward_values.update(results if is_backward else ())
         self.nodes.append(
             JointNode(
                 op=str(facts.op),
@@ -304,19 +271,19 @@ class _Reader:
                 is_backward=is_backward,
                 is_view=parent is not None,
                 is_gradient_sum=facts.is_gradient_sum,
-                calls=None if note is _NO_NOTE else note.calls,
-                origin=None if note is _NO_NOTE else note.origin,
-                source=note.source,
+                calls=None if origin is _UNKNOWN else origin.calls,
+                origin=None if origin is _UNKNOWN else origin.number,
+                source=origin.source,
                 flops=facts.flops,
             )
         )
 
-    def _first(self, node: fx.Node) -> int | None:
+    def _first_operand(self, node: fx.Node) -> int | None:
         first = node.args[0] if node.args else None
         return self.value(first) if isinstance(first, fx.Node) else None
 
-    def _ancestor(self, parent: int, kind: TensorType, offset: int) -> int | None:
-        """The value further up a chain of views that a view equals, if it undoes them."""
+    def _equal_ancestor(self, parent: int, kind: TensorType, offset: int) -> int | None:
+        """The value up a chain of views that equals a new view, if that undoes the views between them."""
         alias = Alias(root=self.aliases[parent].root, offset=offset)
         at: int | None = parent
         while at is not None:
@@ -328,7 +295,7 @@ class _Reader:
     def _arguments(
         self, op: torch._ops.OpOverload, node: fx.Node
     ) -> tuple[tuple[NodeArg, ...], tuple[tuple[str, NodeArg], ...]]:
-        args = [self._argument(arg, node) for arg in _without_nothing(op, node)]
+        args = [self._argument(arg, node) for arg in _without_empty_tensors(op, node)]
         kwargs = {name: self._argument(arg, node) for name, arg in node.kwargs.items()}
         defaults = {arg.name: arg.default_value for arg in op._schema.arguments}
         dropped = {"pin_memory"} | {
@@ -343,8 +310,7 @@ class _Reader:
             case list() | tuple():
                 return tuple(self._argument(item, node) for item in arg)
             case torch.dtype():
-                if arg not in IR_DTYPE:
-                    raise UserError(_no_dtype(arg, self._note(node).source))
+                require_dtype(arg, self._origin(node).source)
                 return IR_DTYPE[arg]
             case torch.device():
                 return Symbol("device")
@@ -354,65 +320,18 @@ class _Reader:
                 return arg
             case _:
                 raise UserError(
-                    f"{self._note(node).source or 'The model'} passes a {type(arg).__name__} to {node.target}, which "
+                    f"{self._origin(node).source or 'The model'} passes a {type(arg).__name__} to {node.target}, which "
                     "programs cannot hold."
                 )
 
 
-def _without_nothing(op: torch._ops.OpOverload, node: fx.Node) -> tuple[object, ...]:
-    """The arguments, without the empty tensors of shape (0,) that a concatenation passes over."""
+def _without_empty_tensors(op: torch._ops.OpOverload, node: fx.Node) -> tuple[object, ...]:
+    """The arguments, without the tensors of shape (0,) that a concatenation ignores."""
     if op is not aten.cat.default:
         return node.args
-    tensors, *others = cast("tuple[list[fx.Node], int]", node.args)
-    kept = [tensor for tensor in tensors if tensor.meta["val"].shape != (0,)]
-    return (kept or tensors, *others)
-
-
-def _check(op: torch._ops.OpOverload, place: str, value: object) -> None:
-    if torch.Tag.nondeterministic_seeded in op.tags:
-        raise UserError(
-            f"{place or 'The model'} draws random numbers with {op}, which programs cannot: they have no "
-            "hidden random state. Pass the numbers in with the batch, or draw uniform or normal ones."
-        )
-    if op._schema.is_mutable:
-        raise InternalError(f"the joint graph changes a tensor in place with {op} ({place})")
-    refused = refusal(str(op))
-    if refused is not None:
-        if isinstance(value, Tensor):
-            _type(value, place)  # The better reason, where there is one.
-        raise UserError(f"{place or 'The model'} uses the operator {op}, which {refused}.")
-
-
-def _tensors(value: object) -> list[Tensor | None]:
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, list | tuple):
-        return [item if isinstance(item, Tensor) else None for item in value]
-    raise InternalError(f"a node of the joint graph yields {type(value).__name__}")
-
-
-def _offsets(node: fx.Node, tensors: Sequence[Tensor | None]) -> tuple[int, ...]:
-    """How many elements after the first of what it is a view of each result begins."""
-    (source, *_) = node.args
-    start = cast("fx.Node", source).meta["val"].storage_offset()
-    # What has no elements may begin anywhere; here it does where its source does, which is within a buffer.
-    return tuple(
-        0 if x is None or not x.numel() else int(x.storage_offset() - start) for x in tensors
-    )
-
-
-def _type(tensor: Tensor, place: str) -> TensorType:
-    if tensor.dtype not in IR_DTYPE:
-        raise UserError(_no_dtype(tensor.dtype, place))
-    return TensorType(
-        dtype=IR_DTYPE[tensor.dtype],
-        shape=tuple(int(size) for size in tensor.shape),
-        stride=tuple(int(step) for step in tensor.stride()),
-    )
-
-
-def _no_dtype(dtype: torch.dtype, place: str) -> str:
-    return f"{place or 'The model'} makes a tensor of {dtype}, an element type that programs do not have."
+    tensors, *rest = cast("tuple[list[fx.Node], int]", node.args)
+    nonempty = [tensor for tensor in tensors if tensor.meta["val"].shape != (0,)]
+    return (nonempty or tensors, *rest)
 
 
 def _attribute(module: object, name: str) -> object:
@@ -421,33 +340,11 @@ def _attribute(module: object, name: str) -> object:
     return module
 
 
-def _fake_arguments(node: fx.Node) -> tuple[tuple[object, ...], dict[str, object]]:
-    args = tuple(_fake(arg) for arg in node.args)
-    return args, {name: _fake(arg) for name, arg in node.kwargs.items()}
-
-
-def _fake(arg: object) -> object:
-    """An argument with the fake tensors that the tracer saw."""
-    if isinstance(arg, fx.Node):
-        return arg.meta.get("val")
-    if isinstance(arg, list | tuple):
-        return [_fake(item) for item in arg]
-    return arg
-
-
-def _without_dead_nodes(joint: Joint) -> Joint:
+def _without_dead_nodes(joint: JointGraph) -> JointGraph:
     needed = {joint.loss, *(v for _, v in joint.gradients), *(v for _, v in joint.mutations)}
-    kept: list[JointNode] = []
+    live: list[JointNode] = []
     for node in reversed(joint.nodes):
         if needed.intersection(node.results):
-            kept.append(node)
+            live.append(node)
             needed.update(node.refs())
-    return Joint(
-        inputs=joint.inputs,
-        nodes=tuple(reversed(kept)),
-        types=joint.types,
-        aliases=joint.aliases,
-        loss=joint.loss,
-        gradients=joint.gradients,
-        mutations=joint.mutations,
-    )
+    return replace(joint, nodes=tuple(reversed(live)))

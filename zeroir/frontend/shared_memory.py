@@ -1,6 +1,6 @@
 """Tensors of a model that are different objects in the same memory, as ``nn.Parameter(w.data[:8])``.
 
-A program keeps each parameter and buffer by itself, so a change of one would not be seen in the other.
+A program stores each parameter and buffer separately, so a change of one would not change the other.
 """
 
 from __future__ import annotations
@@ -12,69 +12,70 @@ import torch
 from torch import Tensor, nn
 
 from zeroir.errors import UserError
-from zeroir.frontend.joint import InputKind, Joint
+from zeroir.frontend.joint_graph import InputKind, JointGraph
 
-Pair = tuple[str, str]
+NamePair = tuple[str, str]
 
 
-def overlapping_tensors(model: nn.Module) -> list[Pair]:
+def overlapping_tensors(model: nn.Module) -> list[NamePair]:
     """Names of the buffers that share elements with a parameter or another buffer, parameters first.
 
     Raises:
         UserError: where two parameters share elements.
     """
     parameters = list(model.named_parameters())
-    for one, other in _overlaps(parameters):
+    for first, second in _overlaps(parameters):
         raise UserError(
-            f"The parameters {one} and {other} of the model share memory, which a program does not: give both names to "
-            f"one nn.Parameter, or make the one of the other in forward."
+            f"The parameters {first} and {second} of the model share memory, which a program does not: give both "
+            "names to one nn.Parameter, or compute one from the other in forward."
         )
     return _overlaps([*parameters, *model.named_buffers()])
 
 
-def require_apart(joint: Joint, overlapping: Sequence[Pair]) -> None:
-    """UserError where one of two tensors that share memory changes in a step and the other one is used."""
+def require_apart(joint: JointGraph, overlapping: Sequence[NamePair]) -> None:
+    """Raise UserError where one of two tensors that share memory changes in a step and the other one is used."""
     changing = {name for name, _ in (*joint.gradients, *joint.mutations)}
     read = {value for node in joint.nodes for value in node.refs()}
     read |= {joint.loss, *(value for _, value in joint.mutations)}
     used = changing | {
-        each.name
-        for each in joint.inputs
-        if each.kind in (InputKind.PARAMETER, InputKind.BUFFER) and each.value in read
+        item.name
+        for item in joint.inputs
+        if item.kind in (InputKind.PARAMETER, InputKind.BUFFER) and item.value in read
     }
     for pair in overlapping:
         if changing.intersection(pair) and used.issuperset(pair):
             raise UserError(
                 f"{pair[0]} and {pair[1]} of the model share memory, and training changes "
-                f"{pair[0] if pair[0] in changing else pair[1]}, which a program would not show in the other: make the "
-                "one of the other in forward, or clone it."
+                f"{pair[0] if pair[0] in changing else pair[1]}, but a program stores them separately: compute "
+                "one from the other in forward, or clone it."
             )
 
 
-def _overlaps(tensors: Sequence[tuple[str, Tensor]]) -> list[Pair]:
+def _overlaps(tensors: Sequence[tuple[str, Tensor]]) -> list[NamePair]:
     by_storage: dict[int, list[tuple[str, Tensor]]] = {}
-    # Alive until all are seen, so that no two of them share an id.
-    storages = [tensor.untyped_storage() for _, tensor in tensors if tensor.numel()]
-    for storage, item in zip(storages, (one for one in tensors if one[1].numel()), strict=True):
+    nonempty = [(name, tensor) for name, tensor in tensors if tensor.numel()]
+    # This list keeps the storage objects alive, so that no two of them share an id.
+    storages = [tensor.untyped_storage() for _, tensor in nonempty]
+    for storage, item in zip(storages, nonempty, strict=True):
         by_storage.setdefault(id(storage), []).append(item)
     return [
-        (one[0], other[0])
+        (name_a, name_b)
         for group in by_storage.values()
-        for one, other in combinations(group, 2)
-        if _share_elements(one[1], other[1])
+        for (name_a, a), (name_b, b) in combinations(group, 2)
+        if _share_elements(a, b)
     ]
 
 
-def _share_elements(one: Tensor, other: Tensor) -> bool:
-    starts, stops = zip(_span_bytes(one), _span_bytes(other), strict=True)
+def _share_elements(a: Tensor, b: Tensor) -> bool:
+    starts, stops = zip(_span_bytes(a), _span_bytes(b), strict=True)
     if max(starts) >= min(stops):
         return False
-    if one.dtype != other.dtype:
+    if a.dtype != b.dtype:
         return True
-    # Columns of one matrix lie between each other and share nothing.
-    marks = torch.zeros(max(stops) // one.itemsize, dtype=torch.bool, device="cpu")
-    marks.as_strided(one.shape, one.stride(), one.storage_offset()).fill_(True)
-    return bool(marks.as_strided(other.shape, other.stride(), other.storage_offset()).any())
+    # Spans may overlap without a shared element, as those of two columns of a matrix.
+    marks = torch.zeros(max(stops) // a.itemsize, dtype=torch.bool, device="cpu")
+    marks.as_strided(a.shape, a.stride(), a.storage_offset()).fill_(True)
+    return bool(marks.as_strided(b.shape, b.stride(), b.storage_offset()).any())
 
 
 def _span_bytes(tensor: Tensor) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""The stages of a trace: capture, units, runs, segments, program."""
+"""The stages of a trace: capture, units, unit calls, segments, program."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import warnings
 
 from zeroir.config import CompileOptions
 from zeroir.errors import ModelWarning, UserError
-from zeroir.frontend.capture import Captured, capture
+from zeroir.frontend.capture import CapturedModel, capture
+from zeroir.frontend.code_contexts import note_on_small_checkpoints, recomputed_units
 from zeroir.frontend.entry import ModelFile
 from zeroir.frontend.lower import lower as lower_calls
-from zeroir.frontend.partition import Run, partition
-from zeroir.frontend.regions import recomputed_units, without_units
+from zeroir.frontend.partition import UnitCall, partition
 from zeroir.frontend.segments import cut
 from zeroir.frontend.units import ROOT, ROOT_PRE, Units, find_units
 from zeroir.ir.program import Program
@@ -25,31 +25,35 @@ def trace_model(model_file: ModelFile, options: CompileOptions) -> Program:
         options = options.model_copy(
             update={"recompute": recomputed_units(captured.checkpoints, units)}
         )
-        lost = without_units(captured.checkpoints, units)
-        notes += [] if lost is None else [lost]
+        note = note_on_small_checkpoints(captured.checkpoints, units)
+        notes += [] if note is None else [note]
     for note in notes:
         warnings.warn(note, ModelWarning, stacklevel=2)
     return program_of(captured, options)
 
 
-def program_of(captured: Captured, options: CompileOptions) -> Program:
+def program_of(captured: CapturedModel, options: CompileOptions) -> Program:
     """The logical program of a captured model."""
     units = find_units(captured.module, options.units)
     canonical = {
         name: info.name for info in captured.parameters for name in (info.name, *info.aliases)
     }
-    runs = partition(captured.joint, units, canonical)
-    if options.units is not None and units.labels and all(r.unit not in units.labels for r in runs):
+    unit_calls = partition(captured.joint, units, canonical)
+    if (
+        options.units is not None
+        and units.labels
+        and all(call.unit not in units.labels for call in unit_calls)
+    ):
         raise UserError(
             f"--units {options.units} names only modules that the model never calls, such as lists; name what they "
             "contain."
         )
-    calls = cut(captured.joint, runs, canonical)
-    owners = {info.name: _owner(info.name, units, runs) for info in captured.parameters}
+    calls = cut(captured.joint, unit_calls, canonical)
+    owners = {info.name: _owner(info.name, units, unit_calls) for info in captured.parameters}
     return lower_calls(captured, calls, owners, options)
 
 
-def _owner(parameter: str, units: Units, runs: list[Run]) -> str:
-    """The unit of a parameter that nothing uses: its module's, else the root's first."""
-    root = next((run.unit for run in runs if run.unit.startswith(ROOT)), ROOT_PRE)
-    return units.home(parameter) or root
+def _owner(parameter: str, units: Units, unit_calls: list[UnitCall]) -> str:
+    """The unit of a parameter that no segment uses: its module's, otherwise the first part of the root."""
+    root = next((c.unit for c in unit_calls if c.unit.startswith(ROOT)), ROOT_PRE)
+    return units.unit_of(parameter) or root

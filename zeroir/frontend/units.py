@@ -1,9 +1,9 @@
 """Which submodules are units: the parameters of a unit share flat buffers and are gathered together.
 
-Without a choice the units are the repeated blocks: modules in a ``ModuleList`` or ``Sequential`` whose class stands
-there at least twice with the same parameters. Otherwise ``blocks.*`` names them by pattern, ``class:Block`` by class,
-and ``min:1e6`` takes the smallest modules of at least that many parameter elements. Of nested candidates the
-outermost is the unit. What lies in no unit belongs to the root.
+By default the units are the repeated blocks: modules in a ``ModuleList`` or ``Sequential`` whose class occurs there at
+least twice with the same parameters. ``blocks.*`` selects units by pattern, ``class:Block`` by class, and ``min:1e6``
+selects the smallest modules of at least that many parameter elements. Of nested candidates the outermost is the unit.
+Parameters outside all units belong to the root.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from zeroir.errors import UserError
-from zeroir.frontend.joint import Call
+from zeroir.frontend.joint_graph import ModuleCall
 
 ROOT = "root"
 ROOT_PRE = "root.pre"
@@ -26,15 +26,15 @@ ROOT_POST = "root.post"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Units:
-    """The modules that are units, by fully-qualified name, and what each one's segments are called."""
+    """The modules that are units, by fully-qualified name, with the label that names their segments."""
 
     labels: dict[str, str]
 
-    def call(self, calls: Iterable[Call]) -> Call | None:
+    def call(self, calls: Iterable[ModuleCall]) -> ModuleCall | None:
         """The call of a unit among nested module calls, outermost first; None for the root."""
         return next((call for call in calls if call.module in self.labels), None)
 
-    def home(self, parameter: str) -> str | None:
+    def unit_of(self, parameter: str) -> str | None:
         """The unit whose module holds a parameter; None for the root."""
         parts = parameter.split(".")
         names = (".".join(parts[:count]) for count in range(1, len(parts)))
@@ -45,36 +45,36 @@ def find_units(module: nn.Module, spec: str | None) -> Units:
     """The units that ``spec`` names, or the repeated blocks.
 
     Raises:
-        UserError: where the specification is no such thing or names no module.
+        UserError: where the specification is invalid or matches no module.
     """
     if spec is None:
-        found = _repeated(module)
+        names = _repeated(module)
     elif spec.startswith("class:"):
-        found = _by_class(module, spec.removeprefix("class:"))
+        names = _by_class(module, spec.removeprefix("class:"))
     elif spec.startswith("min:"):
-        found = _by_size(module, _numel(spec))
+        names = _by_size(module, _numel(spec))
     else:
-        found = {name for name, child in module.named_modules() if name and fnmatchcase(name, spec)}
-        found = {name for name in found if _has_parameters(module.get_submodule(name))}
-        if not found:
-            names = [name for name, child in module.named_modules() if name]
+        names = {name for name, child in module.named_modules() if name and fnmatchcase(name, spec)}
+        names = {name for name in names if _has_parameters(module.get_submodule(name))}
+        if not names:
+            examples = [name for name, _ in module.named_modules() if name]
             raise UserError(
                 f"--units {spec} matches no module with parameters; names look like "
-                f"{', '.join(names[:3]) or 'none, for this model has no submodules'}."
+                f"{', '.join(examples[:3]) or 'none, for this model has no submodules'}."
             )
-        # Nobody calls a list, so what it contains is meant, unless there is nothing else.
-        found = {name for name in found if not _is_list(module.get_submodule(name))} or found
+        # A list is never called, so its members are meant, unless the pattern matches lists only.
+        names = {name for name in names if not _is_list(module.get_submodule(name))} or names
     return Units(
         labels={
             name: _snake_case(type(module.get_submodule(name)).__name__)
             for name, _ in module.named_modules()
-            if name in found and not _is_inside(name, found)
+            if name in names and not _is_inside(name, names)
         }
     )
 
 
 def _repeated(module: nn.Module) -> set[str]:
-    """Every list's and sequence's children of a class that is repeated, with equal parameters, in some of them."""
+    """The children of lists and sequences whose class occurs twice in one of them, with parameters of equal shapes."""
     children = [
         (f"{name}.{key}" if name else key, child)
         for name, container in module.named_modules()
@@ -94,24 +94,24 @@ def _repeated(module: nn.Module) -> set[str]:
             classes.add(type(child))
         seen.add(shape)
     outermost: set[str] = set()
-    # Containers come before what they contain, so a block is found before the lists inside it.
+    # Containers come before what they contain, so a block is names before the lists inside it.
     for name, child in children:
         if type(child) in classes and not _is_inside(name, outermost):
             outermost.add(name)
     return outermost
 
 
-def _by_class(module: nn.Module, wanted: str) -> set[str]:
+def _by_class(module: nn.Module, class_name: str) -> set[str]:
     classes = {name: type(child) for name, child in module.named_modules() if name}
-    found = {name for name, kind in classes.items() if kind.__name__ == wanted}
-    found = {name for name in found if _has_parameters(module.get_submodule(name))}
-    if not found:
-        known = sorted({kind.__name__ for kind in classes.values()})
+    names = {name for name, kind in classes.items() if kind.__name__ == class_name}
+    names = {name for name in names if _has_parameters(module.get_submodule(name))}
+    if not names:
+        class_names = sorted({kind.__name__ for kind in classes.values()})
         raise UserError(
-            f"--units class:{wanted} matches no module with parameters; the model has "
-            f"{', '.join(known[:8]) or 'no submodules'}."
+            f"--units class:{class_name} matches no module with parameters; the model has "
+            f"{', '.join(class_names[:8]) or 'no submodules'}."
         )
-    return found
+    return names
 
 
 def _by_size(module: nn.Module, minimum: float) -> set[str]:
@@ -120,9 +120,9 @@ def _by_size(module: nn.Module, minimum: float) -> set[str]:
             smallest(f"{name}.{key}" if name else key, grandchild)
             for key, grandchild in child.named_children()
         ]
-        found = set().union(*below)
-        if found or not name or sum(p.numel() for p in child.parameters()) < minimum:
-            return found
+        names = set().union(*below)
+        if names or not name or sum(p.numel() for p in child.parameters()) < minimum:
+            return names
         return {name}
 
     return smallest("", module)

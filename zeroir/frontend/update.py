@@ -1,4 +1,4 @@
-"""The update section of a logical program, and the scalars of training."""
+"""The update section of a logical program, and the scalar buffers of training."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class _Scalar:
 
 @dataclass(frozen=True, slots=True)
 class Scalars:
-    """The scalar buffers that the chosen training needs, with their first values."""
+    """The scalar buffers that a program with given options needs, with their initial values."""
 
     items: tuple[_Scalar, ...]
 
@@ -60,7 +60,7 @@ class Scalars:
         return cls(tuple(items))
 
     def buffers(self) -> tuple[Buffer, ...]:
-        """One persistent buffer each."""
+        """One persistent buffer for each scalar."""
         return tuple(
             Buffer(
                 name=item.name,
@@ -74,22 +74,22 @@ class Scalars:
         )
 
     def bindings(self) -> tuple[ScalarBinding, ...]:
-        """What each holds before the first step."""
+        """The values of each buffer before the first step."""
         return tuple(ScalarBinding(buffer=item.name, values=item.values) for item in self.items)
 
 
 def update_body(flats: Sequence[Flat], options: CompileOptions) -> tuple[Op, ...]:
-    """Decide, then update flat by flat; ``flats`` are the trainable ones."""
+    """Decide whether the step is skipped, then update flat by flat; ``flats`` are the trainable ones."""
     suffix = "grad_sum" if options.micro_steps > 1 else "grad"
     gradients = tuple(_whole(flat, suffix) for flat in flats)
     is_scaling = options.precision == "fp16"
     skip = _first("skip") if is_scaling else None
-    found: list[Op] = []
+    ops: list[Op] = []
     if is_scaling:
-        found.append(CheckFinite(sources=gradients, destination=_first("overflow"), stream=COMPUTE))
+        ops.append(CheckFinite(sources=gradients, destination=_first("overflow"), stream=COMPUTE))
     if options.clip is not None:
-        found.append(GradNorm(sources=gradients, destination=_first("norm"), stream=COMPUTE))
-    found.append(
+        ops.append(GradNorm(sources=gradients, destination=_first("norm"), stream=COMPUTE))
+    ops.append(
         Decide(
             step=_first("step"),
             gradient_divisor=_first("gradient_divisor"),
@@ -103,9 +103,9 @@ def update_body(flats: Sequence[Flat], options: CompileOptions) -> tuple[Op, ...
         )
     )
     for flat, gradient in zip(flats, gradients, strict=True):
-        found += _update(flat, gradient, skip, options)
+        ops += _update(flat, gradient, skip, options)
     if is_scaling:
-        found.append(
+        ops.append(
             UpdateScale(
                 state=Region(buffer="loss_scale", offset=0, numel=3),
                 skip=_first("skip"),
@@ -116,8 +116,8 @@ def update_body(flats: Sequence[Flat], options: CompileOptions) -> tuple[Op, ...
             )
         )
     if options.micro_steps > 1:
-        found.append(Fill(destination=_first("loss"), value=0.0, stream=COMPUTE))
-    return tuple(found)
+        ops.append(Fill(destination=_first("loss"), value=0.0, stream=COMPUTE))
+    return tuple(ops)
 
 
 def _update(flat: Flat, gradient: Region, skip: Region | None, options: CompileOptions) -> list[Op]:
@@ -125,13 +125,13 @@ def _update(flat: Flat, gradient: Region, skip: Region | None, options: CompileO
     is_summed = options.micro_steps > 1
     is_widened = is_low and not is_summed
     wide = _whole(flat, "grad32")
-    found: list[Op] = []
+    ops: list[Op] = []
     if is_widened:
-        found += [
+        ops += [
             Alloc(buffer=wide.buffer, stream=COMPUTE),
             Cast(source=gradient, destination=wide, stream=COMPUTE),
         ]
-    found.append(
+    ops.append(
         OptimizerStep(
             algorithm=options.optimizer,
             param=_whole(flat, "master" if is_low else "param"),
@@ -146,14 +146,14 @@ def _update(flat: Flat, gradient: Region, skip: Region | None, options: CompileO
         )
     )
     if is_low:
-        found.append(
+        ops.append(
             Cast(source=_whole(flat, "master"), destination=_whole(flat, "param"), stream=COMPUTE)
         )
     if is_widened:
-        found.append(Release(buffer=wide.buffer, stream=COMPUTE))
+        ops.append(Release(buffer=wide.buffer, stream=COMPUTE))
     if is_summed:
-        found.append(Fill(destination=gradient, value=0.0, stream=COMPUTE))
-    return found
+        ops.append(Fill(destination=gradient, value=0.0, stream=COMPUTE))
+    return ops
 
 
 def _whole(flat: Flat, suffix: str) -> Region:

@@ -1,6 +1,6 @@
 """Which ops a segment may name: pure ones of ATen and prims, and our own.
 
-A program is data from somewhere, and running it calls torch ops by name. So only those may be named that can do
+A program may come from anywhere, and running it calls torch ops by name. So a segment may name only ops that do
 nothing but compute. The list is generated from the schemas of torch and of our own ops by ``tools/list_aten_ops.py``.
 """
 

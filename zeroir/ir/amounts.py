@@ -19,11 +19,11 @@ def parse_bytes(text: str) -> int:
     Raises:
         UserError: where the text is no such amount.
     """
-    found = _AMOUNT.fullmatch(text.strip())
-    if found is None:
+    match = _AMOUNT.fullmatch(text.strip())
+    if match is None:
         raise UserError(f"'{text:.60}' is no amount of memory; write it as 80GB, 512MiB or 1e9.")
-    base = 1024 if found["binary"] else 1000
-    amount = int(float(found["number"]) * base ** " kmgt".index((found["prefix"] or " ").lower()))
+    base = 1024 if match["binary"] else 1000
+    amount = int(float(match["number"]) * base ** " kmgt".index((match["prefix"] or " ").lower()))
     if amount > MOST_BYTES:
         raise UserError(
             f"'{text}' is more memory than any machine has; write it as 80GB or 512MiB."

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zeroir.ir.buffers import Region
 from zeroir.ir.ops import Compute, Mode
 from zeroir.ir.segment import Segment
 
@@ -31,21 +30,21 @@ def bindings(op: Compute) -> list[Binding | None]:
     """How each output of a call meets its destination."""
     touched = [argument.view.region.buffer for argument in op.arguments]
     touched += [d.view.region.buffer for d in op.destinations if d is not None]
-    found: list[Binding | None] = []
+    bound: list[Binding | None] = []
     for destination in op.destinations:
         if destination is None:
-            found.append(None)
+            bound.append(None)
             continue
         view = destination.view
         is_shared = touched.count(view.region.buffer) > 1 and any(
-            _overlap(view.region, other)
-            for other in [
+            view.region.overlaps(operand)
+            for operand in [
                 *(argument.view.region for argument in op.arguments),
                 *(d.view.region for d in op.destinations if d and d is not destination),
             ]
         )
-        found.append(Binding(mode=destination.mode, stride=view.stride, is_exclusive=not is_shared))
-    return found
+        bound.append(Binding(mode=destination.mode, stride=view.stride, is_exclusive=not is_shared))
+    return bound
 
 
 def plain_bindings(segment: Segment) -> list[Binding | None]:
@@ -54,8 +53,3 @@ def plain_bindings(segment: Segment) -> list[Binding | None]:
         Binding(mode=Mode.WRITE, stride=kind.stride, is_exclusive=True)
         for kind in segment.output_types()
     ]
-
-
-def _overlap(a: Region, b: Region) -> bool:
-    """Whether two regions may share an element; slices of a mesh axis count with what they are cut from."""
-    return a.buffer == b.buffer and a.offset < b.stop and b.offset < a.stop

@@ -85,6 +85,10 @@ class Region:
         """One past the last element, before slicing."""
         return self.offset + self.numel
 
+    def overlaps(self, other: Region) -> bool:
+        """Whether the two have elements in common, before slicing."""
+        return self.buffer == other.buffer and self.offset < other.stop and other.offset < self.stop
+
     def local_numel(self, mesh: Mesh) -> int:
         """Number of elements that one rank names."""
         return self.numel if self.shard is None else self.numel // mesh.size(self.shard)

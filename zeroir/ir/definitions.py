@@ -1,4 +1,4 @@
-"""Ops of our own whose results are, to the bit, what a few of ATen's ops make: another way to come by a value."""
+"""Ops of our own that equal a few of ATen's ops bit for bit: a second way to compute the same value."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import assert_never
 
 from zeroir.ir import ops
 from zeroir.ir.program import OpPosition, Program
@@ -18,41 +19,18 @@ def labels(program: Program) -> Mapping[OpPosition, str]:
 
 def _summary(op: ops.Op) -> str:
     """An op in a few words: what it is, and of which unit or buffer."""
+    keyword = ops.op_name(type(op))
     match op:
         case ops.Wait():
-            return f"wait !{op.waited}"
-        case ops.Alloc() | ops.Release():
-            return f"{type(op).__name__.lower()} %{op.buffer}"
+            return f"{keyword} !{op.waited}"
+        case ops.Memory():
+            return f"{keyword} %{op.buffer}"
         case ops.Compute():
-            return f"compute @{op.segment} of {op.unit}"
-        case (
-            ops.AllGather()
-            | ops.Prefetch()
-            | ops.ReduceScatter()
-            | ops.AllReduce()
-            | ops.Broadcast()
-        ):
-            return f"{_WORDS[type(op)]} %{op.pairs[0].source.buffer} -> %{op.pairs[0].destination.buffer}"
+            return f"{keyword} @{op.segment} of {op.unit}"
+        case ops.Collective():
+            first = op.pairs[0]
+            return f"{keyword} %{first.source.buffer} -> %{first.destination.buffer}"
+        case ops.Elementwise() | ops.Update() | ops.Transfer():
+            return keyword
         case _:
-            return _WORDS[type(op)]
-
-
-_WORDS: dict[type[ops.Op], str] = {
-    ops.AllGather: "all_gather",
-    ops.Prefetch: "prefetch",
-    ops.ReduceScatter: "reduce_scatter",
-    ops.AllReduce: "all_reduce",
-    ops.Broadcast: "broadcast",
-    ops.Cast: "cast",
-    ops.Fill: "fill",
-    ops.Scale: "scale",
-    ops.GradNorm: "grad_norm",
-    ops.CheckFinite: "check_finite",
-    ops.Decide: "decide",
-    ops.OptimizerStep: "optimizer_step",
-    ops.UpdateScale: "update_scale",
-    ops.ToHost: "to_host",
-    ops.ToDevice: "to_device",
-    ops.Load: "load",
-    ops.Store: "store",
-}
+            assert_never(op)

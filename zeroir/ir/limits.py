@@ -1,4 +1,4 @@
-"""How large a program may be: far beyond any model, and small enough that nothing overflows or takes for ever."""
+"""How large a program may be: far beyond any model, yet small enough that no number overflows and no check hangs."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ MOST_AXES: Final = 8
 MOST_STREAMS: Final = 64
 MOST_COMMUNICATORS: Final = 64
 MOST_ITEMS: Final = 1_000_000
-"""Of each other kind that a program lists: ops, nodes, buffers, parameters and so on."""
+"""The most items of any other kind that a program lists: ops, nodes, buffers, parameters and so on."""
 
 MOST_COUNT: Final = 2**31 - 1
-"""Of what options count: micro-steps, units, steps."""
+"""The largest number that an option may name: of micro-steps, units or steps."""
 
 MOST_DIMENSIONS: Final = 64
-"""Of a tensor, as in torch."""
+"""The most dimensions of a tensor, as in torch."""
 MOST_ELEMENTS: Final = 2**48
-"""Of a buffer, a flat or a tensor; strides are no longer either."""
+"""The most elements of a buffer, a flat or a tensor, and the longest stride."""
 MOST_BYTES: Final = 2**56
-"""Of planned memory, of a segment's workspace and of amounts that options name."""
+"""The most bytes of planned memory, of a segment's workspace, and of an amount that an option names."""
 
 LONGEST_NAME: Final = 1_000
 LONGEST_TEXT: Final = 100_000
-"""In characters, of texts that are no names: options, specs of passes, lines of the model."""
+"""The most characters of a text that is no name: an option, the spec of a pass, a line of the model."""
 
 LARGEST_FILE_BYTES: Final = 2**30
-"""Of a compiled program's body."""
+"""The largest body of a compiled program."""
 
 _OBEYED = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 
 
 def obeyed_character(text: str) -> str | None:
-    """The first character that a terminal obeys instead of showing it, as ``U+001B``; None where there is none.
+    """The first character that a terminal obeys instead of showing it, such as ``U+001B``; None where there is none.
 
     These are control characters, line separators and those that turn the direction of writing.
     """
     if text.isascii() and text.isprintable():
         return None
-    found = _OBEYED.search(text)
-    return None if found is None else f"U+{ord(found[0]):04X}"
+    match = _OBEYED.search(text)
+    return None if match is None else f"U+{ord(match[0]):04X}"

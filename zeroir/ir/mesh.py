@@ -57,11 +57,11 @@ class Mesh:
 
     def groups(self, name: str) -> tuple[tuple[int, ...], ...]:
         """The groups of ranks that differ only along the axis, each in axis order."""
-        found: dict[tuple[int, ...], list[int]] = {}
+        groups: dict[tuple[int, ...], list[int]] = {}
         for rank, point in enumerate(self.coordinates()):
             key = tuple(at for axis, at in point.items() if axis != name)
-            found.setdefault(key, []).append(rank)
-        return tuple(tuple(group) for group in found.values())
+            groups.setdefault(key, []).append(rank)
+        return tuple(tuple(group) for group in groups.values())
 
 
 DATA_AXIS = "dp"
@@ -69,7 +69,7 @@ DATA_AXIS = "dp"
 
 REPLICATE_AXIS = "replicate"
 SHARD_AXIS = "shard"
-"""The two axes of hybrid sharding: what is cut is cut along ``shard``, and is the same all along ``replicate``."""
+"""The two axes of hybrid sharding: buffers are cut along ``shard`` and equal along ``replicate``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,9 +10,9 @@ from importlib import resources
 def listed_ops(file: str) -> frozenset[str]:
     """The full names, such as ``aten.mm.default``, in a list of this package: lines of ``namespace.op: overloads``."""
     text = resources.files("zeroir.ir").joinpath(file).read_text("utf-8")
-    found: set[str] = set()
+    names: set[str] = set()
     for line in text.splitlines():
         packet, _, overloads = line.partition(":")
         if not line.startswith("#"):
-            found.update(f"{packet}.{overload}" for overload in overloads.split())
-    return frozenset(found)
+            names.update(f"{packet}.{overload}" for overload in overloads.split())
+    return frozenset(names)

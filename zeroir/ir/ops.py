@@ -1,7 +1,9 @@
-"""The ops between segments: a closed union of frozen dataclasses.
+"""The ops between segments: a closed union of frozen dataclasses that declare themselves.
 
 Every op runs on a named stream, in the stream's order, and may signal an ``event`` when it is done. Ops name regions
-and views of buffers, never tensors. What an op does to memory, streams and communicators is in ``effects``.
+and views of buffers, never tensors. Each field declares what the op does with it (see ``op_fields``), and class
+constants the rest; effects, text, labels and reports follow from that. An op's kind is its base class: consumers
+match on kinds (``case ops.Transfer()``), and on single ops only where each has a rule of its own.
 """
 
 from __future__ import annotations
@@ -9,9 +11,25 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cache
+from typing import ClassVar, Final, get_args
 
-from zeroir.ir.buffers import Region, View
+from zeroir.ir.buffers import Region, Space, View
 from zeroir.ir.dtypes import DType
+from zeroir.ir.op_fields import (
+    Accumulated,
+    Attribute,
+    Awaited,
+    Begun,
+    CommName,
+    Ended,
+    Read,
+    Result,
+    SegmentName,
+    Signalled,
+    StreamName,
+    Written,
+)
 
 
 class Mode(StrEnum):
@@ -50,25 +68,52 @@ _STATE_NAMES = {
 }
 
 
+class Operation:
+    """What a class of ops declares beside its fields.
+
+    * ``syntax`` is the op's line of text after its keyword: words, and the names of fields in braces. ``|`` begins the
+      column of attributes. A part in square brackets is left out where its field has the default. Every op has
+      ``!event =`` before the keyword and ``stream=`` at the end, so that ``syntax`` does not repeat them.
+    * ``participle`` says what the op does to the regions that it writes, for the histories of buffers: ``copied``.
+    * ``is_asynchronous`` says that other streams see its results only after a wait.
+    * ``same_elements`` names fields whose regions correspond element by element.
+    """
+
+    __slots__ = ()
+
+    syntax: ClassVar[str]
+    participle: ClassVar[str] = "written"
+    is_asynchronous: ClassVar[bool] = False
+    same_elements: ClassVar[tuple[str, ...]] = ()
+
+
 # ---------------------------------------------------------------------------------------------------------- memory
 
 
+class Memory(Operation):
+    """The kind of ops that begin or end a buffer."""
+
+    __slots__ = ()
+
+    syntax = "{buffer}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Alloc:
+class Alloc(Memory):
     """Begin a temporary buffer. Its elements are undefined (the reference runtime fills them with NaN)."""
 
-    buffer: str
-    stream: str
-    event: str | None = None
+    buffer: Begun[str]
+    stream: StreamName[str]
+    event: Signalled[str] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Release:
+class Release(Memory):
     """End a temporary buffer. Every use of it must happen before."""
 
-    buffer: str
-    stream: str
-    event: str | None = None
+    buffer: Ended[str]
+    stream: StreamName[str]
+    event: Signalled[str] | None = None
 
 
 # ----------------------------------------------------------------------------------------------------- collectives
@@ -78,89 +123,96 @@ class Release:
 class Pair:
     """Source and destination of one contiguous piece of a collective."""
 
-    source: Region
-    destination: Region
+    syntax: ClassVar[str] = "{source} -> {destination}"
+
+    source: Read[Region]
+    destination: Written[Region]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AllGather:
-    """Concatenate, in coordinate order, every rank's source into every rank's destination.
+class Collective(Operation):
+    """The kind of ops in which the ranks of a communicator take part together.
 
-    Per pair: destination local numel = source local numel × axis size. All pairs are one launch. ``wire_dtype`` is
-    the element type that travels, the source's when None. ``staging`` is a region that the backend may use as scratch.
+    All pairs are one launch. ``wire_dtype`` is the element type that travels, the source's when None. ``staging`` is
+    a region that the backend may use as scratch.
     """
 
+    syntax = "{pairs} | comm={comm} [wire={wire_dtype}] [staging={staging}]"
+    is_asynchronous = True
+
     pairs: tuple[Pair, ...]
-    comm: str
-    stream: str
-    event: str | None = None
-    wire_dtype: DType | None = None
-    staging: Region | None = None
+    comm: CommName[str]
+    stream: StreamName[str]
+    event: Signalled[str] | None = None
+    wire_dtype: Attribute[DType] | None = None
+    staging: Written[Region] | None = None
+
+
+class Gather(Collective):
+    """The kind of collectives that concatenate the ranks' slices."""
+
+    __slots__ = ()
+
+    participle = "gathered"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prefetch:
+class AllGather(Gather):
+    """Concatenate, in coordinate order, every rank's source into every rank's destination.
+
+    Per pair: destination local numel = source local numel × axis size.
+    """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prefetch(Gather):
     """An all-gather issued ahead of need: the same effects under its own name, so that it is seen."""
 
-    pairs: tuple[Pair, ...]
-    comm: str
-    stream: str
-    event: str | None = None
-    wire_dtype: DType | None = None
-    staging: Region | None = None
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReduceScatter:
+class ReduceScatter(Collective):
     """Combine every rank's source; each rank's destination gets the slice of its coordinate.
 
     Per pair: source local numel = destination local numel × axis size.
     """
 
-    pairs: tuple[Pair, ...]
-    comm: str
-    stream: str
-    reduction: Reduction = Reduction.SUM
-    event: str | None = None
-    wire_dtype: DType | None = None
-    staging: Region | None = None
+    syntax = "{pairs} | comm={comm} [reduction={reduction}] [wire={wire_dtype}] [staging={staging}]"
+    participle = "reduced"
+
+    reduction: Attribute[Reduction] = Reduction.SUM
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AllReduce:
+class AllReduce(Collective):
     """Combine every rank's source into every rank's destination, of equal numel; both may be the same region."""
 
-    pairs: tuple[Pair, ...]
-    comm: str
-    stream: str
-    reduction: Reduction = Reduction.SUM
-    event: str | None = None
-    wire_dtype: DType | None = None
-    staging: Region | None = None
+    syntax = "{pairs} | comm={comm} [reduction={reduction}] [wire={wire_dtype}] [staging={staging}]"
+    participle = "reduced"
+
+    reduction: Attribute[Reduction] = Reduction.SUM
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Broadcast:
+class Broadcast(Collective):
     """Copy the source of the rank at coordinate ``root`` of the axis to every rank's destination."""
 
-    pairs: tuple[Pair, ...]
-    comm: str
-    stream: str
-    root: int = 0
-    event: str | None = None
-    wire_dtype: DType | None = None
-    staging: Region | None = None
+    syntax = "{pairs} | comm={comm} root={root} [wire={wire_dtype}] [staging={staging}]"
+    participle = "broadcast"
+
+    root: Attribute[int] = 0
 
 
 # ------------------------------------------------------------------------------------------------- synchronisation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wait:
+class Wait(Operation):
     """Order everything later on ``on`` (a stream, or ``host``) after the op that signals ``event``."""
 
-    waited: str
-    on: str
+    syntax = "{waited} | on={on}"
+
+    waited: Awaited[str]
+    on: StreamName[str]
 
 
 # --------------------------------------------------------------------------------------------------------- compute
@@ -170,99 +222,130 @@ class Wait:
 class Argument:
     """What a segment input is bound to. ``parameter`` names the parameter whose current value it must hold."""
 
-    view: View
-    parameter: str | None = None
+    view: Read[View]
+    parameter: Attribute[str] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Destination:
     """Where a segment output goes. ``gradient`` names the parameter whose gradient the output contributes to."""
 
-    view: View
-    mode: Mode = Mode.WRITE
-    gradient: str | None = None
+    view: Result[View]
+    mode: Attribute[Mode] = Mode.WRITE
+    gradient: Attribute[str] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Compute:
+class Compute(Operation):
     """Call a segment: arguments in the order of its inputs, destinations in the order of its outputs.
 
     A destination of None drops the output.
     """
 
-    segment: str
+    syntax = "{segment}({arguments}) -> ({destinations}) | unit={unit}"
+
+    segment: SegmentName[str]
     arguments: tuple[Argument, ...]
     destinations: tuple[Destination | None, ...]
-    unit: str
-    stream: str
-    event: str | None = None
+    unit: Attribute[str]
+    stream: StreamName[str]
+    event: Signalled[str] | None = None
+
+
+# ----------------------------------------------------------------------------------------------------- elementwise
+
+
+class Elementwise(Operation):
+    """The kind of ops that set each element of a region by itself."""
+
+    __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cast:
+class Cast(Elementwise):
     """Convert the source to the destination's dtype (rounding to nearest even), replacing or adding to it.
 
     Within one dtype and space it is a copy; adding happens in the destination's dtype.
     """
 
-    source: Region
-    destination: Region
-    stream: str
-    mode: Mode = Mode.WRITE
-    event: str | None = None
+    syntax = "{source} -> {mode}{destination}"
+    participle = "cast"
+    same_elements = ("source", "destination")
+
+    source: Read[Region]
+    destination: Result[Region]
+    stream: StreamName[str]
+    mode: Attribute[Mode] = Mode.WRITE
+    event: Signalled[str] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fill:
+class Fill(Elementwise):
     """Set every element of the region to one value."""
 
-    destination: Region
-    value: float
-    stream: str
-    event: str | None = None
+    syntax = "{destination} = {value}"
+    participle = "filled"
+
+    destination: Written[Region]
+    value: Attribute[float]
+    stream: StreamName[str]
+    event: Signalled[str] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scale:
+class Scale(Elementwise):
     """Multiply the region, in place, by a one-element region of a scalar buffer."""
 
-    region: Region
-    by: Region
-    stream: str
-    event: str | None = None
+    syntax = "{region} by {by}"
+    participle = "scaled"
+
+    region: Accumulated[Region]
+    by: Read[Region]
+    stream: StreamName[str]
+    event: Signalled[str] | None = None
 
 
 # ---------------------------------------------------------------------------------------------------------- update
 
 
+class Update(Operation):
+    """The kind of ops that the optimizer's step consists of: statistics, the decision, and the changes."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GradNorm:
+class GradNorm(Update):
     """Write the FP32 sum of squares of this rank's sources, added in the order given, to a one-element f32 region.
 
     It is a partial sum until an all_reduce over every axis that cuts the sources makes it global.
     """
 
-    sources: tuple[Region, ...]
-    destination: Region
-    stream: str
-    event: str | None = None
+    syntax = "({sources}) -> {destination}"
+
+    sources: tuple[Read[Region], ...]
+    destination: Written[Region]
+    stream: StreamName[str]
+    event: Signalled[str] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CheckFinite:
+class CheckFinite(Update):
     """Write 1 to a one-element f32 region if any element of this rank's sources is infinite or NaN, else 0.
 
     It is a partial answer until an all_reduce makes it global.
     """
 
-    sources: tuple[Region, ...]
-    destination: Region
-    stream: str
-    event: str | None = None
+    syntax = "({sources}) -> {destination}"
+
+    sources: tuple[Read[Region], ...]
+    destination: Written[Region]
+    stream: StreamName[str]
+    event: Signalled[str] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Decide:
+class Decide(Update):
     """Take the one decision of an update, alike on every rank, and advance the step count.
 
     ``overflow`` (f32[1], from check_finite) and ``norm`` (f32[1], a sum of squares of scaled, summed gradients) are
@@ -277,20 +360,25 @@ class Decide:
     ``divisor`` = world size × micro-steps.
     """
 
-    step: Region
-    gradient_divisor: Region
-    divisor: int
-    stream: str
-    overflow: Region | None = None
-    norm: Region | None = None
-    loss_scale: Region | None = None
-    skip: Region | None = None
-    max_norm: float | None = None
-    event: str | None = None
+    syntax = (
+        "step={step} gradient_divisor={gradient_divisor} divisor={divisor} [overflow={overflow}] [norm={norm}]"
+        " [loss_scale={loss_scale}] [skip={skip}] [max_norm={max_norm}]"
+    )
+
+    step: Accumulated[Region]
+    gradient_divisor: Written[Region]
+    divisor: Attribute[int]
+    stream: StreamName[str]
+    overflow: Read[Region] | None = None
+    norm: Read[Region] | None = None
+    loss_scale: Read[Region] | None = None
+    skip: Written[Region] | None = None
+    max_norm: Attribute[float] | None = None
+    event: Signalled[str] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerStep:
+class OptimizerStep(Update):
     """Update ``param`` (and ``states``) in place with ``grad`` / gradient_divisor, all of one numel and dtype.
 
     ``grad`` is used up: torch's fused kernels store the divided gradient there, and nothing may read it afterwards.
@@ -301,22 +389,29 @@ class OptimizerStep:
     that ``decide`` advanced.
     """
 
-    algorithm: Algorithm
-    param: Region
-    grad: Region
-    states: tuple[Region, ...]
-    step: Region
-    lr: Region
-    hyper: Region
-    gradient_divisor: Region
-    stream: str
-    skip: Region | None = None
-    group: str = "default"
-    event: str | None = None
+    syntax = (
+        "{algorithm} param={param} grad={grad} states=({states}) step={step} lr={lr} hyper={hyper}"
+        " gradient_divisor={gradient_divisor} [skip={skip}] | group={group}"
+    )
+    participle = "updated"
+    same_elements = ("param", "grad", "states")
+
+    algorithm: Attribute[Algorithm]
+    param: Accumulated[Region]
+    grad: Accumulated[Region]
+    states: tuple[Accumulated[Region], ...]
+    step: Read[Region]
+    lr: Read[Region]
+    hyper: Read[Region]
+    gradient_divisor: Read[Region]
+    stream: StreamName[str]
+    skip: Read[Region] | None = None
+    group: Attribute[str] = "default"
+    event: Signalled[str] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UpdateScale:
+class UpdateScale(Update):
     """Dynamic loss scaling: ``state`` is f32[3] = (scale, steps since the last change, hysteresis left).
 
     On overflow (skip = 1): with hysteresis left ≤ 1 the scale becomes max(scale / factor, minimum), else the
@@ -324,67 +419,91 @@ class UpdateScale:
     grows by ``factor`` and the hysteresis is restored. These are DeepSpeed's semantics.
     """
 
-    state: Region
-    skip: Region
-    stream: str
-    window: int = 1000
-    factor: float = 2.0
-    hysteresis: int = 2
-    minimum: float = 1.0
-    event: str | None = None
+    syntax = "{state} skip={skip} window={window} factor={factor} hysteresis={hysteresis} minimum={minimum}"
+
+    state: Accumulated[Region]
+    skip: Read[Region]
+    stream: StreamName[str]
+    window: Attribute[int] = 1000
+    factor: Attribute[float] = 2.0
+    hysteresis: Attribute[int] = 2
+    minimum: Attribute[float] = 1.0
+    event: Signalled[str] | None = None
 
 
 # -------------------------------------------------------------------------------------------------------- transfer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ToHost:
-    """Copy a device region to a host region of the same numel and dtype."""
+class Transfer(Operation):
+    """The kind of ops that copy a region, unchanged, to one of the same numel and dtype.
 
-    source: Region
-    destination: Region
-    stream: str
-    event: str | None = None
+    ``from_space`` and ``to_space`` say where the source and the destination must be.
+    """
 
+    from_space: ClassVar[Space]
+    to_space: ClassVar[Space]
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ToDevice:
-    """Copy a host region to a device region of the same numel and dtype."""
+    syntax = "{source} -> {destination}"
+    participle = "copied"
+    is_asynchronous = True
+    same_elements = ("source", "destination")
 
-    source: Region
-    destination: Region
-    stream: str
-    event: str | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
-    """Read a disk region into a host region of the same numel and dtype."""
-
-    source: Region
-    destination: Region
-    stream: str
-    event: str | None = None
+    source: Read[Region]
+    destination: Written[Region]
+    stream: StreamName[str]
+    event: Signalled[str] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Store:
-    """Write a host region to a disk region of the same numel and dtype."""
+class ToHost(Transfer):
+    """Copy a device region to a host region."""
 
-    source: Region
-    destination: Region
-    stream: str
-    event: str | None = None
+    from_space = Space.DEVICE
+    to_space = Space.HOST
 
 
-Memory = Alloc | Release
-Collective = AllGather | Prefetch | ReduceScatter | AllReduce | Broadcast
-Update = GradNorm | CheckFinite | Decide | OptimizerStep | UpdateScale
-Transfer = ToHost | ToDevice | Load | Store
-Op = Memory | Collective | Wait | Compute | Cast | Fill | Scale | Update | Transfer
-"""Every op there is. Handle it with ``match`` and ``assert_never``."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToDevice(Transfer):
+    """Copy a host region to a device region."""
+
+    from_space = Space.HOST
+    to_space = Space.DEVICE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load(Transfer):
+    """Read a disk region into a host region."""
+
+    from_space = Space.DISK
+    to_space = Space.HOST
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Store(Transfer):
+    """Write a host region to a disk region."""
+
+    from_space = Space.HOST
+    to_space = Space.DISK
+
+
+MemoryOp = Alloc | Release
+CollectiveOp = AllGather | Prefetch | ReduceScatter | AllReduce | Broadcast
+ElementwiseOp = Cast | Fill | Scale
+UpdateOp = GradNorm | CheckFinite | Decide | OptimizerStep | UpdateScale
+TransferOp = ToHost | ToDevice | Load | Store
+Op = MemoryOp | CollectiveOp | Wait | Compute | ElementwiseOp | UpdateOp | TransferOp
+"""Every op there is. Handle it with ``match`` over kinds or ops, and ``assert_never``."""
+
+OP_CLASSES: Final[tuple[type[Op], ...]] = get_args(Op)
+"""The classes of the union, in its order."""
 
 
 def op_name(kind: type) -> str:
     """The keyword, in the text, of a class of ops: ``AllGather`` is ``all_gather``."""
-    return re.sub(r"(?<!^)(?=[A-Z])", "_", kind.__name__).lower()
+    return _keyword(kind.__name__)
+
+
+@cache
+def _keyword(class_name: str) -> str:
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", class_name).lower()

@@ -204,11 +204,11 @@ class Program:
     @cached_property
     def buffers_by_content(self) -> Mapping[Content, tuple[str, ...]]:
         """The names of the buffers that rest with a content, in order: several where it stands in more than one."""
-        found: dict[Content, list[str]] = {}
+        names_by_content: dict[Content, list[str]] = {}
         for buffer in self.buffers:
             if buffer.holds is not None:
-                found.setdefault(buffer.holds, []).append(buffer.name)
-        return {content: tuple(names) for content, names in found.items()}
+                names_by_content.setdefault(buffer.holds, []).append(buffer.name)
+        return {content: tuple(names) for content, names in names_by_content.items()}
 
     @cached_property
     def segment_by_name(self) -> Mapping[str, Segment]:

@@ -1,7 +1,7 @@
 """A segment: a pure SSA graph of ATen ops, as plain data.
 
 Values are numbered: the inputs first, then the results of each node in order. A segment reads its inputs and yields
-its outputs; *where* results go is said by the ``compute`` op that calls it. It is device-neutral: a ``device``
+its outputs; the ``compute`` op that calls it says *where* results go. It is device-neutral: a ``device``
 argument is the symbol ``device``, which the runtime replaces by the device it runs on.
 """
 
@@ -89,7 +89,7 @@ class Segment:
 
     ``workspace_bytes`` maps a kernel backend (``eager``, ``inductor``) to the device memory that running the segment
     takes beyond its inputs and destinations: the most that any call in the program needs, whatever it binds the outputs
-    to. For ``eager`` it is that of a CPU with one thread; see ``ir.workspace``.
+    to. For ``eager`` it is that of a CPU with one thread; see ``zeroir.workspace``.
     """
 
     name: str
@@ -105,13 +105,13 @@ class Segment:
     def output_types(self) -> tuple[TensorType, ...]:
         """The type of every output; ValueError where an output is an undefined tensor."""
         types = self.types()
-        found: list[TensorType] = []
+        outputs: list[TensorType] = []
         for index in self.outputs:
             kind = types[index]
             if kind is None:
                 raise ValueError(f"segment @{self.name} yields value {index}, which is undefined")
-            found.append(kind)
-        return tuple(found)
+            outputs.append(kind)
+        return tuple(outputs)
 
     @property
     def flops(self) -> int:

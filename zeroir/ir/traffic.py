@@ -33,10 +33,10 @@ def collective_bytes(program: Program, *, axis: str | None = None) -> Mapping[st
 
     An all_gather counts its destination, and so does a prefetch, which is one; a reduce_scatter,
     all_reduce or broadcast its source. Each counts once, so in the ZeRO paper's terms, where reducing
-    everywhere is a reduce-scatter and an all-gather, ``all_reduce`` counts twice. What concerns
-    buffers of the role ``scalar`` stands apart, under ``scalar``.
+    everywhere is a reduce-scatter and an all-gather, ``all_reduce`` counts twice. Collectives over
+    buffers of the role ``scalar`` are counted apart, under ``scalar``.
     """
-    found = dict.fromkeys(COLLECTIVE_KEYS, 0)
+    totals = dict.fromkeys(COLLECTIVE_KEYS, 0)
     for section in program.sections:
         if section.name not in (LAST_MICRO_STEP, UPDATE):
             continue
@@ -45,23 +45,23 @@ def collective_bytes(program: Program, *, axis: str | None = None) -> Mapping[st
                 continue
             if axis is None or program.comm_by_name[op.comm].axis == axis:
                 for key, size in payloads(op, program):
-                    found[key] += size
-    return found
+                    totals[key] += size
+    return totals
 
 
 def on_the_wire(counted: Mapping[str, int]) -> Mapping[str, int]:
-    """Of what :func:`collective_bytes` counts, the paper's volume: an all_reduce is a reduce-scatter and an all-gather.
+    """The paper's volume of the bytes that :func:`collective_bytes` counts: an all_reduce counts twice.
 
-    So stages 0, 1 and 2 come to 2Ψ, and stage 3 without elision to 3Ψ; a rank sends (N-1)/N of it on a ring.
+    Stages 0, 1 and 2 come to 2Ψ, and stage 3 without elision to 3Ψ; a rank sends (N-1)/N of it on a ring.
     """
     return {key: 2 * size if key == "all_reduce" else size for key, size in counted.items()}
 
 
-def payloads(op: ops.Collective, program: Program) -> Iterator[tuple[str, int]]:
+def payloads(op: ops.CollectiveOp, program: Program) -> Iterator[tuple[str, int]]:
     """For each pair its key of :func:`collective_bytes` and its bytes, of the dtype that travels."""
     for pair in op.pairs:
         match op:
-            case ops.AllGather() | ops.Prefetch():
+            case ops.Gather():
                 key, region = "all_gather", pair.destination
             case ops.ReduceScatter():
                 key, region = "reduce_scatter", pair.source

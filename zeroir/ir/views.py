@@ -1,7 +1,7 @@
-"""Which ops only look at a value's storage in another way, and what they then see: where it begins, shape and strides.
+"""Which ops return views of a value's storage, and which elements these see: their offset, shape and strides.
 
-A view is told by its op and arguments alone. So the types that a program declares for views are checked and never
-believed, and two views of one storage are the same value exactly where they begin alike and are laid out alike.
+Op and arguments alone determine a view. So the types that a program declares for views are checked and never
+believed, and two views of one storage are the same value exactly where offset, shape and strides are equal.
 The rules are those of torch's operators of the same names.
 """
 
@@ -19,7 +19,7 @@ from zeroir.ir.segment import Node, NodeArg, Ref, TensorType
 
 
 class Part(NamedTuple):
-    """What a view sees: elements of ``kind`` that begin ``offset`` elements after the first of what it looks at."""
+    """The elements that a view sees: a tensor of ``kind`` that begins ``offset`` elements after its source does."""
 
     offset: int
     kind: TensorType
@@ -54,7 +54,7 @@ def parts(node: Node, source: TensorType) -> tuple[Part, ...] | None:
 
 
 def mistyped(node: Node, types: Sequence[TensorType | None]) -> str | None:
-    """What a node that looks at a value declares otherwise than its op has it, as the end of a sentence.
+    """How the types that a view declares differ from those that its op makes, as the end of a sentence; None if not.
 
     ``types`` are those of the segment's values, of which those that the node uses exist.
     """
@@ -79,21 +79,21 @@ def mistyped(node: Node, types: Sequence[TensorType | None]) -> str | None:
     return None
 
 
-def is_same_type(one: TensorType, other: TensorType) -> bool:
+def is_same_type(first: TensorType, second: TensorType) -> bool:
     """Whether two types are of one dtype and shape and address elements alike."""
-    return (one.dtype, one.shape) == (other.dtype, other.shape) and is_same_stride(
-        one.shape, one.stride, other.stride
+    return (first.dtype, first.shape) == (second.dtype, second.shape) and is_same_stride(
+        first.shape, first.stride, second.stride
     )
 
 
-def is_same_stride(shape: tuple[int, ...], one: tuple[int, ...], other: tuple[int, ...]) -> bool:
+def is_same_stride(shape: tuple[int, ...], first: tuple[int, ...], second: tuple[int, ...]) -> bool:
     """Whether strides address the same elements: those of dimensions of one element do not matter."""
-    if one == other:
+    if first == second:
         return True
-    if len(one) != len(shape) or len(other) != len(shape):
+    if len(first) != len(shape) or len(second) != len(shape):
         return False
     return 0 in shape or all(
-        x == y for size, x, y in zip(shape, one, other, strict=True) if size > 1
+        x == y for size, x, y in zip(shape, first, second, strict=True) if size > 1
     )
 
 
@@ -187,10 +187,10 @@ def _permute(x: TensorType, dims: NodeArg) -> list[Part]:
 
 
 def _transpose(x: TensorType, dim0: NodeArg, dim1: NodeArg) -> list[Part]:
-    one, other = (_dim(dim, len(x.shape)) for dim in (dim0, dim1))
+    first, second = (_dim(dim, len(x.shape)) for dim in (dim0, dim1))
     order = list(range(len(x.shape)))
     if order:
-        order[one], order[other] = order[other], order[one]
+        order[first], order[second] = order[second], order[first]
     return _permute(x, tuple(order))
 
 
@@ -209,7 +209,7 @@ def _squeeze_dim(x: TensorType, dim: NodeArg) -> list[Part]:
 
 
 def _squeeze_dims(x: TensorType, dim: NodeArg) -> list[Part]:
-    named = [_dim(one, len(x.shape)) for one in _ints(dim)]
+    named = [_dim(number, len(x.shape)) for number in _ints(dim)]
     if len(set(named)) < len(named):
         raise ViewError(f"names a dimension twice: {list(_ints(dim))}")
     return _without(x, [d for d, size in enumerate(x.shape) if d in named and size == 1])
@@ -313,11 +313,11 @@ def _split_with_sizes(x: TensorType, split_sizes: NodeArg, dim: NodeArg = 0) -> 
     at, sizes = _dim(dim, len(x.shape)), _ints(split_sizes)
     if not x.shape or any(size < 0 for size in sizes) or sum(sizes) != x.shape[at]:
         raise ViewError(f"splits dimension {at} of {list(x.shape)} into {list(sizes)}")
-    found: list[Part] = []
+    parts: list[Part] = []
     for start, size in zip(itertools.accumulate((0, *sizes)), sizes, strict=False):
         shape = (*x.shape[:at], size, *x.shape[at + 1 :])
-        found.append(Part(start * x.stride[at], _of(x, shape, x.stride)))
-    return found
+        parts.append(Part(start * x.stride[at], _of(x, shape, x.stride)))
+    return parts
 
 
 def _unbind(x: TensorType, dim: NodeArg = 0) -> list[Part]:

@@ -1,7 +1,7 @@
 """Which bytes are live over a section when ops take effect in program order, by role, and where they are most.
 
-This is the step as the program's text tells it. What must fit is said by ``zeroir.memory.footprint``: streams that
-no wait orders may make more live at once.
+This is the step in the order of the program's text. ``zeroir.memory.footprint`` says what must fit: streams that no
+wait orders may make more live at once.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from itertools import accumulate
 from zeroir.ir.buffers import Role, Space
 from zeroir.ir.effects import effects
 from zeroir.ir.program import Program, Section
-from zeroir.workspace.collective_scratch import device_bytes
+from zeroir.workspace.op_scratch import scratch_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,8 +21,8 @@ class LiveBytes:
     """Bytes live on one rank over a section, in program order.
 
     ``roles[r][0]`` are the bytes of the role ``r`` on entry, ``roles[r][i + 1]`` those after op ``i``; only roles that
-    are ever live are there, those that hold most at once first. ``workspace[i + 1]`` are the bytes that op ``i`` takes
-    beyond its buffers while it runs.
+    are ever live are listed, in order of the most bytes that each ever holds. ``workspace[i + 1]`` are the bytes that
+    op ``i`` takes beyond its buffers while it runs.
     """
 
     section: str
@@ -46,7 +46,7 @@ def live_bytes(
     """The curve of one section: ops take effect in program order, and each persistent buffer is always live.
 
     ``kernels`` are those whose declared workspace counts; a segment that declares none for them takes 0. Collectives
-    count as NCCL's, which take nothing that a program knows of.
+    take nothing: a backend's memory is unknown to a program.
     """
     names = program.buffer_by_name
     count = len(section.body) + 1
@@ -69,7 +69,7 @@ def live_bytes(
         for name in effect.frees:
             change(name, at, -1)
         if space is Space.DEVICE:
-            workspace[at] = device_bytes(program, op, kernels=kernels)
+            workspace[at] = scratch_bytes(program, op, kernels=kernels)
     curves = {role: list(accumulate(changes[role])) for role in Role if role in changes}
     return LiveBytes(
         section=section.name,
@@ -104,8 +104,8 @@ def peak(program: Program, *, space: Space = Space.DEVICE) -> Peak:
         most = max(buffers)
         if most > fullest.total_bytes or not fullest.section:
             at = buffers.index(most)
-            found = {role.value: sizes[at] for role, sizes in curve.roles.items() if sizes[at]}
-            by_size = sorted(found.items(), key=lambda item: (-item[1], item[0]))
+            role_bytes = {role.value: sizes[at] for role, sizes in curve.roles.items() if sizes[at]}
+            by_size = sorted(role_bytes.items(), key=lambda item: (-item[1], item[0]))
             fullest = Peak(section=section.name, index=at - 1, role_bytes=dict(by_size))
     return fullest
 

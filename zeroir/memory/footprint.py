@@ -1,8 +1,8 @@
-"""What a rank's memory must hold: what rests there, the arena of temporary buffers, and the scratch memory of ops.
+"""What a rank's memory must hold: persistent buffers, the block of temporary buffers, and the scratch memory of ops.
 
 The fullest moment is that of the worst order of ops that a program allows: streams that no wait orders may run ahead
-or lag behind, so more may be live at once than program order shows. The arena is what the runtime allocates, so the
-total is the resting buffers, the arena and the most scratch memory at once, whatever is live inside the arena.
+or lag behind, so more may be live at once than program order shows. The runtime allocates the block (the arena) as a
+whole, so the total counts all of it, however much of it is live.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from zeroir.ir.segment import Segment
 from zeroir.memory.lifetimes import Lifetimes
 from zeroir.memory.most_live import most_live
 from zeroir.memory.placement import Placement, placements
-from zeroir.workspace.collective_scratch import device_bytes
+from zeroir.workspace.op_scratch import scratch_bytes
 
 WORKSPACE: Final = "workspace"
-"""Under which scratch memory counts among the roles."""
+"""The name that scratch memory has among the roles."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FullestMoment:
-    """When most is live in the worst legal order of ops, and who is to blame.
+    """When most is live in the worst legal order of ops, and which computation is to blame.
 
-    ``index`` is the op of ``section`` that begins last of what is live then, -1 where that is live at the section's
-    entry; ``section`` is empty where nothing temporary ever lives. ``unit`` and ``source`` (``file:line``) are of the
-    computation that needs what the op begins, empty where there is none. ``role_bytes`` are the bytes live then by
-    role, scratch memory under ``workspace``, largest first. Where not ``is_exact``, some order of ops may hold more,
-    but never more than ``bound_bytes``.
+    ``index`` is the op of ``section`` that begins the last of what is live then, -1 where all of it is live at the
+    section's entry; ``section`` is empty where nothing temporary is ever live. ``unit`` and ``source`` (``file:line``)
+    are those of the computation that needs the buffer begun by that op, empty where there is none. ``role_bytes`` are
+    the bytes live then by role, scratch memory under ``workspace``, largest first. Where not ``is_exact``, some order
+    of ops may hold more, but never more than ``bound_bytes``.
     """
 
     section: str
@@ -85,24 +85,24 @@ def footprint(
 
     ``place`` gives the block of temporary buffers: with ``unplaced`` the footprint is the least that it can be, found
     without looking for places.
-    What gloo takes for collectives is not in it; see ``zeroir.workspace.collective_scratch``.
+    What a backend takes for collectives is not in it: NCCL has memory of its own.
     """
     names = program.buffer_by_name
 
     def has_scratch(op: Op) -> bool:
-        return device_bytes(program, op, kernels=kernels) > 0
+        return scratch_bytes(program, op, kernels=kernels) > 0
 
-    found = Lifetimes.of(program, has_scratch if space is Space.DEVICE else None)
+    lifetimes = Lifetimes.of(program, has_scratch if space is Space.DEVICE else None)
     sizes: list[int] = []
-    for life, name in enumerate(found.buffers):
+    for life, name in enumerate(lifetimes.buffers):
         if name:
             sizes.append(names[name].size_bytes if names[name].space is space else 0)
         else:
-            section, index = found.place(program, found.firsts[life])
-            sizes.append(device_bytes(program, section.body[index], kernels=kernels))
-    here = [life for life, size in enumerate(sizes) if size]
-    loose = [life for life in here if not found.buffers[life]]
-    most = most_live(found, here, sizes)
+            section, index = lifetimes.place(program, lifetimes.firsts[life])
+            sizes.append(scratch_bytes(program, section.body[index], kernels=kernels))
+    used = [life for life, size in enumerate(sizes) if size]
+    scratch_lives = [life for life in used if not lifetimes.buffers[life]]
+    most = most_live(lifetimes, used, sizes)
     resting = {b.name: b for b in program.buffers if b.is_persistent and b.space is space}
     role_bytes: dict[str, int] = {}
     for buffer in resting.values():
@@ -110,12 +110,12 @@ def footprint(
         role_bytes[role] = role_bytes.get(role, 0) + buffer.size_bytes
     resting_bytes = sum(role_bytes.values())
     for life in most.lives:
-        name = found.buffers[life]
+        name = lifetimes.buffers[life]
         role = names[name].role.value if name else WORKSPACE
         role_bytes[role] = role_bytes.get(role, 0) + sizes[life]
     section_name, index, unit, source = "", -1, "", ""
     if most.lives:
-        section, index = found.place(program, most.moment)
+        section, index = lifetimes.place(program, most.moment)
         section_name = section.name
         unit, source = _blame(program, section, index)
     placement = place(program).get(space)
@@ -123,7 +123,7 @@ def footprint(
         space=space,
         resting_bytes=resting_bytes,
         arena_bytes=0 if placement is None else placement.size_bytes,
-        scratch_bytes=most_live(found, loose, sizes).bound_bytes,
+        scratch_bytes=most_live(lifetimes, scratch_lives, sizes).bound_bytes,
         fullest=FullestMoment(
             section=section_name,
             index=index,
@@ -142,10 +142,10 @@ def _blame(program: Program, section: Section, index: int) -> tuple[str, str]:
     op = section.body[index]
     later = section.body[index:]
     if isinstance(op, ops.Alloc):
-        later = tuple(one for one in later if op.buffer in _touched(one))
-    for one in later:
-        if isinstance(one, ops.Compute):
-            return one.unit, _source(program.segment_by_name[one.segment])
+        later = tuple(user for user in later if op.buffer in _touched(user))
+    for user in later:
+        if isinstance(user, ops.Compute):
+            return user.unit, _source(program.segment_by_name[user.segment])
         if not isinstance(op, ops.Alloc):
             break
     return "", ""
@@ -154,8 +154,8 @@ def _blame(program: Program, section: Section, index: int) -> tuple[str, str]:
 def _touched(op: Op) -> set[str]:
     if not isinstance(op, ops.Compute):
         return set()
-    found = {argument.view.region.buffer for argument in op.arguments}
-    return found | {d.view.region.buffer for d in op.destinations if d is not None}
+    arguments = {argument.view.region.buffer for argument in op.arguments}
+    return arguments | {d.view.region.buffer for d in op.destinations if d is not None}
 
 
 def _source(segment: Segment) -> str:

@@ -1,4 +1,4 @@
-"""How many bytes of model states a program keeps on one rank.
+"""The bytes of model states that a program keeps on one rank.
 
 They follow the ZeRO paper (Rajbhandari et al. 2020, §3.1): parameters, gradients, and the optimizer's master weights
 and moments, counted in padded elements.
@@ -21,8 +21,8 @@ def model_state_bytes(program: Program) -> Mapping[str, int]:
 
     Buffers count wherever they live, on the device, the host or a disk.
     """
-    found = {role.value: 0 for role in MODEL_STATE_ROLES}
+    sizes = {role.value: 0 for role in MODEL_STATE_ROLES}
     for buffer in program.buffers:
         if buffer.is_persistent and buffer.role in MODEL_STATE_ROLES:
-            found[buffer.role.value] += buffer.size_bytes
-    return found
+            sizes[buffer.role.value] += buffer.size_bytes
+    return sizes

@@ -57,13 +57,7 @@ def _what(program: Program, item: PathItem) -> str:
     match op:
         case ops.Compute():
             return f"compute @{op.segment}"
-        case (
-            ops.AllGather()
-            | ops.Prefetch()
-            | ops.ReduceScatter()
-            | ops.AllReduce()
-            | ops.Broadcast()
-        ):
+        case ops.Collective():
             return f"{ops.op_name(type(op))} comm={op.comm}"
         case _:
             return ops.op_name(type(op))

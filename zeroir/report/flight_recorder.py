@@ -166,7 +166,7 @@ def _launches(program: Program) -> Iterator[_Launch]:
                 )
 
 
-def _by_dtype(program: Program, op: ops.Collective) -> dict[DType, list[ops.Pair]]:
+def _by_dtype(program: Program, op: ops.CollectiveOp) -> dict[DType, list[ops.Pair]]:
     """The pairs that travel together: those of one element type."""
 
     def travels(region: Region) -> DType:
@@ -178,10 +178,10 @@ def _by_dtype(program: Program, op: ops.Collective) -> dict[DType, list[ops.Pair
     return found
 
 
-def _kind(op: ops.Collective, pairs: int) -> str:
+def _kind(op: ops.CollectiveOp, pairs: int) -> str:
     """What torch calls the collective in its records, on one tensor or on several at once."""
     match op:
-        case ops.AllGather() | ops.Prefetch():
+        case ops.Gather():
             return "_all_gather_base" if pairs == 1 else "all_gather_into_tensor_coalesced"
         case ops.ReduceScatter():
             return "_reduce_scatter_base" if pairs == 1 else "reduce_scatter_tensor_coalesced"

@@ -114,19 +114,11 @@ def _colour(op: ops.Op) -> str:
     match op:
         case ops.Compute():
             return "#d5f0d5"
-        case (
-            ops.AllGather()
-            | ops.Prefetch()
-            | ops.ReduceScatter()
-            | ops.AllReduce()
-            | ops.Broadcast()
-        ):
+        case ops.Collective():
             return "#d5e3f7"
-        case ops.GradNorm() | ops.CheckFinite() | ops.Decide() | ops.OptimizerStep():
+        case ops.Update() | ops.Elementwise():
             return "#f7e6d0"
-        case ops.UpdateScale() | ops.Cast() | ops.Fill() | ops.Scale():
-            return "#f7e6d0"
-        case ops.ToHost() | ops.ToDevice() | ops.Load() | ops.Store():
+        case ops.Transfer():
             return "#ecd9f2"
         case ops.Alloc() | ops.Release() | ops.Wait():
             return "#eeeeee"

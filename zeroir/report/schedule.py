@@ -141,13 +141,7 @@ def _row(program: Program, owners: dict[str, str], line: int, op: ops.Op) -> Row
             if buffers[op.buffer].role is not Role.GATHERED:
                 return None
             return row(of(op.buffer), f"%{op.buffer}")
-        case (
-            ops.AllGather()
-            | ops.Prefetch()
-            | ops.Broadcast()
-            | ops.AllReduce()
-            | ops.ReduceScatter()
-        ):
+        case ops.Collective():
             names = [r.buffer for pair in op.pairs for r in (pair.source, pair.destination)]
             detail = f"over {program.comm_by_name[op.comm].axis}"
             return row(of(*names), detail, sum(size for _, size in payloads(op, program)))
@@ -171,7 +165,7 @@ def _row(program: Program, owners: dict[str, str], line: int, op: ops.Op) -> Row
             return row(of(op.param.buffer), f"{op.algorithm} on {counted(numel, 'element')}")
         case ops.UpdateScale():
             return row((), f"%{op.state.buffer}")
-        case ops.ToHost() | ops.ToDevice() | ops.Load() | ops.Store():
+        case ops.Transfer():
             source, destination = buffers[op.source.buffer], buffers[op.destination.buffer]
             detail = f"%{source.name} → %{destination.name}"
             size = op.source.local_numel(program.mesh) * source.dtype.itemsize_bytes

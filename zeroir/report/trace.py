@@ -112,13 +112,7 @@ def _facts(program: Program, op: ops.Op) -> Event:
     match op:
         case ops.Compute():
             return {"segment": op.segment, "unit": op.unit}
-        case (
-            ops.AllGather()
-            | ops.Prefetch()
-            | ops.ReduceScatter()
-            | ops.AllReduce()
-            | ops.Broadcast()
-        ):
+        case ops.Collective():
             count = sum(size for _, size in payloads(op, program))
             return {"bytes": count, "size": format_bytes(count), "comm": op.comm}
         case _:

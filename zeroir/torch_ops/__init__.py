@@ -1,16 +1,16 @@
-"""Our own torch operators, alike on every device, and the mode that puts them in the place of torch's.
+"""zeroir's own torch operators, which are the same on every device, and the mode that replaces torch's by them.
 
-The frontend traces them into segments and the runtime executes them, so they belong to neither. Importing this
-package registers with torch ``zeroir::attention``, ``zeroir::batch_norm`` and ``zeroir::ctc_loss``, each with its
-backward, ``zeroir::dropout``, ``zeroir::uniform`` and the operators of ``into`` and ``strided``.
+The frontend traces them into segments and the runtime executes them. Importing this package registers with torch
+``zeroir::attention``, ``zeroir::batch_norm`` and ``zeroir::ctc_loss``, each with its backward, ``zeroir::dropout``,
+``zeroir::uniform`` and the operators of ``out_variants`` and ``strided``.
 """
 
 from zeroir.torch_ops.attention import attention, attention_backward
 from zeroir.torch_ops.batch_norm import batch_norm, batch_norm_backward
 from zeroir.torch_ops.ctc import ctc_loss, ctc_loss_backward
 from zeroir.torch_ops.dropout import dropout
-from zeroir.torch_ops.into import addmm_out, bmm_out, embedding_gradient, mm_out, store
 from zeroir.torch_ops.neutral import NeutralOps, neutral_ops
+from zeroir.torch_ops.out_variants import addmm_out, bmm_out, embedding_gradient, mm_out, store
 from zeroir.torch_ops.random_numbers import uniform
 from zeroir.torch_ops.strided import strided, strided_scatter
 

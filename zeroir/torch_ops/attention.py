@@ -1,14 +1,14 @@
 """Scaled dot-product attention as one operator pair whose types are the same on every device.
 
-torch has a different operator for every device and kernel, and a graph traced on one does not run on another. Ours
-chooses the kernel when it runs: the CPU's flash kernel, CUDA's flash or memory-efficient kernels, or plain matrix
-products. All of them yield the same pair, the output and the natural logarithm of the softmax's denominator, so the
-backward may even use another kernel than the forward.
+torch has a different operator for every device and kernel, and a graph traced on one device does not run on another.
+This one chooses the kernel when it runs: the CPU's flash kernel, CUDA's flash or memory-efficient kernels, or plain
+matrix products. All kernels yield the same pair, the output and the natural logarithm of the softmax's denominator, so
+the backward may use another kernel than the forward.
 
 Tensors: q ``(batch, heads, length, dim)``, k and v ``(batch, kv_heads, kv_length, dim)`` with heads a multiple of
-kv_heads (grouped-query attention), mask broadcastable to ``(batch, heads, length, kv_length)``: bool (True takes
-part) or added to the scores. Outputs and gradients of q, k, v are laid out in memory as (batch, length, heads, dim),
-which is how the fused kernels write them; the logarithm is f32 (f64 for f64 inputs), laid out as (batch, length,
+kv_heads (grouped-query attention), mask broadcastable to ``(batch, heads, length, kv_length)``: bool (True attends) or
+added to the scores. Outputs and gradients of q, k, v are laid out in memory as (batch, length, heads, dim), as the
+fused kernels write them; the logarithm is f32 (f64 for f64 inputs), laid out as (batch, length,
 heads).
 
 The calls of CUDA's kernels follow the sources and shape functions of torch 2.11 to 2.13; none has been measured yet.
@@ -33,7 +33,7 @@ from zeroir.torch_ops.define import define, fake
 
 aten = torch.ops.aten
 
-# CUDA's memory-efficient kernel reads the logarithms of a head in rows of this many, ROCm's as they are.
+# CUDA's memory-efficient kernel pads the logarithms of a head to a multiple of this; ROCm's does not pad.
 _LSE_ROW = 32 if torch.version.hip is None else 1
 
 
@@ -82,8 +82,8 @@ def attend_backward(
                 grad, q, k, v, out, logsumexp, 0.0, is_causal, attn_mask=bias, scale=scale
             )
         case SDPBackend.FLASH_ATTENTION:
-            # Offsets of sequences, even empty ones, would mean that lengths differ. Without dropout nobody reads the
-            # generator's state. The logarithm is read as (batch, heads, length) whatever its strides.
+            # Any offsets of sequences, even empty ones, would mean that lengths differ. Without dropout the kernel does
+            # not read the generator's state. It reads the logarithm as contiguous, (batch, heads, length).
             state = torch.empty(2, dtype=torch.uint64, device=q.device)
             grads = aten._scaled_dot_product_flash_attention_backward(
                 _packed(grad), q, k, v, out, logsumexp.contiguous(), None, None,
@@ -158,14 +158,14 @@ torch.library.register_autograd("zeroir::attention", _backward, setup_context=_s
 def _prepare(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """The last dimensions dense, the mask as something to add."""
+    """q, k and v with dense last dimensions, and the mask as a bias that is added to the scores."""
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, -math.inf)
     return _packed(q), _packed(k), _packed(v), mask
 
 
 def _kernel(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, is_causal: bool) -> SDPBackend:
-    """The best kernel of the device for these shapes; the forward and the backward ask alike."""
+    """The best kernel of the device for these shapes; it is the same in the forward and in the backward."""
     is_grouped = q.shape[1] != k.shape[1]
     if q.device.type == "cpu":
         return SDPBackend(
@@ -173,8 +173,8 @@ def _kernel(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, is_causal: boo
         )
     if q.device.type == "cuda":
         params = SDPAParams(q, k, v, bias, 0.0, is_causal, is_grouped)
-        # torch pads other dims for the kernel, and asks about its backward only where gradients are recorded: some
-        # GPUs lack it for 193 to 224.
+        # torch pads other dims for the kernel. It checks the kernel's backward only where gradients are recorded:
+        # some GPUs have none for dims of 193 to 224.
         is_dim_supported = q.shape[3] % 8 == 0 and not 192 < q.shape[3] <= 224
         if is_dim_supported and can_use_flash_attention(params):
             return SDPBackend.FLASH_ATTENTION
@@ -185,7 +185,7 @@ def _kernel(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, is_causal: boo
 
 
 def _repeated(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values with a head for every head of q, for kernels that do not group."""
+    """Keys and values with a head for every head of q, for kernels without grouped-query attention."""
     groups = q.shape[1] // k.shape[1]
     if groups == 1:
         return k, v
@@ -202,7 +202,7 @@ def _by_length(x: Tensor) -> Tensor:
 
 
 def _aligned(bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
-    """The mask in full, its rows starting on the 16 elements that the memory-efficient kernel reads at once."""
+    """The expanded mask with rows aligned to 16 elements, as the memory-efficient kernel requires."""
     if bias is None:
         return None
     length = k.shape[2]
@@ -215,7 +215,7 @@ def _aligned(bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
 
 
 def _sum_groups(grad: Tensor, kv_heads: int) -> Tensor:
-    """Undo ``_repeated`` in a gradient."""
+    """The backward of ``_repeated``: sum the heads of a gradient that share a key-value head."""
     batch, heads, length, dim = grad.shape
     if heads == kv_heads:
         return grad
@@ -267,5 +267,5 @@ def _math_backward(
 
 
 def _weights(scores: Tensor, lse: Tensor) -> Tensor:
-    """The softmax; a row that may attend to nothing weighs nothing."""
+    """The softmax; the weights of a row whose mask excludes every key are zero."""
     return torch.exp(scores - lse.masked_fill(lse == -math.inf, 0.0)[..., None])

@@ -1,7 +1,7 @@
 """Batch norm as one operator pair whose result types and layouts are the same on every device.
 
-torch's own differ between devices in kernels, in what they return and in how they lay it out. Ours calls the native
-kernel that each device has, yields the new running statistics as results, and lays its results out as its input.
+torch's operators differ between devices in their kernels, results and layouts. This one calls the native kernel of the
+device, returns the new running statistics as results, and gives its results the layout of its input.
 
 Tensors: x ``(batch, channels, ...)``; weight, bias and statistics ``(channels,)``.
 """
@@ -30,8 +30,8 @@ def normalise(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The normalised x, the mean and inverse deviation of this batch, and the new running mean and variance.
 
-    Without ``training`` the running statistics normalise, and those of the batch are empty; without running
-    statistics the new ones are empty.
+    Without ``training`` x is normalised by the running statistics, and the batch's statistics are empty. Without
+    running statistics the new running statistics are empty.
     """
     if running_mean is None or running_var is None:
         mean, var = x.new_empty(0), x.new_empty(0)
@@ -59,7 +59,7 @@ def normalise_backward(
     training: bool,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of x, weight and bias; the running statistics are only looked at without ``training``."""
+    """The gradients of x, weight and bias; the running statistics are read only without ``training``."""
     has_weight = weight is not None
     grad_x, grad_weight, grad_bias = aten.native_batch_norm_backward(
         grad, x, weight, running_mean, running_var, batch_mean, batch_invstd, training, eps,
@@ -87,14 +87,14 @@ def _(
     *____: object,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     channels = x.shape[1] if training else 0
-    kept = x.shape[1] if running_mean is not None else 0
+    running = x.shape[1] if running_mean is not None else 0
     dtype = x.dtype if running_mean is None else running_mean.dtype
     return (
         torch.empty_like(x),
         x.new_empty(channels),
         x.new_empty(channels),
-        x.new_empty(kept, dtype=dtype),
-        x.new_empty(kept, dtype=dtype),
+        x.new_empty(running, dtype=dtype),
+        x.new_empty(running, dtype=dtype),
     )
 
 
@@ -114,9 +114,9 @@ def _setup_context(
     ctx: torch.autograd.function.FunctionCtx, inputs: _Inputs, output: tuple[Tensor, ...]
 ) -> None:
     x, weight, _, mean, var, training, _, eps = inputs
-    # The running statistics change before the backward, and in training it does not look at them.
-    kept = (None, None) if training else (mean, var)
-    saved = (x, weight, *kept, *output[1:3])
+    # In training the running statistics change before the backward, which does not read them.
+    running = (None, None) if training else (mean, var)
+    saved = (x, weight, *running, *output[1:3])
     ctx.save_for_backward(*cast("tuple[Tensor, ...]", saved))
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
@@ -128,9 +128,11 @@ def _backward(
 ) -> tuple[Tensor | None, ...]:
     if grad is None:
         return (None,) * 8
-    x, weight, *others = ctx.saved_tensors  # type: ignore[attr-defined]
+    x, weight, *statistics = ctx.saved_tensors  # type: ignore[attr-defined]
     training, eps = ctx.training, ctx.eps  # type: ignore[attr-defined]
-    grad_x, grad_weight, grad_bias = batch_norm_backward(grad, x, weight, *others, training, eps)
+    grad_x, grad_weight, grad_bias = batch_norm_backward(
+        grad, x, weight, *statistics, training, eps
+    )
     has_weight = weight is not None
     return (
         grad_x,

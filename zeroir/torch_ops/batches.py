@@ -1,4 +1,4 @@
-"""Which tensors a batch may hold."""
+"""The tensors that a batch may hold."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 
-def strange_kind(tensor: Tensor) -> str | None:
-    """What a tensor is that no dense values can be copied from, in words; None where they can."""
+def undense_kind(tensor: Tensor) -> str | None:
+    """The reason in words why no dense values can be copied from a tensor; None where they can."""
     if tensor.is_nested:
         return "a nested tensor"
     if tensor.is_meta:

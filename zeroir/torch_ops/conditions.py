@@ -17,17 +17,16 @@ from torch.utils import checkpoint
 def tracing_conditions(
     checkpointing: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
 ) -> Iterator[None]:
-    """Take the branches that a model takes while it is traced.
+    """Make a model take the branches that it takes while it is traced.
 
-    * ``torch.compiler.is_compiling()`` says yes: models ask it before they look at the values of tensors, and do
-      something else that is as right but rounds differently. ``is_exporting()`` does not: shapes are what they are, so
-      attention may be called causal where a model for any shape would make a mask.
-    * Probability distributions do not check their parameters, for which they would look at their values.
-    * Transformers take a mask for causal where they are told so, and do not compare it with one that is.
-    * What a model compiles for itself runs eagerly, as the rest of it.
-    * Activation checkpoints just call their function. What is saved and what is recomputed is the program's to say,
-      and a recomputation in the backward would not run under the mode that the forward ran under. What runs under one
-      runs within ``checkpointing()``.
+    * ``torch.compiler.is_compiling()`` is True: models check it before they read the values of tensors, and then use
+      equivalent code that rounds differently. ``is_exporting()`` stays False: shapes are fixed, so attention may be
+      causal where a model for any shape would make a mask.
+    * Probability distributions do not validate their parameters, since they would read values.
+    * Transformers do not compare a mask with a causal one; they use ``is_causal`` only.
+    * Functions that a model compiles itself run eagerly.
+    * Activation checkpoints only call their function, within ``checkpointing()``. The program decides which values are
+      saved or recomputed, and a recomputation in the backward would run outside the forward's mode.
     """
 
     def call(function: Callable[..., object], _: object, *args: object) -> object:
@@ -41,7 +40,7 @@ def tracing_conditions(
     with (
         mock.patch.object(torch.compiler, "_is_compiling_flag", True),
         mock.patch.object(torch.distributions.Distribution, "_validate_args", False),
-        mock.patch.object(transformer, "_detect_is_causal_mask", _is_said_to_be_causal),
+        mock.patch.object(transformer, "_detect_is_causal_mask", _is_declared_causal),
         torch.compiler.set_stance("force_eager"),
         mock.patch.object(checkpoint.CheckpointFunction, "apply", call),
         mock.patch.object(checkpoint, "_checkpoint_without_reentrant_generator", begin),
@@ -49,7 +48,5 @@ def tracing_conditions(
         yield
 
 
-def _is_said_to_be_causal(
-    _: Tensor | None, is_causal: bool | None = None, __: object = None
-) -> bool:
+def _is_declared_causal(_: Tensor | None, is_causal: bool | None = None, __: object = None) -> bool:
     return is_causal is True

@@ -1,7 +1,7 @@
 """The CTC loss as one operator pair whose result types do not depend on the values of the lengths.
 
-Torch's own sizes what it keeps for its backward by the longest target, and so asks for the lengths while a model is
-traced. Ours keeps room for the longest target that there may be, and calls torch's kernels.
+Torch's operator sizes the tensor that it saves for the backward by the longest target, so it reads the lengths while a
+model is traced. This one sizes it by the longest possible target, and calls torch's kernels.
 
 Tensors: log probabilities ``(steps, batch, classes)``; targets ``(batch, longest)``, or all one after another; lengths
 i64 ``(batch,)``.
@@ -26,7 +26,7 @@ def ctc(
     blank: int,
     zero_infinity: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The loss of each sequence (batch,), and what the backward needs: (batch, steps, 2 × longest + 1)."""
+    """The loss of each sequence (batch,), and the saved tensor alpha (batch, steps, 2 × longest + 1)."""
     loss, alpha = aten._ctc_loss.Tensor(
         log_probs, targets, input_lengths, target_lengths, blank, zero_infinity
     )
@@ -44,9 +44,9 @@ def ctc_backward(
     blank: int,
     zero_infinity: bool,
 ) -> Tensor:
-    """The gradient of the log probabilities, laid out as they are."""
+    """The gradient of the log probabilities, in their layout."""
     longest = int(target_lengths.max()) if target_lengths.numel() else 0
-    found: Tensor = aten._ctc_loss_backward.Tensor(
+    gradient: Tensor = aten._ctc_loss_backward.Tensor(
         grad,
         log_probs,
         targets,
@@ -57,7 +57,7 @@ def ctc_backward(
         blank,
         zero_infinity,
     )
-    return torch.empty_like(log_probs).copy_(found)
+    return torch.empty_like(log_probs).copy_(gradient)
 
 
 ctc_loss = define("zeroir::ctc_loss", ctc)
@@ -85,7 +85,7 @@ def _setup_context(
     ctx.save_for_backward(*tensors, *output)
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
-    ctx.how = (blank, zero_infinity)  # type: ignore[attr-defined]
+    ctx.options = (blank, zero_infinity)  # type: ignore[attr-defined]
 
 
 def _backward(
@@ -93,8 +93,8 @@ def _backward(
 ) -> tuple[Tensor | None, ...]:
     if grad is None:
         return (None,) * 6
-    saved, how = ctx.saved_tensors, ctx.how  # type: ignore[attr-defined]
-    return (ctc_loss_backward(grad.contiguous(), *saved, *how), *(None,) * 5)
+    saved, options = ctx.saved_tensors, ctx.options  # type: ignore[attr-defined]
+    return (ctc_loss_backward(grad.contiguous(), *saved, *options), *(None,) * 5)
 
 
 torch.library.register_autograd("zeroir::ctc_loss", _backward, setup_context=_setup_context)
@@ -109,18 +109,18 @@ def reduced_ctc_loss(
     reduction: str = "mean",
     zero_infinity: bool = False,
 ) -> Tensor:
-    """``torch.nn.functional.ctc_loss``, whose arguments these are."""
+    """``torch.nn.functional.ctc_loss`` by zeroir's operator; the arguments are the same."""
     is_batched = log_probs.dim() == 3
-    given, wanted = _lengths(input_lengths, log_probs), _lengths(target_lengths, log_probs)
+    steps, lengths = _lengths(input_lengths, log_probs), _lengths(target_lengths, log_probs)
     if not is_batched:
         log_probs = log_probs.unsqueeze(1)
         targets = targets.unsqueeze(0)
-    loss: Tensor = ctc_loss(log_probs, targets.long(), given, wanted, blank, zero_infinity)[0]
+    loss: Tensor = ctc_loss(log_probs, targets.long(), steps, lengths, blank, zero_infinity)[0]
     if zero_infinity:
         loss = torch.where(loss == torch.inf, torch.zeros_like(loss), loss)
     match reduction:
         case "mean":
-            return (loss / wanted.to(loss.dtype).clamp(min=1)).mean()
+            return (loss / lengths.to(loss.dtype).clamp(min=1)).mean()
         case "sum":
             return loss.sum()
         case _:

@@ -1,8 +1,8 @@
-"""Operators in torch's dispatcher that need nothing of torch's compiler.
+"""Define operators in torch's dispatcher without importing torch's compiler.
 
-``torch.library.custom_op`` wraps each kernel to keep the compiler out of it, and the first call imports the compiler
-for that: seconds in every process that trains, although nothing there is compiled. The same operators are made here
-of the functions that ``custom_op`` is made of.
+``torch.library.custom_op`` wraps each kernel so that the compiler does not trace into it, and the first call imports
+the compiler: that takes seconds in every process that trains, although it compiles nothing. This module defines the
+same operators by the functions that ``custom_op`` calls.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ def define(
 ) -> torch._ops.OpOverload:
     """Define ``namespace::name`` with the function as its kernel on every device; its annotations are the schema.
 
-    ``mutates`` names the arguments that the function writes. What returns nothing has its fake kernel already; the
-    rest get one by ``fake``.
+    ``mutates`` names the arguments that the function writes. An operator that returns nothing gets a fake kernel here;
+    ``fake`` registers the others'.
     """
     schema = torch.library.infer_schema(function, mutates_args=mutates)
     torch.library.define(name, schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -35,7 +35,7 @@ def define(
 
 
 def fake(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Let the function say of what types the operator's results are: what tracing calls in its stead."""
+    """Register a function as an operator's fake kernel: tracing calls it for the types of the results."""
 
     def register(function: Callable[P, T]) -> Callable[P, T]:
         torch.library.register_fake(name, function)

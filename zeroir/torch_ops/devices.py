@@ -1,8 +1,8 @@
-"""One device for everything: a program runs on a device that is chosen when it runs, whatever its model names.
+"""Ignore the devices that a model names: the device of a program is chosen when it runs.
 
-Models say ``.cuda()``, ``.to("cuda:0")`` and ``device="cuda"``. Here a move to another device leaves a tensor where it
-is, and a tensor made on an accelerator is made on the default device. What is made on the CPU or on the meta device
-on purpose is made there.
+Models call ``.cuda()`` and ``.to("cuda:0")`` and pass ``device="cuda"``. Under the mode ``OneDevice`` a move to another
+device leaves a tensor on its device, and a tensor made on an accelerator is made on the default device. A tensor made
+explicitly on the CPU or on the meta device is made there.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MOVES: frozenset[object] = frozenset({Tensor.cpu, Tensor.cuda, Tensor.xpu})
 
 
 class OneDevice(TorchFunctionMode):
-    """Every torch function runs on the device where its tensors are, or on the default one."""
+    """A mode in which every torch function runs on the device of its tensors, or on the default one."""
 
     def __torch_function__(
         self,
@@ -40,7 +40,7 @@ def one_device() -> Iterator[None]:
 
 
 def on_one_device(func: Callable[..., object]) -> Callable[..., object]:
-    """A torch function that leaves tensors on the device where they are, and makes them on the default one."""
+    """A torch function that leaves tensors on their device and makes new ones on the default device."""
     if func in _MOVES:
         return _stay
     if func is Tensor.to:
@@ -63,7 +63,7 @@ def _stay(tensor: Tensor, *_: object, **__: object) -> Tensor:
 
 
 def _convert(tensor: Tensor, *args: object, **kwargs: object) -> Tensor:
-    """``Tensor.to`` for all but the device."""
+    """``Tensor.to`` without the device, unless that is the meta device."""
     if args and not isinstance(args[0], Tensor | torch.dtype):
         names = ("device", "dtype", "non_blocking", "copy")
         args, kwargs = (), {**kwargs, **dict(zip(names, args, strict=False))}
@@ -79,4 +79,4 @@ def _convert(tensor: Tensor, *args: object, **kwargs: object) -> Tensor:
 def _is_accelerator(device: object) -> bool:
     if isinstance(device, str | torch.device):
         return torch.device(device).type not in ("cpu", "meta")
-    return isinstance(device, int)  # the number of one
+    return isinstance(device, int)  # the index of a device

@@ -1,7 +1,7 @@
 """Dropout whose mask is a function of a seed and an element's position, with the same bits on every device.
 
-torch's generators differ between devices and keep hidden state. Here element ``i`` is kept where a hash of
-(seed, i), as many bits as the probability needs, is large enough; the seed is an operand.
+torch's generators differ between devices and keep hidden state. Here element ``i`` is kept where a 24-bit hash of
+(seed, i) is at least p × 2^24; the seed is an operand.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ _MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 def drop(x: Tensor, p: float, seed: Tensor) -> tuple[Tensor, Tensor]:
     """Zero each element of x with probability p, scale the rest by 1 / (1 − p).
 
-    ``seed`` is i64[1], on the host or on x's device. Returns the result, of x's type, and the bool mask of what
-    was kept.
+    ``seed`` is i64[1], on the host or on x's device. Returns the result, of x's type, and the bool mask, True
+    where an element was kept.
     """
-    # A seed on the host is read at launch; no device waits for it.
+    # A seed on the host is read at launch, so no device has to wait for it.
     return drop_with(x, p, int(seed) if seed.device.type == "cpu" else seed)
 
 
 def drop_with(x: Tensor, p: float, seed: Tensor | int) -> tuple[Tensor, Tensor]:
-    """What ``dropout`` computes, in plain operators that a compiler can trace; a tensor of seeds is on x's device."""
+    """``dropout`` in plain operators, which a compiler can trace; a seed that is a tensor is on x's device."""
     mask = (hashed(x.numel(), seed, x.device) >= round(p * 2**_BITS)).view(x.shape)
-    # Laid out as x, so that the types do not depend on the device.
+    # In the layout of x, so that the types do not depend on the device.
     return torch.empty_like(x).copy_(x * mask * _scale(p)), torch.empty_like(
         x, dtype=torch.bool
     ).copy_(mask)

@@ -1,4 +1,4 @@
-"""What torch keeps for a whole process or thread: the user's code may change it, and callers find it as it was."""
+"""Save and restore torch's settings of a process or thread, which the user's code may change."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ _FILLS = "fill_uninitialized_memory"
 
 @contextmanager
 def torch_globals_kept() -> Iterator[None]:
-    """Leave torch's globals as they are, whatever happens within, exceptions included.
+    """Restore torch's global settings at the end, also after an exception.
 
     They are the grad mode, the states of the generators (of GPUs where CUDA is in use), the default dtype and device,
     the deterministic flags, autocast, anomaly detection, the number of threads, the precision of FP32 products, and the
     switches of the backends.
     """
     restores = [
-        _grad_mode(),
+        _setting(torch.is_grad_enabled, torch.set_grad_enabled),
         *_generators(),
-        _default_dtype(),
-        _default_device(),
+        _setting(torch.get_default_dtype, torch.set_default_dtype),
+        _setting(torch.get_default_device, _set_default_device),
         _determinism(),
         *(_autocast(device) for device in _DEVICES),
-        _autocast_cache(),
+        _setting(torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
         _anomaly_detection(),
-        _threads(),
+        _setting(torch.get_num_threads, torch.set_num_threads),
         *_precisions(),
         *_backend_switches(),
     ]
@@ -46,40 +46,24 @@ def torch_globals_kept() -> Iterator[None]:
             restore()
 
 
-def _grad_mode() -> _Restore:
-    was = torch.is_grad_enabled()
-    return lambda: torch.set_grad_enabled(was)
-
-
 def _generators() -> list[_Restore]:
     cpu = torch.get_rng_state()
-    found: list[_Restore] = [lambda: torch.set_rng_state(cpu)]
+    restores: list[_Restore] = [lambda: torch.set_rng_state(cpu)]
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         gpus = torch.cuda.get_rng_state_all()
-        found.append(lambda: torch.cuda.set_rng_state_all(gpus))
-    return found
+        restores.append(lambda: torch.cuda.set_rng_state_all(gpus))
+    return restores
 
 
-def _default_dtype() -> _Restore:
-    was = torch.get_default_dtype()
-    return lambda: torch.set_default_dtype(was)
-
-
-def _default_device() -> _Restore:
-    was = torch.get_default_device()
-
-    def restore() -> None:
-        # To set it costs time at every call of a torch function from then on, so it is left unset where it was.
-        if torch.get_default_device() != was:
-            torch.set_default_device(None if was.type == "cpu" else was)
-
-    return restore
+def _set_default_device(device: torch.device) -> None:
+    # A default device, once set, slows down every later call of a torch function, so CPU is restored as unset.
+    torch.set_default_device(None if device.type == "cpu" else device)
 
 
 def _determinism() -> _Restore:
     is_on = torch.are_deterministic_algorithms_enabled()
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
-    # A module whose class has a property of that name.
+    # The module's class has a property of that name, which mypy does not know.
     memory: object = torch.utils.deterministic
     fills = getattr(memory, _FILLS)
 
@@ -100,83 +84,57 @@ def _autocast(device: str) -> _Restore:
     return restore
 
 
-def _autocast_cache() -> _Restore:
-    was = torch.is_autocast_cache_enabled()
-    return lambda: torch.set_autocast_cache_enabled(was)
-
-
 def _anomaly_detection() -> _Restore:
     is_on, checks_nan = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
     return lambda: torch.autograd.set_detect_anomaly(is_on, checks_nan)
 
 
-def _threads() -> _Restore:
-    was = torch.get_num_threads()
-
-    def restore() -> None:
-        if torch.get_num_threads() != was:
-            torch.set_num_threads(was)
-
-    return restore
-
-
 def _precisions() -> list[_Restore]:
-    """The precision of FP32 products: torch has two interfaces to it, and may refuse to read the older one."""
-    # Modules whose classes have properties of these names.
+    """The precision of FP32 products: torch has two interfaces to it, and may refuse to read by the older one."""
+    # The modules' classes have properties of these names, which mypy does not know.
     mkldnn: object = torch.backends.mkldnn
     cudnn: object = torch.backends.cudnn
     owners: list[object] = [torch.backends, torch.backends.cuda.matmul, cudnn, mkldnn]
     owners += [getattr(owner, kind) for owner in (cudnn, mkldnn) for kind in ("conv", "rnn")]
     owners.append(getattr(mkldnn, _PRODUCTS))
-    found = [_switch(owner, "fp32_precision") for owner in owners]
-    found.append(_readable(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision))
-    found.append(
-        _readable(
-            lambda: getattr(cudnn, _ALLOWS_TF32), lambda was: setattr(cudnn, _ALLOWS_TF32, was)
-        )
+    restores = [_attribute(owner, "fp32_precision") for owner in owners]
+    restores.append(
+        _setting(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision)
     )
-    return found
+    restores.append(_attribute(cudnn, _ALLOWS_TF32))
+    return restores
 
 
-def _readable(read: Callable[[], T], write: Callable[[T], object]) -> _Restore:
-    """What is put back where it could be read."""
+def _setting(read: Callable[[], T], write: Callable[[T], object]) -> _Restore:
+    """Restore a setting if it has changed, unless torch refuses to read it now.
+
+    An unchanged setting is not written, because torch refuses to set some flags after it froze them.
+    """
     try:
-        was = read()
+        saved = read()
     except RuntimeError:
         return lambda: None
 
     def restore() -> None:
         try:
-            is_same = read() == was
+            is_same = read() == saved
         except RuntimeError:
             is_same = False
         if not is_same:
-            write(was)
+            write(saved)
 
     return restore
 
 
 def _backend_switches() -> list[_Restore]:
     cudnn, cuda = torch.backends.cudnn, torch.backends.cuda
-    found = [_switch(cudnn, name) for name in ("enabled", "benchmark", "deterministic")]
-    found.append(_switch(torch.backends.mkldnn, "enabled"))
+    restores = [_attribute(cudnn, name) for name in ("enabled", "benchmark", "deterministic")]
+    restores.append(_attribute(torch.backends.mkldnn, "enabled"))
     for kind in ("flash", "mem_efficient", "math", "cudnn"):
-        was = getattr(cuda, f"{kind}_sdp_enabled")()
-        enable = getattr(cuda, f"enable_{kind}_sdp")
-        found.append(_calling(enable, was))
-    return found
+        read, write = getattr(cuda, f"{kind}_sdp_enabled"), getattr(cuda, f"enable_{kind}_sdp")
+        restores.append(_setting(read, write))
+    return restores
 
 
-def _switch(owner: object, name: str) -> _Restore:
-    was = getattr(owner, name)
-
-    def restore() -> None:
-        # Some cannot be set any more where torch froze its flags.
-        if getattr(owner, name) != was:
-            setattr(owner, name, was)
-
-    return restore
-
-
-def _calling(function: Callable[[object], object], value: object) -> _Restore:
-    return lambda: function(value)
+def _attribute(owner: object, name: str) -> _Restore:
+    return _setting(lambda: getattr(owner, name), lambda value: setattr(owner, name, value))

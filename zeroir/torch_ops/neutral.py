@@ -1,8 +1,8 @@
-"""A mode under which a model's attention, dropout, batch norm, recurrence, losses and draws are device-neutral.
+"""A mode that replaces attention, dropout, batch norm, recurrence, losses and random operators by device-neutral ones.
 
-The frontend traces under it; eager PyTorch under it computes, bit for bit, what the traced program computes.
-Where FP32 and 16-bit operands meet in a matrix product, a convolution or a norm, as a 16-bit layer meets what an FP32
-buffer was added to, the FP32 ones are rounded; losses go the other way.
+The frontend traces under it, and eager PyTorch under it computes the same bits as the traced program. Where a matrix
+product, a convolution or a norm mixes FP32 and 16-bit operands, as after the addition of an FP32 buffer, the FP32
+operands are rounded; in losses the 16-bit inputs are converted to FP32.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from zeroir.torch_ops.conditions import tracing_conditions
 from zeroir.torch_ops.ctc import reduced_ctc_loss
 from zeroir.torch_ops.devices import on_one_device
 from zeroir.torch_ops.dropout import dropout
-from zeroir.torch_ops.random_numbers import Draws
+from zeroir.torch_ops.random_numbers import SeededRandomOps
 from zeroir.torch_ops.recurrent import (
-    Step,
+    RecurrentStep,
     gru_step,
     lstm_step,
     recurrent,
@@ -60,7 +60,7 @@ _LOSSES: frozenset[object] = frozenset(
         F.triplet_margin_loss,
     }
 )
-_OF_ONE_TYPE: frozenset[object] = frozenset(
+_ONE_DTYPE_FUNCTIONS: frozenset[object] = frozenset(
     {
         F.bilinear,
         F.conv1d,
@@ -99,7 +99,7 @@ _OF_ONE_TYPE: frozenset[object] = frozenset(
         torch.vdot,
     }
 )
-_RECURRENT: Mapping[object, Step] = {
+_RECURRENT: Mapping[object, RecurrentStep] = {
     torch.gru: gru_step,
     torch.lstm: lstm_step,
     torch.rnn_relu: relu_step,
@@ -111,11 +111,9 @@ _LOW_PRECISION = (torch.bfloat16, torch.float16)
 class NeutralOps(TorchFunctionMode):
     """Replace attention, dropout, batch norm and recurrence; compute losses of 16-bit inputs in FP32.
 
-    Devices that the model names are left out: what it computes stays on one.
-
-    Each dropout, and whatever else draws random numbers, takes the next element of ``seeds`` (i64[sites]); ``sites``
-    counts them. ``around`` wraps
-    every torch function that the model calls, which is how a tracer learns what comes from where.
+    Devices that the model names are ignored. Each dropout and each random operator takes the next element of ``seeds``
+    (i64[sites]); ``sites`` counts them. ``around`` wraps every torch function that the model calls, so that a tracer
+    can annotate its nodes.
     """
 
     def __init__(self, seeds: Tensor, around: Callable[[Function], Function] | None = None) -> None:
@@ -123,23 +121,23 @@ class NeutralOps(TorchFunctionMode):
         self.seeds = seeds
         self.sites = 0
         self._around = around
-        self._draws = Draws(self.seed)
+        self._random_ops = SeededRandomOps(self.seed)
         self._depth = 0
 
     def __enter__(self) -> Self:
-        """Begin; within itself, too."""
+        """Enter the mode; it may be entered again within itself."""
         if self._depth == 0:
-            self._draws.__enter__()  # type: ignore[no-untyped-call]
+            self._random_ops.__enter__()  # type: ignore[no-untyped-call]
         self._depth += 1
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: object) -> None:
-        """End."""
+        """Leave the mode."""
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._depth -= 1
         if self._depth == 0:
-            self._draws.__exit__(*error)  # type: ignore[no-untyped-call]
+            self._random_ops.__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_function__(
         self,
@@ -148,22 +146,22 @@ class NeutralOps(TorchFunctionMode):
         args: tuple[object, ...] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
-        """Call ``func`` or what stands for it."""
+        """Call ``func`` or its replacement."""
         call = self._wrapped(on_one_device(func))
-        given = dict(kwargs or {})
-        if func in _OF_ONE_TYPE:
-            args, given = self._wrapped(_of_one_type)(func, args, given)  # type: ignore[misc]
+        named_args = dict(kwargs or {})
+        if func in _ONE_DTYPE_FUNCTIONS:
+            args, named_args = self._wrapped(_with_one_dtype)(func, args, named_args)  # type: ignore[misc]
         if func is F.scaled_dot_product_attention:
-            return self._wrapped(self._attention)(*args, **given)
+            return self._wrapped(self._attention)(*args, **named_args)
         if func is F.dropout or func is torch.dropout:
-            return self._wrapped(self._dropout)(*args, **given)
+            return self._wrapped(self._dropout)(*args, **named_args)
         if func in (F.dropout1d, F.dropout2d, F.dropout3d):
-            return self._wrapped(self._dropout_channels)(*args, **given)
+            return self._wrapped(self._dropout_channels)(*args, **named_args)
         if func is F.batch_norm:
-            return self._wrapped(_batch_norm)(*args, **given)
+            return self._wrapped(_batch_norm)(*args, **named_args)
         if isinstance(func, torch._ops.HigherOrderOperator):
             raise NotImplementedError(
-                f"the higher-order operator {func!s} cannot be looked into; use tensor operations such as "
+                f"the higher-order operator {func!s} cannot be traced; use tensor operations such as "
                 "torch.where"
             )
         if func is Tensor.backward:
@@ -171,22 +169,24 @@ class NeutralOps(TorchFunctionMode):
                 "forward calls backward(); return the loss, whose gradients the program computes"
             )
         if func is F.ctc_loss:
-            return self._wrapped(reduced_ctc_loss)(*(_widen(arg) for arg in args), **given)
+            return self._wrapped(reduced_ctc_loss)(*(_widen(arg) for arg in args), **named_args)
         if func in _RECURRENT:
-            return self._wrapped(self._recurrent)(_RECURRENT[func], *args, **given)
+            return self._wrapped(self._recurrent)(_RECURRENT[func], *args, **named_args)
         if func in _LOSSES:
-            return call(*(_widen(arg) for arg in args), **{k: _widen(v) for k, v in given.items()})
+            return call(
+                *(_widen(arg) for arg in args), **{k: _widen(v) for k, v in named_args.items()}
+            )
         if func is F.multi_head_attention_forward:
-            # This one is written in Python over the others: run its body under the mode again.
+            # This function is Python code that calls the others: run its body under the mode, too.
             with mock.patch.object(F, "has_torch_function", _never), self:
-                return call(*args, **given)
-        return call(*args, **given)
+                return call(*args, **named_args)
+        return call(*args, **named_args)
 
     def _wrapped(self, func: Function) -> Function:
         return func if self._around is None else self._around(func)
 
     def seed(self) -> Tensor:
-        """The seed of the next dropout or other random numbers, i64[1]."""
+        """The seed of the next dropout or random operator, i64[1]."""
         if self.sites >= self.seeds.numel():
             raise IndexError(f"random numbers are drawn more often than the {self.sites} seeds")
         self.sites += 1
@@ -215,12 +215,12 @@ class NeutralOps(TorchFunctionMode):
         inplace: bool = False,
     ) -> Tensor:
         shape = (*input.shape[:2], *(1 for _ in input.shape[2:]))
-        kept = self._dropout(input.new_ones(shape), p, training)
-        return input.mul_(kept) if inplace else input * kept
+        mask = self._dropout(input.new_ones(shape), p, training)
+        return input.mul_(mask) if inplace else input * mask
 
     def _recurrent(
         self,
-        step: Step,
+        step: RecurrentStep,
         x: Tensor,
         states: Tensor | Sequence[Tensor],
         weights: Sequence[Tensor],
@@ -231,7 +231,9 @@ class NeutralOps(TorchFunctionMode):
         bidirectional: bool,
         batch_first: bool,
     ) -> tuple[Tensor, ...]:
-        if not isinstance(has_biases, bool):  # lengths stand before the states
+        if not isinstance(
+            has_biases, bool
+        ):  # packed sequences pass their lengths before the states
             raise NotImplementedError("packed sequences are not supported; pad them")
         return recurrent(
             step,
@@ -258,14 +260,14 @@ class NeutralOps(TorchFunctionMode):
         enable_gqa: bool = False,
     ) -> Tensor:
         has_same_batch = query.shape[:-3] == key.shape[:-3] == value.shape[:-3]
-        mask_is_plain = attn_mask is None or not attn_mask.requires_grad
-        if query.dim() == 4 and has_same_batch and dropout_p == 0 and mask_is_plain:
+        is_mask_constant = attn_mask is None or not attn_mask.requires_grad
+        if query.dim() == 4 and has_same_batch and dropout_p == 0 and is_mask_constant:
             mask = attn_mask
             while mask is not None and mask.dim() < 4:
                 mask = mask.unsqueeze(0)
             result: Tensor = attention(query, key, value, mask, is_causal, scale)[0]
             return result
-        # Rarer cases in plain operators: a probability or a gradient of the mask needs the scores themselves.
+        # Other cases in plain operators: dropout and a gradient of the mask need the scores.
         if enable_gqa:
             groups = query.shape[-3] // key.shape[-3]
             key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
@@ -292,7 +294,7 @@ def _batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Batch norm by our operator, in FP32 where x is narrower; the new statistics replace the old ones."""
+    """Batch norm by zeroir's operator, in FP32 for 16-bit x; the running statistics are updated in place."""
     wide = [_widen(x) for x in (input, weight, bias, running_mean, running_var)]
     result, _, _, mean, var = batch_norm(*wide, training, momentum, eps)
     if training and running_mean is not None and running_var is not None:
@@ -306,14 +308,14 @@ def _widen(value: object) -> object:
     return value.float() if is_low and isinstance(value, Tensor) else value
 
 
-def _of_one_type(
+def _with_one_dtype(
     func: Function, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> tuple[tuple[object, ...], dict[str, object]]:
-    """The arguments with FP32 tensors rounded to the 16-bit type of others among them, if there is one."""
+    """The arguments, with FP32 tensors rounded to the 16-bit dtype of the others, if there is one."""
     tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     dtypes = {x.dtype for x in tensors}
     if torch.float64 in dtypes and len({x for x in dtypes if x.is_floating_point}) > 1:
-        # Under fake tensors torch lets it pass, and fails when the program runs.
+        # torch accepts this for fake tensors, and fails when the program runs.
         raise TypeError(
             f"{func.__name__} mixes float64 with narrower tensors; parameters have the dtype of --precision, so "
             "convert what meets them"
@@ -337,7 +339,7 @@ def _never(_: object) -> bool:
 
 @contextlib.contextmanager
 def neutral_ops(seeds: Tensor) -> Iterator[NeutralOps]:
-    """Run eager PyTorch with the operators that a traced program has; ``seeds`` is i64[sites], one per dropout.
+    """Run eager PyTorch with the operators of traced programs; ``seeds`` is i64[sites], one per random operator.
 
     The seeds are taken in call order from the first on, so enter this once per forward.
     """

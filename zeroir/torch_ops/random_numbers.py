@@ -1,8 +1,8 @@
-"""Random numbers that are functions of a seed and an element's position, in the place of those of torch's generators.
+"""Random numbers that are functions of a seed and an element's position, instead of torch's generators.
 
-Torch's generators differ between devices and keep hidden state. Under the mode ``Draws`` every operator that draws
-takes the next seed of the program instead, as a dropout does, and makes its numbers from ``zeroir::uniform`` with plain
-operators. What a model draws is then the program's own: other numbers than torch's, of the same distributions.
+Torch's generators differ between devices and keep hidden state. Under the mode ``SeededRandomOps`` every random
+operator takes the next seed of the program, as a dropout does, and computes its numbers from ``zeroir::uniform`` with
+plain operators. The numbers differ from torch's, but their distributions are the same.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ def draw(x: Tensor, seed: Tensor) -> Tensor:
     They are odd multiples of 2^-24: 23 bits each, and neither 0 nor 1. ``seed`` is i64[1], on the host or on x's
     device.
     """
-    # A seed on the host is read at launch; no device waits for it.
+    # A seed on the host is read at launch, so no device has to wait for it.
     return draw_with(x, int(seed) if seed.device.type == "cpu" else seed)
 
 
 def draw_with(x: Tensor, seed: Tensor | int) -> Tensor:
-    """What ``uniform`` computes, in plain operators that a compiler can trace; a tensor of seeds is on x's device."""
+    """``uniform`` in plain operators, which a compiler can trace; a seed that is a tensor is on x's device."""
     numbers = hashed(x.numel(), seed, x.device).bitwise_or_(1).to(torch.float32)
     return numbers.mul_(2.0**-_BITS).view(x.shape)
 
@@ -48,8 +48,8 @@ def _(x: Tensor, _: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=torch.float32, device=x.device)
 
 
-class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A mode in which operators that draw random numbers take a seed (i64[1]) each, or two."""
+class SeededRandomOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A mode in which each random operator takes one or two seeds (i64[1])."""
 
     def __init__(self, seed: Callable[[], Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -62,40 +62,40 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: Sequence[object] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
-        """Call ``func``, or what stands for it."""
+        """Call ``func`` or its replacement."""
         rule = _RULES.get(str(func._overloadpacket))
         if rule is None:
             return func(*args, **(kwargs or {}))
         names = [argument.name for argument in func._schema.arguments]
-        given = _Given({**dict(zip(names, args, strict=False)), **(kwargs or {})})
+        named_args = _NamedArguments({**dict(zip(names, args, strict=False)), **(kwargs or {})})
         with torch._C.DisableTorchFunction():
-            return rule(given, _Source(self._seed))
+            return rule(named_args, _SeededNumbers(self._seed))
 
 
 @dataclass(frozen=True)
-class _Source:
-    """Where numbers come from."""
+class _SeededNumbers:
+    """Random numbers, each tensor of them from the next seeds."""
 
     seed: Callable[[], Tensor]
 
     def uniform(self, like: Tensor) -> Tensor:
-        """Of (0, 1), f32."""
+        """Uniform numbers of (0, 1), f32."""
         return cast("Tensor", uniform(like, self.seed()))
 
     def normal(self, like: Tensor) -> Tensor:
-        """Of mean 0 and deviation 1, f32."""
+        """Normal numbers of mean 0 and deviation 1, f32."""
         return torch.erfinv(self.uniform(like) * 2 - 1) * math.sqrt(2)
 
     def integers(self, like: Tensor, low: int, high: int) -> Tensor:
-        """From ``low`` up to, but not including, ``high``, i64; from 2^44 numbers on some are left out."""
-        drawn = self.uniform(like).double()
+        """Integers in [``low``, ``high``), i64; in a range of more than 2^44 numbers some never occur."""
+        values = self.uniform(like).double()
         if high - low > 1 << 12:
-            drawn = drawn + self.uniform(like).double() * 2.0**-_BITS
-        return (drawn * (high - low)).floor().clamp(max=high - low - 1).long() + low
+            values = values + self.uniform(like).double() * 2.0**-_BITS
+        return (values * (high - low)).floor().clamp(max=high - low - 1).long() + low
 
 
 @dataclass(frozen=True)
-class _Given:
+class _NamedArguments:
     """The arguments of a call by name."""
 
     named: Mapping[str, object]
@@ -104,13 +104,13 @@ class _Given:
         return cast("Tensor", self.named[name])
 
     def number(self, name: str, default: float) -> float:
-        found = self.named.get(name)
-        return default if found is None else cast("float", found)
+        value = self.named.get(name)
+        return default if value is None else cast("float", value)
 
     def factor(self, name: str, default: float) -> Tensor | float:
-        """A parameter of a distribution: a number, or a tensor of them."""
-        found = self.named.get(name)
-        return default if found is None else cast("Tensor | float", found)
+        """A parameter of a distribution: a number or a tensor."""
+        value = self.named.get(name)
+        return default if value is None else cast("Tensor | float", value)
 
     def like(self, dtype: torch.dtype | None = None) -> Tensor:
         """A tensor of the shape and type of the result."""
@@ -122,132 +122,132 @@ class _Given:
         return torch.empty(size, dtype=kind, device=device)
 
 
-Rule = Callable[[_Given, _Source], object]
-_Sampled = Callable[[_Given, _Source, Tensor], Tensor]
+Rule = Callable[[_NamedArguments, _SeededNumbers], object]
+_Sampler = Callable[[_NamedArguments, _SeededNumbers, Tensor], Tensor]
 
 
-def _in_place(sampled: _Sampled) -> Rule:
+def _in_place(sample: _Sampler) -> Rule:
     """The rule of an operator that fills its tensor."""
 
-    def rule(given: _Given, source: _Source) -> object:
-        x = given.tensor()
-        return x.copy_(sampled(given, source, x))
+    def rule(args: _NamedArguments, numbers: _SeededNumbers) -> object:
+        x = args.tensor()
+        return x.copy_(sample(args, numbers, x))
 
     return rule
 
 
-def _made(sampled: _Sampled, dtype: torch.dtype | None = None) -> Rule:
-    """The rule of an operator that makes a tensor, of ``dtype`` where it is told of none."""
+def _new(sample: _Sampler, dtype: torch.dtype | None = None) -> Rule:
+    """The rule of an operator that makes a tensor, by default of ``dtype``."""
 
-    def rule(given: _Given, source: _Source) -> object:
-        like = given.like(dtype)
-        return torch.empty_like(like).copy_(sampled(given, source, like))
+    def rule(args: _NamedArguments, numbers: _SeededNumbers) -> object:
+        like = args.like(dtype)
+        return torch.empty_like(like).copy_(sample(args, numbers, like))
 
     return rule
 
 
-def _uniform(given: _Given, source: _Source, like: Tensor) -> Tensor:
-    low, high = given.number("from", 0.0), given.number("to", 1.0)
-    drawn = source.uniform(like)
-    return drawn if (low, high) == (0.0, 1.0) else drawn * (high - low) + low
+def _uniform(args: _NamedArguments, numbers: _SeededNumbers, like: Tensor) -> Tensor:
+    low, high = args.number("from", 0.0), args.number("to", 1.0)
+    values = numbers.uniform(like)
+    return values if (low, high) == (0.0, 1.0) else values * (high - low) + low
 
 
-def _normal(given: _Given, source: _Source, like: Tensor) -> Tensor:
-    return source.normal(like) * given.factor("std", 1.0) + given.factor("mean", 0.0)
+def _normal(args: _NamedArguments, numbers: _SeededNumbers, like: Tensor) -> Tensor:
+    return numbers.normal(like) * args.factor("std", 1.0) + args.factor("mean", 0.0)
 
 
-def _log_normal(given: _Given, source: _Source, like: Tensor) -> Tensor:
-    return (source.normal(like) * given.number("std", 2.0) + given.number("mean", 1.0)).exp()
+def _log_normal(args: _NamedArguments, numbers: _SeededNumbers, like: Tensor) -> Tensor:
+    return (numbers.normal(like) * args.number("std", 2.0) + args.number("mean", 1.0)).exp()
 
 
-def _exponential(given: _Given, source: _Source, like: Tensor) -> Tensor:
-    return -source.uniform(like).log() / given.number("lambd", 1.0)
+def _exponential(args: _NamedArguments, numbers: _SeededNumbers, like: Tensor) -> Tensor:
+    return -numbers.uniform(like).log() / args.number("lambd", 1.0)
 
 
-def _cauchy(given: _Given, source: _Source, like: Tensor) -> Tensor:
-    angle = (source.uniform(like) - 0.5) * math.pi
-    return angle.tan() * given.number("sigma", 1.0) + given.number("median", 0.0)
+def _cauchy(args: _NamedArguments, numbers: _SeededNumbers, like: Tensor) -> Tensor:
+    angle = (numbers.uniform(like) - 0.5) * math.pi
+    return angle.tan() * args.number("sigma", 1.0) + args.number("median", 0.0)
 
 
-def _geometric(given: _Given, source: _Source, like: Tensor) -> Tensor:
-    p = given.number("p", 0.5)
+def _geometric(args: _NamedArguments, numbers: _SeededNumbers, like: Tensor) -> Tensor:
+    p = args.number("p", 0.5)
     if p >= 1:
         return torch.ones_like(like)
-    return (source.uniform(like).log() / math.log1p(-p)).ceil()
+    return (numbers.uniform(like).log() / math.log1p(-p)).ceil()
 
 
-def _bernoulli(given: _Given, source: _Source, like: Tensor) -> Tensor:
-    return source.uniform(like) < given.factor("p", 0.5)
+def _bernoulli(args: _NamedArguments, numbers: _SeededNumbers, like: Tensor) -> Tensor:
+    return numbers.uniform(like) < args.factor("p", 0.5)
 
 
-def _integers(given: _Given, source: _Source, like: Tensor) -> Tensor:
-    high = given.named.get("high", given.named.get("to"))
+def _integers(args: _NamedArguments, numbers: _SeededNumbers, like: Tensor) -> Tensor:
+    high = args.named.get("high", args.named.get("to"))
     if high is None:
-        # As many as every number of the dtype up to there can be told from its neighbours.
-        bits = torch.finfo(like.dtype).eps if like.is_floating_point() else 0.0
-        most = round(2 / bits) if bits else min(torch.iinfo(like.dtype).max, 1 << 44)
-        high = most if "from" not in given.named else most - 1
-    low = given.number("low", given.number("from", 0))
-    return source.integers(like, int(low), int(cast("int", high)))
+        # The range in which the dtype represents every integer.
+        epsilon = torch.finfo(like.dtype).eps if like.is_floating_point() else 0.0
+        limit = round(2 / epsilon) if epsilon else min(torch.iinfo(like.dtype).max, 1 << 44)
+        high = limit if "from" not in args.named else limit - 1
+    low = args.number("low", args.number("from", 0))
+    return numbers.integers(like, int(low), int(cast("int", high)))
 
 
-def _bernoulli_of(given: _Given, source: _Source) -> object:
-    """``bernoulli(x)`` takes its probabilities from x itself, ``bernoulli(x, p)`` the number p."""
-    x = given.tensor()
-    drawn = (
-        source.uniform(x) < given.factor("p", 0.5)
-        if "p" in given.named
-        else (source.uniform(x) < x)
+def _bernoulli_of(args: _NamedArguments, numbers: _SeededNumbers) -> object:
+    """``bernoulli(x)``, with the probabilities x, and ``bernoulli(x, p)``, with the probability p."""
+    x = args.tensor()
+    values = (
+        numbers.uniform(x) < args.factor("p", 0.5)
+        if "p" in args.named
+        else (numbers.uniform(x) < x)
     )
-    return torch.empty_like(x).copy_(drawn)
+    return torch.empty_like(x).copy_(values)
 
 
-def _normal_of(given: _Given, source: _Source) -> object:
-    """``normal(mean, std)`` where either is a tensor, or ``size`` says the shape."""
-    mean, std = given.factor("mean", 0.0), given.factor("std", 1.0)
+def _normal_of(args: _NamedArguments, numbers: _SeededNumbers) -> object:
+    """``normal(mean, std)``, where one is a tensor or ``size`` is the shape."""
+    mean, std = args.factor("mean", 0.0), args.factor("std", 1.0)
     tensors = [x for x in (mean, std) if isinstance(x, Tensor)]
     if tensors:
         shape = torch.broadcast_shapes(*(x.shape for x in tensors))  # type: ignore[no-untyped-call]
         like = tensors[0].new_empty(shape)
     else:
-        like = given.like()
-    return like.copy_(source.normal(like) * std + mean)
+        like = args.like()
+    return like.copy_(numbers.normal(like) * std + mean)
 
 
-def _permutation(given: _Given, source: _Source) -> object:
-    count = cast("int", given.named["n"])
-    dtype = cast("torch.dtype | None", given.named.get("dtype")) or torch.int64
-    device = cast("torch.device | None", given.named.get("device"))
+def _permutation(args: _NamedArguments, numbers: _SeededNumbers) -> object:
+    count = cast("int", args.named["n"])
+    dtype = cast("torch.dtype | None", args.named.get("dtype")) or torch.int64
+    device = cast("torch.device | None", args.named.get("device"))
     like = torch.empty(count, device=device)
-    return torch.sort(source.uniform(like), stable=True)[1].to(dtype)
+    return torch.sort(numbers.uniform(like), stable=True)[1].to(dtype)
 
 
-def _multinomial(given: _Given, source: _Source) -> object:
-    """Categories by their weights, i64: several of one row either with replacement or without."""
-    weights, count = given.tensor(), cast("int", given.named["num_samples"])
-    if count > 1 and given.named.get("replacement"):
+def _multinomial(args: _NamedArguments, numbers: _SeededNumbers) -> object:
+    """Categories by their weights, i64: of each row ``num_samples``, with or without replacement."""
+    weights, count = args.tensor(), cast("int", args.named["num_samples"])
+    if count > 1 and args.named.get("replacement"):
         bounds = weights.float().cumsum(-1)
-        wanted = source.uniform(weights.new_empty((*weights.shape[:-1], count)))
-        found = torch.searchsorted(bounds, wanted * bounds[..., -1:])
-        return found.clamp(max=weights.shape[-1] - 1)
-    # The first of several independent waiting times (as Efraimidis and Spirakis, 2006, have it).
-    times = -source.uniform(weights).log() / weights.float()
+        quantiles = numbers.uniform(weights.new_empty((*weights.shape[:-1], count)))
+        categories = torch.searchsorted(bounds, quantiles * bounds[..., -1:])
+        return categories.clamp(max=weights.shape[-1] - 1)
+    # The categories with the shortest independent exponential times (Efraimidis and Spirakis, 2006).
+    times = -numbers.uniform(weights).log() / weights.float()
     return torch.topk(times, count, dim=-1, largest=False)[1]
 
 
-def _leaky(given: _Given, source: _Source) -> object:
-    """``rrelu``: slopes between ``lower`` and ``upper`` below zero, which ``noise`` keeps for the backward."""
-    x, noise = given.tensor(), given.tensor("noise")
-    lower, upper = given.number("lower", 1 / 8), given.number("upper", 1 / 3)
-    if not given.named.get("training"):
+def _leaky(args: _NamedArguments, numbers: _SeededNumbers) -> object:
+    """``rrelu``: random slopes between ``lower`` and ``upper`` below zero; ``noise`` saves them for the backward."""
+    x, noise = args.tensor(), args.tensor("noise")
+    lower, upper = args.number("lower", 1 / 8), args.number("upper", 1 / 3)
+    if not args.named.get("training"):
         return torch.where(x > 0, x, x * ((lower + upper) / 2))
-    slopes = source.uniform(x) * (upper - lower) + lower
+    slopes = numbers.uniform(x) * (upper - lower) + lower
     noise.copy_(torch.where(x > 0, 1.0, slopes))
     return x * noise
 
 
-def _leaky_in_place(given: _Given, source: _Source) -> object:
-    return given.tensor().copy_(cast("Tensor", _leaky(given, source)))
+def _leaky_in_place(args: _NamedArguments, numbers: _SeededNumbers) -> object:
+    return args.tensor().copy_(cast("Tensor", _leaky(args, numbers)))
 
 
 _RULES: Final[Mapping[str, Rule]] = {
@@ -260,12 +260,12 @@ _RULES: Final[Mapping[str, Rule]] = {
     "aten.multinomial": _multinomial,
     "aten.normal": _normal_of,
     "aten.normal_": _in_place(_normal),
-    "aten.rand": _made(_uniform),
-    "aten.rand_like": _made(_uniform),
-    "aten.randint": _made(_integers, torch.int64),
-    "aten.randint_like": _made(_integers),
-    "aten.randn": _made(_normal),
-    "aten.randn_like": _made(_normal),
+    "aten.rand": _new(_uniform),
+    "aten.rand_like": _new(_uniform),
+    "aten.randint": _new(_integers, torch.int64),
+    "aten.randint_like": _new(_integers),
+    "aten.randn": _new(_normal),
+    "aten.randn_like": _new(_normal),
     "aten.random_": _in_place(_integers),
     "aten.randperm": _permutation,
     "aten.rrelu_with_noise": _leaky,

@@ -1,7 +1,7 @@
-"""Strided views that count from where their tensor begins, in the place of torch's, which count from its storage.
+"""Strided views whose offset counts from the beginning of their tensor; torch's counts from that of its storage.
 
-``torch.as_strided`` takes its offset from the beginning of the storage that a tensor is part of. While a model is
-traced that is the tensor itself; when its program runs it is the block of memory in which all temporary buffers stand.
+The offset of ``torch.as_strided`` counts from the beginning of the storage that contains a tensor. While a model is
+traced, the storage begins with the tensor; when its program runs, the storage is the memory of all temporary buffers.
 Offsets and strides are in elements.
 """
 
@@ -13,17 +13,17 @@ import torch
 from torch import Tensor
 
 
-def look(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int) -> Tensor:
-    """The elements of ``x``'s memory in this shape, from ``offset`` elements after its first one on."""
+def strided_view(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int) -> Tensor:
+    """The elements of ``x``'s memory in this shape, from ``offset`` elements after the first of ``x`` on."""
     return x.as_strided(size, stride, x.storage_offset() + offset)
 
 
 def scatter(
     x: Tensor, source: Tensor, size: Sequence[int], stride: Sequence[int], offset: int
 ) -> Tensor:
-    """A copy of ``x`` in which ``look`` with the same arguments shows ``source``.
+    """A copy of ``x`` in which ``strided_view`` with the same arguments equals ``source``.
 
-    What ``source`` puts between the elements of ``x``, or beyond them, is not seen.
+    Elements of ``source`` that lie between the elements of ``x`` or beyond them are lost.
     """
     first = min(offset, 0)
     last = max(_span(x.shape, x.stride()), offset + _span(size, stride))
@@ -34,8 +34,10 @@ def scatter(
     return result
 
 
-def look_by_index(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int) -> Tensor:
-    """The elements that ``look`` sees, for a compiler that lays tensors out as it likes; no view.
+def strided_view_by_index(
+    x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int
+) -> Tensor:
+    """A copy of ``strided_view``, for a compiler that chooses the layout of tensors itself.
 
     ``x`` holds each element of its memory once.
     """
@@ -45,7 +47,10 @@ def look_by_index(x: Tensor, size: Sequence[int], stride: Sequence[int], offset:
 def scatter_by_index(
     x: Tensor, source: Tensor, size: Sequence[int], stride: Sequence[int], offset: int
 ) -> Tensor:
-    """What ``scatter`` makes, for a compiler that lays tensors out as it likes; ``x`` as in ``look_by_index``."""
+    """The result of ``scatter``, for a compiler that chooses the layout of tensors itself.
+
+    ``x`` holds each element of its memory once.
+    """
     positions = _positions(size, stride, offset, x.device).reshape(-1)
     changed = _in_memory_order(x).index_put((positions,), source.reshape(-1))
     order = _memory_order(x)
@@ -58,7 +63,7 @@ def _in_memory_order(x: Tensor) -> Tensor:
 
 
 def _memory_order(x: Tensor) -> list[int]:
-    """The dimensions, those of large strides first."""
+    """The dimensions, those with large strides first."""
     strides = x.stride()
     return sorted(range(x.dim()), key=lambda d: (-strides[d], -x.shape[d]))
 
@@ -66,25 +71,27 @@ def _memory_order(x: Tensor) -> list[int]:
 def _positions(
     size: Sequence[int], stride: Sequence[int], offset: int, device: torch.device
 ) -> Tensor:
-    """Of each element of a view where it lies in memory, i64 of its shape."""
-    found = torch.full((), offset, dtype=torch.int64, device=device)
+    """The position in memory of each element of a view, i64 of the view's shape."""
+    positions = torch.full((), offset, dtype=torch.int64, device=device)
     for extent, step in zip(size, stride, strict=True):
-        found = found.unsqueeze(-1) + torch.arange(extent, device=device) * step
-    return found
+        positions = positions.unsqueeze(-1) + torch.arange(extent, device=device) * step
+    return positions
 
 
 def _span(size: Sequence[int], stride: Sequence[int]) -> int:
-    """Elements from the first to the last of a view, both included."""
+    """The number of elements in memory from the first to the last of a view, both included."""
     if 0 in size:
         return 0
     return 1 + sum((extent - 1) * step for extent, step in zip(size, stride, strict=True))
 
 
-_WHERE = "SymInt[] size, SymInt[] stride, SymInt offset"
-torch.library.define("zeroir::strided", f"(Tensor(a) x, {_WHERE}) -> Tensor(a)")
-torch.library.define("zeroir::strided_scatter", f"(Tensor x, Tensor source, {_WHERE}) -> Tensor")
-# These kernels serve tensors without data, too.
-torch.library.impl("zeroir::strided", "CompositeExplicitAutograd", look)
+_VIEW_ARGUMENTS = "SymInt[] size, SymInt[] stride, SymInt offset"
+torch.library.define("zeroir::strided", f"(Tensor(a) x, {_VIEW_ARGUMENTS}) -> Tensor(a)")
+torch.library.define(
+    "zeroir::strided_scatter", f"(Tensor x, Tensor source, {_VIEW_ARGUMENTS}) -> Tensor"
+)
+# These kernels also run on fake tensors.
+torch.library.impl("zeroir::strided", "CompositeExplicitAutograd", strided_view)
 torch.library.impl("zeroir::strided_scatter", "CompositeExplicitAutograd", scatter)
 
 strided: torch._ops.OpOverload = torch.ops.zeroir.strided.default

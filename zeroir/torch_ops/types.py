@@ -1,4 +1,4 @@
-"""Element types as the IR and as torch name them."""
+"""The element types of the IR and of torch."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ def verify_job(programs: Sequence[Program]) -> Report:
         return Report()
     findings = Findings(programs[0])
     compare_jobs(programs, findings)
-    return Report(findings=tuple(findings.found), asked=("Z201",))
+    return Report(findings=tuple(findings.items), asked=("Z201",))
 
 
 def _asked(
@@ -143,32 +143,32 @@ def _examined(program: Program, reference: Reference | None, budget_bytes: int |
     if not _check_structure(program, findings):
         why = "not examined: the structure is broken"
         unexamined = dict.fromkeys((*_ORDER_LAWS, *_VALUE_LAWS, "Z301"), why)
-        return Report(findings=tuple(findings.found), asked=asked, unexamined=unexamined)
+        return Report(findings=tuple(findings.items), asked=asked, unexamined=unexamined)
     is_ordered = _check_order(program, findings)
     if is_ordered and budget_bytes is not None:
         check_budget(program, findings, budget_bytes)
     if not is_ordered:
         why = "not examined: the order of ops is broken"
         unexamined = dict.fromkeys((*_VALUE_LAWS, "Z301"), why)
-        return Report(findings=tuple(findings.found), asked=asked, unexamined=unexamined)
+        return Report(findings=tuple(findings.items), asked=asked, unexamined=unexamined)
     _check_values(program, reference, findings)
-    return Report(findings=tuple(findings.found), asked=asked)
+    return Report(findings=tuple(findings.items), asked=asked)
 
 
 def _check_structure(program: Program, findings: Findings) -> bool:
     """Whether each declaration and each op is right by itself; all other checks rely on it."""
     for check_part in (check_limits, check_declarations, check_structure):
-        if not findings.found:
+        if not findings.items:
             check_part(program, findings)
-    return not findings.found
+    return not findings.items
 
 
 def _check_order(program: Program, findings: Findings) -> bool:
     """Whether every interleaving of the streams is safe; the values are examined in program order alone."""
     for check_part in (check_collectives, check_ordering, check_arenas, check_bounds):
-        if not findings.found:
+        if not findings.items:
             check_part(program, findings)
-    return not findings.found
+    return not findings.items
 
 
 def _runs(shared: Shared, findings: Findings, *, is_checked: bool) -> dict[str, SectionRun]:
@@ -193,7 +193,7 @@ def _check_values(program: Program, reference: Reference | None, findings: Findi
     _check_micro_steps(program, runs, findings)
     if reference is not None and program is reference.program:
         reference.remember(runs)
-    elif reference is not None and not findings.found:
+    elif reference is not None and not findings.items:
         expected = reference.runs(by_node=is_recut)
         for mismatch in mismatches(program, runs, reference.program, expected):
             name = mismatch.section

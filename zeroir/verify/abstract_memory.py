@@ -41,10 +41,10 @@ class AbstractMemory:
         self._maps.pop(name, None)
 
     def _map(self, name: str) -> IntervalMap[Value]:
-        found = self._maps.get(name)
-        if found is None:
-            found = self._maps[name] = IntervalMap(self._buffers[name].numel, UNWRITTEN)
-        return found
+        values = self._maps.get(name)
+        if values is None:
+            values = self._maps[name] = IntervalMap(self._buffers[name].numel, UNWRITTEN)
+        return values
 
     def numel(self, region: Region) -> int:
         """Elements of the region on one rank."""
@@ -61,11 +61,11 @@ class AbstractMemory:
             value = pieces[0][2]
             if not isinstance(value, Split):
                 return pieces
-        found = rebased(pieces, start)
-        for i, (a, b, value) in enumerate(found):
+        local = rebased(pieces, start)
+        for i, (a, b, value) in enumerate(local):
             if isinstance(value, Split) and (value.start, value.stop) != (a, b):
-                found[i] = (a, b, TORN)
-        return found
+                local[i] = (a, b, TORN)
+        return local
 
     def _read_slice(
         self, pieces: list[tuple[int, int, Value]], axis: str, start: int, stop: int

@@ -73,16 +73,16 @@ class Sum(NamedTuple):
 
     @classmethod
     def of(cls, dtype: DType, left: Gradient, right: Gradient) -> Sum:
-        """The sum of two gradients of one flat.
+        """The sum of two gradients of first flat.
 
         A schedule may sum ranks before or after micro-steps, although the two round differently; the documentation
-        says so. So the axes of both sides are left out where one side holds earlier micro-steps.
+        says so. So the axes of both sides are left out where first side holds earlier micro-steps.
         """
         sides = (left.terms, right.terms)
         if any(term.source in (PAST_TERM, ALL_TERM) for terms in sides for term in terms):
             sides = (_on_no_axis(left.terms), _on_no_axis(right.terms))
-        one, other = sorted(sides)
-        return cls(left.flat, dtype, (one, other))
+        first, second = sorted(sides)
+        return cls(left.flat, dtype, (first, second))
 
 
 def _on_no_axis(terms: tuple[Term, ...]) -> tuple[Term, ...]:

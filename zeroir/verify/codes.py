@@ -1,4 +1,4 @@
-"""The codes of the verifier: what each rules out, and what to do about it."""
+"""The codes of the verifier's laws: what each rules out, and the usual remedy."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STRUCTURE: Final[Mapping[str, Law]] = {
     ),
     "Z002": Law(
         title="duplicate name",
-        remedy="Give each buffer, segment, section, flat, axis, stream, comm and event its own name.",
+        remedy="Give each buffer, segment, section, flat, axis, stream, communicator and event its own name.",
     ),
     "Z003": Law(
         title="region out of bounds or not divisible",
@@ -42,23 +42,23 @@ STRUCTURE: Final[Mapping[str, Law]] = {
     ),
     "Z007": Law(
         title="alloc or release of a persistent buffer",
-        remedy="Only temporary buffers (those without a resting content) begin and end.",
+        remedy="Allocate and release temporary buffers only, those without a resting content.",
     ),
     "Z008": Law(
         title="malformed declaration or state",
-        remedy="Make the declaration agree with the flats, the mesh and the buffers it speaks of.",
+        remedy="Make the declaration agree with the flats, the mesh and the buffers that it names.",
     ),
     "Z009": Law(
-        title="sections do not join",
-        remedy="Let the exit state of a section equal the entry state of the one that follows it.",
+        title="the states of two sections differ where they meet",
+        remedy="Make the exit state of a section equal to the entry state of the next section.",
     ),
     "Z010": Law(
         title="overlap within one op",
-        remedy="Let an op write each element once; in-place collectives use exactly matching regions.",
+        remedy="Write each element once, and give in-place collectives exactly matching regions.",
     ),
     "Z011": Law(
         title="beyond a limit",
-        remedy="Compile the model again: no program of a model comes near these limits.",
+        remedy="Compile the model again: no model comes near these limits.",
     ),
 }
 
@@ -69,11 +69,11 @@ LAWS: Final[Mapping[str, Law]] = {
     ),
     "Z102": Law(
         title="double gather",
-        remedy="Drop the second gather: its destination holds the content already.",
+        remedy="Drop the second gather: its destination already holds the content.",
     ),
     "Z103": Law(
-        title="read before wait, or before anything was written",
-        remedy="Let the producer signal an event and wait for it on the stream that reads.",
+        title="read without a wait, or before the first write",
+        remedy="Let the op that writes signal an event, and wait for it on the stream of the read.",
     ),
     "Z104": Law(
         title="leak",
@@ -81,19 +81,19 @@ LAWS: Final[Mapping[str, Law]] = {
     ),
     "Z105": Law(
         title="race",
-        remedy="Signal an event after the first op and wait for it on the stream of the second.",
+        remedy="Let the first op signal an event, and wait for it on the stream of the second.",
     ),
     "Z106": Law(
-        title="two live buffers in one place",
-        remedy="Plan the memory anew (`plan-memory`), or leave the offsets out: then the runtime plans it.",
+        title="two live buffers share memory",
+        remedy="Run `plan-memory` again, or drop the offsets: then the runtime plans the memory.",
     ),
     "Z201": Law(
         title="collectives differ between ranks",
         remedy="Let every rank issue the same collectives with sizes that fit the axis.",
     ),
     "Z202": Law(
-        title="wait on an event not yet issued, or unordered communicators",
-        remedy="Issue the op that signals the event before the wait; order the collectives by events.",
+        title="wait for an event that nothing signals, or unordered collectives",
+        remedy="Issue the op that signals the event before the wait, or order the collectives by events.",
     ),
     "Z301": Law(
         title="over the memory budget",
@@ -104,8 +104,8 @@ LAWS: Final[Mapping[str, Law]] = {
         remedy="Wait for the release that the bound asks for before the buffer begins, or drop the bound.",
     ),
     "Z401": Law(
-        title="a compute op reads anything but the current full parameter",
-        remedy="Gather or cast the parameter before the op, and keep others from overwriting it.",
+        title="a compute op does not read the current, whole parameter",
+        remedy="Gather or cast the parameter before the op, and let no other op overwrite it.",
     ),
     "Z402": Law(
         title="a gradient element is not summed exactly once",
@@ -120,12 +120,12 @@ LAWS: Final[Mapping[str, Law]] = {
         remedy="Reduce the gradient over every mesh axis after its last contribution.",
     ),
     "Z405": Law(
-        title="an update before the decision it depends on",
-        remedy="Compute the statistics on final gradients, reduce them, decide, and only then step.",
+        title="an update without the decision that it depends on",
+        remedy="Compute the statistics of final gradients, combine them over the ranks, decide, and then update.",
     ),
     "Z406": Law(
-        title="not the values of the logical program",
-        remedy="Let the schedule compute each gradient from what the logical program computes it from.",
+        title="other values than in the logical program",
+        remedy="Let the schedule compute each gradient from the same values as the logical program.",
     ),
 }
 

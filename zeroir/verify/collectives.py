@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from zeroir.ir import ops
@@ -21,22 +21,22 @@ class LaunchSignature(NamedTuple):
 
 def launches(program: Program, section: Section) -> list[LaunchSignature]:
     """The collectives of a section in issue order; the same on every rank, since regions have equal local sizes."""
-    found: list[LaunchSignature] = []
+    signatures: list[LaunchSignature] = []
     for op in section.body:
         match op:
-            case ops.AllGather() | ops.Prefetch():
+            case ops.Gather():
                 # A prefetch on one rank may meet an all-gather on another.
-                found.append(_launch(program, op, "all_gather", ""))
+                signatures.append(_launch(program, op, "all_gather", ""))
             case ops.ReduceScatter() | ops.AllReduce():
-                found.append(_launch(program, op, title(op), str(op.reduction)))
+                signatures.append(_launch(program, op, title(op), str(op.reduction)))
             case ops.Broadcast():
-                found.append(_launch(program, op, title(op), f"root {op.root}"))
+                signatures.append(_launch(program, op, title(op), f"root {op.root}"))
             case _:
                 pass
-    return found
+    return signatures
 
 
-def _launch(program: Program, op: ops.Collective, kind: str, detail: str) -> LaunchSignature:
+def _launch(program: Program, op: ops.CollectiveOp, kind: str, detail: str) -> LaunchSignature:
     pairs = tuple(
         (
             pair.source.local_numel(program.mesh),
@@ -62,14 +62,14 @@ def check_collectives(program: Program, findings: Findings) -> None:
                 findings.add("Z201", sentence, section=section, line=line)
 
 
-def _misfit(program: Program, op: ops.Collective, size: int) -> str | None:
+def _misfit(program: Program, op: ops.CollectiveOp, size: int) -> str | None:
     if isinstance(op, ops.Broadcast) and not 0 <= op.root < size:
         return f"broadcast from rank {op.root} of an axis that has {size}"
     for pair in op.pairs:
         source = pair.source.local_numel(program.mesh)
         destination = pair.destination.local_numel(program.mesh)
         match op:
-            case ops.AllGather() | ops.Prefetch():
+            case ops.Gather():
                 wanted = source * size
             case ops.ReduceScatter():
                 wanted = source // size if source % size == 0 else -1
@@ -86,35 +86,34 @@ def _misfit(program: Program, op: ops.Collective, size: int) -> str | None:
 def compare_jobs(programs: Sequence[Program], findings: Findings) -> None:
     """Programs that run as one job must issue the same collectives."""
     first = programs[0]
-    for number, other in enumerate(programs[1:], start=1):
-        if other.mesh != first.mesh or other.comms != first.comms:
-            findings.add(
-                "Z201", f"program {number} has another mesh or other communicators than program 0"
-            )
-            continue
-        if [s.name for s in other.sections] != [s.name for s in first.sections]:
-            findings.add("Z201", f"program {number} has other sections than program 0")
-            continue
-        counts = [p.option.get("micro_steps", "1") for p in (first, other)]
-        if counts[0] != counts[1]:
-            findings.add(
-                "Z201",
-                f"program {number} takes {counts[1]} micro-steps a step, program 0 takes {counts[0]}",
-            )
-            continue
-        for mine, theirs in zip(first.sections, other.sections, strict=True):
-            ours, others = launches(first, mine), launches(other, theirs)
-            for at, (a, b) in enumerate(zip(ours, others, strict=False)):
-                if a != b:
-                    findings.add(
-                        "Z201",
-                        f"collective {at} of {mine.name} is {a.kind} on {a.comm} {list(a.pairs)} in program 0 "
-                        f"and {b.kind} on {b.comm} {list(b.pairs)} in program {number}",
-                    )
-                    break
-            else:
-                if len(ours) != len(others):
-                    findings.add(
-                        "Z201",
-                        f"{mine.name} has {len(ours)} collectives in program 0 and {len(others)} in program {number}",
-                    )
+    for number, program in enumerate(programs[1:], start=1):
+        for sentence in _differences(first, program, f"program {number}"):
+            findings.add("Z201", sentence)
+
+
+def _differences(first: Program, program: Program, name: str) -> Iterator[str]:
+    """How a program differs from the first one, program 0."""
+    if program.mesh != first.mesh or program.comms != first.comms:
+        yield f"{name} has another mesh or other communicators than program 0"
+        return
+    if [s.name for s in program.sections] != [s.name for s in first.sections]:
+        yield f"{name} has other sections than program 0"
+        return
+    counts = [p.option.get("micro_steps", "1") for p in (first, program)]
+    if counts[0] != counts[1]:
+        yield f"{name} takes {counts[1]} micro-steps a step, program 0 takes {counts[0]}"
+        return
+    for first_section, section in zip(first.sections, program.sections, strict=True):
+        first_launches, own_launches = launches(first, first_section), launches(program, section)
+        where = section.name
+        for at, (a, b) in enumerate(zip(first_launches, own_launches, strict=False)):
+            if a != b:
+                yield (
+                    f"collective {at} of {where} is {a.kind} on {a.comm} {list(a.pairs)} in program 0 "
+                    f"and {b.kind} on {b.comm} {list(b.pairs)} in {name}"
+                )
+                break
+        else:
+            counts_here = (len(first_launches), len(own_launches))
+            if counts_here[0] != counts_here[1]:
+                yield f"{where} has {counts_here[0]} collectives in program 0 and {counts_here[1]} in {name}"

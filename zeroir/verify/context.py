@@ -1,4 +1,4 @@
-"""What every check needs: the program, the findings so far, and how to word them."""
+"""What every check needs: the findings so far, and the names of ops and regions in their sentences."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zeroir.ir.program import Program, Section
 from zeroir.verify.report import Finding
 
 FINDINGS_LIMIT = 100
-"""After this many findings of one stage the rest is noise."""
+"""Further findings of one stage are dropped."""
 
 
 @dataclass
@@ -21,14 +21,14 @@ class Findings:
     """Collects findings about one program, with the op's text, its neighbours and the buffers' history."""
 
     program: Program
-    found: list[Finding] = field(default_factory=list)
+    items: list[Finding] = field(default_factory=list)
     _seen: set[tuple[str, str | None, int | None, tuple[str, ...]]] = field(default_factory=set)
     _histories: dict[str, Mapping[str, list[str]]] = field(default_factory=dict)
 
     @property
     def is_full(self) -> bool:
         """Whether no further finding is kept."""
-        return len(self.found) >= FINDINGS_LIMIT
+        return len(self.items) >= FINDINGS_LIMIT
 
     def add(
         self,
@@ -41,9 +41,10 @@ class Findings:
         advice: str = "",
         is_of_exit: bool = False,
     ) -> None:
-        """Add one finding; of several with one code at one op, or in one sentence, only the first is kept.
+        """Add a finding, unless one with this code stands at the same op, or without an op has the same sentence.
 
-        What is wrong at a section's exit is not of the op that it points to: then each buffer counts for itself.
+        With ``is_of_exit`` the finding is about the section's exit and only points to an op: then one finding is kept
+        for each set of buffers.
         """
         buffers = tuple(buffers)
         what = (sentence,) if line is None else buffers if is_of_exit else ()
@@ -61,7 +62,7 @@ class Findings:
             op_text, window = around(self.program, section, line)
             sources = model_sources(self.program, section.body[line])
         history = () if section is None else tuple(self._history(section, names[:4]))
-        self.found.append(
+        self.items.append(
             Finding(
                 code=code,
                 sentence=sentence,
@@ -76,7 +77,7 @@ class Findings:
         )
 
     def _history(self, section: Section, names: Iterable[str]) -> Iterator[str]:
-        """``%b: allocated @12, gathered @14, released @31``, at most eight events, for each buffer."""
+        """For each buffer a line such as ``%b: allocated @12, gathered @14, released @31``, of at most eight events."""
         if section.name not in self._histories:
             self._histories[section.name] = _events(section)
         for name in names:
@@ -103,7 +104,7 @@ def printer(program: Program) -> Callable[[Op], str]:
 
 
 def around(program: Program, section: Section, line: int) -> tuple[str, tuple[str, ...]]:
-    """The op's text, and the text of it and two ops on either side with the op marked."""
+    """The op's text, and a window of five ops around it in which it is marked."""
     text = printer(program)
     low = max(0, min(line - 2, len(section.body) - 5))
     window: list[str] = []
@@ -125,82 +126,38 @@ def _events(section: Section) -> Mapping[str, list[str]]:
     """What the ops of a section do to each buffer, in order."""
     events: dict[str, list[str]] = {}
     for i, op in enumerate(section.body):
-        seen = effects(op)
-        said = dict.fromkeys((region.buffer for region in seen.reads), f"read @{i}")
-        written = (region.buffer for region in (*seen.writes, *seen.accumulates))
-        said |= dict.fromkeys(written, f"{verb(op)} @{i}")
-        said |= dict.fromkeys(seen.frees, f"released @{i}")
-        said |= dict.fromkeys(seen.allocs, f"allocated @{i}")
-        for name, event in said.items():
+        op_effects = effects(op)
+        events_here = dict.fromkeys((region.buffer for region in op_effects.reads), f"read @{i}")
+        written = (region.buffer for region in (*op_effects.writes, *op_effects.accumulates))
+        events_here |= dict.fromkeys(written, f"{op.participle} @{i}")
+        events_here |= dict.fromkeys(op_effects.frees, f"released @{i}")
+        events_here |= dict.fromkeys(op_effects.allocs, f"allocated @{i}")
+        for name, event in events_here.items():
             events.setdefault(name, []).append(event)
     return events
 
 
 def last_touch(section: Section, name: str, *, is_write: bool) -> int | None:
     """The line of the last op of the section that uses (or writes) a buffer."""
-    found: int | None = None
+    last: int | None = None
     for line, op in enumerate(section.body):
-        seen = effects(op)
-        regions = (*seen.writes, *seen.accumulates)
+        op_effects = effects(op)
+        regions = (*op_effects.writes, *op_effects.accumulates)
         if not is_write:
-            regions = (*regions, *seen.reads)
-        if name in (*seen.allocs, *(region.buffer for region in regions)):
-            found = line
-    return found
-
-
-def verb(op: Op) -> str:
-    """What an op does to its destination, as a past participle."""
-    match op:
-        case ops.AllGather() | ops.Prefetch():
-            return "gathered"
-        case ops.ReduceScatter() | ops.AllReduce():
-            return "reduced"
-        case ops.Broadcast():
-            return "broadcast"
-        case ops.Cast():
-            return "cast"
-        case ops.Fill():
-            return "filled"
-        case ops.Scale():
-            return "scaled"
-        case ops.OptimizerStep():
-            return "updated"
-        case ops.ToHost() | ops.ToDevice() | ops.Load() | ops.Store():
-            return "copied"
-        case _:
-            return "written"
+            regions = (*regions, *op_effects.reads)
+        if name in (*op_effects.allocs, *(region.buffer for region in regions)):
+            last = line
+    return last
 
 
 def title(op: Op) -> str:
-    """What an op is called in a sentence."""
-    match op:
-        case ops.Compute():
-            return f"compute @{op.segment}"
-        case ops.AllGather():
-            return "all_gather"
-        case ops.ReduceScatter():
-            return "reduce_scatter"
-        case ops.AllReduce():
-            return "all_reduce"
-        case ops.OptimizerStep():
-            return "optimizer_step"
-        case ops.GradNorm():
-            return "grad_norm"
-        case ops.CheckFinite():
-            return "check_finite"
-        case ops.UpdateScale():
-            return "update_scale"
-        case ops.ToHost():
-            return "to_host"
-        case ops.ToDevice():
-            return "to_device"
-        case _:
-            return type(op).__name__.lower()
+    """The name of an op in a sentence."""
+    name = ops.op_name(type(op))
+    return f"{name} @{op.segment}" if isinstance(op, ops.Compute) else name
 
 
 def spell(region: Region, program: Program) -> str:
-    """The region as the text writes it."""
+    """The region as the program's text spells it."""
     buffer = program.buffer_by_name.get(region.buffer)
     is_whole = buffer is not None and (region.offset, region.numel) == (0, buffer.numel)
     if is_whole and region.shard is None:

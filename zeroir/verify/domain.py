@@ -270,15 +270,15 @@ def _strides(steps: dict[str, int]) -> Strides:
 
 def coalesced(pieces: PieceList) -> list[tuple[int, int, Value]]:
     """Adjoining pieces of one value merged; pieces that adjoin must be in order."""
-    found: list[tuple[int, int, Value]] = []
+    merged: list[tuple[int, int, Value]] = []
     for a, b, value in pieces:
         if a == b:
             continue
-        if found and found[-1][1] == a and found[-1][2] == value:
-            found[-1] = (found[-1][0], b, value)
+        if merged and merged[-1][1] == a and merged[-1][2] == value:
+            merged[-1] = (merged[-1][0], b, value)
         else:
-            found.append((a, b, value))
-    return found
+            merged.append((a, b, value))
+    return merged
 
 
 def pack(pieces: PieceList) -> Value:
@@ -298,20 +298,20 @@ def unpack(value: Value, numel: int) -> list[tuple[int, int, Value]]:
 def window(array: PieceList, start: int, numel: int) -> list[tuple[int, int, Value]]:
     """The pieces ``[start, start + numel)`` of an array, counted from ``start``; elsewhere the value is torn."""
     stop = start + numel
-    found: list[tuple[int, int, Value]] = []
+    inside: list[tuple[int, int, Value]] = []
     at = start
     for a, b, value in array:
         if b <= start or a >= stop:
             continue
         low, high = max(a, start), min(b, stop)
         if low > at:
-            found.append((at - start, low - start, TORN))
+            inside.append((at - start, low - start, TORN))
         is_cut = isinstance(value, Split) and (value.start < low or value.stop > high)
-        found.append((low - start, high - start, TORN if is_cut else moved(value, start)))
+        inside.append((low - start, high - start, TORN if is_cut else moved(value, start)))
         at = high
     if at < stop:
-        found.append((at - start, numel, TORN))
-    return found
+        inside.append((at - start, numel, TORN))
+    return inside
 
 
 def simplify(value: Value, numel: int, sizes: Sequence[tuple[str, int]]) -> Value:
@@ -361,7 +361,7 @@ def spread(
                 return [(0, numel * size, value)]
             case _:
                 pass
-    found: list[tuple[int, int, Value]] = []
+    gathered: list[tuple[int, int, Value]] = []
     for rank in range(size):
         origin = rank * stride
         for a, b, value in pieces:
@@ -370,8 +370,8 @@ def spread(
                 there = seen(there, rank)
             there = moved(there, a)
             for low, high, inner in unpack(there, b - a):
-                found.append((origin + a + low, origin + a + high, moved(inner, -(origin + a))))
-    return coalesced(found)
+                gathered.append((origin + a + low, origin + a + high, moved(inner, -(origin + a))))
+    return coalesced(gathered)
 
 
 def opened(pieces: PieceList) -> list[tuple[int, int, Value]]:
@@ -413,15 +413,15 @@ def mapped(value: Value, change: Callable[[Value], Value]) -> Value:
 
 def aligned(left: PieceList, right: PieceList) -> list[tuple[int, int, Value, Value]]:
     """Two lists of pieces over one interval, cut at both lists' bounds."""
-    found: list[tuple[int, int, Value, Value]] = []
+    pairs: list[tuple[int, int, Value, Value]] = []
     i = j = 0
     while i < len(left) and j < len(right):
         low = max(left[i][0], right[j][0])
         high = min(left[i][1], right[j][1])
         if low < high:
-            found.append((low, high, left[i][2], right[j][2]))
+            pairs.append((low, high, left[i][2], right[j][2]))
         if left[i][1] <= right[j][1]:
             i += 1
         else:
             j += 1
-    return found
+    return pairs

@@ -56,64 +56,59 @@ def check_exit(run: SectionRun) -> None:
             _check_rest(run, buffer, buffer.holds, holdings.get(buffer.name, []))
     _check_scalars(run)
     if run.section.name == UPDATE:
-        _check_told(run)
+        _check_reported(run)
 
 
 def _check_rest(run: SectionRun, buffer: Buffer, content: Content, holdings: list[Holding]) -> None:
     """Check that the buffer holds its resting content wherever no holding describes it, also beside own slices."""
     pieces = run.memory.read(whole(buffer))
-    if not holdings:
-        _check(run, whole(buffer), pieces, content, (0, buffer.numel))
-        return
+
+    def check_between(start: int, stop: int) -> None:
+        if start < stop:
+            _check(run, whole(buffer), cut(pieces, start, stop), content, (start, stop))
+
     at = 0
     for holding in sorted(holdings, key=lambda h: h.region.offset):
         region = holding.region
-        if region.offset > at:
-            _check(
-                run,
-                whole(buffer),
-                cut(pieces, at, region.offset),
-                content,
-                (at, region.offset),
-            )
-        if region.shard is not None and run.layout.sizes[region.shard] > 1:
-            if any(h.region == replace(region, shard=None) for h in holdings):
-                continue
-            inner = _rests(cut(pieces, region.offset, region.stop))
-            rest = run.layout.beside(holding, content)
-            if rest is content:
-                _check(run, whole(buffer), inner, content, (region.offset, region.stop))
-            else:
-                full = Region(buffer=buffer.name, offset=region.offset, numel=region.numel)
-                _check(run, full, rebased(inner, region.offset), rest, (0, region.numel))
+        check_between(at, region.offset)
         at = max(at, region.stop)
-    if at < buffer.numel:
-        _check(run, whole(buffer), cut(pieces, at, buffer.numel), content, (at, buffer.numel))
+        unsliced = replace(region, shard=None)
+        if region.shard is None or run.layout.sizes[region.shard] == 1:
+            continue
+        if any(h.region == unsliced for h in holdings):
+            continue
+        rests = _rests(cut(pieces, region.offset, region.stop))
+        rest = run.layout.beside(holding, content)
+        if rest is content:
+            _check(run, whole(buffer), rests, content, (region.offset, region.stop))
+        else:
+            _check(run, unsliced, rebased(rests, region.offset), rest, (0, region.numel))
+    check_between(at, buffer.numel)
 
 
 def _own_slices(run: SectionRun, pieces: PieceList) -> list[tuple[int, int, Value]]:
     """The pieces, with each split replaced by the own slices of all ranks."""
-    found: list[tuple[int, int, Value]] = []
+    replaced: list[tuple[int, int, Value]] = []
     for a, b, value in pieces:
         if isinstance(value, Split):
             size = run.layout.sizes[value.axis]
             numel = (b - a) // size
             whole_own = spread(unpack(value.own, numel), value.axis, size, numel, numel)
-            found += rebased(whole_own, -a)
+            replaced += rebased(whole_own, -a)
         else:
-            found.append((a, b, value))
-    return found
+            replaced.append((a, b, value))
+    return replaced
 
 
 def _rests(pieces: PieceList) -> list[tuple[int, int, Value]]:
     """The pieces, with each split replaced by the values outside the own slice."""
-    found: list[tuple[int, int, Value]] = []
+    replaced: list[tuple[int, int, Value]] = []
     for a, b, value in pieces:
         if isinstance(value, Split):
-            found += rebased(value.rest, -a)
+            replaced += rebased(value.rest, -a)
         else:
-            found.append((a, b, value))
-    return found
+            replaced.append((a, b, value))
+    return replaced
 
 
 def _check(
@@ -296,7 +291,7 @@ def _check_scalars(run: SectionRun) -> None:
             is_advancing = run.section.name == UPDATE and name in advancing | counts
             versions = (0, 1) if is_advancing else (0,)
             if run.section.name == LAST_MICRO_STEP and name in counts:
-                versions = (_told_version(run, buffer, buffer.holds),)
+                versions = (_declared_version(run, buffer, buffer.holds),)
             _check_kept(run, buffer, buffer.holds, versions)
     if program.loss is not None:
         _check_loss(run, whole(program.buffer_by_name[program.loss]))
@@ -313,21 +308,20 @@ def _check_scalars(run: SectionRun) -> None:
         )
 
 
-def _check_told(run: SectionRun) -> None:
+def _check_reported(run: SectionRun) -> None:
     """After the update the engine reports the decision's norm and skip flag, so nothing may overwrite these."""
-    for region, decided in run.told.items():
+    for region, decided in run.reported.items():
         now = run.memory.read(region)
         if now != decided and not any(algebra.is_poisoned(value) for *_, value in now):
             what = "no longer holds the decision's value, which the engine reports after the step"
             _fail(run, "Z405", region, what)
 
 
-def _told_version(run: SectionRun, buffer: Buffer, content: NamedContent) -> int:
-    """How far the step count has advanced by the exit state: by one where the decision was taken early."""
-    told = replace(content, version=content.version + 1)
-    return int(
-        any(h.region == whole(buffer) and h.content == told for h in run.section.exit.holdings)
-    )
+def _declared_version(run: SectionRun, buffer: Buffer, content: NamedContent) -> int:
+    """The version of a step count by the exit state: 1 where the decision was taken early, else 0."""
+    advanced = replace(content, version=content.version + 1)
+    holdings = run.section.exit.holdings
+    return int(any(h.region == whole(buffer) and h.content == advanced for h in holdings))
 
 
 def _has_advanced(run: SectionRun, counts: set[str]) -> bool:

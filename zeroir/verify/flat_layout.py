@@ -42,22 +42,22 @@ class FlatLayout:
 
     def cuts(self, flat: str) -> tuple[tuple[int, int, Slot | None], ...]:
         """The flat's elements in order: ``(start, stop, slot)``, with None for padding."""
-        found = self._cuts.get(flat)
-        if found is None:
-            found = self._cuts[flat] = _cut(self._program.flat_by_name[flat])
-            self._starts[flat] = [start for start, _, _ in found]
-        return found
+        cuts = self._cuts.get(flat)
+        if cuts is None:
+            cuts = self._cuts[flat] = _cut(self._program.flat_by_name[flat])
+            self._starts[flat] = [start for start, _, _ in cuts]
+        return cuts
 
     def between(self, flat: str, start: int, stop: int) -> list[tuple[int, int, Slot | None]]:
         """The cuts of ``[start, stop)``."""
         cuts = self.cuts(flat)
         i = bisect_right(self._starts[flat], start) - 1
-        found: list[tuple[int, int, Slot | None]] = []
+        parts: list[tuple[int, int, Slot | None]] = []
         while i < len(cuts) and cuts[i][0] < stop:
             a, b, slot = cuts[i]
-            found.append((max(a, start), min(b, stop), slot))
+            parts.append((max(a, start), min(b, stop), slot))
             i += 1
-        return found
+        return parts
 
     @cached_property
     def axes(self) -> tuple[str, ...]:
@@ -124,10 +124,10 @@ class FlatLayout:
             value = past if self.has_past else ZERO
         else:
             value = STALE
-        found: list[tuple[int, int, Value]] = []
-        for start, stop, slot in self.cuts(content.flat):
-            found.append((start, stop, ZERO if slot is None else value))
-        return tuple(found)
+        return tuple(
+            (start, stop, ZERO if slot is None else value)
+            for start, stop, slot in self.cuts(content.flat)
+        )
 
     # ------------------------------------------------------------------------------------- gradients on their flat
 
@@ -153,15 +153,15 @@ class FlatLayout:
 
 
 def _cut(flat: Flat) -> tuple[tuple[int, int, Slot | None], ...]:
-    found: list[tuple[int, int, Slot | None]] = []
+    cuts: list[tuple[int, int, Slot | None]] = []
     at = 0
     for slot in sorted(flat.slots, key=lambda slot: slot.offset):
         if slot.numel == 0:
             continue
         if slot.offset > at:
-            found.append((at, slot.offset, None))
-        found.append((slot.offset, slot.offset + slot.numel, slot))
+            cuts.append((at, slot.offset, None))
+        cuts.append((slot.offset, slot.offset + slot.numel, slot))
         at = slot.offset + slot.numel
     if at < flat.padded_numel:
-        found.append((at, flat.padded_numel, None))
-    return tuple(found)
+        cuts.append((at, flat.padded_numel, None))
+    return tuple(cuts)

@@ -110,21 +110,21 @@ def compare_terms(
     terms: tuple[Term, ...], sources: Mapping[int, int], name: str, wanted: Wanted
 ) -> Problem | None:
     """Compare a multiset of contributions with the wanted one; the reductions come last."""
-    found: Counter[int] = Counter()
+    counts: Counter[int] = Counter()
     for term in terms:
-        found[term.source] += term.times
-    if LOST_TERM in found:
+        counts[term.source] += term.times
+    if LOST_TERM in counts:
         return Problem(
             "Z402", f"the gradient of {name} was scaled, or is one rank's part, not the sum"
         )
     for source, count in sources.items():
-        if found[source] < count:
+        if counts[source] < count:
             return Problem("Z402", f"the gradient of {name} lacks {wanted.name(source)}")
-        if found[source] > count:
+        if counts[source] > count:
             return Problem(
-                "Z402", f"the gradient of {name} holds {wanted.name(source)} {found[source]} times"
+                "Z402", f"the gradient of {name} holds {wanted.name(source)} {counts[source]} times"
             )
-    extra = next((source for source in found if source not in sources), None)
+    extra = next((source for source in counts if source not in sources), None)
     if extra is not None:
         return Problem("Z402", f"the gradient of {name} also holds {wanted.name(extra)}")
     for term in terms:

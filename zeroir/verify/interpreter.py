@@ -1,7 +1,7 @@
-"""The abstract interpreter: one run over a section that stands for every rank, every interleaving and every value.
+"""The abstract interpreter: one run over a section covers every rank, every interleaving and every value.
 
-It assumes the section's entry state, lets each op transform the abstract memory, and ends with a memory that
-``exits`` measures against the exit state. Ordering has been proved before, so program order speaks for every order.
+It assumes the section's entry state and lets each op change the abstract memory; ``exits`` then compares that memory
+with the exit state. The ordering is proved before, so every interleaving gives the same values as program order.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from zeroir.verify.domain import (
 )
 from zeroir.verify.flat_layout import FlatLayout
 from zeroir.verify.update import Stepped
-from zeroir.verify.value_numbers import Operand, Segments
+from zeroir.verify.value_numbers import CallOperand, Segments
 
 Contributions = dict[str, list[int]]
 """Per parameter, the value numbers that contribute to its gradient, in the order in which they are added."""
@@ -54,7 +54,7 @@ class GroupIntervals(NamedTuple):
 
     @classmethod
     def of(cls, group: OptimizerGroup) -> GroupIntervals:
-        """Sort a program's group."""
+        """The sorted intervals of a program's group."""
         intervals: dict[str, list[tuple[int, int]]] = {}
         for flat, start, stop in sorted(group.intervals):
             intervals.setdefault(flat, []).append((start, stop))
@@ -63,7 +63,7 @@ class GroupIntervals(NamedTuple):
 
 @dataclass
 class Shared:
-    """What the runs over a program's sections share."""
+    """The data that the runs over a program's sections share."""
 
     program: Program
     layout: FlatLayout
@@ -85,8 +85,8 @@ class Shared:
     ) -> Shared:
         """Prepare runs.
 
-        With ``by_node`` values are numbered node by node instead of segment by segment. With ``may_repeat`` a call
-        that is repeated word for word contributes anew, as when a model adds a module's result to itself; without it
+        With ``by_node`` values are numbered node by node instead of segment by segment. With ``may_repeat`` a repeated
+        call with the same operands contributes again, as where a model adds a module's result to itself; without it
         the call counts once, and a gradient that holds it twice is wrong.
         """
         homes = program.parameter_by_name
@@ -111,7 +111,7 @@ class SectionRun:
     ``settings`` is what decisions and the loss scaling are given, ``steps`` what each optimizer step does,
     ``roundings`` the gradients that lost digits, by flat and dtype, and ``sums`` which contributions were added to
     which; each with the line of its op. ``decided`` are the decisions so far, and whether each may skip the update.
-    ``told`` is what the engine reports of the step, by its region: the norm that a decision read, and whether it skips.
+    ``reported`` is what the engine reports of the step, by region: the norm that a decision read, and whether it skips.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class SectionRun:
         self.roundings: dict[tuple[str, DType], int] = {}
         self.sums: dict[algebra.Sum, int] = {}
         self.decided: dict[int, bool] = {} if before is None else dict(before.decided)
-        self.told: dict[Region, PieceList] = {} if before is None else dict(before.told)
+        self.reported: dict[Region, PieceList] = {} if before is None else dict(before.reported)
         self._calls: set[tuple[int, Hashable]] = set()
         self._lines: dict[int, int] = {}
         self.flats = dict(self.program.flat_by_name)
@@ -178,12 +178,12 @@ class SectionRun:
         for buffer in self.program.buffers:
             if buffer.holds is not None:
                 self.memory.write(whole(buffer), self.layout.pieces(buffer.holds, buffer.numel))
-        told = {holding.region for holding in self.section.entry.holdings}
+        described = {holding.region for holding in self.section.entry.holdings}
         for holding in self.section.entry.holdings:
             region = holding.region
             resting = self.program.buffer_by_name[region.buffer].holds
-            is_told = replace(region, shard=None) in told
-            if region.shard is not None and resting is not None and not is_told:
+            is_described = replace(region, shard=None) in described
+            if region.shard is not None and resting is not None and not is_described:
                 rest = self.layout.beside(holding, resting)
                 if rest is not resting:
                     full = Region(buffer=region.buffer, offset=region.offset, numel=region.numel)
@@ -194,7 +194,7 @@ class SectionRun:
             self._carry(before)
 
     def _carry(self, before: SectionRun) -> None:
-        """A statistic or decision of the section before is known for what it is, and not by its buffer's name alone."""
+        """Keep statistics and decisions of the section before, of which the entry state gives only names."""
         for buffer in self.program.buffers:
             if isinstance(buffer.holds, NamedContent):
                 pieces = before.memory.read(whole(buffer))
@@ -211,7 +211,7 @@ class SectionRun:
                 self.memory.reset(op.buffer)
             case ops.Release():
                 self.memory.forget(op.buffer)
-            case ops.AllGather() | ops.Prefetch():
+            case ops.Gather():
                 transfers.gather(self, op)
             case ops.ReduceScatter() | ops.AllReduce():
                 transfers.reduce(self, op)
@@ -235,15 +235,15 @@ class SectionRun:
                 update.optimizer_step(self, op)
             case ops.UpdateScale():
                 update.update_scale(self, op)
-            case ops.ToHost() | ops.ToDevice() | ops.Load() | ops.Store():
+            case ops.Transfer():
                 self.memory.write(op.destination, self.take(op.source))
             case _:
                 assert_never(op)
 
     def take(self, region: Region, code: str = "Z103") -> PieceList:
-        """Read a region whose every element must be defined; what is not becomes poison."""
+        """Read a region of which every element must be defined; undefined ones are reported and become poison."""
         pieces = self.memory.read(region)
-        found: list[tuple[int, int, Value]] | None = None
+        checked: list[tuple[int, int, Value]] | None = None
         for i, (a, b, value) in enumerate(pieces):
             if isinstance(value, Elements | Gradient | Zero):
                 continue
@@ -251,9 +251,9 @@ class SectionRun:
             if hole is None:
                 continue
             self.complain(region, a, b, hole, code)
-            found = list(pieces) if found is None else found
-            found[i] = (a, b, POISON)
-        return pieces if found is None else found
+            checked = list(pieces) if checked is None else checked
+            checked[i] = (a, b, POISON)
+        return pieces if checked is None else checked
 
     def complain(self, region: Region, start: int, stop: int, hole: Undefined, code: str) -> None:
         """Report a read of undefined elements ``[start, stop)`` of a region."""
@@ -270,7 +270,7 @@ class SectionRun:
     # ----------------------------------------------------------------------------------------------------- compute
 
     def _compute(self, op: ops.Compute) -> None:
-        operands: list[Operand] = []
+        operands: list[CallOperand] = []
         is_poisoned = False
         for argument in op.arguments:
             region = argument.view.region
@@ -278,18 +278,18 @@ class SectionRun:
             if name is not None:
                 if not self._is_parameter(name, region):
                     is_poisoned = True
-                operands.append(Operand(("parameter", self.shared.gradients[name][1].name)))
+                operands.append(CallOperand(("parameter", self.shared.gradients[name][1].name)))
                 continue
             pieces = self.take(region)
             if len(pieces) == 1:
                 value = pieces[0][2]
                 if isinstance(value, Elements) and not value.strides:
                     key = (value.key, value.summed) if value.summed else value.key
-                    operands.append(Operand(key, value.shift))
+                    operands.append(CallOperand(key, value.shift))
                     continue
             if any(algebra.is_poisoned(value) for _, _, value in pieces):
                 is_poisoned = True
-            operands.append(Operand(tuple(pieces)))
+            operands.append(CallOperand(tuple(pieces)))
         results = self.shared.segments.results(op.segment, tuple(operands))
         for destination, (number, key, shift) in zip(op.destinations, results, strict=True):
             if destination is None:
@@ -314,11 +314,11 @@ class SectionRun:
             return True
         if any(algebra.is_poisoned(value) for _, _, value in pieces):
             return False
-        found = next((value for _, _, value in pieces if value != expected), pieces[0][2])
+        wrong = next((value for _, _, value in pieces if value != expected), pieces[0][2])
         self.fail(
             "Z401",
             f"{title(self.section.body[self.line])} needs parameter {name} in "
-            f"{spell(region, self.program)}, which holds {describe(found)}",
+            f"{spell(region, self.program)}, which holds {describe(wrong)}",
             region.buffer,
         )
         return False
@@ -364,10 +364,7 @@ class SectionRun:
         dtype = self.program.buffer_by_name[region.buffer].dtype
         how = algebra.Addition(dtype, self.numbering, fail, note)
         if len(left) != 1 or len(right) != 1:
-            found: list[tuple[int, int, Value]] = []
-            for a, b, x, y in aligned(left, right):
-                found.append((a, b, algebra.add(x, y, how)))
-            return found
+            return [(a, b, algebra.add(x, y, how)) for a, b, x, y in aligned(left, right)]
         return [(left[0][0], left[0][1], algebra.add(left[0][2], right[0][2], how))]
 
     # ----------------------------------------------------------------------------------------- casts, copies, scales

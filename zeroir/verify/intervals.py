@@ -22,17 +22,17 @@ class IntervalMap(Generic[T]):
         """The pieces of ``[start, stop)``, cut to it."""
         starts, values = self.starts, self.values
         i = bisect_right(starts, start) - 1
-        found: list[tuple[int, int, T]] = []
+        pieces: list[tuple[int, int, T]] = []
         last = len(starts) - 1
         at = start
         while at < stop:
             end = starts[i + 1] if i < last else self.numel
             if end > stop:
                 end = stop
-            found.append((at, end, values[i]))
+            pieces.append((at, end, values[i]))
             at = end
             i += 1
-        return found
+        return pieces
 
     def write(self, start: int, stop: int, value: T) -> None:
         """Replace ``[start, stop)`` by one value."""

@@ -20,18 +20,6 @@ from zeroir.verify.intervals import IntervalMap
 Access = tuple[int, tuple[tuple[int, int], ...]]
 """The last writer, and per stream the last reader since: ``(writer, ((stream, reader), ...))``."""
 
-ASYNCHRONOUS = (
-    ops.AllGather,
-    ops.Prefetch,
-    ops.ReduceScatter,
-    ops.AllReduce,
-    ops.Broadcast,
-    ops.ToHost,
-    ops.ToDevice,
-    ops.Load,
-    ops.Store,
-)
-
 
 class Ordering:
     """One pass over one section."""
@@ -63,26 +51,26 @@ class Ordering:
     def _enter(self) -> None:
         holdings = self.section.entry.holdings
         for pending in self.section.entry.pending:
-            me = self.order.signallers[pending.event]
-            stream = self.order.issued[me].stream
+            number = self.order.signallers[pending.event]
+            stream = self.order.issued[number].stream
             for holding in holdings:
                 if holding.after == pending.event:
-                    self._mark_write(holding.region, me)
+                    self._mark_write(holding.region, number)
             carried = self.crossing.get(pending.event)
             if carried is None:
                 continue
-            seen = carried.effects
-            for region in (*seen.writes, *seen.accumulates):
-                self._mark_write(region, me)
-            for region in seen.reads:
-                self._mark_read(region, stream, me)
-            for name in seen.allocs:
+            op_effects = carried.effects
+            for region in (*op_effects.writes, *op_effects.accumulates):
+                self._mark_write(region, number)
+            for region in op_effects.reads:
+                self._mark_read(region, stream, number)
+            for name in op_effects.allocs:
                 numel = self.program.buffer_by_name[name].numel
-                self.maps[name] = IntervalMap(numel, (me, ()))
-            for name in seen.frees:
-                self.released.setdefault(name, me)
-            if seen.comm is not None:
-                self.last_collective[seen.comm] = me
+                self.maps[name] = IntervalMap(numel, (number, ()))
+            for name in op_effects.frees:
+                self.released.setdefault(name, number)
+            if op_effects.comm is not None:
+                self.last_collective[op_effects.comm] = number
 
     # ------------------------------------------------------------------------------------------------------- the ops
 
@@ -91,38 +79,38 @@ class Ordering:
             if not self.order.wait(op):
                 self._fail("Z202", f"wait !{op.waited}: no op before it signals that event")
             return
-        seen = effects(op)
-        stream = self.order.streams[seen.stream]
-        if seen.comm is not None:
-            self._collective(seen.comm, stream)
-        me = len(self.order.issued)
-        for name in seen.allocs:
-            self._alloc(name, stream, me)
-        self._accesses(op, seen, stream, me)
-        for name in seen.frees:
+        op_effects = effects(op)
+        stream = self.order.streams[op_effects.stream]
+        if op_effects.comm is not None:
+            self._collective(op_effects.comm, stream)
+        number = len(self.order.issued)
+        for name in op_effects.allocs:
+            self._alloc(name, stream, number)
+        self._accesses(op, op_effects, stream, number)
+        for name in op_effects.frees:
             self._release(name, stream)
-        self.order.issue(stream, self.line, op, seen.signals)
-        if seen.comm is not None:
-            self.last_collective[seen.comm] = me
-        for name in seen.frees:
-            self.released[name] = me
+        self.order.issue(stream, self.line, op, op_effects.signals)
+        if op_effects.comm is not None:
+            self.last_collective[op_effects.comm] = number
+        for name in op_effects.frees:
+            self.released[name] = number
 
-    def _accesses(self, op: Op, seen: Effects, stream: int, me: int) -> None:
-        for region in seen.reads:
+    def _accesses(self, op: Op, op_effects: Effects, stream: int, number: int) -> None:
+        for region in op_effects.reads:
             if self._is_live(region, op):
-                self._check_writers(region, stream, op, is_read=True)
-        for region in seen.writes:
+                self._check(region, stream, op, is_read=True, is_write=False)
+        for region in op_effects.writes:
             if self._is_live(region, op):
-                self._check_all(region, stream, op, is_read=False)
-        for region in seen.accumulates:
+                self._check(region, stream, op, is_read=False, is_write=True)
+        for region in op_effects.accumulates:
             if self._is_live(region, op):
-                self._check_all(region, stream, op, is_read=True)
-        for region in seen.reads:
-            self._mark_read(region, stream, me)
-        for region in seen.writes:
-            self._mark_write(region, me)
-        for region in seen.accumulates:
-            self._mark_write(region, me)
+                self._check(region, stream, op, is_read=True, is_write=True)
+        for region in op_effects.reads:
+            self._mark_read(region, stream, number)
+        for region in op_effects.writes:
+            self._mark_write(region, number)
+        for region in op_effects.accumulates:
+            self._mark_write(region, number)
 
     def _is_live(self, region: Region, op: Op) -> bool:
         name = region.buffer
@@ -150,7 +138,7 @@ class Ordering:
         line = self.order.issued[issued].line
         return ", which is pending from before," if line < 0 else f" @{line}"
 
-    def _alloc(self, name: str, stream: int, me: int) -> None:
+    def _alloc(self, name: str, stream: int, number: int) -> None:
         if name in self.live:
             self._fail(
                 "Z104",
@@ -169,7 +157,7 @@ class Ordering:
             )
         self.live.add(name)
         numel = self.program.buffer_by_name[name].numel
-        self.maps[name] = IntervalMap(numel, (me, ()))
+        self.maps[name] = IntervalMap(numel, (number, ()))
 
     def _release(self, name: str, stream: int) -> None:
         if name not in self.live:
@@ -186,8 +174,12 @@ class Ordering:
         for _, _, (writer, readers) in self._map(name).read(0, numel):
             for user in (writer, *(reader for _, reader in readers)):
                 if not self.order.is_before(user, stream):
-                    other = self.order.issued[user]
-                    who = "a pending op" if other.op is None else f"{title(other.op)} @{other.line}"
+                    issued = self.order.issued[user]
+                    who = (
+                        "a pending op"
+                        if issued.op is None
+                        else f"{title(issued.op)} @{issued.line}"
+                    )
                     self._fail(
                         "Z101",
                         f"release %{name} may run before {who}, which still uses it",
@@ -198,15 +190,15 @@ class Ordering:
 
     def _collective(self, comm: str, stream: int) -> None:
         axis = self.program.comm_by_name[comm].axis
-        for other, last in self.last_collective.items():
-            if other != comm and self.program.comm_by_name[other].axis == axis:
+        for last_comm, last in self.last_collective.items():
+            if last_comm != comm and self.program.comm_by_name[last_comm].axis == axis:
                 continue
             if not self.order.is_before(last, stream):
                 line = self.order.issued[last].line
                 at = "a pending one" if line < 0 else f"the one @{line}"
                 self._fail(
                     "Z202",
-                    f"the collective on {comm} and {at} on {other} have no order: "
+                    f"the collective on {comm} and {at} on {last_comm} have no order: "
                     "ranks may start them in different orders",
                     advice=self._order_advice(last),
                 )
@@ -215,59 +207,56 @@ class Ordering:
     # -------------------------------------------------------------------------------------------------- the accesses
 
     def _map(self, name: str) -> IntervalMap[Access]:
-        found = self.maps.get(name)
-        if found is None:
+        accesses = self.maps.get(name)
+        if accesses is None:
             numel = self.program.buffer_by_name[name].numel
-            found = self.maps[name] = IntervalMap(numel, (ENTRY, ()))
-        return found
+            accesses = self.maps[name] = IntervalMap(numel, (ENTRY, ()))
+        return accesses
 
-    def _check_writers(self, region: Region, stream: int, op: Op, *, is_read: bool) -> None:
-        for _, _, (writer, _) in self._map(region.buffer).read(region.offset, region.stop):
-            if not self.order.is_before(writer, stream):
-                self._conflict(writer, region, op, is_read=is_read, was_write=True)
-                return
-
-    def _check_all(self, region: Region, stream: int, op: Op, *, is_read: bool) -> None:
+    def _check(self, region: Region, stream: int, op: Op, *, is_read: bool, is_write: bool) -> None:
+        """Report the first access that the op is not ordered after: a write, or, where the op writes, any access."""
         for _, _, (writer, readers) in self._map(region.buffer).read(region.offset, region.stop):
             if not self.order.is_before(writer, stream):
                 self._conflict(writer, region, op, is_read=is_read, was_write=True)
                 return
-            for _, reader in readers:
+            for _, reader in readers if is_write else ():
                 if not self.order.is_before(reader, stream):
                     self._conflict(reader, region, op, is_read=is_read, was_write=False)
                     return
 
-    def _mark_write(self, region: Region, me: int) -> None:
-        self._map(region.buffer).write(region.offset, region.stop, (me, ()))
+    def _mark_write(self, region: Region, number: int) -> None:
+        self._map(region.buffer).write(region.offset, region.stop, (number, ()))
 
-    def _mark_read(self, region: Region, stream: int, me: int) -> None:
-        kept = self._map(region.buffer)
-        for a, b, (writer, readers) in kept.read(region.offset, region.stop):
+    def _mark_read(self, region: Region, stream: int, number: int) -> None:
+        accesses = self._map(region.buffer)
+        for a, b, (writer, readers) in accesses.read(region.offset, region.stop):
             if readers:
                 others = tuple(item for item in readers if item[0] != stream)
-                kept.write(a, b, (writer, (*others, (stream, me))))
+                accesses.write(a, b, (writer, (*others, (stream, number))))
             else:
-                kept.write(a, b, (writer, ((stream, me),)))
+                accesses.write(a, b, (writer, ((stream, number),)))
 
     def _conflict(
         self, earlier: int, region: Region, op: Op, *, is_read: bool, was_write: bool
     ) -> None:
-        other = self.order.issued[earlier]
+        issued = self.order.issued[earlier]
         where = spell(region, self.program)
         name = region.buffer
-        if isinstance(other.op, ops.Alloc):
+        if isinstance(issued.op, ops.Alloc):
             self._fail(
                 "Z101",
-                f"{title(op)} may use {where} before its alloc @{other.line}",
+                f"{title(op)} may use {where} before its alloc @{issued.line}",
                 name,
                 advice=self._order_advice(earlier),
             )
             return
-        is_pending = other.op is None
+        is_late = issued.op is None or issued.op.is_asynchronous
         who = (
-            "an op pending from before" if other.op is None else f"{title(other.op)} @{other.line}"
+            "an op pending from before"
+            if issued.op is None
+            else f"{title(issued.op)} @{issued.line}"
         )
-        if was_write and is_read and (is_pending or isinstance(other.op, ASYNCHRONOUS)):
+        if was_write and is_read and is_late:
             self._fail(
                 "Z103",
                 f"{title(op)} reads {where} without waiting for {who}, which writes it on "
@@ -335,34 +324,34 @@ class Ordering:
             return None
         issued = self.order.issued[at]
         if issued.op is not None:
-            found = Carried(section.name, issued.line, issued.op, effects(issued.op))
+            carried = Carried(section.name, issued.line, issued.op, effects(issued.op))
         elif event in self.crossing:
-            found = self.crossing[event]
+            carried = self.crossing[event]
         else:
             return at
-        self._leave_host(found)
-        for region in (*found.effects.writes, *found.effects.accumulates):
+        self._leave_host(carried)
+        for region in (*carried.effects.writes, *carried.effects.accumulates):
             self._leave_write(event, region)
         return at
 
     def _leave_host(self, carried: Carried) -> None:
-        """What the host does at a joint waits for no op that is under way there.
+        """The host does not wait for ops that are under way at a joint, so these must not use its buffers.
 
-        It reads scalars. Before a micro-step it writes inputs and seeds, and between steps whoever trains may change
+        The host reads scalars. Before a micro-step it writes inputs and seeds, and between steps the user may change
         scalars, such as the learning rate.
         """
-        seen, name = carried.effects, self.section.name
-        written = (*seen.writes, *seen.accumulates)
-        touched = (*seen.reads, *written)
+        op_effects, name = carried.effects, self.section.name
+        written = (*op_effects.writes, *op_effects.accumulates)
+        touched = (*op_effects.reads, *written)
         hit: list[tuple[str, str]] = []
         if name in (MICRO_STEP, UPDATE, EVALUATE):
-            anew = "which the host fills anew for the next micro-step"
+            anew = "which the host fills again for the next micro-step"
             hit += [(r.buffer, anew) for r in touched if self._role(r) in (Role.INPUT, Role.RNG)]
-        reads = "which the host reads when the section is over"
+        reads = "which the host reads after the section"
         hit += [(r.buffer, reads) for r in written if self._role(r) is Role.SCALAR]
         if name in (UPDATE, EVALUATE):
             changes = "which the host may change between steps"
-            hit += [(r.buffer, changes) for r in seen.reads if self._role(r) is Role.SCALAR]
+            hit += [(r.buffer, changes) for r in op_effects.reads if self._role(r) is Role.SCALAR]
         is_own = carried.section == name
         issuer = "" if is_own else f" of {carried.section}"
         for buffer, what in hit:
@@ -378,9 +367,9 @@ class Ordering:
         return self.program.buffer_by_name[region.buffer].role
 
     def _leave_write(self, event: str, region: Region) -> None:
-        """What a pending op writes is true only after its event: the exit state must say so."""
+        """The exit state must say that a pending op's results hold only after its event."""
         buffer = self.program.buffer_by_name[region.buffer]
-        over = [h for h in self.section.exit.holdings if _overlap(h.region, region)]
+        over = [h for h in self.section.exit.holdings if h.region.overlaps(region)]
         is_wrong = any(holding.after != event for holding in over)
         if buffer.is_persistent and not over:
             is_wrong = True
@@ -394,18 +383,18 @@ class Ordering:
             )
 
     def _order_advice(self, earlier: int) -> str:
-        """How to order the op at hand after an earlier one."""
-        other = self.order.issued[earlier]
+        """Advice how to order the current op after an earlier one."""
+        issued = self.order.issued[earlier]
         op = self.section.body[self.line]
         if isinstance(op, ops.Wait):
             return ""
-        event = None if other.op is None or isinstance(other.op, ops.Wait) else other.op.event
-        if other.op is None:
+        event = None if issued.op is None or isinstance(issued.op, ops.Wait) else issued.op.event
+        if issued.op is None:
             event = next((e for e, at in self.order.signallers.items() if at == earlier), None)
         if event is not None:
             return f"Put `wait !{event} on={op.stream}` before this op."
         return (
-            f"Let op {other.line} signal an event, and wait for it on {op.stream} before this op."
+            f"Let op {issued.line} signal an event, and wait for it on {op.stream} before this op."
         )
 
     def _fail(self, code: str, sentence: str, *buffers: str, advice: str = "") -> None:
@@ -414,12 +403,8 @@ class Ordering:
         )
 
 
-def _overlap(a: Region, b: Region) -> bool:
-    return a.buffer == b.buffer and a.offset < b.stop and b.offset < a.stop
-
-
 def check_ordering(program: Program, findings: Findings) -> None:
-    """Order, lifetimes and events of every section, whatever is under way at its entry."""
+    """Check order, lifetimes and events of every section, for each set of ops that may be under way at its entry."""
     ways = crossings(program)
     for section in program.sections:
         for crossing in ways[section.name]:

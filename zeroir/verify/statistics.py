@@ -66,14 +66,14 @@ def statistic(run: SectionRun, op: ops.GradNorm | ops.CheckFinite) -> None:
 
 def _read(run: SectionRun, covers: list[Cover]) -> list[tuple[str, int, int]]:
     """The elements of each flat that all ranks read from one source, without the padding around the parameters."""
-    found: dict[str, tuple[int, int]] = {}
+    intervals: dict[str, tuple[int, int]] = {}
     for cover in covers:
         for start, stop in cover.intervals(run.layout.sizes):
             for a, b, slot in run.layout.between(cover.flat, start, stop):
                 if slot is not None:
-                    low, high = found.get(cover.flat, (a, b))
-                    found[cover.flat] = min(low, a), max(high, b)
-    return [(flat, *interval) for flat, interval in found.items()]
+                    low, high = intervals.get(cover.flat, (a, b))
+                    intervals[cover.flat] = min(low, a), max(high, b)
+    return [(flat, *interval) for flat, interval in intervals.items()]
 
 
 def _cover(

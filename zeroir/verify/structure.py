@@ -23,8 +23,8 @@ Problem = tuple[str, str]
 HYPER_NUMEL = 4
 
 LANES_NUMEL = 64
-"""Pieces of an optimizer step are multiples of this: vectors of FP32 on a CPU have 4 to 16 elements, and what is left
-over is rounded otherwise. Parameters begin at multiples of it too."""
+"""Optimizer steps begin and end at multiples of this, as parameters do. A CPU's kernels take FP32 vectors of 4 to 16
+elements, and round the elements behind the last whole vector in another way."""
 
 
 def check_structure(program: Program, findings: Findings) -> None:
@@ -43,9 +43,9 @@ def check_structure(program: Program, findings: Findings) -> None:
 
 
 def _buffers(op: Op, program: Program) -> tuple[str, ...]:
-    seen = effects(op)
-    regions = (*seen.reads, *seen.writes, *seen.accumulates)
-    names = (*seen.allocs, *seen.frees, *(region.buffer for region in regions))
+    op_effects = effects(op)
+    regions = (*op_effects.reads, *op_effects.writes, *op_effects.accumulates)
+    names = (*op_effects.allocs, *op_effects.frees, *(region.buffer for region in regions))
     return tuple(name for name in dict.fromkeys(names) if name in program.buffer_by_name)
 
 
@@ -56,7 +56,7 @@ class _Checker:
         self.buffers = program.buffer_by_name
         self.executors = {stream.name: stream.executor for stream in program.streams}
         self.outputs = {s.name: s.output_types() for s in program.segments}
-        self._known: set[Region] = set()
+        self._checked: set[Region] = set()
 
     def problems(self, op: Op, events: set[str]) -> Iterator[Problem]:
         """Everything wrong with one op."""
@@ -71,46 +71,38 @@ class _Checker:
                 yield "Z002", f"event !{op.event} is signalled twice in one section"
             events.add(op.event)
         is_sound = True
-        seen = effects(op)
-        for region in (*seen.reads, *seen.writes, *seen.accumulates):
-            if region in self._known:
+        op_effects = effects(op)
+        for region in (*op_effects.reads, *op_effects.writes, *op_effects.accumulates):
+            if region in self._checked:
                 continue
             problem = region_problem(self.program, region)
             if problem is None:
-                self._known.add(region)
+                self._checked.add(region)
             else:
                 is_sound = False
                 yield problem[0], f"{title(op)}: {problem[1]}"
         if is_sound:
             yield from self._own(op)
-            yield from self._apart(op, seen)
-            yield from self._executor(op)
+            yield from self._apart(op, op_effects)
+            yield from self._executor(op, op_effects)
 
     def _own(
         self,
-        op: ops.Memory
-        | ops.Collective
+        op: ops.MemoryOp
+        | ops.CollectiveOp
         | ops.Compute
-        | ops.Cast
-        | ops.Fill
-        | ops.Scale
-        | ops.Update
-        | ops.Transfer,
+        | ops.ElementwiseOp
+        | ops.UpdateOp
+        | ops.TransferOp,
     ) -> Iterator[Problem]:
         match op:
-            case ops.Alloc() | ops.Release():
+            case ops.Memory():
                 buffer = self.buffers.get(op.buffer)
                 if buffer is None:
                     yield "Z001", f"{title(op)} of the undeclared buffer %{op.buffer}"
                 elif buffer.is_persistent:
                     yield "Z007", f"{title(op)} of the persistent buffer %{op.buffer}"
-            case (
-                ops.AllGather()
-                | ops.Prefetch()
-                | ops.ReduceScatter()
-                | ops.AllReduce()
-                | ops.Broadcast()
-            ):
+            case ops.Collective():
                 yield from self._collective(op)
             case ops.Compute():
                 yield from self._compute(op)
@@ -142,14 +134,8 @@ class _Checker:
                 yield from self._scalar(op, "skip", op.skip, DType.F32)
                 if self._numel(op.state) != 3 or self._dtype(op.state) is not DType.F32:
                     yield "Z004", f"update_scale needs f32[3] in {self._spell(op.state)}"
-            case ops.ToHost():
-                yield from self._transfer(op, Space.DEVICE, Space.HOST)
-            case ops.ToDevice():
-                yield from self._transfer(op, Space.HOST, Space.DEVICE)
-            case ops.Load():
-                yield from self._transfer(op, Space.DISK, Space.HOST)
-            case ops.Store():
-                yield from self._transfer(op, Space.HOST, Space.DISK)
+            case ops.Transfer():
+                yield from self._transfer(op)
             case _:
                 assert_never(op)
 
@@ -186,53 +172,67 @@ class _Checker:
                 f"{title(op)} needs {dtype} as {name}, {self._spell(region)} is {self._dtype(region)}",
             )
 
+    def _same_numel(self, op: Op, first: Region, second: Region) -> Iterator[Problem]:
+        numel, second_numel = self._numel(first), self._numel(second)
+        if numel != second_numel:
+            sizes = (
+                f"{self._spell(first)} has {numel} elements, {self._spell(second)} {second_numel}"
+            )
+            yield "Z005", f"{title(op)}: {sizes}"
+
+    def _same_dtype(self, op: Op, first: Region, second: Region) -> Iterator[Problem]:
+        dtype, second_dtype = self._dtype(first), self._dtype(second)
+        if dtype is not second_dtype:
+            dtypes = f"{self._spell(first)} is {dtype}, {self._spell(second)} {second_dtype}"
+            yield "Z004", f"{title(op)}: {dtypes}"
+
+    def _same_space(self, op: Op, first: Region, second: Region) -> Iterator[Problem]:
+        space, second_space = self._space(first), self._space(second)
+        if space is not second_space:
+            spaces = f"{self._spell(first)} is on {space}, {self._spell(second)} on {second_space}"
+            yield "Z006", f"{title(op)}: {spaces}"
+
     def _in_memory(self, op: Op, *regions: Region) -> Iterator[Problem]:
         for region in regions:
             if self._space(region) is Space.DISK:
                 yield "Z006", f"{title(op)} cannot work on {self._spell(region)}, which is on disk"
 
-    def _executor(self, op: Op) -> Iterator[Problem]:
-        """The stream must be carried out by what can reach the memory: no wait orders the others' work."""
-        executor = None if isinstance(op, ops.Wait) else self.executors.get(op.stream)
+    def _executor(self, op: Op, op_effects: Effects) -> Iterator[Problem]:
+        """The executor of the stream must be the one that works on the memory of the op."""
         match op:
-            case ops.Alloc() | ops.Release() | ops.Wait():
+            case ops.Memory() | ops.Wait():
                 return
-            case ops.Cast() | ops.Fill():
-                space = self._space(op.destination)
-            case ops.Scale():
-                space = self._space(op.region)
-            case ops.GradNorm() | ops.CheckFinite():
-                space = self._space(op.destination)
-            case ops.Decide():
-                space = self._space(op.gradient_divisor)
-            case ops.OptimizerStep():
-                space = self._space(op.param)
-            case ops.UpdateScale():
-                space = self._space(op.state)
-            case ops.Load() | ops.Store():
-                space = Space.HOST
-            case _:
+            case ops.Collective() | ops.Compute():
                 space = Space.DEVICE
+            case ops.Transfer():
+                is_of_device = Space.DEVICE in (op.from_space, op.to_space)
+                space = Space.DEVICE if is_of_device else Space.HOST
+            case ops.Elementwise() | ops.Update():
+                changed, *_ = (*op_effects.writes, *op_effects.accumulates)
+                space = self._space(changed)
+            case _:
+                assert_never(op)
+        executor = self.executors.get(op.stream)
         if executor is not None and (executor is Executor.DEVICE) is not (space is Space.DEVICE):
             yield (
                 "Z006",
                 f"{title(op)} works on {space} memory, but stream {op.stream} is carried out by the {executor}",
             )
 
-    def _apart(self, op: Op, seen: Effects) -> Iterator[Problem]:
-        """No op reads what it writes, nor writes an element twice, but those that say how they do."""
+    def _apart(self, op: Op, op_effects: Effects) -> Iterator[Problem]:
+        """No op reads an element that it writes, or writes one twice; for collectives, computes and casts see there."""
         if isinstance(op, ops.Collective | ops.Compute | ops.Cast):
             return
-        written = [*seen.writes, *seen.accumulates]
+        written = [*op_effects.writes, *op_effects.accumulates]
         yield from self._disjoint(op, written)
-        for source in seen.reads:
-            if any(_overlap(source, target) for target in written):
+        for source in op_effects.reads:
+            if any(source.overlaps(target) for target in written):
                 yield "Z010", f"{title(op)} reads {self._spell(source)}, which it overwrites"
                 return
 
     # -------------------------------------------------------------------------------------------------------- ops
 
-    def _collective(self, op: ops.Collective) -> Iterator[Problem]:
+    def _collective(self, op: ops.CollectiveOp) -> Iterator[Problem]:
         comm = self.program.comm_by_name.get(op.comm)
         if comm is None:
             yield "Z001", f"{title(op)} uses the undeclared communicator {op.comm}"
@@ -240,10 +240,7 @@ class _Checker:
         if not op.pairs:
             yield "Z005", f"{title(op)} moves nothing: it has no pairs"
         for pair in op.pairs:
-            source, destination = self._dtype(pair.source), self._dtype(pair.destination)
-            if source is not destination:
-                what = f"{self._spell(pair.source)} is {source}"
-                yield "Z004", f"{title(op)}: {what}, {self._spell(pair.destination)} {destination}"
+            yield from self._same_dtype(op, pair.source, pair.destination)
             for region in (pair.source, pair.destination):
                 if self._space(region) is not Space.DEVICE:
                     yield "Z006", f"{title(op)} needs {self._spell(region)} on the device"
@@ -262,20 +259,20 @@ class _Checker:
         if op.staging is not None:
             written.append(op.staging)
             for pair in op.pairs:
-                if _overlap(pair.source, op.staging):
+                if pair.source.overlaps(op.staging):
                     yield (
                         "Z010",
                         f"{title(op)} stages over its own source {self._spell(pair.source)}",
                     )
         yield from self._disjoint(op, written)
 
-    def _in_place(self, op: ops.Collective, pair: ops.Pair, axis: str) -> Iterator[Problem]:
+    def _in_place(self, op: ops.CollectiveOp, pair: ops.Pair, axis: str) -> Iterator[Problem]:
         source, destination = pair.source, pair.destination
-        if not _overlap(source, destination):
+        if not source.overlaps(destination):
             return
         is_exact = source == destination
         match op:
-            case ops.AllGather() | ops.Prefetch():
+            case ops.Gather():
                 is_exact = is_exact or source == _slice(destination, axis)
             case ops.ReduceScatter():
                 is_exact = is_exact or destination == _slice(source, axis)
@@ -290,7 +287,7 @@ class _Checker:
             return
         ordered = sorted(regions, key=lambda region: (region.buffer, region.offset))
         for first, second in pairwise(ordered):
-            if _overlap(first, second):
+            if first.overlaps(second):
                 yield "Z010", f"{title(op)} writes elements of {self._spell(second)} twice"
                 return
 
@@ -328,7 +325,7 @@ class _Checker:
             is_write = destination.mode is Mode.WRITE
             if is_write:
                 for earlier in added:
-                    if _overlap(earlier, destination.view.region):
+                    if earlier.overlaps(destination.view.region):
                         yield (
                             "Z010",
                             f"compute @{op.segment} overwrites {self._spell(earlier)}, to which it has added",
@@ -348,14 +345,14 @@ class _Checker:
         elif view.shape != shape or not is_same_stride(
             shape, view.stride, contiguous_stride(shape)
         ):
-            found = f"{list(view.shape)} with strides {list(view.stride)}"
+            layout = f"{list(view.shape)} with strides {list(view.stride)}"
             yield (
                 "Z005",
-                f"{where} is seen as {found}, parameter {name} stands row-major as {list(shape)}",
+                f"{where} is used as {layout}, but parameter {name} is row-major {list(shape)}",
             )
 
     def _filled(self, op: ops.Compute, number: int, view: View) -> Iterator[Problem]:
-        """A result must fill its destination: what it leaves out would look written."""
+        """A result must fill its destination: elements that it left out would count as written."""
         where = f"compute @{op.segment}: destination {number}"
         span = span_numel(view.shape, view.stride)
         if span < view.numel:
@@ -374,32 +371,24 @@ class _Checker:
             return
         if view.shape != kind.shape or not is_same_stride(view.shape, view.stride, kind.stride):
             wanted = f"{list(kind.shape)} with strides {list(kind.stride)}"
-            found = f"{list(view.shape)} with strides {list(view.stride)}"
-            yield "Z005", f"{where} is {found}, the segment has {wanted}"
+            layout = f"{list(view.shape)} with strides {list(view.stride)}"
+            yield "Z005", f"{where} is {layout}, the segment has {wanted}"
         if self._dtype(view.region) is not kind.dtype:
             yield "Z004", f"{where} is {self._dtype(view.region)}, the segment has {kind.dtype}"
         if any(step < 0 for step in view.stride) or span_numel(
             view.shape, view.stride
         ) > self._numel(view.region):
             yield "Z003", f"{where} does not fit its {self._numel(view.region)} elements"
-        # A seed is read by the host when it launches the kernel, so that no device waits for it.
+        # The host reads a seed when it launches the kernel, so the device does not wait for a copy.
         is_seed = self._role(view.region) is Role.RNG and self._space(view.region) is Space.HOST
         if self._space(view.region) is not Space.DEVICE and not is_seed:
             yield "Z006", f"{where} is not on the device"
 
     def _cast(self, op: ops.Cast) -> Iterator[Problem]:
         yield from self._in_memory(op, op.source, op.destination)
-        if self._numel(op.source) != self._numel(op.destination):
-            yield (
-                "Z005",
-                f"cast from {self._numel(op.source)} to {self._numel(op.destination)} elements",
-            )
-        if self._space(op.source) is not self._space(op.destination):
-            yield (
-                "Z006",
-                f"cast from {self._spell(op.source)} to {self._spell(op.destination)} crosses spaces",
-            )
-        if _overlap(op.source, op.destination) and op.source != op.destination:
+        yield from self._same_numel(op, op.source, op.destination)
+        yield from self._same_space(op, op.source, op.destination)
+        if op.source.overlaps(op.destination) and op.source != op.destination:
             yield (
                 "Z010",
                 f"cast from {self._spell(op.source)} to {self._spell(op.destination)} overlaps itself",
@@ -430,27 +419,17 @@ class _Checker:
                 "Z005",
                 f"{op.algorithm} keeps {len(names)} states, optimizer_step has {len(op.states)}",
             )
-        numel, dtype, space = self._numel(op.param), self._dtype(op.param), self._space(op.param)
         for region in (op.grad, *op.states):
-            if self._numel(region) != numel:
-                found = f"{self._spell(region)} has {self._numel(region)} elements"
-                yield "Z005", f"optimizer_step: {found}, {self._spell(op.param)} {numel}"
-            if self._dtype(region) is not dtype:
-                yield (
-                    "Z004",
-                    f"optimizer_step: {self._spell(region)} is {self._dtype(region)}, {self._spell(op.param)} {dtype}",
-                )
-            if self._space(region) is not space:
-                yield (
-                    "Z006",
-                    f"optimizer_step: {self._spell(region)} is not in the space of {self._spell(op.param)}",
-                )
+            yield from self._same_numel(op, op.param, region)
+            yield from self._same_dtype(op, op.param, region)
+            yield from self._same_space(op, op.param, region)
         for region in (op.param, op.grad, *op.states):
             if region.offset % LANES_NUMEL or self._numel(region) % LANES_NUMEL:
                 where = (
                     f"{self._spell(region)} off the {LANES_NUMEL} elements that its kernels take"
                 )
-                yield "Z003", f"optimizer_step cuts {where} at a time, which rounds otherwise"
+                yield "Z003", f"optimizer_step cuts {where} at a time, which changes the rounding"
+        dtype = self._dtype(op.param)
         if dtype is not DType.F32:
             yield "Z004", f"optimizer_step updates {self._spell(op.param)} of {dtype}: it needs f32"
         yield from self._in_memory(op, op.param)
@@ -461,35 +440,23 @@ class _Checker:
         if self._dtype(op.hyper) is not DType.F64 or self._numel(op.hyper) != HYPER_NUMEL:
             yield "Z004", f"optimizer_step needs f64[{HYPER_NUMEL}] in {self._spell(op.hyper)}"
 
-    def _transfer(self, op: ops.Transfer, source: Space, destination: Space) -> Iterator[Problem]:
-        for region, space in ((op.source, source), (op.destination, destination)):
+    def _transfer(self, op: ops.TransferOp) -> Iterator[Problem]:
+        for region, space in ((op.source, op.from_space), (op.destination, op.to_space)):
             if self._space(region) is not space:
                 yield (
                     "Z006",
                     f"{title(op)} needs {self._spell(region)} on {space}, it is on {self._space(region)}",
                 )
-        if self._numel(op.source) != self._numel(op.destination):
-            yield (
-                "Z005",
-                f"{title(op)} copies {self._numel(op.source)} to {self._numel(op.destination)} elements",
-            )
-        if self._dtype(op.source) is not self._dtype(op.destination):
-            yield (
-                "Z004",
-                f"{title(op)} copies {self._dtype(op.source)} to {self._dtype(op.destination)}",
-            )
-
-
-def _overlap(a: Region, b: Region) -> bool:
-    return a.buffer == b.buffer and a.offset < b.stop and b.offset < a.stop
+        yield from self._same_numel(op, op.source, op.destination)
+        yield from self._same_dtype(op, op.source, op.destination)
 
 
 def _exposed_destination(pairs: Sequence[ops.Pair]) -> Region | None:
-    """A destination that the source of another pair overlaps, if any does."""
+    """A destination that overlaps the source of another pair, if any does."""
     both = [(pair.destination, i, True) for i, pair in enumerate(pairs)]
     both += [(pair.source, i, False) for i, pair in enumerate(pairs)]
     both.sort(key=lambda item: (item[0].buffer, item[0].offset, item[0].stop))
-    # Of the regions so far, written and read, the two that reach farthest: one may be of the very pair.
+    # Of the regions written and those read so far, the two with the largest stop: one may be of the same pair.
     farthest: dict[bool, list[tuple[int, int]]] = {}
     buffer: str | None = None
     for region, i, is_written in both:

@@ -1,4 +1,4 @@
-"""What collectives do to the abstract memory: every rank's operands, seen from the one rank that stands for all."""
+"""What collectives do to the abstract memory, which describes all ranks at once."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def gather(run: SectionRun, op: ops.AllGather | ops.Prefetch) -> None:
-    """An all-gather or prefetch: every rank's slice, one after the other; an error where all that was there (Z102)."""
+    """An all-gather or prefetch: the slices of all ranks in order; an error where they stand there already (Z102)."""
     axis = run.program.comm_by_name[op.comm].axis
     size = run.sizes[axis]
     is_double = size > 1
@@ -60,11 +60,12 @@ def gather(run: SectionRun, op: ops.AllGather | ops.Prefetch) -> None:
 
 
 def reduce(run: SectionRun, op: ops.ReduceScatter | ops.AllReduce) -> None:
-    """An all-reduce, or its slice of this rank, of values that all ranks hold part of (Z402)."""
+    """An all-reduce, or this rank's slice of one, of values of which each rank has a part (Z402)."""
     axis = run.program.comm_by_name[op.comm].axis
     size = run.sizes[axis]
     results: list[tuple[Region, PieceList]] = []
-    for pair, pieces in _sources(run, op, "Z402"):
+    for pair, taken in _sources(run, op, "Z402"):
+        pieces = taken
         if size > 1:
             name = spell(pair.source, run.program)
             buffer = pair.source.buffer
@@ -73,13 +74,11 @@ def reduce(run: SectionRun, op: ops.ReduceScatter | ops.AllReduce) -> None:
                 run.fail(code, f"{sentence} ({name})", buffer)
 
             how = algebra.Combination(axis, op.reduction, run.numbering, fail)
-            total = coalesced([(a, b, algebra.reduced(v, how)) for a, b, v in pieces])
+            pieces = coalesced([(a, b, algebra.reduced(v, how)) for a, b, v in taken])
             if isinstance(op, ops.ReduceScatter):
                 numel = run.memory.numel(pair.destination)
-                total = unpack(_slice(run, total, axis, numel), numel)
-            results.append((pair.destination, total))
-        else:
-            results.append((pair.destination, pieces))
+                pieces = unpack(_slice(run, pieces, axis, numel), numel)
+        results.append((pair.destination, pieces))
     for region, pieces in results:
         run.memory.write(region, pieces)
 
@@ -109,7 +108,7 @@ def broadcast(run: SectionRun, op: ops.Broadcast) -> None:
         run.memory.write(pair.destination, result)
 
 
-def _sources(run: SectionRun, op: ops.Collective, code: str) -> list[tuple[ops.Pair, PieceList]]:
+def _sources(run: SectionRun, op: ops.CollectiveOp, code: str) -> list[tuple[ops.Pair, PieceList]]:
     taken = [(pair, run.take(pair.source, code)) for pair in op.pairs]
     if op.wire_dtype is not None:
         wire = op.wire_dtype
@@ -124,7 +123,7 @@ def _on_wire(
     run: SectionRun, pair: ops.Pair, pieces: PieceList, wire: DType, *, is_sum: bool
 ) -> PieceList:
     dtype = run.program.buffer_by_name[pair.source.buffer].dtype
-    # Sums are FP32; what travels in F64 is added in F64, which rounds elsewhere.
+    # Sums are FP32; values that travel in F64 are added in F64, which rounds in another way.
     is_finer_sum = is_sum and wire is DType.F64 and dtype is not DType.F64
     if algebra.represents(wire, dtype) and not is_finer_sum:
         return pieces

@@ -75,13 +75,13 @@ def decide(run: SectionRun, op: ops.Decide) -> None:
     run.settings.setdefault(setting, run.line)
     if op.norm is not None:
         run.settings.setdefault((NORM_ORDER, _order(run, op.norm)), run.line)
-        run.told[op.norm] = list(run.memory.read(op.norm))
+        run.reported[op.norm] = list(run.memory.read(op.norm))
     number = run.numbering.of(("decision", run.section.name, run.line))
     run.decided[number] = op.skip is not None
     run.memory.write(op.gradient_divisor, [(0, 1, Decision("divisor", number))])
     if op.skip is not None:
         run.memory.write(op.skip, [(0, 1, Decision("skip", number))])
-        run.told[op.skip] = list(run.memory.read(op.skip))
+        run.reported[op.skip] = list(run.memory.read(op.skip))
     if not _is_version(run, op.step, 0):
         run.fail("Z405", "the step count advances a second time", op.step.buffer)
     _advance(run, op.step)
@@ -177,20 +177,16 @@ def optimizer_step(run: SectionRun, op: ops.OptimizerStep) -> None:
     """Move each element and its states to the next version, by its final gradient, after the decision."""
     _check_scalars(run, op)
     setting = (op.algorithm, _held(run, op.step), _held(run, op.lr), _held(run, op.hyper))
-    states = [
-        (name, run.take(r, "Z403"))
-        for name, r in zip(op.algorithm.state_names, op.states, strict=True)
-    ]
+    states = [run.take(region, "Z403") for region in op.states]
     gradient = run.take(op.grad, "Z402")
-    written: list[tuple[int, int, Value]] = []
-    written_states: list[list[tuple[int, int, Value]]] = [[] for _ in states]
+    written: list[list[tuple[int, int, Value]]] = [[] for _ in (op.param, *op.states)]
     for a, b, value in run.take(op.param, "Z403"):
-        is_good = (
-            isinstance(value, Elements)
-            and isinstance(value.key, FlatKey)
-            and value.key.quantity in (MASTER, PARAM)
-        )
-        if not is_good or not isinstance(value, Elements) or not isinstance(value.key, FlatKey):
+        key = value.key if isinstance(value, Elements) else None
+        if (
+            not isinstance(value, Elements)
+            or not isinstance(key, FlatKey)
+            or key.quantity not in (MASTER, PARAM)
+        ):
             if not algebra.is_poisoned(value):
                 where = spell(op.param, run.program)
                 run.fail(
@@ -198,11 +194,9 @@ def optimizer_step(run: SectionRun, op: ops.OptimizerStep) -> None:
                     f"optimizer_step updates {where}, which holds no parameter or master weights",
                     op.param.buffer,
                 )
-            written.append((a, b, POISON))
-            for out in written_states:
-                out.append((a, b, POISON))
+            for updated in written:
+                updated.append((a, b, POISON))
             continue
-        key = value.key
         if not run.program.flat_by_name[key.flat].is_trainable:
             run.fail("Z403", f"optimizer_step updates the frozen flat {key.flat}", op.param.buffer)
         elements = Cover(key.flat, value.shift + a, value.strides, b - a)
@@ -214,25 +208,18 @@ def optimizer_step(run: SectionRun, op: ops.OptimizerStep) -> None:
                 f"optimizer_step updates {key.quantity} of flat {key.flat} a second time",
                 op.param.buffer,
             )
-        written.append(
-            (
-                a,
-                b,
-                Elements(
-                    FlatKey(key.quantity, key.flat, key.version + 1), value.shift, value.strides
-                ),
-            )
-        )
-        for (name, pieces), out in zip(states, written_states, strict=True):
+        for name, pieces in zip(op.algorithm.state_names, states, strict=True):
             expected = Elements(FlatKey(name, key.flat, key.version), value.shift, value.strides)
             _check_state(run, op, name, pieces, (a, b), expected)
-            new = FlatKey(name, key.flat, key.version + 1)
-            out.append((a, b, Elements(new, value.shift, value.strides)))
+        for quantity, updated in zip(
+            (key.quantity, *op.algorithm.state_names), written, strict=True
+        ):
+            new = FlatKey(quantity, key.flat, key.version + 1)
+            updated.append((a, b, Elements(new, value.shift, value.strides)))
         _check_gradient(run, op, gradient, (a, b), value, key.flat)
     run.memory.write(op.grad, [(a, b, algebra.spent(value)) for a, b, value in gradient])
-    run.memory.write(op.param, written)
-    for region, pieces in zip(op.states, written_states, strict=True):
-        run.memory.write(region, pieces)
+    for region, updated in zip((op.param, *op.states), written, strict=True):
+        run.memory.write(region, updated)
 
 
 def _check_group(run: SectionRun, op: ops.OptimizerStep, elements: Cover) -> None:

@@ -12,7 +12,7 @@ from zeroir.ir.views import parts
 from zeroir.verify.domain import Numbering
 
 
-class Operand(NamedTuple):
+class CallOperand(NamedTuple):
     """What an argument's region holds: its element ``p`` is element ``p + shift`` of the storage that ``key`` names."""
 
     key: Hashable
@@ -41,28 +41,28 @@ class Segments:
         self._by_node = by_node
         self._digests: dict[str, str] = {}
         self._bodies: dict[str, _PreparedSegment] = {}
-        self._known: dict[tuple[str, int], tuple[Result, ...]] = {}
+        self._results: dict[tuple[str, int], tuple[Result, ...]] = {}
         # The layout of each computed storage, as its operator made it.
         self._homes: dict[int, int] = {}
 
-    def results(self, name: str, operands: tuple[Operand, ...]) -> tuple[Result, ...]:
+    def results(self, name: str, operands: tuple[CallOperand, ...]) -> tuple[Result, ...]:
         """What the outputs of the segment are."""
         digest = self._digests.get(name)
         if digest is None:
             digest = self._digests[name] = self._segments[name].digest()
         call = self._numbering.of((digest, operands))
-        found = self._known.get((digest, call))
-        if found is None:
+        results = self._results.get((digest, call))
+        if results is None:
             segment = self._segments[name]
             if self._by_node:
                 if digest not in self._bodies:
                     self._bodies[digest] = _PreparedSegment(segment, self._numbering)
-                found = self._bodies[digest].results(operands, self._homes)
+                results = self._bodies[digest].results(operands, self._homes)
             else:
                 numbers = [self._numbering.of((call, i)) for i in range(len(segment.outputs))]
-                found = tuple(Result(number, number, 0) for number in numbers)
-            self._known[digest, call] = found
-        return found
+                results = tuple(Result(number, number, 0) for number in numbers)
+            self._results[digest, call] = results
+        return results
 
 
 class _NumberedNode(NamedTuple):
@@ -73,7 +73,7 @@ class _NumberedNode(NamedTuple):
     makes: tuple[int, ...]
 
 
-class _StoragePart(NamedTuple):
+class _ValuePlace(NamedTuple):
     """A value as part of a storage: the value that owns the storage, the offset there, and the number of its layout."""
 
     root: int
@@ -90,11 +90,11 @@ class _PreparedSegment:
         self._outputs = segment.outputs
         self._steps: list[_NumberedNode] = []
         self._places = [
-            _StoragePart(i, 0, self._layout(kind)) for i, kind in enumerate(segment.inputs)
+            _ValuePlace(i, 0, self._layout(kind)) for i, kind in enumerate(segment.inputs)
         ]
         types = segment.types()
         self._places += [
-            _StoragePart(i, 0, -1 if kind is None else self._layout(kind))
+            _ValuePlace(i, 0, -1 if kind is None else self._layout(kind))
             for i, kind in enumerate(types[self._inputs :], self._inputs)
         ]
         first = self._inputs
@@ -110,7 +110,7 @@ class _PreparedSegment:
             if views is not None:
                 parent = self._places[source.index]
                 for i, (offset, kind) in enumerate(views, first):
-                    place = _StoragePart(parent.root, parent.offset + offset, self._layout(kind))
+                    place = _ValuePlace(parent.root, parent.offset + offset, self._layout(kind))
                     self._places[i] = place
                 return
         makes = tuple(range(first, first + len(node.results)))
@@ -119,7 +119,7 @@ class _PreparedSegment:
             self._steps.append(self._step(node, makes))
             return
         product = len(self._places)
-        self._places.append(_StoragePart(product, 0, self._places[first].layout))
+        self._places.append(_ValuePlace(product, 0, self._places[first].layout))
         # The result of a dropout is numbered as the product with its mask.
         self._steps.append(self._step(node, (-1, first + 1)))
         self._steps.append(self._step(applied[0], (product,)))
@@ -135,7 +135,9 @@ class _PreparedSegment:
         )
         return self._of(("layout", kind.shape, steps))
 
-    def results(self, operands: tuple[Operand, ...], homes: dict[int, int]) -> tuple[Result, ...]:
+    def results(
+        self, operands: tuple[CallOperand, ...], homes: dict[int, int]
+    ) -> tuple[Result, ...]:
         """What the outputs are for these operands; ``homes`` receives the layouts of new storages."""
         of, places = self._of, self._places
         # For each value that owns a storage: the storage's number, and where the value begins in it.
@@ -145,16 +147,16 @@ class _PreparedSegment:
         numbers: dict[int, int] = {}
 
         def number(value: int) -> int:
-            found = numbers.get(value)
-            if found is None:
+            result = numbers.get(value)
+            if result is None:
                 root, offset, layout = places[value]
                 base, start = bases[root]
                 if start + offset == 0 and homes.get(base) == layout:
-                    found = base
+                    result = base
                 else:
-                    found = of(("view", base, start + offset, layout))
-                numbers[value] = found
-            return found
+                    result = of(("view", base, start + offset, layout))
+                numbers[value] = result
+            return result
 
         for node, uses, makes in self._steps:
             made = of(("node", node, *[numbers.get(u) or number(u) for u in uses]))
@@ -164,12 +166,12 @@ class _PreparedSegment:
                     bases[value] = (base, 0)
                     homes[base] = places[value].layout
                     numbers[value] = base
-        found: list[Result] = []
+        outputs: list[Result] = []
         for value in self._outputs:
             root, offset, _ = places[value]
             base, start = bases[root]
-            found.append(Result(number(value), base, start + offset))
-        return tuple(found)
+            outputs.append(Result(number(value), base, start + offset))
+        return tuple(outputs)
 
 
 def _shape(node: Node) -> Hashable:

@@ -1,10 +1,10 @@
-"""How a segment is carried out op by op: what each op writes, what is copied where, and when each value is dropped.
+"""How the eager kernels carry a segment out: what each node writes, what is copied, and when each value is dropped.
 
-The eager kernels do what a plan says and the memory model counts what it takes, so the two cannot differ. A value
-that ends up in a destination is made there, through transposes and reshapes between the two, where the destination
-has the strides that the op's own result would have; an op that cannot write to given memory makes the value first,
-it is copied at once, and whoever needs it later reads the destination. Everything else is copied or added as soon as
-it is there, or at the end where the destination is also read.
+The eager kernels do what a plan says and the memory model counts what the plan takes, so the two cannot differ. A value
+that is an output, or that views turn into one, is made in the output's destination if the destination has the strides
+of the node's own result. A node that cannot write to given memory makes the value first; the value is copied at once,
+and nodes that need it later read the destination. Every other output is copied or added as soon as it is made, or at
+the end if its destination is also read.
 """
 
 from __future__ import annotations
@@ -33,41 +33,44 @@ class Reshape:
     shape: tuple[int, ...]
 
 
-Look = Permute | Reshape
-"""Another way to look at a tensor."""
+ViewStep = Permute | Reshape
+"""One step of viewing a tensor in another shape or order of dimensions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """A value's place: the destination of an output, looked at through ``looks`` one after another."""
+class OutputTarget:
+    """Memory for a value: the destination of output number ``output``, viewed by ``views`` in turn."""
 
     output: int
-    looks: tuple[Look, ...]
+    views: tuple[ViewStep, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
-    """Carry out a node, whose results are numbered from ``first``; ``place`` is filled with its result if given.
+class RunNode:
+    """Carry out a node, whose results are numbered from ``first``; its one result is made in ``target`` if given.
 
-    ``layouts`` are the values among the results that must have the strides given here. ``drops`` are the values that
-    nobody needs any more.
+    ``layouts`` are values among the results, each with the strides that it must have. ``drops`` are the values that no
+    later step needs.
     """
 
     node: Node
     first: int
-    place: Place | None
+    target: OutputTarget | None
     layouts: tuple[tuple[int, tuple[int, ...]], ...]
     drops: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Move:
-    """Copy or add a value to a place; with ``is_home`` whoever needs the value later reads it there."""
+class FillTarget:
+    """Copy a value to a target or add it there.
+
+    With ``is_read_there`` later steps read the value in the target. ``drops`` are the values that no later step needs.
+    """
 
     value: int
-    place: Place
+    target: OutputTarget
     mode: Mode
-    is_home: bool
+    is_read_there: bool
     drops: tuple[int, ...] = ()
 
 
@@ -76,101 +79,103 @@ class EagerPlan:
     """The steps of a segment, which numbers ``values`` values."""
 
     values: int
-    steps: tuple[Call | Move, ...]
+    steps: tuple[RunNode | FillTarget, ...]
 
 
 def eager_plan(segment: Segment, bindings: Bindings, can_fill: Callable[[Node], bool]) -> EagerPlan:
     """Plan a segment for one way of binding its outputs.
 
-    ``can_fill`` says which ops of one result can make it in given memory.
+    ``can_fill`` says which nodes can make their one result in given memory.
     """
-    skipped = _copied(segment, bindings)
-    places = {
-        value: place for value, place in in_place(segment, bindings).items() if value not in skipped
+    copied = _copied_values(segment, bindings)
+    targets = {
+        value: target
+        for value, target in in_place(segment, bindings).items()
+        if value not in copied
     }
-    looked_at = laid_out_values(segment)
-    placed = {place.output for place in places.values()}
-    # What is copied or added once a value is there, by the value; and what only at the end.
-    soon: dict[int, list[Move]] = {}
-    late: list[Move] = []
+    fixed_layouts = laid_out_values(segment)
+    filled_outputs = {target.output for target in targets.values()}
+    # What is copied or added as soon as a value is there, by the value; and what only at the end.
+    at_once: dict[int, list[FillTarget]] = {}
+    at_end: list[FillTarget] = []
     for output, (value, binding) in enumerate(zip(segment.outputs, bindings, strict=True)):
-        if binding is None or output in placed:
+        if binding is None or output in filled_outputs:
             continue
-        move = Move(
-            value=skipped.get(value, value),
-            place=Place(output=output, looks=()),
+        fill = FillTarget(
+            value=copied.get(value, value),
+            target=OutputTarget(output=output, views=()),
             mode=binding.mode,
-            is_home=False,
+            is_read_there=False,
         )
         if binding.is_exclusive:
-            soon.setdefault(value, []).append(move)
+            at_once.setdefault(value, []).append(fill)
         else:
-            late.append(move)
-    steps: list[Call | Move] = []
+            at_end.append(fill)
+    steps: list[RunNode | FillTarget] = []
     for value in range(len(segment.inputs)):
-        steps += soon.get(value, ())
+        steps += at_once.get(value, ())
     first = len(segment.inputs)
     for node in segment.nodes:
         results = range(first, first + len(node.results))
-        if first not in skipped:
-            is_filled = first in places and can_fill(node)
+        if first not in copied:
+            is_filled = first in targets and can_fill(node)
             steps.append(
-                Call(
+                RunNode(
                     node=node,
                     first=first,
-                    place=places[first] if is_filled else None,
+                    target=targets[first] if is_filled else None,
                     layouts=tuple(
                         (index, kind.stride)
                         for index, kind in zip(results, node.results, strict=True)
-                        if kind is not None and index in looked_at
+                        if kind is not None and index in fixed_layouts
                     ),
                 )
             )
             steps += [
-                Move(value=value, place=places[value], mode=Mode.WRITE, is_home=True)
+                FillTarget(value=value, target=targets[value], mode=Mode.WRITE, is_read_there=True)
                 for value in results
-                if value in places and not is_filled
+                if value in targets and not is_filled
             ]
         for value in results:
-            steps += soon.get(value, ())
+            steps += at_once.get(value, ())
         first = results.stop
-    steps += late
+    steps += at_end
     return EagerPlan(values=first, steps=_with_drops(steps))
 
 
-def in_place(segment: Segment, bindings: Bindings) -> Mapping[int, Place]:
-    """The values that can live in a destination from the first on."""
+def in_place(segment: Segment, bindings: Bindings) -> Mapping[int, OutputTarget]:
+    """The values that can be made in a destination, each with the part of the destination that it fills."""
     makers: dict[int, Node] = {}
     first = len(segment.inputs)
     for node in segment.nodes:
         makers.update(dict.fromkeys(range(first, first + len(node.results)), node))
         first += len(node.results)
     types = segment.types()
-    found: dict[int, Place] = {}
+    targets: dict[int, OutputTarget] = {}
     for output, (value, binding) in enumerate(zip(segment.outputs, bindings, strict=True)):
         if binding is None or binding.mode is not Mode.WRITE or not binding.is_exclusive:
             continue
         kind = types[value]
         if kind is None:
             continue
-        looks: list[Look] = []
+        views: list[ViewStep] = []
         made = value
         while made in makers and (back := _undone(makers[made], types)) is not None:
-            made, look = back
-            looks += () if look is None else (look,)
-        if made not in makers or made in found:
+            made, view = back
+            views += () if view is None else (view,)
+        if made not in makers or made in targets:
             continue
-        if types[made] == _seen(replace(kind, stride=binding.stride), looks):
-            found[made] = Place(output=output, looks=tuple(looks))
-    return found
+        if types[made] == _viewed(replace(kind, stride=binding.stride), views):
+            targets[made] = OutputTarget(output=output, views=tuple(views))
+    return targets
 
 
 RESHAPES: Final = frozenset({"aten.view.default", "aten._unsafe_view.default"})
 _SAME: Final = frozenset({"aten.alias.default", "aten.detach.default"})
 
 
-def _undone(node: Node, types: Sequence[TensorType | None]) -> tuple[int, Look | None] | None:
-    """If a node only looks at a value in another way: that value's number, and the way back."""
+def _undone(node: Node, types: Sequence[TensorType | None]) -> tuple[int, ViewStep | None] | None:
+    """If a node only views a value: that value's number, and the step that undoes the view (None for an alias)."""
     if not node.args or not isinstance(node.args[0], Ref):
         return None
     source = node.args[0].index
@@ -200,10 +205,10 @@ def _undone(node: Node, types: Sequence[TensorType | None]) -> tuple[int, Look |
     return None
 
 
-def _seen(kind: TensorType, looks: Sequence[Look]) -> TensorType | None:
-    """The type of a tensor looked at in other ways; None where its strides do not allow that."""
-    for look in looks:
-        match look:
+def _viewed(kind: TensorType, views: Sequence[ViewStep]) -> TensorType | None:
+    """The type of a tensor after these steps; None where its strides do not allow them."""
+    for view in views:
+        match view:
             case Permute(order):
                 kind = replace(
                     kind,
@@ -216,12 +221,12 @@ def _seen(kind: TensorType, looks: Sequence[Look]) -> TensorType | None:
                     return None
                 kind = replace(kind, shape=shape, stride=stride)
             case _:
-                assert_never(look)
+                assert_never(view)
     return kind
 
 
-def _copied(segment: Segment, bindings: Bindings) -> Mapping[int, int]:
-    """Outputs that are but copies of another value, for which the copy to the destination is enough."""
+def _copied_values(segment: Segment, bindings: Bindings) -> Mapping[int, int]:
+    """Outputs that are mere copies of another value, by number, and that value: it is copied to the destination."""
     needed = {ref.index for node in segment.nodes for ref in node.refs()}
     # Another output may overwrite what is copied before it is.
     needed |= {
@@ -229,31 +234,31 @@ def _copied(segment: Segment, bindings: Bindings) -> Mapping[int, int]:
         for value, binding in zip(segment.outputs, bindings, strict=True)
         if binding is not None and not binding.is_exclusive
     }
-    found: dict[int, int] = {}
+    sources: dict[int, int] = {}
     first = len(segment.inputs)
     for node in segment.nodes:
         if node.op == "aten.clone.default" and first not in needed:
             (source,) = node.refs()
-            found[first] = source.index
+            sources[first] = source.index
         first += len(node.results)
-    return found
+    return sources
 
 
 def laid_out_values(segment: Segment) -> set[int]:
-    """Values whose strides decide whether a node that looks at them can, or what it sees."""
+    """Values whose strides decide whether a node can view them, or which elements it sees."""
     ops = RESHAPES | {"aten.view.dtype", "zeroir.strided.default", "zeroir.strided_scatter.default"}
     return {ref.index for node in segment.nodes if node.op in ops for ref in node.refs()}
 
 
-def _with_drops(steps: Sequence[Call | Move]) -> tuple[Call | Move, ...]:
-    """Drop each value after its last use (a value that nobody uses: after it is made)."""
+def _with_drops(steps: Sequence[RunNode | FillTarget]) -> tuple[RunNode | FillTarget, ...]:
+    """Drop each value after its last use (an unused value: after it is made)."""
     last: dict[int, int] = {}
     for at, step in enumerate(steps):
         match step:
-            case Call(node=node, first=first):
+            case RunNode(node=node, first=first):
                 used = {ref.index for ref in node.refs()}
                 used |= set(range(first, first + len(node.results)))
-            case Move(value=value):
+            case FillTarget(value=value):
                 used = {value}
             case _:
                 assert_never(step)
@@ -261,4 +266,6 @@ def _with_drops(steps: Sequence[Call | Move]) -> tuple[Call | Move, ...]:
     drops: list[list[int]] = [[] for _ in steps]
     for index, at in sorted(last.items()):
         drops[at].append(index)
-    return tuple(replace(step, drops=tuple(of)) for step, of in zip(steps, drops, strict=True))
+    return tuple(
+        replace(step, drops=tuple(values)) for step, values in zip(steps, drops, strict=True)
+    )

@@ -1,4 +1,4 @@
-"""The dtype that torch computes in where operands have several: its rules of type promotion."""
+"""PyTorch's rules of type promotion: the dtype that it computes in where operands have several."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Operand = TensorType | DType
 
 
 def common_dtype(operands: Sequence[Operand]) -> DType:
-    """What operands are converted to: tensors with dimensions decide before those without, and these before numbers.
+    """The dtype that operands are converted to; tensors with dimensions decide first, then those without, then numbers.
 
     As ``torch.result_type``, where floats are of torch's default dtype, f32.
     """
@@ -24,10 +24,10 @@ def common_dtype(operands: Sequence[Operand]) -> DType:
         else:
             ranks[2].append(DType.F32 if operand is DType.F64 else operand)
     first, *others = (reduce(promoted, rank) for rank in ranks if rank)
-    for other in others:
+    for lower in others:
         # A lower rank only makes an integer a float, or a bool a number.
-        if first is DType.BOOL or (other.is_floating and not first.is_floating):
-            first = promoted(first, other)
+        if first is DType.BOOL or (lower.is_floating and not first.is_floating):
+            first = promoted(first, lower)
     return first
 
 
@@ -42,4 +42,4 @@ def promoted(a: DType, b: DType) -> DType:
     if {a, b} == {DType.U8, DType.I8}:
         return DType.I16
     # Of two integers of one size one is bool, which any other holds.
-    return max(a, b, key=lambda one: (one is not DType.BOOL, one.itemsize_bytes))
+    return max(a, b, key=lambda dtype: (dtype is not DType.BOOL, dtype.itemsize_bytes))

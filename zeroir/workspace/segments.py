@@ -1,4 +1,4 @@
-"""The memory that running a segment takes beyond its inputs and destinations."""
+"""The memory that a segment takes beyond its inputs and destinations: what its calls hold, and what it declares."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Final, assert_never
 
 from zeroir.ir import ops
 from zeroir.ir.bindings import Binding, bindings, plain_bindings
+from zeroir.ir.op_lists import listed_ops
 from zeroir.ir.ops import Mode
 from zeroir.ir.program import Program
-from zeroir.ir.segment import Segment
+from zeroir.ir.segment import Node, Segment
 from zeroir.ir.views import is_view
-from zeroir.workspace.eager_plan import Call, Move, eager_plan
-from zeroir.workspace.filling import can_fill
+from zeroir.workspace.eager_plan import FillTarget, RunNode, eager_plan
 from zeroir.workspace.scratch import call_bytes, copy_bytes, made_bytes
 from zeroir.workspace.scratch.allowance import allowance_bytes
 
@@ -26,8 +26,8 @@ EAGER: Final = "eager"
 class Workspace:
     """What the eager kernels hold at once on a CPU, beside a call's arguments and destinations.
 
-    ``counted_bytes`` is exact: all that the kernels make, but for the scratch memory of libraries. ``most_bytes`` has
-    what these are allowed as well, and so is no less than what any machine takes.
+    ``counted_bytes`` is exact: everything that the kernels make, without the scratch memory of libraries.
+    ``most_bytes`` adds what libraries are allowed, and so is no less than any machine takes.
     """
 
     counted_bytes: int
@@ -43,34 +43,46 @@ def eager_workspace(segment: Segment, outputs: Sequence[Binding | None] | None =
     return _eager_workspace(segment, tuple(plain_bindings(segment) if outputs is None else outputs))
 
 
-# Passes ask anew for what few of them change.
+def can_fill(node: Node) -> bool:
+    """Whether torch can make the node's one result on a CPU in a given tensor that has the result's strides.
+
+    The list of these ops is generated from torch's own schemas by ``tools/list_aten_ops.py``.
+    """
+    if len(node.results) != 1:
+        return False
+    if node.op == "aten.embedding_dense_backward.default":
+        return node.args[4] is False
+    return node.op in listed_ops("filling_ops.txt")
+
+
+# Every pass asks, and few segments change between passes.
 @lru_cache(maxsize=1024)
-def _eager_workspace(segment: Segment, how: tuple[Binding | None, ...]) -> Workspace:
-    plan = eager_plan(segment, how, can_fill)
+def _eager_workspace(segment: Segment, outputs: tuple[Binding | None, ...]) -> Workspace:
+    plan = eager_plan(segment, outputs, can_fill)
     types = segment.types()
-    held = _Held(homes=[None] * plan.values)
+    held = _HeldValues(homes=[None] * plan.values)
     counted = most = 0
     for step in plan.steps:
         match step:
-            case Call(node=node):
-                is_filled = step.place is not None
+            case RunNode(node=node):
+                is_filled = step.target is not None
                 taken = held.total + call_bytes(node, types, is_filled=is_filled)
                 counted, most = max(counted, taken), max(most, taken + allowance_bytes(node, types))
                 if is_view(node.op):
                     (source, *_) = node.refs()
                     home = held.homes[source.index]
                     for value in range(step.first, step.first + len(node.results)):
-                        held.look(value, home)
+                        held.share(value, home)
                 elif not is_filled:
                     for value, size in enumerate(made_bytes(node, types), step.first):
                         held.make(value, size)
-            case Move(value=value):
-                binding, kind = how[step.place.output], types[value]
+            case FillTarget(value=value):
+                binding, kind = outputs[step.target.output], types[value]
                 assert binding is not None
                 assert kind is not None
-                if step.mode is Mode.WRITE and not step.is_home:
+                if step.mode is Mode.WRITE and not step.is_read_there:
                     counted = max(counted, held.total + copy_bytes(kind, binding.stride))
-                if step.is_home:
+                if step.is_read_there:
                     held.drop(value)
             case _:
                 assert_never(step)
@@ -80,11 +92,11 @@ def _eager_workspace(segment: Segment, how: tuple[Binding | None, ...]) -> Works
 
 
 @dataclass(slots=True, kw_only=True)
-class _Held:
+class _HeldValues:
     """The memory of a call's own values.
 
-    ``homes`` are, for every value, the one whose memory it is part of: itself or what it is a view of, and None where
-    that belongs to an argument or a destination, or is no more.
+    ``homes`` gives for every value the value whose memory it is part of: itself, or the value that it is a view of.
+    None stands for memory of an argument or a destination, and for a value that has ended.
     """
 
     homes: list[int | None]
@@ -93,19 +105,19 @@ class _Held:
     _sizes: dict[int, int] = field(default_factory=dict)
 
     def make(self, value: int, size_bytes: int) -> None:
-        """Let a value be, in memory of its own."""
+        """Begin a value in memory of its own."""
         self.total += size_bytes
         self._sizes[value] = size_bytes
-        self.look(value, value)
+        self.share(value, value)
 
-    def look(self, value: int, home: int | None) -> None:
-        """Let a value be part of the memory of ``home``."""
+    def share(self, value: int, home: int | None) -> None:
+        """Begin a value in the memory of ``home``, or in none of the call's own."""
         self.homes[value] = home
         if home is not None:
             self._users[home] = self._users.get(home, 0) + 1
 
     def drop(self, value: int) -> None:
-        """End a value; the memory that nothing is part of any more is freed."""
+        """End a value; memory that no other value shares is freed."""
         home, self.homes[value] = self.homes[value], None
         if home is None:
             return
@@ -115,13 +127,13 @@ class _Held:
 
 
 def declared(program: Program) -> Program:
-    """The program, whose segments declare the most memory that any of their calls takes."""
+    """The program with segments that declare the most memory that any of their calls takes."""
     names = {op.segment for op in program.ops() if isinstance(op, ops.Compute)}
     return _declared(program, names)
 
 
 def corrected(program: Program) -> Program:
-    """The program after its calls were changed: what segments declare of their memory, if anything, is true again."""
+    """The program with every declaration of a segment's memory computed anew, for use after calls were changed."""
     names = {
         s.name for s in program.segments if any(kind == EAGER for kind, _ in s.workspace_bytes)
     }
@@ -129,7 +141,7 @@ def corrected(program: Program) -> Program:
 
 
 def _declared(program: Program, names: Collection[str]) -> Program:
-    """The program with the memory of these segments declared anew, as far as they are called."""
+    """The program with the memory of these segments declared anew; segments without a call stay as they are."""
     calls: dict[str, dict[tuple[Binding | None, ...], None]] = {}
     for op in program.ops():
         if isinstance(op, ops.Compute) and op.segment in names:

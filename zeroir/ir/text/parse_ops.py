@@ -1,19 +1,23 @@
-"""Parsing the ops of a section, a line each."""
+"""Parsing the ops of a section, a line each, as the syntax of their classes says."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from typing import Final, TypeVar
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Final, TypeVar
 
 from zeroir.ir import ops
 from zeroir.ir.buffers import Region, View
 from zeroir.ir.dtypes import DType
-from zeroir.ir.ops import Algorithm, Mode, Op, Reduction
+from zeroir.ir.op_fields import OpField, Use, op_field
+from zeroir.ir.ops import Mode, Op
 from zeroir.ir.segment import TensorType
 from zeroir.ir.text.lexical import BARE_NAME, STRING
 from zeroir.ir.text.parse_segment import parse_dtype, parse_strided
 from zeroir.ir.text.scanner import Scanner
+from zeroir.ir.text.syntax import Slot, own_syntax, slots
 
 T = TypeVar("T")
 
@@ -26,10 +30,8 @@ _REGION: Final = re.compile(
     rf"(?:\[(-?[0-9]{{1,30}}):(-?[0-9]{{1,30}})\](?:@(?:({BARE_NAME})|({STRING})))?)?"
 )
 _PARAMETER: Final = re.compile(rf"[ \t]*(?:({BARE_NAME})|({STRING}))[ \t]*:")
-_OPS: Final = (
-    "alloc, release, all_gather, prefetch, reduce_scatter, all_reduce, broadcast, wait, compute, "
-    "cast, fill, scale, grad_norm, check_finite, decide, optimizer_step, update_scale, to_host, to_device, load, store"
-)
+EVENT: Final = "an event such as '!0'"
+SEGMENT: Final = "a segment such as '@block.forward'"
 
 
 class OpParser:
@@ -53,59 +55,22 @@ class OpParser:
         scan = self.scanner
         event = None
         if scan.text.startswith("!", scan.here()):
-            event = scan.sigil_name("!", "an event such as '!0'")
+            event = scan.sigil_name("!", EVENT)
             scan.expect("=")
         position = scan.here()
         keyword = scan.name("an op, an 'exit' line or '}'")
-        match keyword:
-            case "alloc":
-                return ops.Alloc(buffer=self.buffer(), stream=self.stream(), event=event)
-            case "release":
-                return ops.Release(buffer=self.buffer(), stream=self.stream(), event=event)
-            case "all_gather" | "prefetch" | "reduce_scatter" | "all_reduce" | "broadcast":
-                return self._collective(keyword, event)
-            case "wait":
-                if event is not None:
-                    scan.fail("expected an op that can signal an event; 'wait' cannot.", position)
-                waited = scan.sigil_name("!", "an event such as '!0'")
-                return ops.Wait(waited=waited, on=scan.attribute("on", scan.name))
-            case "compute":
-                return self._compute(event)
-            case "cast":
-                return self._cast(event)
-            case "fill":
-                destination = self.region()
-                scan.expect("=")
-                value = scan.float()
-                return ops.Fill(
-                    destination=destination, value=value, stream=self.stream(), event=event
-                )
-            case "scale":
-                region = self.region()
-                if not scan.accept_keyword("by"):
-                    scan.fail("expected 'by' and a one-element region.")
-                by = self.region()
-                return ops.Scale(region=region, by=by, stream=self.stream(), event=event)
-            case "grad_norm":
-                sources, destination = self._reduced()
-                return ops.GradNorm(
-                    sources=sources, destination=destination, stream=self.stream(), event=event
-                )
-            case "check_finite":
-                sources, destination = self._reduced()
-                return ops.CheckFinite(
-                    sources=sources, destination=destination, stream=self.stream(), event=event
-                )
-            case "decide":
-                return self._decide(event)
-            case "optimizer_step":
-                return self._optimizer_step(event)
-            case "update_scale":
-                return self._update_scale(event)
-            case "to_host" | "to_device" | "load" | "store":
-                return self._transfer(keyword, event)
-            case _:
-                raise scan.error(f"expected one of {_OPS}, but found '{keyword}'.", position)
+        line = _LINES.get(keyword)
+        if line is None:
+            keywords = ", ".join(_LINES)
+            raise scan.error(f"expected one of {keywords}, but found '{keyword}'.", position)
+        values: dict[str, Any] = {}
+        if line.event is not None:
+            values[line.event] = event
+        elif event is not None:
+            scan.fail(f"expected an op that can signal an event; '{keyword}' cannot.", position)
+        for name, read in line.slots:
+            values[name] = read(self, values)
+        return line.kind(**values)
 
     # -------------------------------------------------------------------------------------- regions
 
@@ -113,27 +78,23 @@ class OpParser:
         """``%b``."""
         return self.scanner.sigil_name("%", "a buffer such as '%b'")
 
-    def stream(self) -> str:
-        """``stream=compute``."""
-        return self.scanner.attribute("stream", self.scanner.name)
-
     def region(self, what: str = "a region such as '%b' or '%b[0:64]'") -> Region:
         """``%b``, ``%b[0:64]`` or ``%b[0:64]@dp``."""
         scan = self.scanner
-        found = _REGION.match(scan.text, scan.position)
-        if found is None:
+        match = _REGION.match(scan.text, scan.position)
+        if match is None:
             scan.fail(f"expected {what}.")
-        buffer = found[1] or scan.unquote(found[2], found.start(2))
+        buffer = match[1] or scan.unquote(match[2], match.start(2))
         position = scan.here()
-        scan.position = found.end()
-        if found[3] is not None:
-            shard = found[5] or (scan.unquote(found[6], found.start(6)) if found[6] else None)
-            if shard is None and scan.text.startswith("@", found.end()):
-                scan.fail("expected a mesh axis right after '@'.", found.end() + 1)
-            start = int(found[3])
-            return Region(buffer=buffer, offset=start, numel=int(found[4]) - start, shard=shard)
-        if scan.text.startswith("[", found.end()):
-            scan.fail("expected a range such as '[0:64]', without spaces.", found.end())
+        scan.position = match.end()
+        if match[3] is not None:
+            shard = match[5] or (scan.unquote(match[6], match.start(6)) if match[6] else None)
+            if shard is None and scan.text.startswith("@", match.end()):
+                scan.fail("expected a mesh axis right after '@'.", match.end() + 1)
+            start = int(match[3])
+            return Region(buffer=buffer, offset=start, numel=int(match[4]) - start, shard=shard)
+        if scan.text.startswith("[", match.end()):
+            scan.fail("expected a range such as '[0:64]', without spaces.", match.end())
         if buffer not in self.numels:
             scan.fail(
                 f"expected a 'buffer %{buffer}' line above, since the whole of it is named here.",
@@ -152,88 +113,25 @@ class OpParser:
             scan.fail(f"expected a shape such as '{{2,3}}', since {why}.")
         return View(region=region, shape=shape, stride=stride)
 
-    def _regions(self) -> tuple[Region, ...]:
-        return self.scanner.several(self.region)
-
-    def _optional_region(self, key: str) -> Region | None:
-        return self.region() if self.scanner.accept(key + "=") else None
-
-    # ---------------------------------------------------------------------------------- collectives
-
-    def _collective(self, keyword: str, event: str | None) -> Op:
-        scan = self.scanner
-        pairs: list[ops.Pair] = []
-        if scan.text.startswith("%", scan.here()):
-            pairs.append(self._pair())
-            while scan.accept(","):
-                pairs.append(self._pair())
-        comm = scan.attribute("comm", scan.name)
-        reduction = Reduction.SUM
-        if keyword in ("reduce_scatter", "all_reduce") and scan.accept("reduction="):
-            reduction = scan.member(Reduction, "a reduction")
-        root = scan.attribute("root", scan.integer) if keyword == "broadcast" else 0
-        wire: DType | None = parse_dtype(scan) if scan.accept("wire=") else None
-        staging = self._optional_region("staging")
-        stream = self.stream()
-        if keyword == "reduce_scatter" or keyword == "all_reduce":
-            kind = ops.ReduceScatter if keyword == "reduce_scatter" else ops.AllReduce
-            return kind(
-                pairs=tuple(pairs),
-                comm=comm,
-                stream=stream,
-                reduction=reduction,
-                event=event,
-                wire_dtype=wire,
-                staging=staging,
-            )
-        if keyword == "broadcast":
-            return ops.Broadcast(
-                pairs=tuple(pairs),
-                comm=comm,
-                stream=stream,
-                root=root,
-                event=event,
-                wire_dtype=wire,
-                staging=staging,
-            )
-        gather = ops.AllGather if keyword == "all_gather" else ops.Prefetch
-        return gather(
-            pairs=tuple(pairs),
-            comm=comm,
-            stream=stream,
-            event=event,
-            wire_dtype=wire,
-            staging=staging,
-        )
-
-    def _pair(self) -> ops.Pair:
-        source = self.region()
-        self.scanner.expect("->")
-        return ops.Pair(source=source, destination=self.region())
-
     # -------------------------------------------------------------------------------------- compute
 
-    def _compute(self, event: str | None) -> Op:
-        scan = self.scanner
-        segment = scan.sigil_name("@", "a segment such as '@block.forward'")
+    def arguments(self, segment: str) -> tuple[ops.Argument, ...]:
+        """The arguments of a call of the segment, in round brackets."""
+        inputs, _, why = self._declared(segment)
+        return self._operands(inputs, lambda declared: self._argument(declared, why))
+
+    def destinations(self, segment: str) -> tuple[ops.Destination | None, ...]:
+        """The destinations of a call of the segment, in round brackets."""
+        _, outputs, why = self._declared(segment)
+        return self._operands(outputs, lambda declared: self._destination(declared, why))
+
+    def _declared(
+        self, segment: str
+    ) -> tuple[tuple[TensorType | None, ...], tuple[TensorType | None, ...], str]:
+        """The types of a segment's inputs and outputs, and why a type may be missing."""
         if segment in self.types:
-            inputs, outputs = self.types[segment]
-            why = f"@{segment} declares no such operand"
-        else:
-            inputs, outputs = (), ()
-            why = f"no segment @{segment} is declared above"
-        arguments = self._operands(inputs, lambda declared: self._argument(declared, why))
-        scan.expect("->")
-        destinations = self._operands(outputs, lambda declared: self._destination(declared, why))
-        unit = scan.attribute("unit", scan.name)
-        return ops.Compute(
-            segment=segment,
-            arguments=arguments,
-            destinations=destinations,
-            unit=unit,
-            stream=self.stream(),
-            event=event,
-        )
+            return *self.types[segment], f"@{segment} declares no such operand"
+        return (), (), f"no segment @{segment} is declared above"
 
     def _operands(
         self,
@@ -260,85 +158,129 @@ class OpParser:
 
     def _parameter(self) -> str | None:
         scan = self.scanner
-        found = _PARAMETER.match(scan.text, scan.position)
-        if found is None:
+        match = _PARAMETER.match(scan.text, scan.position)
+        if match is None:
             return None
-        scan.position = found.end()
-        return found[1] or scan.unquote(found[2], found.start(2))
+        scan.position = match.end()
+        return match[1] or scan.unquote(match[2], match.start(2))
 
-    def _cast(self, event: str | None) -> Op:
-        source = self.region()
-        self.scanner.expect("->")
-        mode = Mode.ACCUMULATE if self.scanner.accept("+=") else Mode.WRITE
-        destination = self.region()
-        return ops.Cast(
-            source=source, destination=destination, mode=mode, stream=self.stream(), event=event
+
+# --------------------------------------------------------------------------------------------------------- lines
+
+_Read = Callable[[OpParser, Mapping[str, Any]], Any]
+"""Reads a slot, given the fields that were read before it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Line:
+    """How ops of one class are read: the field for the event, and a reader for each other field, in order."""
+
+    kind: type[Op]
+    event: str | None
+    slots: tuple[tuple[str, _Read], ...]
+
+
+def _line(kind: type[Op]) -> _Line:
+    event = op_field(kind, Use.SIGNALLED)
+    return _Line(
+        kind=kind,
+        event=None if event is None else event.name,
+        slots=_slots(kind, kind.syntax),
+    )
+
+
+def _slots(kind: type, syntax: str) -> tuple[tuple[str, _Read], ...]:
+    return tuple((slot.field.name, _slot(kind, slot)) for slot in slots(kind, syntax))
+
+
+def _slot(kind: type, slot: Slot) -> _Read:
+    """The reader of the words before a field, and of the field."""
+    words = slot.words.split()
+    read = _items(kind, slot)
+    if not words:
+        return read
+    if len(words) > 1:
+        raise TypeError(f"The parser reads one word before {kind.__name__}.{slot.field.name}.")
+    (word,) = words
+    if slot.is_left_out:
+        default = slot.field.default
+        return lambda parser, before: (
+            read(parser, before) if parser.scanner.accept(word) else default
         )
+    if word.isidentifier():
 
-    def _reduced(self) -> tuple[tuple[Region, ...], Region]:
-        sources = self._regions()
-        self.scanner.expect("->")
-        return sources, self.region()
+        def after_keyword(parser: OpParser, before: Mapping[str, Any]) -> object:
+            if not parser.scanner.accept_keyword(word):
+                parser.scanner.fail(f"expected '{word}'.")
+            return read(parser, before)
 
-    # --------------------------------------------------------------------------------------- update
+        return after_keyword
+    expected = f"expected '{word}…'." if word[:-1].isidentifier() else f"expected '{word}'."
 
-    def _decide(self, event: str | None) -> Op:
-        scan = self.scanner
-        return ops.Decide(
-            step=scan.attribute("step", self.region),
-            gradient_divisor=scan.attribute("gradient_divisor", self.region),
-            divisor=scan.attribute("divisor", scan.integer),
-            overflow=self._optional_region("overflow"),
-            norm=self._optional_region("norm"),
-            loss_scale=self._optional_region("loss_scale"),
-            skip=self._optional_region("skip"),
-            max_norm=scan.float() if scan.accept("max_norm=") else None,
-            stream=self.stream(),
-            event=event,
+    def after_word(parser: OpParser, before: Mapping[str, Any]) -> object:
+        parser.scanner.expect(word, expected)
+        return read(parser, before)
+
+    return after_word
+
+
+def _items(kind: type, slot: Slot) -> _Read:
+    """The reader of a field without the words before it: of one value, or of several."""
+    field = slot.field
+    if field.kind is ops.Argument or field.kind is ops.Destination:
+        segment = op_field(kind, Use.SEGMENT)
+        assert segment is not None
+        called, is_read = segment.name, field.kind is ops.Argument
+        return lambda parser, before: (
+            parser.arguments(before[called]) if is_read else parser.destinations(before[called])
         )
+    read = _value(field)
+    if not field.is_tuple:
+        return read
+    if slot.is_bracketed:
+        return lambda parser, before: parser.scanner.several(lambda: read(parser, before))
 
-    def _optimizer_step(self, event: str | None) -> Op:
-        scan = self.scanner
-        return ops.OptimizerStep(
-            algorithm=scan.member(Algorithm, "an optimizer"),
-            param=scan.attribute("param", self.region),
-            grad=scan.attribute("grad", self.region),
-            states=scan.attribute("states", self._regions),
-            step=scan.attribute("step", self.region),
-            lr=scan.attribute("lr", self.region),
-            hyper=scan.attribute("hyper", self.region),
-            gradient_divisor=scan.attribute("gradient_divisor", self.region),
-            skip=self._optional_region("skip"),
-            group=scan.attribute("group", scan.name),
-            stream=self.stream(),
-            event=event,
-        )
+    def listed(parser: OpParser, before: Mapping[str, Any]) -> object:
+        scan = parser.scanner
+        if not scan.text.startswith("%", scan.here()):
+            return ()
+        items = [read(parser, before)]
+        while scan.accept(","):
+            items.append(read(parser, before))
+        return tuple(items)
 
-    def _update_scale(self, event: str | None) -> Op:
-        scan = self.scanner
-        return ops.UpdateScale(
-            state=self.region(),
-            skip=scan.attribute("skip", self.region),
-            window=scan.attribute("window", scan.integer),
-            factor=scan.attribute("factor", scan.float),
-            hysteresis=scan.attribute("hysteresis", scan.integer),
-            minimum=scan.attribute("minimum", scan.float),
-            stream=self.stream(),
-            event=event,
-        )
+    return listed
 
-    # ------------------------------------------------------------------------------------- transfer
 
-    def _transfer(self, keyword: str, event: str | None) -> Op:
-        source = self.region()
-        self.scanner.expect("->")
-        destination = self.region()
-        stream = self.stream()
-        kinds: dict[str, type[ops.ToHost] | type[ops.ToDevice] | type[ops.Load] | type[ops.Store]]
-        kinds = {
-            "to_host": ops.ToHost,
-            "to_device": ops.ToDevice,
-            "load": ops.Load,
-            "store": ops.Store,
-        }
-        return kinds[keyword](source=source, destination=destination, stream=stream, event=event)
+def _value(field: OpField) -> _Read:
+    """The reader of a field's value, or of each item of it."""
+    kind = field.kind
+    if field.use is None:
+        inner = _slots(kind, own_syntax(kind))
+        return lambda parser, before: kind(**{name: read(parser, before) for name, read in inner})
+    if kind is Region:
+        return lambda parser, _: parser.region()
+    match field.use:
+        case Use.BEGUN | Use.ENDED:
+            return lambda parser, _: parser.buffer()
+        case Use.AWAITED:
+            return lambda parser, _: parser.scanner.sigil_name("!", EVENT)
+        case Use.SEGMENT:
+            return lambda parser, _: parser.scanner.sigil_name("@", SEGMENT)
+    if kind is Mode:
+        return lambda parser, _: Mode.ACCUMULATE if parser.scanner.accept("+=") else Mode.WRITE
+    if kind is DType:
+        return lambda parser, _: parse_dtype(parser.scanner)
+    if issubclass(kind, Enum):
+        word = kind.__name__.lower()
+        what = f"an {word}" if word[0] in "aeiou" else f"a {word}"
+        return lambda parser, _: parser.scanner.member(kind, what)
+    readers: dict[type, _Read] = {
+        float: lambda parser, _: parser.scanner.float(),
+        int: lambda parser, _: parser.scanner.integer(),
+        str: lambda parser, _: parser.scanner.name(),
+    }
+    return readers[kind]
+
+
+_LINES: Final = {ops.op_name(kind): _line(kind) for kind in ops.OP_CLASSES}

@@ -66,11 +66,11 @@ def parse_segment(scan: Scanner) -> Segment:
 def parse_dtype(scan: Scanner) -> DType:
     """An element type."""
     position = scan.here()
-    found = _KEYWORD.match(scan.text, scan.position)
-    dtype = None if found is None else _DTYPES.get(found[1])
-    if found is None or dtype is None:
+    match = _KEYWORD.match(scan.text, scan.position)
+    dtype = None if match is None else _DTYPES.get(match[1])
+    if match is None or dtype is None:
         scan.fail(f"expected an element type, one of {', '.join(_DTYPES)}.", position)
-    scan.position = found.end()
+    scan.position = match.end()
     return dtype
 
 
@@ -86,12 +86,12 @@ def parse_strided(
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """A shape and its strides between brackets; without strides it is row-major."""
     scan.expect(opening)
-    found = _SHAPE.match(scan.text, scan.position)
-    if found is None or not scan.text.startswith(closing, found.end()):
+    match = _SHAPE.match(scan.text, scan.position)
+    if match is None or not scan.text.startswith(closing, match.end()):
         scan.fail(f"expected a shape such as '2,3' or '2,3;3,1', without spaces, and '{closing}'.")
-    scan.position = found.end() + len(closing)
-    shape = _integers(found[1])
-    return shape, contiguous_stride(shape) if found[2] is None else _integers(found[2])
+    scan.position = match.end() + len(closing)
+    shape = _integers(match[1])
+    return shape, contiguous_stride(shape) if match[2] is None else _integers(match[2])
 
 
 def _integers(text: str) -> tuple[int, ...]:
@@ -99,11 +99,11 @@ def _integers(text: str) -> tuple[int, ...]:
 
 
 def _ref(scan: Scanner) -> int:
-    found = _REF.match(scan.text, scan.position)
-    if found is None:
+    match = _REF.match(scan.text, scan.position)
+    if match is None:
         scan.fail("expected a value such as '$0'.")
-    scan.position = found.end()
-    return int(found[1])
+    scan.position = match.end()
+    return int(match[1])
 
 
 def _defined(scan: Scanner, number: int) -> None:
@@ -183,14 +183,14 @@ def _arg(scan: Scanner, depth: int) -> NodeArg:
 
 
 def _constant(scan: Scanner) -> NodeArg:
-    found = _INTEGER.match(scan.text, scan.position)
-    if found is not None:
-        scan.position = found.end()
-        return int(found[1])
-    found = _KEYWORD.match(scan.text, scan.position)
-    if found is not None and found[1] in _KEYWORDS:
-        scan.position = found.end()
-        return _KEYWORDS[found[1]]
+    match = _INTEGER.match(scan.text, scan.position)
+    if match is not None:
+        scan.position = match.end()
+        return int(match[1])
+    match = _KEYWORD.match(scan.text, scan.position)
+    if match is not None and match[1] in _KEYWORDS:
+        scan.position = match.end()
+        return _KEYWORDS[match[1]]
     position = scan.here()
     if scan.text[position : position + 1] not in "-0123456789in" or position == len(scan.text):
         scan.fail(

@@ -1,171 +1,154 @@
-"""One line of text for each op."""
+"""One line of text for each op, as the syntax of its class says.
+
+The printer of each class of ops is built once, since large programs have millions of lines.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from enum import Enum
 from itertools import chain, repeat
-from typing import assert_never
+from operator import attrgetter
+from typing import Any, Final
 
 from zeroir.ir import ops
 from zeroir.ir.buffers import Region
-from zeroir.ir.ops import Mode, Op, Reduction
+from zeroir.ir.op_fields import OpField, Use, op_field
+from zeroir.ir.ops import Mode, Op
+from zeroir.ir.segment import TensorType
 from zeroir.ir.text.lexical import name, number
 from zeroir.ir.text.names import Names
+from zeroir.ir.text.syntax import Slot, own_syntax, slots
 
-_ATTRIBUTES_COLUMN = 72
+_ATTRIBUTES_COLUMN: Final = 72
 """Where ``stream=`` and its like begin when the line is short enough."""
+
+_SIGILS: Final = {Use.BEGUN: "%", Use.ENDED: "%", Use.AWAITED: "!", Use.SEGMENT: "@"}
+"""What stands before the name of a buffer, an event or a segment."""
+
+_Print = Callable[[Any, Names], str]
 
 
 def op_text(op: Op, names: Names) -> str:
     """One op as its line says it: ``!event = what``, then its attributes."""
-    if isinstance(op, ops.Wait):
-        return _line(None, f"wait !{name(op.waited)}", f"on={name(op.on)}")
-    head, attributes = _parts(op, names)
-    return _line(op.event, head, f"{attributes} stream={name(op.stream)}".lstrip())
+    return _LINES[type(op)](op, names)
 
 
-def _line(event: str | None, head: str, attributes: str) -> str:
-    if event is not None:
-        head = f"!{name(event)} = {head}"
-    return f"{head:<{_ATTRIBUTES_COLUMN}}  {attributes}"
+def _line(kind: type[Op]) -> _Print:
+    """The printer of one class of ops."""
+    keyword = ops.op_name(kind)
+    line_slots = slots(kind, kind.syntax)
+    head = [_slot(kind, slot) for slot in line_slots if not slot.is_attribute]
+    attributes = [_slot(kind, slot) for slot in line_slots if slot.is_attribute]
+    event_field = op_field(kind, Use.SIGNALLED)
+    event = None if event_field is None else attrgetter(event_field.name)
+
+    def line(op: Op, names: Names) -> str:
+        text = keyword + "".join([part(op, names) for part in head])
+        if event is not None and (signalled := event(op)) is not None:
+            text = f"!{name(signalled)} = {text}"
+        # Every slot begins with a space, so that two stand between the columns.
+        return f"{text:<{_ATTRIBUTES_COLUMN}} {''.join([part(op, names) for part in attributes])}"
+
+    return line
 
 
-def _parts(
-    op: ops.Memory
-    | ops.Collective
-    | ops.Compute
-    | ops.Cast
-    | ops.Fill
-    | ops.Scale
-    | ops.Update
-    | ops.Transfer,
-    names: Names,
-) -> tuple[str, str]:
-    """What an op does, and its attributes but for the stream."""
-    region = names.region
-    match op:
-        case ops.Alloc():
-            return f"alloc %{name(op.buffer)}", ""
-        case ops.Release():
-            return f"release %{name(op.buffer)}", ""
-        case (
-            ops.AllGather()
-            | ops.Prefetch()
-            | ops.ReduceScatter()
-            | ops.AllReduce()
-            | ops.Broadcast()
-        ):
-            return _collective(op, names)
-        case ops.Compute():
-            return _compute(op, names), f"unit={name(op.unit)}"
-        case ops.Cast():
-            add = "+= " if op.mode is Mode.ACCUMULATE else ""
-            return f"cast {region(op.source)} -> {add}{region(op.destination)}", ""
-        case ops.Fill():
-            return f"fill {region(op.destination)} = {number(op.value)}", ""
-        case ops.Scale():
-            return f"scale {region(op.region)} by {region(op.by)}", ""
-        case ops.GradNorm():
-            return f"grad_norm {_regions(op.sources, names)} -> {region(op.destination)}", ""
-        case ops.CheckFinite():
-            return f"check_finite {_regions(op.sources, names)} -> {region(op.destination)}", ""
-        case ops.Decide():
-            maximum = "" if op.max_norm is None else f" max_norm={number(op.max_norm)}"
-            operands = (
-                ("overflow", op.overflow),
-                ("norm", op.norm),
-                ("loss_scale", op.loss_scale),
-                ("skip", op.skip),
-            )
-            head = (
-                f"decide step={region(op.step)} gradient_divisor={region(op.gradient_divisor)}"
-                f" divisor={op.divisor}{_operands(operands, names)}{maximum}"
-            )
-            return head, ""
-        case ops.OptimizerStep():
-            head = (
-                f"optimizer_step {op.algorithm.value} param={region(op.param)}"
-                f" grad={region(op.grad)} states={_regions(op.states, names)}"
-                f" step={region(op.step)} lr={region(op.lr)} hyper={region(op.hyper)}"
-                f" gradient_divisor={region(op.gradient_divisor)}"
-                f"{_operands((('skip', op.skip),), names)}"
-            )
-            return head, f"group={name(op.group)}"
-        case ops.UpdateScale():
-            head = (
-                f"update_scale {region(op.state)} skip={region(op.skip)} window={op.window}"
-                f" factor={number(op.factor)} hysteresis={op.hysteresis}"
-                f" minimum={number(op.minimum)}"
-            )
-            return head, ""
-        case ops.ToHost():
-            return f"to_host {region(op.source)} -> {region(op.destination)}", ""
-        case ops.ToDevice():
-            return f"to_device {region(op.source)} -> {region(op.destination)}", ""
-        case ops.Load():
-            return f"load {region(op.source)} -> {region(op.destination)}", ""
-        case ops.Store():
-            return f"store {region(op.source)} -> {region(op.destination)}", ""
-        case _:
-            assert_never(op)
+def _slot(kind: type, slot: Slot) -> _Print:
+    """The printer of a slot and the words before it; it is given the op, or the dataclass inside one."""
+    field, words = slot.field, slot.words
+    read = attrgetter(field.name)
+    if field.kind is ops.Argument or field.kind is ops.Destination:
+        return _operands(kind, slot)
+    printed = _value(field)
+    if field.is_tuple:
+        opening, closing = ("(", ")") if slot.is_bracketed else ("", "")
+        return lambda op, names: (
+            f"{words}{opening}{', '.join([printed(item, names) for item in read(op)])}{closing}"
+        )
+    if not slot.is_left_out:
+        if field.kind is Region:  # the most frequent by far
+            return lambda op, names: words + names.region(read(op))
+        return lambda op, names: f"{words}{printed(read(op), names)}"
+    default = field.default
+
+    def optional(op: object, names: Names) -> str:
+        value = read(op)
+        return "" if value is default or value == default else f"{words}{printed(value, names)}"
+
+    return optional
 
 
-def _collective(op: ops.Collective, names: Names) -> tuple[str, str]:
-    match op:
-        case ops.AllGather():
-            keyword, own = "all_gather", ""
-        case ops.Prefetch():
-            keyword, own = "prefetch", ""
-        case ops.ReduceScatter():
-            keyword, own = "reduce_scatter", _reduction(op.reduction)
-        case ops.AllReduce():
-            keyword, own = "all_reduce", _reduction(op.reduction)
-        case ops.Broadcast():
-            keyword, own = "broadcast", f" root={op.root}"
-        case _:
-            assert_never(op)
-    pairs = ", ".join(
-        [f"{names.region(p.source)} -> {names.region(p.destination)}" for p in op.pairs]
+def _value(field: OpField) -> _Print:
+    """The printer of a field's value, or of each item of it."""
+    kind = field.kind
+    if field.use is None:
+        parts = [_slot(kind, slot) for slot in slots(kind, own_syntax(kind))]
+        return lambda value, names: "".join([part(value, names) for part in parts])[1:]
+    if kind is Region:
+        return lambda value, names: names.region(value)
+    if field.use in _SIGILS:
+        sigil = _SIGILS[field.use]
+        return lambda value, names: sigil + names.name(value)
+    if kind is Mode:
+        return lambda value, _: "+= " if value is Mode.ACCUMULATE else ""
+    if issubclass(kind, Enum):
+        return lambda value, _: str(value.value)
+    if kind is float:
+        return lambda value, _: number(value)
+    if kind is int:
+        return lambda value, _: str(value)
+    if kind is str:
+        return lambda value, names: names.name(value)
+    raise TypeError(f"The text has no form for {kind.__name__}, the type of {field.name}.")
+
+
+# -------------------------------------------------------------------------------------------------------- compute
+
+
+def _operands(kind: type, slot: Slot) -> _Print:
+    """The printer of a call's arguments or destinations; views leave out the shape that the segment declares."""
+    segment_field = op_field(kind, Use.SEGMENT)
+    assert segment_field is not None
+    segment, read, words = attrgetter(segment_field.name), attrgetter(slot.field.name), slot.words
+
+    if slot.field.kind is ops.Argument:
+        return lambda op, names: (
+            f"{words}({', '.join(_arguments(read(op), names.inputs(segment(op)), names))})"
+        )
+    return lambda op, names: (
+        f"{words}({', '.join(_destinations(read(op), names.outputs(segment(op)), names))})"
     )
-    attributes = f"comm={name(op.comm)}{own}"
-    if op.wire_dtype is not None:
-        attributes += f" wire={op.wire_dtype.value}"
-    if op.staging is not None:
-        attributes += f" staging={names.region(op.staging)}"
-    return f"{keyword} {pairs}", attributes
 
 
-def _reduction(reduction: Reduction) -> str:
-    return "" if reduction is Reduction.SUM else f" reduction={reduction.value}"
+_Types = tuple[TensorType | None, ...]
 
 
-def _compute(op: ops.Compute, names: Names) -> str:
-    inputs = chain(names.inputs(op.segment), repeat(None))
-    arguments = [
+def _arguments(arguments: Iterable[ops.Argument], types: _Types, names: Names) -> list[str]:
+    declared = chain(types, repeat(None))
+    return [
         names.view(argument.view, kind)
         if argument.parameter is None
         else f"{name(argument.parameter)}: {names.view(argument.view, kind)}"
-        for argument, kind in zip(op.arguments, inputs, strict=False)
+        for argument, kind in zip(arguments, declared, strict=False)
     ]
-    destinations: list[str] = []
-    outputs = chain(names.outputs(op.segment), repeat(None))
-    for destination, kind in zip(op.destinations, outputs, strict=False):
+
+
+def _destinations(
+    destinations: Iterable[ops.Destination | None], types: _Types, names: Names
+) -> list[str]:
+    printed: list[str] = []
+    declared = chain(types, repeat(None))
+    for destination, kind in zip(destinations, declared, strict=False):
         if destination is None:
-            destinations.append("_")
+            printed.append("_")
             continue
         text = names.view(destination.view, kind)
         if destination.mode is Mode.ACCUMULATE:
             text = "+= " + text
         if destination.gradient is not None:
             text = f"grad {name(destination.gradient)}: {text}"
-        destinations.append(text)
-    return f"compute @{name(op.segment)}({', '.join(arguments)}) -> ({', '.join(destinations)})"
+        printed.append(text)
+    return printed
 
 
-def _regions(regions: tuple[Region, ...], names: Names) -> str:
-    return f"({', '.join([names.region(region) for region in regions])})"
-
-
-def _operands(operands: tuple[tuple[str, Region | None], ...], names: Names) -> str:
-    return "".join(
-        [f" {key}={names.region(region)}" for key, region in operands if region is not None]
-    )
+_LINES: Final = {kind: _line(kind) for kind in ops.OP_CLASSES}

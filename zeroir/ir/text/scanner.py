@@ -59,7 +59,7 @@ def _window(line: str, indent: str, width: int = 160) -> tuple[str, str]:
 
 
 class Scanner:
-    """The cursor. A reader skips spaces and raises :class:`ParseError` where its thing is missing."""
+    """The cursor. Each reader skips spaces, and raises :class:`ParseError` where the text does not match."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -77,8 +77,8 @@ class Scanner:
 
     def here(self) -> int:
         """The position of the next character that is no space."""
-        found = _SPACES.match(self.text, self.position)
-        return self.position if found is None else found.end()
+        match = _SPACES.match(self.text, self.position)
+        return self.position if match is None else match.end()
 
     # ------------------------------------------------------------------------------------ structure
 
@@ -96,25 +96,25 @@ class Scanner:
             self.fail(expected or f"expected '{literal}'.")
 
     def accept_keyword(self, keyword: str) -> bool:
-        """Skip ``keyword`` if it is next and no longer name begins with it."""
-        found = _NAME.match(self.text, self.position)
-        if found is None or found[1] != keyword:
+        """Skip ``keyword`` if the next name is exactly that."""
+        match = _NAME.match(self.text, self.position)
+        if match is None or match[1] != keyword:
             return False
-        self.position = found.end()
+        self.position = match.end()
         return True
 
     def end_line(self) -> None:
         """Skip a comment, the end of the line and blank lines."""
-        found = _LINE_END.match(self.text, self.position)
-        if found is None:
+        match = _LINE_END.match(self.text, self.position)
+        if match is None:
             self.fail("expected the end of the line.")
-        self.position = found.end()
+        self.position = match.end()
 
     def skip_blank_lines(self) -> None:
         """Skip blank lines and comments."""
-        found = _BLANK.match(self.text, self.position)
-        if found is not None:
-            self.position = found.end()
+        match = _BLANK.match(self.text, self.position)
+        if match is not None:
+            self.position = match.end()
 
     @property
     def is_at_end(self) -> bool:
@@ -147,27 +147,27 @@ class Scanner:
 
     def name(self, what: str = "a name") -> str:
         """A bare or quoted name."""
-        found = _NAME.match(self.text, self.position)
-        if found is None:
+        match = _NAME.match(self.text, self.position)
+        if match is None:
             self.fail(f"expected {what}.")
-        self.position = found.end()
-        return found[1] or self.unquote(found[2], found.start(2))
+        self.position = match.end()
+        return match[1] or self.unquote(match[2], match.start(2))
 
     def word(self, what: str) -> str:
         """A bare or quoted word: an option's value or a pass spec."""
-        found = _WORD.match(self.text, self.position)
-        if found is None:
+        match = _WORD.match(self.text, self.position)
+        if match is None:
             self.fail(f"expected {what}.")
-        self.position = found.end()
-        return found[1] or self.unquote(found[2], found.start(2))
+        self.position = match.end()
+        return match[1] or self.unquote(match[2], match.start(2))
 
     def string(self, what: str = "a string in double quotes") -> str:
         """A quoted string."""
-        found = _STRING.match(self.text, self.position)
-        if found is None:
+        match = _STRING.match(self.text, self.position)
+        if match is None:
             self.fail(f"expected {what}.")
-        self.position = found.end()
-        return self.unquote(found[1], found.start(1))
+        self.position = match.end()
+        return self.unquote(match[1], match.start(1))
 
     def unquote(self, literal: str, position: int) -> str:
         """The text of a string literal that stands at ``position``."""
@@ -181,19 +181,19 @@ class Scanner:
 
     def integer(self) -> int:
         """An integer."""
-        found = _INTEGER.match(self.text, self.position)
-        if found is None:
+        match = _INTEGER.match(self.text, self.position)
+        if match is None:
             self.fail("expected an integer.")
-        self.position = found.end()
-        return int(found[1])
+        self.position = match.end()
+        return int(match[1])
 
     def float(self) -> float:
         """A float, also ``inf``, ``-inf`` and ``nan``."""
-        found = _FLOAT.match(self.text, self.position)
-        if found is None:
+        match = _FLOAT.match(self.text, self.position)
+        if match is None:
             self.fail("expected a number.")
-        self.position = found.end()
-        return float(found[1])
+        self.position = match.end()
+        return float(match[1])
 
     def member(self, kind: type[E], what: str) -> E:
         """A member of an enumeration, by its value."""

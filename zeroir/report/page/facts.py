@@ -172,19 +172,15 @@ def op_kind(op: ops.Op) -> str:
     match op:
         case ops.Compute():
             return "compute"
-        case ops.AllGather() | ops.Prefetch() | ops.Broadcast():
+        case ops.Gather() | ops.Broadcast():
             return "gather"
         case ops.ReduceScatter() | ops.AllReduce():
             return "reduce"
-        case ops.GradNorm() | ops.CheckFinite() | ops.Decide():
+        case ops.Update():
             return "update"
-        case ops.OptimizerStep() | ops.UpdateScale():
-            return "update"
-        case ops.ToHost() | ops.ToDevice() | ops.Load() | ops.Store():
+        case ops.Transfer():
             return "transfer"
-        case ops.Cast() | ops.Fill() | ops.Scale():
-            return "memory"
-        case ops.Alloc() | ops.Release():
+        case ops.Elementwise() | ops.Memory():
             return "memory"
         case ops.Wait():
             return "wait"
@@ -212,17 +208,11 @@ def _units(op: ops.Op, owners: Mapping[str, str]) -> tuple[str, ...]:
 def _size_bytes(program: Program, op: ops.Op) -> int:
     buffers = program.buffer_by_name
     match op:
-        case (
-            ops.AllGather()
-            | ops.Prefetch()
-            | ops.ReduceScatter()
-            | ops.AllReduce()
-            | ops.Broadcast()
-        ):
+        case ops.Collective():
             return sum(size for _, size in payloads(op, program))
-        case ops.Alloc() | ops.Release():
+        case ops.Memory():
             return buffers[op.buffer].size_bytes
-        case ops.ToHost() | ops.ToDevice() | ops.Load() | ops.Store():
+        case ops.Transfer():
             itemsize_bytes = buffers[op.source.buffer].dtype.itemsize_bytes
             return op.source.local_numel(program.mesh) * itemsize_bytes
         case _:

@@ -19,7 +19,7 @@ from zeroir.workspace.scratch.arguments import (
 
 
 def embedding_gradient_bytes(node: Node, types: Types) -> int:
-    """``torch_ops.into.embedding_gradient``: indices in one row, 32-bit ones for 16-bit gradients."""
+    """``torch_ops.out_variants.embedding_gradient``: indices in one row, 32-bit ones for 16-bit gradients."""
     grad, indices = (tensor_of(arg, types) for arg in node.args[:2])
     is_flat = view_stride(indices, (indices.numel,)) is not None
     is_rows = view_stride(grad, (indices.numel, grad.shape[-1])) is not None

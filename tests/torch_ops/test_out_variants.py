@@ -1,4 +1,4 @@
-"""Operators that fill a given tensor have the bits of torch's own."""
+"""Operators that write into a given tensor yield the same bits as torch's."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_the_gradient_of_an_embedding_has_torchs_bits(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_products_land_in_views(dtype: torch.dtype) -> None:
+def test_products_are_written_to_views(dtype: torch.dtype) -> None:
     a, b, bias = (torch.randn(*shape).to(dtype) for shape in ((4, 3), (3, 5), (5,)))
     flat = torch.zeros(60, dtype=dtype)
     out = flat[7:27].view(4, 5)

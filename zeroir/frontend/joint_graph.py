@@ -1,7 +1,7 @@
-"""The joint graph of one training step as plain data: what capture yields and what segments are cut from.
+"""The joint graph of one training step as plain data: capture yields it, and segments are cut from it.
 
-Values are numbered. Inputs come first, then the results of the nodes in execution order, the forward's before the
-backward's. A result of a view op aliases a *root*: the value whose storage it looks into.
+Values are numbered: first the inputs, then the results of the nodes in execution order, the forward's before the
+backward's. The result of a view op aliases a *root*: the value that owns the storage.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from zeroir.ir.segment import NodeArg, Ref, TensorType
 
 
 class InputKind(StrEnum):
-    """What an input of the joint graph is."""
+    """The kind of an input of the joint graph."""
 
     PARAMETER = "parameter"
     BUFFER = "buffer"
@@ -26,7 +26,10 @@ class InputKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JointInput:
-    """An input: a parameter or buffer by its fully-qualified name, a batch tensor by its path."""
+    """An input: a parameter or buffer by its fully-qualified name, a batch tensor by its path.
+
+    ``data`` are the bytes of a constant.
+    """
 
     kind: InputKind
     name: str
@@ -35,20 +38,20 @@ class JointInput:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
-    """A call of a module: its fully-qualified name and the how-manieth call of it this is."""
+class ModuleCall:
+    """A call of a module: its fully-qualified name and its call index, from 0 on."""
 
     module: str
-    count: int
+    index: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JointNode:
-    """One op. ``calls`` are the module calls it happened in, outermost first; None where that is not known.
+    """One op. ``calls`` are the module calls that contain it, outermost first; None where they are unknown.
 
-    ``origin`` numbers the calls of torch functions by the model, in order; all nodes of one call share it. A
-    backward node has calls and origin of the forward node that it differentiates. The sum of two gradients of one
-    value has neither.
+    ``origin`` is the number of the torch function's call, in the order of the model's calls; all nodes of one call
+    share it. A backward node has the calls and the origin of the forward node that it differentiates. The sum of two
+    gradients of one value has neither. ``source`` is ``file:line``.
     """
 
     op: str
@@ -58,13 +61,13 @@ class JointNode:
     is_backward: bool
     is_view: bool
     is_gradient_sum: bool
-    calls: tuple[Call, ...] | None
+    calls: tuple[ModuleCall, ...] | None
     origin: int | None
     source: str
     flops: int
 
     def refs(self) -> Iterator[int]:
-        """Numbers of the values it uses, in argument order."""
+        """The numbers of the values that it uses, in argument order."""
         for arg in (*self.args, *(value for _, value in self.kwargs)):
             yield from _refs(arg)
 
@@ -78,8 +81,8 @@ class Alias:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Joint:
-    """The joint graph. ``types`` and ``aliases`` are by value number; a root aliases itself at 0.
+class JointGraph:
+    """The joint graph. ``types`` and ``aliases`` are by value number; a root aliases itself at offset 0.
 
     ``gradients`` pairs parameter names (a tied parameter under each of its names) with values; ``mutations`` pairs
     module buffers with their new values.

@@ -1,4 +1,4 @@
-"""The ops of one micro-step: every segment call on the buffers that its arguments and results live in."""
+"""The ops of one micro-step: every segment call, on the buffers of its arguments and results."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from zeroir.config import CompileOptions
-from zeroir.frontend.capture import Captured
-from zeroir.frontend.joint import InputKind, JointInput
+from zeroir.frontend.capture import CapturedModel
+from zeroir.frontend.joint_graph import InputKind, JointInput
 from zeroir.frontend.module_tensors import TensorInfo
-from zeroir.frontend.segments import (
-    Gradient,
-    Loss,
-    Mutation,
+from zeroir.frontend.segment_calls import (
+    BufferSink,
+    GradientSink,
+    LossSink,
     SegmentCall,
+    SegmentSource,
     Sink,
-    Source,
-    Stored,
+    StoredSink,
 )
 from zeroir.ir.buffers import (
     Buffer,
@@ -47,10 +47,10 @@ from zeroir.ir.segment import TensorType
 
 
 @dataclass
-class Body:
-    """The ops of one micro-step, and the buffers that they need beyond the flats'."""
+class MicroStepBuilder:
+    """Builds the ops of one micro-step, and the ``buffers`` that they need beside those of the flats."""
 
-    captured: Captured
+    captured: CapturedModel
     calls: Sequence[SegmentCall]
     flats: Sequence[Flat]
     options: CompileOptions
@@ -58,7 +58,7 @@ class Body:
     bindings: dict[str, ModuleBufferBinding] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._homes = {
+        self._slots = {
             name: (flat, slot)
             for flat in self.flats
             for slot in flat.slots
@@ -68,7 +68,7 @@ class Body:
         self._module_buffers = {
             name: info for info in self.captured.buffers for name in (info.name, *info.aliases)
         }
-        # The last call that reads what each module buffer holds at the beginning.
+        # The last call that reads the initial value of each module buffer.
         self._last_read = {
             self._module_buffers[item.name].name: at
             for at, call in enumerate(self.calls)
@@ -76,10 +76,10 @@ class Body:
             if (item := self._inputs.get(source.root)) is not None and item.kind is InputKind.BUFFER
         }
         self._roots: dict[int, Buffer] = {}
-        self._contributed: set[str] = set()
-        self._begun: set[str] = set()
-        self._names = _Names()
-        self._found: list[Op] = []
+        self._parameters_begun: set[str] = set()
+        self._flats_begun: set[str] = set()
+        self._names = _TemporaryNames()
+        self._ops: list[Op] = []
         self._deferred: list[Op] = []
         for info in self.captured.batch:
             self._persistent(f"input.{info.name}", info, Role.INPUT)
@@ -93,7 +93,7 @@ class Body:
         return self.options.micro_steps > 1
 
     def ops(self) -> list[Op]:
-        """Every segment call with the allocs before it and the releases after it."""
+        """Every segment call, with the allocs before it and the releases after it."""
         last_use: dict[int, int] = {}
         saved: set[int] = set()
         last_gradient: dict[str, int] = {}
@@ -103,15 +103,15 @@ class Body:
                 if call.is_backward:
                     saved.add(source.root)
             for sink in call.sinks:
-                if isinstance(sink, Gradient):
-                    last_gradient[self._homes[sink.parameter][0].name] = at
+                if isinstance(sink, GradientSink):
+                    last_gradient[self._slots[sink.parameter][0].name] = at
         for at, call in enumerate(self.calls):
             arguments = tuple(self._argument(source) for source in call.sources)
             destinations = tuple(
                 self._destination(at, sink, kind, saved)
                 for sink, kind in zip(call.sinks, call.segment.output_types(), strict=True)
             )
-            self._found.append(
+            self._ops.append(
                 Compute(
                     segment=call.segment.name,
                     arguments=arguments,
@@ -125,15 +125,15 @@ class Body:
                 for root in dict.fromkeys(source.root for source in call.sources)
                 if root in self._roots and last_use[root] == at
             ]
-            self._found += [Release(buffer=name, stream=COMPUTE) for name in released]
+            self._ops += [Release(buffer=name, stream=COMPUTE) for name in released]
             if self.is_accumulating:
                 self._finish(flat for flat in self.flats if last_gradient.get(flat.name) == at)
-        return self._found + self._deferred
+        return self._ops + self._deferred
 
     def _destination(self, at: int, sink: Sink, kind: TensorType, saved: set[int]) -> Destination:
-        """Where a result of call ``at`` goes; what has to happen before the call is appended to the ops."""
+        """The destination of a result of call ``at``; ops that must precede the call are appended."""
         match sink:
-            case Stored(root=root):
+            case StoredSink(root=root):
                 call = self.calls[at]
                 is_saved = root in saved and not call.is_backward
                 name = self._names.value(call, is_saved=is_saved)
@@ -141,18 +141,18 @@ class Body:
                 buffer = self._roots[root] = self._allocated(name, kind.dtype, kind.numel, role)
                 view = View(region=whole(buffer), shape=kind.shape, stride=kind.stride)
                 return Destination(view=view)
-            case Loss():
+            case LossSink():
                 mode = Mode.ACCUMULATE if self.is_accumulating else Mode.WRITE
                 view = View(region=_region("loss", 0, 1), shape=(), stride=())
                 return Destination(view=view, mode=mode)
-            case Mutation(buffer=name):
+            case BufferSink(buffer=name):
                 target = self._module_buffer(name)
                 if self._last_read.get(self._module_buffers[name].name, at) > at:
-                    target = self._postponed(target)
+                    target = self._new_value_buffer(target)
                 stride = contiguous_stride(kind.shape)
                 view = View(region=whole(target), shape=kind.shape, stride=stride)
                 return Destination(view=view)
-            case Gradient(parameter=name):
+            case GradientSink(parameter=name):
                 self._begin(name)
                 return self._gradient(name)
 
@@ -160,23 +160,23 @@ class Body:
         """A new temporary buffer."""
         buffer = Buffer(name=name, dtype=dtype, numel=numel, space=Space.DEVICE, role=role)
         self.buffers[name] = buffer
-        self._found.append(Alloc(buffer=name, stream=COMPUTE))
+        self._ops.append(Alloc(buffer=name, stream=COMPUTE))
         return buffer
 
-    def _postponed(self, target: Buffer) -> Buffer:
-        """A buffer for the new value of a module buffer, which it replaces when everything else is done."""
+    def _new_value_buffer(self, target: Buffer) -> Buffer:
+        """A temporary buffer for the new value of a module buffer, which is copied after all segment calls."""
         name = f"{target.name}.new"
-        waiting = self._allocated(name, target.dtype, target.numel, Role.ACTIVATION)
+        new_value = self._allocated(name, target.dtype, target.numel, Role.ACTIVATION)
         self._deferred += [
-            Cast(source=whole(waiting), destination=whole(target), stream=COMPUTE),
-            Release(buffer=waiting.name, stream=COMPUTE),
+            Cast(source=whole(new_value), destination=whole(target), stream=COMPUTE),
+            Release(buffer=new_value.name, stream=COMPUTE),
         ]
-        return waiting
+        return new_value
 
-    def _argument(self, source: Source) -> Argument:
+    def _argument(self, source: SegmentSource) -> Argument:
         kind = source.type
         if source.parameter is not None:
-            flat, slot = self._homes[source.parameter]
+            flat, slot = self._slots[source.parameter]
             return Argument(
                 view=_dense(f"{flat.name}.param", slot.shape, slot.offset), parameter=slot.name
             )
@@ -236,22 +236,22 @@ class Body:
         return self.buffers[name]
 
     def _begin(self, parameter: str) -> None:
-        """With several micro-steps a flat's gradient begins, all zeros, before its first contribution."""
-        flat, _ = self._homes[parameter]
-        if not self.is_accumulating or flat.name in self._begun:
+        """With several micro-steps, allocate a flat's gradient and fill it with zeros before its first contribution."""
+        flat, _ = self._slots[parameter]
+        if not self.is_accumulating or flat.name in self._flats_begun:
             return
-        self._begun.add(flat.name)
+        self._flats_begun.add(flat.name)
         name = f"{flat.name}.grad"
         region = _region(name, 0, flat.padded_numel)
-        self._found += [
+        self._ops += [
             Alloc(buffer=name, stream=COMPUTE),
             Fill(destination=region, value=0.0, stream=COMPUTE),
         ]
 
     def _finish(self, flats: Iterable[Flat]) -> None:
-        """With several micro-steps a flat's complete gradient is added to the FP32 sum."""
+        """With several micro-steps, add complete gradients of flats to the FP32 sums and release them."""
         for flat in flats:
-            self._found += [
+            self._ops += [
                 Cast(
                     source=_region(f"{flat.name}.grad", 0, flat.padded_numel),
                     destination=_region(f"{flat.name}.grad_sum", 0, flat.padded_numel),
@@ -262,25 +262,26 @@ class Body:
             ]
 
     def _gradient(self, parameter: str) -> Destination:
-        flat, slot = self._homes[parameter]
-        mode = Mode.ACCUMULATE if slot.name in self._contributed else Mode.WRITE
-        self._contributed.add(slot.name)
+        flat, slot = self._slots[parameter]
+        mode = Mode.ACCUMULATE if slot.name in self._parameters_begun else Mode.WRITE
+        self._parameters_begun.add(slot.name)
         view = _dense(f"{flat.name}.grad", slot.shape, slot.offset)
         return Destination(view=view, mode=mode, gradient=slot.name)
 
 
 @dataclass
-class _Names:
-    """Names of temporaries: the unit, ``saved``, ``h`` (forward) or ``d`` (backward), and a number."""
+class _TemporaryNames:
+    """Names of temporary buffers: the unit, ``saved``, ``h`` (forward) or ``d`` (backward), and a number."""
 
     counts: dict[str, int] = field(default_factory=dict)
 
     def value(self, call: SegmentCall, *, is_saved: bool) -> str:
         kind = "d" if call.is_backward else "saved" if is_saved else "h"
-        stem = f"{call.unit}.{kind}" if not call.count else f"{call.unit}.call{call.count}.{kind}"
-        index = self.counts.get(stem, 0)
-        self.counts[stem] = index + 1
-        return f"{stem}.{index}"
+        index = call.call_index
+        stem = f"{call.unit}.{kind}" if not index else f"{call.unit}.call{index}.{kind}"
+        number = self.counts.get(stem, 0)
+        self.counts[stem] = number + 1
+        return f"{stem}.{number}"
 
 
 def _region(buffer: str, offset: int, numel: int) -> Region:

@@ -1,4 +1,4 @@
-"""A model of 7.5 billion parameters is traced without a weight being allocated."""
+"""A model of 7.5 billion parameters is traced without allocating a weight."""
 
 import json
 import subprocess
@@ -21,7 +21,7 @@ print(json.dumps([program.parameters_numel, len(program.segments), peak_bytes]))
 
 
 @pytest.mark.slow
-def test_it_takes_less_than_a_gigabyte() -> None:
+def test_tracing_a_large_model_takes_less_than_a_gigabyte() -> None:
     result = subprocess.run(
         [sys.executable, "-c", CODE], cwd=ROOT, capture_output=True, text=True, check=True, timeout=200
     )  # fmt: skip

@@ -1,9 +1,9 @@
-"""Operators that fill a given tensor, for graphs whose results have a place before they exist.
+"""Operators that write their result into a given tensor, for graphs whose results have an address in advance.
 
-A compiler that traces ``torch.mm(a, b, out=view)`` makes the product in a tensor of its own and copies it. These
-operators say that they write ``out``, and nothing else, so that the product lands in the view. The names and
+A compiler that traces ``torch.mm(a, b, out=view)`` makes the product in a new tensor and copies it. These operators
+declare that they write ``out`` and return nothing, so the product is written to the view directly. The names and
 arguments of the products are those of torch's C functions for ahead-of-time compiled code (``aoti_torch_cpu_mm_out``),
-which compiled code calls in their stead.
+which compiled code calls instead.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ def _bmm_out(out: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def _store(out: Tensor, value: Tensor) -> None:
-    """Copy ``value`` to ``out``; a compiler may compute it there in the first place, for nobody else reads it."""
+    """Copy ``value``, which has no other reader, to ``out``; a compiler may compute it in ``out`` directly."""
     out.copy_(value)
 
 
 def _embedding_gradient(out: Tensor, grad: Tensor, indices: Tensor, padding_idx: int) -> None:
     """Write the gradient of an embedding's weight into ``out`` (rows, dim).
 
-    Row r becomes the sum, in order, of those ``grad`` (…, dim) whose index in ``indices`` (…) is r; the row
-    ``padding_idx`` is zero, unless that is negative. On the CPU these are the bits of
-    ``aten.embedding_dense_backward`` without scaling by frequency.
+    Row r becomes the sum, in order, of the rows of ``grad`` (…, dim) whose index in ``indices`` (…) is r. A
+    ``padding_idx`` that is not negative names a row that becomes zero. On the CPU the result has the same bits as that
+    of ``aten.embedding_dense_backward`` without scaling by frequency.
     """
     out.zero_()
-    # Of 64-bit indices and 16-bit elements torch adds up a row's contributions in FP32.
+    # With 64-bit indices torch would add up the contributions to a row of 16-bit elements in FP32.
     rows = indices.flatten().int() if out.dtype.itemsize == 2 else indices.flatten()
     out.index_add_(0, rows, grad.reshape(-1, grad.shape[-1]))
     if padding_idx >= 0:

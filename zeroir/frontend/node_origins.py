@@ -1,4 +1,4 @@
-"""Know, while a model runs, which module calls it is in and which line of the model it executes."""
+"""Know, while a model runs, which module calls are open and which line of the model is executed."""
 
 from __future__ import annotations
 
@@ -8,49 +8,51 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from zeroir.frontend._torch_private import annotated
-from zeroir.frontend.joint import Call
-from zeroir.frontend.regions import Checkpoint, line_of_caller
+from zeroir.frontend._torch_private import Function, annotated
+from zeroir.frontend.code_contexts import Checkpoint, line_of_caller
+from zeroir.frontend.joint_graph import ModuleCall
 
 _SKIPPED = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 _SITE = Path(sysconfig.get_paths()["purelib"])
 
 
 @dataclass(frozen=True, slots=True)
-class Note:
-    """What a node carries: the module calls it happened in, the number of the torch function, ``file:line``."""
+class NodeOrigin:
+    """The annotation of a node: the open module calls, the number of the torch function's call, ``file:line``."""
 
-    calls: tuple[Call, ...]
-    origin: int
+    calls: tuple[ModuleCall, ...]
+    number: int
     source: str
 
 
 @dataclass
-class Tracker:
+class OriginTracker:
     """Follows the module calls of one model through forward hooks.
 
-    ``folder`` is where the model file lies; frames beyond the file ``stop``, which calls the model, are not its own.
+    ``folder`` is that of the model file. The file ``stop`` calls the model: its frame and the frames outside it are not
+    the model's.
     """
 
     folder: Path
     stop: str
     checkpoints: list[Checkpoint] = field(default_factory=list)
     _open: list[tuple[Checkpoint, int]] = field(default_factory=list)
-    _calls: list[Call] = field(default_factory=list)
+    _calls: list[ModuleCall] = field(default_factory=list)
     _counts: Counter[str] = field(default_factory=Counter)
     _sources: dict[tuple[str, int], str] = field(default_factory=dict)
-    _origin: int = 0
+    _number: int = 0
 
-    def follow(self, model: nn.Module) -> None:
-        """Install the hooks; they stand outside every other hook, so that casts count as part of their module."""
+    def install(self, model: nn.Module) -> None:
+        """Install hooks outside every other hook, so that casts count as part of their module."""
         for name, module in model.named_modules():
-            module.register_forward_pre_hook(_Enter(self, name), prepend=True)
-            module.register_forward_hook(_Leave(self), always_call=True)
+            module.register_forward_pre_hook(partial(self._enter, name), prepend=True)
+            module.register_forward_hook(self._leave, always_call=True)
 
     def restart(self) -> None:
         """Begin a forward."""
@@ -58,21 +60,19 @@ class Tracker:
         self._open.clear()
         self._calls.clear()
         self._counts.clear()
-        self._origin = 0
+        self._number = 0
 
-    def enter(self, name: str) -> None:
-        """A module's call begins."""
+    def _enter(self, name: str, _: nn.Module, __: object) -> None:
         if self._open and self._open[-1][1] == len(self._calls):
             self._open[-1][0].modules.append(name)
-        self._calls.append(Call(module=name, count=self._counts[name]))
+        self._calls.append(ModuleCall(module=name, index=self._counts[name]))
         self._counts[name] += 1
 
-    def leave(self) -> None:
-        """The innermost module's call ends."""
+    def _leave(self, _: nn.Module, __: object, ___: object) -> None:
         self._calls.pop()
 
     def checkpoint(self) -> AbstractContextManager[None]:
-        """Note an activation checkpoint; the modules that are called within are noted with it."""
+        """Note an activation checkpoint, and with it the modules that are called within."""
         around = tuple(call.module for call in self._calls)
         checkpoint = Checkpoint(around=around, source=line_of_caller(self.folder))
         self.checkpoints.append(checkpoint)
@@ -86,14 +86,14 @@ class Tracker:
         finally:
             self._open.pop()
 
-    def around(self, func: Callable[..., object]) -> Callable[..., object]:
-        """``func`` such that its nodes carry where they come from."""
-        return annotated(func, self.note)
+    def around(self, func: Function) -> Callable[..., object]:
+        """A function that calls ``func`` and annotates its nodes with their origin."""
+        return annotated(func, self.origin)
 
-    def note(self) -> Note:
-        """Where the model is now."""
-        self._origin += 1
-        return Note(calls=tuple(self._calls), origin=self._origin, source=self.line())
+    def origin(self) -> NodeOrigin:
+        """The origin of the call of a torch function that happens now."""
+        self._number += 1
+        return NodeOrigin(calls=tuple(self._calls), number=self._number, source=self.line())
 
     def line(self) -> str:
         """``file:line`` of the innermost frame that belongs to a model rather than to torch or zeroir."""
@@ -118,20 +118,3 @@ class Tracker:
             if path.is_relative_to(base):
                 return path.relative_to(base).as_posix()
         return path.name
-
-
-@dataclass(frozen=True)
-class _Enter:
-    tracker: Tracker
-    name: str
-
-    def __call__(self, _: nn.Module, __: object) -> None:
-        self.tracker.enter(self.name)
-
-
-@dataclass(frozen=True)
-class _Leave:
-    tracker: Tracker
-
-    def __call__(self, _: nn.Module, __: object, ___: object) -> None:
-        self.tracker.leave()

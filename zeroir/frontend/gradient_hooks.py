@@ -15,10 +15,10 @@ from zeroir.frontend._torch_private import (
 
 
 class ParameterHooks:
-    """The hooks of a model's parameters. ``idle`` names the parameters with a hook that left the gradient as it was.
+    """The hooks of a model's parameters. ``idle`` names the parameters whose hook left the gradient unchanged.
 
     Raises:
-        UserError: where a program cannot do what a hook does.
+        UserError: where a program cannot call a hook.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -33,20 +33,22 @@ class ParameterHooks:
             self._hooks += [(name, hook) for hook in hooks]
 
     def attach(self, model: nn.Module) -> None:
-        """Put the hooks on what stands in the places of the parameters."""
+        """Register the hooks on the tensors that the model has now as its parameters."""
         self.idle.clear()
         for name, hook in self._hooks:
             owner, _, attribute = name.rpartition(".")
-            getattr(model.get_submodule(owner), attribute).register_hook(self._watched(name, hook))
+            getattr(model.get_submodule(owner), attribute).register_hook(
+                self._noting_idle(name, hook)
+            )
 
     def note(self) -> str | None:
-        """A sentence on the hooks that left gradients as they were, when the backward was traced; None if none did."""
+        """A sentence on the hooks that left gradients unchanged in the traced backward; None where there are none."""
         if not self.idle:
             return None
         names = ", ".join(sorted(self.idle))
         return f"A hook on the gradient of {names} leaves it as it is, so the program does not call it."
 
-    def _watched(self, name: str, hook: GradientHook) -> GradientHook:
+    def _noting_idle(self, name: str, hook: GradientHook) -> GradientHook:
         def call(gradient: Tensor) -> Tensor | None:
             version = gradient._version
             result = hook(gradient)
@@ -60,14 +62,14 @@ class ParameterHooks:
 def _require_traceable(
     names: Sequence[str], parameter: Tensor, hooks: Sequence[GradientHook]
 ) -> None:
-    first, *others = names
+    name, *aliases = names
     if has_accumulation_hooks(parameter):
         raise UserError(
-            f"The parameter {first} of the model has a hook of register_post_accumulate_grad_hook, which a program "
-            "cannot call, for it shards gradients as they are completed; leave it out, or use register_hook."
+            f"The parameter {name} of the model has a hook of register_post_accumulate_grad_hook, which a program "
+            "cannot call, because it shards gradients as soon as they are complete; remove it, or use register_hook."
         )
-    if hooks and others:
+    if hooks and aliases:
         raise UserError(
-            f"The parameter {first} of the model has a hook of register_hook and is {others[0]} as well; a program "
-            "adds up the gradients of a tied parameter where no hook sees the sum, so leave one of both out."
+            f"The parameter {name} of the model has a hook of register_hook and is {aliases[0]} as well; a program "
+            "adds up the gradients of a tied parameter where no hook sees the sum, so remove one of the two."
         )

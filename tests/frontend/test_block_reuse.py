@@ -1,4 +1,4 @@
-"""Equal blocks are traced once, and nobody can tell: the program is the one that comes of tracing all of them."""
+"""Equal blocks are traced once, and the program is the same as if every block were traced."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zeroir.config import make_options
-from zeroir.frontend import replay, segments
+from zeroir.frontend import block_reuse, segments
+from zeroir.frontend.block_graph import make_block_graph
 from zeroir.frontend.capture import capture
 from zeroir.frontend.entry import ModelFile, load_model_file
-from zeroir.frontend.template import make_template
 from zeroir.frontend.tracing import program_of
 from zeroir.ir.segment import Segment
 from zeroir.ir.text import print_program
@@ -75,18 +75,18 @@ def model_file(make: Callable[[], nn.Module]) -> ModelFile:
     )
 
 
-def same_blocks(
+def reused_blocks_of(
     file: ModelFile, precision: Literal["fp32", "bf16"] = "fp32", fewest: int = 3
 ) -> tuple[str, ...]:
-    """The blocks that were not traced one by one, once the program has been seen to be the same."""
+    """The blocks that were not traced one by one, after a comparison of the program with that of a full trace."""
     options = make_options({"world_size": 1, "precision": precision})
-    with_replay = capture(file, precision, (), fewest_equal_calls=fewest)
+    with_reuse = capture(file, precision, (), fewest_equal_calls=fewest)
     without = capture(file, precision, (), fewest_equal_calls=NEVER)
-    assert not without.replayed
-    assert print_program(program_of(with_replay, options)) == print_program(
+    assert not without.reused_blocks
+    assert print_program(program_of(with_reuse, options)) == print_program(
         program_of(without, options)
     )
-    return with_replay.replayed
+    return with_reuse.reused_blocks
 
 
 def names(*at: int) -> tuple[str, ...]:
@@ -95,7 +95,7 @@ def names(*at: int) -> tuple[str, ...]:
 
 @pytest.mark.slow
 def test_equal_blocks_are_traced_once() -> None:
-    assert same_blocks(model_file(lambda: Stack(lambda _: Block()))) == names(*range(LAYERS))
+    assert reused_blocks_of(model_file(lambda: Stack(lambda _: Block()))) == names(*range(LAYERS))
 
 
 def test_a_dozen_equal_blocks_are_traced_built_and_hashed_once(
@@ -110,29 +110,29 @@ def test_a_dozen_equal_blocks_are_traced_built_and_hashed_once(
 
         return call
 
-    monkeypatch.setattr(replay, "make_template", counted("traced", make_template))
+    monkeypatch.setattr(block_reuse, "make_block_graph", counted("traced", make_block_graph))
     monkeypatch.setattr(segments, "Segment", counted("built", Segment))
     monkeypatch.setattr(
         workspace, "eager_workspace", counted("measured", workspace.eager_workspace)
     )
     monkeypatch.setattr(Segment, "digest", counted("hashed", Segment.digest))
     captured = capture(model_file(lambda: Stack(lambda _: Block(), 12)), "fp32", ())
-    assert captured.replayed == names(*range(12))
+    assert captured.reused_blocks == names(*range(12))
     program = program_of(captured, make_options({"world_size": 1}))
-    # The forwards and backwards of what comes before the blocks, of the blocks, and of what comes after them.
+    # The forwards and backwards of the root before the blocks, of the blocks, and of the root after them.
     assert len(program.segments) == 6
-    # Once for what is equal, once for the fingerprint.
+    # Once to find equal segments, once for the fingerprint.
     assert count == {"traced": 1, "built": 6, "measured": 6, "hashed": 12}
 
 
 @pytest.mark.slow
 def test_few_blocks_are_traced_one_by_one() -> None:
     file = model_file(lambda: Stack(lambda _: Block()))
-    assert capture(file, "fp32", (), fewest_equal_calls=LAYERS + 1).replayed == ()
+    assert capture(file, "fp32", (), fewest_equal_calls=LAYERS + 1).reused_blocks == ()
 
 
 class Widening(Block):
-    """Calls a method that a traced tensor answers by another one, so that its calls are not what was rehearsed."""
+    """Calls a method that makes other calls for a traced tensor than for the tensor of the recorded forward."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.float())
@@ -147,13 +147,13 @@ class Warmed(Stack):
         return super().run(x)
 
 
-def test_a_capture_that_begins_again_finds_gradients_wanted_as_they_were() -> None:
-    assert same_blocks(model_file(lambda: Warmed(lambda _: Widening()))) == ()
+def test_a_second_capture_begins_with_the_same_grad_mode() -> None:
+    assert reused_blocks_of(model_file(lambda: Warmed(lambda _: Widening()))) == ()
     assert torch.is_grad_enabled()
 
 
 class Indexed(Block):
-    """Divides by its place, as a constant that no parameter shows."""
+    """Divides by its index, a constant that is not a parameter."""
 
     def __init__(self, at: int) -> None:
         super().__init__()
@@ -165,7 +165,7 @@ class Indexed(Block):
 
 
 class Counting(Block):
-    """Does something else at the fourth call of any such block."""
+    """Computes something else at the fourth call of any block of this class."""
 
     calls = 0
 
@@ -176,7 +176,7 @@ class Counting(Block):
 
 
 class Doubled(torch.autograd.Function):
-    """Its gradient is not that of what it computes."""
+    """Its backward is not the derivative of its forward."""
 
     @staticmethod
     def forward(_: object, x: Tensor) -> Tensor:
@@ -194,7 +194,7 @@ class OwnGradient(Block):
 
 
 class Doubling(Stack):
-    """Calls a function of its own between its blocks."""
+    """Calls an autograd function of its own between its blocks."""
 
     def run(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -203,7 +203,7 @@ class Doubling(Stack):
 
 
 class InPlace(Block):
-    """Changes what it is given."""
+    """Changes its input in place."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.add_(1))
@@ -241,10 +241,10 @@ class Collected(Stack):
     """Uses every block's result once more at the end: its gradient is a sum over uses, in their order."""
 
     def run(self, x: Tensor) -> Tensor:
-        found = [x]
+        results = [x]
         for block in self.blocks:
-            found.append(block(found[-1]))
-        return torch.stack(found).sum(0)
+            results.append(block(results[-1]))
+        return torch.stack(results).sum(0)
 
 
 class Shared(Stack):
@@ -265,7 +265,7 @@ class Mean(Stack):
 
 
 class Hooked(Stack):
-    """Changes what its blocks return."""
+    """Changes the outputs of its blocks in hooks."""
 
     def __init__(self, make: Callable[[int], nn.Module]) -> None:
         super().__init__(make)
@@ -274,7 +274,7 @@ class Hooked(Stack):
 
 
 class Notebook(nn.Module):
-    """Stores what it computes where the model looks later, as a cache of keys and values does."""
+    """Stores a result in a list that the model reads later, as a cache of keys and values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -288,7 +288,7 @@ class Notebook(nn.Module):
 
 
 class Noting(Stack):
-    """Its blocks share a parameter, and what they write down is used at the end."""
+    """Its blocks share a parameter, and their stored results are used at the end."""
 
     def __init__(self, make: Callable[[int], nn.Module]) -> None:
         super().__init__(make)
@@ -319,7 +319,7 @@ class WithBias(Block):
         return super().forward(x if bias is None else x + bias)
 
 
-TRAPS: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
+STACKS: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
     "indexed": (stack_of(Indexed), ()),
     "counting": (stack_of(lambda _: Counting()), names(0, 1, 2, 4)),
     "own gradient": (stack_of(lambda _: OwnGradient()), ()),
@@ -338,11 +338,12 @@ FAST = {"counting", "own gradient between"}
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in TRAPS]
+    "name",
+    [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in STACKS],
 )
-def test_what_blocks_hide_is_found(name: str) -> None:
-    make, expected = TRAPS[name]
-    assert same_blocks(model_file(make)) == expected
+def test_only_equal_block_calls_are_reused(name: str) -> None:
+    make, expected = STACKS[name]
+    assert reused_blocks_of(model_file(make)) == expected
 
 
 @pytest.mark.slow
@@ -355,5 +356,7 @@ def test_what_blocks_hide_is_found(name: str) -> None:
         ("gpt2", "fp32"),
     ],
 )
-def test_models_as_people_have_them(name: str, precision: Literal["fp32", "bf16"]) -> None:
-    same_blocks(load_model_file(str(MODELS / f"{name}.py")), precision, 2)
+def test_reuse_leaves_the_programs_of_common_models_unchanged(
+    name: str, precision: Literal["fp32", "bf16"]
+) -> None:
+    reused_blocks_of(load_model_file(str(MODELS / f"{name}.py")), precision, 2)

@@ -1,4 +1,4 @@
-"""Random numbers of a program: of the distributions that torch has, and functions of their seeds alone."""
+"""Random numbers of a program have torch's distributions and depend on their seeds only."""
 
 from __future__ import annotations
 
@@ -67,14 +67,14 @@ def test_numbers_have_their_distribution(name: str) -> None:
         assert abs(float(drawn.std()) - deviation) < 0.05 * deviation
 
 
-def test_uniform_numbers_lie_within_their_ends() -> None:
+def test_uniform_numbers_are_within_bounds() -> None:
     with neutral_ops(torch.arange(1)):
         drawn = torch.rand(1 << 20)
     assert 0 < drawn.min() < 2**-18
     assert 1 - 2**-18 < drawn.max() < 1
 
 
-def test_torch_itself_draws_as_before() -> None:
+def test_torchs_own_generators_are_unchanged() -> None:
     before = torch.get_rng_state()
     with neutral_ops(torch.arange(3)):
         torch.rand(3), torch.randperm(5), F.rrelu(torch.zeros(3), training=True)
@@ -114,7 +114,7 @@ def batch():
 """
 
 
-def test_a_model_that_draws_is_what_eager_torch_is_with_its_seeds(tmp_path: Path) -> None:
+def test_a_random_model_equals_eager_pytorch_with_the_same_seeds(tmp_path: Path) -> None:
     path = tmp_path / "model.py"
     path.write_text(MODEL)
     result = check_model(str(path), make_options({"stage": 3, "world_size": 2}), steps=3, seed=0)

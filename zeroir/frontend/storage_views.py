@@ -1,7 +1,7 @@
-"""Rewrite ops that see a tensor's storage rather than the tensor, so that they see the same wherever it lies.
+"""Rewrite ops that depend on a tensor's storage, so that they do not depend on where a buffer begins in memory.
 
-``as_strided`` counts from the beginning of a storage, and ``unsafe_split`` yields views that it does not call so. In
-the graph of a model each storage belongs to one value, from whose first element on ``zeroir.strided`` counts.
+``as_strided`` counts from the beginning of a storage, and ``unsafe_split`` yields views but does not declare them. In
+the graph of a model each storage belongs to one value; ``zeroir.strided`` counts from the first element of that value.
 
     aten.as_strided(view of x, size, stride, 8)    →    zeroir.strided(x, size, stride, 8)
     aten.unsafe_split(x, 2, 0)                     →    aten.split_with_sizes(x, [2, 2], 0)
@@ -20,7 +20,7 @@ from zeroir.torch_ops.strided import strided, strided_scatter
 
 aten = torch.ops.aten
 
-_LOOKS = (aten.as_strided.default, aten._reshape_alias.default)
+_VIEWS = (aten.as_strided.default, aten._reshape_alias.default)
 _SPLITS = (
     aten.unsafe_chunk.default,
     aten.unsafe_split.Tensor,
@@ -28,23 +28,23 @@ _SPLITS = (
 )
 
 
-def make_relative(graph: fx.Graph) -> None:
-    """Rewrite a traced graph in place, whose nodes know the tensors that the tracer saw."""
+def rewrite_storage_views(graph: fx.Graph) -> None:
+    """Rewrite a traced graph in place; the metadata of its nodes hold the tracer's fake tensors."""
     for node in list(graph.nodes):
-        if node.target in _LOOKS:
-            _look(node)
+        if node.target in _VIEWS:
+            _rewrite_view(node)
         elif node.target is aten.as_strided_copy.default:
-            _copy(graph, node)
+            _rewrite_copy(graph, node)
         elif node.target is aten.as_strided_scatter.default:
-            _scatter(node)
+            _rewrite_scatter(node)
         elif node.target in _SPLITS:
-            _split(node)
+            _rewrite_split(node)
 
 
-def is_beyond(node: fx.Node) -> str | None:
-    """What a rewritten view sees that its tensor does not have, as the end of a sentence; None where all is there.
+def bounds_error(node: fx.Node) -> str | None:
+    """How a rewritten view exceeds its tensor, as the end of a sentence; None where it does not.
 
-    Fake tensors have no memory, so the tracer lets it pass.
+    Fake tensors have no memory, so the tracer does not check it.
     """
     if node.target is not strided:
         return None
@@ -57,36 +57,36 @@ def is_beyond(node: fx.Node) -> str | None:
     return f"sees {start + span} elements of {extent}" if start >= 0 else f"begins at {start}"
 
 
-def _look(node: fx.Node) -> None:
+def _rewrite_view(node: fx.Node) -> None:
     source, size, stride, *_ = node.args
     root = _root(cast("fx.Node", source))
     start = _offset(node) - _offset(root)
     node.target, node.args, node.kwargs = strided, (root, size, stride, start), {}
 
 
-def _copy(graph: fx.Graph, node: fx.Node) -> None:
+def _rewrite_copy(graph: fx.Graph, node: fx.Node) -> None:
     source, size, stride, *offsets = node.args
-    given = cast("fx.Node", source)
+    viewed = cast("fx.Node", source)
     start = node.kwargs.get("storage_offset", offsets[0] if offsets else None)
     with graph.inserting_before(node):
         view = graph.call_function(strided, (source, size, stride))
-    tensor = cast("Tensor", given.meta["val"])
-    first = _offset(given) if start is None else start
+    tensor = cast("Tensor", viewed.meta["val"])
+    first = _offset(viewed) if start is None else start
     view.meta = {**node.meta, "val": tensor.as_strided(size, stride, first)}  # type: ignore[arg-type]
-    _look(view)
+    _rewrite_view(view)
     node.target, node.args = aten.clone.default, (view,)
     node.kwargs = {"memory_format": torch.contiguous_format}
 
 
-def _scatter(node: fx.Node) -> None:
+def _rewrite_scatter(node: fx.Node) -> None:
     x, source, size, stride, *offsets = node.args
     start = cast("int | None", node.kwargs.get("storage_offset", offsets[0] if offsets else None))
     first = _offset(cast("fx.Node", x))
-    relative = 0 if start is None else start - first
-    node.target, node.args, node.kwargs = strided_scatter, (x, source, size, stride, relative), {}
+    offset = 0 if start is None else start - first
+    node.target, node.args, node.kwargs = strided_scatter, (x, source, size, stride, offset), {}
 
 
-def _split(node: fx.Node) -> None:
+def _rewrite_split(node: fx.Node) -> None:
     x, _, *dims = node.args
     dim = cast("int", node.kwargs.get("dim", dims[0] if dims else 0))
     sizes = [part.shape[dim] for part in cast("list[Tensor]", node.meta["val"])]
@@ -94,7 +94,7 @@ def _split(node: fx.Node) -> None:
 
 
 def _root(node: fx.Node) -> fx.Node:
-    """The value in whose storage a value lies."""
+    """The value that owns the storage of a node's value."""
     while node.op == "call_function":
         (maker, *_) = node.all_input_nodes if node.target is operator.getitem else (node,)
         if not _is_view(maker):

@@ -1,4 +1,4 @@
-"""What a model's code does beside computing on tensors: a program does it, too, or says that it does not."""
+"""Side effects of a model's code: a program has them, too, or a warning or an error names them."""
 
 from __future__ import annotations
 
@@ -77,14 +77,14 @@ def write(folder: Path, **parts: str) -> str:
 
 
 def warned(path: str, stage: int = 2) -> list[str]:
-    """What checking the model warns about; its losses and parameters are the reference's."""
-    with warnings.catch_warnings(record=True) as found:
+    """The warnings of checking a model whose losses and parameters equal the reference's."""
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         comparison = check_model(
             path, make_options({"stage": stage, "world_size": 2}), steps=2, seed=0
         )
     assert comparison.is_equal, str(comparison)
-    return [str(each.message) for each in found if issubclass(each.category, ModelWarning)]
+    return [str(each.message) for each in caught if issubclass(each.category, ModelWarning)]
 
 
 HONOURED = {
@@ -103,7 +103,7 @@ HONOURED = {
 
 
 @pytest.mark.parametrize("what", HONOURED)
-def test_what_a_program_can_do_is_done(what: str, tmp_path: Path) -> None:
+def test_a_supported_side_effect_is_kept(what: str, tmp_path: Path) -> None:
     assert warned(write(tmp_path, init=HONOURED[what])) == []
 
 
@@ -121,7 +121,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("init", REFUSED)
-def test_what_programs_cannot_hold_is_refused(init: str, tmp_path: Path) -> None:
+def test_an_unsupported_model_is_refused(init: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=REFUSED[init]):
         zeroir.compile(write(tmp_path, init=init), world_size=1)
 
@@ -164,10 +164,10 @@ SAID = {
 
 
 @pytest.mark.parametrize("forward", SAID)
-def test_state_that_changes_no_value_is_at_most_said(forward: str, tmp_path: Path) -> None:
-    found, expected = warned(write(tmp_path, forward=forward)), SAID[forward]
-    assert len(found) == (expected is not None)
-    assert expected is None or re.search(expected, found[0])
+def test_state_that_changes_no_value_gives_at_most_a_warning(forward: str, tmp_path: Path) -> None:
+    sentences, expected = warned(write(tmp_path, forward=forward)), SAID[forward]
+    assert len(sentences) == (expected is not None)
+    assert expected is None or re.search(expected, sentences[0])
 
 
 CALLS_OF_CHECKPOINT = (
@@ -177,7 +177,7 @@ CALLS_OF_CHECKPOINT = (
 
 
 @pytest.mark.parametrize("call", CALLS_OF_CHECKPOINT)
-def test_units_under_a_checkpoint_are_computed_again(call: str, tmp_path: Path) -> None:
+def test_units_under_a_checkpoint_are_recomputed(call: str, tmp_path: Path) -> None:
     run = f"for at, block in enumerate(self.blocks): x = {call} if at % 2 else block(x)"
     path = write(tmp_path, run=run)
     assert warned(path) == []
@@ -190,7 +190,7 @@ def test_units_under_a_checkpoint_are_computed_again(call: str, tmp_path: Path) 
     )
 
 
-def test_a_checkpoint_of_less_than_a_unit_is_said(tmp_path: Path) -> None:
+def test_a_checkpoint_of_less_than_a_unit_gives_a_warning(tmp_path: Path) -> None:
     path = write(tmp_path, forward="x = checkpoint(self.post, x, use_reentrant=False)")
     (sentence,) = warned(path)
     assert re.match(r"model\.py:37 checkpoints less than a unit", sentence)
@@ -205,27 +205,27 @@ def test_a_checkpoint_of_less_than_a_unit_is_said(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*CUDA is not available")
-def test_autocast_for_an_accelerator_is_said(parts: dict[str, str], tmp_path: Path) -> None:
+def test_autocast_for_an_accelerator_gives_a_warning(parts: dict[str, str], tmp_path: Path) -> None:
     with pytest.warns(ModelWarning, match=r"model\.py:3\d asks for torch.autocast\('cuda'\)"):
         zeroir.compile(write(tmp_path, **parts), world_size=1)
 
 
-def test_a_command_says_it_in_a_sentence(tmp_path: Path) -> None:
+def test_a_command_prints_the_warning_as_a_sentence(tmp_path: Path) -> None:
     write(tmp_path, forward="self.calls += 1")
-    made = run_forked("zeroir", ["compile", "model.py", "--world-size", "1"], tmp_path)
-    assert made.returncode == 0
-    assert made.stderr == (
+    process = run_forked("zeroir", ["compile", "model.py", "--world-size", "1"], tmp_path)
+    assert process.returncode == 0
+    assert process.stderr == (
         "Warning: The model's forward changes calls at every call, and the program does not: it computes what the "
         "first call does.\n"
     )
 
 
-def test_autocast_that_is_off_is_not_said(tmp_path: Path) -> None:
+def test_disabled_autocast_gives_no_warning(tmp_path: Path) -> None:
     forward = "with torch.autocast('cuda', enabled=False): x = self.post(x)"
     assert warned(write(tmp_path, forward=forward)) == []
 
 
-def test_a_hook_that_only_looks_is_said(tmp_path: Path) -> None:
+def test_a_hook_that_changes_nothing_gives_a_warning(tmp_path: Path) -> None:
     path = write(tmp_path, init="self.pre.weight.register_hook(lambda gradient: None)")
     with pytest.warns(
         ModelWarning, match=r"hook on the gradient of pre\.weight leaves it as it is"

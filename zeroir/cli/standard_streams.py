@@ -1,4 +1,4 @@
-"""Standard streams that a caller closed, or that cannot be written, must not change how a command ends."""
+"""Standard streams that are closed or cannot be written do not change the exit code of a command."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import sys
 
 
 def open_standard_streams() -> None:
-    """Take what is closed for /dev/null, and stderr for one that loses what cannot be written.
+    """Open /dev/null in place of each closed stream, and let stderr ignore errors of writing.
 
-    Else the next file that is opened would be stdout, and a sentence for a full disk a traceback.
+    Otherwise the next opened file would become stdout, and a message on a full disk would end in a traceback.
     """
     for number in range(3):
         try:
@@ -22,18 +22,18 @@ def open_standard_streams() -> None:
         sys.stdout = os.fdopen(1, "w", closefd=False)
     encoding = "utf-8" if sys.stderr is None else sys.stderr.encoding
     sys.stderr = io.TextIOWrapper(
-        io.BufferedWriter(_Lossy(2, "wb", closefd=False)),
+        io.BufferedWriter(_IgnoringErrors(2, "wb", closefd=False)),
         encoding=encoding,
         errors="backslashreplace",
         line_buffering=True,
     )
 
 
-class _Lossy(io.FileIO):
-    """A file whose errors nobody can be told."""
+class _IgnoringErrors(io.FileIO):
+    """A file that ignores errors of writing, since they cannot be reported."""
 
     def write(self, data: object, /) -> int:
-        """Write the bytes, or lose them."""
+        """Write the bytes; on an error, lose them."""
         view = memoryview(data)  # type: ignore[arg-type]
         try:
             return super().write(view) or view.nbytes

@@ -1,0 +1,165 @@
+"""A job of one or several ranks: launch it on this machine, join it, and end it where a rank fails."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+import traceback
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NoReturn
+
+from zeroir.api.sentences import say
+from zeroir.errors import (
+    MEMORY_REMEDY,
+    InternalError,
+    UserError,
+    ZeroirError,
+    is_out_of_memory,
+)
+
+if TYPE_CHECKING:
+    from zeroir.runtime.rendezvous import JobRank
+
+
+class ClosedOutputError(ZeroirError):
+    """The reader of the losses has closed the pipe (``zeroir run … | head``)."""
+
+    exit_code = 128 + signal.SIGPIPE
+
+
+@contextmanager
+def watched_job() -> Iterator[None]:
+    """End this rank where another rank stops responding or the job's store is gone.
+
+    Raises:
+        UserError: where the environment does not say which rank this is, or the store cannot be reached.
+    """
+    from zeroir.runtime import heartbeat, rendezvous
+
+    with heartbeat.watched(rendezvous.read_launch_environment(), _give_up):
+        yield
+
+
+@contextmanager
+def joined_job() -> Iterator[JobRank]:
+    """Join the job. In a job of several ranks, the rank that fails says why and ends.
+
+    Raises:
+        UserError: in a job of one rank.
+    """
+    from zeroir.runtime import rendezvous
+
+    environment = rendezvous.read_launch_environment()
+    try:
+        yield rendezvous.join_job()
+        rendezvous.leave_job()
+    except (Exception, KeyboardInterrupt) as error:
+        if environment.world_size == 1:
+            raise
+        _fail(error, environment.rank)
+
+
+def _give_up(why: str) -> NoReturn:
+    """Say why the job cannot continue, and end the process."""
+    from zeroir.runtime import train
+
+    # Let the rank that failed first say why.
+    train.give_way()
+    say(f"Error: {why}")
+    train.abandon_job(UserError.exit_code)
+
+
+def _fail(error: BaseException, rank: int) -> NoReturn:
+    """Say once why this rank of a job stops, and end the process."""
+    from zeroir.runtime import train
+    from zeroir.runtime.comm.job import PeerError
+
+    match error:
+        case ZeroirError():
+            if isinstance(error, PeerError):
+                train.give_way()
+            where = "" if str(error).startswith("Rank ") else f" on rank {rank}"
+            say(f"Error{where}: {error}")
+            train.abandon_job(error.exit_code)
+        case KeyboardInterrupt():
+            if rank != 0:
+                # Ctrl-C reaches every rank, and one sentence is enough: rank 0's.
+                train.give_way()
+            say("Interrupted." if rank == 0 else f"Rank {rank} was interrupted.")
+            train.abandon_job(130)
+        case _ if is_out_of_memory(error):
+            say(f"Error on rank {rank}: Memory ran out: {MEMORY_REMEDY}.")
+            train.abandon_job(UserError.exit_code)
+        case _:
+            traceback.print_exception(error)
+            say(
+                f"Error on rank {rank}: This is a defect of zeroir; please report it with the lines above."
+            )
+            train.abandon_job(70)
+
+
+_EXPLAINED_CODES = (UserError.exit_code, InternalError.exit_code, ClosedOutputError.exit_code, 130)
+"""Exit codes of ranks that have said why they stopped."""
+
+
+def launch(nproc: int, arguments: list[str]) -> int:
+    """Run ``zeroir`` with these arguments on ``nproc`` local ranks under torchrun's agent; return their exit code.
+
+    The exit code is that of the rank that failed first, or 0.
+    """
+    _require_loopback()
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=nproc,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        monitor_interval=0.1,
+    )
+    # A rank that fails says why; the agent's own messages would hide that.
+    logging.disable(logging.CRITICAL)
+    try:
+        elastic_launch(config, sys.executable)("-m", "zeroir", *arguments)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        if failure.exitcode >= 0:
+            if failure.exitcode not in _EXPLAINED_CODES:
+                say(
+                    f"Error: Rank {rank} ended with the exit code {failure.exitcode}, without a reason."
+                )
+            return failure.exitcode
+        say(f"Error: Rank {rank} was killed by {signal.Signals(-failure.exitcode).name}.")
+        return 128 - failure.exitcode  # as in a shell
+    except SignalException as error:
+        # The agent has passed the signal on and waited for the ranks, which say why they stopped.
+        return 128 + error.sigval
+    finally:
+        logging.disable(logging.NOTSET)
+    return 0
+
+
+def _require_loopback() -> None:
+    """Raise UserError where processes of this machine cannot connect; the agent would wait for ever."""
+    try:
+        with (
+            socket.create_server(("localhost", 0)) as server,
+            socket.create_connection(server.getsockname()[:2], timeout=10),
+        ):
+            return
+    except OSError as error:
+        raise UserError(
+            f"The ranks of this machine cannot reach each other at localhost: {error.strerror or error}; bring its "
+            "loopback up (`ip link set lo up`), and let /etc/hosts name it."
+        ) from None

@@ -1,0 +1,41 @@
+"""Tell the user something on stderr, one sentence a line."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TextIO
+
+from zeroir.errors import GraphWarning, KernelWarning, ModelWarning
+
+
+def say(sentence: str) -> None:
+    """Print a sentence to stderr."""
+    sys.stderr.write(sentence + "\n")
+
+
+@contextmanager
+def warnings_as_sentences() -> Iterator[None]:
+    """Print zeroir's own warnings as one sentence each, without the line of code that issued them."""
+    with warnings.catch_warnings():
+        for category in (KernelWarning, GraphWarning, ModelWarning):
+            warnings.simplefilter("always", category)
+        show_as_python = warnings.showwarning
+
+        def show(
+            message: Warning | str,
+            category: type[Warning],
+            filename: str,
+            lineno: int,
+            file: TextIO | None = None,
+            line: str | None = None,
+        ) -> None:
+            if issubclass(category, KernelWarning | GraphWarning | ModelWarning):
+                say(f"Warning: {message}")
+            else:
+                show_as_python(message, category, filename, lineno, file, line)
+
+        warnings.showwarning = show
+        yield

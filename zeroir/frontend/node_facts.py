@@ -1,0 +1,133 @@
+"""Facts of an operator node of torch's graph as plain data, and the checks that a program can hold the node."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor, fx
+
+from zeroir.errors import InternalError, UserError
+from zeroir.frontend._torch_private import is_backward, is_gradient_sum
+from zeroir.frontend.flops import flops
+from zeroir.frontend.storage_views import bounds_error
+from zeroir.ir.allowlist import refusal
+from zeroir.ir.segment import TensorType
+from zeroir.torch_ops.types import IR_DTYPE
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class NodeFacts:
+    """The facts of an operator node that do not depend on its position in the graph.
+
+    ``types`` are those of the results. ``offsets`` count, in elements, from the first element of the viewed tensor.
+    """
+
+    op: torch._ops.OpOverload
+    types: tuple[TensorType | None, ...]
+    offsets: tuple[int, ...]
+    is_view: bool
+    is_backward: bool
+    is_gradient_sum: bool
+    flops: int
+
+
+def facts_of(node: fx.Node, source: str) -> NodeFacts:
+    """The facts of a node; ``source`` is its ``file:line``, or empty.
+
+    Raises:
+        UserError: where the operator or an element type does not exist in programs, or a view exceeds its tensor.
+    """
+    op = node.target
+    if not isinstance(op, torch._ops.OpOverload):
+        raise UserError(
+            f"{source or 'The model'} uses {op}, which zeroir cannot trace; call the function in it directly."
+        )
+    _check(op, source, node.meta["val"])
+    excess = bounds_error(node)
+    if excess is not None:
+        raise UserError(f"{source or 'The model'} takes a strided view that {excess}.")
+    tensors = _tensors(node.meta["val"])
+    is_view = op is not aten.view.dtype and op.is_view
+    return NodeFacts(
+        op=op,
+        types=tuple(None if x is None else tensor_type(x, source) for x in tensors),
+        offsets=_offsets(node, tensors) if is_view else (0,) * len(tensors),
+        is_view=is_view,
+        is_backward=is_backward(node),
+        is_gradient_sum=is_gradient_sum(node) and op is aten.add.Tensor,
+        flops=flops(op, *_fake_arguments(node), node.meta["val"]),
+    )
+
+
+def tensor_type(tensor: Tensor, source: str) -> TensorType:
+    """The type of a tensor.
+
+    Raises:
+        UserError: for an element type that programs do not have.
+    """
+    require_dtype(tensor.dtype, source)
+    return TensorType(
+        dtype=IR_DTYPE[tensor.dtype],
+        shape=tuple(int(size) for size in tensor.shape),
+        stride=tuple(int(step) for step in tensor.stride()),
+    )
+
+
+def require_dtype(dtype: torch.dtype, source: str) -> None:
+    """Raise UserError for an element type that programs do not have."""
+    if dtype not in IR_DTYPE:
+        raise UserError(
+            f"{source or 'The model'} makes a tensor of {dtype}, an element type that programs do not have."
+        )
+
+
+def _check(op: torch._ops.OpOverload, source: str, value: object) -> None:
+    if torch.Tag.nondeterministic_seeded in op.tags:
+        raise UserError(
+            f"{source or 'The model'} draws random numbers with {op}, which programs cannot: they have no "
+            "hidden random state. Pass the numbers with the batch, or draw uniform or normal ones."
+        )
+    if op._schema.is_mutable:
+        raise InternalError(f"the joint graph changes a tensor in place with {op} ({source})")
+    reason = refusal(str(op))
+    if reason is not None:
+        if isinstance(value, Tensor):
+            require_dtype(value.dtype, source)  # Its message explains the refusal better.
+        raise UserError(f"{source or 'The model'} uses the operator {op}, which {reason}.")
+
+
+def _tensors(value: object) -> list[Tensor | None]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, list | tuple):
+        return [item if isinstance(item, Tensor) else None for item in value]
+    raise InternalError(f"a node of the joint graph yields {type(value).__name__}")
+
+
+def _offsets(node: fx.Node, tensors: Sequence[Tensor | None]) -> tuple[int, ...]:
+    """The number of elements from the first of the viewed tensor to the first of each result."""
+    (viewed, *_) = node.args
+    start = cast("fx.Node", viewed).meta["val"].storage_offset()
+    # A result without elements may begin anywhere; with its tensor it begins within a buffer.
+    return tuple(
+        0 if x is None or not x.numel() else int(x.storage_offset() - start) for x in tensors
+    )
+
+
+def _fake_arguments(node: fx.Node) -> tuple[tuple[object, ...], dict[str, object]]:
+    args = tuple(_fake(arg) for arg in node.args)
+    return args, {name: _fake(arg) for name, arg in node.kwargs.items()}
+
+
+def _fake(arg: object) -> object:
+    """An argument with the tracer's fake tensors in place of nodes."""
+    if isinstance(arg, fx.Node):
+        return arg.meta.get("val")
+    if isinstance(arg, list | tuple):
+        return [_fake(item) for item in arg]
+    return arg
