@@ -26,6 +26,7 @@ from zeroir.runtime.kernels.calls import Resolve, is_multiple, operator, out_ove
 from zeroir.workspace import eager_plan as planning
 from zeroir.workspace.eager_plan import (
     FillTarget,
+    OutputTarget,
     Permute,
     Reshape,
     RunNode,
