@@ -48,9 +48,8 @@ def _duplicates(modules: list[Path]) -> dict[str, list[str]]:
 
 def test_class_names_are_unique() -> None:
     duplicates = _duplicates(_modules())
-    assert not duplicates, "\n".join(
-        f"{name}: {', '.join(files)}" for name, files in sorted(duplicates.items())
-    )
+    report = [f"{name}: {', '.join(files)}" for name, files in sorted(duplicates.items())]
+    assert not report, "\n".join(report)
 
 
 def test_a_second_class_of_one_name_is_found(tmp_path: Path) -> None:
