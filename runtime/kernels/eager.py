@@ -275,7 +275,7 @@ def _filler(node: Node, device: torch.device) -> _Filler | None:
 def in_place(segment: Segment, bindings: Bindings) -> Mapping[int, tuple[int, Undo | None]]:
     """Values that can be computed in a destination: value → (output, the inverse of the views between them)."""
     places = planning.in_place(segment, bindings)
-    return {value: (place.output, _undo(place.looks)) for value, place in places.items()}
+    return {value: (place.output, _undo(place.views)) for value, place in places.items()}
 
 
 def _target(target: OutputTarget) -> _DestinationView:
