@@ -274,13 +274,8 @@ def _filler(node: Node, device: torch.device) -> _Filler | None:
 
 def in_place(segment: Segment, bindings: Bindings) -> Mapping[int, tuple[int, Undo | None]]:
     """Values that can be computed in a destination: value → (output, the inverse of the views between them)."""
-<<<<<<< HEAD
     targets = planning.in_place(segment, bindings)
     return {value: (target.output, _undo(target.views)) for value, target in targets.items()}
-=======
-    places = planning.in_place(segment, bindings)
-    return {value: (place.output, _undo(place.views)) for value, place in places.items()}
->>>>>>> refs/heads/placement
 
 
 def _target(target: OutputTarget) -> _DestinationView:
