@@ -1,10 +1,10 @@
-"""Data parallelism, ZeRO stage 0: every rank holds everything, gradients are summed over the ranks.
+"""Data parallelism, ZeRO stage 0: every rank holds all states, and gradients are summed over the ranks.
 
 The program becomes one for ``dp`` ranks: flats are padded so that every rank has an equal slice. Each flat's gradient
 is all-reduced in place on a stream of its own as soon as its last contributor has run, so that the sum overlaps the
-rest of the backward. In the update, each rank judges its own slice of every gradient (finite? how long?), and one
-all-reduce of scalars makes the partial answers, and the loss, global before anything is decided. The optimizer's
-divisor grows by ``dp``: gradients are summed, and averaged only there.
+rest of the backward. In the update, each rank tests its own slice of every gradient for overflow and computes its
+norm; before the decision, one all-reduce of scalars combines these results and the loss over all ranks. The
+optimizer's divisor is multiplied by ``dp``: gradients are summed, and only the optimizer step averages them.
 
 What ``all-reduce-gradients{dp=2}`` changes::
 

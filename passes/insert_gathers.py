@@ -1,10 +1,9 @@
-"""ZeRO stage 3, second part: gather a flat anew before every run of its uses, so that it need not live in between.
+"""ZeRO stage 3, second part: gather a flat before every run of its uses, so that its memory is free in between.
 
-A *run* is a maximal sequence of compute ops, with no other compute op between them, that all read the flat. Gathers
-that nobody reads (of an embedding in its backward) and gathers that would follow their own release at once (of the
-last unit, between its forward and its backward) so never come about. With ``elide=false`` every flat is gathered
-exactly once in the forward and once in the backward of its unit, read or not: together with the reduce-scatter that is
-3Ψ on the wire, to the byte.
+A *run* is a maximal sequence of consecutive compute ops that all read the flat. So there is no gather that no op
+reads (of an embedding in its backward), and none that would follow its own release at once (of the last unit, between
+its forward and its backward). With ``elide=false``, every flat is gathered exactly once in the forward and once in
+the backward of its unit, read or not. With the reduce-scatter, this is exactly 3Ψ on the wire.
 
 What ``insert-gathers{elide=true}`` changes::
 

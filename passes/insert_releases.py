@@ -1,6 +1,6 @@
 """Release every temporary buffer right after its last use, on the stream of that use.
 
-A release is not moved across another allocation of its buffer; of several releases after one op, the order stays.
+A release never moves across another allocation of its buffer, and several releases after one op keep their order.
 
 What ``insert-releases`` changes::
 

@@ -1,18 +1,18 @@
 """Update each flat as soon as its gradient is reduced, while the backward of other units goes on.
 
-Where neither clipping nor loss scaling asks for all gradients first, the update's one decision, which advances the
-step count and gives the divisor, needs none of them: it moves to the beginning of the last micro-step. The update of
-each flat (widening the gradient, the optimizer step, narrowing the master weights, clearing a sum over micro-steps,
-and in stages 1 and 2 gathering the new parameters) follows right behind what it must follow: the reduction of the
-flat's gradient, and whatever last reads the parameters that it replaces. It runs on a stream of its own, so that it
-delays neither the compute stream nor the next reduction. What is left of the update is the loss.
+Clipping and loss scaling need all gradients before the update. Without them, the only decision of the update advances
+the step count and sets the divisor; it needs no gradient, so it moves to the beginning of the last micro-step. The
+update of each flat (widening the gradient, the optimizer step, narrowing the master weights, clearing a sum over
+micro-steps, and in stages 1 and 2 gathering the new parameters) directly follows the reduction of the flat's gradient
+and the last op that reads the old parameters. It runs on its own stream, so it delays neither the compute stream nor
+the next reduction. Only the reduction of the loss remains in the update section.
 
-At the joint every parameter, master weight and state is then a version further than at rest, and says so; the
-gradients are used up. A program whose decision rests on a norm, an overflow flag or a loss scale stays as it is.
+At the joint, the states of parameters, master weights and optimizer states declare a version one above the version at
+rest, and the gradients are used. A program whose decision reads a norm, an overflow flag or a loss scale is
+unchanged.
 
-Memory: the widened gradient of one flat at a time (16-bit, one micro-step) now lives during the backward. With one
-micro-step nothing reads a reduced gradient after its flat's update, so that it need not be persistent any more; it
-still is.
+Memory: the widened gradient of one flat at a time (16-bit, one micro-step) is now live during the backward. With one
+micro-step, no op reads a reduced gradient after the update of its flat, but its buffer stays persistent.
 
 What ``overlap-update`` changes::
 

@@ -1,9 +1,9 @@
-"""Give every temporary buffer its place in memory: an offset in the one block that those of its space share.
+"""Give every temporary buffer a place in memory: an offset in the block that all temporary buffers of its space share.
 
-Buffers share bytes where one surely ends before the other begins, by streams and events and not by the program's text
-(see ``zeroir.memory.placement``); the verifier proves it anew (Z106). The runtime allocates the block once, so
-nothing is fragmented and what a rank takes is known before it starts. The plan is for the ops as they stand: whatever
-pass runs afterwards is handed the program without it.
+Buffers share bytes only if one ends before the other begins in every run, by streams and events and not by the order
+of the text (see ``zeroir.memory.placement``); the verifier proves this independently (Z106). The runtime allocates
+the block once, so memory does not fragment, and its size is known before a rank starts. The plan is valid for these
+ops only: a later pass gets the program without it.
 
 What ``plan-memory`` changes::
 

@@ -1,19 +1,19 @@
 """Hybrid sharding: several groups of ranks train as one, each holding all shards once; gradients are summed across.
 
-What the passes before made for the ranks of one axis becomes a program for ``replicas`` such groups: the mesh
-``dp=4`` becomes ``replicate=2 shard=4``. Parameters are cut and gathered over ``shard`` alone, as inside one machine,
-and what crosses from group to group is one all-reduce of what each rank keeps of a gradient, its shard, once that is
-complete. With several micro-steps it is the finished sum that crosses, once a step and in FP32. Where every rank keeps
-the whole gradient (stage 0), the sum over ``shard`` is cut in two, a reduce-scatter before and an all-gather after, so
-that here, too, only shards cross. Collectives over the two axes share ranks and so keep one order; gathers that were
-issued ahead come first, because a compute op waits for them and the sums have time until the update.
+The program for the ranks of one axis becomes a program for ``replicas`` such groups: the mesh ``dp=4`` becomes
+``replicate=2 shard=4``. Parameters are cut and gathered over ``shard`` alone, which usually stays inside one machine.
+Between groups, one all-reduce adds each rank's shard of a gradient, once it is complete. With several micro-steps,
+the finished sum is reduced, once per step and in FP32. At stage 0 every rank keeps the whole gradient; the all-reduce
+over ``shard`` becomes a reduce-scatter before and an all-gather after the all-reduce between groups, so only shards
+cross. Collectives over the two axes share ranks, so all of them have one order. Gathers that are issued ahead come
+first, because a compute op waits for them, while the sums may take until the update.
 
 Every sum adds in FP32 in rank order and rounds once to the gradient's dtype: over ``shard`` first, then over
-``replicate``. A 16-bit gradient of one micro-step is so rounded once for each axis, at every stage alike; sending
-FP32 across would double the bytes on the slower link.
+``replicate``. So a 16-bit gradient of one micro-step is rounded once for each axis, at every stage; sending FP32
+between groups would double the bytes on the slower link.
 
-Each rank judges its slices of every gradient, which are the same in all groups: the norm is summed over ``shard``
-alone, the loss and the overflow flag over both axes. The optimizer's divisor grows by ``replicas``.
+Each rank examines its slices of every gradient, which are equal in all groups: the norm is summed over ``shard``
+alone, the loss and the overflow flag over both axes. The optimizer's divisor is multiplied by ``replicas``.
 
 What ``replicate-shards{replicas=2}`` changes::
 

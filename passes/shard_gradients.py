@@ -1,8 +1,8 @@
 """ZeRO stage 2: gradients live as shards; a full gradient buffer lives only while its unit's backward fills it.
 
 Each flat's gradient is computed into a temporary buffer, reduce-scattered into this rank's shard as soon as it is
-complete, and released. With several micro-steps every one of them reduce-scatters, and the shards are added in FP32;
-the sum over ranks then comes before the sum over micro-steps, where stages 0 and 1 have it the other way round.
+complete, and released. With several micro-steps, each of them reduce-scatters, and the shards are added in FP32. So
+the sum over ranks comes before the sum over micro-steps; in stages 0 and 1 it comes after.
 
 What ``shard-gradients`` changes::
 

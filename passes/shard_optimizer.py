@@ -1,9 +1,9 @@
 """ZeRO stage 1: each rank updates only its shard of every flat, and keeps master weights and moments for it alone.
 
-The all-reduce of a gradient becomes a reduce-scatter into the slice that this rank owns; the rest of the buffer keeps
-this rank's own contributions, which nobody reads. Masters and optimizer states shrink to shards, the optimizer works
-on slices, and each flat's new parameters are gathered on a stream of their own right after its update, while the
-next flat is being updated.
+The all-reduce of a gradient becomes a reduce-scatter into the slice of this rank; the rest of the buffer keeps this
+rank's own contributions, which no op reads. Master weights and optimizer states shrink to shards, and the optimizer
+updates slices. Each flat's new parameters are gathered on a separate stream right after their update, during the
+update of the next flat.
 
 What ``shard-optimizer`` changes::
 

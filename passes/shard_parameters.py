@@ -1,8 +1,8 @@
 """ZeRO stage 3, first part: parameters live as shards and are gathered into a temporary buffer where they are read.
 
-Every flat is gathered before its first use in a section and released at the section's end: right, but as much memory
-as before at the peak. `insert-gathers` and `insert-releases` then shorten its life to the runs of its uses. The
-update works on shards, so that its final all-gather goes away.
+Every flat is gathered before its first use in a section and released at the end of the section. This is correct, but
+the peak of memory stays the same; `insert-gathers` and `insert-releases` then shorten the life of the full flat to
+the runs of its uses. The update works on shards, so its final all-gather disappears.
 
 What ``shard-parameters`` changes::
 

@@ -1,9 +1,9 @@
 """Keep a unit's gathered parameters from their first use to their last: no release after the forward, no second gather.
 
-Of every flat of these units only the first gather of a section and the last release are left, which `insert-releases`
-then puts behind the last use. That costs the memory of the whole flat from forward to backward and saves its second
-all-gather; with all units it is what FSDP calls ``reshard_after_forward=False``, and 2Ψ go over the wire instead of 3Ψ.
-Every micro-step still gathers anew.
+For every flat of these units, the pass keeps only the first gather of a section and the last release, which
+`insert-releases` then moves up to the last use. This costs the memory of the full flat from forward to backward and
+saves its second all-gather. For all units, it is FSDP's ``reshard_after_forward=False``, with 2Ψ on the wire instead
+of 3Ψ. Every micro-step still gathers the parameters again.
 
 What ``unshard{units=a}`` changes::
 

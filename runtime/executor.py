@@ -211,7 +211,7 @@ class StepExecutor:
         return named
 
     def _explained(self, position: OpPosition, error: Exception) -> ZeroirError:
-        """The error to raise for a failure in an op: what failed, where, and what the user can do."""
+        """The error to raise for a failure in an op: it names the failure, the op and a remedy."""
         place = f"{self._labels[position]} of step {self.step_count + 1}"
         if isinstance(error, RuntimeError) and is_lost_connection(error):
             return LostPeersError(

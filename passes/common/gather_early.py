@@ -26,7 +26,7 @@ from zeroir.ir.mesh import COMPUTE
 from zeroir.ir.ops import Op
 from zeroir.ir.program import Program, Section
 from zeroir.memory.lifetimes import Lifetimes
-from zeroir.passes.common.gather_groups import Gather, ahead, find_groups
+from zeroir.passes.common.gather_groups import PlacedGather, ahead, find_groups
 
 
 def as_early_as_fits(program: Program, budget_bytes: int) -> Program:
@@ -124,7 +124,7 @@ def _moved(section: Section, program: Program, room: _Room, budget_bytes: int) -
     return replace(section, body=tuple(placed))
 
 
-def _begun(gather: Gather, program: Program, room: _Room) -> list[tuple[int, int]]:
+def _begun(gather: PlacedGather, program: Program, room: _Room) -> list[tuple[int, int]]:
     """Of each buffer that is gathered, from which op on it counts already, and its bytes on the device."""
     names = [pair.destination.buffer for pair in gather.op.pairs]
     buffers = [program.buffer_by_name[name] for name in names]

@@ -14,7 +14,7 @@ from zeroir.passes.common import rewrite
 
 
 @dataclass(slots=True, kw_only=True)
-class Gather:
+class PlacedGather:
     """A gather into one buffer or a bucket of them, and where it and the buffers' lives stand in the body.
 
     ``earliest`` is one past the last op that the gather must follow: a release that ended a previous life of a buffer,
@@ -34,22 +34,22 @@ class GatherGroup:
     """The gathers whose buffers the compute op at ``first_use`` is the first to read."""
 
     first_use: int
-    gathers: tuple[Gather, ...]
+    gathers: tuple[PlacedGather, ...]
 
 
 def find_groups(body: Sequence[Op], program: Program) -> tuple[GatherGroup, ...]:
     """The groups of a section in order of use. A gather of what no op reads belongs to none."""
-    found: dict[int, list[Gather]] = {}
+    found: dict[int, list[PlacedGather]] = {}
     for gather in _gathers(body, program):
         if gather.first_use is not None:
             found.setdefault(gather.first_use, []).append(gather)
     return tuple(GatherGroup(first_use=use, gathers=tuple(found[use])) for use in sorted(found))
 
 
-def _gathers(body: Sequence[Op], program: Program) -> list[Gather]:
+def _gathers(body: Sequence[Op], program: Program) -> list[PlacedGather]:
     """The gathers of a section into temporary buffers, in program order."""
-    found: list[Gather] = []
-    live: dict[str, Gather] = {}
+    found: list[PlacedGather] = []
+    live: dict[str, PlacedGather] = {}
     allocs: dict[str, int] = {}
     releases: dict[str, int] = {}
     changes: dict[str, int] = {}
@@ -67,7 +67,7 @@ def _gathers(body: Sequence[Op], program: Program) -> list[Gather]:
                     *(releases.get(name, -1) for name in names),
                     *(changes.get(name, -1) for name in sources),
                 )
-                gather = Gather(
+                gather = PlacedGather(
                     op=op,
                     allocs=tuple(allocs[name] for name in names),
                     index=index,

@@ -180,7 +180,7 @@ class _GraphBuilder:
         self._values.append(out)
 
     def _add(self, node: Node, output: int, undo: Undo | None) -> bool:
-        """Add the node's result to what the destination holds, if that can be done in place."""
+        """Add the node's result to the destination's elements, if that can be done in place."""
         args = [self._argument(arg) for arg in node.args]
         match node.op:
             case "aten.mm.default":

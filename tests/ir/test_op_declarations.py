@@ -19,7 +19,15 @@ from zeroir.ir import ops
 from zeroir.ir.buffers import Region, Space, View
 from zeroir.ir.effects import effects
 from zeroir.ir.mesh import Communicator
-from zeroir.ir.op_fields import Accumulated, Attribute, Read, Signalled, StreamName, Use, op_fields
+from zeroir.ir.op_fields import (
+    Accumulated,
+    Attribute,
+    FieldUse,
+    Read,
+    Signalled,
+    StreamName,
+    op_fields,
+)
 from zeroir.ir.program import Program, Section
 from zeroir.ir.text import parse, print_program
 from zeroir.ir.text.syntax import slots
@@ -50,12 +58,12 @@ def _value(kind: type, name: str) -> object:
         return getattr(CALL, name)
     buffer = PROGRAM.buffers[[f.name for f in op_fields(kind)].index(name) % len(PROGRAM.buffers)]
     names = {
-        Use.BEGUN: buffer.name,
-        Use.ENDED: buffer.name,
-        Use.SIGNALLED: "done",
-        Use.AWAITED: "done",
-        Use.COMM: "made",
-        Use.STREAM: "compute",
+        FieldUse.BEGUN: buffer.name,
+        FieldUse.ENDED: buffer.name,
+        FieldUse.SIGNALLED: "done",
+        FieldUse.AWAITED: "done",
+        FieldUse.COMM: "made",
+        FieldUse.STREAM: "compute",
     }
     if field.use in names:
         return names[field.use]
@@ -108,11 +116,11 @@ def test_effects_name_every_region(kind: type[ops.Op]) -> None:
     assert set(named) == set(regions(op))
     assert len(named) == len(list(regions(op)))
     declared = {field.use for field in op_fields(kind)}
-    assert bool(effect.allocs) == (Use.BEGUN in declared)
-    assert bool(effect.frees) == (Use.ENDED in declared)
-    assert effect.signals == (("done",) if Use.SIGNALLED in declared else ())
-    assert effect.waits == (("done",) if Use.AWAITED in declared else ())
-    assert effect.comm == ("made" if Use.COMM in declared else None)
+    assert bool(effect.allocs) == (FieldUse.BEGUN in declared)
+    assert bool(effect.frees) == (FieldUse.ENDED in declared)
+    assert effect.signals == (("done",) if FieldUse.SIGNALLED in declared else ())
+    assert effect.waits == (("done",) if FieldUse.AWAITED in declared else ())
+    assert effect.comm == ("made" if FieldUse.COMM in declared else None)
     assert effect.stream == "compute"
 
 

@@ -24,6 +24,7 @@ from zeroir.ir.ops import Op
 from zeroir.ir.program import LAST_MICRO_STEP, MICRO_STEP, UPDATE, Program, State
 from zeroir.passes import manager
 from zeroir.passes.common.order import derive_waits, without_waits
+from zeroir.passes.manager import apply
 from zeroir.passes.overlap_update import STREAM, OverlapUpdate
 from zeroir.passes.pipelines import for_options, for_stage
 from zeroir.runtime.lockstep import Lockstep
@@ -126,7 +127,7 @@ def test_a_step_tells_what_it_told_before() -> None:
 @examples(8)
 @given(FREE)
 def test_what_must_be_ordered_is_and_no_wait_is_idle(case: Case) -> None:
-    program = OverlapUpdate()(case.scheduled())
+    program = apply(OverlapUpdate(), case.scheduled())
     body = program.section_by_name[LAST_MICRO_STEP].body
     assert happens.unordered(body, program) == []
     assert derive_waits(program) == program

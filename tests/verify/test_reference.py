@@ -1,4 +1,4 @@
-"""The reference page names what there is, and its program is canonical, valid text."""
+"""The reference page is complete, and its program is canonical, valid text."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from zeroir.ir.buffers import Role, Space
 from zeroir.ir.contents import Micro
 from zeroir.ir.dtypes import DType
 from zeroir.ir.mesh import Executor
-from zeroir.ir.ops import Algorithm, Reduction, op_name
+from zeroir.ir.ops import OP_CLASSES, Algorithm, Op, Reduction, op_name
 from zeroir.ir.text import parse, print_program
+from zeroir.ir.text.syntax import slots
 from zeroir.verify import verify
 
 PAGE = (Path(__file__).parents[2] / "docs" / "ir.md").read_text("utf-8")
@@ -34,6 +35,13 @@ def test_every_op_has_its_line(kind: type) -> None:
     name = op_name(kind)
     assert f'"{name}"' in GRAMMAR
     assert re.search(rf"^\|[^|]*`{name}`[^|]*\|[^|]*\|[^|]*\|$", OPS, re.MULTILINE)
+
+
+@pytest.mark.parametrize("kind", OP_CLASSES, ids=lambda kind: kind.__name__)
+def test_every_word_of_an_op_is_in_the_grammar(kind: type[Op]) -> None:
+    for slot in slots(kind, kind.syntax):
+        for word in slot.words.split():
+            assert f'"{word}"' in GRAMMAR
 
 
 @pytest.mark.parametrize("kind", [DType, Role, Space, Executor, Micro, Algorithm, Reduction])

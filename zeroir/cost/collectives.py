@@ -48,7 +48,7 @@ def ring_of(ranks: Sequence[int], node_ranks: int) -> Ring:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Transfer:
+class CollectiveCost:
     """The cost of one collective for each of its ranks.
 
     ``seconds`` = ``latency_s`` + ``transfer_s`` when nothing else uses the wires. ``bytes_by_wire`` are the bytes that
@@ -68,7 +68,9 @@ class Transfer:
         return self.latency_s + self.transfer_s
 
 
-def transfer(machine: Machine, kind: CollectiveKind, ring: Ring, payload_bytes: int) -> Transfer:
+def transfer(
+    machine: Machine, kind: CollectiveKind, ring: Ring, payload_bytes: int
+) -> CollectiveCost:
     """The cost of a collective over the ring; ``payload_bytes`` are those of the full buffers.
 
     Raises:
@@ -81,7 +83,7 @@ def transfer(machine: Machine, kind: CollectiveKind, ring: Ring, payload_bytes: 
         latency_s, transfer_s = 0.0, 2 * payload_bytes / machine.memory.achieved_bytes_per_s
         if measured is not None:
             latency_s, transfer_s = measured.alpha_s, measured.beta_s_per_byte * payload_bytes
-        return Transfer(
+        return CollectiveCost(
             latency_s=latency_s,
             transfer_s=transfer_s,
             bytes_by_wire={},
@@ -103,7 +105,7 @@ def transfer(machine: Machine, kind: CollectiveKind, ring: Ring, payload_bytes: 
     if measured is not None:
         latency_s, transfer_s = measured.alpha_s, measured.beta_s_per_byte * payload_bytes
     slowest = max(busy.values())
-    return Transfer(
+    return CollectiveCost(
         latency_s=latency_s,
         transfer_s=transfer_s,
         bytes_by_wire=bytes_by_wire,

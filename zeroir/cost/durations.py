@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, assert_never
 
-from zeroir.cost.collectives import Ring, Transfer, transfer
+from zeroir.cost.collectives import CollectiveCost, Ring, transfer
 from zeroir.cost.machine import CollectiveKind, Machine
 from zeroir.ir import ops
 from zeroir.ir.buffers import Region
@@ -104,7 +104,7 @@ class Durations:
         self._machine = machine
         self._segments: dict[str, SegmentCost] = {}
         self._executors = {stream.name: stream.executor for stream in program.streams}
-        self._transfers: dict[tuple[CollectiveKind, Ring, int], Transfer] = {}
+        self._transfers: dict[tuple[CollectiveKind, Ring, int], CollectiveCost] = {}
         self._measured = {(one.name, one.stream): one for one in machine.ops}
 
     def segment(self, name: str) -> SegmentCost:
@@ -121,11 +121,11 @@ class Durations:
         return tuple(self._segments.values())
 
     @property
-    def transfers(self) -> tuple[Transfer, ...]:
+    def transfers(self) -> tuple[CollectiveCost, ...]:
         """Those that were asked for so far: of each kind, ring and size."""
         return tuple(self._transfers.values())
 
-    def collective(self, op: ops.CollectiveOp, ring: Ring) -> Transfer:
+    def collective(self, op: ops.CollectiveOp, ring: Ring) -> CollectiveCost:
         """What a collective takes among the ranks of a ring."""
         key = collective_kind(op), ring, sum(size for _, size in payloads(op, self._program))
         found = self._transfers.get(key)

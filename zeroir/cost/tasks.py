@@ -126,8 +126,7 @@ class _TaskList:
         )
         number = self._append(task)
         own.append(number)
-        for event in effect.waits:
-            self._clocks.wait(event, effect.stream)
+        # What the wait orders, its edge says: of the clocks only positions are asked.
         self._clocks.issue(stream, *effect.signals)
         if effect.comm is not None:
             self._on_comm[effect.comm] = number
@@ -152,7 +151,10 @@ class _TaskList:
             self._host = self._joint
 
     def _task_at(self, position: Position | None) -> int | None:
-        return None if position is None else self._on_stream[position.stream][position.place - 1]
+        if position is None:
+            return None
+        stream, place = position
+        return self._on_stream[stream][place - 1]
 
     def _append(self, task: Task) -> int:
         self.tasks.append(task)

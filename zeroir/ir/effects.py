@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 
 from zeroir.ir import ops
 from zeroir.ir.buffers import Region
-from zeroir.ir.op_fields import Operand, OpField, Use, op_field, operands
+from zeroir.ir.op_fields import FieldUse, Operand, OpField, op_field, operands
 from zeroir.ir.ops import Mode
 
 
@@ -44,20 +44,24 @@ def effects(op: ops.Op) -> Effects:
 
 _Getter = Callable[[object], tuple[Any, ...]]
 
-_REGIONS: Final = {"reads": Use.READ, "writes": Use.WRITTEN, "accumulates": Use.ACCUMULATED}
-_NAMES: Final = {
-    "allocs": Use.BEGUN,
-    "frees": Use.ENDED,
-    "signals": Use.SIGNALLED,
-    "waits": Use.AWAITED,
+_REGIONS: Final = {
+    "reads": FieldUse.READ,
+    "writes": FieldUse.WRITTEN,
+    "accumulates": FieldUse.ACCUMULATED,
 }
-_MODES: Final = {Use.WRITTEN: Mode.WRITE, Use.ACCUMULATED: Mode.ACCUMULATE}
+_NAMES: Final = {
+    "allocs": FieldUse.BEGUN,
+    "frees": FieldUse.ENDED,
+    "signals": FieldUse.SIGNALLED,
+    "waits": FieldUse.AWAITED,
+}
+_MODES: Final = {FieldUse.WRITTEN: Mode.WRITE, FieldUse.ACCUMULATED: Mode.ACCUMULATE}
 
 
 def _effects_of(kind: type[ops.Op]) -> Callable[[ops.Op], Effects]:
     """A function from an op of that class to its effects, as the fields declare them."""
     getters: dict[str, Callable[[object], object]] = {}
-    for use, effect in ((Use.STREAM, "stream"), (Use.COMM, "comm")):
+    for use, effect in ((FieldUse.STREAM, "stream"), (FieldUse.COMM, "comm")):
         if (field := op_field(kind, use)) is not None:
             getters[effect] = attrgetter(field.name)
     for effect, use in _NAMES.items():
@@ -79,10 +83,10 @@ def _effects_of(kind: type[ops.Op]) -> Callable[[ops.Op], Effects]:
     return derived
 
 
-def _regions(operand: Operand, use: Use) -> _Getter | None:
+def _regions(operand: Operand, use: FieldUse) -> _Getter | None:
     """A function from an op to the regions of one operand that have that use; None where none can have it."""
     field, path = operand.field, operand.path
-    if operand.use is not Use.RESULT:
+    if operand.use is not FieldUse.RESULT:
         if operand.use is not use:
             return None
         values = _values(field)
@@ -90,7 +94,7 @@ def _regions(operand: Operand, use: Use) -> _Getter | None:
             return values
         read = attrgetter(path)
         return lambda op: tuple(map(read, values(op)))
-    if use is Use.READ:
+    if use is FieldUse.READ:
         return None
     wanted = _MODES[use]
     if not path:

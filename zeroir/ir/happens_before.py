@@ -10,7 +10,6 @@ This is the one for passes, memory and costs. The verifier has its own, so that 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from typing import NamedTuple
 
 from zeroir.ir.mesh import HOST
 from zeroir.ir.program import Pending
@@ -19,19 +18,11 @@ Clock = list[int]
 """For each stream, by its number, how many of its ops are surely done."""
 
 
-class Position(NamedTuple):
-    """An op by its stream's number and by its place on that stream, counted from 1."""
+Position = tuple[int, int]
+"""An op: the number of its stream, and its place on that stream, counted from 1. A plain tuple: there are many."""
 
-    stream: int
-    place: int
-
-
-class News(NamedTuple):
-    """What a wait tells a stream: of another stream, ``done`` ops are surely done. Streams are given by number."""
-
-    stream: int
-    other: int
-    done: int
+NewlyDone = tuple[int, int, int]
+"""What a wait tells a stream: its number, that of another stream, and how many ops of that one are surely done."""
 
 
 class StreamClocks:
@@ -40,14 +31,16 @@ class StreamClocks:
     Streams are numbered in the order in which they are given, as a program declares them.
     """
 
+    __slots__ = ("_signals", "done", "numbers")
+
     def __init__(self, streams: Iterable[str], pending: Iterable[Pending] = ()) -> None:
         self.numbers = {stream: number for number, stream in enumerate(streams)}
         width = len(self.numbers)
         self.done: list[Clock] = [[0] * width for _ in range(width)]
         """For each stream what is surely done when its next op begins; of the stream itself all that was issued."""
         self._signals: dict[str, tuple[int, Clock]] = {}
-        for one in pending:
-            self.enter(one)
+        for entering in pending:
+            self.enter(entering)
 
     def enter(self, pending: Pending) -> Position:
         """Issue an op that is under way when the section begins: what it came after was done before."""
@@ -56,7 +49,7 @@ class StreamClocks:
         clock = [0] * len(self.done)
         clock[stream] = count
         self._signals[pending.event] = (stream, clock)
-        return Position(stream, count)
+        return stream, count
 
     def issue(self, stream: int, event: str | None = None) -> int:
         """Issue an op, which signals the event; how many ops of its stream there are with it."""
@@ -71,32 +64,32 @@ class StreamClocks:
         if event not in self._signals:
             return None
         stream, clock = self._signals[event]
-        return Position(stream, clock[stream])
+        return stream, clock[stream]
 
-    def wait(self, event: str, on: str) -> list[News]:
-        """Order a stream, or all of them where the host waits, after an event; what is news to each of them.
+    def wait(self, event: str, on: str) -> list[NewlyDone]:
+        """Order a stream, or all of them where the host waits, after an event; what each of them did not know.
 
         An event that nothing has signalled belongs to an earlier step and orders nothing.
         """
         if event not in self._signals:
             return []
         _, clock = self._signals[event]
-        streams = range(len(self.done)) if on == HOST else (self.numbers[on],)
-        return [news for stream in streams for news in self.follow(stream, clock)]
+        if on != HOST:
+            return self.follow(self.numbers[on], clock)
+        learned: list[NewlyDone] = []
+        for stream in range(len(self.done)):
+            learned += self.follow(stream, clock)
+        return learned
 
-    def follow(self, stream: int, clock: Clock) -> list[News]:
-        """Order the next op of a stream after all that the clock counts; what is news to the stream."""
+    def follow(self, stream: int, clock: Clock) -> list[NewlyDone]:
+        """Order the next op of a stream after all that the clock counts; what the stream did not know."""
         own = self.done[stream]
-        news: list[News] = []
+        learned: list[NewlyDone] = []
         for other, count in enumerate(clock):
             if count > own[other] and other != stream:
                 own[other] = count
-                news.append(News(stream, other, count))
-        return news
-
-    def is_done(self, position: Position, stream: int) -> bool:
-        """Whether that op is surely done when the next op of the stream begins."""
-        return self.done[stream][position.stream] >= position.place
+                learned.append((stream, other, count))
+        return learned
 
     def join(self, pending: Collection[str]) -> list[Position]:
         """Pass a joint: the last op of each stream that later ops come after, for streams that have one.
@@ -109,4 +102,4 @@ class StreamClocks:
             clock[stream] = min(clock[stream], signal[stream] - 1)
         for stream in range(len(self.done)):
             self.follow(stream, clock)
-        return [Position(stream, count) for stream, count in enumerate(clock) if count]
+        return [(stream, count) for stream, count in enumerate(clock) if count]

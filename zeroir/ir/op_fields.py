@@ -21,7 +21,7 @@ from zeroir.ir.buffers import Region, View
 T = TypeVar("T")
 
 
-class Use(Enum):
+class FieldUse(Enum):
     """What an op does with the value of a field."""
 
     READ = auto()
@@ -38,44 +38,44 @@ class Use(Enum):
     ATTRIBUTE = auto()
 
 
-Read = Annotated[T, Use.READ]
+Read = Annotated[T, FieldUse.READ]
 """A region or view whose elements the op reads."""
 
-Written = Annotated[T, Use.WRITTEN]
+Written = Annotated[T, FieldUse.WRITTEN]
 """A region or view whose every element the op replaces."""
 
-Accumulated = Annotated[T, Use.ACCUMULATED]
+Accumulated = Annotated[T, FieldUse.ACCUMULATED]
 """A region or view that the op reads and writes: the result depends on the elements that were there."""
 
-Result = Annotated[T, Use.RESULT]
+Result = Annotated[T, FieldUse.RESULT]
 """A region or view that the op replaces or adds to, as the field ``mode`` beside it says."""
 
-Begun = Annotated[T, Use.BEGUN]
+Begun = Annotated[T, FieldUse.BEGUN]
 """The name of the buffer that the op begins."""
 
-Ended = Annotated[T, Use.ENDED]
+Ended = Annotated[T, FieldUse.ENDED]
 """The name of the buffer that the op ends."""
 
-Signalled = Annotated[T, Use.SIGNALLED]
+Signalled = Annotated[T, FieldUse.SIGNALLED]
 """The name of the event that the op signals when it is done."""
 
-Awaited = Annotated[T, Use.AWAITED]
+Awaited = Annotated[T, FieldUse.AWAITED]
 """The name of the event that the op waits for."""
 
-CommName = Annotated[T, Use.COMM]
+CommName = Annotated[T, FieldUse.COMM]
 """The name of the communicator that the op uses."""
 
-StreamName = Annotated[T, Use.STREAM]
+StreamName = Annotated[T, FieldUse.STREAM]
 """The name of the stream that the op runs on, or that it orders."""
 
-SegmentName = Annotated[T, Use.SEGMENT]
+SegmentName = Annotated[T, FieldUse.SEGMENT]
 """The name of the segment that the op calls."""
 
-Attribute = Annotated[T, Use.ATTRIBUTE]
+Attribute = Annotated[T, FieldUse.ATTRIBUTE]
 """Plain data: a number, a name, an enumeration."""
 
-_REGION_USES = frozenset({Use.READ, Use.WRITTEN, Use.ACCUMULATED, Use.RESULT})
-_NAME_USES = frozenset(Use) - _REGION_USES - {Use.ATTRIBUTE}
+_REGION_USES = frozenset({FieldUse.READ, FieldUse.WRITTEN, FieldUse.ACCUMULATED, FieldUse.RESULT})
+_NAME_USES = frozenset(FieldUse) - _REGION_USES - {FieldUse.ATTRIBUTE}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +89,7 @@ class OpField:
 
     name: str
     kind: type
-    use: Use | None
+    use: FieldUse | None
     is_tuple: bool
     is_optional: bool
     default: object
@@ -103,7 +103,7 @@ class Operand:
     """
 
     field: OpField
-    use: Use
+    use: FieldUse
     path: str
 
 
@@ -122,7 +122,7 @@ def _op_fields(kind: type) -> tuple[OpField, ...]:
     return tuple(_field(kind, field, hints[field.name]) for field in dataclasses.fields(kind))
 
 
-def op_field(kind: type, use: Use) -> OpField | None:
+def op_field(kind: type, use: FieldUse) -> OpField | None:
     """The field of an op class with that use, None where it has none; the use must not occur twice."""
     matching = [field for field in op_fields(kind) if field.use is use]
     if len(matching) > 1:

@@ -22,7 +22,7 @@ ENTRY = -1
 
 
 @dataclass(slots=True)
-class IssuedOp:
+class OpOnStream:
     """An op on its stream: its position among the ops there, and its line.
 
     An op that is pending at the entry of the section has the line -1 and no ``op``.
@@ -39,7 +39,7 @@ class HappensBefore:
 
     def __init__(self, program: Program, section: Section) -> None:
         self.streams = {stream.name: index for index, stream in enumerate(program.streams)}
-        self.issued: list[IssuedOp] = []
+        self.issued: list[OpOnStream] = []
         self.signallers: dict[str, int] = {}
         """The number of the op that signals each event."""
         width = len(self.streams)
@@ -53,7 +53,7 @@ class HappensBefore:
         """Append an op to a stream and let it signal events; the op's number."""
         done = self._done[stream]
         number = len(self.issued)
-        self.issued.append(IssuedOp(stream, done[stream], line, op))
+        self.issued.append(OpOnStream(stream, done[stream], line, op))
         done[stream] += 1
         for event in events:
             self._done_at_event[event] = list(done)

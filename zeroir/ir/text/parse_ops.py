@@ -11,13 +11,13 @@ from typing import Any, Final, TypeVar
 from zeroir.ir import ops
 from zeroir.ir.buffers import Region, View
 from zeroir.ir.dtypes import DType
-from zeroir.ir.op_fields import OpField, Use, op_field
+from zeroir.ir.op_fields import FieldUse, OpField, op_field
 from zeroir.ir.ops import Mode, Op
 from zeroir.ir.segment import TensorType
 from zeroir.ir.text.lexical import BARE_NAME, STRING
 from zeroir.ir.text.parse_segment import parse_dtype, parse_strided
 from zeroir.ir.text.scanner import Scanner
-from zeroir.ir.text.syntax import Slot, own_syntax, slots
+from zeroir.ir.text.syntax import SyntaxSlot, own_syntax, slots
 
 T = TypeVar("T")
 
@@ -181,7 +181,7 @@ class _Line:
 
 
 def _line(kind: type[Op]) -> _Line:
-    event = op_field(kind, Use.SIGNALLED)
+    event = op_field(kind, FieldUse.SIGNALLED)
     return _Line(
         kind=kind,
         event=None if event is None else event.name,
@@ -193,7 +193,7 @@ def _slots(kind: type, syntax: str) -> tuple[tuple[str, _Read], ...]:
     return tuple((slot.field.name, _slot(kind, slot)) for slot in slots(kind, syntax))
 
 
-def _slot(kind: type, slot: Slot) -> _Read:
+def _slot(kind: type, slot: SyntaxSlot) -> _Read:
     """The reader of the words before a field, and of the field."""
     words = slot.words.split()
     read = _items(kind, slot)
@@ -224,11 +224,11 @@ def _slot(kind: type, slot: Slot) -> _Read:
     return after_word
 
 
-def _items(kind: type, slot: Slot) -> _Read:
+def _items(kind: type, slot: SyntaxSlot) -> _Read:
     """The reader of a field without the words before it: of one value, or of several."""
     field = slot.field
     if field.kind is ops.Argument or field.kind is ops.Destination:
-        segment = op_field(kind, Use.SEGMENT)
+        segment = op_field(kind, FieldUse.SEGMENT)
         assert segment is not None
         called, is_read = segment.name, field.kind is ops.Argument
         return lambda parser, before: (
@@ -261,11 +261,11 @@ def _value(field: OpField) -> _Read:
     if kind is Region:
         return lambda parser, _: parser.region()
     match field.use:
-        case Use.BEGUN | Use.ENDED:
+        case FieldUse.BEGUN | FieldUse.ENDED:
             return lambda parser, _: parser.buffer()
-        case Use.AWAITED:
+        case FieldUse.AWAITED:
             return lambda parser, _: parser.scanner.sigil_name("!", EVENT)
-        case Use.SEGMENT:
+        case FieldUse.SEGMENT:
             return lambda parser, _: parser.scanner.sigil_name("@", SEGMENT)
     if kind is Mode:
         return lambda parser, _: Mode.ACCUMULATE if parser.scanner.accept("+=") else Mode.WRITE

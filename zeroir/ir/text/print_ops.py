@@ -13,17 +13,22 @@ from typing import Any, Final
 
 from zeroir.ir import ops
 from zeroir.ir.buffers import Region
-from zeroir.ir.op_fields import OpField, Use, op_field
+from zeroir.ir.op_fields import FieldUse, OpField, op_field
 from zeroir.ir.ops import Mode, Op
 from zeroir.ir.segment import TensorType
 from zeroir.ir.text.lexical import name, number
 from zeroir.ir.text.names import Names
-from zeroir.ir.text.syntax import Slot, own_syntax, slots
+from zeroir.ir.text.syntax import SyntaxSlot, own_syntax, slots
 
 _ATTRIBUTES_COLUMN: Final = 72
 """Where ``stream=`` and its like begin when the line is short enough."""
 
-_SIGILS: Final = {Use.BEGUN: "%", Use.ENDED: "%", Use.AWAITED: "!", Use.SEGMENT: "@"}
+_SIGILS: Final = {
+    FieldUse.BEGUN: "%",
+    FieldUse.ENDED: "%",
+    FieldUse.AWAITED: "!",
+    FieldUse.SEGMENT: "@",
+}
 """What stands before the name of a buffer, an event or a segment."""
 
 _Print = Callable[[Any, Names], str]
@@ -40,7 +45,7 @@ def _line(kind: type[Op]) -> _Print:
     line_slots = slots(kind, kind.syntax)
     head = [_slot(kind, slot) for slot in line_slots if not slot.is_attribute]
     attributes = [_slot(kind, slot) for slot in line_slots if slot.is_attribute]
-    event_field = op_field(kind, Use.SIGNALLED)
+    event_field = op_field(kind, FieldUse.SIGNALLED)
     event = None if event_field is None else attrgetter(event_field.name)
 
     def line(op: Op, names: Names) -> str:
@@ -53,7 +58,7 @@ def _line(kind: type[Op]) -> _Print:
     return line
 
 
-def _slot(kind: type, slot: Slot) -> _Print:
+def _slot(kind: type, slot: SyntaxSlot) -> _Print:
     """The printer of a slot and the words before it; it is given the op, or the dataclass inside one."""
     field, words = slot.field, slot.words
     read = attrgetter(field.name)
@@ -88,7 +93,7 @@ def _value(field: OpField) -> _Print:
         return lambda value, names: names.region(value)
     if field.use in _SIGILS:
         sigil = _SIGILS[field.use]
-        return lambda value, names: sigil + names.name(value)
+        return lambda value, _: sigil + name(value)
     if kind is Mode:
         return lambda value, _: "+= " if value is Mode.ACCUMULATE else ""
     if issubclass(kind, Enum):
@@ -98,16 +103,16 @@ def _value(field: OpField) -> _Print:
     if kind is int:
         return lambda value, _: str(value)
     if kind is str:
-        return lambda value, names: names.name(value)
+        return lambda value, _: name(value)
     raise TypeError(f"The text has no form for {kind.__name__}, the type of {field.name}.")
 
 
 # -------------------------------------------------------------------------------------------------------- compute
 
 
-def _operands(kind: type, slot: Slot) -> _Print:
+def _operands(kind: type, slot: SyntaxSlot) -> _Print:
     """The printer of a call's arguments or destinations; views leave out the shape that the segment declares."""
-    segment_field = op_field(kind, Use.SEGMENT)
+    segment_field = op_field(kind, FieldUse.SEGMENT)
     assert segment_field is not None
     segment, read, words = attrgetter(segment_field.name), attrgetter(slot.field.name), slot.words
 

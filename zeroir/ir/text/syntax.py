@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from zeroir.ir.op_fields import OpField, Use, op_fields
+from zeroir.ir.op_fields import FieldUse, OpField, op_fields
 
 _SLOT: Final = re.compile(
     r"(?P<space> *)(?P<optional>\[)?(?P<words>[^][{}()|]*)(?P<open>\()?\{(?P<field>\w+)\}(?(open)\))(?(optional)\])"
@@ -20,7 +20,7 @@ _SLOT: Final = re.compile(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Slot:
+class SyntaxSlot:
     """A field's place in a line: ``words`` before it, as printed, with the spaces around them.
 
     ``is_bracketed`` puts the items of a tuple in round brackets. ``is_left_out`` leaves words and value out where the
@@ -34,7 +34,7 @@ class Slot:
     is_attribute: bool
 
 
-def slots(kind: type, syntax: str) -> tuple[Slot, ...]:
+def slots(kind: type, syntax: str) -> tuple[SyntaxSlot, ...]:
     """The slots of a class with that syntax, in the order of its line.
 
     Raises:
@@ -47,9 +47,9 @@ def slots(kind: type, syntax: str) -> tuple[Slot, ...]:
     if len(set(names)) < len(names):
         raise TypeError(f"The syntax of {kind.__name__} names a field twice.")
     for name, field in fields.items():
-        if name in names or field.use is Use.SIGNALLED:
+        if name in names or field.use is FieldUse.SIGNALLED:
             continue
-        if field.use is not Use.STREAM:
+        if field.use is not FieldUse.STREAM:
             raise TypeError(f"The syntax of {kind.__name__} leaves out its field {name}.")
         parsed += _slots(kind, f"{name}={{{name}}}", fields, True)
     return tuple(parsed)
@@ -57,7 +57,7 @@ def slots(kind: type, syntax: str) -> tuple[Slot, ...]:
 
 def _slots(
     kind: type, column: str, fields: dict[str, OpField], is_attribute: bool
-) -> Iterator[Slot]:
+) -> Iterator[SyntaxSlot]:
     column = f" {column}" if column else ""
     position = 0
     while position < len(column):
@@ -68,7 +68,7 @@ def _slots(
         field = fields[match["field"]]
         if match["optional"] and field.default is dataclasses.MISSING:
             raise TypeError(f"{kind.__name__}.{field.name} has no default to be left out at.")
-        yield Slot(
+        yield SyntaxSlot(
             field=field,
             words=match["space"] + match["words"],
             is_bracketed=match["open"] is not None,
