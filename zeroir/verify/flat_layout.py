@@ -88,7 +88,7 @@ class FlatLayout:
                     if not strides:
                         return window(array, content.offset, numel)
                     value: Value = Slice(array, content.offset, strides)
-                    return [(0, numel, simplify(value, numel, tuple(self.sizes.items())))]
+                    return [(0, numel, simplify(value, numel, self.sizes))]
                 key = FlatKey(content.quantity, content.flat, content.version)
                 return [(0, numel, Elements(key, content.offset, strides))]
 

@@ -207,9 +207,7 @@ class SectionRun:
         match op:
             case ops.Wait():
                 pass
-            case ops.Alloc():
-                self.memory.reset(op.buffer)
-            case ops.Release():
+            case ops.Memory():
                 self.memory.forget(op.buffer)
             case ops.Gather():
                 transfers.gather(self, op)

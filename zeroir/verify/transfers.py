@@ -85,8 +85,7 @@ def reduce(run: SectionRun, op: ops.ReduceScatter | ops.AllReduce) -> None:
 
 def _slice(run: SectionRun, pieces: PieceList, axis: str, numel: int) -> Value:
     """This rank's slice of pieces over ``[0, numel × size)``."""
-    sizes = tuple(run.sizes.items())
-    return simplify(Slice(tuple(opened(pieces)), 0, ((axis, numel),)), numel, sizes)
+    return simplify(Slice(tuple(opened(pieces)), 0, ((axis, numel),)), numel, run.sizes)
 
 
 def broadcast(run: SectionRun, op: ops.Broadcast) -> None:
