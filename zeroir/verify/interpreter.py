@@ -369,14 +369,16 @@ class SectionRun:
 
     def _cast(self, op: ops.Cast) -> None:
         buffers = self.program.buffer_by_name
-        source, target = buffers[op.source.buffer], buffers[op.destination.buffer]
-        rule = algebra.CastRule(source.dtype, target.dtype, self.flats, self.numbering)
+        source, target = buffers[op.source.buffer].dtype, buffers[op.destination.buffer].dtype
         is_sum = op.mode is Mode.ACCUMULATE
         code = "Z402" if is_sum or self._is_gradient(op.source) else "Z103"
-        taken = self.take(op.source, code)
-        if not algebra.represents(target.dtype, source.dtype):
-            self.note_rounding(taken, target.dtype)
-        pieces: PieceList = [(a, b, algebra.cast(v, rule)) for a, b, v in taken]
+        pieces = self.take(op.source, code)
+        if not algebra.represents(target, source):
+            self.note_rounding(pieces, target)
+        if target is not source:
+            pieces = [
+                (a, b, algebra.cast(v, target, self.flats, self.numbering)) for a, b, v in pieces
+            ]
         if is_sum:
             pieces = self._added(self.memory.read(op.destination), pieces, op.destination)
         self.memory.write(op.destination, pieces)
