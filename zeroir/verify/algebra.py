@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, assert_never
 
 from zeroir.ir.contents import MASTER, PARAM
 from zeroir.ir.dtypes import DType
@@ -73,10 +73,10 @@ class Sum(NamedTuple):
 
     @classmethod
     def of(cls, dtype: DType, left: Gradient, right: Gradient) -> Sum:
-        """The sum of two gradients of first flat.
+        """The sum of two gradients of one flat.
 
         A schedule may sum ranks before or after micro-steps, although the two round differently; the documentation
-        says so. So the axes of both sides are left out where first side holds earlier micro-steps.
+        says so. So the axes of both sides are left out where one side holds earlier micro-steps.
         """
         sides = (left.terms, right.terms)
         if any(term.source in (PAST_TERM, ALL_TERM) for terms in sides for term in terms):
@@ -280,50 +280,48 @@ class Combination(NamedTuple):
 
 def reduced(value: Value, how: Combination) -> Value:
     """The combination of what every rank along the axis holds here."""
-    if isinstance(value, Slice):
-        if any(axis == how.axis for axis, _ in value.strides):
-            how.fail("Z402", f"a reduction over {how.axis} adds up slices of different elements")
-            return POISON
-        return replace(value, array=tuple((a, b, reduced(v, how)) for a, b, v in value.array))
+    axis, is_sum = how.axis, how.reduction is Reduction.SUM
+    is_cut = isinstance(value, Elements | Gradient | Slice) and axis in dict(value.strides)
     match value:
+        case Slice() | Gradient() if is_cut:
+            what = "slices of different" if isinstance(value, Slice) else "different"
+            how.fail("Z402", f"a reduction over {axis} adds up {what} elements")
+            return POISON
+        case Slice():
+            return replace(value, array=tuple((a, b, reduced(v, how)) for a, b, v in value.array))
         case Gradient():
-            if any(axis == how.axis for axis, _ in value.strides):
-                how.fail("Z402", f"a reduction over {how.axis} adds up different elements")
-                return POISON
-            if how.reduction is not Reduction.SUM:
+            if not is_sum:
                 how.fail("Z402", "gradients are combined by their maximum instead of their sum")
                 return POISON
-            terms = tuple(t._replace(summed=(*t.summed, how.axis)) for t in value.terms)
-            return replace(value, terms=terms)
+            return replace(
+                value, terms=tuple(t._replace(summed=(*t.summed, axis)) for t in value.terms)
+            )
         case Statistic():
-            is_sum = how.reduction is Reduction.SUM
-            summed = (*value.summed, how.axis)
+            summed = (*value.summed, axis)
             return replace(
                 value,
                 # A maximum is the same in any order.
                 summed=summed if is_sum else tuple(sorted(summed)),
                 is_sum=value.is_sum and is_sum,
             )
-        case Elements(key=int() | NamedKey()) if how.reduction is Reduction.SUM and not any(
-            axis == how.axis for axis, _ in value.strides
-        ):
-            return replace(value, summed=(*value.summed, how.axis))
-        case Elements() | Decision():
-            key = moved(value, -value.shift) if isinstance(value, Elements) else value
-            number = how.numbering.of((how.reduction, how.axis, key))
-            return Elements(number, value.shift if isinstance(value, Elements) else 0)
+        case Elements(key=int() | NamedKey()) if is_sum and not is_cut:
+            return replace(value, summed=(*value.summed, axis))
+        case Elements():
+            unmoved = moved(value, -value.shift)
+            return Elements(how.numbering.of((how.reduction, axis, unmoved)), value.shift)
+        case Decision():
+            return Elements(how.numbering.of((how.reduction, axis, value)))
         case Undefined():
-            how.fail("Z402", f"a reduction over {how.axis} includes {CAUSES[value.cause]}")
+            how.fail("Z402", f"a reduction over {axis} includes {CAUSES[value.cause]}")
             return POISON
         case Split():
-            how.fail(
-                "Z402",
-                f"a reduction over {how.axis} includes elements of which only this rank's slice "
-                "was replaced",
-            )
+            only = "elements of which only this rank's slice was replaced"
+            how.fail("Z402", f"a reduction over {axis} includes {only}")
             return POISON
-        case _:
+        case Zero() | Poison():
             return value
+        case _:
+            assert_never(value)
 
 
 def from_rank(value: Value, axis: str, rank: int, numbering: Numbering) -> Value:
