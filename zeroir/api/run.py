@@ -113,12 +113,14 @@ def _train(
     batches = open_batches(model_file, job_rank, seed)
     if trace is not None:
         engine.record(steps)
-    reporter = progress.reporter(
-        job_rank.rank, steps, as_json=as_json, out=sys.stdout, err=sys.stderr
-    )
     try:
-        with warnings_as_sentences():
-            train.train(engine, batches, steps=steps, reporter=reporter, log_every=log_every)
+        with (
+            progress.reporter(
+                job_rank.rank, steps, as_json=as_json, out=sys.stdout, err=sys.stderr
+            ) as report_step,
+            warnings_as_sentences(),
+        ):
+            train.train(engine, batches, steps=steps, report_step=report_step, log_every=log_every)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise ClosedOutputError(
@@ -129,8 +131,6 @@ def _train(
         raise UserError(
             f"Training stopped, because its output could not be written: {error.strerror}."
         ) from error
-    finally:
-        reporter.close()
     if trace is not None:
         _write_trace(trace, engine)
     engine.close()
