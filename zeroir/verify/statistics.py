@@ -10,7 +10,7 @@ from zeroir.ir.contents import Micro
 from zeroir.verify import algebra
 from zeroir.verify.context import spell
 from zeroir.verify.domain import POISON, Cover, PieceList, Poison, Statistic, Value, moved
-from zeroir.verify.gradients import Problem, Wanted, is_zero, locate, measure, wanted_sources
+from zeroir.verify.gradients import Problem, is_zero, locate, measure
 
 if TYPE_CHECKING:
     from zeroir.verify.interpreter import SectionRun
@@ -25,12 +25,7 @@ def use_gradient(run: SectionRun, flat: str, pieces: PieceList) -> Problem | Non
         for _, _, slot in run.layout.between(flat, a, b):
             if slot is not None:
                 run.consumed.add(slot.name)
-    wanted = Wanted(
-        wanted_sources(Micro.ALL, run.section.name, run.layout.has_past, run.contributions),
-        run.layout.axes,
-        run.term_name,
-    )
-    return measure(run.layout, pieces, flat, wanted)
+    return measure(run, pieces, flat, Micro.ALL, run.layout.axes)
 
 
 def statistic(run: SectionRun, op: ops.GradNorm | ops.CheckFinite) -> None:

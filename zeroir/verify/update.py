@@ -164,10 +164,8 @@ def update_scale(run: SectionRun, op: ops.UpdateScale) -> None:
 
 def _decision(run: SectionRun, region: Region, what: str) -> int | None:
     """The number of the decision that a scalar holds."""
-    for _, _, value in run.memory.read(region):
-        if isinstance(value, Decision) and value.what == what:
-            return value.number
-    return None
+    ((_, _, value),) = run.memory.read(region)
+    return value.number if isinstance(value, Decision) and value.what == what else None
 
 
 # ------------------------------------------------------------------------------------------------------- the update
