@@ -107,9 +107,7 @@ class Ordering:
                 self._check(region, stream, op, is_read=True, is_write=True)
         for region in op_effects.reads:
             self._mark_read(region, stream, number)
-        for region in op_effects.writes:
-            self._mark_write(region, number)
-        for region in op_effects.accumulates:
+        for region in (*op_effects.writes, *op_effects.accumulates):
             self._mark_write(region, number)
 
     def _is_live(self, region: Region, op: Op) -> bool:
@@ -119,19 +117,11 @@ class Ordering:
         where = spell(region, self.program)
         if name in self.released:
             at = self._when(self.released[name])
-            self._fail(
-                "Z101",
-                f"{title(op)} uses {where} after its release{at}",
-                name,
-                advice=f"Move the release behind this op, or this op before the release{at}.",
-            )
+            when = f"after its release{at}"
+            advice = f"Move the release behind this op, or this op before the release{at}."
         else:
-            self._fail(
-                "Z101",
-                f"{title(op)} uses {where} before its alloc",
-                name,
-                advice=f"Alloc %{name} before this op.",
-            )
+            when, advice = "before its alloc", f"Alloc %{name} before this op."
+        self._fail("Z101", f"{title(op)} uses {where} {when}", name, advice=advice)
         return False
 
     def _when(self, issued: int) -> str:

@@ -63,11 +63,9 @@ def _read(run: SectionRun, covers: list[Cover]) -> list[tuple[str, int, int]]:
     """The elements of each flat that all ranks read from one source, without the padding around the parameters."""
     intervals: dict[str, tuple[int, int]] = {}
     for cover in covers:
-        for start, stop in cover.intervals(run.layout.sizes):
-            for a, b, slot in run.layout.between(cover.flat, start, stop):
-                if slot is not None:
-                    low, high = intervals.get(cover.flat, (a, b))
-                    intervals[cover.flat] = min(low, a), max(high, b)
+        for a, b, _ in run.layout.covered(cover):
+            low, high = intervals.get(cover.flat, (a, b))
+            intervals[cover.flat] = min(low, a), max(high, b)
     return [(flat, *interval) for flat, interval in intervals.items()]
 
 
