@@ -17,7 +17,7 @@ from zeroir.ir.program import OpPosition, Program, Section
 
 def dot(program: Program, *, section: str | None = None) -> str:
     """The graph of one section, or of all side by side, in Graphviz's DOT language."""
-    chosen = [one for one in program.sections if section in (None, one.name)]
+    chosen = [shown for shown in program.sections if section in (None, shown.name)]
     names = labels(program)
     lines = [
         "digraph zeroir {",
@@ -25,8 +25,8 @@ def dot(program: Program, *, section: str | None = None) -> str:
         '  node [shape=box, style="rounded,filled", fillcolor=white, fontname="monospace", fontsize=10];',
         '  edge [fontname="monospace", fontsize=8];',
     ]
-    for number, one in enumerate(chosen):
-        lines += (f"  {line}" for line in _section(one, number, names))
+    for number, shown in enumerate(chosen):
+        lines += (f"  {line}" for line in _section(shown, number, names))
     return "\n".join([*lines, "}"]) + "\n"
 
 
@@ -72,12 +72,12 @@ def _flows(section: Section, number: int) -> Iterator[str]:
     written: dict[str, list[tuple[Region, int]]] = {}
     for index, op in enumerate(section.body):
         effect = effects(op)
-        found: dict[int, set[str]] = {}
+        buffers_by_writer: dict[int, set[str]] = {}
         for region in (*effect.reads, *effect.accumulates):
             writer = _last_writer(written.get(region.buffer, []), region)
             if writer is not None:
-                found.setdefault(writer, set()).add(region.buffer)
-        for writer, buffers in sorted(found.items()):
+                buffers_by_writer.setdefault(writer, set()).add(region.buffer)
+        for writer, buffers in sorted(buffers_by_writer.items()):
             label = _quoted(", ".join(f"%{name}" for name in sorted(buffers)))
             yield (
                 f"  {_node(number, writer)} -> {_node(number, index)} "
@@ -94,8 +94,8 @@ def _note(written: dict[str, list[tuple[Region, int]]], effect: Effects, index: 
 
 
 def _last_writer(written: list[tuple[Region, int]], region: Region) -> int | None:
-    for other, index in reversed(written):
-        if other.offset < region.stop and region.offset < other.stop:
+    for earlier, index in reversed(written):
+        if earlier.offset < region.stop and region.offset < earlier.stop:
             return index
     return None
 

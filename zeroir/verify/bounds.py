@@ -43,7 +43,7 @@ class _Releases:
     def first_open(self, stream: int, ahead: int, order: HappensBefore) -> int | None:
         """A release that must be done when the stream's next op begins, and may not be."""
         limit = len(self.group_ranks) - ahead
-        releases = self._open.setdefault(stream, list(self._all))
+        releases = self._open.get(stream, self._all)
         kept = [
             (rank, number)
             for rank, number in releases

@@ -83,17 +83,17 @@ def step_ops(program: Program, simulation: Simulation) -> list[StepOp]:
         for item in simulation.critical_path
         if not item.is_issue
     }
-    times = [_spans(one) for one in simulation.classes]
+    times = [_spans(result) for result in simulation.classes]
     curves = {
-        one.name: live_bytes(program, one).totals
-        for one in program.sections
-        if one.name != EVALUATE
+        section.name: live_bytes(program, section).totals
+        for section in program.sections
+        if section.name != EVALUATE
     }
     seen: Counter[OpPosition] = Counter()
-    found: list[StepOp] = []
+    listed: list[StepOp] = []
     for section in step_sections(program):
         for position, op in section.positioned_ops():
-            found.append(
+            listed.append(
                 StepOp(
                     section=section.name,
                     index=position.index,
@@ -106,12 +106,14 @@ def step_ops(program: Program, simulation: Simulation) -> list[StepOp]:
                     size_bytes=_size_bytes(program, op),
                     flops=_flops(program, op),
                     spans=tuple(of_class[position][seen[position]] for of_class in times),
-                    is_critical=tuple((position, one) in critical for one in range(len(times))),
+                    is_critical=tuple(
+                        (position, number) in critical for number in range(len(times))
+                    ),
                     used_bytes=curves[section.name][position.index + 1],
                 )
             )
             seen[position] += 1
-    return found
+    return listed
 
 
 def memory_curve(program: Program) -> MemoryCurve:
@@ -143,18 +145,18 @@ def memory_curve(program: Program) -> MemoryCurve:
     )
 
 
-def unit_facts(program: Program, found: Sequence[StepOp]) -> list[UnitFacts]:
+def unit_facts(program: Program, ops_of_step: Sequence[StepOp]) -> list[UnitFacts]:
     """The units in the order of their first use."""
     numels: Counter[str] = Counter()
     for flat in program.flats:
         numels[flat.unit] += flat.numel
     flops: Counter[str] = Counter()
     moved: dict[str, Counter[str]] = {"gather": Counter(), "reduce": Counter()}
-    for one in found:
-        for unit in one.units:
-            flops[unit] += one.flops
-            if one.kind in moved:
-                moved[one.kind][unit] += one.size_bytes
+    for op in ops_of_step:
+        for unit in op.units:
+            flops[unit] += op.flops
+            if op.kind in moved:
+                moved[op.kind][unit] += op.size_bytes
     return [
         UnitFacts(
             name=name,
@@ -188,11 +190,11 @@ def op_kind(op: ops.Op) -> str:
             assert_never(op)
 
 
-def _spans(one: ClassResult) -> dict[OpPosition, list[Span]]:
-    found: dict[OpPosition, list[Span]] = {}
-    for span in one.spans:
-        found.setdefault(span.position, []).append(span)
-    return found
+def _spans(result: ClassResult) -> dict[OpPosition, list[Span]]:
+    spans: dict[OpPosition, list[Span]] = {}
+    for span in result.spans:
+        spans.setdefault(span.position, []).append(span)
+    return spans
 
 
 def _units(op: ops.Op, owners: Mapping[str, str]) -> tuple[str, ...]:
@@ -201,8 +203,8 @@ def _units(op: ops.Op, owners: Mapping[str, str]) -> tuple[str, ...]:
     effect = effects(op)
     regions = (*effect.reads, *effect.writes, *effect.accumulates)
     names = (*effect.allocs, *effect.frees, *(region.buffer for region in regions))
-    found = list(dict.fromkeys(owners[name] for name in names if name in owners))
-    return tuple(shortened(found)) if len(found) > 1 else tuple(found)
+    units = list(dict.fromkeys(owners[name] for name in names if name in owners))
+    return tuple(shortened(units)) if len(units) > 1 else tuple(units)
 
 
 def _size_bytes(program: Program, op: ops.Op) -> int:
