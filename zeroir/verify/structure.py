@@ -201,6 +201,7 @@ class _Checker:
                 is_of_device = Space.DEVICE in (op.from_space, op.to_space)
                 space = Space.DEVICE if is_of_device else Space.HOST
             case ops.Elementwise() | ops.Update():
+                # The first region, in the order of the fields, that the op writes, or else the first it accumulates.
                 changed, *_ = (*op_effects.writes, *op_effects.accumulates)
                 space = self._space(changed)
             case _:
