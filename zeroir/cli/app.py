@@ -7,6 +7,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -131,7 +132,7 @@ def diff(
     text = diff_programs(before, after, old_name=str(old), new_name=str(new))
     facts = diff_summary(before, after)
     if as_json:
-        print_json({"is_equal": not text, "summary": facts.to_json(), "diff": text.splitlines()})
+        print_json({"is_equal": not text, "summary": asdict(facts), "diff": text.splitlines()})
     elif not text:
         out.print(f"{old} and {new} hold equal programs.", markup=False)
     else:
