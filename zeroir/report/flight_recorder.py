@@ -1,8 +1,8 @@
-"""What PyTorch's Flight Recorder would hold on each rank once a step was issued: one dump a rank.
+"""The dumps of PyTorch's Flight Recorder on all ranks, as they are after a step was issued.
 
-``python -m torch.distributed.flight_recorder.fr_trace FOLDER`` compares such dumps across ranks, and so gives an
-opinion of the program's order that is not ours; the dumps of a job that hangs can be laid beside these. The format is
-that of ``torch/csrc/distributed/c10d/FlightRecorder.hpp``, version 2.10, as torch 2.13 writes and reads it.
+``python -m torch.distributed.flight_recorder.fr_trace FOLDER`` compares dumps across ranks, so it checks the order of
+collectives independently of zeroir. The dumps of a job that hangs can be compared with these. The format is version
+2.10 of ``torch/csrc/distributed/c10d/FlightRecorder.hpp``, as torch 2.13 writes and reads it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Final, assert_never
 
 from zeroir.ir import ops
-from zeroir.ir.buffers import Region
 from zeroir.ir.dtypes import DType
 from zeroir.ir.labels import labels
 from zeroir.ir.program import Program
@@ -21,7 +20,7 @@ from zeroir.report.step import step_sections
 
 FORMAT_VERSION: Final = "2.10"
 DEFAULT_TIMEOUT_MS: Final = 600_000
-"""What torch writes where nobody chose a timeout: ten minutes."""
+"""Torch's default timeout: ten minutes."""
 
 _SCALAR_TYPES: Final = {
     DType.F64: "Double",
@@ -35,12 +34,12 @@ _SCALAR_TYPES: Final = {
     DType.U8: "Byte",
     DType.BOOL: "Bool",
 }
-"""What torch calls its dtypes in a dump."""
+"""The names of torch's dtypes in a dump."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Group:
-    """A process group as torch numbers it: in the order of creation, the world first."""
+    """A process group. Torch numbers groups in the order of their creation, from 0 for the world."""
 
     number: int
     description: str
@@ -49,7 +48,7 @@ class _Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Launch:
-    """What one op gives its group in one go: the pieces of one element type."""
+    """One launch of a collective on a group: the pairs of an op with the same dtype."""
 
     comm: str
     kind: str
@@ -63,38 +62,34 @@ class _Launch:
 def flight_recorder_dumps(
     program: Program, *, source: str, backend: str = "nccl"
 ) -> Iterator[dict[str, Plain]]:
-    """The dump of every rank, in rank order, of one step whose collectives are all scheduled and none has begun.
+    """The dump of each rank, in rank order, after all collectives of a step were scheduled and before any began.
 
-    ``source`` is the program's file, which stands in every entry's frame beside the op and its place in the section.
+    ``source`` is the file of the program. The frame of an entry has it, the op, and the index of the op in its section.
     """
     launches = list(_launches(program))
     groups = _groups(program)
     for rank in range(program.mesh.world_size):
-        own = [group for group in groups if rank in group.ranks]
-        of_comm = {group.description: group for group in own[1:]}
-        yield _dump(launches, own, of_comm, source, backend)
+        yield _dump(launches, [group for group in groups if rank in group.ranks], source, backend)
 
 
 def _groups(program: Program) -> list[_Group]:
     world = tuple(range(program.mesh.world_size))
-    found = [_Group(number=0, description="default_pg", ranks=world)]
+    groups = [_Group(number=0, description="default_pg", ranks=world)]
     for comm in program.comms:
         for ranks in program.mesh.groups(comm.axis):
-            found.append(_Group(number=len(found), description=comm.name, ranks=ranks))
-    return found
+            groups.append(_Group(number=len(groups), description=comm.name, ranks=ranks))
+    return groups
 
 
 def _dump(
-    launches: Sequence[_Launch],
-    own: Sequence[_Group],
-    of_comm: dict[str, _Group],
-    source: str,
-    backend: str,
+    launches: Sequence[_Launch], groups: Sequence[_Group], source: str, backend: str
 ) -> dict[str, Plain]:
-    issued = dict.fromkeys((group.number for group in own), 0)
+    """The dump of a rank that belongs to these groups; the world is the first of them."""
+    group_by_comm = {group.description: group for group in groups[1:]}
+    issued = dict.fromkeys((group.number for group in groups), 0)
     entries: list[Plain] = []
     for record, launch in enumerate(launches):
-        group = of_comm[launch.comm]
+        group = group_by_comm[launch.comm]
         issued[group.number] += 1
         frame: Plain = {"name": launch.label, "filename": source, "line": launch.index}
         entries.append(
@@ -132,7 +127,7 @@ def _dump(
                 "desc": group.description,
                 "ranks": str(list(group.ranks)),
             }
-            for group in own
+            for group in groups
         },
         "pg_status": {
             str(number): {
@@ -146,7 +141,7 @@ def _dump(
 
 
 def _launches(program: Program) -> Iterator[_Launch]:
-    """What every rank launches in one step, in the host's order: the program is the same for all."""
+    """The launches of one step in the order in which the host issues them, which is the same on all ranks."""
     names = labels(program)
     for section in step_sections(program):
         for position, op in section.positioned_ops():
@@ -167,19 +162,16 @@ def _launches(program: Program) -> Iterator[_Launch]:
 
 
 def _by_dtype(program: Program, op: ops.CollectiveOp) -> dict[DType, list[ops.Pair]]:
-    """The pairs that travel together: those of one element type."""
-
-    def travels(region: Region) -> DType:
-        return op.wire_dtype or program.buffer_by_name[region.buffer].dtype
-
-    found: dict[DType, list[ops.Pair]] = {}
+    """The pairs of a collective by the dtype that travels; those of one dtype are launched together."""
+    pairs_by_dtype: dict[DType, list[ops.Pair]] = {}
     for pair in op.pairs:
-        found.setdefault(travels(pair.source), []).append(pair)
-    return found
+        dtype = op.wire_dtype or program.buffer_by_name[pair.source.buffer].dtype
+        pairs_by_dtype.setdefault(dtype, []).append(pair)
+    return pairs_by_dtype
 
 
 def _kind(op: ops.CollectiveOp, pairs: int) -> str:
-    """What torch calls the collective in its records, on one tensor or on several at once."""
+    """Torch's name of the collective in its records, on one tensor or on several at once."""
     match op:
         case ops.Gather():
             return "_all_gather_base" if pairs == 1 else "all_gather_into_tensor_coalesced"
