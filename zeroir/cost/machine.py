@@ -55,6 +55,7 @@ def _require(is_met: Callable[[float], bool], expected: str) -> AfterValidator:
     return AfterValidator(check)
 
 
+_MACHINES: Final = resources.files("zeroir.cost") / "machines"
 _LONGEST_FILE: Final = 10_000_000
 """Most characters of a machine file: one with a profile has a line for every segment."""
 
@@ -217,14 +218,8 @@ class Machine(_Table):
 
 def machine_names() -> tuple[str, ...]:
     """The machines that zeroir describes."""
-    files = resources.files("zeroir.cost") / "machines"
-    return tuple(
-        sorted(
-            file.name.removesuffix(".toml")
-            for file in files.iterdir()
-            if file.name.endswith(".toml")
-        )
-    )
+    names = (file.name for file in _MACHINES.iterdir())
+    return tuple(sorted(name.removesuffix(".toml") for name in names if name.endswith(".toml")))
 
 
 def load_machine(name: str | Path) -> Machine:
@@ -236,7 +231,7 @@ def load_machine(name: str | Path) -> Machine:
     """
     names = machine_names()
     if isinstance(name, str) and name in names:
-        file = resources.files("zeroir.cost") / "machines" / f"{name}.toml"
+        file = _MACHINES / f"{name}.toml"
         return parse_machine(file.read_text(encoding="utf-8"), f"{name}.toml")
     path = Path(name)
     if path.suffix != ".toml" and not path.is_file():

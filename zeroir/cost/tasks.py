@@ -60,6 +60,17 @@ def require_micro_steps(program: Program, micro_steps: int | None) -> int:
     return count
 
 
+def step_sections(program: Program, micro_steps: int | None = None) -> list[Section]:
+    """The sections of a training step in their order, ``micro_step`` once for each of its runs.
+
+    Raises:
+        UserError: where the program has no section for more than one micro-step.
+    """
+    repeats = require_micro_steps(program, micro_steps) - 1
+    names = [*[MICRO_STEP] * repeats, LAST_MICRO_STEP, UPDATE]
+    return [program.section_by_name[name] for name in names if name in program.section_by_name]
+
+
 def step_tasks(
     program: Program, micro_steps: int, *, is_issuing: bool, host_computes: bool
 ) -> list[Task]:
@@ -69,8 +80,7 @@ def step_tasks(
     out an op of the stream ``compute``, or while it waits at a joint.
     """
     tasks = _TaskList(program, is_issuing=is_issuing, host_computes=host_computes)
-    names = [*[MICRO_STEP] * (micro_steps - 1), LAST_MICRO_STEP, UPDATE]
-    sections = [program.section_by_name[name] for name in names if name in program.section_by_name]
+    sections = step_sections(program, micro_steps)
     for number, section in enumerate(sections):
         if number:
             tasks.join(sections[number - 1])

@@ -7,16 +7,16 @@ collectives independently of zeroir. The dumps of a job that hangs can be compar
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, assert_never
 
+from zeroir.cost.tasks import step_sections
 from zeroir.ir import ops
 from zeroir.ir.dtypes import DType
 from zeroir.ir.labels import labels
 from zeroir.ir.program import Program
 from zeroir.report.plain_pickle import Plain
-from zeroir.report.step import step_sections
 
 FORMAT_VERSION: Final = "2.10"
 DEFAULT_TIMEOUT_MS: Final = 600_000
@@ -46,19 +46,6 @@ class _Group:
     ranks: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Launch:
-    """One launch of a collective on a group: the pairs of an op with the same dtype."""
-
-    comm: str
-    kind: str
-    dtype: DType
-    input_numels: tuple[int, ...]
-    output_numels: tuple[int, ...]
-    label: str
-    index: int
-
-
 def flight_recorder_dumps(
     program: Program, *, source: str, backend: str = "nccl"
 ) -> Iterator[dict[str, Plain]]:
@@ -66,10 +53,10 @@ def flight_recorder_dumps(
 
     ``source`` is the file of the program. The frame of an entry has it, the op, and the index of the op in its section.
     """
-    launches = list(_launches(program))
+    launches = list(_launches(program, source, backend))
     groups = _groups(program)
     for rank in range(program.mesh.world_size):
-        yield _dump(launches, [group for group in groups if rank in group.ranks], source, backend)
+        yield _dump(launches, [group for group in groups if rank in group.ranks])
 
 
 def _groups(program: Program) -> list[_Group]:
@@ -82,39 +69,23 @@ def _groups(program: Program) -> list[_Group]:
 
 
 def _dump(
-    launches: Sequence[_Launch], groups: Sequence[_Group], source: str, backend: str
+    launches: Sequence[tuple[str, Mapping[str, Plain]]], groups: Sequence[_Group]
 ) -> dict[str, Plain]:
     """The dump of a rank that belongs to these groups; the world is the first of them."""
     group_by_comm = {group.description: group for group in groups[1:]}
     issued = dict.fromkeys((group.number for group in groups), 0)
     entries: list[Plain] = []
-    for record, launch in enumerate(launches):
-        group = group_by_comm[launch.comm]
+    for record, (comm, launch) in enumerate(launches):
+        group = group_by_comm[comm]
         issued[group.number] += 1
-        frame: Plain = {"name": launch.label, "filename": source, "line": launch.index}
         entries.append(
             {
                 "record_id": record,
                 "pg_id": group.number,
                 "process_group": (str(group.number), group.description),
                 "collective_seq_id": issued[group.number],
-                "p2p_seq_id": 0,
                 "op_id": issued[group.number],
-                "profiling_name": f"{backend}:{launch.kind}",
-                "time_created_ns": 0,
-                "input_sizes": [[numel] for numel in launch.input_numels],
-                "input_dtypes": [_SCALAR_TYPES[launch.dtype]] * len(launch.input_numels),
-                "output_sizes": [[numel] for numel in launch.output_numels],
-                "output_dtypes": [_SCALAR_TYPES[launch.dtype]] * len(launch.output_numels),
-                "state": "scheduled",
-                "time_discovered_started_ns": None,
-                "time_discovered_completed_ns": None,
-                "retired": False,
-                "timeout_ms": DEFAULT_TIMEOUT_MS,
-                "is_p2p": False,
-                "thread_id": "0",
-                "thread_name": "zeroir",
-                "frames": [frame],
+                **launch,
             }
         )
     return {
@@ -140,24 +111,42 @@ def _dump(
     }
 
 
-def _launches(program: Program) -> Iterator[_Launch]:
-    """The launches of one step in the order in which the host issues them, which is the same on all ranks."""
+def _launches(
+    program: Program, source: str, backend: str
+) -> Iterator[tuple[str, Mapping[str, Plain]]]:
+    """The launches of one step in the order in which the host issues them, which is the same on all ranks.
+
+    Each is a communicator and the fields of an entry that are the same on all ranks.
+    """
     names = labels(program)
     for section in step_sections(program):
         for position, op in section.positioned_ops():
             if not isinstance(op, ops.Collective):
                 continue
+            frame: Plain = {"name": names[position], "filename": source, "line": position.index}
             for dtype, pairs in _by_dtype(program, op).items():
-                yield _Launch(
-                    comm=op.comm,
-                    kind=_kind(op, len(pairs)),
-                    dtype=dtype,
-                    input_numels=tuple(pair.source.local_numel(program.mesh) for pair in pairs),
-                    output_numels=tuple(
-                        pair.destination.local_numel(program.mesh) for pair in pairs
-                    ),
-                    label=names[position],
-                    index=position.index,
+                sources = [pair.source.local_numel(program.mesh) for pair in pairs]
+                destinations = [pair.destination.local_numel(program.mesh) for pair in pairs]
+                yield (
+                    op.comm,
+                    {
+                        "p2p_seq_id": 0,
+                        "profiling_name": f"{backend}:{_kind(op, len(pairs))}",
+                        "time_created_ns": 0,
+                        "input_sizes": [[numel] for numel in sources],
+                        "input_dtypes": [_SCALAR_TYPES[dtype]] * len(pairs),
+                        "output_sizes": [[numel] for numel in destinations],
+                        "output_dtypes": [_SCALAR_TYPES[dtype]] * len(pairs),
+                        "state": "scheduled",
+                        "time_discovered_started_ns": None,
+                        "time_discovered_completed_ns": None,
+                        "retired": False,
+                        "timeout_ms": DEFAULT_TIMEOUT_MS,
+                        "is_p2p": False,
+                        "thread_id": "0",
+                        "thread_name": "zeroir",
+                        "frames": [frame],
+                    },
                 )
 
 

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from zeroir.cost.tasks import step_sections
 from zeroir.ir import ops
 from zeroir.ir.buffers import Buffer, Space
 from zeroir.ir.program import Program
 from zeroir.memory.placement import placements, rounded
 from zeroir.report.origins import buffer_sources, split_source
 from zeroir.report.plain_pickle import Plain
-from zeroir.report.step import step_sections
 
 _BASE: Final = 0x7F00_0000_0000
 _SPACE_BYTES: Final = 1 << 44

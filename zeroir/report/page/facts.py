@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import assert_never
 
 from zeroir.cost.simulate import ClassResult, Simulation
+from zeroir.cost.tasks import step_sections
 from zeroir.ir import ops
 from zeroir.ir.buffers import Role
 from zeroir.ir.effects import effects
@@ -20,7 +21,6 @@ from zeroir.memory.curve import live_bytes
 from zeroir.report.names import shortened
 from zeroir.report.origins import op_source
 from zeroir.report.schedule import buffer_owners
-from zeroir.report.step import step_sections
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
