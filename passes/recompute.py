@@ -46,13 +46,12 @@ from zeroir.ir.segment import Segment
 from zeroir.passes.base import NO_FACTS, Fact, Pass
 from zeroir.passes.common.min_cut import RecutPair
 from zeroir.passes.common.prune import prune
+from zeroir.passes.common.redraft import RECOMPUTE, Choices, redraft
 from zeroir.passes.common.section_draft import (
-    RECOMPUTE,
     CallPosition,
     SectionDraft,
     argument,
     in_buffer,
-    redraft,
 )
 from zeroir.passes.common.storages import Need, SegmentPair
 from zeroir.passes.common.units import ALL_REPEATED, check_patterns, matching
@@ -75,16 +74,16 @@ class Recompute(Pass):
         check_patterns(self.units, self.name)
 
     def __call__(self, program: Program) -> Program:
-        """The program with what these units save made anew in the backward.
+        """The program with what these units save computed again before their backwards.
 
         Raises:
             UserError: where a pattern names no unit.
         """
         units = matching(self.units, program, self.spec())
-        return redraft(program, lambda draft: _recompute(draft, units))
+        return redraft(program, lambda draft, choices: _recompute(draft, choices, units))
 
 
-def _recompute(draft: SectionDraft, units: frozenset[str]) -> None:
+def _recompute(draft: SectionDraft, choices: Choices, units: frozenset[str]) -> None:
     """Compute once more what forwards save, the last forward first: what it then reads of an earlier one is kept."""
     forwards = [
         position
@@ -92,10 +91,10 @@ def _recompute(draft: SectionDraft, units: frozenset[str]) -> None:
         if not draft.is_late(position) and call.op.unit in units
     ]
     for forward in reversed(forwards):
-        _recompute_call(draft, forward)
+        _recompute_call(draft, choices, forward)
 
 
-def _recompute_call(draft: SectionDraft, forward: CallPosition) -> None:
+def _recompute_call(draft: SectionDraft, choices: Choices, forward: CallPosition) -> None:
     outputs, backwards = _own_outputs(draft, forward)
     if not outputs:
         return
@@ -103,8 +102,8 @@ def _recompute_call(draft: SectionDraft, forward: CallPosition) -> None:
     at = draft.before(first, forward)
     if not any(forward < position < at for position in draft.calls):
         return  # It would be computed twice in a row.
-    recut = draft.choices.choose(_pair(draft, forward, at, outputs, backwards))
-    if recut is not None:
+    recut = choices.choose(_pair(draft, forward, at, outputs, backwards))
+    if recut is not None and recut.backward.nodes:
         _apply(draft, forward, at, outputs, recut)
 
 

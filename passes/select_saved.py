@@ -33,11 +33,11 @@ from typing import ClassVar
 from zeroir.ir.ops import Argument
 from zeroir.ir.program import Program
 from zeroir.passes.base import NO_FACTS, Fact, Pass
+from zeroir.passes.common.redraft import Choices, redraft
 from zeroir.passes.common.section_draft import (
     CallPosition,
     SectionDraft,
     argument,
-    redraft,
 )
 from zeroir.passes.common.storages import Need, SegmentPair
 
@@ -56,15 +56,15 @@ class SelectSaved(Pass):
         return redraft(program, _select)
 
 
-def _select(draft: SectionDraft) -> None:
+def _select(draft: SectionDraft, choices: Choices) -> None:
     """Choose for every backward what its forward saves, until nothing is gained any more."""
     backwards = [position for position in draft.calls if draft.is_late(position)]
     # What more backwards read by now may tip the scales for one that has been looked at.
-    while sum(_improve(draft, position) for position in backwards):
+    while sum(_improve(draft, position, choices) for position in backwards):
         pass
 
 
-def _improve(draft: SectionDraft, backward: CallPosition) -> bool:
+def _improve(draft: SectionDraft, backward: CallPosition, choices: Choices) -> bool:
     """Choose for one backward and its forward; whether that changed something."""
     call = draft.calls[backward]
     fillings = (draft.buffers.get(given.view.region.buffer) for given in call.op.arguments)
@@ -78,7 +78,7 @@ def _improve(draft: SectionDraft, backward: CallPosition) -> bool:
     if not forwards:
         return False
     forward = max(forwards)
-    recut = draft.choices.choose(_pair(draft, forward, backward))
+    recut = choices.choose(_pair(draft, forward, backward))
     if recut is None:
         return False
     given, destinations = call.op.arguments, call.op.destinations

@@ -58,8 +58,10 @@ def why_not(program: Program, section: Section, backend: Backend = Backend.LOCAL
             buffer = program.buffer_by_name[name]
             if buffer.space is not Space.DEVICE:
                 is_seeds = buffer.role is Role.RNG
-                what = "the seeds of its dropout" if is_seeds else f"%{name}, which it uses,"
-                return f"{what} {'are' if is_seeds else 'is'} in the memory of the {buffer.space}"
+                contents = "the seeds of its dropout" if is_seeds else f"%{name}, which it uses,"
+                return (
+                    f"{contents} {'are' if is_seeds else 'is'} in the memory of the {buffer.space}"
+                )
     return None
 
 

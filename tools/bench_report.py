@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Final
 
 from tests.report.browser import open_browser
+from tests.support.lowering import applied
 from tests.support.programs import mlp
 from zeroir.cost.machine import load_machine
 from zeroir.cost.simulate import simulate
 from zeroir.ir.program import Program
-from zeroir.passes.manager import apply
 from zeroir.passes.pipelines import for_stage
 from zeroir.report.page.html import report_html
 from zeroir.report.summary import summarise
@@ -86,10 +86,7 @@ def lowered(ops: int) -> Program:
     """A program at stage 3 of about so many ops, neither verified nor with its memory planned."""
 
     def of(blocks: int) -> Program:
-        program = mlp(blocks=blocks, dim=16)
-        for step in for_stage(3, RANKS, overlap_update=True):
-            program = apply(step, program)
-        return program
+        return applied(mlp(blocks=blocks, dim=16), for_stage(3, RANKS, overlap_update=True))
 
     few, more = (sum(1 for _ in of(blocks).ops()) for blocks in (4, 8))
     return of(max(1, -(-(ops - few) * 4 // (more - few)) + 4))
@@ -124,7 +121,7 @@ def measured(path: Path) -> Mapping[str, list[float]]:
 
 def main() -> None:
     """Print a table for each size."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--ops", type=int, nargs="*", default=[10_000, 30_000])
     for count in parser.parse_args().ops:
         program = lowered(count)

@@ -115,15 +115,15 @@ def _computed(storages: Storages) -> frozenset[int]:
                 seen.add(operand)
                 pending.append(operand)
     _, (_, near) = networkx.minimum_cut(graph, _SOURCE, _SINK)
-    found: set[int] = set()
+    computed: set[int] = set()
     pending = wanted
     while pending:
         root = pending.pop()
         recipe = storages.recipe(root)
-        if recipe is not None and root not in found and ("made", root) in near:
-            found.add(root)
+        if recipe is not None and root not in computed and ("made", root) in near:
+            computed.add(root)
             pending += _operands(storages, recipe)
-    return frozenset(found)
+    return frozenset(computed)
 
 
 _SOURCE: Final = "source"
@@ -188,9 +188,9 @@ class _Rewriter:
         )
 
     def _recipe(self, root: int) -> Recipe:
-        found = self._storages.recipe(root)
-        assert found is not None  # Only what has one is computed.
-        return found
+        recipe = self._storages.recipe(root)
+        assert recipe is not None  # Only what has one is computed.
+        return recipe
 
     def _find_ends(self) -> list[tuple[int, int | None]]:
         """The new outputs of the forward, and where they were before."""
@@ -257,8 +257,8 @@ class _Rewriter:
         place = storages.place(need.value)
         if place.root in storages.wanted:
             return self._looked_at(StorageView(place.root, need.offset, kind))
-        if place.root < storages.inputs:
-            return self._source(FromInput(place.root, need.offset), kind)
+        if need.value < storages.inputs:
+            return self._source(FromInput(need.value, need.offset), kind)
         return self._source(FromBackward(value), kind)
 
     def _looked_at(self, place: StorageView) -> _Key:
@@ -313,10 +313,10 @@ class _Rewriter:
             nodes = self._recipe(value).nodes
             if len(nodes) > 1:
                 # Two nodes compute it together.
-                one, other = nodes
+                product_node, scaled_node = nodes
                 product = ("product", value)
-                yield from self._adding(one, {}, [product])
-                yield from self._adding(other, {PRODUCT.index: product}, [key])
+                yield from self._adding(product_node, {}, [product])
+                yield from self._adding(scaled_node, {PRODUCT.index: product}, [key])
                 return key
         first, node = storages.nodes[storages.makers[value]]
         results = [("forward", first + i) for i in range(len(node.results))]
@@ -324,12 +324,12 @@ class _Rewriter:
         return key
 
     def _adding(
-        self, node: Node, known: Mapping[int, _Key], results: Sequence[_Key]
+        self, node: Node, given: Mapping[int, _Key], results: Sequence[_Key]
     ) -> Generator[int, _Key | None, None]:
-        """Add a node of the forward: yields each value that it needs but those known, and is sent its key."""
-        keys = dict(known)
+        """Add a node of the forward: yields each value that it needs but those given, and is sent its key."""
+        keys = dict(given)
         for ref in node.refs():
-            if ref.index not in known:
+            if ref.index not in given:
                 key = yield ref.index
                 assert key is not None  # Whoever asks answers.
                 keys[ref.index] = key

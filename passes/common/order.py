@@ -112,12 +112,12 @@ class _Accesses:
 
 
 class _BoundedReleases:
-    """The releases of one kind of buffer so far, with the ranks of their groups; each stream asks for news only."""
+    """The releases of one kind of buffer so far, with the ranks of their groups."""
 
     def __init__(self) -> None:
         self._ranks: dict[int, int] = {}
         self._all: list[tuple[int, int]] = []
-        # A stream that begins buffers comes after what it has waited for once and for all.
+        # Of each stream that begins such buffers, the releases that it has not waited for: it waits for each once.
         self._unordered: dict[int, list[tuple[int, int]]] = {}
 
     def add(self, group: int, index: int) -> None:

@@ -108,19 +108,19 @@ def insert(
     after: Mapping[int, Sequence[Op]] | None = None,
 ) -> tuple[Op, ...]:
     """The body with ops put before and after the op at each index; ``before[len(body)]`` goes to the end."""
-    found: list[Op] = []
+    inserted: list[Op] = []
     for index, op in enumerate(body):
-        found.extend((before or {}).get(index, ()))
-        found.append(op)
-        found.extend((after or {}).get(index, ()))
-    found.extend((before or {}).get(len(body), ()))
-    return tuple(found)
+        inserted.extend((before or {}).get(index, ()))
+        inserted.append(op)
+        inserted.extend((after or {}).get(index, ()))
+    inserted.extend((before or {}).get(len(body), ()))
+    return tuple(inserted)
 
 
 def used_buffers(op: Op) -> frozenset[str]:
     """Buffers whose elements the op reads or writes; allocating and releasing is no use."""
-    found = effects(op)
-    return frozenset(r.buffer for r in (*found.reads, *found.writes, *found.accumulates))
+    effect = effects(op)
+    return frozenset(r.buffer for r in (*effect.reads, *effect.writes, *effect.accumulates))
 
 
 def map_sections(program: Program, change: Callable[[Section], Section]) -> Program:
@@ -133,10 +133,10 @@ def map_sections(program: Program, change: Callable[[Section], Section]) -> Prog
 
 def replace_buffers(program: Program, changed: Mapping[str, Sequence[Buffer]]) -> Program:
     """The program with each buffer named replaced, in its place, by those given."""
-    found: list[Buffer] = []
+    buffers: list[Buffer] = []
     for buffer in program.buffers:
-        found.extend(changed.get(buffer.name, (buffer,)))
-    return replace(program, buffers=tuple(found))
+        buffers.extend(changed.get(buffer.name, (buffer,)))
+    return replace(program, buffers=tuple(buffers))
 
 
 def sharded(buffer: Buffer, axis: str, size: int, *, reduced: tuple[str, ...] = ()) -> Buffer:
@@ -158,14 +158,14 @@ def param_buffers(program: Program) -> Mapping[str, Flat]:
 
 def contributed_buffers(program: Program) -> Mapping[str, Flat]:
     """The buffers into which compute ops put gradients, and the flat of each."""
-    found: dict[str, Flat] = {}
+    flats: dict[str, Flat] = {}
     for op in program.ops():
         if isinstance(op, ops.Compute):
             for destination in op.destinations:
                 if destination is not None and destination.gradient is not None:
                     home, _ = program.parameter_by_name[destination.gradient]
-                    found[destination.view.region.buffer] = home
-    return found
+                    flats[destination.view.region.buffer] = home
+    return flats
 
 
 def complete_gradient(holding: Holding) -> FlatContent | None:
@@ -193,25 +193,25 @@ def flat_of_buffer(program: Program) -> Mapping[str, Flat]:
     steps carry one element to the element of the same number. So temporaries need no naming convention. A buffer that
     is linked to several flats, such as a slot that they use in turn, has no home.
     """
-    known: dict[str, Flat] = {
+    stated: dict[str, Flat] = {
         buffer.name: program.flat_by_name[buffer.holds.flat]
         for buffer in program.buffers
         if isinstance(buffer.holds, FlatContent)
     }
-    known.update(contributed_buffers(program))
+    stated.update(contributed_buffers(program))
     links = networkx.Graph()
     for op in program.ops():
         networkx.add_path(links, _linked(op))
-    found = dict(known)
+    flats = dict(stated)
     for linked in networkx.connected_components(links):
-        homes = {known[name].name for name in linked if name in known}
+        homes = {stated[name].name for name in linked if name in stated}
         if len(homes) == 1:
             home = program.flat_by_name[homes.pop()]
-            found.update((name, home) for name in linked if name not in known)
+            flats.update((name, home) for name in linked if name not in stated)
     return {
-        buffer.name: found[buffer.name]
+        buffer.name: flats[buffer.name]
         for buffer in program.buffers
-        if buffer.name in found and buffer.numel == found[buffer.name].padded_numel
+        if buffer.name in flats and buffer.numel == flats[buffer.name].padded_numel
     }
 
 

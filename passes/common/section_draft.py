@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, count
-from typing import Final, NamedTuple, assert_never
+from typing import NamedTuple, assert_never
 
 from zeroir.ir import ops
 from zeroir.ir.buffers import Buffer, Region, Role, Space, View, span_numel, whole
@@ -23,12 +23,8 @@ from zeroir.passes.common.min_cut import (
     FromOutput,
     RecutPair,
     Source,
-    choose,
 )
-from zeroir.passes.common.storages import SegmentPair, Use
-
-RECOMPUTE: Final = ".recompute"
-"""How the names of segments end that are called before a backward to compute values once more."""
+from zeroir.passes.common.storages import Use
 
 
 class CallPosition(NamedTuple):
@@ -57,35 +53,12 @@ class DraftBuffer:
     readers: set[CallPosition]
 
 
-class Choices:
-    """Choices for pairs of segments; equal pairs are cut once."""
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[object, ...], RecutPair | None] = {}
-        self._digests: dict[int, tuple[Segment, str]] = {}
-
-    def digest(self, segment: Segment) -> str:
-        """The segment's digest; the segment is kept, so that its identity tells it."""
-        if id(segment) not in self._digests:
-            self._digests[id(segment)] = (segment, segment.digest())
-        return self._digests[id(segment)][1]
-
-    def choose(self, pair: SegmentPair) -> RecutPair | None:
-        """What is best for a pair; None where it is best as it is."""
-        rest = (pair.leaves, pair.is_parameter, pair.uses, pair.needs, pair.computes_all)
-        key = (self.digest(pair.forward), self.digest(pair.backward), *rest)
-        if key not in self._known:
-            self._known[key] = choose(pair)
-        return self._known[key]
-
-
 class SectionDraft:
     """The calls of a section and the buffers that they fill, while a pass changes them."""
 
-    def __init__(self, program: Program, section: Section, choices: Choices) -> None:
+    def __init__(self, program: Program, section: Section) -> None:
         self._program = program
         self._body = section.body
-        self.choices = choices
         self.view = SectionView(program, section.body)
         self.calls = {
             CallPosition(index): DraftCall(op, program.segment_by_name[op.segment])
@@ -93,13 +66,13 @@ class SectionDraft:
         }
         self.buffers = {
             name: DraftBuffer(
-                found.buffer,
-                CallPosition(found.writer),
-                found.output,
-                {CallPosition(reader) for reader in found.readers},
+                filled.buffer,
+                CallPosition(filled.writer),
+                filled.output,
+                {CallPosition(reader) for reader in filled.readers},
             )
-            for name, found in self.view.filled.items()
-            if found.readers
+            for name, filled in self.view.filled.items()
+            if filled.readers
         }
         self._filled = frozenset(self.buffers)
         self._delayed: dict[str, str] = {}
@@ -313,10 +286,10 @@ class SectionDraft:
                 moved_releases.add(name)
 
         def call(position: CallPosition) -> Iterator[Op]:
-            found = self.calls[position]
+            called = self.calls[position]
             for name in begun.get(position, ()):
-                yield ops.Alloc(buffer=name, stream=found.op.stream)
-            yield replace(found.op, segment=name_of(found.segment))
+                yield ops.Alloc(buffer=name, stream=called.op.stream)
+            yield replace(called.op, segment=name_of(called.segment))
 
         def ends(position: CallPosition, stream: str) -> Iterator[Op]:
             changes = {new: name for name, new in self._delayed.items()}
@@ -347,68 +320,6 @@ class SectionDraft:
                 case _:
                     yield op
             yield from ends(CallPosition(index), self.view.effects[index].stream)
-
-
-def redraft(program: Program, change: Callable[[SectionDraft], None]) -> Program:
-    """The program with its sections changed; those of equal bodies are changed once."""
-    choices = Choices()
-    drafts: dict[tuple[Op, ...], SectionDraft] = {}
-    for section in program.sections:
-        if section.body not in drafts:
-            drafts[section.body] = SectionDraft(program, section, choices)
-            change(drafts[section.body])
-    segments = _named(program, drafts.values(), choices)
-    bodies = {
-        body: tuple(draft.ops(lambda segment: segments[_key(segment, choices)].name))
-        for body, draft in drafts.items()
-    }
-    sections = [replace(section, body=bodies[section.body]) for section in program.sections]
-    filled: dict[str, Buffer] = {}
-    for draft in drafts.values():
-        filled |= draft.roles()
-    gone = _begun(program.sections) - _begun(sections)
-    buffers = [filled.get(b.name, b) for b in program.buffers if b.name not in gone]
-    buffers += [buffer for name, buffer in filled.items() if name not in program.buffer_by_name]
-    return replace(
-        program,
-        buffers=tuple(buffers),
-        segments=tuple(segments.values()),
-        sections=tuple(sections),
-    )
-
-
-def _key(segment: Segment, choices: Choices) -> tuple[bool, str]:
-    """What tells segments apart: what they compute, and whether they compute it once more."""
-    return RECOMPUTE in segment.name, choices.digest(segment)
-
-
-def _named(
-    program: Program, drafts: Iterable[SectionDraft], choices: Choices
-) -> Mapping[tuple[bool, str], Segment]:
-    """The segments that are called, in the order of their first calls, each with a name of its own."""
-    called: dict[tuple[bool, str], Segment] = {}
-    for draft in drafts:
-        for _, call in sorted(draft.calls.items(), key=lambda item: item[0]):
-            called.setdefault(_key(call.segment, choices), call.segment)
-    taken = {
-        segment.name
-        for segment in called.values()
-        if program.segment_by_name.get(segment.name) is segment
-    }
-    named: dict[tuple[bool, str], Segment] = {}
-    for key, segment in called.items():
-        name = segment.name
-        if program.segment_by_name.get(name) is not segment:
-            names = chain((name,), (f"{name}.{i}" for i in count(1)))
-            name = next(free for free in names if free not in taken)
-            taken.add(name)
-        named[key] = replace(segment, name=name)
-    return named
-
-
-def _begun(sections: Iterable[Section]) -> set[str]:
-    """The buffers that sections allocate."""
-    return {op.buffer for section in sections for op in section.body if isinstance(op, ops.Alloc)}
 
 
 def _moved(read: Argument, region: Region) -> Argument:

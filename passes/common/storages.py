@@ -130,9 +130,9 @@ class Storages:
 
     def place(self, value: int) -> StorageView:
         """A value that is used, as a part of a storage."""
-        found = self.places[value]
-        assert found is not None  # Nothing can use what is undefined.
-        return found
+        place = self.places[value]
+        assert place is not None  # Nothing can use what is undefined.
+        return place
 
     def is_all(self, place: StorageView) -> bool:
         """Whether a value is all of a storage that the segment makes."""
@@ -142,12 +142,12 @@ class Storages:
 
     def _wanted(self) -> dict[int, list[StorageView]]:
         """The storages made here that the backward needs, and how it looks at them."""
-        found: dict[int, list[StorageView]] = {}
+        wanted: dict[int, list[StorageView]] = {}
         for need, kind in zip(self.pair.needs, self.pair.backward.inputs, strict=True):
             if need is not None and self.is_all(place := self.place(need.value)):
                 looked_at = StorageView(place.root, need.offset, kind)
-                found.setdefault(place.root, []).append(looked_at)
-        return found
+                wanted.setdefault(place.root, []).append(looked_at)
+        return wanted
 
     def is_there(self, root: int) -> bool:
         """Whether a storage is at hand in the backward, whatever is chosen."""
@@ -187,8 +187,8 @@ class Storages:
 
     def shown(self, place: StorageView) -> int | tuple[tuple[int, ...], tuple[int, ...]] | None:
         """A value that is this place, or a shape and an order of its dimensions that make it of the storage."""
-        for value, other in enumerate(self.places):
-            if other is not None and other.is_same(place):
+        for value, known_place in enumerate(self.places):
+            if known_place is not None and known_place.is_same(place):
                 return value
         kind, whole = place.kind, self.place(place.root).kind
         order = sorted(range(len(kind.shape)), key=lambda d: (-kind.stride[d], kind.shape[d], d))

@@ -20,11 +20,11 @@ _MOST_LISTED: Final = 6
 
 def check_patterns(patterns: Iterable[str], name: str) -> None:
     """UserError where these cannot be the option ``units`` of the pass ``name``."""
-    found = list(patterns)
-    if not found or not all(_PATTERN.fullmatch(pattern) for pattern in found):
+    listed_patterns = list(patterns)
+    if not listed_patterns or not all(_PATTERN.fullmatch(pattern) for pattern in listed_patterns):
         raise UserError(
             f"The option `units` of `{name}` is names of units or patterns of them, such as `blocks.*`, "
-            f"with | between them, not `{'|'.join(found)}`."
+            f"with | between them, not `{'|'.join(listed_patterns)}`."
         )
 
 
@@ -35,7 +35,7 @@ def matching(patterns: Iterable[str], program: Program, option: str) -> frozense
         UserError: where a pattern names no unit; ``option`` is what the user wrote it for.
     """
     units = list(dict.fromkeys(op.unit for op in program.ops() if isinstance(op, ops.Compute)))
-    found: set[str] = set()
+    matched: set[str] = set()
     for pattern in patterns:
         if pattern == ALL_REPEATED:
             named = {unit for unit in units if not _ROOT.fullmatch(unit)}
@@ -44,5 +44,5 @@ def matching(patterns: Iterable[str], program: Program, option: str) -> frozense
         if not named:
             some = listed(units[:_MOST_LISTED]) + (", …" if len(units) > _MOST_LISTED else "")
             raise UserError(f"`{option}` names no unit with `{pattern}`; the units are {some}.")
-        found |= named
-    return frozenset(found)
+        matched |= named
+    return frozenset(matched)

@@ -36,7 +36,7 @@ class CollectiveTensors:
 
 
 SMALL_NUMEL: Final = 1024
-"""Up to so many elements every rank adds them all, which costs less than two exchanges; the bits are the same."""
+"""The largest all-reduce in which every rank adds all elements: cheaper than two exchanges, with the same bits."""
 
 
 class LostConnectionError(RuntimeError):

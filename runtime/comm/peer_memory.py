@@ -144,8 +144,8 @@ class PeerMemoryComm:
             for peer in peer_group.peers.values():
                 peer.close()
 
-    def _open(self, what: str, tensors: CollectiveTensors) -> _OpenCollective:
-        return _OpenCollective(self._groups[tensors.comm], what, tensors)
+    def _open(self, kind: str, tensors: CollectiveTensors) -> _OpenCollective:
+        return _OpenCollective(self._groups[tensors.comm], kind, tensors)
 
 
 class _OpenCollective:
@@ -155,7 +155,7 @@ class _OpenCollective:
         RuntimeError: where another rank begins a different collective, or one of other sizes or dtypes.
     """
 
-    def __init__(self, peer_group: PeerGroup, what: str, tensors: CollectiveTensors) -> None:
+    def __init__(self, peer_group: PeerGroup, kind: str, tensors: CollectiveTensors) -> None:
         peer_group.collectives_begun += 1
         self.size = peer_group.size
         self.coordinate = peer_group.coordinate
@@ -164,7 +164,7 @@ class _OpenCollective:
         pairs = tensors.pairs[0]
         self._sources = [pair.source for pair in pairs]
         self._destinations = [pair.destination for pair in pairs]
-        self._what = f"#{peer_group.collectives_begun} {what} of {_in_short(self._sources)}"
+        self._name = f"#{peer_group.collectives_begun} {kind} of {_in_short(self._sources)}"
         self._step = 0
         self._addresses: dict[int, Sequence[int]] = {}
         # Of any length, so the peers read it from this memory; it stays until all have begun the next collective.
@@ -234,7 +234,7 @@ class _OpenCollective:
 
     @property
     def _title(self) -> str:
-        return f"{self._what}, step {self._step}"
+        return f"{self._name}, step {self._step}"
 
     def _send(self, message: bytes) -> None:
         whole = b"%b\0%b" % (self._title.encode(), message)

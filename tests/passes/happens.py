@@ -122,8 +122,8 @@ def groups_live(body: Sequence[Op], program: Program) -> list[int]:
 def full_gradients_live(body: Sequence[Op], program: Program) -> list[int]:
     """At each allocation of a gradient that a reduce_scatter reads, the most units that some interleaving has live.
 
-    Gradients that the same op completes count once. A gradient whose release stands later in the program than the
-    allocation is there by choice and does not count.
+    Gradients that the same op completes count once, and so do those that one launch reduces. A gradient whose release
+    stands later in the program than the allocation is there by choice and does not count.
     """
     masks = before(body)
     sources = {
@@ -137,6 +137,10 @@ def full_gradients_live(body: Sequence[Op], program: Program) -> list[int]:
     for index, op in enumerate(body):
         for region in (*effects(op).writes, *effects(op).accumulates):
             completed[region.buffer] = index
+    for op in body:
+        if isinstance(op, ops.ReduceScatter):
+            names = [pair.source.buffer for pair in op.pairs]
+            completed.update(dict.fromkeys(names, max(completed[name] for name in names)))
     counts = [0]
     released: list[tuple[int, str]] = []
     for index, op in enumerate(body):

@@ -29,6 +29,8 @@ from zeroir.ir.traffic import collective_bytes
 from zeroir.memory.curve import peak
 from zeroir.passes import manager
 from zeroir.passes.base import Pass
+from zeroir.passes.common.min_cut import choose
+from zeroir.passes.common.storages import Need, SegmentPair, Use
 from zeroir.passes.pipelines import for_stage, lower
 from zeroir.passes.recompute import Recompute
 from zeroir.passes.select_saved import SelectSaved
@@ -240,6 +242,36 @@ def assert_trains_alike(logical: Program, program: Program) -> None:
     expected = run(applied(logical, passes), batches)
     recomputed = manager.run(replace(program, passes=()), passes, reference=logical)
     assert_equal(run(recomputed, batches, 3), expected, range(3), "recomputed")
+
+
+def test_the_smallest_value_between_a_units_input_and_what_it_saves_is_kept() -> None:
+    """An input that no backward reads is kept as its cast to half precision: 64 bytes instead of 128."""
+    program = parse(
+        "zeroir 1\nmesh dp=1\n"
+        "segment @forward($0: f32[4,8], $1: bf16[8,16]) {\n"
+        "  $2 = aten._to_copy.default($0, dtype=bf16) : bf16[4,8]\n"
+        "  $3 = aten.mm.default($2, $1) : bf16[4,16]\n"
+        "  return ($3)\n}\n"
+        "segment @handed_on($0: bf16[4,16]) {\n  return ($0)\n}\n"
+    )
+    pair = SegmentPair(
+        forward=program.segment_by_name["forward"],
+        backward=program.segment_by_name["handed_on"],
+        leaves=(128, 0),
+        is_parameter=(False, True),
+        uses=(Use.NOBODY,),
+        needs=(Need(3, 0),),
+        computes_all=True,
+    )
+    recut = choose(pair)
+    assert recut is not None
+    assert [node.op for node in recut.forward.nodes] == ["aten._to_copy.default"]
+    assert [node.op for node in recut.backward.nodes] == ["aten.mm.default"]
+    assert choose(replace(pair, computes_all=False)) is None
+    # Where the input is there in any case, nothing is kept for it.
+    free = choose(replace(pair, leaves=(0, 0)))
+    assert free is not None
+    assert free.forward.outputs == ()
 
 
 def test_what_would_keep_more_than_it_frees_stays() -> None:

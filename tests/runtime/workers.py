@@ -7,12 +7,9 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 from unittest.mock import patch
 
 import torch
@@ -28,13 +25,12 @@ from zeroir.errors import ModelWarning, ZeroirError
 from zeroir.frontend import trace
 from zeroir.frontend.entry import load_model_file
 from zeroir.runtime import initial, rendezvous, train
-from zeroir.runtime.comm.handout import JobHandout
+from zeroir.runtime.comm.handout import Handout
 from zeroir.runtime.comm.job import Backend
 from zeroir.runtime.engine import Engine
 from zeroir.runtime.kernels.choice import KernelBackend
 from zeroir.runtime.rank_memory import RankMemory
 
-T = TypeVar("T")
 FOLDER = Path(os.environ["TEST_FOLDER"])
 RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
@@ -157,10 +153,10 @@ def bad_starts() -> None:
     """Print how a job ends whose messages are damaged on their way to rank 1, and one whose rank 0 cannot build."""
     program = lowered(mlp(dim=DIM), 2, WORLD_SIZE)
     engine = Engine(program)
-    sound = JobHandout(rank=RANK, device=engine.device)
+    sound = Handout(rank=RANK, device=engine.device)
     memory = RankMemory(program, RANK, engine.device)
     for handout, factory in (
-        (_Faulty(handout=sound), CONSTRUCTORS["plain"]),
+        (_FaultyHandout(rank=RANK, device=engine.device), CONSTRUCTORS["plain"]),
         (sound, partial(Mlp, dim=DIM, blocks=2)),
     ):
         try:
@@ -170,26 +166,13 @@ def bad_starts() -> None:
     engine.close()
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Faulty:
+class _FaultyHandout(Handout):
     """A handout that damages one bit of each long message on its way to rank 1."""
 
-    handout: JobHandout
-
-    @property
-    def device(self) -> torch.device:
-        return self.handout.device
-
-    def make(self, act: Callable[[], T]) -> T | None:
-        return self.handout.make(act)
-
     def send(self, message: Tensor) -> None:
-        self.handout.send(message)
+        super().send(message)
         if RANK == 1 and message.dtype == torch.uint8 and message.numel() > 1000:
             message[5] ^= 1
-
-    def gather(self, own: Tensor) -> Tensor:
-        return self.handout.gather(own)
 
 
 def build_slowly(seconds: str) -> None:
@@ -200,7 +183,7 @@ def build_slowly(seconds: str) -> None:
         return Mlp()
 
     program = lowered(mlp(), 3, WORLD_SIZE)
-    handout = JobHandout(rank=RANK, device=torch.device("cpu"), interval_s=0.5)
+    handout = Handout(rank=RANK, device=torch.device("cpu"), interval_s=0.5)
     initial.initialise(
         program, [RankMemory(program, RANK, torch.device("cpu"))], factory, 0, handout
     )
@@ -234,15 +217,7 @@ def nan_loss() -> None:
     batches = [step[RANK][0] for step in random_batches(5, WORLD_SIZE)]
     if RANK == 1:
         batches[2] = {"x": torch.full((4, 6), float("nan"))}
-    train.train(engine, iter(batches), steps=5, reporter=_Silent())
-
-
-class _Silent:
-    def close(self) -> None:
-        pass
-
-    def step(self, report: train.StepReport) -> None:
-        pass
+    train.train(engine, iter(batches), steps=5, report_step=lambda _: None)
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""The abstract memory never claims what some rank's memory does not hold."""
+"""The abstract memory describes correctly what every rank's memory holds."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from zeroir.verify.intervals import IntervalMap
 NUMEL = 12
 NAMES = ("a", "b", "c")
 Token = tuple[str, int] | int | None
-"""An element of a named content, a number, or nothing known."""
+"""An element of a named content, a number, or an unknown value."""
 Point = Mapping[str, int]
 
 
 def value_at(value: Value, position: int, point: Point, mesh: Mesh) -> Token:
-    """What the value says of one element on one rank."""
+    """The element that the value describes at one position on one rank."""
 
     def index(of: Elements | Slice) -> int:
         return position + of.shift + sum(step * point[axis] for axis, step in of.strides)
@@ -109,7 +109,7 @@ def mesh_of(sizes: Sequence[int]) -> Mesh:
 
 @st.composite
 def regions(draw: st.DrawFn, mesh: Mesh, numel: int | None = None) -> Region:
-    """A region with that many local elements, cut or not."""
+    """A region with ``numel`` local elements, sliced or not."""
     axis = draw(st.sampled_from([None, *(axis.name for axis in mesh.axes)]))
     size = 1 if axis is None else mesh.size(axis)
     local = draw(st.integers(1, NUMEL // size)) if numel is None else numel
@@ -192,7 +192,7 @@ def test_what_the_abstract_memory_claims_holds_for_many(case: tuple[Mesh, list[S
 
 
 def check_claims(mesh: Mesh, steps: list[Step]) -> None:
-    """Carry the steps out in the abstract memory and on real ranks, and compare."""
+    """Compare the abstract memory with real ranks that run the same steps."""
     buffers = {
         name: Buffer(name=name, dtype=DType.F32, numel=NUMEL, space=Space.DEVICE, role=Role.STAGING)
         for name in NAMES
@@ -252,7 +252,7 @@ def check_claims(mesh: Mesh, steps: list[Step]) -> None:
 
 
 def test_gathered_slices_are_the_whole_again() -> None:
-    """What stage 1 does: step the own slice, gather it, and every element is new."""
+    """As at stage 1: after each rank updates its own slice and gathers the others, every element is new."""
     mesh = Mesh(axes=(Axis(name="dp", size=4),))
     buffer = Buffer(name="p", dtype=DType.F32, numel=64, space=Space.DEVICE, role=Role.PARAM)
     memory = AbstractMemory({"p": buffer}, mesh)

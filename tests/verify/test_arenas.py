@@ -1,4 +1,4 @@
-"""Z106: what may be live at once shares no byte, whatever the streams do; and a plan is whole and well formed."""
+"""Z106: buffers that may be live at the same time share no byte, and every temporary buffer has a valid offset."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def moved(program: Program, name: str, offset: int | None) -> Program:
 
 
 def test_it_agrees_with_a_judge_that_compares_every_pair() -> None:
-    """Buffers thrown about at random: the verifier objects exactly where two of them may meet."""
+    """With random offsets, the verifier reports exactly the plans in which two live buffers may overlap."""
     chance = random.Random(0)
     temporary = [b for b in SCHEDULED.buffers if b.offset is not None]
     size = place_all(SCHEDULED)[Space.DEVICE].size_bytes

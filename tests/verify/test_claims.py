@@ -1,4 +1,4 @@
-"""What a program claims and nothing makes true is refused: contents, roles, operands, orders of sums, events at joints.
+"""The verifier rejects false claims of programs: contents, roles, operands, orders of sums, events at joints.
 
 Each case would pass every law that goes by what is declared, and compute something else.
 """
@@ -73,7 +73,7 @@ def test_nothing_rests_with_a_later_version() -> None:
 
 
 def test_a_temporary_buffer_brings_no_named_value_from_the_step_before() -> None:
-    """The input of a step is not there before the step, whoever copied the one before."""
+    """The input of a step is not present before the step, although an earlier one was copied."""
     case = Case(stage=0)
     found: list[str] = []
     section = ""
@@ -161,7 +161,7 @@ def test_places_and_parameters_are_aligned() -> None:
 
 
 def test_a_gradient_is_used_up_by_its_step() -> None:
-    """A second flat that is stepped with the same gradient would take it divided twice."""
+    """A second flat that is updated by the same gradient would use it after two divisions."""
     case = Case(stage=0)
     lines = lines_of(case.scheduled)
     at = line_with(lines, "optimizer_step", "%root.pre.param")
@@ -178,7 +178,7 @@ def test_a_gradient_is_used_up_by_its_step() -> None:
 
 
 def test_contributions_are_added_as_the_logical_program_adds_them() -> None:
-    """A tied gradient is one sum in its dtype before it joins the micro-steps before, not two."""
+    """A tied gradient is summed in its dtype before it is added to the earlier micro-steps."""
     case = Case(stage=0, precision="bf16", micro_steps=2, tied=True)
     found: list[str] = []
     for line in lines_of(case.scheduled):
@@ -232,7 +232,7 @@ def test_a_norm_adds_up_in_the_logical_programs_order(sources: str) -> None:
 
 
 def test_a_norm_may_be_taken_before_the_update() -> None:
-    """It is known for what it is behind the joint, too."""
+    """The next section still knows which statistic it is."""
     case = Case(stage=2, clip=1.0)
     lines = lines_of(case.scheduled)
     at = line_with(lines, "grad_norm")
@@ -259,7 +259,7 @@ def test_a_norm_may_be_taken_before_the_update() -> None:
     ],
 )
 def test_what_the_engine_tells_of_a_step_is_what_was_decided(again: str, after: str) -> None:
-    """The norm, and whether the step was skipped, are read after the update."""
+    """The engine reads the norm and the skip flag after the update."""
     case = Case(stage=2, precision="fp16", clip=1.0)
     lines = lines_of(case.scheduled)
     lines.insert(line_with(lines, f"  {after}") + 1, f"  {again}  stream=compute")
@@ -290,7 +290,7 @@ def test_a_step_has_the_logical_programs_micro_steps() -> None:
 
 
 def test_one_name_may_stand_for_two_collectives() -> None:
-    """In the update and in micro-steps one event is of gathers over two communicators, which must be ordered alike."""
+    """An event stands for gathers over two communicators, in the update and in micro-steps; both must be ordered."""
     case = Case(stage=3, precision="bf16", micro_steps=2, clip=1.0)
     program = crossing_micro_steps(case.scheduled)
     assert verify(program, case.logical).is_valid
@@ -353,7 +353,7 @@ section update {
 
 
 def test_one_name_may_stand_for_two_releases() -> None:
-    """Coming from a micro-step, the pending release is of the buffer in whose place another begins."""
+    """After a micro-step, the pending release is that of a buffer in whose place another one begins."""
     report = verify(parse(RELEASES))
     assert codes(report) == {"Z106"}
     elsewhere = RELEASES.replace(
@@ -384,7 +384,7 @@ def passed_on(case: Case, op: str, stream: str = "copy_in") -> list[str]:
 
 
 def test_an_op_that_is_passed_on_meets_the_host() -> None:
-    """It is under way when the next batch is written, though no op of the section before issued it."""
+    """The op is under way when the next batch is written, although the section before did not issue it."""
     case = Case(stage=0)
     report = judged(case, passed_on(case, "cast %input.x -> %prev"))
     assert codes(report) == {"Z105"}
@@ -397,7 +397,7 @@ def test_an_op_that_is_passed_on_meets_the_host() -> None:
 
 @pytest.mark.parametrize("reads", ["%lr", "%step"])
 def test_no_op_reads_a_scalar_between_two_steps(reads: str) -> None:
-    """Whoever trains may set the learning rate there."""
+    """The user may set the learning rate there."""
     case = Case(stage=0)
     program = case.scheduled
     buffer = program.buffer_by_name[reads[1:]]

@@ -1,4 +1,4 @@
-"""What crosses a joint between two sections: gathers, releases, writes, and what the host does there."""
+"""Gathers, releases and writes that cross a joint between two sections, and the host's reads and writes there."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_a_pending_gather_is_awaited_before_its_use() -> None:
 
 
 def test_a_gather_that_crosses_the_update_must_come_after_it() -> None:
-    """Gathered before the step, the parameters of the next step are those of the last one."""
+    """Parameters that are gathered before the update are those of the step that ends."""
     report = verify(carried(CASE.scheduled, gathers_early=True))
     assert not report.is_valid
     assert codes(report) <= {"Z105", "Z103", "Z401"}
@@ -152,7 +152,7 @@ def test_a_pending_event_needs_a_signal() -> None:
 
 
 def crossing_micro_steps(program: Program) -> Program:
-    """The program of several micro-steps in which every section gathers the first unit for the one that follows it."""
+    """A program of several micro-steps in which every section gathers the first unit for the next section."""
     full, param = program.buffer_by_name[FULL], program.buffer_by_name["root.pre.param"]
     issue: list[Op] = [
         ops.Alloc(buffer=FULL, stream=GATHER),
@@ -225,7 +225,7 @@ MICRO = Case(stage=3, precision="bf16", micro_steps=2, clip=1.0)
 
 
 def test_a_gather_may_cross_every_joint_of_a_step() -> None:
-    """One event is pending at the entry and signalled anew for the exit."""
+    """One event is pending at the entry and signalled again for the exit."""
     program = crossing_micro_steps(MICRO.scheduled)
     report = verify(program, MICRO.logical)
     assert report.is_valid, report.render()
@@ -252,7 +252,7 @@ def crossing_op(
     pending: Sequence[Pending],
     live: Sequence[str] = (),
 ) -> Program:
-    """The update ends with some ops, the next step begins with others, and events are pending in between."""
+    """A program whose update ends with some ops and whose next step begins with others, with events pending between."""
     state = State(live=tuple(live), pending=tuple(pending))
     last, update = program.section_by_name[LAST_MICRO_STEP], program.section_by_name[UPDATE]
     joined = replace(state, holdings=update.exit.holdings)
@@ -340,7 +340,7 @@ def test_whatever_crosses_a_joint_is_awaited(name: str) -> None:
 
 
 def test_the_host_reads_scalars_at_a_joint() -> None:
-    """No op may still write the loss when the engine reads it, nor read a batch when the next one comes."""
+    """No op may write the loss while the engine reads it, or read a batch while the next one is written."""
     program = CASE.scheduled
     fill = ops.Fill(destination=_one("gradient_divisor"), value=1.0, stream="copy_in", event="p")
     waits: list[Op] = [ops.Wait(waited="p", on=COMPUTE)]
@@ -376,7 +376,7 @@ def _behind_compute() -> list[Op]:
 
 
 def test_the_host_may_wait_instead_of_a_stream() -> None:
-    """What is issued later, on any stream, comes after."""
+    """Every op that is issued later, on any stream, runs after it."""
     program = CASE.scheduled
     sections = tuple(
         replace(

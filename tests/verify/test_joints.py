@@ -1,4 +1,4 @@
-"""A mesh may have two axes, data may leave the device and come back, segments may be cut anew."""
+"""Valid programs with two mesh axes, with data that leaves the device and returns, and with changed segments."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -146,7 +146,7 @@ def _without_dangling_waits(program: Program) -> Program:
 
 
 def offloaded(program: Program, *, comes_back: bool = True) -> Program:
-    """The first activation spends the time until the backward in host memory."""
+    """The first activation is in host memory until the backward."""
     source = program.buffer_by_name["h.0"]
     host = Buffer(
         name="h.0.host", dtype=source.dtype, numel=source.numel, space=Space.HOST, role=Role.SAVED
@@ -191,7 +191,7 @@ def test_what_does_not_come_back_is_missed() -> None:
 
 
 def with_cut_segment(program: Program) -> Program:
-    """The first block's forward in two segments, whose parts hand on an intermediate value."""
+    """The first block's forward in two segments, the second of which reads an intermediate value of the first."""
     old = program.segment_by_name["block.forward"]
     types = old.types()
     middle = len(old.inputs) + 1  # after the transposed weight: the result of addmm

@@ -1,4 +1,4 @@
-"""What is beyond every model is refused before it costs anything; a logical program is proved like a scheduled one."""
+"""Programs beyond the limits are rejected at once, and a logical program is proved like a scheduled one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The verifier's own test: a mutant that some interleaving makes differ is rejected, and a valid program never is."""
+"""The verifier rejects each mutant that computes another result in some interleaving, and no valid program."""
 
 from functools import lru_cache
 from random import Random
@@ -8,13 +8,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support.examples import IS_THOROUGH, examples
+from tests.support.lockstep import LockstepResult
 from tests.support.mutate import MUTATIONS
 from tests.support.schedules import Case, is_same, run
 from tests.support.subjects import CASES, NAMES, WRITTEN, subject
 from zeroir.errors import ZeroirError
 from zeroir.ir.program import Program
 from zeroir.report.diff import diff
-from zeroir.runtime.lockstep import LockstepResult
 from zeroir.verify import Reference, verify
 
 ANY_CASE = st.builds(
@@ -36,7 +36,7 @@ SETTINGS = settings(deadline=None, suppress_health_check=CHECKS)
 
 
 Mutants = list[tuple[str, int]]
-"""Kinds of damage, each with the seed that says where."""
+"""Kinds of damage, each with the seed that determines its place."""
 # Making a schedule takes longer than judging a mutant of it, so each schedule is damaged several times.
 MUTANTS = st.lists(
     st.tuples(st.sampled_from(sorted(MUTATIONS)), st.integers(0, 10**9)), min_size=5, max_size=5
@@ -45,7 +45,7 @@ MUTANTS = st.lists(
 
 @lru_cache(maxsize=1)
 def unharmed(case: Case) -> LockstepResult:
-    """What the case's schedule computes under any interleaving, since it is proved."""
+    """The result of the case's schedule, which is the same in every interleaving."""
     return run(case.scheduled)
 
 
@@ -125,7 +125,7 @@ def test_many_mutants_of_all_programs_that_differ_are_rejected(
 
 @pytest.mark.parametrize("kind", sorted(MUTATIONS))
 def test_every_damage_is_done_to_some_program(kind: str) -> None:
-    """A damage that no program can take would say nothing."""
+    """A damage that applies to no program would test nothing."""
     names = (*CASES, *WRITTEN)
     assert any(
         MUTATIONS[kind](subject(name).scheduled, Random(seed))

@@ -1,4 +1,4 @@
-"""Values stay the same however segments are cut: computed once more, seen as views, dropped out by their mask."""
+"""Values keep their numbers in changed segments: recomputed, passed as views, or computed from a dropout mask."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def numbers(made: Program) -> Segments:
 
 
 def operand(found: Segments, name: str, *operands: CallOperand, output: int = 0) -> CallOperand:
-    """What a buffer holds that an output of the segment was written to."""
+    """The value in a buffer that an output of the segment is written to."""
     result = found.results(name, operands)[output]
     return CallOperand(result.key, result.shift)
 
@@ -53,7 +53,7 @@ def again(op: str = "aten.exp.default($0)", product: str = "aten.mul.Tensor($2, 
 
 
 def is_same(recomputing: str, x: CallOperand = X) -> bool:
-    """Whether a backward that computes ``exp(x)`` once more yields what one yields that is given it."""
+    """Whether a backward that recomputes ``exp(x)`` has the same value as one that receives it."""
     found = numbers(program(FORWARD, SAVED, recomputing))
     one, other = (operand(found, "forward", X, output=i) for i in (0, 1))
     wanted = found.results("saved", (one, other))

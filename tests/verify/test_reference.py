@@ -1,4 +1,4 @@
-"""The reference page names what there is, and its program is canonical, valid text."""
+"""The reference page is complete, and its program is canonical, valid text."""
 
 from __future__ import annotations
 

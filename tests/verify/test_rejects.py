@@ -230,7 +230,7 @@ def test_a_contribution_that_replaces_another_is_found(case: Case) -> None:
 
 @pytest.mark.parametrize("case", [ZERO0, ZERO1, ZERO2, ZERO3])
 def test_a_reduction_before_the_last_contribution_is_found(case: Case) -> None:
-    """Reduced too early, a gradient lacks something, or has a part that is not reduced."""
+    """A gradient that is reduced too early lacks a contribution, or has one that is not reduced."""
     program = case.scheduled
     place = find(
         program, LAST_MICRO_STEP, lambda op: isinstance(op, ops.ReduceScatter | ops.AllReduce)
@@ -331,7 +331,7 @@ def test_a_partial_statistic_is_found() -> None:
 
 
 def test_a_statistic_of_replicas_counts_twice() -> None:
-    """At stage 0 each rank must look at its own slice: the sum over ranks of whole norms is too large."""
+    """At stage 0 each rank must read its own slice: the sum of whole norms over ranks is too large."""
     program = Case(stage=0, clip=1.0).scheduled
     place = find(program, UPDATE, lambda op: isinstance(op, ops.GradNorm))
     norm = at(program, place)

@@ -1,4 +1,4 @@
-"""Programs that compute something else although every op looks right by itself."""
+"""Programs that compute another result, although every op is right by itself."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def op_of(program: Program, section: str, kind: type) -> Op:
 
 
 def test_pairs_of_one_launch_may_not_feed_each_other() -> None:
-    """Nothing orders the pairs of a launch: what one writes another may read before or after."""
+    """The pairs of a launch have no order: one may read before or after another one writes."""
     program = FP32.scheduled
     reduce = op_of(program, UPDATE, ops.AllReduce)
     assert isinstance(reduce, ops.AllReduce)
@@ -124,7 +124,7 @@ def test_a_gradient_that_was_rounded_on_the_wire_is_a_sum_but_not_the_same_numbe
 
 
 def test_sums_are_taken_in_fp32() -> None:
-    """What travels in F64 is added in F64, and so rounds elsewhere; copies round nowhere."""
+    """Values that travel in F64 are added in F64, which rounds in another way; copies do not round."""
     program = on_wire(FP32.scheduled, LAST_MICRO_STEP, ops.ReduceScatter, DType.F64)
     assert codes(verify(program, FP32.logical)) == {"Z406"}
     gathered = on_wire(FP32.scheduled, LAST_MICRO_STEP, ops.AllGather, DType.F64)
@@ -141,7 +141,7 @@ def test_sums_over_micro_steps_travel_in_fp32() -> None:
 
 
 def test_a_loss_that_nobody_reduces_is_no_matter() -> None:
-    """The engine then averages it itself."""
+    """The engine then averages it."""
     program = FP32.scheduled
     place = find(program, UPDATE, lambda op: isinstance(op, ops.AllReduce))
     reduce = at(program, place)
@@ -182,7 +182,7 @@ def test_a_loss_is_summed_once_and_only_by_the_update(section: str, op: Op) -> N
 
 
 def _scratch(program: Program) -> Region:
-    """Something that any section may write: what the last step divided by."""
+    """A scalar that any section may write: the divisor of the last step."""
     return whole(program.buffer_by_name["gradient_divisor"])
 
 
@@ -234,7 +234,7 @@ def in_two_groups(program: Program) -> Program:
 
 
 def exchanged(program: Program, *, has_labels: bool) -> Program:
-    """Two steps exchange what they are told."""
+    """Two optimizer steps exchange their hyper-parameters."""
 
     def told(op: Op) -> Op:
         if not isinstance(op, ops.OptimizerStep):
@@ -388,7 +388,7 @@ def _region_of(program: Program, name: str) -> Region:
 
 
 def test_three_contributions_are_added_in_one_order() -> None:
-    """Rounding depends on it; sums of two are the same either way."""
+    """Rounding depends on the order; a sum of two has only one."""
     logical = Case(stage=0, tied=True).logical
     one, other = (with_three_contributions(logical, is_swapped=s) for s in (False, True))
     programs = [applied(logical, for_stage(0, 3)) for logical in (one, other)]
@@ -400,7 +400,7 @@ def test_three_contributions_are_added_in_one_order() -> None:
 
 
 def test_a_call_may_be_repeated_where_the_logical_program_repeats_it() -> None:
-    """As in ``f(x) + f(x)``: the same call, word for word, contributes twice."""
+    """As in ``f(x) + f(x)``: the same call with the same operands contributes twice."""
     case = Case(stage=0, tied=True)
 
     def repeated(program: Program) -> Program:
@@ -454,7 +454,7 @@ def test_a_gradient_lies_as_its_parameter_lies() -> None:
 
 
 def test_a_result_fills_its_destination() -> None:
-    """What a result leaves out would look as if it had been written."""
+    """Elements that a result leaves out would count as written."""
     program = Case(stage=0).scheduled
     buffers = tuple(
         replace(b, numel=b.numel * 2) if b.name == "h.0" else b for b in program.buffers
@@ -519,7 +519,7 @@ def test_the_number_of_micro_steps_is_the_one_divided_by(micro_steps: str | None
 
 
 def test_an_evaluation_leaves_sums_alone() -> None:
-    """Sums that a step begins with are zeros, whatever was evaluated before."""
+    """The sums of a step begin with zeros, also after an evaluation."""
     program = BF16.scheduled
     name = f"{program.flats[0].name}.grad_sum"
     numel = program.buffer_by_name[name].numel
@@ -578,7 +578,7 @@ def test_a_gradient_summed_twice_over_an_axis_is_found() -> None:
 
 @pytest.mark.parametrize(("is_late", "expected"), [(False, {"Z402"}), (True, set())])
 def test_a_broadcast_of_one_ranks_gradient_is_no_sum(is_late: bool, expected: set[str]) -> None:
-    """Reduced, a gradient is alike on every rank, and any of them may tell the others."""
+    """A reduced gradient is the same on every rank, so any rank may broadcast it."""
     program = Case(stage=0).scheduled
     place = find(program, LAST_MICRO_STEP, lambda op: isinstance(op, ops.AllReduce))
     reduce = at(program, place)

@@ -22,6 +22,7 @@ from zeroir.ir.program import Program
 from zeroir.memory.footprint import FullestMoment, footprint
 from zeroir.memory.placement import unplaced
 from zeroir.passes.base import Fact, Pass
+from zeroir.passes.common.order import derive_waits
 from zeroir.passes.pipelines import for_options
 from zeroir.passes.plan_memory import PlanMemory
 from zeroir.report.costs import path_shares
@@ -81,7 +82,7 @@ class CandidateMeasurer:
 
     def measure(self, settings: Mapping[str, Value]) -> tuple[Candidate, Evaluation]:
         """What settings come to; what is needed is exact where it fits the budget, else a lower bound."""
-        program = corrected(self._lowered(settings))
+        program = derive_waits(corrected(self._lowered(settings)))
         measured = program
         if self._machine is not None:
             measured = with_measured_workspaces(program, self._machine)
@@ -128,13 +129,13 @@ class CandidateMeasurer:
         return int(wire_bound_s(self._lowered(settings), machine) * 1e9)
 
     def _lowered(self, settings: Mapping[str, Value]) -> Program:
-        """The program before its memory is planned, its segments' own memory not corrected."""
+        """The program before its memory is planned: without waits, and its segments' own memory not corrected."""
         options = self.options(settings)
         passes = tuple(step for step in for_options(options) if not isinstance(step, PlanMemory))
         return replace(self._after(passes), options=options.to_pairs())
 
     def _run_passes(self, passes: tuple[Pass, ...]) -> Program:
-        """The logical program after these passes, not verified."""
+        """The logical program after these passes, not verified; no pass needs the waits that follow from another."""
         if not passes:
             return self._logical
         before, last = self._after(passes[:-1]), passes[-1]

@@ -88,24 +88,24 @@ def plan_with(
     most_tried: int = MOST_TRIED,
 ) -> Plan:
     """As ``plan``, with validated options, of which those that were set are kept."""
-    known = machine if isinstance(machine, Machine) else load_machine(machine)
+    machine = machine if isinstance(machine, Machine) else load_machine(machine)
     amount = memory or options.memory_budget
-    budget_bytes = int(known.memory.size_bytes.value) if amount is None else parse_bytes(amount)
+    budget_bytes = int(machine.memory.size_bytes.value) if amount is None else parse_bytes(amount)
     captured = capture(model, options)
-    planner = Planner(captured.logical, options, known, budget_bytes)
-    found = planner.search(most_tried)
-    compiled = lowered(captured, planner.measurer.options(found.chosen.settings), known)
+    planner = Planner(captured.logical, options, machine, budget_bytes)
+    result = planner.search(most_tried)
+    compiled = lowered(captured, planner.measurer.options(result.chosen.settings), machine)
     return Plan(
         compiled=compiled,
-        machine=known.name,
+        machine=machine.name,
         world_size=options.world_size,
         budget_bytes=budget_bytes,
-        chosen=found.chosen,
-        alternatives=found.alternatives,
-        tried=found.tried,
+        chosen=result.chosen,
+        alternatives=result.alternatives,
+        tried=result.tried,
         choices=sum(region.size for region in planner.regions),
-        bound_ns=found.bound_ns,
-        is_finished=found.is_finished,
+        bound_ns=result.bound_ns,
+        is_finished=result.is_finished,
     )
 
 
@@ -135,7 +135,7 @@ class Planner:
         self.measurer = CandidateMeasurer(logical, options, budget_bytes, machine)
         self._wire_ns: dict[int, int] = {}
         self._candidates: dict[tuple[int, Point], Candidate] = {}
-        self._outcomes: dict[Identity, tuple[Candidate, Evaluation]] = {}
+        self._measured: dict[Identity, tuple[Candidate, Evaluation]] = {}
         self.regions = regions(options, logical)
 
     def search(self, most_tried: int = MOST_TRIED) -> SearchResult:
@@ -145,20 +145,20 @@ class Planner:
             UserError: where nothing fits; it names what comes closest, and what it lacks.
         """
         families = [region.family for region in self.regions]
-        found = search(families, self.evaluate, self.bound_ns, most_tried=most_tried)
-        at = found.winner, found.best[found.winner]
+        searched = search(families, self.evaluate, self.bound_ns, most_tried=most_tried)
+        at = searched.winner, searched.best[searched.winner]
         chosen = self._candidates[at]
         if chosen.step_ns is None:
             raise UserError(
                 f"Nothing fits {format_bytes(self._budget_bytes)}: {self._closest(chosen)}"
             )
         # Two points may name the same units, counted from either end.
-        others: dict[Identity, tuple[int, Point]] = {}
-        for key in sorted(found.tried, key=lambda key: (found.tried[key].key, key)):
-            is_best_or_beside = key[1] == found.best[key[0]] or _is_beside(key, at)
+        losers: dict[Identity, tuple[int, Point]] = {}
+        for key in sorted(searched.tried, key=lambda key: (searched.tried[key].key, key)):
+            is_best_or_beside = key[1] == searched.best[key[0]] or _is_beside(key, at)
             if is_best_or_beside and self._candidates[key].settings != chosen.settings:
-                others.setdefault(_identity(self._candidates[key].settings), key)
-        cut_off = {number: self.bound_ns(number, None) for number in found.cut_off}
+                losers.setdefault(_identity(self._candidates[key].settings), key)
+        cut_off = {number: self.bound_ns(number, None) for number in searched.cut_off}
         return SearchResult(
             chosen=chosen,
             alternatives=tuple(
@@ -166,27 +166,28 @@ class Planner:
                     candidate=self._candidates[key],
                     why=self._why(self._candidates[key], chosen.step_ns, cut_off.get(key[0])),
                 )
-                for key in others.values()
+                for key in losers.values()
             ),
-            tried=len({_identity(self._candidates[key].settings) for key in found.tried}),
+            tried=len({_identity(self._candidates[key].settings) for key in searched.tried}),
             bound_ns=min(
                 self.bound_ns(number, None)
                 for number, family in enumerate(families)
-                if not found.tried[number, family.starts[0]].is_hopeless
+                if not searched.tried[number, family.starts[0]].is_hopeless
             ),
-            is_finished=found.is_finished,
+            is_finished=searched.is_finished,
         )
 
     def evaluate(self, number: int, point: Point) -> Evaluation:
         """Lower a choice of a region, measure it, and simulate it."""
         settings = self.regions[number].settings(point)
-        known = self._outcomes.get(_identity(settings)) or self.measurer.measure(settings)
-        self._outcomes[_identity(settings)] = known
-        self._candidates[number, point], outcome = known
+        identity = _identity(settings)
+        if identity not in self._measured:
+            self._measured[identity] = self.measurer.measure(settings)
+        self._candidates[number, point], evaluation = self._measured[identity]
         if point == self.regions[number].family.starts[0]:
             # Now, while what it is lowered to is still remembered.
             self._wire_bound_ns(number)
-        return outcome
+        return evaluation
 
     def bound_ns(self, number: int, point: Point | None) -> int:
         """What the step of a choice, or of every choice of a region, does not fall below.
@@ -216,7 +217,7 @@ class Planner:
 
     def _closest(self, best: Candidate) -> str:
         """What comes closest; where already too much rests on a rank, nothing was searched for, and that is said."""
-        least = min(self._candidates.values(), key=lambda one: one.resting_bytes)
+        least = min(self._candidates.values(), key=lambda candidate: candidate.resting_bytes)
         if least.resting_bytes <= self._budget_bytes:
             remedy = "Use more ranks, a lower precision or a smaller batch."
             return f"the closest is {words(best.settings)}, which {self._lack(best)}. {remedy}"

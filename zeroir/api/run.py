@@ -106,10 +106,14 @@ def _train(
 ) -> None:
     from zeroir.runtime import progress, train
 
-    reporter = progress.reporter(rank, steps, as_json=as_json, out=sys.stdout, err=sys.stderr)
     try:
-        with warnings_as_sentences():
-            train.train(engine, batches, steps=steps, reporter=reporter, log_every=log_every)
+        with (
+            progress.reporter(
+                rank, steps, as_json=as_json, out=sys.stdout, err=sys.stderr
+            ) as report_step,
+            warnings_as_sentences(),
+        ):
+            train.train(engine, batches, steps=steps, report_step=report_step, log_every=log_every)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise ClosedOutputError(
@@ -120,8 +124,6 @@ def _train(
         raise UserError(
             f"Training stopped, because its output could not be written: {error.strerror}."
         ) from error
-    finally:
-        reporter.close()
 
 
 def open_batches(model_file: ModelFile, job_rank: JobRank, seed: int) -> Iterator[Batch]:

@@ -95,33 +95,34 @@ class SearchRegion:
     def size(self) -> int:
         """How many choices these are."""
         return prod(
-            one.size if isinstance(one, UnitCounts) else len(one.values) for one in self.dimensions
+            dimension.size if isinstance(dimension, UnitCounts) else len(dimension.values)
+            for dimension in self.dimensions
         )
 
     def settings(self, point: Point) -> Mapping[str, Value]:
         """What a point of the grid chooses, by option."""
         chosen: dict[str, Value] = {"stage": self.stage, "mesh": self.mesh}
         rest = list(point)
-        for one in self.dimensions:
-            match one:
+        for dimension in self.dimensions:
+            match dimension:
                 case Dimension():
-                    chosen[one.name] = one.values[rest.pop(0)]
+                    chosen[dimension.name] = dimension.values[rest.pop(0)]
                 case UnitCounts():
-                    at = tuple(rest.pop(0) for _ in one.sizes)
-                    chosen[one.name] = self._named(one.units(at))
+                    at = tuple(rest.pop(0) for _ in dimension.sizes)
+                    chosen[dimension.name] = self._named(dimension.units(at))
                 case _:
-                    assert_never(one)
+                    assert_never(dimension)
         return chosen
 
     def values(self, name: str) -> tuple[Value, ...]:
-        """The values of a dimension; none where there is no such one."""
-        found = (d for d in self.dimensions if isinstance(d, Dimension) and d.name == name)
-        return next((d.values for d in found), ())
+        """The values of a dimension; none where there is no such dimension."""
+        named = (d for d in self.dimensions if isinstance(d, Dimension) and d.name == name)
+        return next((d.values for d in named), ())
 
     def _named(self, units: set[str]) -> tuple[str, ...]:
         """Patterns that name these units."""
-        found = tuple(unit for unit in self.units if unit in units)
-        return (ALL_REPEATED,) if found and found == self.units else found
+        named = tuple(unit for unit in self.units if unit in units)
+        return (ALL_REPEATED,) if named and named == self.units else named
 
     @property
     def family(self) -> Family:
@@ -130,19 +131,23 @@ class SearchRegion:
         fast: list[int] = []
         usual: list[int] = []
         lean: list[int] = []
-        for one in self.dimensions:
-            match one:
+        for dimension in self.dimensions:
+            match dimension:
                 case Dimension():
-                    sizes.append(len(one.values))
-                    for start, at in ((fast, one.fast), (usual, one.usual), (lean, one.lean)):
+                    sizes.append(len(dimension.values))
+                    for start, at in (
+                        (fast, dimension.fast),
+                        (usual, dimension.usual),
+                        (lean, dimension.lean),
+                    ):
                         start.append(at)
                 case UnitCounts():
-                    sizes += one.sizes
-                    fast += one.start(is_all=one.is_fast)
-                    usual += one.start(is_all=False)
-                    lean += one.start(is_all=not one.is_fast)
+                    sizes += dimension.sizes
+                    fast += dimension.start(is_all=dimension.is_fast)
+                    usual += dimension.start(is_all=False)
+                    lean += dimension.start(is_all=not dimension.is_fast)
                 case _:
-                    assert_never(one)
+                    assert_never(dimension)
         starts = dict.fromkeys((tuple(fast), tuple(usual), tuple(lean)))
         return Family(sizes=tuple(sizes), starts=tuple(starts))
 
@@ -184,7 +189,7 @@ def unit_ranges(units: Iterable[str]) -> str:
 
     said: list[str] = []
     for _, items in groupby(enumerate(map(place, units)), run):
-        places = [one for _, one in items]
+        places = [place for _, place in items]
         (stem, first), (_, last) = places[0], places[-1]
         if first < 0:
             said += ["all" if stem == ALL_REPEATED else stem]
@@ -202,19 +207,20 @@ def regions(options: CompileOptions, logical: Program) -> tuple[SearchRegion, ..
         if options.model_copy(update={"stage": stage}).without_effect is None
     ]
     units = repeated_units(logical)
-    found: list[SearchRegion] = []
+    made: list[SearchRegion] = []
     for stage in stages:
         meshes = [options.mesh] if "mesh" in is_set else _meshes(stage, options.world_size)
         dimensions = tuple(
-            one
-            for one in _dimensions(stage, logical)
-            if one.name not in is_set and not (one.name == "prefetch" and options.prefetch_budget)
+            dimension
+            for dimension in _dimensions(stage, logical)
+            if dimension.name not in is_set
+            and not (dimension.name == "prefetch" and options.prefetch_budget)
         )
-        found += [
+        made += [
             SearchRegion(stage=stage, mesh=mesh, units=units, dimensions=dimensions)
             for mesh in meshes
         ]
-    return tuple(found)
+    return tuple(made)
 
 
 def leaner_settings(options: CompileOptions, logical: Program) -> Iterator[Mapping[str, Value]]:
@@ -259,14 +265,14 @@ def leaner_settings(options: CompileOptions, logical: Program) -> Iterator[Mappi
 
 def _meshes(stage: int, world_size: int) -> list[str | None]:
     """One group, and where something is sharded every way to make equal groups of ranks."""
-    found: list[str | None] = [None]
+    meshes: list[str | None] = [None]
     if stage:
-        found += [
+        meshes += [
             f"{REPLICATE_AXIS}={world_size // shard},{SHARD_AXIS}={shard}"
             for shard in range(2, world_size)
             if world_size % shard == 0
         ]
-    return found
+    return meshes
 
 
 def _dimensions(stage: int, logical: Program) -> Sequence[Dimension | UnitCounts]:

@@ -40,25 +40,25 @@ def repeated_units(program: Program) -> tuple[str, ...]:
 def unit_classes(program: Program) -> tuple[UnitClass, ...]:
     """The repeated units by kind: those whose forwards call equal segments and whose parameters are laid out alike."""
     view = SectionView(program, program.sections[0].body)
-    forwards = [op for index, op in view.computes.items() if index not in view.backward]
+    forwards = {index: op for index, op in view.computes.items() if index not in view.backward}
     flats: dict[str, list[tuple[int, str, bool]]] = {}
     for flat in program.flats:
         shape = (flat.padded_numel, flat.dtype.value, flat.is_trainable)
         flats.setdefault(flat.unit, []).append(shape)
     alike: dict[object, list[str]] = {}
     for unit in repeated_units(program):
-        calls = tuple(op.segment for op in forwards if op.unit == unit)
+        calls = tuple(op.segment for op in forwards.values() if op.unit == unit)
         alike.setdefault((calls, tuple(flats.get(unit, ()))), []).append(unit)
     read_by = {
-        name: {view.computes[index].unit for index in buffer.readers if index not in view.backward}
-        for name, buffer in view.filled.items()
+        name: {view.computes[index].unit for index in readers if index in forwards}
+        for name, readers in view.readers.items()
     }
-    found: list[UnitClass] = []
+    classes: list[UnitClass] = []
     for units in alike.values():
-        own = [op for op in forwards if op.unit == units[0]]
+        own = [op for op in forwards.values() if op.unit == units[0]]
         written = {d.view.region.buffer for op in own for d in op.destinations if d is not None}
         buffers = [program.buffer_by_name[name] for name in written]
-        found.append(
+        classes.append(
             UnitClass(
                 units=tuple(units),
                 parameters_numel=sum(numel for numel, _, _ in flats.get(units[0], ())),
@@ -70,7 +70,7 @@ def unit_classes(program: Program) -> tuple[UnitClass, ...]:
                 flops=sum(program.segment_by_name[op.segment].flops for op in own),
             )
         )
-    return tuple(found)
+    return tuple(classes)
 
 
 def to_recompute(kinds: Sequence[UnitClass]) -> tuple[tuple[str, ...], ...]:

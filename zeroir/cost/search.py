@@ -117,13 +117,12 @@ class _Search:
         for number, family in enumerate(self._families):
             self._tried[number, family.starts[0]] = self._evaluate(number, family.starts[0])
         for number, family in enumerate(self._families):
-            if not self._outcome(number).is_hopeless:
+            if not self._best_of(number).is_hopeless:
                 for point in family.starts[1:]:
                     self._try(number, point)
         cut_off: set[int] = set()
         for number in sorted(numbers, key=self._rank):
-            known = self._outcome(number)
-            if known.is_hopeless:
+            if self._best_of(number).is_hopeless:
                 continue
             if number != self._winner() and self._cannot_win(number):
                 cut_off.add(number)
@@ -138,7 +137,7 @@ class _Search:
             if todo:
                 done.add((todo[0], self._best[todo[0]]))
                 self._trade(todo[0])
-            elif is_thorough or self._outcome(self._winner()).is_hopeless:
+            elif is_thorough or self._best_of(self._winner()).is_hopeless:
                 break
             else:
                 is_thorough = True
@@ -154,19 +153,19 @@ class _Search:
 
     def _try(self, number: int, point: Point) -> Evaluation | None:
         """What a point comes to; None where it cannot be the family's best, or enough was tried."""
-        outcome = self._tried.get((number, point))
-        if outcome is not None:
-            return outcome
-        known = self._outcome(number)
-        if known.fits and not self._is_worth(number, point, known.step_ns):
+        evaluation = self._tried.get((number, point))
+        if evaluation is not None:
+            return evaluation
+        best = self._best_of(number)
+        if best.fits and not self._is_worth(number, point, best.step_ns):
             return None
         if len(self._tried) >= self._most_tried:
             self._is_finished = False
             return None
-        self._tried[number, point] = outcome = self._evaluate(number, point)
-        if outcome.key < known.key:
+        self._tried[number, point] = evaluation = self._evaluate(number, point)
+        if evaluation.key < best.key:
             self._best[number] = point
-        return outcome
+        return evaluation
 
     def _squeeze(self, number: int, at: Point, kept: int | None = None) -> None:
         """From a point give up speed where that frees most memory for it, but not along one axis, until the rest fits.
@@ -189,7 +188,7 @@ class _Search:
 
     def _is_worth_fitting(self, number: int, at: Point) -> bool:
         """Whether a point does not fit, and is not slower than what does: to make it fit will hardly make it faster."""
-        best, own = self._outcome(number), self._tried[number, at]
+        best, own = self._best_of(number), self._tried[number, at]
         return not own.fits and not (best.fits and own.step_ns >= best.step_ns)
 
     def _weigh(self, number: int, at: Point, axis: int, moves: list[_Move]) -> None:
@@ -198,11 +197,11 @@ class _Search:
 
     def _push(self, number: int, at: Point, axis: int, value: int, moves: list[_Move]) -> None:
         """Weigh a move along an axis: the time that it costs for each byte of those that are missing."""
-        known = self._tried[number, at]
-        outcome = self._try(number, (*at[:axis], value, *at[axis + 1 :]))
-        if outcome is not None and outcome.missing_bytes < known.missing_bytes:
-            freed_bytes = known.missing_bytes - outcome.missing_bytes
-            heappush(moves, ((outcome.step_ns - known.step_ns) / freed_bytes, at, axis, value))
+        present = self._tried[number, at]
+        evaluation = self._try(number, (*at[:axis], value, *at[axis + 1 :]))
+        if evaluation is not None and evaluation.missing_bytes < present.missing_bytes:
+            freed_bytes = present.missing_bytes - evaluation.missing_bytes
+            heappush(moves, ((evaluation.step_ns - present.step_ns) / freed_bytes, at, axis, value))
 
     def _climb(self, number: int, at: Point) -> None:
         """Improve a point along one axis at a time until no axis helps, the last axes first."""
@@ -219,9 +218,9 @@ class _Search:
         """The best of a point and others, all of which are tried."""
         best, key = at, self._tried[number, at].key
         for point in points:
-            outcome = self._try(number, point)
-            if outcome is not None and outcome.key < key:
-                best, key = point, outcome.key
+            evaluation = self._try(number, point)
+            if evaluation is not None and evaluation.key < key:
+                best, key = point, evaluation.key
         return best
 
     def _trade(self, number: int) -> None:
@@ -247,17 +246,17 @@ class _Search:
         for value in values:
             yield (*at[:axis], value, *at[axis + 1 :])
 
-    def _outcome(self, number: int) -> Evaluation:
+    def _best_of(self, number: int) -> Evaluation:
         return self._tried[number, self._best[number]]
 
     def _rank(self, number: int) -> tuple[tuple[int, int, int], int]:
-        return self._outcome(number).key, number
+        return self._best_of(number).key, number
 
     def _winner(self) -> int:
         return min(range(len(self._families)), key=self._rank)
 
     def _cannot_win(self, number: int) -> bool:
-        best = self._outcome(self._winner())
+        best = self._best_of(self._winner())
         return best.fits and self._family_ns(number) * _WORTH >= best.step_ns
 
     def _is_worth(self, number: int, point: Point, step_ns: int) -> bool:
@@ -272,7 +271,7 @@ class _Search:
         return self._floors_ns[number]
 
     def _is_close(self, number: int) -> bool:
-        own, best = self._outcome(number), self._outcome(self._winner())
+        own, best = self._best_of(number), self._best_of(self._winner())
         if number == self._winner():
             return not own.is_hopeless
         return own.fits and own.step_ns <= best.step_ns * _CLOSE

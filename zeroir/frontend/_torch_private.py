@@ -14,7 +14,8 @@ import inspect
 import logging
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -35,6 +36,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.nn.utils import stateless
 
 from zeroir.frontend.storage_views import rewrite_storage_views
 
@@ -168,9 +170,16 @@ def _exported(
     return joint.graph_module
 
 
-def are_functions_transformed() -> bool:
-    """Whether ``torch.func.vmap``, ``grad`` or another transform is active."""
-    return bool(torch._C._are_functorch_transforms_active())
+def operator_context() -> tuple[object, ...]:
+    """What changes operators that run now: autocast, inference mode, ``torch.func``, dispatch modes, hooks on saves."""
+    return (
+        torch.is_autocast_enabled("cpu"),
+        torch.is_autocast_enabled("cuda"),
+        torch.is_inference_mode_enabled(),
+        torch._C._are_functorch_transforms_active(),
+        torch._C._len_torch_dispatch_stack(),
+        torch._C._autograd._top_saved_tensors_default_hooks(False),
+    )
 
 
 @contextlib.contextmanager
@@ -178,6 +187,13 @@ def whole_operators() -> Iterator[None]:
     """Do not decompose operators in Python, such as interpolation; eager PyTorch does not either."""
     with torch._C._DisablePythonDispatcher():
         yield
+
+
+def tensors_replaced(
+    module: nn.Module, tensors: Mapping[str, Tensor]
+) -> AbstractContextManager[None]:
+    """Give a module other parameters and buffers, by fully-qualified name, as a trace does."""
+    return stateless._reparametrize_module(module, dict(tensors))
 
 
 def gradient_hooks(tensor: Tensor) -> tuple[GradientHook, ...]:

@@ -21,7 +21,7 @@ Clock = list[int]
 Position = tuple[int, int]
 """An op: the number of its stream, and its place on that stream, counted from 1. A plain tuple: there are many."""
 
-News = tuple[int, int, int]
+NewlyDone = tuple[int, int, int]
 """What a wait tells a stream: its number, that of another stream, and how many ops of that one are surely done."""
 
 
@@ -39,8 +39,8 @@ class StreamClocks:
         self.done: list[Clock] = [[0] * width for _ in range(width)]
         """For each stream what is surely done when its next op begins; of the stream itself all that was issued."""
         self._signals: dict[str, tuple[int, Clock]] = {}
-        for one in pending:
-            self.enter(one)
+        for entering in pending:
+            self.enter(entering)
 
     def enter(self, pending: Pending) -> Position:
         """Issue an op that is under way when the section begins: what it came after was done before."""
@@ -66,8 +66,8 @@ class StreamClocks:
         stream, clock = self._signals[event]
         return stream, clock[stream]
 
-    def wait(self, event: str, on: str) -> list[News]:
-        """Order a stream, or all of them where the host waits, after an event; what is news to each of them.
+    def wait(self, event: str, on: str) -> list[NewlyDone]:
+        """Order a stream, or all of them where the host waits, after an event; what each of them did not know.
 
         An event that nothing has signalled belongs to an earlier step and orders nothing.
         """
@@ -76,20 +76,20 @@ class StreamClocks:
         _, clock = self._signals[event]
         if on != HOST:
             return self.follow(self.numbers[on], clock)
-        news: list[News] = []
+        learned: list[NewlyDone] = []
         for stream in range(len(self.done)):
-            news += self.follow(stream, clock)
-        return news
+            learned += self.follow(stream, clock)
+        return learned
 
-    def follow(self, stream: int, clock: Clock) -> list[News]:
-        """Order the next op of a stream after all that the clock counts; what is news to the stream."""
+    def follow(self, stream: int, clock: Clock) -> list[NewlyDone]:
+        """Order the next op of a stream after all that the clock counts; what the stream did not know."""
         own = self.done[stream]
-        news: list[News] = []
+        learned: list[NewlyDone] = []
         for other, count in enumerate(clock):
             if count > own[other] and other != stream:
                 own[other] = count
-                news.append((stream, other, count))
-        return news
+                learned.append((stream, other, count))
+        return learned
 
     def join(self, pending: Collection[str]) -> list[Position]:
         """Pass a joint: the last op of each stream that later ops come after, for streams that have one.

@@ -85,7 +85,7 @@ class SectionView:
     @cached_property
     def filled(self) -> Mapping[str, FilledBuffer]:
         """The temporary buffers that one result of one compute op fills, by name, in the order of those results."""
-        found: dict[str, FilledBuffer] = {}
+        filled: dict[str, FilledBuffer] = {}
         for index, op in self.computes.items():
             for output, destination in enumerate(op.destinations):
                 if destination is None or destination.mode is not Mode.WRITE:
@@ -95,13 +95,13 @@ class SectionView:
                 is_filled = destination.view.region == whole(buffer)
                 lives = len(self.allocs.get(name, ())), len(self.releases.get(name, ()))
                 if is_filled and lives == (1, 1) and self.writers[name] == (index,):
-                    found[name] = FilledBuffer(
+                    filled[name] = FilledBuffer(
                         buffer=buffer,
                         writer=index,
                         output=output,
                         readers=frozenset(self.readers.get(name, ())),
                     )
-        return found
+        return filled
 
 
 def _by_buffer(names_of_ops: Iterable[Sequence[str]]) -> Mapping[str, tuple[int, ...]]:
@@ -110,4 +110,4 @@ def _by_buffer(names_of_ops: Iterable[Sequence[str]]) -> Mapping[str, tuple[int,
     for index, names in enumerate(names_of_ops):
         for name in dict.fromkeys(names):
             indices.setdefault(name, []).append(index)
-    return {name: tuple(found) for name, found in indices.items()}
+    return {name: tuple(of_name) for name, of_name in indices.items()}

@@ -69,7 +69,7 @@ class Reference:
     def runs(self, *, by_node: bool) -> dict[str, SectionRun]:
         """What its sections compute; values are numbered node by node, or segment by segment."""
         if by_node not in self._runs:
-            shared = Shared.of(self.program, self.numbering, by_node=by_node)
+            shared = Shared(self.program, self.numbering, by_node=by_node)
             findings = Findings(self.program)
             self._runs[by_node] = _runs(shared, findings, is_checked=False)
         return self._runs[by_node]
@@ -188,7 +188,7 @@ def _check_values(program: Program, reference: Reference | None, findings: Findi
     numbering = Numbering() if reference is None else reference.numbering
     # A program for one rank, and a logical program, define how often each call contributes.
     may_repeat = reference is not None or program.mesh.world_size == 1
-    shared = Shared.of(program, numbering, by_node=is_recut, may_repeat=may_repeat)
+    shared = Shared(program, numbering, by_node=is_recut, may_repeat=may_repeat)
     runs = _runs(shared, findings, is_checked=True)
     _check_micro_steps(program, runs, findings)
     if reference is not None and program is reference.program:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TypeGuard
 
 from zeroir.ir.buffers import Buffer, Region
 from zeroir.ir.mesh import Mesh
@@ -10,15 +11,16 @@ from zeroir.verify.domain import (
     TORN,
     UNWRITTEN,
     PieceList,
+    Pieces,
     Slice,
     Split,
     Value,
+    coalesced,
     moved,
     pack,
     rebased,
     simplify,
     unpack,
-    with_stride,
 )
 from zeroir.verify.intervals import IntervalMap
 
@@ -30,14 +32,9 @@ class AbstractMemory:
         self._buffers = buffers
         self._maps: dict[str, IntervalMap[Value]] = {}
         self.sizes = {axis.name: axis.size for axis in mesh.axes}
-        self._sizes_items = tuple(self.sizes.items())
-
-    def reset(self, name: str) -> None:
-        """Begin a buffer anew, with nothing written in it."""
-        self._maps[name] = IntervalMap(self._buffers[name].numel, UNWRITTEN)
 
     def forget(self, name: str) -> None:
-        """Drop a buffer that was released."""
+        """Drop what a buffer holds, where it begins or ends: nothing is written in it."""
         self._maps.pop(name, None)
 
     def _map(self, name: str) -> IntervalMap[Value]:
@@ -57,31 +54,21 @@ class AbstractMemory:
         axis = region.shard
         if axis is not None and self.sizes[axis] > 1:
             return self._read_slice(pieces, axis, start, stop)
-        if len(pieces) == 1 and start == 0:
-            value = pieces[0][2]
-            if not isinstance(value, Split):
-                return pieces
         local = rebased(pieces, start)
         for i, (a, b, value) in enumerate(local):
             if isinstance(value, Split) and (value.start, value.stop) != (a, b):
                 local[i] = (a, b, TORN)
         return local
 
-    def _read_slice(
-        self, pieces: list[tuple[int, int, Value]], axis: str, start: int, stop: int
-    ) -> PieceList:
+    def _read_slice(self, pieces: PieceList, axis: str, start: int, stop: int) -> PieceList:
         numel = (stop - start) // self.sizes[axis]
         if len(pieces) == 1:
             value = pieces[0][2]
-            if isinstance(value, Split):
-                is_same = (value.axis, value.start, value.stop) == (axis, start, stop)
-                return unpack(value.own, numel) if is_same else [(0, numel, TORN)]
-            return unpack(with_stride(moved(value, start), axis, numel), numel)
-        array = tuple(
-            (a, b, TORN if isinstance(v, Split) else v) for a, b, v in rebased(pieces, start)
-        )
-        value = simplify(Slice(array, 0, ((axis, numel),)), numel, self._sizes_items)
-        return [(0, numel, value)]
+            if _is_split_alike(value, axis, start, stop):
+                return unpack(value.own, numel)
+            return unpack(moved(value, start, ((axis, numel),)), numel)
+        array = _with_torn_splits(rebased(pieces, start))
+        return [(0, numel, simplify(Slice(array, 0, ((axis, numel),)), numel, self.sizes))]
 
     def write(self, region: Region, pieces: PieceList) -> None:
         """Put pieces that cover ``[0, local numel)`` into the region."""
@@ -89,42 +76,20 @@ class AbstractMemory:
         kept = self._map(region.buffer)
         axis = region.shard
         if axis is not None and self.sizes[axis] > 1:
-            self._write_slice(kept, region, axis, pieces)
-            return
+            pieces = self._split(kept.read(start, stop), pack(pieces), axis, start, stop)
         self._tear(kept, start, stop)
-        if len(pieces) == 1:
-            kept.write(start, stop, moved(pieces[0][2], -start))
-            return
         for a, b, value in pieces:
             kept.write(start + a, start + b, moved(value, -start))
 
-    def _write_slice(
-        self, kept: IntervalMap[Value], region: Region, axis: str, pieces: PieceList
-    ) -> None:
-        start, stop = region.offset, region.stop
-        here = kept.read(start, stop)
-        own = pack(pieces)
-        if len(here) == 1 and isinstance(here[0][2], Split):
-            old = here[0][2]
-            rest = (
-                old.rest
-                if (old.axis, old.start, old.stop) == (axis, start, stop)
-                else ((0, stop - start, TORN),)
-            )
-        else:
-            rest = tuple(
-                (a, b, TORN if isinstance(v, Split) else v) for a, b, v in rebased(here, start)
-            )
-        self._tear(kept, start, stop)
-        unsplit = IntervalMap[Value](stop - start, UNWRITTEN)
-        for a, b, value in rest:
-            unsplit.write(a, b, value)
-        as_slice = self._read_slice(unsplit.read(0, stop - start), axis, 0, stop - start)
-        if pack(as_slice) == own:
-            for a, b, value in rest:
-                kept.write(start + a, start + b, moved(value, -start))
-            return
-        kept.write(start, stop, Split(axis, start, stop, own, rest))
+    def _split(self, here: PieceList, own: Value, axis: str, start: int, stop: int) -> PieceList:
+        """The pieces of a region, counted from its start, once this rank's slice of them is ``own``."""
+        rest = _with_torn_splits(rebased(here, start))
+        if len(here) == 1 and _is_split_alike(here[0][2], axis, start, stop):
+            rest = here[0][2].rest
+        numel = stop - start
+        if pack(self._read_slice(coalesced(rest), axis, 0, numel)) == own:
+            return rest
+        return [(0, numel, Split(axis, 0, numel, own, rest))]
 
     @staticmethod
     def _tear(kept: IntervalMap[Value], start: int, stop: int) -> None:
@@ -137,3 +102,12 @@ class AbstractMemory:
             ((_, _, value),) = kept.read(at, at + 1)
             if isinstance(value, Split) and (value.start < start or value.stop > stop):
                 kept.write(value.start, value.stop, TORN)
+
+
+def _is_split_alike(value: Value, axis: str, start: int, stop: int) -> TypeGuard[Split]:
+    """Whether the value is a split of ``[start, stop)`` along the axis."""
+    return isinstance(value, Split) and (value.axis, value.start, value.stop) == (axis, start, stop)
+
+
+def _with_torn_splits(pieces: PieceList) -> Pieces:
+    return tuple((a, b, TORN if isinstance(v, Split) else v) for a, b, v in pieces)

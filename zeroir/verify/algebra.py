@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, assert_never
 
 from zeroir.ir.contents import MASTER, PARAM
 from zeroir.ir.dtypes import DType
@@ -73,10 +73,10 @@ class Sum(NamedTuple):
 
     @classmethod
     def of(cls, dtype: DType, left: Gradient, right: Gradient) -> Sum:
-        """The sum of two gradients of first flat.
+        """The sum of two gradients of one flat.
 
         A schedule may sum ranks before or after micro-steps, although the two round differently; the documentation
-        says so. So the axes of both sides are left out where first side holds earlier micro-steps.
+        says so. So the axes of both sides are left out where one side holds earlier micro-steps.
         """
         sides = (left.terms, right.terms)
         if any(term.source in (PAST_TERM, ALL_TERM) for terms in sides for term in terms):
@@ -202,23 +202,33 @@ def represents(wide: DType, narrow: DType) -> bool:
     return wide is narrow or narrow is DType.BOOL or narrow in _EXACT.get(wide, frozenset())
 
 
+def _computed(leaf: Value, numbering: Numbering, *how: Hashable) -> Value:
+    """The result of an op that changes each element by itself, in the way ``how``; a gradient is then lost."""
+    match leaf:
+        case Elements():
+            return replace(leaf, key=numbering.of((*how, leaf.key)))
+        case Gradient():
+            return lost(leaf)
+        case Statistic() | Decision():
+            return Elements(numbering.of((*how, leaf)))
+        case _:
+            return leaf
+
+
 def on_wire(value: Value, wire: DType, numbering: Numbering) -> Value:
     """The value rounded to another dtype: a sum of gradients stays one, any other value becomes a new one."""
 
     def leaf(inner: Value) -> Value:
         match inner:
             case Elements():
-                return Elements(
-                    numbering.of(("wire", wire, inner.key, inner.summed)),
-                    inner.shift,
-                    inner.strides,
-                )
-            case Gradient():
-                return inner if wire.is_floating else lost(inner)
-            case Statistic(kind="norm") | Decision():
-                return Elements(numbering.of(("wire", wire, inner)))
-            case _:
+                unsummed = replace(inner, summed=())
+                return _computed(unsummed, numbering, "wire", wire, inner.summed)
+            case Gradient() if wire.is_floating:
                 return inner
+            case Statistic(kind="overflow"):
+                return inner
+            case _:
+                return _computed(inner, numbering, "wire", wire)
 
     return mapped(value, leaf)
 
@@ -237,53 +247,26 @@ def rounded_flats(value: Value, target: DType, flats: Mapping[str, Flat]) -> set
     }
 
 
-class CastRule(NamedTuple):
-    """A conversion between two dtypes."""
-
-    source: DType
-    target: DType
-    flats: dict[str, Flat]
-    numbering: Numbering
-
-
-def cast(value: Value, rule: CastRule) -> Value:
+def cast(value: Value, target: DType, flats: Mapping[str, Flat], numbering: Numbering) -> Value:
     """Master weights rounded to their flat's dtype are the parameter; a gradient stays one; the rest gets a number."""
-    if rule.source is rule.target:
-        return value
-    return mapped(value, lambda leaf: _cast_leaf(leaf, rule))
 
+    def leaf(inner: Value) -> Value:
+        match inner:
+            case Elements(key=FlatKey(quantity=quantity, flat=flat) as key) if (
+                quantity == MASTER and target is flats[flat].dtype
+            ):
+                return replace(inner, key=replace(key, quantity=PARAM))
+            case Gradient() if target.is_floating:
+                return inner
+            case _:
+                return _computed(inner, numbering, "cast", target)
 
-def _cast_leaf(value: Value, rule: CastRule) -> Value:
-    match value:
-        case Elements(key=FlatKey(quantity=quantity, flat=flat, version=version)):
-            if quantity == MASTER and rule.target is rule.flats[flat].dtype:
-                return replace(value, key=FlatKey(PARAM, flat, version))
-            return replace(value, key=rule.numbering.of(("cast", rule.target, value.key)))
-        case Elements():
-            return replace(value, key=rule.numbering.of(("cast", rule.target, value.key)))
-        case Gradient():
-            return value if rule.target.is_floating else lost(value)
-        case Statistic() | Decision():
-            return Elements(rule.numbering.of(("cast", rule.target, value)))
-        case _:
-            return value
+    return mapped(value, leaf)
 
 
 def scaled(value: Value, by: int, numbering: Numbering) -> Value:
     """The value times the number ``by``."""
-
-    def leaf(inner: Value) -> Value:
-        match inner:
-            case Gradient():
-                return lost(inner)
-            case Elements():
-                return replace(inner, key=numbering.of(("scale", inner.key, by)))
-            case Statistic() | Decision():
-                return Elements(numbering.of(("scale", inner, by)))
-            case _:
-                return inner
-
-    return mapped(value, leaf)
+    return mapped(value, lambda leaf: _computed(leaf, numbering, "scale", by))
 
 
 class Combination(NamedTuple):
@@ -297,50 +280,48 @@ class Combination(NamedTuple):
 
 def reduced(value: Value, how: Combination) -> Value:
     """The combination of what every rank along the axis holds here."""
-    if isinstance(value, Slice):
-        if any(axis == how.axis for axis, _ in value.strides):
-            how.fail("Z402", f"a reduction over {how.axis} adds up slices of different elements")
-            return POISON
-        return replace(value, array=tuple((a, b, reduced(v, how)) for a, b, v in value.array))
+    axis, is_sum = how.axis, how.reduction is Reduction.SUM
+    is_cut = isinstance(value, Elements | Gradient | Slice) and axis in dict(value.strides)
     match value:
+        case Slice() | Gradient() if is_cut:
+            what = "slices of different" if isinstance(value, Slice) else "different"
+            how.fail("Z402", f"a reduction over {axis} adds up {what} elements")
+            return POISON
+        case Slice():
+            return replace(value, array=tuple((a, b, reduced(v, how)) for a, b, v in value.array))
         case Gradient():
-            if any(axis == how.axis for axis, _ in value.strides):
-                how.fail("Z402", f"a reduction over {how.axis} adds up different elements")
-                return POISON
-            if how.reduction is not Reduction.SUM:
+            if not is_sum:
                 how.fail("Z402", "gradients are combined by their maximum instead of their sum")
                 return POISON
-            terms = tuple(t._replace(summed=(*t.summed, how.axis)) for t in value.terms)
-            return replace(value, terms=terms)
+            return replace(
+                value, terms=tuple(t._replace(summed=(*t.summed, axis)) for t in value.terms)
+            )
         case Statistic():
-            is_sum = how.reduction is Reduction.SUM
-            summed = (*value.summed, how.axis)
+            summed = (*value.summed, axis)
             return replace(
                 value,
                 # A maximum is the same in any order.
                 summed=summed if is_sum else tuple(sorted(summed)),
                 is_sum=value.is_sum and is_sum,
             )
-        case Elements(key=int() | NamedKey()) if how.reduction is Reduction.SUM and not any(
-            axis == how.axis for axis, _ in value.strides
-        ):
-            return replace(value, summed=(*value.summed, how.axis))
-        case Elements() | Decision():
-            key = moved(value, -value.shift) if isinstance(value, Elements) else value
-            number = how.numbering.of((how.reduction, how.axis, key))
-            return Elements(number, value.shift if isinstance(value, Elements) else 0)
+        case Elements(key=int() | NamedKey()) if is_sum and not is_cut:
+            return replace(value, summed=(*value.summed, axis))
+        case Elements():
+            unmoved = moved(value, -value.shift)
+            return Elements(how.numbering.of((how.reduction, axis, unmoved)), value.shift)
+        case Decision():
+            return Elements(how.numbering.of((how.reduction, axis, value)))
         case Undefined():
-            how.fail("Z402", f"a reduction over {how.axis} includes {CAUSES[value.cause]}")
+            how.fail("Z402", f"a reduction over {axis} includes {CAUSES[value.cause]}")
             return POISON
         case Split():
-            how.fail(
-                "Z402",
-                f"a reduction over {how.axis} includes elements of which only this rank's slice "
-                "was replaced",
-            )
+            only = "elements of which only this rank's slice was replaced"
+            how.fail("Z402", f"a reduction over {axis} includes {only}")
             return POISON
-        case _:
+        case Zero() | Poison():
             return value
+        case _:
+            assert_never(value)
 
 
 def from_rank(value: Value, axis: str, rank: int, numbering: Numbering) -> Value:
@@ -348,15 +329,13 @@ def from_rank(value: Value, axis: str, rank: int, numbering: Numbering) -> Value
 
     def leaf(inner: Value) -> Value:
         match inner:
-            case Elements(key=FlatKey()):
+            case Elements(key=FlatKey()) | Decision():
                 return inner
-            case Elements() if axis not in inner.summed:
-                return replace(inner, key=numbering.of(("from", axis, rank, inner.key)))
-            case Gradient() if any(axis not in term.summed for term in inner.terms):
-                return lost(inner)
-            case Statistic() if axis not in inner.summed:
-                return Elements(numbering.of(("from", axis, rank, inner)))
+            case Elements() | Statistic() if axis in inner.summed:
+                return inner
+            case Gradient() if all(axis in term.summed for term in inner.terms):
+                return inner
             case _:
-                return inner
+                return _computed(inner, numbering, "from", axis, rank)
 
     return mapped(value, leaf)

@@ -1,7 +1,7 @@
-"""Bounds: no order in which streams may run has more of a kind of buffer live than the program's bounds say (Z302).
+"""Bounds: in no order of the streams are more buffers of a kind live than the program's bounds allow (Z302).
 
-``zeroir.ir.bounds`` says what a bound means and which buffers it is about. The verifier's own happens-before says
-whether an op is done when a buffer begins; the waits that a pass believes to have derived count for nothing.
+``zeroir.ir.bounds`` defines what a bound means and which buffers it limits. The verifier's own happens-before decides
+whether a release is done when a buffer begins.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from zeroir.verify.happens_before import HappensBefore
 
 
 def check_bounds(program: Program, findings: Findings) -> None:
-    """Check every section; a program without bounds has nothing to check."""
+    """Check every section of a program that has bounds."""
     if not program.bounds:
         return
     kinds = bounded_buffers(program.buffers, program.ops())
@@ -26,16 +26,16 @@ def check_bounds(program: Program, findings: Findings) -> None:
 
 
 class _Releases:
-    """The releases of one kind's buffers so far, and those that a stream need not come after, as far as is known."""
+    """The releases of one kind's buffers so far, and for each stream those that may still be under way."""
 
     def __init__(self) -> None:
         self.group_ranks: dict[int, int] = {}
         self._all: list[tuple[int, int]] = []
-        # What is done before the next op of a stream is done before all later ones: each is looked at once per stream.
+        # A release that is done before the next op of a stream is done before all later ones, and is dropped here.
         self._open: dict[int, list[tuple[int, int]]] = {}
 
     def add(self, group: int, number: int) -> None:
-        """Take in the release with that number among the issued ops."""
+        """Add the release with this number among the issued ops."""
         rank = self.group_ranks.setdefault(group, len(self.group_ranks))
         for releases in (self._all, *self._open.values()):
             releases.append((rank, number))
@@ -43,7 +43,7 @@ class _Releases:
     def first_open(self, stream: int, ahead: int, order: HappensBefore) -> int | None:
         """A release that must be done when the stream's next op begins, and may not be."""
         limit = len(self.group_ranks) - ahead
-        releases = self._open.setdefault(stream, list(self._all))
+        releases = self._open.get(stream, self._all)
         kept = [
             (rank, number)
             for rank, number in releases
@@ -54,7 +54,7 @@ class _Releases:
 
 
 class _BoundsCheck:
-    """One section. Which ops are under way at its entry makes no difference: no bound speaks of them."""
+    """One section. Bounds do not count the ops that are under way at its entry."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class _BoundsCheck:
         self.groups = groups(section.body, kinds)
         self.releases = {bound.kind: _Releases() for bound in program.bounds}
         self.last_op: dict[int, int] = {}
-        """For each stream the number of its last op that is no alloc."""
+        """The number of each stream's last op, allocs left out."""
 
     def run(self) -> None:
         """Check the section."""

@@ -7,6 +7,7 @@ interpretation covers every rank, and cutting a piece in two changes neither hal
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple, assert_never
@@ -186,14 +187,21 @@ class Numbering:
         return self._numbers.setdefault(key, len(self._numbers))
 
 
-def moved(value: Value, delta: int) -> Value:
-    """The same value for positions counted from ``delta``: new position q is old position q + delta."""
-    if delta == 0:
+def moved(value: Value, delta: int, strides: Strides = ()) -> Value:
+    """The value at position + delta + Σ stride × coordinate: new position q is that old position."""
+    if delta == 0 and not strides:
         return value
     match value:
         case Elements() | Gradient() | Slice():
-            return replace(value, shift=value.shift + delta)
+            sums = value.strides
+            if strides:
+                steps = Counter(dict(sums))
+                steps.update(dict(strides))
+                sums = tuple(sorted((axis, step) for axis, step in steps.items() if step))
+            return replace(value, shift=value.shift + delta, strides=sums)
         case Split():
+            if strides:
+                return TORN
             return replace(value, start=value.start - delta, stop=value.stop - delta)
         case Undefined() | Zero() | Poison() | Statistic() | Decision():
             return value
@@ -206,21 +214,6 @@ def rebased(pieces: PieceList, origin: int) -> list[tuple[int, int, Value]]:
     if origin == 0:
         return list(pieces)
     return [(a - origin, b - origin, moved(v, origin)) for a, b, v in pieces]
-
-
-def with_stride(value: Value, axis: str, stride: int) -> Value:
-    """The value at position + stride × coordinate(axis)."""
-    match value:
-        case Elements() | Gradient() | Slice():
-            steps = dict(value.strides)
-            steps[axis] = steps.get(axis, 0) + stride
-            return replace(value, strides=_strides(steps))
-        case Split():
-            return TORN
-        case Undefined() | Zero() | Poison() | Statistic() | Decision():
-            return value
-        case _:
-            assert_never(value)
 
 
 def at_coordinate(value: Value, axis: str, coordinate: int) -> Value:
@@ -245,27 +238,6 @@ def _placed(value: Elements | Gradient | Slice, axis: str, coordinate: int) -> V
         return value
     rest = tuple(step for step in value.strides if step[0] != axis)
     return replace(value, shift=value.shift + stride * coordinate, strides=rest)
-
-
-def depends_on(value: Value, axis: str) -> bool:
-    """Whether ranks along the axis hold different elements here."""
-    match value:
-        case Elements() | Gradient():
-            return any(name == axis for name, _ in value.strides)
-        case Slice():
-            return any(name == axis for name, _ in value.strides) or any(
-                depends_on(v, axis) for _, _, v in value.array
-            )
-        case Split():
-            return True
-        case Undefined() | Zero() | Poison() | Statistic() | Decision():
-            return False
-        case _:
-            assert_never(value)
-
-
-def _strides(steps: dict[str, int]) -> Strides:
-    return tuple(sorted((axis, step) for axis, step in steps.items() if step))
 
 
 def coalesced(pieces: PieceList) -> list[tuple[int, int, Value]]:
@@ -314,27 +286,18 @@ def window(array: PieceList, start: int, numel: int) -> list[tuple[int, int, Val
     return inside
 
 
-def simplify(value: Value, numel: int, sizes: Sequence[tuple[str, int]]) -> Value:
+def simplify(value: Value, numel: int, sizes: Mapping[str, int]) -> Value:
     """The value of the piece that all ranks read, where a slice reads one piece alone; else the slice."""
     if not isinstance(value, Slice):
         return value
-    low, high = span(value.shift, value.strides, numel, dict(sizes))
-    for a, b, inner in value.array:
-        if a <= low and high <= b:
-            result = moved(inner, value.shift)
-            for axis, stride in value.strides:
-                result = with_stride(result, axis, stride)
-            return result
-    return value
-
-
-def span(shift: int, strides: Strides, numel: int, sizes: dict[str, int]) -> tuple[int, int]:
-    """First and one-past-last index that any rank reads."""
-    low, high = shift, shift + numel
-    for axis, stride in strides:
+    low, high = value.shift, value.shift + numel
+    for axis, stride in value.strides:
         reach = stride * (sizes[axis] - 1)
         low, high = (low, high + reach) if stride > 0 else (low + reach, high)
-    return low, high
+    for a, b, inner in value.array:
+        if a <= low and high <= b:
+            return moved(inner, value.shift, value.strides)
+    return value
 
 
 def spread(
@@ -355,7 +318,7 @@ def spread(
         match value:
             case Elements() | Gradient() | Slice() if (axis, numel) in value.strides:
                 whole = _placed(value, axis, 0)
-                if not depends_on(whole, axis):
+                if at_coordinate(whole, axis, 0) == whole:
                     return coalesced(unpack(whole, numel * size))
             case Zero() | Poison() | Undefined():
                 return [(0, numel * size, value)]

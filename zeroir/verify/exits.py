@@ -6,6 +6,7 @@ and after the update, version 1 is version 0 of the next step.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from zeroir.ir import ops
@@ -49,7 +50,7 @@ def check_exit(run: SectionRun) -> None:
         region = holding.region
         pieces = run.memory.read(region)
         if region in refined:
-            pieces = _rests(pieces)
+            pieces = _unsplit(pieces)
         _check(run, region, pieces, holding.content, (0, run.memory.numel(region)))
     for buffer in run.program.buffers:
         if buffer.holds is not None:
@@ -77,7 +78,7 @@ def _check_rest(run: SectionRun, buffer: Buffer, content: Content, holdings: lis
             continue
         if any(h.region == unsliced for h in holdings):
             continue
-        rests = _rests(cut(pieces, region.offset, region.stop))
+        rests = _unsplit(cut(pieces, region.offset, region.stop))
         rest = run.layout.beside(holding, content)
         if rest is content:
             _check(run, whole(buffer), rests, content, (region.offset, region.stop))
@@ -86,28 +87,22 @@ def _check_rest(run: SectionRun, buffer: Buffer, content: Content, holdings: lis
     check_between(at, buffer.numel)
 
 
-def _own_slices(run: SectionRun, pieces: PieceList) -> list[tuple[int, int, Value]]:
-    """The pieces, with each split replaced by the own slices of all ranks."""
+def _unsplit(pieces: PieceList, sizes: Mapping[str, int] | None = None) -> PieceList:
+    """The pieces, with each split replaced by the values outside the own slice.
+
+    With the ``sizes`` of the mesh axes, by the own slices of all ranks instead.
+    """
     replaced: list[tuple[int, int, Value]] = []
     for a, b, value in pieces:
-        if isinstance(value, Split):
-            size = run.layout.sizes[value.axis]
+        if not isinstance(value, Split):
+            replaced.append((a, b, value))
+            continue
+        inside: PieceList = value.rest
+        if sizes is not None:
+            size = sizes[value.axis]
             numel = (b - a) // size
-            whole_own = spread(unpack(value.own, numel), value.axis, size, numel, numel)
-            replaced += rebased(whole_own, -a)
-        else:
-            replaced.append((a, b, value))
-    return replaced
-
-
-def _rests(pieces: PieceList) -> list[tuple[int, int, Value]]:
-    """The pieces, with each split replaced by the values outside the own slice."""
-    replaced: list[tuple[int, int, Value]] = []
-    for a, b, value in pieces:
-        if isinstance(value, Split):
-            replaced += rebased(value.rest, -a)
-        else:
-            replaced.append((a, b, value))
+            inside = spread(unpack(value.own, numel), value.axis, size, numel, numel)
+        replaced += rebased(inside, -a)
     return replaced
 
 
@@ -117,7 +112,7 @@ def _check(
     """Compare ``pieces`` at the positions ``interval`` of a region with the content of the whole region."""
     if any(isinstance(value, Split) for _, _, value in pieces):
         # Each element is in some rank's own slice, and in the rest of every other rank.
-        for version in (_own_slices(run, pieces), _rests(pieces)):
+        for version in (_unsplit(pieces, run.sizes), _unsplit(pieces)):
             _check(run, region, version, content, interval)
         return
     match content:
@@ -238,19 +233,16 @@ def _check_named(run: SectionRun, region: Region, pieces: PieceList, content: Na
     # An evaluation must leave nothing to training but its loss.
     is_evaluated = run.section.name == EVALUATE and buffer.role in (Role.SCALAR, Role.MODULE_BUFFER)
     is_kept |= is_evaluated and buffer.name != run.program.loss
+    own = Elements(NamedKey(content.name, content.version))
     for _, _, value in pieces:
         hole = algebra.undefined_in(value)
         if hole is not None:
             _fail(run, "Z103", region, f"holds {CAUSES[hole.cause]}")
             return
-        if is_kept and not _is_own(value, content) and not algebra.is_poisoned(value):
+        if is_kept and value != own and not algebra.is_poisoned(value):
             should = f"should hold the value {content.name} unchanged"
             _fail(run, "Z103", region, f"{should} but holds {describe(value)}")
             return
-
-
-def _is_own(value: Value, content: NamedContent) -> bool:
-    return value == Elements(NamedKey(content.name, content.version))
 
 
 def _is_elsewhere(run: SectionRun, region: Region, content: NamedContent) -> bool:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from dataclasses import replace
 from functools import cached_property
 
 from zeroir.ir.contents import GRAD, Content, FlatContent, Micro, NamedContent, Zeros
-from zeroir.ir.program import MICRO_STEP, Flat, Holding, Program, Slot
+from zeroir.ir.program import MICRO_STEP, Holding, Program, Slot
 from zeroir.verify.domain import (
     ALL_TERM,
     PAST_TERM,
@@ -29,6 +28,7 @@ from zeroir.verify.domain import (
     spread,
     window,
 )
+from zeroir.verify.intervals import IntervalMap
 
 
 class FlatLayout:
@@ -36,28 +36,22 @@ class FlatLayout:
 
     def __init__(self, program: Program) -> None:
         self._program = program
-        self._cuts: dict[str, tuple[tuple[int, int, Slot | None], ...]] = {}
-        self._starts: dict[str, list[int]] = {}
+        self._slots: dict[str, IntervalMap[Slot | None]] = {}
         self.sizes = {axis.name: axis.size for axis in program.mesh.axes}
 
-    def cuts(self, flat: str) -> tuple[tuple[int, int, Slot | None], ...]:
+    def cuts(self, flat: str) -> list[tuple[int, int, Slot | None]]:
         """The flat's elements in order: ``(start, stop, slot)``, with None for padding."""
-        cuts = self._cuts.get(flat)
-        if cuts is None:
-            cuts = self._cuts[flat] = _cut(self._program.flat_by_name[flat])
-            self._starts[flat] = [start for start, _, _ in cuts]
-        return cuts
+        return self.between(flat, 0, self._program.flat_by_name[flat].padded_numel)
 
     def between(self, flat: str, start: int, stop: int) -> list[tuple[int, int, Slot | None]]:
-        """The cuts of ``[start, stop)``."""
-        cuts = self.cuts(flat)
-        i = bisect_right(self._starts[flat], start) - 1
-        parts: list[tuple[int, int, Slot | None]] = []
-        while i < len(cuts) and cuts[i][0] < stop:
-            a, b, slot = cuts[i]
-            parts.append((max(a, start), min(b, stop), slot))
-            i += 1
-        return parts
+        """The cuts of the part of ``[start, stop)`` that is in the flat."""
+        slots = self._slots.get(flat)
+        if slots is None:
+            declared = self._program.flat_by_name[flat]
+            slots = self._slots[flat] = IntervalMap(declared.padded_numel, None)
+            for slot in declared.slots:
+                slots.write(slot.offset, slot.offset + slot.numel, slot)
+        return slots.read(max(start, 0), min(stop, slots.numel))
 
     @cached_property
     def axes(self) -> tuple[str, ...]:
@@ -88,7 +82,7 @@ class FlatLayout:
                     if not strides:
                         return window(array, content.offset, numel)
                     value: Value = Slice(array, content.offset, strides)
-                    return [(0, numel, simplify(value, numel, tuple(self.sizes.items())))]
+                    return [(0, numel, simplify(value, numel, self.sizes))]
                 key = FlatKey(content.quantity, content.flat, content.version)
                 return [(0, numel, Elements(key, content.offset, strides))]
 
@@ -150,18 +144,3 @@ class FlatLayout:
             spreads = spread(spreads, axis, size, length, stride)
             length = stride * (size - 1) + length
         return rebased(spreads, -shift)
-
-
-def _cut(flat: Flat) -> tuple[tuple[int, int, Slot | None], ...]:
-    cuts: list[tuple[int, int, Slot | None]] = []
-    at = 0
-    for slot in sorted(flat.slots, key=lambda slot: slot.offset):
-        if slot.numel == 0:
-            continue
-        if slot.offset > at:
-            cuts.append((at, slot.offset, None))
-        cuts.append((slot.offset, slot.offset + slot.numel, slot))
-        at = slot.offset + slot.numel
-    if at < flat.padded_numel:
-        cuts.append((at, flat.padded_numel, None))
-    return tuple(cuts)

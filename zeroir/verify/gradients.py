@@ -27,11 +27,11 @@ from zeroir.verify.flat_layout import FlatLayout
 
 
 class Problem(NamedTuple):
-    """A code, a sentence, and what to do in this case."""
+    """A sentence, what to do in this case, and a code."""
 
-    code: str
     sentence: str
     advice: str = ""
+    code: str = "Z402"
 
 
 class Wanted(NamedTuple):
@@ -77,7 +77,6 @@ def _padding(value: Value, flat: str, start: int, stop: int) -> Problem | None:
         return None
     what = CAUSES[value.cause] if isinstance(value, Undefined) else "something other than zeros"
     return Problem(
-        "Z402",
         f"the padding [{start}:{stop}] of the gradient of flat {flat} is {what}",
         "Fill the elements between and behind the parameters with 0 before the gradient is reduced.",
     )
@@ -89,24 +88,21 @@ def _slot(value: Value, flat: str, slot: Slot, wanted: Wanted) -> Problem | None
         if isinstance(value, Zero):
             return None
         return Problem(
-            "Z402",
             f"the gradient of {slot.name} should be zeros here: no compute op contributes to it",
             f"Fill it with 0, or name the result that is its gradient (`grad {slot.name}: …`).",
         )
     if isinstance(value, Zero):
-        return Problem("Z402", f"the gradient of {slot.name} is zeros: its contributions are lost")
+        return Problem(f"the gradient of {slot.name} is zeros: its contributions are lost")
     if isinstance(value, Undefined):
-        return Problem("Z402", f"the gradient of {slot.name} is {CAUSES[value.cause]}")
+        return Problem(f"the gradient of {slot.name} is {CAUSES[value.cause]}")
     if not isinstance(value, Gradient) or value.flat != flat:
-        return Problem(
-            "Z402", f"the gradient of {slot.name} should stand where {describe(value)} stands"
-        )
+        return Problem(f"the gradient of {slot.name} should stand where {describe(value)} stands")
     if value.shift or value.strides:
-        return Problem("Z402", f"the gradient of {slot.name} stands at the wrong elements")
-    return compare_terms(value.terms, sources, slot.name, wanted)
+        return Problem(f"the gradient of {slot.name} stands at the wrong elements")
+    return _terms(value.terms, sources, slot.name, wanted)
 
 
-def compare_terms(
+def _terms(
     terms: tuple[Term, ...], sources: Mapping[int, int], name: str, wanted: Wanted
 ) -> Problem | None:
     """Compare a multiset of contributions with the wanted one; the reductions come last."""
@@ -114,33 +110,30 @@ def compare_terms(
     for term in terms:
         counts[term.source] += term.times
     if LOST_TERM in counts:
-        return Problem(
-            "Z402", f"the gradient of {name} was scaled, or is one rank's part, not the sum"
-        )
+        return Problem(f"the gradient of {name} was scaled, or is one rank's part, not the sum")
     for source, count in sources.items():
         if counts[source] < count:
-            return Problem("Z402", f"the gradient of {name} lacks {wanted.name(source)}")
+            return Problem(f"the gradient of {name} lacks {wanted.name(source)}")
         if counts[source] > count:
             return Problem(
-                "Z402", f"the gradient of {name} holds {wanted.name(source)} {counts[source]} times"
+                f"the gradient of {name} holds {wanted.name(source)} {counts[source]} times"
             )
     extra = next((source for source in counts if source not in sources), None)
     if extra is not None:
-        return Problem("Z402", f"the gradient of {name} also holds {wanted.name(extra)}")
+        return Problem(f"the gradient of {name} also holds {wanted.name(extra)}")
     for term in terms:
         for axis in wanted.summed:
             if axis not in term.summed:
-                return Problem("Z404", f"the gradient of {name} is not summed over {axis}")
+                return Problem(f"the gradient of {name} is not summed over {axis}", code="Z404")
         if len(term.summed) > len(set(term.summed)):
             axis = next(a for a in term.summed if term.summed.count(a) > 1)
-            return Problem("Z402", f"the gradient of {name} is summed over {axis} more than once")
+            return Problem(f"the gradient of {name} is summed over {axis} more than once")
         axis = next((a for a in term.summed if a not in wanted.summed), "")
         if axis:
-            return Problem("Z402", f"the gradient of {name} is summed over {axis} too early")
+            return Problem(f"the gradient of {name} is summed over {axis} too early")
         if term.summed != wanted.summed:
             order = " and then ".join(term.summed)
             return Problem(
-                "Z402",
                 f"the gradient of {name} is summed over {order}, and not innermost first, over "
                 f"{' and then '.join(wanted.summed)}: the order changes the rounding",
             )

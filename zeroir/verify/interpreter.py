@@ -6,16 +6,16 @@ with the exit state. The ordering is proved before, so every interleaving gives 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, replace
-from typing import NamedTuple, assert_never
+from collections.abc import Hashable
+from dataclasses import replace
+from typing import assert_never
 
 from zeroir.ir import ops
 from zeroir.ir.buffers import Region, whole
 from zeroir.ir.contents import GRAD, PARAM, NamedContent
 from zeroir.ir.dtypes import DType
 from zeroir.ir.ops import Mode, Op
-from zeroir.ir.program import OptimizerGroup, Program, Section, Slot
+from zeroir.ir.program import Program, Section
 from zeroir.verify import algebra, statistics, transfers, update
 from zeroir.verify.abstract_memory import AbstractMemory
 from zeroir.verify.context import Findings, spell, title
@@ -46,63 +46,37 @@ Contributions = dict[str, list[int]]
 """Per parameter, the value numbers that contribute to its gradient, in the order in which they are added."""
 
 
-class GroupIntervals(NamedTuple):
-    """An optimizer group: its intervals by flat, in order."""
-
-    algorithm: ops.Algorithm
-    intervals: Mapping[str, list[tuple[int, int]]]
-
-    @classmethod
-    def of(cls, group: OptimizerGroup) -> GroupIntervals:
-        """The sorted intervals of a program's group."""
-        intervals: dict[str, list[tuple[int, int]]] = {}
-        for flat, start, stop in sorted(group.intervals):
-            intervals.setdefault(flat, []).append((start, stop))
-        return cls(group.algorithm, intervals)
-
-
-@dataclass
 class Shared:
-    """The data that the runs over a program's sections share."""
+    """The data that the runs over a program's sections share.
 
-    program: Program
-    layout: FlatLayout
-    numbering: Numbering
-    segments: Segments
-    parameters: Mapping[str, tuple[Value, int]]
-    gradients: Mapping[str, tuple[str, Slot]]
-    groups: Mapping[str, GroupIntervals]
-    may_repeat: bool
+    With ``by_node`` values are numbered node by node instead of segment by segment. With ``may_repeat`` a repeated call
+    with the same operands contributes again, as where a model adds a module's result to itself; without it the call
+    counts once, and a gradient that holds it twice is wrong.
+    """
 
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         program: Program,
         numbering: Numbering,
         *,
         by_node: bool = False,
         may_repeat: bool = True,
-    ) -> Shared:
-        """Prepare runs.
-
-        With ``by_node`` values are numbered node by node instead of segment by segment. With ``may_repeat`` a repeated
-        call with the same operands contributes again, as where a model adds a module's result to itself; without it
-        the call counts once, and a gradient that holds it twice is wrong.
-        """
-        homes = program.parameter_by_name
-        return cls(
-            program=program,
-            layout=FlatLayout(program),
-            numbering=numbering,
-            segments=Segments(program, numbering, by_node=by_node),
-            parameters={
-                name: (Elements(FlatKey(PARAM, flat.name, 0), slot.offset), slot.numel)
-                for name, (flat, slot) in homes.items()
-            },
-            gradients={name: (flat.name, slot) for name, (flat, slot) in homes.items()},
-            groups={group.name: GroupIntervals.of(group) for group in program.groups},
-            may_repeat=may_repeat,
-        )
+    ) -> None:
+        self.program = program
+        self.layout = FlatLayout(program)
+        self.numbering = numbering
+        self.segments = Segments(program, numbering, by_node=by_node)
+        self.parameters = {
+            name: (Elements(FlatKey(PARAM, flat.name, 0), slot.offset), slot.numel)
+            for name, (flat, slot) in program.parameter_by_name.items()
+        }
+        self.groups = {group.name: group for group in program.groups}
+        self.group_intervals: dict[tuple[str, str], list[tuple[int, int]]] = {}
+        """The sorted intervals of a group in a flat."""
+        for group in program.groups:
+            for flat, start, stop in sorted(group.intervals):
+                self.group_intervals.setdefault((group.name, flat), []).append((start, stop))
+        self.may_repeat = may_repeat
 
 
 class SectionRun:
@@ -130,7 +104,6 @@ class SectionRun:
         self.memory = AbstractMemory(self.program.buffer_by_name, self.program.mesh)
         self.sizes = shared.layout.sizes
         self.line = 0
-        self.op: Op | None = None
         self.contributions: Contributions = {}
         self.consumed: set[str] = set()
         self.decisions = 0
@@ -142,13 +115,12 @@ class SectionRun:
         self.reported: dict[Region, PieceList] = {} if before is None else dict(before.reported)
         self._calls: set[tuple[int, Hashable]] = set()
         self._lines: dict[int, int] = {}
-        self.flats = dict(self.program.flat_by_name)
         self._enter(before)
 
     def interpret(self) -> None:
         """Let every op of the body change the abstract memory."""
         for line, op in enumerate(self.section.body):
-            self.line, self.op = line, op
+            self.line = line
             self._step(op)
 
     def fail(self, code: str, sentence: str, *buffers: str, advice: str = "") -> None:
@@ -169,7 +141,7 @@ class SectionRun:
     def note_rounding(self, pieces: PieceList, target: DType) -> None:
         """Remember which gradients lose digits here."""
         for _, _, value in pieces:
-            for flat in algebra.rounded_flats(value, target, self.flats):
+            for flat in algebra.rounded_flats(value, target, self.program.flat_by_name):
                 self.roundings.setdefault((flat, target), self.line)
 
     # ------------------------------------------------------------------------------------------------- entry state
@@ -207,16 +179,10 @@ class SectionRun:
         match op:
             case ops.Wait():
                 pass
-            case ops.Alloc():
-                self.memory.reset(op.buffer)
-            case ops.Release():
+            case ops.Memory():
                 self.memory.forget(op.buffer)
-            case ops.Gather():
-                transfers.gather(self, op)
-            case ops.ReduceScatter() | ops.AllReduce():
-                transfers.reduce(self, op)
-            case ops.Broadcast():
-                transfers.broadcast(self, op)
+            case ops.Collective():
+                transfers.collective(self, op)
             case ops.Compute():
                 self._compute(op)
             case ops.Cast():
@@ -250,19 +216,18 @@ class SectionRun:
             hole = algebra.undefined_in(value)
             if hole is None:
                 continue
-            self.complain(region, a, b, hole, code)
+            self._complain(region, a, b, hole, code)
             checked = list(pieces) if checked is None else checked
             checked[i] = (a, b, POISON)
         return pieces if checked is None else checked
 
-    def complain(self, region: Region, start: int, stop: int, hole: Undefined, code: str) -> None:
+    def _complain(self, region: Region, start: int, stop: int, hole: Undefined, code: str) -> None:
         """Report a read of undefined elements ``[start, stop)`` of a region."""
-        name = "this op" if self.op is None else title(self.op)
         where = spell(region, self.program)
         part = "" if (start, stop) == (0, self.memory.numel(region)) else f" [{start}:{stop}] of"
         self.fail(
             code,
-            f"{name} reads{part} {where}, which has {CAUSES[hole.cause]}",
+            f"{title(self.section.body[self.line])} reads{part} {where}, which has {CAUSES[hole.cause]}",
             region.buffer,
             advice=ADVICE[hole.cause],
         )
@@ -278,7 +243,8 @@ class SectionRun:
             if name is not None:
                 if not self._is_parameter(name, region):
                     is_poisoned = True
-                operands.append(CallOperand(("parameter", self.shared.gradients[name][1].name)))
+                slot = self.program.parameter_by_name[name][1]
+                operands.append(CallOperand(("parameter", slot.name)))
                 continue
             pieces = self.take(region)
             if len(pieces) == 1:
@@ -331,9 +297,9 @@ class SectionRun:
         number: int,
         is_poisoned: bool,
     ) -> None:
-        flat, slot = self.shared.gradients[name]
+        flat, slot = self.program.parameter_by_name[name]
         region = destination.view.region
-        value: Value = Gradient(flat, (Term(number, (), 1),), slot.offset)
+        value: Value = Gradient(flat.name, (Term(number, (), 1),), slot.offset)
         if is_poisoned:
             value = POISON
         if slot.name in self.consumed:
@@ -371,14 +337,17 @@ class SectionRun:
 
     def _cast(self, op: ops.Cast) -> None:
         buffers = self.program.buffer_by_name
-        source, target = buffers[op.source.buffer], buffers[op.destination.buffer]
-        rule = algebra.CastRule(source.dtype, target.dtype, self.flats, self.numbering)
+        source, target = buffers[op.source.buffer].dtype, buffers[op.destination.buffer].dtype
         is_sum = op.mode is Mode.ACCUMULATE
         code = "Z402" if is_sum or self._is_gradient(op.source) else "Z103"
-        taken = self.take(op.source, code)
-        if not algebra.represents(target.dtype, source.dtype):
-            self.note_rounding(taken, target.dtype)
-        pieces: PieceList = [(a, b, algebra.cast(v, rule)) for a, b, v in taken]
+        pieces = self.take(op.source, code)
+        if not algebra.represents(target, source):
+            self.note_rounding(pieces, target)
+        if target is not source:
+            pieces = [
+                (a, b, algebra.cast(v, target, self.program.flat_by_name, self.numbering))
+                for a, b, v in pieces
+            ]
         if is_sum:
             pieces = self._added(self.memory.read(op.destination), pieces, op.destination)
         self.memory.write(op.destination, pieces)

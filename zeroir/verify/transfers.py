@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, assert_never
 
 from zeroir.ir import ops
-from zeroir.ir.buffers import Region
 from zeroir.ir.dtypes import DType
 from zeroir.verify import algebra
 from zeroir.verify.context import spell, title
@@ -26,93 +25,71 @@ if TYPE_CHECKING:
     from zeroir.verify.interpreter import SectionRun
 
 
-def gather(run: SectionRun, op: ops.AllGather | ops.Prefetch) -> None:
-    """An all-gather or prefetch: the slices of all ranks in order; an error where they stand there already (Z102)."""
+def collective(run: SectionRun, op: ops.CollectiveOp) -> None:
+    """A collective: each destination gets what the ranks' sources make together.
+
+    A gather is an error where its content stands there already (Z102).
+    """
     axis = run.program.comm_by_name[op.comm].axis
-    size = run.sizes[axis]
-    is_double = size > 1
-    results: list[tuple[Region, PieceList]] = []
-    for pair, pieces in _sources(run, op, "Z103"):
-        numel = run.memory.numel(pair.source)
-        result = pieces
-        if size > 1:
+    sources = _sources(run, op)
+    results = sources
+    if run.sizes[axis] > 1:
+        results = [(pair, _result(run, op, axis, pair, pieces)) for pair, pieces in sources]
+        if isinstance(op, ops.Gather) and all(_is_held(run, *result) for result in results):
+            where = ", ".join(spell(pair.destination, run.program) for pair in op.pairs)
+            run.fail(
+                "Z102",
+                f"{title(op)} fills {where}, which holds exactly that content already",
+                *(pair.destination.buffer for pair in op.pairs),
+            )
+    for pair, pieces in results:
+        run.memory.write(pair.destination, pieces)
 
-            def seen(value: Value, rank: int) -> Value:
-                return algebra.from_rank(value, axis, rank, run.numbering)
 
+def _is_held(run: SectionRun, pair: ops.Pair, result: PieceList) -> bool:
+    return coalesced(run.memory.read(pair.destination)) == coalesced(result) and not any(
+        algebra.is_poisoned(value) for _, _, value in result
+    )
+
+
+def _result(
+    run: SectionRun, op: ops.CollectiveOp, axis: str, pair: ops.Pair, pieces: PieceList
+) -> PieceList:
+    """What a pair's destination gets, from the pieces of its source, along an axis of more than one rank."""
+
+    def seen(value: Value, rank: int) -> Value:
+        return algebra.from_rank(value, axis, rank, run.numbering)
+
+    match op:
+        case ops.Gather():
+            size, numel = run.sizes[axis], run.memory.numel(pair.source)
             is_alike = all(seen(v, 0) == v for _, _, v in pieces)
-            result = spread(pieces, axis, size, numel, numel, None if is_alike else seen)
-        results.append((pair.destination, result))
-        is_double = (
-            is_double
-            and coalesced(run.memory.read(pair.destination)) == coalesced(result)
-            and not any(algebra.is_poisoned(v) for _, _, v in result)
-        )
-    if is_double and op.pairs:
-        where = ", ".join(spell(pair.destination, run.program) for pair in op.pairs)
-        run.fail(
-            "Z102",
-            f"{title(op)} fills {where}, which holds exactly that content already",
-            *(pair.destination.buffer for pair in op.pairs),
-        )
-    for region, pieces in results:
-        run.memory.write(region, pieces)
+            return spread(pieces, axis, size, numel, numel, None if is_alike else seen)
+        case ops.Broadcast():
+            return [(a, b, seen(at_coordinate(v, axis, op.root), op.root)) for a, b, v in pieces]
+        case ops.ReduceScatter() | ops.AllReduce():
 
-
-def reduce(run: SectionRun, op: ops.ReduceScatter | ops.AllReduce) -> None:
-    """An all-reduce, or this rank's slice of one, of values of which each rank has a part (Z402)."""
-    axis = run.program.comm_by_name[op.comm].axis
-    size = run.sizes[axis]
-    results: list[tuple[Region, PieceList]] = []
-    for pair, taken in _sources(run, op, "Z402"):
-        pieces = taken
-        if size > 1:
-            name = spell(pair.source, run.program)
-            buffer = pair.source.buffer
-
-            def fail(code: str, sentence: str, name: str = name, buffer: str = buffer) -> None:
-                run.fail(code, f"{sentence} ({name})", buffer)
+            def fail(code: str, sentence: str) -> None:
+                where = spell(pair.source, run.program)
+                run.fail(code, f"{sentence} ({where})", pair.source.buffer)
 
             how = algebra.Combination(axis, op.reduction, run.numbering, fail)
-            pieces = coalesced([(a, b, algebra.reduced(v, how)) for a, b, v in taken])
-            if isinstance(op, ops.ReduceScatter):
-                numel = run.memory.numel(pair.destination)
-                pieces = unpack(_slice(run, pieces, axis, numel), numel)
-        results.append((pair.destination, pieces))
-    for region, pieces in results:
-        run.memory.write(region, pieces)
+            combined = coalesced([(a, b, algebra.reduced(v, how)) for a, b, v in pieces])
+            if isinstance(op, ops.AllReduce):
+                return combined
+            numel = run.memory.numel(pair.destination)
+            own = Slice(tuple(opened(combined)), 0, ((axis, numel),))
+            return unpack(simplify(own, numel, run.sizes), numel)
+        case _:
+            assert_never(op)
 
 
-def _slice(run: SectionRun, pieces: PieceList, axis: str, numel: int) -> Value:
-    """This rank's slice of pieces over ``[0, numel × size)``."""
-    sizes = tuple(run.sizes.items())
-    return simplify(Slice(tuple(opened(pieces)), 0, ((axis, numel),)), numel, sizes)
-
-
-def broadcast(run: SectionRun, op: ops.Broadcast) -> None:
-    """The root's values on every rank."""
-    axis = run.program.comm_by_name[op.comm].axis
-    for pair, pieces in _sources(run, op, "Z103"):
-        result = pieces
-        if run.sizes[axis] > 1:
-            result = [
-                (
-                    a,
-                    b,
-                    algebra.from_rank(
-                        at_coordinate(v, axis, op.root), axis, op.root, run.numbering
-                    ),
-                )
-                for a, b, v in pieces
-            ]
-        run.memory.write(pair.destination, result)
-
-
-def _sources(run: SectionRun, op: ops.CollectiveOp, code: str) -> list[tuple[ops.Pair, PieceList]]:
-    taken = [(pair, run.take(pair.source, code)) for pair in op.pairs]
+def _sources(run: SectionRun, op: ops.CollectiveOp) -> list[tuple[ops.Pair, PieceList]]:
+    """What each pair sends."""
+    is_sum = isinstance(op, ops.ReduceScatter | ops.AllReduce)
+    taken = [(pair, run.take(pair.source, "Z402" if is_sum else "Z103")) for pair in op.pairs]
     if op.wire_dtype is not None:
         wire = op.wire_dtype
-        is_sum = isinstance(op, ops.ReduceScatter | ops.AllReduce)
         taken = [(p, _on_wire(run, p, pieces, wire, is_sum=is_sum)) for p, pieces in taken]
     if op.staging is not None:
         run.memory.write(op.staging, [(0, run.memory.numel(op.staging), SCRATCH)])

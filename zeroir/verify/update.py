@@ -234,7 +234,7 @@ def _check_group(run: SectionRun, op: ops.OptimizerStep, elements: Cover) -> Non
             "Z403",
             f"optimizer_step is {op.algorithm}, but group {op.group} trains with {group.algorithm}",
         )
-    own = group.intervals.get(elements.flat, ())
+    own = run.shared.group_intervals.get((op.group, elements.flat), ())
     for start, stop in elements.intervals(run.layout.sizes):
         for a, b, slot in run.layout.between(elements.flat, start, stop):
             at = a

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from functools import lru_cache
 from typing import Final
 
 VERSION: Final = 1
@@ -39,8 +40,9 @@ def quote(text: str) -> str:
     return json.dumps(text)
 
 
+@lru_cache(maxsize=1 << 16)
 def name(text: str) -> str:
-    """A name, in quotes where it needs them."""
+    """A name, in quotes where it needs them. A program prints most of its names several times."""
     return text if _IS_BARE_NAME(text) else quote(text)
 
 

@@ -18,16 +18,8 @@ class Names:
     program: Program
 
     @cached_property
-    def _buffers(self) -> dict[str, tuple[str, int | None]]:
-        """Each buffer as the text names it, and its number of elements."""
-        return {
-            buffer.name: ("%" + name(buffer.name), buffer.numel) for buffer in self.program.buffers
-        }
-
-    @cached_property
-    def _spelled(self) -> dict[str, str]:
-        """The names printed so far; a program has few of them and prints each often."""
-        return {}
+    def _whole_numel(self) -> dict[str, int]:
+        return {buffer.name: buffer.numel for buffer in self.program.buffers}
 
     @cached_property
     def _input_types(self) -> dict[str, tuple[TensorType | None, ...]]:
@@ -45,20 +37,12 @@ class Names:
         """The declared types of a segment's outputs, none for an unknown segment."""
         return self._output_types.get(segment, ())
 
-    def name(self, text: str) -> str:
-        """A name, in quotes where it needs them."""
-        spelled = self._spelled.get(text)
-        if spelled is None:
-            spelled = self._spelled[text] = name(text)
-        return spelled
-
     def region(self, region: Region) -> str:
         """``%b``, ``%b[0:64]`` or ``%b[0:64]@dp``."""
-        buffer = region.buffer
-        text, whole_numel = self._buffers.get(buffer) or ("%" + name(buffer), None)
+        text = "%" + name(region.buffer)
         if region.shard is not None:
-            return f"{text}[{region.offset}:{region.stop}]@{self.name(region.shard)}"
-        if region.offset == 0 and region.numel == whole_numel:
+            return f"{text}[{region.offset}:{region.stop}]@{name(region.shard)}"
+        if region.offset == 0 and self._whole_numel.get(region.buffer) == region.numel:
             return text
         return f"{text}[{region.offset}:{region.stop}]"
 

@@ -93,7 +93,7 @@ def _value(field: OpField) -> _Print:
         return lambda value, names: names.region(value)
     if field.use in _SIGILS:
         sigil = _SIGILS[field.use]
-        return lambda value, names: sigil + names.name(value)
+        return lambda value, _: sigil + name(value)
     if kind is Mode:
         return lambda value, _: "+= " if value is Mode.ACCUMULATE else ""
     if issubclass(kind, Enum):
@@ -103,7 +103,7 @@ def _value(field: OpField) -> _Print:
     if kind is int:
         return lambda value, _: str(value)
     if kind is str:
-        return lambda value, names: names.name(value)
+        return lambda value, _: name(value)
     raise TypeError(f"The text has no form for {kind.__name__}, the type of {field.name}.")
 
 
