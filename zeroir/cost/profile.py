@@ -62,7 +62,7 @@ _Place = tuple[str, int]
 
 @dataclass(slots=True, kw_only=True)
 class _OpRecord:
-    """The recorded durations of one op in seconds, one for each step and rank, and what the model of its time needs."""
+    """The recorded durations of one op in seconds, one for each step and rank, its kind and its size."""
 
     kind: _Kind
     size_bytes: int

@@ -1,4 +1,4 @@
-"""How long a step takes on a machine, and what it waits for: a program is simulated without running it.
+"""The simulation of a step on a machine: its time and its critical path, without running the program.
 
 The streams run in the order that the program gives them, on one rank of each class of ranks that behave alike. A
 prediction is as good as the machine's figures. It knows of no other load on the machine, and counts no time for the

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
@@ -36,12 +37,12 @@ class PathShare:
 
 def path_shares(program: Program, simulation: Simulation) -> list[PathShare]:
     """The critical path by the kind of its items, the largest share first."""
-    counts: dict[str, int] = {}
-    total_ns: dict[str, int] = {}
+    counts: Counter[str] = Counter()
+    total_ns: Counter[str] = Counter()
     for item in simulation.critical_path:
         what = _what(program, item)
-        counts[what] = counts.get(what, 0) + 1
-        total_ns[what] = total_ns.get(what, 0) + item.duration_ns
+        counts[what] += 1
+        total_ns[what] += item.duration_ns
     shares = [
         PathShare(what=what, count=count, seconds=total_ns[what] / 1e9)
         for what, count in counts.items()
