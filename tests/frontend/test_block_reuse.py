@@ -183,6 +183,13 @@ class Indexed(Block):
         return result
 
 
+class Signed(Indexed):
+    """Multiplies by a zero, whose sign depends on its index."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (-0.0 if self.at % 2 else 0.0)
+
+
 class Counting(Block):
     """Computes something else at the fourth call of any block of this class."""
 
@@ -340,6 +347,7 @@ class WithBias(Block):
 
 STACKS: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
     "indexed": (stack_of(Indexed), ()),
+    "signed": (stack_of(Signed), names(0, 2, 4)),
     "counting": (stack_of(lambda _: Counting()), names(0, 1, 2, 4)),
     "own gradient": (stack_of(lambda _: OwnGradient()), ()),
     "own gradient between": (lambda: Doubling(lambda _: Block()), names(*range(LAYERS))),

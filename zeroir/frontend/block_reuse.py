@@ -93,18 +93,12 @@ class ReusePlan:
 
 def make_plan(recording: ForwardRecording, mode: FakeTensorMode, minimum: int) -> ReusePlan:
     """One block graph for all equal calls, where there are at least ``minimum`` of them."""
-    groups: list[tuple[CallSequence, list[int]]] = []
+    groups: dict[object, tuple[CallSequence, list[int]]] = {}
     for index, call in enumerate(recording.block_calls):
-        sequence = call.sequence
-        if sequence is None:
-            continue
-        group = next((members for first, members in groups if first.equals(sequence)), None)
-        if group is None:
-            groups.append((sequence, [index]))
-        else:
-            group.append(index)
+        if call.sequence is not None:
+            groups.setdefault(call.sequence.key(), (call.sequence, []))[1].append(index)
     graphs: dict[int, BlockGraph] = {}
-    for sequence, members in groups:
+    for sequence, members in groups.values():
         if len(members) < minimum:
             continue
         try:
