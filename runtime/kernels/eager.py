@@ -228,7 +228,7 @@ def _scattered(view: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 _Filler = tuple[Callable[..., object], tuple[NodeArg, ...]]
-"""A function that writes a result to its argument ``out``, and its other arguments without names."""
+"""A function that writes a result to its argument ``out``, and its positional arguments."""
 
 
 def _filler(node: Node, device: torch.device) -> _Filler | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
 
@@ -12,6 +13,7 @@ from zeroir.verify.domain import (
     PAST_TERM,
     STALE,
     ZERO,
+    Cover,
     Elements,
     FlatKey,
     Gradient,
@@ -52,6 +54,13 @@ class FlatLayout:
             for slot in declared.slots:
                 slots.write(slot.offset, slot.offset + slot.numel, slot)
         return slots.read(max(start, 0), min(stop, slots.numel))
+
+    def covered(self, cover: Cover) -> Iterator[tuple[int, int, Slot]]:
+        """The parts of parameters among the elements that all ranks cover together: ``(start, stop, slot)``."""
+        for start, stop in cover.intervals(self.sizes):
+            for a, b, slot in self.between(cover.flat, start, stop):
+                if slot is not None:
+                    yield a, b, slot
 
     @cached_property
     def axes(self) -> tuple[str, ...]:

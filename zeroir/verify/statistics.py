@@ -10,7 +10,7 @@ from zeroir.ir.contents import Micro
 from zeroir.verify import algebra
 from zeroir.verify.context import spell
 from zeroir.verify.domain import POISON, Cover, PieceList, Poison, Statistic, Value, moved
-from zeroir.verify.gradients import Problem, Wanted, is_zero, locate, measure, wanted_sources
+from zeroir.verify.gradients import Problem, is_zero, locate, measure
 
 if TYPE_CHECKING:
     from zeroir.verify.interpreter import SectionRun
@@ -25,12 +25,7 @@ def use_gradient(run: SectionRun, flat: str, pieces: PieceList) -> Problem | Non
         for _, _, slot in run.layout.between(flat, a, b):
             if slot is not None:
                 run.consumed.add(slot.name)
-    wanted = Wanted(
-        wanted_sources(Micro.ALL, run.section.name, run.layout.has_past, run.contributions),
-        run.layout.axes,
-        run.term_name,
-    )
-    return measure(run.layout, pieces, flat, wanted)
+    return measure(run, pieces, flat, Micro.ALL, run.layout.axes)
 
 
 def statistic(run: SectionRun, op: ops.GradNorm | ops.CheckFinite) -> None:
@@ -68,11 +63,9 @@ def _read(run: SectionRun, covers: list[Cover]) -> list[tuple[str, int, int]]:
     """The elements of each flat that all ranks read from one source, without the padding around the parameters."""
     intervals: dict[str, tuple[int, int]] = {}
     for cover in covers:
-        for start, stop in cover.intervals(run.layout.sizes):
-            for a, b, slot in run.layout.between(cover.flat, start, stop):
-                if slot is not None:
-                    low, high = intervals.get(cover.flat, (a, b))
-                    intervals[cover.flat] = min(low, a), max(high, b)
+        for a, b, _ in run.layout.covered(cover):
+            low, high = intervals.get(cover.flat, (a, b))
+            intervals[cover.flat] = min(low, a), max(high, b)
     return [(flat, *interval) for flat, interval in intervals.items()]
 
 
