@@ -105,12 +105,12 @@ def make_plan(recording: ForwardRecording, mode: FakeTensorMode, minimum: int) -
             graph = make_block_graph(sequence, mode)
         except Exception:  # noqa: BLE001 - the capture of the whole model reports any error with its line
             continue
-        fitting = [at for at in members if _is_last_user(recording.block_calls[at], graph)]
+        fitting = [at for at in members if _keeps_gradient_order(recording.block_calls[at], graph)]
         graphs.update(dict.fromkeys(fitting, graph))
     return ReusePlan(recording, graphs)
 
 
-def _is_last_user(call: BlockCall, graph: BlockGraph) -> bool:
+def _keeps_gradient_order(call: BlockCall, graph: BlockGraph) -> bool:
     """Whether a call adds up gradients in the same order as the model's own graph would.
 
     Autograd adds the gradients of one tensor in the reverse order of its uses, each as soon as it exists. So a block
