@@ -22,8 +22,8 @@ from zeroir.ir.effects import effects
 from zeroir.ir.mesh import COMPUTE, HOST, Executor
 from zeroir.ir.ops import Op, Wait
 from zeroir.ir.program import Program
-from zeroir.runtime.streams import Task, ThreadStreams
-from zeroir.runtime.trace import HostClock, Mark, WatchOp
+from zeroir.runtime.streams import ThreadStreams
+from zeroir.runtime.trace import HostClock, Mark, Task, WatchOp
 
 
 class CudaClock:

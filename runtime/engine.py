@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from zeroir.errors import GraphWarning, ZeroirError, memory_for
-from zeroir.ir.program import Program, Section
+from zeroir.ir.program import Program
 from zeroir.ir.spans import Span
 from zeroir.runtime import initial, state
 from zeroir.runtime.batch import Batch
-from zeroir.runtime.comm.handout import Handout, JobHandout, NoHandout
+from zeroir.runtime.comm.handout import ALONE, Handout
 from zeroir.runtime.comm.job import (
     DEFAULT_TIMEOUT,
     Backend,
@@ -108,19 +108,18 @@ class Engine:
             check_kernels(local_ranks, kernels)
         self._memory = memory
         self._recorder = SpanRecorder()
-        self._graphs: SectionGraphs | None = None
-        self._has_graphs = cuda_graphs and self.device.type == "cuda"
-        if cuda_graphs and not self._has_graphs and self.rank == 0:
+        if cuda_graphs and self.device.type != "cuda" and self.rank == 0:
             warnings.warn(
                 f"There are no CUDA graphs on the device {self.device}: ops are issued one by one.",
                 GraphWarning,
                 stacklevel=2,
             )
+        streams, self._graphs = self._open_streams(cuda_graphs=cuda_graphs)
         self._executor = StepExecutor(
             local_ranks,
-            self._open_streams(),
+            streams,
             seed=seed,
-            run_section=self._run_section if self._has_graphs else None,
+            run_section=None if self._graphs is None else self._graphs.run,
         )
 
     @property
@@ -147,9 +146,8 @@ class Engine:
             UserError: where the program was compiled from another module, or the values of a rank differ from the
                 module's.
         """
-        handout: Handout = NoHandout()
-        if not self.job.is_alone:
-            handout = JobHandout(rank=self.rank, device=self.device)
+        is_alone = self.job.is_alone
+        handout = ALONE if is_alone else Handout(rank=self.rank, device=self.device)
         with (
             memory_for("the model's parameters while they get their first values"),
             self._executor.entered(),
@@ -242,18 +240,14 @@ class Engine:
         self._executor.close()
         self.job.comm.close()
 
-    def _open_streams(self) -> Streams:
-        if self.device.type == "cuda":
-            from zeroir.runtime.cuda import CudaStreams
+    def _open_streams(self, *, cuda_graphs: bool) -> tuple[Streams, SectionGraphs | None]:
+        if self.device.type != "cuda":
+            return ThreadStreams(), None
+        from zeroir.runtime.cuda import CudaStreams
 
-            streams = CudaStreams(self.program, self.device)
-            if self._has_graphs:
-                from zeroir.runtime.cuda_graphs import SectionGraphs
+        streams = CudaStreams(self.program, self.device)
+        if not cuda_graphs:
+            return streams, None
+        from zeroir.runtime.cuda_graphs import SectionGraphs
 
-                self._graphs = SectionGraphs(self.program, streams, self._memory, self.job)
-            return streams
-        return ThreadStreams()
-
-    def _run_section(self, section: Section, issue: Callable[[], None]) -> None:
-        assert self._graphs is not None
-        self._graphs.run(section, issue)
+        return streams, SectionGraphs(self.program, streams, self._memory, self.job)

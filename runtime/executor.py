@@ -35,8 +35,8 @@ from zeroir.runtime.comm.job import (
 from zeroir.runtime.handlers import LocalRanks
 from zeroir.runtime.rank_memory import RankMemory
 from zeroir.runtime.seeds import site_seed
-from zeroir.runtime.streams import Streams, Task
-from zeroir.runtime.trace import P, Watch, watch_op
+from zeroir.runtime.streams import Streams
+from zeroir.runtime.trace import Task, Watch
 
 RunSection = Callable[[Section, Callable[[], None]], None]
 """Carries out a section whose ops the function submits."""
@@ -172,7 +172,7 @@ class StepExecutor:
             runs = [self._task(position, op) for position, op in section.positioned_ops()]
             self._prepared[section.name] = runs
         return [
-            self._streams.bind(op, run, None if watch is None else watch_op(watch, position, op))
+            self._streams.bind(op, run, None if watch is None else partial(watch, position, op))
             for (position, op), run in zip(section.positioned_ops(), runs, strict=True)
         ]
 
@@ -199,14 +199,12 @@ class StepExecutor:
 
         return run
 
-    def _named(
-        self, position: OpPosition, _: ops.Op, run: Callable[P, None], /
-    ) -> Callable[P, None]:
+    def _named(self, position: OpPosition, _: ops.Op, run: Task) -> Task:
         label = self._labels[position]
 
-        def named(*args: P.args, **kwargs: P.kwargs) -> None:
+        def named() -> None:
             with record_function(label):
-                run(*args, **kwargs)
+                run()
 
         return named
 

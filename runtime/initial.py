@@ -17,12 +17,12 @@ from torch import Tensor
 
 from zeroir.errors import UserError
 from zeroir.ir.buffers import Buffer
-from zeroir.ir.contents import MASTER, PARAM, FlatContent
+from zeroir.ir.contents import MASTER, PARAM
 from zeroir.ir.dtypes import DType
 from zeroir.ir.layout import round_up
 from zeroir.ir.mesh import Mesh
 from zeroir.ir.program import Program
-from zeroir.runtime.comm.handout import Handout, NoHandout
+from zeroir.runtime.comm.handout import ALONE, Handout
 from zeroir.runtime.comm.job import PeerError
 from zeroir.runtime.construction import Factory, construct
 from zeroir.runtime.digests import Digester
@@ -40,7 +40,7 @@ def initialise(
     ranks: Iterable[RankMemory],
     factory: Factory,
     seed: int,
-    handout: Handout | None = None,
+    handout: Handout = ALONE,
 ) -> None:
     """Fill the persistent buffers of the ranks for step 0; in a job all ranks call this together.
 
@@ -51,7 +51,6 @@ def initialise(
     Raises:
         UserError: where the program was compiled from another module, or the values of a rank differ from the module's.
     """
-    handout = handout or NoHandout()
     memories = list(ranks)
     for binding in program.module_buffers:
         if binding.data:
@@ -112,11 +111,7 @@ def _tensors(program: Program) -> list[_ModuleTensor]:
     """The tensors that rank 0 sends, each with at least one element, in the same order on all ranks."""
     tensors: list[_ModuleTensor] = []
     for flat in program.flats:
-        buffers = [
-            (buffer, buffer.holds)
-            for buffer in flat_buffers(program, flat.name, (PARAM, MASTER))
-            if isinstance(buffer.holds, FlatContent)
-        ]
+        buffers = flat_buffers(program, flat.name, (PARAM, MASTER))
         for slot in flat.slots:
             homes = [
                 _HoldingBuffer(

@@ -34,9 +34,9 @@ from zeroir.runtime.executor import RankResult, StepExecutor
 from zeroir.runtime.handlers import LocalRanks, PreparedCollective, communicate
 from zeroir.runtime.kernels.choice import KernelBackend, open_kernels
 from zeroir.runtime.rank_memory import RankMemory
-from zeroir.runtime.streams import Task
+from zeroir.runtime.streams import OpEvent
 from zeroir.runtime.tensors import poison
-from zeroir.runtime.trace import WatchOp
+from zeroir.runtime.trace import Task, WatchOp
 
 CPU = torch.device("cpu")
 
@@ -122,58 +122,7 @@ class Lockstep:
                     poison(target[max(first, 0) : max(stop, 0)])
 
 
-# ------------------------------------------------------------------------------------------- hand-made programs
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LockstepResult:
-    """``losses[step][rank]``; ``state[flat, quantity]``, unsharded; ``skipped[step]``, whether the step was skipped."""
-
-    losses: Sequence[Sequence[float]]
-    state: Mapping[tuple[str, str], Tensor]
-    skipped: Sequence[bool]
-    lockstep: Lockstep
-
-
-def run_lockstep(
-    program: Program,
-    *,
-    initial: Mapping[str, Tensor],
-    inputs: Sequence[Sequence[Sequence[Batch]]],
-    seed: int = 0,
-    schedule_seed: int = 0,
-    kernels: KernelBackend = KernelBackend.EAGER,
-) -> LockstepResult:
-    """Run a program from given values: ``inputs[step][rank][micro_step]`` are batches.
-
-    Raises:
-        InternalError: where the program uses an unallocated buffer, its streams deadlock, or ranks end with different
-            state.
-    """
-    lockstep = Lockstep(program, seed=seed, schedule_seed=schedule_seed, kernels=kernels)
-    lockstep.initialise_flats(initial)
-    losses: list[list[float]] = []
-    skipped: list[bool] = []
-    for batches in inputs:
-        results = lockstep.step(batches)
-        losses.append([float(result.loss) for result in results])
-        skips = {result.is_skipped is not None and bool(result.is_skipped) for result in results}
-        if len(skips) != 1:
-            raise InternalError("some ranks skipped the step and some did not")
-        skipped.append(skips.pop())
-    return LockstepResult(
-        losses=losses, state=lockstep.full_state(), skipped=skipped, lockstep=lockstep
-    )
-
-
 # ---------------------------------------------------------------------------------------------------- scheduler
-
-
-class _QueueEvent:
-    __slots__ = ("is_done",)
-
-    def __init__(self, *, is_done: bool = False) -> None:
-        self.is_done = is_done
 
 
 @dataclass(slots=True, kw_only=True)
@@ -182,7 +131,7 @@ class _QueuedOp:
 
     op: Op
     run: Task
-    event: _QueueEvent
+    event: OpEvent
     collective: PreparedCollective | None = None
     begun: CollectiveTensors | None = None
 
@@ -194,7 +143,7 @@ class SeededStreams:
         self._local_ranks = local_ranks
         self._random = generator
         self._queues: dict[str, deque[_QueuedOp]] = {}
-        self._events: dict[str, _QueueEvent] = {}
+        self._events: dict[str, OpEvent] = {}
 
     def bind(self, op: Op, run: Task, watch: WatchOp | None = None) -> Task:
         """See ``Streams.bind``: ops stay in their queues until the host waits or a section ends."""
@@ -213,7 +162,7 @@ class SeededStreams:
                 else:
                     self._enqueue(op.on, _QueuedOp(op=op, run=run, event=event))
             case _:
-                event = _QueueEvent()
+                event = OpEvent()
                 if op.event is not None:
                     self._events[op.event] = event
                 item = _QueuedOp(op=op, run=run, event=event, collective=collective)
@@ -233,7 +182,7 @@ class SeededStreams:
 
     def signal(self, event: str) -> None:
         """See ``Streams.signal``."""
-        self._events[event] = _QueueEvent(is_done=True)
+        self._events[event] = OpEvent(is_done=True)
 
     def entered(self) -> AbstractContextManager[None]:
         """See ``Streams.entered``."""
@@ -246,7 +195,7 @@ class SeededStreams:
     def _enqueue(self, stream: str, item: _QueuedOp) -> None:
         self._queues.setdefault(stream, deque()).append(item)
 
-    def _run_until(self, events: Sequence[_QueueEvent]) -> None:
+    def _run_until(self, events: Sequence[OpEvent]) -> None:
         # Half of the time one stream runs as far as it can before the next; single choices would hardly ever do that.
         order = self._random.sample(list(self._queues), len(self._queues))
         is_greedy = self._random.random() < 0.5

@@ -11,7 +11,7 @@ from zeroir.ir.labels import labels
 from zeroir.ir.ops import Op
 from zeroir.ir.program import EVALUATE, OpPosition, Program
 from zeroir.runtime.allocations import allocations, by_range, peak_bytes
-from zeroir.runtime.trace import P
+from zeroir.runtime.trace import Task
 
 
 def on_host(program: Program, step: Callable[[], object]) -> Mapping[str, int]:
@@ -38,15 +38,15 @@ class DeviceWatcher:
         self._device = device
         self._peaks: list[tuple[Op, int]] = []
 
-    def watch(self, _: OpPosition, op: Op, run: Callable[P, None], /) -> Callable[P, None]:
+    def watch(self, _: OpPosition, op: Op, run: Task) -> Task:
         """See ``trace.Watch``. Only compute ops are watched; other threads may carry out others beside them."""
         if not isinstance(op, ops.Compute):
             return run
 
-        def watched(*args: P.args, **kwargs: P.kwargs) -> None:
+        def watched() -> None:
             torch.cuda.reset_peak_memory_stats(self._device)
             before = torch.cuda.memory_allocated(self._device)
-            run(*args, **kwargs)
+            run()
             self._peaks.append((op, torch.cuda.max_memory_allocated(self._device) - before))
 
         return watched

@@ -23,11 +23,11 @@ from zeroir.ir import ops
 from zeroir.ir.bindings import Binding, bindings
 from zeroir.ir.buffers import View, span_numel
 from zeroir.ir.ops import Mode
-from zeroir.ir.segment import Node, NodeArg, Ref, Segment, TensorType
+from zeroir.ir.segment import Node, Ref, Segment, TensorType
 from zeroir.ir.views import is_view
 from zeroir.runtime.handlers import LocalRanks
 from zeroir.runtime.kernels.base import Kernel
-from zeroir.runtime.kernels.calls import Value, is_multiple, operator, resolver
+from zeroir.runtime.kernels.calls import is_multiple, operator, resolver
 from zeroir.runtime.kernels.choice import KernelBackend
 from zeroir.runtime.kernels.eager import laid_out
 from zeroir.runtime.kernels.tolerance import tolerance
@@ -169,7 +169,7 @@ class _CheckedCall:
         """The contents of the destinations that the plain form gives."""
         device = next((x.device for x in self.destinations if x is not None), torch.device("cpu"))
         copies = [_separate(argument) for argument in self.arguments]
-        results = _PlainRun(self.segment, copies, device).results()
+        results = _plain_results(self.segment, copies, device)
         # Several results may have one destination, such as the gradient of a tied parameter.
         held: dict[View, Tensor] = {}
         for result, destination, target in zip(
@@ -277,38 +277,35 @@ def _separate(tensor: Tensor) -> Tensor:
     return _span(tensor).clone().as_strided(tensor.shape, tensor.stride())
 
 
-class _PlainRun:
-    """A segment carried out node by node; every value is dropped after its last use."""
+def _plain_results(
+    segment: Segment, arguments: Sequence[Tensor], device: torch.device
+) -> list[Tensor]:
+    """The segment's outputs, computed node by node; every value is dropped after its last use."""
+    values: list[Tensor | None] = list(arguments)
+    strided = laid_out_values(segment)
+    last = {ref.index: at for at, node in enumerate(segment.nodes) for ref in node.refs()}
+    last.update(dict.fromkeys(segment.outputs, len(segment.nodes)))
+    for at, node in enumerate(segment.nodes):
+        values += [
+            laid_out(value, kind.stride) if kind and number in strided else value
+            for number, (kind, value) in enumerate(
+                zip(node.results, _results(node, values, device), strict=True), len(values)
+            )
+        ]
+        for ref in node.refs():
+            if last[ref.index] == at:
+                values[ref.index] = None
+    outputs = [values[output] for output in segment.outputs]
+    return [output for output in outputs if output is not None]
 
-    def __init__(self, segment: Segment, arguments: Sequence[Tensor], device: torch.device) -> None:
-        self._segment = segment
-        self._values: list[Tensor | None] = list(arguments)
-        self._device = device
-        self._laid_out = laid_out_values(segment)
-        self._last = {ref.index: at for at, node in enumerate(segment.nodes) for ref in node.refs()}
-        self._last.update(dict.fromkeys(segment.outputs, len(segment.nodes)))
 
-    def results(self) -> list[Tensor]:
-        """The segment's outputs."""
-        for at, node in enumerate(self._segment.nodes):
-            self._call(node)
-            for ref in node.refs():
-                if self._last[ref.index] == at:
-                    self._values[ref.index] = None
-        outputs = [self._values[output] for output in self._segment.outputs]
-        return [output for output in outputs if output is not None]
-
-    def _call(self, node: Node) -> None:
-        function = operator(node.op)
-        args = [self._resolved(arg) for arg in node.args]
-        made = function(*args, **{name: self._resolved(arg) for name, arg in node.kwargs})
-        results: Sequence[Tensor | None] = made if is_multiple(function) else [made]
-        for kind, value in zip(node.results, results, strict=True):
-            is_laid_out = kind is not None and len(self._values) in self._laid_out
-            self._values.append(laid_out(value, kind.stride) if kind and is_laid_out else value)
-
-    def _resolved(self, arg: NodeArg) -> Value:
-        return resolver(arg, self._device)(self._values)
+def _results(
+    node: Node, values: Sequence[Tensor | None], device: torch.device
+) -> Sequence[Tensor | None]:
+    function = operator(node.op)
+    args = [resolver(arg, device)(values) for arg in node.args]
+    returned = function(*args, **{name: resolver(arg, device)(values) for name, arg in node.kwargs})
+    return returned if is_multiple(function) else [returned]
 
 
 # -------------------------------------------------------------------------------------------------------- comparison

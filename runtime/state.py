@@ -39,7 +39,7 @@ def initialise_flats(
         content = buffer.holds
         if value is None and isinstance(content, FlatContent) and content.quantity == MASTER:
             params = flat_buffers(program, content.flat, (PARAM,))
-            value = initial.get(params[0].name) if params else None
+            value = initial.get(params[0][0].name) if params else None
         if value is None:
             continue
         for memory in memories:
@@ -60,10 +60,12 @@ def fill_scalars(program: Program, ranks: Iterable[RankMemory]) -> None:
             buffer.copy_(torch.tensor(scalar.values, dtype=torch.float64))
 
 
-def flat_buffers(program: Program, flat: str, quantities: Sequence[str]) -> list[Buffer]:
-    """The persistent buffers that hold a quantity of a flat between steps."""
+def flat_buffers(
+    program: Program, flat: str, quantities: Sequence[str]
+) -> list[tuple[Buffer, FlatContent]]:
+    """The persistent buffers that hold a quantity of a flat between steps, with their contents."""
     return [
-        buffer
+        (buffer, buffer.holds)
         for buffer in program.buffers
         if isinstance(buffer.holds, FlatContent)
         and buffer.holds.flat == flat
@@ -91,12 +93,10 @@ def full_flat(
     if not buffers:
         return None
     full = [
-        torch.zeros(flat.padded_numel, dtype=TORCH_DTYPE[buffers[0].dtype], device=memory.device)
+        torch.zeros(flat.padded_numel, dtype=TORCH_DTYPE[buffers[0][0].dtype], device=memory.device)
         for memory in ranks
     ]
-    for buffer in buffers:
-        content = buffer.holds
-        assert isinstance(content, FlatContent)
+    for buffer, content in buffers:
         if content.shard is None:
             for memory, tensor in zip(ranks, full, strict=True):
                 start = content.offset

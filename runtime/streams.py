@@ -10,15 +10,14 @@ import queue
 import threading
 from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Final, Protocol
 
 import torch
 
 from zeroir.ir.mesh import COMPUTE, HOST
 from zeroir.ir.ops import Alloc, Op, Release, Wait
-from zeroir.runtime.trace import WatchOp
-
-Task = Callable[[], None]
+from zeroir.runtime.trace import Task, WatchOp
 
 
 class Streams(Protocol):
@@ -44,7 +43,7 @@ class Streams(Protocol):
         """Stop, and drop the tasks that are still queued."""
 
 
-class ThreadEvent:
+class OpEvent:
     """Whether one execution of an op is done."""
 
     __slots__ = ("is_done",)
@@ -53,7 +52,7 @@ class ThreadEvent:
         self.is_done = is_done
 
 
-_DONE: Final = ThreadEvent(is_done=True)
+_DONE: Final = OpEvent(is_done=True)
 
 
 class _StreamThread:
@@ -62,7 +61,7 @@ class _StreamThread:
     def __init__(self, name: str, run: Callable[[Task], None]) -> None:
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._run = run
-        self.issued: list[ThreadEvent] = []
+        self.issued: list[OpEvent] = []
         # A daemon, because a thread that hangs in a collective must not keep a failed process alive.
         self._thread = threading.Thread(target=self._loop, name=f"zeroir-{name}", daemon=True)
         self._thread.start()
@@ -92,7 +91,7 @@ class ThreadStreams:
     def __init__(self, inline: Iterable[str] = (COMPUTE,)) -> None:
         self._inline = frozenset(inline)
         self._condition = threading.Condition()
-        self._events: dict[str, ThreadEvent] = {}
+        self._events: dict[str, OpEvent] = {}
         self._workers: dict[str, _StreamThread] = {}
         self._failure: BaseException | None = None
 
@@ -159,7 +158,7 @@ class ThreadStreams:
         return task
 
     def _enqueue(self, stream: str, name: str | None, run: Task) -> None:
-        event = ThreadEvent()
+        event = OpEvent()
         if name is not None:
             self._events[name] = event
         worker = self._worker(stream)
@@ -174,17 +173,20 @@ class ThreadStreams:
         worker.put(task)
 
     def _waiting(self, op: Wait, watch: WatchOp | None) -> Task:
-        wait = self._await if watch is None else watch(self._await)
-
         def in_this_thread() -> None:
-            wait(self._events[op.waited])
+            self._await(self._events[op.waited])
 
         def on_the_stream() -> None:
             event = self._events[op.waited]
-            if watch is not None or not event.is_done:
-                self._worker(op.on).put(lambda: wait(event))
+            wait = partial(self._await, event)
+            if watch is not None:
+                self._worker(op.on).put(watch(wait))
+            elif not event.is_done:
+                self._worker(op.on).put(wait)
 
-        return in_this_thread if op.on == HOST or op.on in self._inline else on_the_stream
+        if op.on != HOST and op.on not in self._inline:
+            return on_the_stream
+        return in_this_thread if watch is None else watch(in_this_thread)
 
     def _guarded(self, task: Task) -> None:
         if self._failure is not None:
@@ -197,7 +199,7 @@ class ThreadStreams:
                     self._failure = error
                 self._condition.notify_all()
 
-    def _await(self, event: ThreadEvent) -> None:
+    def _await(self, event: OpEvent) -> None:
         if not event.is_done:
             with self._condition:
                 self._condition.wait_for(lambda: event.is_done or self._failure is not None)

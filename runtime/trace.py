@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, replace
 from pathlib import Path
-from typing import ParamSpec, Protocol
+from typing import Protocol
 
 from zeroir.ir.effects import effects
 from zeroir.ir.ops import Op
@@ -18,32 +18,13 @@ Mark = Callable[[], int]
 """A marked moment: it returns nanoseconds on this machine's monotonic clock, once the device has reached it."""
 
 
-P = ParamSpec("P")
+Task = Callable[[], None]
 
+Watch = Callable[[OpPosition, Op, Task], Task]
+"""Returns a task like the given one, which carries an op out; each call of it is observed as the op at that position."""
 
-class Watch(Protocol):
-    """Observes ops: it wraps the function that carries an op out, whatever arguments that takes."""
-
-    def __call__(
-        self, position: OpPosition, op: Op, run: Callable[P, None], /
-    ) -> Callable[P, None]:
-        """A function like ``run``, each call of which is observed as the op at that position."""
-
-
-class WatchOp(Protocol):
-    """A ``Watch`` of one op."""
-
-    def __call__(self, run: Callable[P, None], /) -> Callable[P, None]:
-        """See ``Watch``."""
-
-
-def watch_op(watch: Watch, position: OpPosition, op: Op) -> WatchOp:
-    """The watch of one op."""
-
-    def wrapped(run: Callable[P, None], /) -> Callable[P, None]:
-        return watch(position, op, run)
-
-    return wrapped
+WatchOp = Callable[[Task], Task]
+"""A ``Watch`` of one op."""
 
 
 class StreamClock(Protocol):
@@ -74,15 +55,15 @@ class SpanRecorder:
         self._clock = clock
         self._records = []
 
-    def watch(self, position: OpPosition, op: Op, run: Callable[P, None], /) -> Callable[P, None]:
+    def watch(self, position: OpPosition, op: Op, run: Task) -> Task:
         """See ``Watch``."""
         stream = effects(op).stream
 
-        def watched(*args: P.args, **kwargs: P.kwargs) -> None:
+        def watched() -> None:
             # An op that ends after the next recording has begun does not belong to that.
             records = self._records
             start = self._clock.mark(stream)
-            run(*args, **kwargs)
+            run()
             records.append((position, start, self._clock.mark(stream)))
 
         return watched

@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 from zeroir.errors import UserError
 from zeroir.ir.program import InputBinding
@@ -56,15 +56,8 @@ class StepReport:
     unit: str
 
 
-class Reporter(Protocol):
-    """Receives a report of the steps."""
-
-    def step(self, report: StepReport) -> None:
-        """Report a step."""
-
-    def close(self) -> None:
-        """End the reports; no step follows."""
-
+ReportStep = Callable[[StepReport], None]
+"""Receives the report of a step."""
 
 MakeBatches = Callable[[int, int, int, int], Iterator[Batch]]
 """``batches(rank, world_size, seed, start_step)`` of a model file."""
@@ -75,12 +68,12 @@ def train(
     batches: Iterator[Batch],
     *,
     steps: int,
-    reporter: Reporter,
+    report_step: ReportStep,
     log_every: int = 1,
 ) -> list[float]:
     """Take ``steps`` training steps and return their losses, averaged over ranks.
 
-    Each step takes as many batches from the iterator as the program has micro-steps. The reporter receives every
+    Each step takes as many batches from the iterator as the program has micro-steps. ``report_step`` receives every
     ``log_every``-th step and the last.
 
     Raises:
@@ -102,7 +95,7 @@ def train(
         if step % log_every == 0 or step == steps:
             now = time.perf_counter()
             seconds = (now - start) / unreported
-            reporter.step(
+            report_step(
                 StepReport(
                     step=step,
                     loss=loss,

@@ -19,11 +19,8 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-
-from rich.console import Console
-from rich.table import Table
 
 from tools import record_file
 
@@ -40,7 +37,7 @@ class CommandCost:
 
 
 def timed(command: Sequence[str]) -> CommandCost:
-    """CommandCost a command to its end; CalledProcessError where it fails."""
+    """Run a command to its end; CalledProcessError where it fails."""
     start = time.perf_counter()
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
@@ -68,24 +65,18 @@ def commands(arguments: argparse.Namespace, depth: int, path: str) -> dict[str, 
     }  # fmt: skip
 
 
-@dataclass
-class PhaseTimes:
-    """Processor seconds by phase, which other processes affect less than wall-clock time."""
-
-    seconds: dict[str, float] = field(default_factory=dict)
+def phases(arguments: argparse.Namespace, depth: int) -> dict[str, float]:
+    """The phases of a compilation in this process, in processor seconds, which other processes affect little."""
+    seconds: dict[str, float] = {}
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def phase(name: str) -> Iterator[None]:
         """Add the time of the block to a phase."""
         start = time.process_time()
         yield
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.process_time() - start
+        seconds[name] = seconds.get(name, 0.0) + time.process_time() - start
 
-
-def phases(arguments: argparse.Namespace, depth: int) -> dict[str, float]:
-    """Processor seconds of the phases of a compilation in this process."""
-    clock = PhaseTimes()
-    with clock.phase("import zeroir, torch"):
+    with phase("import zeroir, torch"):
         import zeroir
         from zeroir import artifact
         from zeroir.config import make_options
@@ -96,27 +87,24 @@ def phases(arguments: argparse.Namespace, depth: int) -> dict[str, float]:
         from zeroir.passes.manager import apply
         from zeroir.passes.pipelines import for_options
         from zeroir.verify import check, verify
-    choices = {
-        "stage": arguments.stage,
-        "world_size": arguments.world_size,
-        "precision": arguments.precision,
-    }
-    options = make_options(choices)
-    with clock.phase("import the model file"):
+    options = make_options(
+        {name: getattr(arguments, name) for name in ("stage", "world_size", "precision")}
+    )
+    with phase("import the model file"):
         model_file = load_model_file(f"{arguments.model}:layers_{depth}")
-    with clock.phase("capture"):
+    with phase("capture"):
         captured = capture(model_file, options.precision, options.keep_fp32)
-    with clock.phase("cut and lower"):
+    with phase("cut and lower"):
         logical = replace(program_of(captured, options), options=options.to_pairs())
-    with clock.phase("verify after passes"):
+    with phase("verify after passes"):
         check(logical, reference=logical)
     program = logical
     for step in for_options(options):
-        with clock.phase("passes"):
+        with phase("passes"):
             program = apply(step, program)
-        with clock.phase("verify after passes"):
+        with phase("verify after passes"):
             check(program, reference=logical)
-    with clock.phase("verify the artefact"):
+    with phase("verify the artefact"):
         verify(program, reference=logical)
     import torch
 
@@ -131,47 +119,32 @@ def phases(arguments: argparse.Namespace, depth: int) -> dict[str, float]:
     )
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "bench.zir"
-        with clock.phase("write"):
+        with phase("write"):
             artifact.save(compiled, path)
-        with clock.phase("(read it)"):
+        with phase("(read it)"):
             artifact.load(path)
-    with clock.phase("(print it)"):
+    with phase("(print it)"):
         print_program(program)
-    return clock.seconds
+    return seconds
 
 
 def phases_apart(depth: int) -> dict[str, float]:
     """The phases, measured by this tool in a process of its own."""
-    command = [
-        sys.executable,
-        "-m",
-        "tools.bench_compile",
-        *sys.argv[1:],
-        "--phases-of",
-        str(depth),
-    ]
+    tool = [sys.executable, "-m", "tools.bench_compile"]
+    command = [*tool, *sys.argv[1:], "--phases-of", str(depth)]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     seconds: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return seconds
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """A table with a head."""
-    result = Table(*head)
-    for row in rows:
-        result.add_row(*row)
-    return result
-
-
 def main() -> int:
     """Print the tables and the ratio."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = record_file.parser(__doc__)
     parser.add_argument("--model", default=MODEL)
     parser.add_argument("--depths", type=int, nargs="+", default=[8, 32, 80])
     parser.add_argument("--stage", type=int, default=3)
     parser.add_argument("--world-size", type=int, default=512)
     parser.add_argument("--precision", default="bf16")
-    record_file.add_option(parser)
     parser.add_argument("--phases-of", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.phases_of is not None:
@@ -196,12 +169,10 @@ def main() -> int:
     ]
     rows.append(["artefact", *sizes, ""])
     head = ["wall s / cpu s / peak", *columns, f"{columns[-1]} / {columns[0]}: wall, cpu"]
-    console = Console()
-    console.print(table(head, rows))
-    record_file.write(arguments.record, "bench_compile", {"head": head, "rows": rows})
+    record_file.publish(arguments.record, "bench_compile", head, rows)
     parts = [phases_apart(depth) for depth in depths]
     inside = [[name, *(f"{part[name]:.2f}" for part in parts)] for name in parts[0]]
-    console.print(table(["cpu s of a compilation", *columns], inside))
+    record_file.print_table(["cpu s of a compilation", *columns], inside)
     return 0
 
 

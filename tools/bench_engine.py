@@ -10,15 +10,12 @@ and releasing buffers, signals, waits, queueing work for threads) is divided by 
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 import zeroir
 from tools import record_file
@@ -101,8 +98,7 @@ def overhead(
     initialise(program, [memory], factory, 0)
     names = [stream.name for stream in program.streams] if inline else ["compute"]
     executor = StepExecutor(local_ranks, ThreadStreams(inline=names))
-    sections = program.section_by_name
-    count = len(sections[LAST_MICRO_STEP].body) + len(sections[UPDATE].body)
+    count = ops_of_a_step(program)
     seconds_per_op = []
     for _ in range(steps):
         timer.seconds.clear()
@@ -113,30 +109,31 @@ def overhead(
     return median(seconds_per_op[len(seconds_per_op) // 4 :])
 
 
+def ops_of_a_step(program: Program) -> int:
+    """The ops of a step of one micro-step."""
+    sections = program.section_by_name
+    return len(sections[LAST_MICRO_STEP].body) + len(sections[UPDATE].body)
+
+
 def main() -> None:
     """Print a table of the stages."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = record_file.parser(__doc__)
     parser.add_argument("--model", default="examples/gpt.py")
     parser.add_argument("--steps", type=int, default=30)
-    record_file.add_option(parser)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     model_file = load_model_file(arguments.model)
     head = ["stage", "ops a step", "one thread, µs per op", "threads, µs per op"]
-    table, rows = Table(*head), []
+    rows = []
     for stage in range(4):
         program = zeroir.compile(arguments.model, stage=stage, world_size=1).program
-        sections = program.section_by_name
-        count = len(sections[LAST_MICRO_STEP].body) + len(sections[UPDATE].body)
         cells = [
             f"{1e6 * overhead(program, model_file.model, model_file.batch(), arguments.steps, inline=inline):.1f}"
             for inline in (True, False)
         ]
-        rows.append([str(stage), str(count), *cells])
-        table.add_row(*rows[-1])
-    Console().print(table)
-    content = {"head": head, "rows": rows}
-    record_file.write(arguments.record, "bench_engine", content, {"model": arguments.model})
+        rows.append([str(stage), str(ops_of_a_step(program)), *cells])
+    about = {"model": arguments.model}
+    record_file.publish(arguments.record, "bench_engine", head, rows, about)
 
 
 if __name__ == "__main__":

@@ -16,9 +16,6 @@ import tempfile
 import time
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-
 from tools import record_file
 
 MODEL = """
@@ -31,6 +28,13 @@ model, batch, batches = gpt.model, gpt.batch, gpt.batches
 """
 
 
+def model_file(layers: int, folder: Path) -> Path:
+    """Write a model file of the comparison's GPT with so many layers."""
+    path = folder / f"gpt{layers}.py"
+    path.write_text(MODEL.format(root=str(Path(__file__).parents[1]), layers=layers))
+    return path
+
+
 def first_step_seconds(path: Path) -> float:
     """Seconds from a compiled program to the end of its first step, in this process."""
     import zeroir
@@ -39,11 +43,11 @@ def first_step_seconds(path: Path) -> float:
     from zeroir.runtime.kernels.choice import KernelBackend
 
     compiled = zeroir.load(path)
-    model_file = load_model(compiled)
+    model = load_model(compiled)
     start = time.perf_counter()
     engine = Engine(compiled.program, kernels=KernelBackend.INDUCTOR)
-    engine.initialise(model_file.model, 0)
-    engine.step(model_file.batch())
+    engine.initialise(model.model, 0)
+    engine.step(model.batch())
     return time.perf_counter() - start
 
 
@@ -51,10 +55,8 @@ def measure(layers: int, folder: Path) -> tuple[float, float, float]:
     """Seconds of the first step with an empty cache, with a full one, and how much longer the former takes."""
     import zeroir
 
-    model = folder / f"gpt{layers}.py"
-    model.write_text(MODEL.format(root=str(Path(__file__).parents[1]), layers=layers))
     path = folder / f"{layers}.zir"
-    zeroir.compile(model, stage=3, world_size=1).save(path)
+    zeroir.compile(model_file(layers, folder), stage=3, world_size=1).save(path)
     environment = os.environ | {"ZEROIR_CACHE_DIR": str(folder / f"cache{layers}")}
     command = [sys.executable, "-m", "tools.bench_first_step", "--program", str(path)]
     cold, warm = (
@@ -66,9 +68,8 @@ def measure(layers: int, folder: Path) -> tuple[float, float, float]:
 
 def main() -> int:
     """Print a table of the depths and the ratio of the last to the first."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = record_file.parser(__doc__)
     parser.add_argument("--depths", type=int, nargs="+", default=[2, 32])
-    record_file.add_option(parser)
     parser.add_argument("--program", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.program is not None:
@@ -86,11 +87,7 @@ def main() -> int:
     rows = [[str(layers), *(f"{s:.1f}" for s in seconds)] for layers, seconds in by_depth.items()]
     ratios = (f"{b / a:.2f}" for a, b in zip(few, many, strict=True))
     rows.append(["ratio of the last to the first", *ratios])
-    table = Table(*head)
-    for row in rows:
-        table.add_row(*row)
-    Console().print(table)
-    record_file.write(arguments.record, "bench_first_step", {"head": head, "rows": rows})
+    record_file.publish(arguments.record, "bench_first_step", head, rows)
     return 0
 
 

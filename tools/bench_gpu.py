@@ -2,21 +2,20 @@
 
     python -m tools.bench_gpu [--shape 24x2048x16x2048x4] [--worlds 1 8 64] [--nccl-ranks 0] [--record FILE]
 
-Worlds above 1 are pretended: this process's GPU is one rank of as many, holds what that rank holds, and its
-collectives move nothing. ``--nccl-ranks N`` adds a world of N real ranks that share the GPU, for which NCCL 2.30 or
-later is needed; it says how the systems wait for NCCL, not how fast a network is.
+Worlds above 1 are simulated: the GPU holds the memory of one rank, and collectives move nothing. ``--nccl-ranks N``
+adds a world of N real ranks that share the GPU, which needs NCCL 2.30 or later; it shows how the systems wait for NCCL,
+not the speed of a network.
 
-Every contestant has a process of its own, one at a time, for their memory would not fit beside each other; a round
-runs all of them, in an order that turns from round to round. Steps are timed by CUDA events, after a warm-up, on
-random tokens, and the median of all rounds counts. Bytes are the peaks of torch's allocator while the steps are timed;
-what a CUDA graph's kernels need besides the program's buffers shows as reserved alone. MFU is the FLOPs of the matrix
-products and attention in the logical program over the card's dense bf16 peak: recomputed segments are not counted,
-attention is as torch counts it, in full where it is causal and with the scores that its backward computes again.
+Every contestant runs in its own process, one after the other, because two do not fit into the memory. A round runs all
+of them; their order rotates from round to round. CUDA events time the steps on random tokens, after a warm-up, and the
+median of all rounds counts. Bytes are the peaks of torch's allocator during the timed steps; the scratch memory of a
+CUDA graph's kernels is only in the reserved bytes. MFU is the FLOPs of the matrix products and attention in the logical
+program, divided by the card's dense bf16 peak. Recomputed segments do not count. Attention counts as in torch: causal
+attention in full, and its backward with the scores that it computes again.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -50,7 +49,7 @@ PEAK_TFLOPS: Final[Mapping[str, float]] = {
     "L40S": 362.05,  # NVIDIA L40S data sheet: 733 with sparsity for FP16, 362.05 dense
     "L4": 121.0,  # NVIDIA L4 data sheet: 242 with sparsity
 }
-"""Dense bf16 matrix products by card, in TFLOP/s; the first name that a device's name contains is its card's."""
+"""Dense bf16 matrix products in TFLOP/s by card: the first of these names that the device's name contains."""
 
 _RANK: Final = 5
 """The rank of this GPU in a simulated world that is large enough."""
@@ -100,14 +99,14 @@ class GpuRecord:
 
 
 def why_not() -> str | None:
-    """Why this machine cannot run the comparison; None where it can."""
+    """The reason that this machine cannot run the comparison; None where it can."""
     if not torch.cuda.is_available():
         return "There is no CUDA device here: run the comparison on a machine with a GPU."
     return None
 
 
 def why_no_nccl() -> str | None:
-    """Why several ranks cannot share a GPU here; None where they can."""
+    """The reason that several ranks cannot share a GPU here; None where they can."""
     version: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
     if version >= (2, 30):
         return None
@@ -150,7 +149,7 @@ def measure(
         for rank in range(world.size) if world.is_real else [min(_RANK, world.size - 1)]:
             task = MeasurementTask(
                 contestant=contestant,
-                # FSDP2 wants a group even where it is alone; NCCL's then moves nothing, like a pretended one.
+                # FSDP2 needs a group even where it is alone; NCCL's then moves nothing, like a simulated one.
                 group="nccl" if world.is_real or world.size == 1 else "fake",
                 world_size=world.size,
                 rank=rank,
@@ -205,27 +204,27 @@ def run_all(
     """Measure every contestant in every world; one that fails is left out of further rounds."""
     records: list[GpuRecord] = []
     for world, program in programs.items():
-        found = {name: GpuRecord(contestant=name, world=world) for name in names}
+        by_name = {name: GpuRecord(contestant=name, world=world) for name in names}
         for number in range(rounds):
             for turn in range(len(names)):
                 name = names[(turn + number) % len(names)]
-                if found[name].error is not None:
+                if by_name[name].error is not None:
                     continue
                 try:
                     measured = measure(name, world, program, folder, warm_up, steps)
                 except RuntimeError as error:
-                    found[name] = replace(found[name], error=str(error))
+                    by_name[name] = replace(by_name[name], error=str(error))
                     console.print(f"{name}, {world.label}: {error}", markup=False)
                 else:
-                    found[name] = found[name].joined(measured)
-        records += found.values()
+                    by_name[name] = by_name[name].joined(measured)
+        records += by_name.values()
     return records
 
 
 def show(
     records: Sequence[GpuRecord], flops: int, peak: float | None, tokens: int, console: Console
 ) -> None:
-    """One table, in which the ratios are to FSDP2 compiled in the same world."""
+    """Print one table; its ratios are to FSDP2 compiled in the same world."""
     table = Table(
         "world", "contestant", "step ms", "middle half", "to FSDP2 compiled", "tokens/s", "MFU",
         "allocated GB", "reserved GB", "reserved/allocated", "first step s", "loss",
@@ -237,7 +236,7 @@ def show(
             continue
         ordered = sorted(record.seconds)
         quarter, seconds = len(ordered) // 4, median(ordered)
-        other = steps.get((record.world, "FSDP2 compiled"))
+        fsdp2_s = steps.get((record.world, "FSDP2 compiled"))
         ranks = record.world.size if record.world.is_real else 1
         is_meaningful = record.world.is_real or record.world.size == 1
         table.add_row(
@@ -245,7 +244,7 @@ def show(
             record.contestant,
             f"{1000 * seconds:.1f}",
             f"{1000 * ordered[quarter]:.1f}-{1000 * ordered[-1 - quarter]:.1f}",
-            "" if other is None else f"{seconds / other:.3f}",
+            "" if fsdp2_s is None else f"{seconds / fsdp2_s:.3f}",
             f"{tokens * ranks / seconds:,.0f}",
             "" if peak is None else f"{flops * ranks / seconds / peak:.1%}",
             f"{record.allocated_bytes / 1e9:.2f}",
@@ -262,7 +261,7 @@ def show(
 
 def main() -> int:
     """Measure, print, and write the record."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = record_file.parser(__doc__)
     parser.add_argument(
         "--shape",
         default=gpu_gpt.SHAPE,
@@ -275,7 +274,6 @@ def main() -> int:
     parser.add_argument("--warm-up", type=int, default=6, help="steps before any is timed")
     parser.add_argument("--steps", type=int, default=30, help="timed steps a round")
     parser.add_argument("--peak-tflops", type=float, help="the card's dense bf16 peak, for MFU")
-    record_file.add_option(parser)
     arguments = parser.parse_args()
     reason = why_not() or (why_no_nccl() if arguments.nccl_ranks else None)
     if reason is not None:

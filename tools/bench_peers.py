@@ -10,7 +10,6 @@ copies is the noise. All train the same model on the same data with torch's fuse
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import os
@@ -23,7 +22,6 @@ from pathlib import Path
 from statistics import median
 
 from rich.console import Console
-from rich.table import Table
 
 from tools import record_file
 from tools.peers.own import variants
@@ -104,6 +102,21 @@ class PeerRecord:
     def own_bytes(self) -> int:
         """Peak resident memory above that of a process that has only imported torch and joined the job."""
         return self.peak_bytes - self.bare_bytes
+
+    def cells(self) -> list[str]:
+        """A row of a table with the columns ``COLUMNS``."""
+        ordered = sorted(self.seconds)
+        quarter = len(ordered) // 4
+        return [
+            self.name,
+            f"{1000 * median(ordered):.0f}",
+            f"{1000 * ordered[quarter]:.0f} to {1000 * ordered[-1 - quarter]:.0f}",
+            f"{self.first_step_seconds:.1f}",
+            f"{self.own_bytes / 1e6:.0f}",
+        ]
+
+
+COLUMNS = ("", "step, ms", "middle half", "first step, s", "peak MB above bare")
 
 
 class Contestant:
@@ -202,35 +215,29 @@ def ratio(target: RatioTarget, records: dict[str, PeerRecord]) -> float:
     return median(a / b for a, b in zip(above.seconds, below.seconds, strict=True))
 
 
+RATIO_COLUMNS = ("ratio", "measured", "must be at most", "aim")
+
+
+def ratio_rows(records: dict[str, PeerRecord]) -> list[list[str]]:
+    """The targets whose contestants were measured, as rows of a table with the columns ``RATIO_COLUMNS``."""
+    return [
+        [
+            f"{'peak memory' if target.is_memory else 'step'}: {target.numerator} / {target.denominator}",
+            f"{ratio(target, records):.2f}",
+            f"{target.must:.2f}",
+            f"{target.aim:.2f}",
+        ]
+        for target in TARGETS
+        if target.numerator in records and target.denominator in records
+    ]
+
+
 def show(records: Sequence[PeerRecord], console: Console) -> None:
     """Print the measurements and the targets."""
     by_name = {record.name: record for record in records}
-    table = Table(
-        "contestant", "step ms", "middle half", "first step s", "peak MB above bare", "loss"
-    )
-    for record in records:
-        ordered = sorted(record.seconds)
-        quarter = len(ordered) // 4
-        table.add_row(
-            record.name,
-            f"{1000 * median(ordered):.0f}",
-            f"{1000 * ordered[quarter]:.0f}-{1000 * ordered[-1 - quarter]:.0f}",
-            f"{record.first_step_seconds:.1f}",
-            f"{record.own_bytes / 1e6:.0f}",
-            f"{record.losses[-1]:.6f}",
-        )
-    console.print(table)
-    ratios = Table("ratio", "measured", "must", "aim")
-    for target in TARGETS:
-        if target.numerator in by_name and target.denominator in by_name:
-            what = "peak memory" if target.is_memory else "step"
-            ratios.add_row(
-                f"{what}: {target.numerator} / {target.denominator}",
-                f"{ratio(target, by_name):.2f}",
-                f"{target.must:.2f}",
-                f"{target.aim:.2f}",
-            )
-    console.print(ratios)
+    rows = [[*record.cells(), f"{record.losses[-1]:.6f}"] for record in records]
+    record_file.print_table([*COLUMNS, "loss"], rows)
+    record_file.print_table(RATIO_COLUMNS, ratio_rows(by_name))
     if {"zeroir 3", "zeroir 3 again"} <= by_name.keys():
         pairs = zip(by_name["zeroir 3"].seconds, by_name["zeroir 3 again"].seconds, strict=True)
         console.print(
@@ -247,13 +254,12 @@ def show(records: Sequence[PeerRecord], console: Console) -> None:
 
 def main() -> int:
     """Measure, print, and write the record."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = record_file.parser(__doc__)
     parser.add_argument("set", nargs="?", choices=SETS, default="peers", help="who takes part")
     parser.add_argument("--only", nargs="+", choices=NAMES, help="or these")
     parser.add_argument("--world-size", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=3)
-    record_file.add_option(parser)
     arguments = parser.parse_args()
     console = Console()
     names = list(arguments.only or SETS[arguments.set])

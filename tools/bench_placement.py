@@ -1,4 +1,4 @@
-"""How fast and how tightly temporary buffers are placed: ``python tools/bench_placement.py [--buffers 100000]``.
+"""How fast and how tightly temporary buffers are placed: ``python -m tools.bench_placement [--buffers 100000]``.
 
 Two kinds of programs: *layers* is a deep network at stage 3, whose every layer gathers its parameters twice, saves
 values for the backward and needs values in passing; *random* are buffers of all sizes that live for a random time.
@@ -27,7 +27,7 @@ SAVED = 24
 PASSING = 70
 PER_LAYER = SAVED + PASSING + 2
 TARGET_S = 5.0
-"""What ``plan-memory`` may take of 100,000 buffers."""
+"""The processor seconds that ``plan-memory`` may take for 100,000 buffers."""
 
 
 @dataclass(slots=True)
@@ -146,7 +146,7 @@ def scattered(count: int, seed: int) -> Program:
 
 def main() -> int:
     """Print a line for each kind of program; 1 where one misses the target."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--buffers", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()

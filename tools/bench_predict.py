@@ -60,48 +60,35 @@ class RoundTimes:
         return self.predicted_s / self.measured_s - 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MedianTimes:
-    """Medians over the rounds of one program."""
-
-    model: str
-    stage: int
-    measured_s: float
-    predicted_s: float
-    other_s: float
-    error: float
-    noise: float
-
-
 def main() -> int:
     """Compile, profile and train in rounds, and print the table; or, as a rank, time the steps of one program."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = record_file.parser(__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--models", nargs="+", default=list(MODELS))
     parser.add_argument("--stages", nargs="+", type=int, default=list(STAGES))
     parser.add_argument("--kernels", choices=("eager", "inductor"), default="eager")
-    record_file.add_option(parser)
     parser.add_argument("--rank-of", type=Path, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.rank_of is not None:
-        time_steps(given.rank_of, given.steps, given.kernels)
+    arguments = parser.parse_args()
+    if arguments.rank_of is not None:
+        time_steps(arguments.rank_of, arguments.steps, arguments.kernels)
         return 0
     with tempfile.TemporaryDirectory() as folder:
         rounds = measure(
-            Path(folder), given.models, given.stages, given.rounds, given.steps, given.kernels
+            Path(folder),
+            arguments.models,
+            arguments.stages,
+            arguments.rounds,
+            arguments.steps,
+            arguments.kernels,
         )
-    rows = [
-        summary([measured for measured in rounds if (measured.model, measured.stage) == place])
-        for place in dict.fromkeys((measured.model, measured.stage) for measured in rounds)
-    ]
-    table = [cells(row) for row in rows]
-    print(f"| {' | '.join(HEAD)} |\n|{'---|' * len(HEAD)}")
-    for line in table:
-        print(f"| {' | '.join(line)} |")
-    about = {"rounds": given.rounds, "kernels": given.kernels}
-    record_file.write(given.record, "bench_predict", {"head": HEAD, "rows": table}, about)
-    return int(any(abs(row.error) > MOST_ERROR for row in rows))
+    programs: dict[tuple[str, int], list[RoundTimes]] = {}
+    for times in rounds:
+        programs.setdefault((times.model, times.stage), []).append(times)
+    table = [cells(times) for times in programs.values()]
+    about = {"rounds": arguments.rounds, "kernels": arguments.kernels}
+    record_file.publish(arguments.record, "bench_predict", HEAD, table, about)
+    return int(any(abs(median_error(times)) > MOST_ERROR for times in programs.values()))
 
 
 def measure(
@@ -182,27 +169,22 @@ def time_steps(path: Path, steps: int, kernels: str) -> None:
         print(median(seconds[WARM_UP:]))
 
 
-def summary(rounds: list[RoundTimes]) -> MedianTimes:
-    """The medians of one program's rounds."""
-    return MedianTimes(
-        model=rounds[0].model,
-        stage=rounds[0].stage,
-        measured_s=median(times.measured_s for times in rounds),
-        predicted_s=median(times.predicted_s for times in rounds),
-        other_s=median(times.other_s for times in rounds),
-        error=median(times.error for times in rounds),
-        noise=median(times.noise for times in rounds),
-    )
+def median_error(rounds: list[RoundTimes]) -> float:
+    """The median error of one program's rounds."""
+    return median(times.error for times in rounds)
 
 
-def cells(row: MedianTimes) -> list[str]:
-    """A row of the table."""
-    milliseconds = (
-        f"{1e3 * seconds:.1f}" for seconds in (row.measured_s, row.predicted_s, row.other_s)
+def cells(rounds: list[RoundTimes]) -> list[str]:
+    """A row of the table: the medians of one program's rounds."""
+    measured, predicted, other = (
+        f"{1e3 * median(seconds):.1f}"
+        for seconds in zip(
+            *((times.measured_s, times.predicted_s, times.other_s) for times in rounds), strict=True
+        )
     )
-    measured, predicted, other = milliseconds
-    error, noise = f"{row.error:+.1%}", f"{row.noise:.1%}"
-    return [Path(row.model).stem, str(row.stage), measured, predicted, error, noise, other]
+    error, noise = f"{median_error(rounds):+.1%}", f"{median(times.noise for times in rounds):.1%}"
+    first = rounds[0]
+    return [Path(first.model).stem, str(first.stage), measured, predicted, error, noise, other]
 
 
 if __name__ == "__main__":

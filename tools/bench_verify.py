@@ -1,6 +1,6 @@
 """Time the verifier on synthetic schedules of about 10,000 ops; the target is 2 s each.
 
-python tools/bench_verify.py [--ops 10000] [--profile]
+python -m tools.bench_verify [--ops 10000] [--profile]
 """
 
 from __future__ import annotations
@@ -11,13 +11,10 @@ import pstats
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
+from tests.support.lowering import applied
 from tests.support.programs import mlp
 from zeroir.ir.program import Program
-from zeroir.passes.manager import apply
 from zeroir.passes.pipelines import for_stage
 from zeroir.verify import verify
 
@@ -43,25 +40,17 @@ def schedules(ops: int) -> Iterator[tuple[str, Program, Program]]:
         few, many = (count_ops(mlp(blocks=n, **options), stage, ranks) for n in (8, 16))
         blocks = max(1, round(8 + (ops - few) / ((many - few) / 8)))
         logical = mlp(blocks=blocks, **options)
-        yield name, lowered(logical, stage, ranks), logical
-
-
-def lowered(logical: Program, stage: int, ranks: int) -> Program:
-    """The schedule without verifying between passes."""
-    program = logical
-    for step in for_stage(stage, ranks):
-        program = apply(step, program)
-    return program
+        yield name, applied(logical, for_stage(stage, ranks)), logical
 
 
 def count_ops(logical: Program, stage: int, ranks: int) -> int:
     """Ops of the scheduled program."""
-    return sum(1 for _ in lowered(logical, stage, ranks).ops())
+    return sum(1 for _ in applied(logical, for_stage(stage, ranks)).ops())
 
 
 def main() -> int:
     """Print one line a case; 1 where one misses the target."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--ops", type=int, default=10_000)
     parser.add_argument("--profile", action="store_true")
     options = parser.parse_args()

@@ -18,7 +18,7 @@ def text() -> str:
 
 def main() -> None:
     """Write the text to the path on the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("output", type=Path)
     output: Path = parser.parse_args().output
     output.write_text(text(), encoding="utf-8")

@@ -1,4 +1,7 @@
-"""Records of measured runs: JSON files from which docs/performance.md is written, each with how it was made."""
+"""The results of measuring tools: tables on the terminal, and records from which docs/performance.md is written.
+
+A record is a JSON file; it says how it was made.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,19 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+
+def parser(docstring: str) -> argparse.ArgumentParser:
+    """A parser for the tool of this docstring, with ``--record FILE``."""
+    described = argparse.ArgumentParser(description=docstring.partition("\n")[0])
+    add_option(described)
+    return described
 
 
 def add_option(parser: argparse.ArgumentParser) -> None:
@@ -33,6 +46,26 @@ def write(
         **about,
     }
     path.write_text(json.dumps({"about": header, **content}, indent=1) + "\n")
+
+
+def print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print rows of cells under a head."""
+    table = Table(*head)
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)
+
+
+def publish(
+    path: Path | None,
+    tool: str,
+    head: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    about: Mapping[str, object] = {},
+) -> None:
+    """Print the results of a tool as a table, and write them; see ``write``."""
+    print_table(head, rows)
+    write(path, tool, {"head": head, "rows": rows}, about)
 
 
 def _writable(text: str) -> Path:

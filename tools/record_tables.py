@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
-from tools.bench_peers import SETS, TARGETS, PeerRecord, ratio
+from tools.bench_peers import COLUMNS, RATIO_COLUMNS, SETS, PeerRecord, ratio_rows
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGES = tuple(DOCS / name for name in ("conformance.md", "ir.md", "performance.md", "trust.md"))
@@ -51,36 +51,11 @@ def _contestants(record: Mapping[str, object]) -> dict[str, PeerRecord]:
 
 
 def _peers(record: Mapping[str, object]) -> str:
-    rows = []
-    for name, contestant in _contestants(record).items():
-        ordered = sorted(contestant.seconds)
-        quarter = len(ordered) // 4
-        rows.append(
-            [
-                name,
-                f"{1000 * median(ordered):.0f}",
-                f"{1000 * ordered[quarter]:.0f} to {1000 * ordered[-1 - quarter]:.0f}",
-                f"{contestant.first_step_seconds:.1f}",
-                f"{contestant.own_bytes / 1e6:.0f}",
-            ]
-        )
-    return _markdown(["", "step, ms", "middle half", "first step, s", "peak MB above bare"], rows)
+    return _markdown(COLUMNS, [contestant.cells() for contestant in _contestants(record).values()])
 
 
 def _ratios(record: Mapping[str, object]) -> str:
-    contestants = _contestants(record)
-    rows = [
-        [
-            ("peak memory: " if target.is_memory else "step: ")
-            + f"{target.numerator} / {target.denominator}",
-            f"{ratio(target, contestants):.2f}",
-            f"{target.must:.2f}",
-            f"{target.aim:.2f}",
-        ]
-        for target in TARGETS
-        if target.numerator in contestants and target.denominator in contestants
-    ]
-    return _markdown(["ratio", "measured", "must be at most", "aim"], rows)
+    return _markdown(RATIO_COLUMNS, ratio_rows(_contestants(record)))
 
 
 def _techniques(record: Mapping[str, object]) -> str:

@@ -38,7 +38,7 @@ def train(*, ranks: int, steps: int, seed: int, learning_rate: float) -> tuple[l
 
 def main() -> None:
     """Train with the settings on the command line and write the curve."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("output", type=Path)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=200)

@@ -6,29 +6,18 @@ only the old ones.
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from zeroir.runtime.comm.base import CollectiveTensors, to_wire
 
-class _FlatAllGather(Protocol):
-    def __call__(self, output: Tensor, source: Tensor, /, *, group: ProcessGroup) -> object:
-        """Fill ``output`` from every rank's ``source``."""
-
-
-class _FlatReduceScatter(Protocol):
-    def __call__(
-        self, output: Tensor, source: Tensor, /, *, op: dist.ReduceOp.RedOpType, group: ProcessGroup
-    ) -> object:
-        """Fill ``output`` from every rank's ``source``."""
-
-
-_all_gather: _FlatAllGather = (
+_all_gather: Callable[..., object] = (
     getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 )
-_reduce_scatter: _FlatReduceScatter = (
+_reduce_scatter: Callable[..., object] = (
     getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 )
 
@@ -43,3 +32,11 @@ def reduce_scatter_flat(
 ) -> None:
     """Combine every rank's ``source`` and keep this rank's slice, in the backend's own order of additions."""
     _reduce_scatter(destination, source, op=op, group=group)
+
+
+def broadcast(tensors: CollectiveTensors, root: int, group: ProcessGroup) -> None:
+    """See ``Comm.broadcast``."""
+    for pair in tensors.pairs[0]:
+        message = to_wire(pair.source, tensors.wire_dtype).clone()
+        dist.broadcast(message, group=group, group_src=root)
+        pair.destination.copy_(message)

@@ -8,7 +8,7 @@ for any layout and any stage.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -17,25 +17,26 @@ from torch.distributed import ProcessGroup
 
 from zeroir.ir.ops import Reduction
 from zeroir.runtime.comm.base import SMALL_NUMEL, CollectiveTensors, combine, to_wire
-from zeroir.runtime.comm.groups import Groups
+from zeroir.runtime.comm.collectives import broadcast
+from zeroir.runtime.comm.groups import destroy_groups
 
 
 class GlooComm:
     """Collectives of one rank of a gloo world; ``groups`` holds one process group per communicator."""
 
-    def __init__(self, groups: Groups) -> None:
+    def __init__(self, groups: Mapping[str, ProcessGroup]) -> None:
         self._groups = groups
 
     def all_gather(self, tensors: CollectiveTensors) -> None:
         """See ``Comm.all_gather``."""
-        group = self._groups.by_comm[tensors.comm]
+        group = self._groups[tensors.comm]
         sources = [to_wire(pair.source, tensors.wire_dtype) for pair in tensors.pairs[0]]
         slots = [pair.destination.view(group.size(), -1).unbind() for pair in tensors.pairs[0]]
         _gather(sources, slots, group)
 
     def reduce_scatter(self, tensors: CollectiveTensors, reduction: Reduction) -> None:
         """See ``Comm.reduce_scatter``."""
-        group = self._groups.by_comm[tensors.comm]
+        group = self._groups[tensors.comm]
         rows = [
             to_wire(pair.source, tensors.wire_dtype).view(group.size(), -1).unbind()
             for pair in tensors.pairs[0]
@@ -45,7 +46,7 @@ class GlooComm:
 
     def all_reduce(self, tensors: CollectiveTensors, reduction: Reduction) -> None:
         """See ``Comm.all_reduce``: the reduce_scatter above and an all_gather."""
-        group = self._groups.by_comm[tensors.comm]
+        group = self._groups[tensors.comm]
         size, own = group.size(), group.rank()
         sources = [to_wire(pair.source, tensors.wire_dtype) for pair in tensors.pairs[0]]
         destinations = [pair.destination for pair in tensors.pairs[0]]
@@ -59,15 +60,11 @@ class GlooComm:
 
     def broadcast(self, tensors: CollectiveTensors, root: int) -> None:
         """See ``Comm.broadcast``."""
-        group = self._groups.by_comm[tensors.comm]
-        for pair in tensors.pairs[0]:
-            message = to_wire(pair.source, tensors.wire_dtype).clone()
-            dist.broadcast(message, group=group, group_src=root)
-            pair.destination.copy_(message)
+        broadcast(tensors, root, self._groups[tensors.comm])
 
     def close(self) -> None:
         """Destroy the process groups."""
-        self._groups.close()
+        destroy_groups(self._groups)
 
 
 def _gather(

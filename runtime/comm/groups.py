@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -13,21 +12,11 @@ from torch.distributed import ProcessGroup
 from zeroir.ir.program import Program
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Groups:
-    """This rank's process group of every communicator, by the communicator's name."""
+def make_groups(program: Program, backend: str, timeout: timedelta) -> dict[str, ProcessGroup]:
+    """Create the groups of every communicator; all ranks of the default group call this together.
 
-    by_comm: Mapping[str, ProcessGroup]
-
-    def close(self) -> None:
-        """Destroy the groups; a broken connection is no error here."""
-        for group in self.by_comm.values():
-            with contextlib.suppress(RuntimeError, ValueError, AssertionError):
-                dist.destroy_process_group(group)
-
-
-def make_groups(program: Program, backend: str, timeout: timedelta) -> Groups:
-    """Create the groups of every communicator; all ranks of the default group call this together."""
+    Returns this rank's group by the communicator's name.
+    """
     rank = dist.get_rank()
     own: dict[str, ProcessGroup] = {}
     for comm in program.comms:
@@ -35,4 +24,11 @@ def make_groups(program: Program, backend: str, timeout: timedelta) -> Groups:
             group = dist.new_group(list(members), timeout=timeout, backend=backend)
             if rank in members:
                 own[comm.name] = group
-    return Groups(by_comm=own)
+    return own
+
+
+def destroy_groups(groups: Mapping[str, ProcessGroup]) -> None:
+    """Destroy groups; a broken connection is no error here."""
+    for group in groups.values():
+        with contextlib.suppress(RuntimeError, ValueError, AssertionError):
+            dist.destroy_process_group(group)

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Final, Protocol, TypeVar
+from typing import Final, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,45 +20,6 @@ _INTERVAL_S: Final = 20.0
 """How often rank 0 tells the others that it is still working: well below the timeout of any collective."""
 
 
-class Handout(Protocol):
-    """Brings the values of rank 0 to all ranks. Every rank calls each method, in the same order."""
-
-    @property
-    def device(self) -> torch.device:
-        """The device on which messages must lie."""
-
-    def make(self, act: Callable[[], T]) -> T | None:
-        """Call ``act`` on rank 0 and return its result there; return None on the other ranks, after rank 0 is done.
-
-        Raises:
-            PeerError: on the other ranks, where ``act`` raises on rank 0.
-        """
-
-    def send(self, message: Tensor) -> None:
-        """Overwrite every rank's message with that of rank 0, of the same length and dtype."""
-
-    def gather(self, own: Tensor) -> Tensor:
-        """Stack the rows of all ranks, in rank order, on the CPU."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NoHandout:
-    """For one process that holds every rank."""
-
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-
-    def make(self, act: Callable[[], T]) -> T | None:
-        """See ``Handout.make``."""
-        return act()
-
-    def send(self, message: Tensor) -> None:
-        """See ``Handout.send``."""
-
-    def gather(self, own: Tensor) -> Tensor:
-        """See ``Handout.gather``."""
-        return own.cpu()
-
-
 class _WorkState(IntEnum):
     """The state of the work on rank 0, as it tells the others."""
 
@@ -68,15 +29,28 @@ class _WorkState(IntEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JobHandout:
-    """Sends messages to the ranks of torch's default group, on ``device``."""
+class Handout:
+    """Brings the values of rank 0 to all ranks. Every rank calls each method, in the same order.
 
-    rank: int
-    device: torch.device
+    Messages lie on ``device`` and travel in torch's default group. With ``is_alone`` this process holds every rank, and
+    nothing travels.
+    """
+
+    rank: int = 0
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    is_alone: bool = False
     interval_s: float = _INTERVAL_S
 
     def make(self, act: Callable[[], T]) -> T | None:
-        """See ``Handout.make``. It may last longer than the timeout of a collective: rank 0 sends signs of life."""
+        """Call ``act`` on rank 0 and return its result there; return None on the other ranks, after rank 0 is done.
+
+        It may last longer than the timeout of a collective: rank 0 sends signs of life.
+
+        Raises:
+            PeerError: on the other ranks, where ``act`` raises on rank 0.
+        """
+        if self.is_alone:
+            return act()
         if self.rank != 0:
             self._wait()
             return None
@@ -90,13 +64,14 @@ class JobHandout:
         return made
 
     def send(self, message: Tensor) -> None:
-        """See ``Handout.send``."""
-        with explained():
-            dist.broadcast(message, src=0)
+        """Overwrite every rank's message with that of rank 0, of the same length and dtype."""
+        if not self.is_alone:
+            with explained():
+                dist.broadcast(message, src=0)
 
     def gather(self, own: Tensor) -> Tensor:
-        """See ``Handout.gather``."""
-        return exchanged(own.flatten(), self.device)
+        """Stack the rows of all ranks, in rank order, on the CPU."""
+        return own.cpu() if self.is_alone else exchanged(own.flatten(), self.device)
 
     def _wait(self) -> None:
         state = torch.zeros(1, dtype=torch.uint8, device=self.device)
@@ -126,3 +101,6 @@ class JobHandout:
         finally:
             is_over.set()
             thread.join()
+
+
+ALONE: Final = Handout(is_alone=True)

@@ -7,7 +7,7 @@ dtype, not bit for bit.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -16,43 +16,29 @@ from torch.distributed import ProcessGroup, distributed_c10d
 
 from zeroir.ir.ops import Reduction
 from zeroir.runtime.comm.base import CollectiveTensors, TensorPair, to_wire
-from zeroir.runtime.comm.collectives import all_gather_flat, reduce_scatter_flat
-from zeroir.runtime.comm.groups import Groups
+from zeroir.runtime.comm.collectives import all_gather_flat, broadcast, reduce_scatter_flat
+from zeroir.runtime.comm.groups import destroy_groups
 
 
 class NcclComm:
     """Collectives of one rank of an NCCL world, or of torch's fake process group, which moves nothing."""
 
-    def __init__(self, groups: Groups) -> None:
+    def __init__(self, groups: Mapping[str, ProcessGroup]) -> None:
         self._groups = groups
 
     def all_gather(self, tensors: CollectiveTensors) -> None:
         """See ``Comm.all_gather``. All pairs of one dtype travel in one launch."""
-        group = self._group(tensors)
-        pairs = tensors.pairs[0]
-        sources = [to_wire(pair.source, tensors.wire_dtype) for pair in pairs]
-        targets = [_like(p.destination, s.dtype) for p, s in zip(pairs, sources, strict=True)]
-        for alike in _by_dtype(sources):
-            with _one_launch(group, len(alike)):
-                for i in alike:
-                    all_gather_flat(targets[i], sources[i], group)
-        _deliver(targets, pairs)
+        group = self._groups[tensors.comm]
+        _move(tensors, group, lambda target, source: all_gather_flat(target, source, group))
 
     def reduce_scatter(self, tensors: CollectiveTensors, reduction: Reduction) -> None:
         """See ``Comm.reduce_scatter``. All pairs of one dtype travel in one launch."""
-        group = self._group(tensors)
-        pairs = tensors.pairs[0]
-        sources = [to_wire(pair.source, tensors.wire_dtype) for pair in pairs]
-        targets = [_like(p.destination, s.dtype) for p, s in zip(pairs, sources, strict=True)]
-        for alike in _by_dtype(sources):
-            with _one_launch(group, len(alike)):
-                for i in alike:
-                    reduce_scatter_flat(targets[i], sources[i], group, _REDUCE_OP[reduction])
-        _deliver(targets, pairs)
+        group, op = self._groups[tensors.comm], _REDUCE_OP[reduction]
+        _move(tensors, group, lambda target, source: reduce_scatter_flat(target, source, group, op))
 
     def all_reduce(self, tensors: CollectiveTensors, reduction: Reduction) -> None:
         """See ``Comm.all_reduce``. All pairs of one dtype travel in one launch."""
-        group = self._group(tensors)
+        group, op = self._groups[tensors.comm], _REDUCE_OP[reduction]
         pairs = tensors.pairs[0]
         totals = [
             pair.destination
@@ -63,26 +49,33 @@ class NcclComm:
         for alike in _by_dtype(totals):
             with _one_launch(group, len(alike)):
                 for i in alike:
-                    dist.all_reduce(totals[i], op=_REDUCE_OP[reduction], group=group)
+                    dist.all_reduce(totals[i], op=op, group=group)
         _deliver(totals, pairs)
 
     def broadcast(self, tensors: CollectiveTensors, root: int) -> None:
         """See ``Comm.broadcast``."""
-        group = self._group(tensors)
-        for pair in tensors.pairs[0]:
-            message = to_wire(pair.source, tensors.wire_dtype).clone()
-            dist.broadcast(message, group=group, group_src=root)
-            pair.destination.copy_(message)
+        broadcast(tensors, root, self._groups[tensors.comm])
 
     def close(self) -> None:
         """Destroy the process groups."""
-        self._groups.close()
-
-    def _group(self, tensors: CollectiveTensors) -> ProcessGroup:
-        return self._groups.by_comm[tensors.comm]
+        destroy_groups(self._groups)
 
 
 _REDUCE_OP = {Reduction.SUM: dist.ReduceOp.SUM, Reduction.MAX: dist.ReduceOp.MAX}
+
+
+def _move(
+    tensors: CollectiveTensors, group: ProcessGroup, launch: Callable[[Tensor, Tensor], None]
+) -> None:
+    """Fill every destination from its source: ``launch`` begins one transfer between tensors of one dtype."""
+    pairs = tensors.pairs[0]
+    sources = [to_wire(pair.source, tensors.wire_dtype) for pair in pairs]
+    targets = [_like(p.destination, s.dtype) for p, s in zip(pairs, sources, strict=True)]
+    for alike in _by_dtype(sources):
+        with _one_launch(group, len(alike)):
+            for i in alike:
+                launch(targets[i], sources[i])
+    _deliver(targets, pairs)
 
 
 def _by_dtype(tensors: Sequence[Tensor]) -> Sequence[Sequence[int]]:

@@ -10,7 +10,7 @@ from torch import Tensor
 import zeroir.torch_ops  # noqa: F401 - it registers zeroir's own operators, which segments call
 from zeroir.errors import UserError
 from zeroir.ir.dtypes import DType
-from zeroir.ir.segment import Node, NodeArg, Ref, Symbol
+from zeroir.ir.segment import NodeArg, Ref, Symbol
 from zeroir.runtime.tensors import TORCH_DTYPE
 
 Value = (
@@ -113,8 +113,3 @@ def out_overload(function: torch._ops.OpOverload) -> torch._ops.OpOverload | Non
             assert isinstance(candidate, torch._ops.OpOverload)
             return None if torch.Tag.generated in candidate.tags else candidate
     return None
-
-
-def node_refs(node: Node) -> frozenset[int]:
-    """The numbers of the values that a node uses."""
-    return frozenset(ref.index for ref in node.refs())

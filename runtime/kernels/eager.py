@@ -71,10 +71,9 @@ class _DestinationView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _OperatorCall:
-    """One call of an operator. With ``target`` it fills that tensor instead of making one.
+    """One call of an operator. With ``target`` it fills that tensor, its argument ``out``, instead of making one.
 
-    With ``is_out_first`` that tensor is its first argument, and not ``out=``. ``layouts`` are those of its results that
-    must have given strides, with these strides.
+    ``layouts`` are those of its results that must have given strides, with these strides.
     """
 
     function: Callable[..., object]
@@ -83,7 +82,6 @@ class _OperatorCall:
     first: int
     is_multiple: bool
     target: _DestinationView | None
-    is_out_first: bool
     layouts: Sequence[tuple[int, tuple[int, ...]]]
     drops: Sequence[int]
 
@@ -95,10 +93,7 @@ class _OperatorCall:
             result = self.function(*args, **kwargs)
         else:
             result = self.target(destinations)
-            if self.is_out_first:
-                self.function(result, *args)
-            else:
-                self.function(*args, **kwargs, out=result)
+            self.function(*args, **kwargs, out=result)
         if self.is_multiple:
             several = cast("Sequence[Tensor | None]", result)
             values[self.first : self.first + len(several)] = several
@@ -114,35 +109,31 @@ class _OperatorCall:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _CopyToDestination:
-    """A copy of a value to a destination, or its addition; see ``eager_plan.FillTarget``."""
+class CopyToDestination:
+    """A copy of a value to a destination, or its addition, as planned."""
 
-    value: int
+    plan: FillTarget
     target: _DestinationView
-    mode: Mode
-    is_home: bool
-    drops: Sequence[int]
 
     def __call__(self, values: list[Tensor | None], destinations: Sequence[Tensor | None]) -> None:
-        target, value = self.target(destinations), values[self.value]
+        target, value = self.target(destinations), values[self.plan.value]
         assert value is not None
-        if self.mode is Mode.WRITE:
+        if self.plan.mode is Mode.WRITE:
             target.copy_(value)
         else:
             target.add_(value)
-        if self.is_home:
-            values[self.value] = target
-        for index in self.drops:
+        if self.plan.is_read_there:
+            values[self.plan.value] = target
+        for index in self.plan.drops:
             values[index] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EagerKernel:
-    """A segment as a list of calls and copies; ``moves`` are the planned moves that the copies carry out."""
+    """A segment as a list of calls and copies."""
 
     values: int
-    steps: Sequence[_OperatorCall | _CopyToDestination]
-    moves: Sequence[FillTarget]
+    steps: Sequence[_OperatorCall | CopyToDestination]
 
     def __call__(self, arguments: Sequence[Tensor], destinations: Sequence[Tensor | None]) -> None:
         """See ``Kernel``."""
@@ -155,34 +146,25 @@ class EagerKernel:
 def compile_eager(segment: Segment, bindings: Bindings, device: torch.device) -> EagerKernel:
     """Prepare the calls of a segment."""
     plan = eager_plan(segment, bindings, lambda node: _filler(node, device) is not None)
-    steps: list[_OperatorCall | _CopyToDestination] = []
+    steps: list[_OperatorCall | CopyToDestination] = []
     for step in plan.steps:
         match step:
             case RunNode():
                 steps.append(_prepared(step, device))
             case FillTarget():
-                steps.append(
-                    _CopyToDestination(
-                        value=step.value,
-                        target=_target(step.target),
-                        mode=step.mode,
-                        is_home=step.is_read_there,
-                        drops=step.drops,
-                    )
-                )
+                steps.append(CopyToDestination(plan=step, target=_target(step.target)))
             case _:
                 assert_never(step)
-    moves = [step for step in plan.steps if isinstance(step, FillTarget)]
-    return EagerKernel(values=plan.values, steps=steps, moves=moves)
+    return EagerKernel(values=plan.values, steps=steps)
 
 
 def _prepared(call: RunNode, device: torch.device) -> _OperatorCall:
     node = call.node
-    function, args, is_out_first = _function(node), node.args, False
+    function, args = _function(node), node.args
     if call.target is not None:
         filler = _filler(node, device)
         assert filler is not None
-        function, args, is_out_first = filler.function, filler.args, filler.is_out_first
+        function, args = filler
     return _OperatorCall(
         function=function,
         args=[resolver(arg, device) for arg in args],
@@ -190,7 +172,6 @@ def _prepared(call: RunNode, device: torch.device) -> _OperatorCall:
         first=call.first,
         is_multiple=is_multiple(operator(node.op)),
         target=None if call.target is None else _target(call.target),
-        is_out_first=is_out_first,
         layouts=call.layouts,
         drops=call.drops,
     )
@@ -246,13 +227,8 @@ def _scattered(view: Callable[..., Tensor]) -> Callable[..., Tensor]:
 # ---------------------------------------------------------------------------------------- results in place
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Filler:
-    """The call that writes a node's result to a given tensor."""
-
-    function: torch._ops.OpOverload
-    args: tuple[NodeArg, ...]
-    is_out_first: bool = False
+_Filler = tuple[Callable[..., object], tuple[NodeArg, ...]]
+"""A function that writes a result to its argument ``out``, and its positional arguments."""
 
 
 def _filler(node: Node, device: torch.device) -> _Filler | None:
@@ -261,15 +237,15 @@ def _filler(node: Node, device: torch.device) -> _Filler | None:
         return None
     if node.op == "aten.embedding_dense_backward.default" and device.type == "cpu":
         grad, indices, _, padding_idx, is_scaled = node.args
-        if is_scaled:
-            return None
-        return _Filler(
-            function=torch.ops.zeroir.embedding_gradient.default,
-            args=(grad, indices, padding_idx),
-            is_out_first=True,
-        )
+        return None if is_scaled else (_fill_embedding_gradient, (grad, indices, padding_idx))
     overload = out_overload(operator(node.op))
-    return None if overload is None else _Filler(function=overload, args=node.args)
+    return None if overload is None else (overload, node.args)
+
+
+def _fill_embedding_gradient(
+    grad: Tensor, indices: Tensor, padding_idx: int, *, out: Tensor
+) -> None:
+    torch.ops.zeroir.embedding_gradient.default(out, grad, indices, padding_idx)
 
 
 def in_place(segment: Segment, bindings: Bindings) -> Mapping[int, tuple[int, Undo | None]]:

@@ -161,9 +161,9 @@ class _GraphBuilder:
                 function, named = into.addmm_out.default, dict(node.kwargs)
                 args += [float(_number(named.get(name, 1))) for name in ("beta", "alpha")]
             case "aten.embedding_dense_backward.default" if node.args[4] is False:
-                self._embedding_gradient(node, self._undone(output, undo))
-                self._written.add(output)
-                return True
+                function = into.embedding_gradient.default
+                grad, indices, _, padding_idx, _ = args
+                args = [grad, indices, padding_idx]
             case _:
                 return False
         out = self._undone(output, undo)
@@ -171,13 +171,6 @@ class _GraphBuilder:
         self._values.append(out)
         self._written.add(output)
         return True
-
-    def _embedding_gradient(self, node: Node, out: fx.Node) -> None:
-        grad, indices, _, padding_idx, _ = (self._argument(arg) for arg in node.args)
-        self._call_function(
-            torch.ops.zeroir.embedding_gradient.default, out, grad, indices, padding_idx
-        )
-        self._values.append(out)
 
     def _add(self, node: Node, output: int, undo: Undo | None) -> bool:
         """Add the node's result to the destination's elements, if that can be done in place."""

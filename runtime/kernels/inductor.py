@@ -104,9 +104,11 @@ class InductorKernels:
         if folder is None:
             return False
         try:
-            kernel.use_library(load_library(folder, self._device))
+            library = load_library(folder, self._device)
         except (OSError, RuntimeError):
             return False
+        outputs = graph.graph_outputs(kernel.bindings)
+        kernel.use(_LibraryKernel(library=library, outputs=outputs, bindings=kernel.bindings))
         return True
 
 
@@ -123,13 +125,6 @@ class InductorKernel:
         """Use this kernel from now on."""
         self._kernel = kernel
 
-    def use_library(self, library: Library) -> None:
-        """Use this library from now on."""
-        outputs = graph.graph_outputs(self.bindings)
-        self._kernel = _LibraryKernel(
-            library=library, outputs=outputs, segment=self.segment, bindings=self.bindings
-        )
-
     def __call__(self, arguments: Sequence[Tensor], destinations: Sequence[Tensor | None]) -> None:
         """See ``Kernel``."""
         if self._kernel is None:
@@ -142,7 +137,6 @@ class InductorKernel:
 class _LibraryKernel:
     library: Library
     outputs: graph.GraphOutputs
-    segment: Segment
     bindings: tuple[Binding | None, ...]
 
     def __call__(self, arguments: Sequence[Tensor], destinations: Sequence[Tensor | None]) -> None:

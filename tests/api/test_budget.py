@@ -182,3 +182,11 @@ def test_on_a_machine_the_fastest_that_fits_comes_first() -> None:
     said = advice(LOGICAL, options(), budget, machine)
     assert said.startswith(f"Compile with other options (steps simulated on {machine.name}): --")
     assert " a step" in said
+
+
+def test_no_more_ranks_are_proposed_than_a_machine_takes() -> None:
+    machine = load_machine("cpu-local")
+    (closest,) = alternatives(LOGICAL, options(), 1, machine)
+    world_size = closest.settings["world_size"]
+    assert isinstance(world_size, int)
+    assert 4 < world_size <= machine.node_ranks

@@ -131,13 +131,6 @@ def test_few_blocks_are_traced_one_by_one() -> None:
     assert capture(file, "fp32", (), fewest_equal_calls=LAYERS + 1).reused_blocks == ()
 
 
-class Widening(Block):
-    """Calls a method that makes other calls for a traced tensor than for the tensor of the recorded forward."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.float())
-
-
 class Warmed(Stack):
     """Runs its blocks without gradients first."""
 
@@ -147,9 +140,35 @@ class Warmed(Stack):
         return super().run(x)
 
 
-def test_a_second_capture_begins_with_the_same_grad_mode() -> None:
-    assert reused_blocks_of(model_file(lambda: Warmed(lambda _: Widening()))) == ()
-    assert torch.is_grad_enabled()
+class Vectorised(Stack):
+    """Maps a function over a dimension before its blocks: its tensors are not the recorded ones."""
+
+    def run(self, x: Tensor) -> Tensor:
+        return super().run(torch.vmap(lambda row: row * 2)(x))
+
+
+class Rescaled(Stack):
+    """Changes a gradient between its blocks, in a hook that the recorded calls do not show."""
+
+    def run(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+            assert x.grad_fn is not None
+            x.grad_fn.register_prehook(lambda grads: (grads[0] * 2,))
+        return x
+
+
+def test_the_models_code_runs_once() -> None:
+    calls: list[Tensor] = []
+
+    class Noticing(Stack):
+        def run(self, x: Tensor) -> Tensor:
+            calls.append(x)
+            return super().run(x)
+
+    captured = capture(model_file(lambda: Noticing(lambda _: Block())), "fp32", ())
+    assert captured.reused_blocks == names(*range(LAYERS))
+    assert len(calls) == 1
 
 
 class Indexed(Block):
@@ -162,6 +181,13 @@ class Indexed(Block):
     def forward(self, x: Tensor) -> Tensor:
         result: Tensor = super().forward(x) / (1 + max(self.at, 1))
         return result
+
+
+class Signed(Indexed):
+    """Multiplies by a zero, whose sign depends on its index."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (-0.0 if self.at % 2 else 0.0)
 
 
 class Counting(Block):
@@ -321,6 +347,7 @@ class WithBias(Block):
 
 STACKS: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
     "indexed": (stack_of(Indexed), ()),
+    "signed": (stack_of(Signed), names(0, 2, 4)),
     "counting": (stack_of(lambda _: Counting()), names(0, 1, 2, 4)),
     "own gradient": (stack_of(lambda _: OwnGradient()), ()),
     "own gradient between": (lambda: Doubling(lambda _: Block()), names(*range(LAYERS))),
@@ -332,9 +359,12 @@ STACKS: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
     "shared": (lambda: Shared(lambda _: Block()), names(*range(LAYERS)) * 2),
     "mean": (lambda: Mean(lambda _: Block()), names(0, 1, 2, 3)),
     "hooked": (lambda: Hooked(lambda _: Block()), names(*range(LAYERS))),
+    "warmed": (lambda: Warmed(lambda _: Block()), names(1, 2, 3, 4) * 2),
+    "vectorised": (lambda: Vectorised(lambda _: Block()), ()),
+    "rescaled": (lambda: Rescaled(lambda _: Block()), ()),
     "noting": (lambda: Noting(lambda _: Notebook()), names(1, 2, 3, 4)),
 }
-FAST = {"counting", "own gradient between"}
+FAST = {"counting", "own gradient between", "rescaled"}
 
 
 @pytest.mark.parametrize(

@@ -136,4 +136,4 @@ def test_functions_of_tensors_are_described() -> None:
     assert [str(node.target) for node in graph.outputs] == ["aten.clone.default"] * 2
     assert [node is not None for node in graph.tangents] == [True, False]
     assert [node is not None for node in graph.gradients] == [True, False]
-    assert not private.are_functions_transformed()
+    assert not private.operator_context()[3]

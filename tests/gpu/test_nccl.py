@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tests.gpu.support import MLP_TOLERANCE
 from tests.runtime.support import Ranks, initial_flats, lowered, random_batches, require_success
+from tests.support.lockstep import run_lockstep
 from tests.support.programs import mlp
 from zeroir.ir.ops import Reduction
 from zeroir.runtime.comm.base import CollectiveTensors, Comm, TensorPair
@@ -20,7 +21,6 @@ from zeroir.runtime.comm.groups import make_groups
 from zeroir.runtime.comm.job import DEFAULT_TIMEOUT, require_same_program
 from zeroir.runtime.comm.lockstep import LockstepComm
 from zeroir.runtime.comm.nccl import NcclComm
-from zeroir.runtime.lockstep import run_lockstep
 
 pytestmark = pytest.mark.gpu
 

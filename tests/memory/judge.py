@@ -24,7 +24,6 @@ from zeroir.runtime.allocations import AllocatorEvent, allocations, by_range, le
 from zeroir.runtime.batch import Batch
 from zeroir.runtime.comm import gloo
 from zeroir.runtime.comm.base import Comm
-from zeroir.runtime.comm.groups import Groups
 from zeroir.runtime.comm.local import LocalComm
 from zeroir.runtime.executor import StepExecutor
 from zeroir.runtime.handlers import LocalRanks
@@ -171,7 +170,7 @@ def _comm(program: Program, rank: int) -> Comm:
         comm.name: _group(coordinate[comm.axis], program.mesh.size(comm.axis))
         for comm in program.comms
     }
-    return gloo.GlooComm(Groups(by_comm=groups))
+    return gloo.GlooComm(groups)
 
 
 def _group(rank: int, size: int) -> dist.ProcessGroup:

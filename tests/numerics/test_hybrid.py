@@ -16,12 +16,13 @@ from tests.runtime.support import (
     require_success,
 )
 from tests.runtime.workers_cases import CASES, MODEL_STEPS
+from tests.support.lockstep import run_lockstep
 from tests.support.programs import mlp
 from zeroir.api.check import check_model
 from zeroir.api.compiled import compile_model
 from zeroir.api.run import load_model
 from zeroir.config import make_options
-from zeroir.runtime.lockstep import Lockstep, run_lockstep
+from zeroir.runtime.lockstep import Lockstep
 
 MODEL = """
 import torch

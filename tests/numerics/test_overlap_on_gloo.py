@@ -16,9 +16,9 @@ from tests.runtime.support import (
     random_batches,
     require_success,
 )
+from tests.support.lockstep import run_lockstep
 from zeroir.ir import ops
 from zeroir.ir.program import LAST_MICRO_STEP
-from zeroir.runtime.lockstep import run_lockstep
 
 
 @pytest.mark.slow

@@ -18,10 +18,11 @@ from tests.runtime.support import (
     require_success,
 )
 from tests.runtime.workers_cases import CASES, MODEL_STEPS, STEPS, model_options, varied
+from tests.support.lockstep import run_lockstep
 from tests.support.programs import mlp
 from zeroir.frontend import trace
 from zeroir.frontend.entry import load_model_file
-from zeroir.runtime.lockstep import Lockstep, run_lockstep
+from zeroir.runtime.lockstep import Lockstep
 
 
 @pytest.mark.dist

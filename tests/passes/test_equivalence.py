@@ -12,11 +12,11 @@ from tests.passes.example_programs import LOGICAL
 from tests.passes.numbers import assert_equal, inputs, run
 from tests.passes.strategies import Case, cases
 from tests.support.examples import examples
+from tests.support.lockstep import LockstepResult
 from tests.support.lowering import applied, proved
 from tests.support.programs import mlp
 from zeroir.passes import manager
 from zeroir.passes.pipelines import for_stage
-from zeroir.runtime.lockstep import LockstepResult
 
 
 @examples(12)

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zeroir.errors import UserError
-from zeroir.report.names import counted, format_bytes, format_flops, parse_bytes, shortened
+from zeroir.ir.amounts import parse_bytes
+from zeroir.report.names import counted, format_bytes, format_flops, shortened
 
 
 @given(count=st.integers(0, 9 * 10**14))

@@ -17,13 +17,13 @@ from tests.support.programs import mlp
 from zeroir.config import make_options
 from zeroir.cost.machine import load_machine
 from zeroir.cost.simulate import Simulation, simulate
+from zeroir.cost.tasks import step_sections
 from zeroir.ir.program import Program
 from zeroir.memory.curve import peak
 from zeroir.passes.manager import apply
 from zeroir.passes.pipelines import for_options, for_stage
 from zeroir.report.page.facts import memory_curve, step_ops, unit_facts
 from zeroir.report.page.html import report_html
-from zeroir.report.step import step_sections
 from zeroir.report.summary import summarise
 from zeroir.verify import verify
 

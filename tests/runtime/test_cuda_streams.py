@@ -19,7 +19,7 @@ from zeroir.ir.mesh import COMPUTE, GATHER, HOST, REDUCE
 from zeroir.ir.ops import Op
 from zeroir.ir.program import Pending, Program, Section, State
 from zeroir.runtime.cuda import CudaGraph, CudaStreams
-from zeroir.runtime.trace import HostClock, Mark, SpanRecorder, watch_op
+from zeroir.runtime.trace import HostClock, Mark, SpanRecorder
 
 
 @dataclass(eq=False)
@@ -226,7 +226,7 @@ def test_a_watched_wait_for_a_thread_is_seen_as_the_programs_own(
     recorder = SpanRecorder()
     recorder.begin(Clock())
     for position, op in section.positioned_ops():
-        streams.bind(op, lambda: None, watch_op(recorder.watch, position, op))()
+        streams.bind(op, lambda: None, partial(recorder.watch, position, op))()
     streams.join([])
     streams.close()
     assert [span.index for span in recorder.spans()] == [0, 1, 2]

@@ -20,7 +20,7 @@ from zeroir.ir.buffers import Role, contiguous_stride
 from zeroir.ir.dtypes import DType
 from zeroir.ir.ops import Compute, Mode
 from zeroir.ir.segment import Node, Ref, Segment, Symbol, TensorType
-from zeroir.runtime.kernels.eager import EagerKernels, compile_eager
+from zeroir.runtime.kernels.eager import CopyToDestination, EagerKernels, compile_eager
 
 CPU = torch.device("cpu")
 
@@ -230,7 +230,8 @@ def test_no_gradient_of_a_matrix_is_copied(path: Path, stage: int) -> None:
         if not isinstance(op, Compute):
             continue
         kernel = compile_eager(program.segment_by_name[op.segment], bindings(op), CPU)
-        copied = {move.target.output for move in kernel.moves if move.mode is Mode.WRITE}
+        copies = [step.plan for step in kernel.steps if isinstance(step, CopyToDestination)]
+        copied = {copy.target.output for copy in copies if copy.mode is Mode.WRITE}
         for output, destination in enumerate(op.destinations):
             if destination is None or destination.view.region.buffer not in gradients:
                 continue

@@ -28,6 +28,7 @@ from tests.runtime.support import (
     random_batches,
     require_success,
 )
+from tests.support.lockstep import run_lockstep
 from tests.support.programs import mlp
 from zeroir.api.run import kernel_backend, load_model
 from zeroir.config import Precision
@@ -44,7 +45,6 @@ from zeroir.runtime.kernels.choice import KernelBackend
 from zeroir.runtime.kernels.eager import EagerKernels
 from zeroir.runtime.kernels.inductor import InductorKernels
 from zeroir.runtime.kernels.tolerance import tolerance
-from zeroir.runtime.lockstep import run_lockstep
 
 CPU = torch.device("cpu")
 MODELS: Mapping[str, tuple[Path, Precision]] = {

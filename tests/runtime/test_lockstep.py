@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from tests.runtime.support import initial_flats, lowered, random_batches, with_evaluation
 from tests.support.examples import examples
+from tests.support.lockstep import LockstepResult, run_lockstep
 from tests.support.programs import mlp
 from zeroir.errors import InternalError, UserError
 from zeroir.ir import ops
@@ -30,7 +31,7 @@ from zeroir.ir.program import (
     Slot,
     State,
 )
-from zeroir.runtime.lockstep import Lockstep, LockstepResult, run_lockstep
+from zeroir.runtime.lockstep import Lockstep
 
 WORLD_SIZE = 3
 LOGICAL = mlp()

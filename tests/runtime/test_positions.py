@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from functools import cache
 
 import pytest
@@ -23,7 +22,7 @@ from zeroir.report.page.facts import step_ops
 from zeroir.report.trace import chrome_trace, simulated_trace
 from zeroir.runtime.engine import Engine
 from zeroir.runtime.handlers import LocalRanks
-from zeroir.runtime.trace import P
+from zeroir.runtime.trace import Task
 
 MICRO_STEPS = 3
 STEP = (*[MICRO_STEP] * (MICRO_STEPS - 1), LAST_MICRO_STEP, UPDATE)
@@ -100,11 +99,11 @@ def test_every_span_is_of_the_op_that_ran(stage: int) -> None:
 def test_a_watch_is_told_the_position_of_every_op(stage: int) -> None:
     seen: list[OpPosition] = []
 
-    def watch(position: OpPosition, op: Op, run: Callable[P, None], /) -> Callable[P, None]:
+    def watch(position: OpPosition, op: Op, run: Task) -> Task:
         assert op is op_at(stage, position)
 
-        def watched(*args: P.args, **kwargs: P.kwargs) -> None:
-            run(*args, **kwargs)
+        def watched() -> None:
+            run()
             seen.append(position)
 
         return watched

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 
@@ -13,7 +14,7 @@ from zeroir.ir.buffers import Region
 from zeroir.ir.mesh import HOST
 from zeroir.ir.program import LAST_MICRO_STEP, OpPosition
 from zeroir.runtime.streams import ThreadStreams
-from zeroir.runtime.trace import P, watch_op
+from zeroir.runtime.trace import Task
 
 
 class Recorder:
@@ -101,9 +102,9 @@ def test_what_is_watched_is_seen_where_it_is_done() -> None:
     issuing = threading.get_ident()
     seen: list[tuple[OpPosition, bool]] = []
 
-    def watch(position: OpPosition, _: ops.Op, run: Callable[P, None], /) -> Callable[P, None]:
-        def watched(*args: P.args, **kwargs: P.kwargs) -> None:
-            run(*args, **kwargs)
+    def watch(position: OpPosition, _: ops.Op, run: Task) -> Task:
+        def watched() -> None:
+            run()
             seen.append((position, threading.get_ident() == issuing))
 
         return watched
@@ -119,7 +120,7 @@ def test_what_is_watched_is_seen_where_it_is_done() -> None:
     bound = [streams.bind(op, lambda: None) for op, _ in body]
     positions = [OpPosition(LAST_MICRO_STEP, index) for index in range(len(body))]
     watched = [
-        streams.bind(op, lambda: None, watch_op(watch, position, op))
+        streams.bind(op, lambda: None, partial(watch, position, op))
         for position, (op, _) in zip(positions, body, strict=True)
     ]
     all_seen = [(at, is_issuing) for at, (_, is_issuing) in zip(positions, body, strict=True)]

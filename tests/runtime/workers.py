@@ -7,12 +7,9 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 from unittest.mock import patch
 
 import torch
@@ -28,15 +25,24 @@ from zeroir.errors import ModelWarning, ZeroirError
 from zeroir.frontend import trace
 from zeroir.frontend.entry import load_model_file
 from zeroir.runtime import initial, rendezvous, train
-from zeroir.runtime.comm.handout import JobHandout
+from zeroir.runtime.comm.handout import Handout
 from zeroir.runtime.comm.job import Backend
 from zeroir.runtime.engine import Engine
 from zeroir.runtime.kernels.choice import KernelBackend
 from zeroir.runtime.rank_memory import RankMemory
 
-T = TypeVar("T")
 FOLDER = Path(os.environ["TEST_FOLDER"])
 RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+def save_run(engine: Engine, losses: list[float], name: str) -> None:
+    """End a run: rank 0 writes its losses and states."""
+    tensors = {f"{f}/{quantity}": t for (f, quantity), t in engine.full_state().items()}
+    tensors["losses"] = torch.tensor(losses, dtype=torch.float64)
+    engine.close()
+    if RANK == 0:
+        path = FOLDER / f"{name}.safetensors"
+        save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, path)
 
 
 def stages(precisions: str, backend: str) -> None:
@@ -48,15 +54,7 @@ def stages(precisions: str, backend: str) -> None:
         for stage in range(4):
             engine = Engine(lowered(logical, stage, WORLD_SIZE), backend=Backend(backend))
             engine.initialise_flats(initial_flats(logical))
-            losses = [engine.step(step[RANK]).loss for step in batches]
-            tensors = {f"{f}/{quantity}": t for (f, quantity), t in engine.full_state().items()}
-            tensors["losses"] = torch.tensor(losses, dtype=torch.float64)
-            engine.close()
-            if RANK == 0:
-                save_file(
-                    {key: t.contiguous() for key, t in tensors.items()},
-                    FOLDER / f"{name}.{stage}.safetensors",
-                )
+            save_run(engine, [engine.step(step[RANK]).loss for step in batches], f"{name}.{stage}")
 
 
 def kernels() -> None:
@@ -82,14 +80,7 @@ def hybrid(replicas: str, name: str) -> None:
     for stage in (0, 3):
         engine = Engine(lowered(logical, stage, WORLD_SIZE, int(replicas)))
         engine.initialise_flats(initial_flats(logical))
-        losses = [engine.step(step[RANK]).loss for step in batches]
-        tensors = {f"{f}/{quantity}": t for (f, quantity), t in engine.full_state().items()}
-        tensors["losses"] = torch.tensor(losses, dtype=torch.float64)
-        engine.close()
-        if RANK == 0:
-            save_file(
-                {k: t.contiguous() for k, t in tensors.items()}, FOLDER / f"{stage}.safetensors"
-            )
+        save_run(engine, [engine.step(step[RANK]).loss for step in batches], f"{stage}")
 
 
 def micro_steps(precision: str) -> None:
@@ -99,14 +90,7 @@ def micro_steps(precision: str) -> None:
     for stage in range(4):
         engine = Engine(lowered(logical, stage, WORLD_SIZE))
         engine.initialise_flats(initial_flats(logical))
-        losses = [engine.step(step[RANK]).loss for step in batches]
-        tensors = {f"{f}/{quantity}": t for (f, quantity), t in engine.full_state().items()}
-        tensors["losses"] = torch.tensor(losses, dtype=torch.float64)
-        engine.close()
-        if RANK == 0:
-            save_file(
-                {k: t.contiguous() for k, t in tensors.items()}, FOLDER / f"{stage}.safetensors"
-            )
+        save_run(engine, [engine.step(step[RANK]).loss for step in batches], f"{stage}")
 
 
 def model_stages(path: str) -> None:
@@ -122,14 +106,7 @@ def model_stages(path: str) -> None:
         losses = [
             engine.step(varied(model_file.batch(), step, RANK)).loss for step in range(MODEL_STEPS)
         ]
-        tensors = {f"{f}/{quantity}": t for (f, quantity), t in engine.full_state().items()}
-        tensors["losses"] = torch.tensor(losses, dtype=torch.float64)
-        engine.close()
-        if RANK == 0:
-            save_file(
-                {key: t.contiguous() for key, t in tensors.items()},
-                FOLDER / f"{stage}.safetensors",
-            )
+        save_run(engine, losses, f"{stage}")
 
 
 def initialise(name: str) -> None:
@@ -157,10 +134,10 @@ def bad_starts() -> None:
     """Print how a job ends whose messages are damaged on their way to rank 1, and one whose rank 0 cannot build."""
     program = lowered(mlp(dim=DIM), 2, WORLD_SIZE)
     engine = Engine(program)
-    sound = JobHandout(rank=RANK, device=engine.device)
+    sound = Handout(rank=RANK, device=engine.device)
     memory = RankMemory(program, RANK, engine.device)
     for handout, factory in (
-        (_Faulty(handout=sound), CONSTRUCTORS["plain"]),
+        (_FaultyHandout(rank=RANK, device=engine.device), CONSTRUCTORS["plain"]),
         (sound, partial(Mlp, dim=DIM, blocks=2)),
     ):
         try:
@@ -170,26 +147,13 @@ def bad_starts() -> None:
     engine.close()
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Faulty:
+class _FaultyHandout(Handout):
     """A handout that damages one bit of each long message on its way to rank 1."""
 
-    handout: JobHandout
-
-    @property
-    def device(self) -> torch.device:
-        return self.handout.device
-
-    def make(self, act: Callable[[], T]) -> T | None:
-        return self.handout.make(act)
-
     def send(self, message: Tensor) -> None:
-        self.handout.send(message)
+        super().send(message)
         if RANK == 1 and message.dtype == torch.uint8 and message.numel() > 1000:
             message[5] ^= 1
-
-    def gather(self, own: Tensor) -> Tensor:
-        return self.handout.gather(own)
 
 
 def build_slowly(seconds: str) -> None:
@@ -200,7 +164,7 @@ def build_slowly(seconds: str) -> None:
         return Mlp()
 
     program = lowered(mlp(), 3, WORLD_SIZE)
-    handout = JobHandout(rank=RANK, device=torch.device("cpu"), interval_s=0.5)
+    handout = Handout(rank=RANK, device=torch.device("cpu"), interval_s=0.5)
     initial.initialise(
         program, [RankMemory(program, RANK, torch.device("cpu"))], factory, 0, handout
     )
@@ -234,15 +198,7 @@ def nan_loss() -> None:
     batches = [step[RANK][0] for step in random_batches(5, WORLD_SIZE)]
     if RANK == 1:
         batches[2] = {"x": torch.full((4, 6), float("nan"))}
-    train.train(engine, iter(batches), steps=5, reporter=_Silent())
-
-
-class _Silent:
-    def close(self) -> None:
-        pass
-
-    def step(self, report: train.StepReport) -> None:
-        pass
+    train.train(engine, iter(batches), steps=5, report_step=lambda _: None)
 
 
 def main() -> None:

@@ -8,12 +8,12 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from tests.support.lockstep import LockstepResult, run_lockstep
 from tests.support.programs import mlp
 from zeroir.ir.dtypes import DType
 from zeroir.ir.program import Program
 from zeroir.passes.manager import apply
 from zeroir.passes.pipelines import for_stage
-from zeroir.runtime.lockstep import LockstepResult, run_lockstep
 
 TORCH_DTYPES = {DType.F32: torch.float32, DType.F16: torch.float16, DType.BF16: torch.bfloat16}
 

@@ -8,13 +8,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support.examples import IS_THOROUGH, examples
+from tests.support.lockstep import LockstepResult
 from tests.support.mutate import MUTATIONS
 from tests.support.schedules import Case, is_same, run
 from tests.support.subjects import CASES, NAMES, WRITTEN, subject
 from zeroir.errors import ZeroirError
 from zeroir.ir.program import Program
 from zeroir.report.diff import diff
-from zeroir.runtime.lockstep import LockstepResult
 from zeroir.verify import Reference, verify
 
 ANY_CASE = st.builds(

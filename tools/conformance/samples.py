@@ -1,7 +1,4 @@
-"""Torch's own samples, as small models are made of them.
-
-A sample is a call of one operator or module with example arguments, as torch's tests make it.
-"""
+"""The samples of torch's own tests: calls of one operator or module with example arguments."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ UNDEFINED = frozenset(
 """Operators whose results are arbitrary contents of memory."""
 
 OTHERWISE_DERIVED = frozenset({"masked.prod", "prod"})
-"""Operators whose derivative torch computes by one formula or another, after a look at the values."""
+"""Operators for whose derivative torch chooses a formula according to the values."""
 
 _DTYPES = (torch.float32, torch.int64, torch.bool, torch.complex64)
 
@@ -45,7 +42,7 @@ class Sample:
 
 
 class _SampleInput(Protocol):
-    """A call of an operator: ``op(input, *args, **kwargs)``, of whose result a function may want a part only."""
+    """A call ``op(input, *args, **kwargs)``; ``output_process_fn_grad`` returns the part of the result to compare."""
 
     input: object
     args: Sequence[object]
@@ -87,14 +84,14 @@ class _ModuleInfo(Protocol):
 
 @cache
 def subjects() -> dict[str, Callable[[], Iterator[Sample]]]:
-    """What there are samples of: ``op addmm``, ``op norm.nuc`` and ``module nn.Linear`` to what makes them."""
-    found: dict[str, Callable[[], Iterator[Sample]]] = {}
+    """Functions that make the samples, by subject: ``op addmm``, ``op norm.nuc``, ``module nn.Linear``."""
+    makers: dict[str, Callable[[], Iterator[Sample]]] = {}
     for op in cast("Sequence[_OpInfo]", torch_samples.operators()):
         variant = f".{op.variant_test_name}" if op.variant_test_name else ""
-        found[f"op {op.name}{variant}"] = partial(_of_operator, op)
+        makers[f"op {op.name}{variant}"] = partial(_of_operator, op)
     for module in cast("Sequence[_ModuleInfo]", torch_samples.modules()):
-        found[f"module {module.name}"] = partial(_of_module, module)
-    return found
+        makers[f"module {module.name}"] = partial(_of_module, module)
+    return makers
 
 
 def chosen(name: str, most: int) -> list[Sample]:
@@ -106,8 +103,8 @@ def chosen(name: str, most: int) -> list[Sample]:
 
 
 def _of_operator(op: _OpInfo) -> Iterator[Sample]:
-    offered = op.supported_dtypes("cpu")
-    dtype = next((one for one in _DTYPES if one in offered), None)
+    supported = op.supported_dtypes("cpu")
+    dtype = next((dtype for dtype in _DTYPES if dtype in supported), None)
     if dtype is None:
         return
     for sample in op.sample_inputs("cpu", dtype, requires_grad=False):
@@ -126,18 +123,18 @@ def _called(
 
 
 def _of_module(info: _ModuleInfo) -> Iterator[Sample]:
-    made = info.module_inputs_func(
+    samples = info.module_inputs_func(
         info, device="cpu", dtype=torch.float32, requires_grad=False, training=True
     )
-    for inputs in made:
-        given = inputs.forward_input
-        if given is not None:
-            make = partial(_made, info.module_cls, inputs.constructor_input)
-            yield _sample(info.name, (given.args, given.kwargs), _forward, make)
+    for sample in samples:
+        arguments = sample.forward_input
+        if arguments is not None:
+            make = partial(_constructed, info.module_cls, sample.constructor_input)
+            yield _sample(info.name, (arguments.args, arguments.kwargs), _forward, make)
 
 
-def _made(kind: type[nn.Module], given: _Arguments) -> nn.Module:
-    return kind(*given.args, **given.kwargs).train()
+def _constructed(kind: type[nn.Module], arguments: _Arguments) -> nn.Module:
+    return kind(*arguments.args, **arguments.kwargs).train()
 
 
 def _forward(
@@ -154,14 +151,14 @@ def _sample(
     make: Callable[[], nn.Module] | None = None,
 ) -> Sample:
     leaves, spec = pytree.tree_flatten(arguments)
-    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
 
     def with_tensors(module: nn.Module | None, tensors: tuple[Tensor, ...]) -> object:
-        given = list(leaves)
-        for place, tensor in zip(places, tensors, strict=True):
-            given[place] = tensor
-        args, kwargs = pytree.tree_unflatten(given, spec)
+        replaced = list(leaves)
+        for position, tensor in zip(positions, tensors, strict=True):
+            replaced[position] = tensor
+        args, kwargs = pytree.tree_unflatten(replaced, spec)
         return call(module, args, kwargs)
 
-    tensors = tuple(leaves[place].detach() for place in places)
+    tensors = tuple(leaves[position].detach() for position in positions)
     return Sample(name=name, tensors=tensors, call=with_tensors, make=make)

@@ -35,7 +35,10 @@ def alternatives(
     fitting: list[Candidate] = []
     least: Candidate | None = None
     for settings in leaner_settings(options, logical):
-        if fitting and "world_size" in settings:
+        world_size = measurer.options(settings).world_size
+        if fitting and world_size != options.world_size:
+            break
+        if machine is not None and machine.network is None and world_size > machine.node_ranks:
             break
         candidate, evaluation = measurer.measure(settings)
         if evaluation.fits:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, assert_never
 
 from cyclopts import Parameter
 
-from zeroir.cli.arguments import DEFAULT_MACHINE, AsJson, Machine
+from zeroir.cli.arguments import DEFAULT_MACHINE, AsJson, Machine, ProgramFile
 from zeroir.cli.console import out, print_json
 from zeroir.errors import UserError
 
@@ -24,14 +24,14 @@ def show_passes(compiled: CompiledProgram, *, as_json: bool) -> int:
     """Print the changes of each pass."""
     from dataclasses import asdict
 
-    from zeroir.cli.render import print_passes
     from zeroir.report.passes import pass_rows, programs_after_passes
+    from zeroir.report.render import render_passes
 
     rows = pass_rows(programs_after_passes(compiled.logical, compiled.program))
     if as_json:
         print_json({"passes": [asdict(row) for row in rows]})
     else:
-        print_passes(out, rows)
+        out.print(render_passes(rows))
     return 0
 
 
@@ -43,7 +43,7 @@ def print_pass(compiled: CompiledProgram) -> None:
 
 
 def export(
-    program: Annotated[Path, Parameter(help="A compiled program (.zir).")],
+    program: ProgramFile,
     /,
     *,
     format: Annotated[  # noqa: A002  the flag is called --format
@@ -148,7 +148,7 @@ def _kind(format_: Format) -> OutputKind:
 
 
 def report(
-    program: Annotated[Path, Parameter(help="A compiled program (.zir).")],
+    program: ProgramFile,
     /,
     *,
     output: Annotated[
@@ -177,7 +177,7 @@ def report(
     from zeroir.cost.machine import load_machine
     from zeroir.cost.measured_workspaces import with_measured_workspaces
     from zeroir.cost.simulate import simulate
-    from zeroir.report.names import parse_bytes
+    from zeroir.ir.amounts import parse_bytes
     from zeroir.report.page.charts import require_bokeh
     from zeroir.report.page.html import report_html
 

@@ -14,7 +14,8 @@ import inspect
 import logging
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -35,6 +36,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.nn.utils import stateless
 
 from zeroir.frontend.storage_views import rewrite_storage_views
 
@@ -168,9 +170,16 @@ def _exported(
     return joint.graph_module
 
 
-def are_functions_transformed() -> bool:
-    """Whether ``torch.func.vmap``, ``grad`` or another transform is active."""
-    return bool(torch._C._are_functorch_transforms_active())
+def operator_context() -> tuple[object, ...]:
+    """What changes operators that run now: autocast, inference mode, ``torch.func``, dispatch modes, hooks on saves."""
+    return (
+        torch.is_autocast_enabled("cpu"),
+        torch.is_autocast_enabled("cuda"),
+        torch.is_inference_mode_enabled(),
+        torch._C._are_functorch_transforms_active(),
+        torch._C._len_torch_dispatch_stack(),
+        torch._C._autograd._top_saved_tensors_default_hooks(False),
+    )
 
 
 @contextlib.contextmanager
@@ -178,6 +187,13 @@ def whole_operators() -> Iterator[None]:
     """Do not decompose operators in Python, such as interpolation; eager PyTorch does not either."""
     with torch._C._DisablePythonDispatcher():
         yield
+
+
+def tensors_replaced(
+    module: nn.Module, tensors: Mapping[str, Tensor]
+) -> AbstractContextManager[None]:
+    """Give a module other parameters and buffers, by fully-qualified name, as a trace does."""
+    return stateless._reparametrize_module(module, dict(tensors))
 
 
 def gradient_hooks(tensor: Tensor) -> tuple[GradientHook, ...]:
@@ -319,35 +335,22 @@ def _placeholder(node: torch.fx.Node) -> Placeholder:
 
 
 def _as_function(module: torch.fx.GraphModule, input_count: int) -> FunctionGraph:
-    inputs: dict[int, torch.fx.Node] = {}
-    tangents: dict[int, torch.fx.Node] = {}
-    for node in module.graph.find_nodes(op="placeholder"):
-        match node.meta["desc"]:
-            case d.PlainAOTInput(idx=position):
-                inputs[position] = node
-            case d.TangentAOTInput(output=d.PlainAOTOutput(idx=position)):
-                tangents[position] = node
-            case desc:
-                raise UnknownDescriptorError(f"an input of a function's graph is {desc}")
-    outputs: dict[int, torch.fx.Node] = {}
-    gradients: dict[int, torch.fx.Node] = {}
     (output,) = module.graph.find_nodes(op="output")
-    values: Any = output.args[0]
-    for value, desc in zip(values, output.meta["desc"], strict=True):
-        match desc:
-            case d.PlainAOTOutput(idx=position):
-                outputs[position] = value
-            case d.GradAOTOutput(grad_of=d.PlainAOTInput(idx=position)):
-                if value is not None:
-                    gradients[position] = value
-            case None:
-                pass
-            case _:
-                raise UnknownDescriptorError(f"an output of a function's graph is {desc}")
+    results: Any = output.args[0]
+    nodes = {node.meta["desc"]: node for node in module.graph.find_nodes(op="placeholder")}
+    values = dict(zip(output.meta["desc"], results, strict=True))
+    output_count = sum(isinstance(desc, d.PlainAOTOutput) for desc in values)
+    inputs = [d.PlainAOTInput(idx=at) for at in range(input_count)]
+    outputs = [d.PlainAOTOutput(idx=at) for at in range(output_count)]
+    gradients = [d.GradAOTOutput(grad_of=desc) for desc in inputs]
+    tangents = [d.TangentAOTInput(output=desc) for desc in outputs]
+    unknown = {*nodes, *values} - {None, *inputs, *outputs, *gradients, *tangents}
+    if unknown:
+        raise UnknownDescriptorError(f"an input or output of a function's graph is {unknown.pop()}")
     return FunctionGraph(
         module=module,
-        inputs=tuple(inputs[i] for i in range(input_count)),
-        outputs=tuple(outputs[i] for i in range(len(outputs))),
-        tangents=tuple(tangents.get(i) for i in range(len(outputs))),
-        gradients=tuple(gradients.get(i) for i in range(input_count)),
+        inputs=tuple(nodes[desc] for desc in inputs),
+        outputs=tuple(values[desc] for desc in outputs),
+        tangents=tuple(nodes.get(desc) for desc in tangents),
+        gradients=tuple(values.get(desc) for desc in gradients),
     )

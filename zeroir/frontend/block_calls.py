@@ -1,23 +1,25 @@
-"""The calls of torch functions that one call of a block makes, as data: in order, with tensors replaced by numbers.
+"""The calls of torch functions that a model makes, as data: in order, with tensors replaced by numbers.
 
-Two calls of blocks with equal call sequences compute the same function of the tensors that they take from outside,
-whatever Python code made the calls: a sequence holds every argument of every call.
+Made again in that order, on tensors of a tracer, the calls compute what the model computes, whatever Python code made
+them. Two calls of blocks with equal call sequences compute the same function of the tensors that they take from
+outside: a sequence holds every argument of every call.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
 
-Change = Callable[[Tensor], object]
+from zeroir.frontend.node_origins import NodeOrigin
 
 
 class UnrecordableError(Exception):
-    """A call of a block does something that a call sequence cannot hold."""
+    """A model does something that recorded calls cannot hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +45,27 @@ class TorchCall:
     """A call of a torch function; ``args``, ``kwargs`` and ``result`` hold a ``TensorRef`` for each tensor."""
 
     function: Callable[..., object]
-    args: tuple[object, ...]
-    kwargs: dict[str, object]
+    args: object
+    kwargs: object
     result: object
     has_grad: bool
+    origin: NodeOrigin
+
+    def repeat(self, values: dict[int, Tensor], kinds: Sequence[TensorKind]) -> None:
+        """Make the call on other tensors, ``values`` by number, and add its results, whose kinds are ``kinds``.
+
+        Raises:
+            UnrecordableError: where a result is of another kind.
+        """
+        args = cast("tuple[object, ...]", filled(self.args, values.__getitem__))
+        kwargs = cast("dict[str, object]", filled(self.kwargs, values.__getitem__))
+        with torch.set_grad_enabled(self.has_grad):
+            result = self.function(*args, **kwargs)
+        for index, value in zip(refs_in(self.result), tensors_in(result), strict=True):
+            if index not in values:
+                values[index] = value
+                if kind_of(value) != kinds[index]:
+                    raise UnrecordableError("a result of another kind")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -63,16 +82,14 @@ class CallSequence:
     outputs: list[int]
     sites: int
 
-    def equals(self, sequence: CallSequence) -> bool:
-        """Whether another sequence computes the same function."""
-        return (
-            self.inputs == sequence.inputs
-            and self.outputs == sequence.outputs
-            and self.sites == sequence.sites
-            and self.results == sequence.results
-            and len(self.calls) == len(sequence.calls)
-            and all(_are_same_calls(a, b) for a, b in zip(self.calls, sequence.calls, strict=True))
-        )
+    def key(self) -> tuple[object, ...]:
+        """A key that is equal for sequences that compute the same function.
+
+        It holds the arguments as text, because 1 is equal to 1.0 and True, and 0.0 to -0.0.
+        """
+        values = [(call.args, call.kwargs, call.result, call.has_grad) for call in self.calls]
+        types = (self.inputs, self.results, self.outputs, self.sites)
+        return *(call.function for call in self.calls), repr(values), repr(types)
 
 
 def kind_of(tensor: Tensor) -> TensorKind:
@@ -110,51 +127,32 @@ _PLAIN = (
 )
 
 
-def mapped(value: object, change: Change) -> object:
-    """A value with ``change`` applied to each of its tensors.
-
-    Raises:
-        UnrecordableError: where something in the value is neither a tensor nor a constant that can be compared.
-    """
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, (*_PLAIN, TensorRef)):
+def mapped(value: object, change: Callable[[object], object]) -> object:
+    """A value with ``change`` applied to everything in it that is not a constant, such as tensors and their numbers."""
+    if isinstance(value, _PLAIN):
         return value
-    if isinstance(value, tuple):
-        return _tuple_like(value, [mapped(item, change) for item in value])
+    if isinstance(value, tuple) and (make := _maker_of(value)) is not None:
+        return make([mapped(item, change) for item in value])
     if type(value) is list:
         return [mapped(item, change) for item in value]
     if type(value) is dict:
         return {key: mapped(item, change) for key, item in value.items()}
     if isinstance(value, slice):
         return slice(*(mapped(part, change) for part in (value.start, value.stop, value.step)))
-    raise UnrecordableError(f"a {type(value).__name__}")
+    return change(value)
+
+
+def _maker_of(value: tuple[object, ...]) -> Callable[[list[object]], object] | None:
+    """The function that makes a tuple of the same type from items; None for a type that is not known."""
+    if type(value) is tuple or type(value).__module__ == "torch.return_types":
+        return type(value)
+    make: Callable[[list[object]], object] | None = getattr(value, "_make", None)  # a named tuple
+    return make
 
 
 def filled(value: object, tensors: Callable[[int], object]) -> object:
     """A value of a call sequence with a tensor for each number."""
-    if isinstance(value, TensorRef):
-        return tensors(value.index)
-    if isinstance(value, tuple) and not isinstance(value, torch.Size):
-        return _tuple_like(value, [filled(item, tensors) for item in value])
-    if isinstance(value, list):
-        return [filled(item, tensors) for item in value]
-    if isinstance(value, dict):
-        return {key: filled(item, tensors) for key, item in value.items()}
-    if isinstance(value, slice):
-        return slice(*(filled(part, tensors) for part in (value.start, value.stop, value.step)))
-    return value
-
-
-def _tuple_like(value: tuple[object, ...], items: list[object]) -> tuple[object, ...]:
-    if type(value) is tuple:
-        return tuple(items)
-    make: Callable[..., tuple[object, ...]] | None = getattr(value, "_make", None)  # a named tuple
-    if make is not None:
-        return make(items)
-    if type(value).__module__ == "torch.return_types":
-        return type(value)(items)
-    raise UnrecordableError(f"a {type(value).__name__}")
+    return mapped(value, lambda x: tensors(x.index) if isinstance(x, TensorRef) else x)
 
 
 def refs_in(value: object) -> list[int]:
@@ -164,35 +162,8 @@ def refs_in(value: object) -> list[int]:
     return numbers
 
 
-def _are_same_calls(left: TorchCall, right: TorchCall) -> bool:
-    return (
-        is_call_of(left, right.function, right.args, right.kwargs)
-        and left.has_grad == right.has_grad
-        and are_same(left.result, right.result)
-    )
-
-
-def is_call_of(
-    call: TorchCall, function: Callable[..., object], args: object, kwargs: object
-) -> bool:
-    """Whether a recorded call is of this function with these arguments."""
-    # A property's getter is a new object each time.
-    return call.function == function and are_same(call.args, args) and are_same(call.kwargs, kwargs)
-
-
-def are_same(left: object, right: object) -> bool:
-    """Equality that distinguishes 1 from 1.0 and True, and 0.0 from -0.0."""
-    if type(left) is not type(right):
-        return False
-    if isinstance(left, tuple | list):
-        assert isinstance(right, tuple | list)
-        return len(left) == len(right) and all(map(are_same, left, right))
-    if isinstance(left, dict):
-        assert isinstance(right, dict)
-        return list(left) == list(right) and all(are_same(left[key], right[key]) for key in left)
-    if isinstance(left, slice):
-        assert isinstance(right, slice)
-        return are_same((left.start, left.stop, left.step), (right.start, right.stop, right.step))
-    if isinstance(left, float | complex):
-        return repr(left) == repr(right)
-    return left == right
+def tensors_in(value: object) -> list[Tensor]:
+    """The tensors in a value, in order."""
+    tensors: list[Tensor] = []
+    mapped(value, lambda x: tensors.append(x) if isinstance(x, Tensor) else None)
+    return tensors

@@ -21,11 +21,8 @@ from zeroir.frontend.block_calls import (
     CallSequence,
     TensorKind,
     UnrecordableError,
-    filled,
     kind_of,
-    refs_in,
 )
-from zeroir.frontend.block_recording import BlockCall, tensors_in
 from zeroir.frontend.storage_views import bounds_error
 from zeroir.ir.buffers import span_numel
 from zeroir.torch_ops.neutral import NeutralOps
@@ -53,20 +50,6 @@ class BlockGraph:
     tangents: tuple[TensorKind | None, ...]
     gradients: tuple[TensorKind | None, ...]
     is_sum: tuple[bool, ...]
-
-    def fits(self, call: BlockCall) -> bool:
-        """Whether a call adds up gradients in the same order as the model's own graph would.
-
-        Autograd adds the gradients of one tensor in the reverse order of its uses, each as soon as it exists. So a
-        block has to be the last user of each tensor that it takes. Parameters may be shared, since their gradients are
-        added elsewhere, unless the block adds several gradients of its own to the existing one.
-        """
-        return all(
-            is_last or gradient is None or (is_leaf and not is_sum)
-            for is_last, is_leaf, gradient, is_sum in zip(
-                call.is_last_user, call.is_leaf, self.gradients, self.is_sum, strict=True
-            )
-        )
 
 
 def make_block_graph(sequence: CallSequence, mode: FakeTensorMode) -> BlockGraph:
@@ -117,26 +100,11 @@ class _SequenceModule(nn.Module):
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         sequence = self._sequence
-        values: list[Tensor] = []
-
-        def tensor(index: int) -> Tensor:
-            return values[index] if index >= 0 else inputs[-1 - index]
-
+        values = {-1 - at: tensor for at, tensor in enumerate(inputs)}
         mode = NeutralOps(inputs[-1], lambda function: annotated(function, lambda: self._at))
         with whole_operators(), mode:
             for self._at, call in enumerate(sequence.calls):
-                if not refs_in((call.args, call.kwargs, call.result)):
-                    continue
-                args, kwargs = filled(call.args, tensor), filled(call.kwargs, tensor)
-                assert isinstance(args, tuple)
-                assert isinstance(kwargs, dict)
-                with torch.set_grad_enabled(call.has_grad):
-                    result = call.function(*args, **kwargs)
-                for index, value in zip(refs_in(call.result), tensors_in(result), strict=True):
-                    if index == len(values):
-                        values.append(value)
-                        if kind_of(value) != sequence.results[index]:
-                            raise UnrecordableError("a result of another kind")
+                call.repeat(values, sequence.results)
         self.sites = mode.sites
         outputs = tuple(values[index].clone() for index in sequence.outputs)
         if [kind_of(x) for x in outputs] != [sequence.results[i] for i in sequence.outputs]:

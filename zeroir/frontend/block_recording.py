@@ -1,4 +1,4 @@
-"""Run a model once on plain fake tensors and record the torch functions that each call of a repeated block calls.
+"""Run a model once on plain fake tensors and record the torch functions that it calls.
 
 A block is a child of a list or ``Sequential`` whose class occurs there repeatedly. Calls of blocks are compared by
 their call sequences, not by their code: a block that depends on its index, a cache or a counter has a sequence of its
@@ -7,20 +7,20 @@ own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from zeroir.frontend._torch_private import (
     Function,
-    are_functions_transformed,
     autograd_functions_replaced,
+    operator_context,
 )
 from zeroir.frontend.block_calls import (
     CallSequence,
@@ -28,128 +28,133 @@ from zeroir.frontend.block_calls import (
     TensorRef,
     TorchCall,
     UnrecordableError,
+    filled,
     kind_of,
     mapped,
+    refs_in,
 )
+from zeroir.frontend.node_origins import OriginTracker
 from zeroir.torch_ops.neutral import NeutralOps
-
-
-class BlockObserver(Protocol):
-    """The object that is told when the call of a block begins and ends."""
-
-    def enter(self, block: str) -> None:
-        """A block's forward begins."""
-
-    def leave(self, block: str) -> None:
-        """A block's forward has ended, and no hook of the block has seen its result yet."""
-
-
-@dataclass(slots=True)
-class ObservedBlocks:
-    """The blocks of one model, and their present observer."""
-
-    names: tuple[str, ...]
-    observer: BlockObserver | None = None
-
-    def install(self, model: nn.Module) -> None:
-        """Install hooks next to the forwards: all other hooks of the blocks run outside the observed calls."""
-        for name in self.names:
-            block = model.get_submodule(name)
-            block.register_forward_pre_hook(partial(self._enter, name))
-            block.register_forward_hook(partial(self._leave, name), prepend=True)
-
-    @contextmanager
-    def observed_by(self, observer: BlockObserver) -> Iterator[None]:
-        """Tell ``observer`` of the calls of blocks within."""
-        self.observer = observer
-        try:
-            yield
-        finally:
-            self.observer = None
-
-    def _enter(self, name: str, _: nn.Module, __: object) -> None:
-        if self.observer is not None:
-            self.observer.enter(name)
-
-    def _leave(self, name: str, _: nn.Module, __: object, ___: object) -> None:
-        if self.observer is not None:
-            self.observer.leave(name)
 
 
 @dataclass(slots=True)
 class BlockCall:
-    """One recorded call of a block; without a ``sequence`` it did something that call sequences cannot hold.
+    """One call of a block in a recorded forward: the calls of torch functions from ``start`` to ``stop``.
 
-    ``values`` are the tensors that it made, by number. For each tensor from outside ``is_last_user`` says whether
-    nothing uses it after the call, and ``is_leaf`` whether it is a parameter itself or has no gradient.
+    ``inputs`` are the numbers of the tensors from outside, in the order of first use, and ``outputs`` those of the
+    results that are used after the block. For each input ``is_last_user`` says whether nothing uses it after the call,
+    and ``is_leaf`` whether it is a parameter itself or has no gradient. There is no ``sequence`` where the block did
+    something that call sequences cannot hold.
     """
 
     block: str
+    start: int
+    stop: int
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    is_last_user: tuple[bool, ...]
+    is_leaf: tuple[bool, ...]
     sequence: CallSequence | None
-    values: list[Tensor]
-    is_last_user: list[bool]
-    is_leaf: list[bool]
+
+
+@dataclass(slots=True, kw_only=True)
+class ForwardRecording:
+    """The calls of torch functions in one forward.
+
+    Tensors from outside count down from -1: the inputs of the forward and the model's tensors, then ``constants``,
+    which are real tensors that the model holds otherwise. ``kinds`` describe the results, and ``loss`` is the number of
+    the forward's result.
+    """
+
+    calls: list[TorchCall]
+    kinds: list[TensorKind]
+    constants: list[Tensor]
+    block_calls: list[BlockCall]
+    loss: int
 
 
 @dataclass(slots=True)
 class _UnfinishedCall:
-    """A call of a block that is being recorded. ``versions`` are those of ``tensors`` when each was first used."""
+    """A call of a block that is being recorded, with the kind and version of each input when it was first used."""
 
     block: str
+    start: int
+    first_result: int
     sites_before: int
-    calls: list[TorchCall] = field(default_factory=list)
-    inputs: list[TensorKind] = field(default_factory=list)
-    tensors: list[Tensor] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    results: list[TensorKind] = field(default_factory=list)
-    values: list[Tensor] = field(default_factory=list)
-    numbers: dict[int, int] = field(default_factory=dict)
-    outputs: set[int] = field(default_factory=set)
-    sites_after: int = 0
-    end: int = 0
+    inputs: dict[int, tuple[TensorKind, int]] = field(default_factory=dict)
+    stop: int = 0
+    last_result: int = 0
+    sites: int = 0
     is_recordable: bool = True
 
 
-class BlockRecorder(TorchFunctionMode):
-    """A mode that records the calls of blocks; ``existing`` are the tensors that exist when the forward begins."""
+class ForwardRecorder(TorchFunctionMode):
+    """A mode that records a forward; ``outside`` are its inputs and the model's tensors."""
 
-    def __init__(self, neutral: NeutralOps, existing: Iterable[Tensor]) -> None:
+    def __init__(
+        self, neutral: NeutralOps, tracker: OriginTracker, outside: Sequence[Tensor]
+    ) -> None:
         super().__init__()
         self._neutral = neutral
+        self._tracker = tracker
         # Alive for as long as the recorder, so that no two of them share an id.
-        self._existing = {id(tensor): tensor for tensor in existing}
-        self._makers: dict[int, tuple[_UnfinishedCall, int]] = {}
-        self._last_use: dict[int, int] = {}
-        self._call_count = 0
-        self._depth = 0
-        self._recorded: list[_UnfinishedCall] = []
+        self._tensors = {-1 - at: tensor for at, tensor in enumerate(outside)}
+        self._numbers = {id(tensor): number for number, tensor in self._tensors.items()}
+        self._calls: list[TorchCall] = []
+        self._kinds: list[TensorKind] = []
+        self._constants: list[Tensor] = []
+        self._blocks: list[_UnfinishedCall] = []
         self._current: _UnfinishedCall | None = None
+        self._context = operator_context()
+        self._is_inside = False
+        self._is_repeatable = True
 
-    def block_calls(self) -> list[BlockCall]:
-        """The calls of blocks in order, once the forward has ended."""
-        return [self._finished(call) for call in self._recorded]
+    def recording(self, loss: Tensor) -> ForwardRecording:
+        """The recorded forward, whose result is ``loss``.
+
+        Raises:
+            UnrecordableError: where the calls cannot be made again.
+        """
+        has_backward = any(x.grad is not None for number, x in self._tensors.items() if number < 0)
+        if not self._is_repeatable or has_backward:
+            raise UnrecordableError("a call that cannot be made again")
+        last_use = {
+            number: at
+            for at, call in enumerate(self._calls)
+            for number in refs_in((call.args, call.kwargs))
+        }
+        return ForwardRecording(
+            calls=self._calls,
+            kinds=self._kinds,
+            constants=self._constants,
+            block_calls=[self._finished(call, last_use) for call in self._blocks],
+            loss=self._numbers[id(loss)],
+        )
 
     def enter(self, block: str) -> None:
         """A block's forward begins."""
         if self._current is not None:
             self._current.is_recordable = False
             return
-        self._current = _UnfinishedCall(block, self._neutral.sites)
-        self._current.is_recordable = _is_ordinary()
-        self._recorded.append(self._current)
+        self._current = _UnfinishedCall(
+            block, len(self._calls), len(self._kinds), self._neutral.sites
+        )
+        self._blocks.append(self._current)
 
     def leave(self, block: str) -> None:
-        """A block's forward has ended."""
+        """A block's forward has ended, and no hook of the block has seen its result yet."""
         current = self._current
         if current is None or current.block != block:
             return
         self._current = None
-        current.sites_after = self._neutral.sites
-        current.end = self._call_count
-        with torch._C.DisableTorchFunction():
-            versions = [tensor._version for tensor in current.tensors]
+        current.stop, current.last_result = len(self._calls), len(self._kinds)
+        current.sites = self._neutral.sites - current.sites_before
         # A block that changes a tensor from outside in place is not a function of that tensor.
-        current.is_recordable &= versions == current.versions
+        with torch._C.DisableTorchFunction():
+            current.is_recordable &= all(
+                self._tensors[number]._version == version
+                for number, (_, version) in current.inputs.items()
+            )
 
     def __torch_function__(
         self,
@@ -159,148 +164,127 @@ class BlockRecorder(TorchFunctionMode):
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
         """Call ``func`` and record the call."""
-        named_args = dict(kwargs or {})
-        self._call_count += 1
-        current = self._current
-        call = None if current is None else self._call_of(current, func, args, named_args)
-        self._depth += 1
-        try:
-            result = func(*args, **named_args)
-        finally:
-            self._depth -= 1
-        if current is not None and call is not None:
-            self._record(current, call, result)
-        self._note_uses(result, args, named_args)
-        return result
+        if getattr(func, "__name__", "") == "__set__":
+            self._leave_unrecorded()
+        return self._recorded(func, args, dict(kwargs or {}))
 
     def autograd_functions(self) -> AbstractContextManager[None]:
-        """Stop recording where the model calls an autograd function of its own, which is not a torch function."""
+        """Record the calls of autograd functions of the model's own, which are not torch functions, outside blocks."""
 
         def apply(original: Function, cls: type, /, *args: object, **kwargs: object) -> object:
-            if self._depth == 0 and self._current is not None:
-                self._current.is_recordable = False
-            return original(cls, *args, **kwargs)
+            if not self._is_inside:
+                self._leave_unrecorded()
+            return self._recorded(partial(original, cls), args, kwargs)
 
         return autograd_functions_replaced(apply)
 
-    def _call_of(
-        self,
-        current: _UnfinishedCall,
-        func: Function,
-        args: tuple[object, ...],
-        kwargs: dict[str, object],
-    ) -> TorchCall | None:
-        """A call without its result; None, and the recording ends, where a sequence cannot hold the call."""
+    def _leave_unrecorded(self) -> None:
+        """Give up the call sequence of the present block."""
+        if self._current is not None:
+            self._current.is_recordable = False
 
-        def numbered(value: object) -> object:
-            return mapped(value, lambda tensor: self._used(current, tensor))
-
-        if not current.is_recordable:
-            return None
+    def _recorded(
+        self, func: Function, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> object:
+        if self._is_inside:
+            return func(*args, **kwargs)
+        # Before the call, which may change its arguments.
+        numbered_args, numbered_kwargs = mapped(args, self._used), mapped(kwargs, self._used)
+        has_grad = torch.is_grad_enabled()
+        self._is_inside = True
         try:
-            numbered_args = tuple(numbered(arg) for arg in args)
-            numbered_kwargs = {key: numbered(arg) for key, arg in kwargs.items()}
-        except UnrecordableError:
-            current.is_recordable = False
-            return None
-        if not _is_ordinary() or getattr(func, "__name__", "") == "__set__":
-            current.is_recordable = False
-            return None
-        return TorchCall(func, numbered_args, numbered_kwargs, None, torch.is_grad_enabled())
+            result = func(*args, **kwargs)
+        finally:
+            self._is_inside = False
+        numbered = mapped(result, self._made)
+        # A question, such as that for a shape, is not repeated.
+        if refs_in(numbered) or (result is None and refs_in((numbered_args, numbered_kwargs))):
+            self._is_repeatable &= operator_context() == self._context
+            origin = self._tracker.origin()
+            self._calls.append(
+                TorchCall(func, numbered_args, numbered_kwargs, numbered, has_grad, origin)
+            )
+        return result
 
-    def _record(self, current: _UnfinishedCall, call: TorchCall, result: object) -> None:
-        try:
-            numbered = mapped(result, lambda tensor: self._made(current, tensor))
-        except UnrecordableError:
-            current.is_recordable = False
-        else:
-            current.calls.append(replace(call, result=numbered))
-
-    def _used(self, current: _UnfinishedCall, tensor: Tensor) -> TensorRef:
-        number = current.numbers.get(id(tensor))
-        if number is not None:
-            return TensorRef(number)
-        if id(tensor) not in self._existing:
-            raise UnrecordableError("a tensor that no torch function made")
-        kind = kind_of(tensor)
-        if kind.offset != 0:
-            raise UnrecordableError("a part of a tensor from outside")
-        number = current.numbers[id(tensor)] = -1 - len(current.inputs)
-        current.inputs.append(kind)
-        current.tensors.append(tensor)
-        with torch._C.DisableTorchFunction():
-            current.versions.append(tensor._version)
-        return TensorRef(number)
-
-    def _made(self, current: _UnfinishedCall, tensor: Tensor) -> TensorRef:
-        number = current.numbers.get(id(tensor))
+    def _used(self, value: object) -> object:
+        """The number of an argument."""
+        if not isinstance(value, Tensor):
+            self._leave_unrecorded()
+            return value
+        number = self._numbers.get(id(value))
         if number is None:
-            if id(tensor) in self._existing:
-                raise UnrecordableError("a tensor from outside that is not an argument")
-            number = current.numbers[id(tensor)] = len(current.values)
-            current.results.append(kind_of(tensor))
-            current.values.append(tensor)
-            self._makers[id(tensor)] = (current, number)
+            # Calls made again would not take a tensor that no torch function made, unless it has data.
+            self._is_repeatable &= not isinstance(value, FakeTensor)
+            number = min(self._tensors, default=0) - 1
+            self._constants.append(value)
+            self._add(value, number)
+        current = self._current
+        if current is not None and number < current.first_result and number not in current.inputs:
+            kind = kind_of(value)
+            with torch._C.DisableTorchFunction():
+                current.inputs[number] = (kind, value._version)
+            # A part of a tensor from outside has an offset.
+            current.is_recordable &= kind.offset == 0
         return TensorRef(number)
 
-    def _note_uses(
-        self, result: object, args: tuple[object, ...], kwargs: dict[str, object]
-    ) -> None:
-        """Note the tensors that exist now and the last use of each; a question for a shape is not a use."""
-        results = tensors_in(result)
-        used = tensors_in((args, kwargs))
-        self._existing.update((id(tensor), tensor) for tensor in (*results, *used))
-        if not results and result is not None:
-            return
-        for tensor in used:
-            self._last_use[id(tensor)] = self._call_count
-            maker = self._makers.get(id(tensor))
-            if maker is not None and maker[0] is not self._current:
-                maker[0].outputs.add(maker[1])
+    def _made(self, value: object) -> object:
+        """The number of a result."""
+        if not isinstance(value, Tensor):
+            # The model may change the backward through it, as through an autograd node or the handle of a hook.
+            self._is_repeatable = False
+            return value
+        current = self._current
+        number = self._numbers.get(id(value))
+        if number is None:
+            number = len(self._kinds)
+            self._kinds.append(kind_of(value))
+            self._add(value, number)
+        elif current and number < current.first_result and number not in current.inputs:
+            # A tensor from outside that is not an argument.
+            current.is_recordable = False
+        return TensorRef(number)
 
-    def _finished(self, call: _UnfinishedCall) -> BlockCall:
-        is_recordable = call.is_recordable and bool(call.outputs)
-        try:
-            for number in call.outputs:
-                if kind_of(call.values[number]) != call.results[number]:
-                    is_recordable = False
-                is_recordable &= call.results[number].offset == 0
-        except UnrecordableError:
-            is_recordable = False
-        sequence = CallSequence(
-            calls=call.calls,
-            inputs=call.inputs,
-            results=call.results,
-            outputs=sorted(call.outputs),
-            sites=call.sites_after - call.sites_before,
-        )
+    def _add(self, tensor: Tensor, number: int) -> None:
+        self._tensors[number] = tensor
+        self._numbers[id(tensor)] = number
+
+    def _finished(self, call: _UnfinishedCall, last_use: Mapping[int, int]) -> BlockCall:
+        results = range(call.first_result, call.last_result)
+        outputs = [number for number in results if last_use.get(number, -1) >= call.stop]
+        is_recordable = call.is_recordable and bool(outputs)
+        for number in outputs:
+            kind = self._kinds[number]
+            is_recordable &= kind.offset == 0 and kind == kind_of(self._tensors[number])
+        tensors = [self._tensors[number] for number in call.inputs]
         return BlockCall(
             block=call.block,
-            sequence=sequence if is_recordable else None,
-            values=call.values,
-            is_last_user=[self._last_use.get(id(x), 0) <= call.end for x in call.tensors],
-            is_leaf=[x.is_leaf for x in call.tensors],
+            start=call.start,
+            stop=call.stop,
+            inputs=tuple(call.inputs),
+            outputs=tuple(outputs),
+            is_last_user=tuple(last_use.get(number, -1) < call.stop for number in call.inputs),
+            is_leaf=tuple(tensor.is_leaf for tensor in tensors),
+            sequence=self._sequence(call, outputs) if is_recordable else None,
         )
 
+    def _sequence(self, call: _UnfinishedCall, outputs: Sequence[int]) -> CallSequence:
+        numbers = {number: -1 - at for at, number in enumerate(call.inputs)}
 
-def tensors_in(value: object) -> list[Tensor]:
-    """The tensors in a value, also in one that a call sequence cannot hold."""
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, tuple | list):
-        return [tensor for item in value for tensor in tensors_in(item)]
-    if isinstance(value, dict):
-        return [tensor for item in value.values() for tensor in tensors_in(item)]
-    if isinstance(value, slice):
-        return tensors_in((value.start, value.stop, value.step))
-    return []
+        def local(value: object) -> object:
+            return filled(value, lambda n: TensorRef(numbers.get(n, n - call.first_result)))
 
-
-def _is_ordinary() -> bool:
-    """Whether operators run unmodified: without autocast, function transforms and inference mode."""
-    return not (
-        torch.is_autocast_enabled("cpu")
-        or torch.is_autocast_enabled("cuda")
-        or torch.is_inference_mode_enabled()
-        or are_functions_transformed()
-    )
+        return CallSequence(
+            calls=[
+                replace(
+                    made,
+                    args=local(made.args),
+                    kwargs=local(made.kwargs),
+                    result=local(made.result),
+                )
+                for made in self._calls[call.start : call.stop]
+            ],
+            inputs=[kind for kind, _ in call.inputs.values()],
+            results=self._kinds[call.first_result : call.last_result],
+            outputs=[number - call.first_result for number in outputs],
+            sites=call.sites,
+        )

@@ -158,35 +158,34 @@ def _joint_graph(
     fewest_equal_calls: int,
 ) -> tuple[JointGraph, tuple[str, ...]]:
     """The joint graph of a step as plain data, and the blocks whose calls were not traced one by one."""
-    graph: TracedGraph | None = None
-    if len(step.blocks.names) >= fewest_equal_calls:
-        graph = _traced_with_reuse(mode, step, inputs, fewest_equal_calls)
-    block_calls = [] if graph is None or step.plan is None else step.plan.block_calls
-    if graph is None:
-        step.plan = None
-        graph = _traced(model_file, mode, step, inputs, paths)
-    joint = read_graph(graph, paths, LossStep.PREFIX, block_calls)
-    return joint, tuple(call.recorded.block for call in block_calls if call.graph is not None)
+    if len(step.blocks) >= fewest_equal_calls:
+        with_reuse = _with_reuse(mode, step, inputs, paths, fewest_equal_calls)
+        if with_reuse is not None:
+            return with_reuse
+    step.plan = None
+    return read_graph(_traced(model_file, mode, step, inputs, paths), paths, LossStep.PREFIX), ()
 
 
-def _traced_with_reuse(
-    mode: FakeTensorMode, step: LossStep, inputs: Sequence[Tensor], fewest_equal_calls: int
-) -> TracedGraph | None:
-    """The traced graph with a node for each call of an equal block; None where that is impossible or saves no time."""
+def _with_reuse(
+    mode: FakeTensorMode,
+    step: LossStep,
+    inputs: Sequence[Tensor],
+    paths: Sequence[str],
+    fewest_equal_calls: int,
+) -> tuple[JointGraph, tuple[str, ...]] | None:
+    """As ``_joint_graph``, where each graph of equal blocks is traced once; None if that is impossible or no faster."""
     try:
         with tracing_conditions(step.checkpointing):
             with tracer_settings(mode):
-                block_calls = step.record_blocks(inputs)
-            step.plan = make_plan(block_calls, mode, fewest_equal_calls)
+                recording = step.record(inputs)
+            plan = step.plan = make_plan(recording, mode, fewest_equal_calls)
             for _ in range(_MOST_ATTEMPTS):
-                if step.plan.is_empty:
+                if not plan.graphs:
                     return None
                 graph = joint_graph(mode, step, inputs)
-                if step.plan.has_diverged:
-                    return None
-                if not step.plan.mismatches:
-                    return graph
-                step.plan.drop_mismatches()
+                if not plan.mismatches:
+                    return read_graph(graph, paths, LossStep.PREFIX, plan), plan.reused_blocks
+                plan.drop_mismatches()
     except (Exception, SystemExit):  # noqa: BLE001 - tracing without reuse raises any error of the model again
         return None
     return None

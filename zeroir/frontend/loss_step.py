@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from zeroir.errors import UserError
-from zeroir.frontend._torch_private import whole_operators
-from zeroir.frontend.block_recording import BlockCall, BlockRecorder, ObservedBlocks
-from zeroir.frontend.block_reuse import BlockReplacer, ReusePlan
+from zeroir.frontend._torch_private import tensors_replaced, whole_operators
+from zeroir.frontend.block_recording import ForwardRecorder, ForwardRecording
+from zeroir.frontend.block_reuse import ReusePlan
 from zeroir.frontend.gradient_hooks import ParameterHooks
-from zeroir.frontend.module_tensors import (
-    BufferCopy,
-    restore_buffers,
-    substitute_buffers,
-    write_back_buffers,
-)
+from zeroir.frontend.module_tensors import substitute_buffers, write_back_buffers
 from zeroir.frontend.node_origins import OriginTracker
 from zeroir.frontend.precision import cast_floating
 from zeroir.frontend.python_state import PythonState
@@ -31,9 +26,10 @@ from zeroir.torch_ops.neutral import NeutralOps
 class LossStep(nn.Module):
     """The model as a function from the tensors of a batch and the seeds, i64, to the loss, an FP32 scalar.
 
-    Each forward begins with the Python state ``state``. With a ``plan`` equal blocks are replaced by one node each.
-    ``sites`` counts the calls of dropout and of random operators in the last forward, and ``tracker`` knows where in
-    the model each node of that forward comes from.
+    Each forward of the model begins with the Python state ``state``. With a ``plan`` the forward is that which was
+    recorded, and the model's code does not run. ``blocks`` names the repeated blocks, ``sites`` counts the calls of
+    dropout and of random operators in the model's last forward, and ``tracker`` knows where in the model each node of
+    that forward comes from.
     """
 
     PREFIX = "model."
@@ -51,8 +47,12 @@ class LossStep(nn.Module):
         # Tracked frames end at this file, since it calls the model.
         self.tracker = OriginTracker(folder=folder, stop=__file__)
         self.tracker.install(model)
-        self.blocks = ObservedBlocks(names=tuple(find_units(model, None).labels))
-        self.blocks.install(model)
+        self.blocks = tuple(find_units(model, None).labels)
+        for name in self.blocks:
+            # Next to the forward: all other hooks of the block run outside the recorded call.
+            block = model.get_submodule(name)
+            block.register_forward_pre_hook(partial(self._enter, name))
+            block.register_forward_hook(partial(self._leave, name), prepend=True)
         self.model = model
         self.sites = 0
         self.plan: ReusePlan | None = None
@@ -60,58 +60,75 @@ class LossStep(nn.Module):
         self._example = example
         self._dtype = dtype
         self._hooks = hooks
+        self._recorder: ForwardRecorder | None = None
 
     def forward(self, *inputs: Tensor) -> Tensor:
         """The loss, from the tensors of a batch and then the seeds."""
-        self.tracker.restart()
         *tensors, seeds = inputs
-        self.state.restore()
         # The parameters are now tensors of the tracer, which have no hooks.
         self._hooks.attach(self.model)
-        neutral = NeutralOps(seeds, self.tracker.around)
-        with whole_operators(), neutral, contextlib.ExitStack() as stack:
+        with whole_operators():
             if self.plan is not None:
-                replacer = BlockReplacer(self.plan, neutral, self.tracker)
-                stack.enter_context(self.blocks.observed_by(replacer))
-                stack.enter_context(replacer.autograd_functions())
-                stack.enter_context(replacer)
-            copies = substitute_buffers(self.model)
-            loss = self._loss(tensors)
-            write_back_buffers(copies)
-        self.sites = neutral.sites
-        return loss
+                return self.plan.repeat(
+                    [*inputs, *self._model_tensors().values()], seeds, self.tracker
+                )
+            with NeutralOps(seeds, self.tracker.around) as neutral:
+                return self._loss(tensors, neutral)
 
-    def record_blocks(self, inputs: Sequence[Tensor]) -> list[BlockCall]:
-        """Run the model once, leave its buffers as they are, and return the recorded calls of its blocks."""
+    def record(self, inputs: Sequence[Tensor]) -> ForwardRecording:
+        """Run the model once, leave its buffers as they are, and return the recorded calls.
+
+        Raises:
+            UnrecordableError: where the calls cannot be made again.
+            Exception: any error of the model or of torch.
+        """
         *tensors, seeds = inputs
-        self.state.restore()
-        neutral = NeutralOps(seeds)
-        recorder = BlockRecorder(
-            neutral, [*inputs, *self.model.parameters(), *self.model.buffers()]
-        )
-        with (
-            whole_operators(),
-            neutral,
-            self.blocks.observed_by(recorder),
-            recorder.autograd_functions(),
-        ):
-            copies: list[BufferCopy] = []
+        # As in a trace, tied parameters are different tensors.
+        own = {
+            name: torch.empty_like(tensor).requires_grad_(tensor.requires_grad)
+            for name, tensor in self._model_tensors().items()
+        }
+        with tensors_replaced(self, own), whole_operators(), NeutralOps(seeds) as neutral:
+            recorder = ForwardRecorder(
+                neutral, self.tracker, [*inputs, *self._model_tensors().values()]
+            )
+            self._recorder = recorder
             try:
-                with recorder:
-                    copies = substitute_buffers(self.model)
-                    self._loss(tensors)
+                with recorder.autograd_functions(), recorder:
+                    loss = self._loss(tensors, neutral)
             finally:
-                restore_buffers(copies)
-        return recorder.block_calls()
+                self._recorder = None
+        return recorder.recording(loss)
+
+    def _model_tensors(self) -> dict[str, Tensor]:
+        """The model's present parameters and buffers by each of their names."""
+        return {
+            **dict(self.named_parameters(remove_duplicate=False)),
+            **dict(self.named_buffers(remove_duplicate=False)),
+        }
+
+    def _enter(self, block: str, _: nn.Module, __: object) -> None:
+        if self._recorder is not None:
+            self._recorder.enter(block)
+
+    def _leave(self, block: str, _: nn.Module, __: object, ___: object) -> None:
+        if self._recorder is not None:
+            self._recorder.leave(block)
 
     def checkpointing(self) -> AbstractContextManager[None]:
         """The context in which the model's code runs under an activation checkpoint."""
         return self.tracker.checkpoint()
 
-    def _loss(self, tensors: Sequence[Tensor]) -> Tensor:
+    def _loss(self, tensors: Sequence[Tensor], neutral: NeutralOps) -> Tensor:
+        self.tracker.restart()
+        self.state.restore()
+        copies = substitute_buffers(self.model)
         batch = cast_floating(_rebuilt(self._example, list(tensors)), self._dtype)
         # A copy, because the model may return a parameter itself.
-        return loss_of(call_with(self.model, batch)).float().clone()
+        loss = loss_of(call_with(self.model, batch)).float().clone()
+        write_back_buffers(copies)
+        self.sites = neutral.sites
+        return loss
 
 
 def call_with(model: nn.Module, batch: object) -> object:

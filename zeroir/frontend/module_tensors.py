@@ -128,12 +128,6 @@ def substitute_buffers(model: nn.Module) -> list[BufferCopy]:
     return substituted
 
 
-def restore_buffers(substituted: Sequence[BufferCopy]) -> None:
-    """Put the buffers back, and discard their copies with all changes."""
-    for item in substituted:
-        item.module._buffers[item.name] = item.buffer
-
-
 def write_back_buffers(substituted: Sequence[BufferCopy]) -> None:
     """Put the buffers back, and copy the new value to each whose copy was changed or replaced."""
     for item in substituted:

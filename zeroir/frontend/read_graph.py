@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from zeroir.errors import InternalError, UserError
 from zeroir.frontend._torch_private import Placeholder, TracedGraph, annotation_of
 from zeroir.frontend.block_graph import BlockGraph
-from zeroir.frontend.block_reuse import PlannedBlockCall
+from zeroir.frontend.block_reuse import ReusePlan
 from zeroir.frontend.joint_graph import Alias, InputKind, JointGraph, JointInput, JointNode
 from zeroir.frontend.node_facts import NodeFacts, facts_of, require_dtype, tensor_type
 from zeroir.frontend.node_origins import NodeOrigin
@@ -44,17 +44,17 @@ def read_graph(
     graph: TracedGraph,
     batch: Sequence[str],
     prefix: str,
-    block_calls: Sequence[PlannedBlockCall] = (),
+    plan: ReusePlan | None = None,
 ) -> JointGraph:
     """The joint graph as plain data. ``batch`` are the paths of the batch's tensors, after which come the seeds.
 
     ``prefix`` is removed from the names of parameters and buffers. A node for the call of a whole block is replaced by
-    the nodes of the block graph in ``block_calls``.
+    the nodes of its block graph in ``plan``.
 
     Raises:
         UserError: where the model uses an operator, element type or argument that programs do not have.
     """
-    reader = _Reader(block_calls)
+    reader = _Reader(plan)
     for placeholder in graph.placeholders:
         reader.add_input(placeholder, batch, prefix)
     for node in graph.module.graph.nodes:
@@ -87,7 +87,7 @@ def read_graph(
 
 @dataclass
 class _Reader:
-    block_calls: Sequence[PlannedBlockCall]
+    plan: ReusePlan | None
     inputs: list[JointInput] = field(default_factory=list)
     nodes: list[JointNode] = field(default_factory=list)
     types: list[TensorType | None] = field(default_factory=list)
@@ -151,8 +151,7 @@ class _Reader:
 
     def add_constants_of(self, node: fx.Node) -> None:
         """Add the constants of a block graph, unless another call of the block has added them."""
-        graph, call = self._block(node)
-        self.origins = call.origins
+        graph, self.origins = self._block(node)
         for constant in graph.graph.module.graph.find_nodes(op="get_attr"):
             if constant not in self.values:
                 self.add_constant(constant, graph.graph.module)
@@ -160,14 +159,14 @@ class _Reader:
 
     def add_block(self, node: fx.Node) -> None:
         """Add the forward of the block graph for the call that a node represents."""
-        graph, call = self._block(node)
+        graph, origins = self._block(node)
         inputs = [self.value(arg) for arg in cast("list[fx.Node]", node.args[0])]
         seeds = inputs[len(graph.sequence.inputs) :]
         self.values.update(
             (arg, (value,)) for arg, value in zip(graph.graph.inputs, inputs, strict=False)
         )
         self.values.update((arg, (seeds[site],)) for arg, site in graph.seeds.items())
-        self._add_nodes(graph, call, is_backward=False)
+        self._add_nodes(graph, origins, is_backward=False)
         self.values[node] = tuple(self.value(output) for output in graph.outputs)
         self.forwards[self._call_index(node)] = {
             inner: self.values[inner]
@@ -177,20 +176,22 @@ class _Reader:
 
     def add_block_backward(self, node: fx.Node) -> None:
         """Add the backward of the block graph for the call that a node represents."""
-        graph, call = self._block(node)
+        graph, origins = self._block(node)
         self.values.update(self.forwards[self._call_index(node)])
         values = [self.value(arg) for arg in cast("list[fx.Node]", node.args[0])]
         tangents = [tangent for tangent in graph.graph.tangents if tangent is not None]
         self.values.update(
             (tangent, (value,)) for tangent, value in zip(tangents, values, strict=True)
         )
-        self._add_nodes(graph, call, is_backward=True)
+        self._add_nodes(graph, origins, is_backward=True)
         self.values[node] = tuple(
             self.value(gradient) for gradient in graph.graph.gradients[:-1] if gradient is not None
         )
 
-    def _add_nodes(self, graph: BlockGraph, call: PlannedBlockCall, *, is_backward: bool) -> None:
-        self.origins = call.origins
+    def _add_nodes(
+        self, graph: BlockGraph, origins: Sequence[NodeOrigin], *, is_backward: bool
+    ) -> None:
+        self.origins = origins
         for node in graph.nodes:
             if node not in graph.seeds and graph.is_backward[node] == is_backward:
                 self.add_node(node)
@@ -199,11 +200,12 @@ class _Reader:
     def _call_index(self, node: fx.Node) -> int:
         return cast("int", node.args[1])
 
-    def _block(self, node: fx.Node) -> tuple[BlockGraph, PlannedBlockCall]:
-        call = self.block_calls[self._call_index(node)]
-        if call.graph is None:
+    def _block(self, node: fx.Node) -> tuple[BlockGraph, Sequence[NodeOrigin]]:
+        """The graph of the block whose call a node represents, and the origins of the calls in it."""
+        if self.plan is None:
             raise InternalError("the joint graph has a node for a block without a block graph")
-        return call.graph, call
+        index = self._call_index(node)
+        return self.plan.graphs[index], self.plan.origins(index)
 
     def _facts(self, node: fx.Node) -> NodeFacts:
         facts = self.facts.get(node)
