@@ -157,7 +157,7 @@ class _BlockFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: _Context, plan: ReusePlan, at: int, graph: BlockGraph, *inputs: Tensor
+        ctx: _BlockContext, plan: ReusePlan, at: int, graph: BlockGraph, *inputs: Tensor
     ) -> tuple[Tensor, ...]:
         sequence = graph.sequence
         kinds = [sequence.results[index] for index in sequence.outputs]
@@ -170,7 +170,7 @@ class _BlockFunction(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    def backward(ctx: _Context, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _BlockContext, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
         graph = ctx.graph
         if [None if x is None else kind_of(x) for x in tangents] != [
             None if kind is None else _without_grad(kind) for kind in graph.tangents
@@ -184,7 +184,7 @@ class _BlockFunction(torch.autograd.Function):
         return (None, None, None, *by_input, *seeds)
 
 
-class _Context(torch.autograd.function.FunctionCtx):
+class _BlockContext(torch.autograd.function.FunctionCtx):
     plan: ReusePlan
     at: int
     graph: BlockGraph
