@@ -26,7 +26,7 @@ def test_amounts(text: str, count: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "lots", "-1", "80 giga", "GB", "0x10", "nan"])
-def test_what_is_no_amount_is_refused(text: str) -> None:
+def test_texts_that_are_no_amount_are_refused(text: str) -> None:
     with pytest.raises(UserError, match="no amount of memory"):
         parse_bytes(text)
 
