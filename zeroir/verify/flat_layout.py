@@ -46,8 +46,7 @@ class FlatLayout:
         return self.between(flat, 0, self._program.flat_by_name[flat].padded_numel)
 
     def between(self, flat: str, start: int, stop: int) -> list[tuple[int, int, Slot | None]]:
-        """The cuts of ``[start, stop)``; all of it has the flat's last slot, or padding, where it is outside the flat.
-        """
+        """The cuts of ``[start, stop)``; elements outside the flat have its last slot, or padding."""
         slots = self._slots.get(flat)
         if slots is None:
             declared = self._program.flat_by_name[flat]
