@@ -116,6 +116,7 @@ class CopyToDestination:
     target: _DestinationView
 
     def __call__(self, values: list[Tensor | None], destinations: Sequence[Tensor | None]) -> None:
+        """Copy or add the value, and drop the values that no later step needs."""
         target, value = self.target(destinations), values[self.plan.value]
         assert value is not None
         if self.plan.mode is Mode.WRITE:

@@ -38,6 +38,7 @@ def test_compile_prints_the_program(programs: dict[int, Path]) -> None:
     assert facts["parameters_numel"] == 834_304
     assert facts["units"] == ["root.pre", *(f"blocks.{i}" for i in range(4)), "root.post"]
     assert facts["distinct_segments"] == 6
+    assert facts["bounds"] == ["full_parameters ahead=0", "full_gradients ahead=1"]
     assert set(facts["laws"].values()) == {"proved"}
     assert facts["collective_bytes"].keys() == {
         "all_gather",

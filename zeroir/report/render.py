@@ -77,6 +77,8 @@ def render_summary(summary: Summary) -> RenderableType:
     for axis, own in summary["collective_bytes_by_axis"].items():
         if len(summary["mesh"]) > 1:
             grid.add_row(f"… over {axis}", f"{_amounts(on_the_wire(own))} {per_step}")
+    if summary["bounds"]:
+        grid.add_row("bounds", ", ".join(summary["bounds"]))
     grid.add_row("laws", Text(laws, style="red" if broken else "green"))
     return Lines(table=grid, is_foldable=True)
 

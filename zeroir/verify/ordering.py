@@ -89,7 +89,7 @@ class Ordering:
         self._accesses(op, op_effects, stream, number)
         for name in op_effects.frees:
             self._release(name, stream)
-        self.order.issue(stream, self.line, op, op_effects.signals)
+        self.order.issue(self.line, op)
         if op_effects.comm is not None:
             self.last_collective[op_effects.comm] = number
         for name in op_effects.frees:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 NORM = "norm"
 OVERFLOW = "overflow"
 
+_NO_GRADIENT = "it reads a value that is no gradient"
+
 
 def use_gradient(run: SectionRun, flat: str, pieces: PieceList) -> Problem | None:
     """Why these pieces of a flat's gradient are not final; from here on nothing may contribute to them."""
@@ -41,18 +43,13 @@ def statistic(run: SectionRun, op: ops.GradNorm | ops.CheckFinite) -> None:
                 continue
             if is_zero(value):
                 continue
-            cover, problem = _cover(run, a, b, value)
-            if cover is None or problem is not None:
-                sentence = problem.sentence if problem else "it reads a value that is no gradient"
-                where = spell(source, run.program)
-                run.fail(
-                    "Z405",
-                    f"a statistic on unfinished gradients: {sentence} in {where}",
-                    source.buffer,
-                )
-                is_reported = True
-            else:
+            cover = _cover(run, a, b, value)
+            if isinstance(cover, Cover):
                 covers.append(cover)
+                continue
+            problem = f"{cover} in {spell(source, run.program)}"
+            run.fail("Z405", f"a statistic on unfinished gradients: {problem}", source.buffer)
+            is_reported = True
         order += _read(run, covers[already:])
     kind = NORM if isinstance(op, ops.GradNorm) else OVERFLOW
     result: Value = POISON if is_reported else Statistic(kind, tuple(covers), tuple(order))
@@ -69,19 +66,20 @@ def _read(run: SectionRun, covers: list[Cover]) -> list[tuple[str, int, int]]:
     return [(flat, *interval) for flat, interval in intervals.items()]
 
 
-def _cover(
-    run: SectionRun, start: int, stop: int, value: Value
-) -> tuple[Cover | None, Problem | None]:
+def _cover(run: SectionRun, start: int, stop: int, value: Value) -> Cover | str:
+    """The flat elements whose gradient the value is, or why it is no finished gradient."""
     place = locate(value)
     if place is None:
-        return None, None
+        return _NO_GRADIENT
     flat, shift, strides = place
     here = [(0, stop - start, moved(value, start))]
     on_flat = run.layout.on_flat(here, stop - start, shift + start, strides)
     if on_flat is None:
-        return None, None
+        return _NO_GRADIENT
     problem = use_gradient(run, flat, on_flat)
-    return Cover(flat, shift + start, strides, stop - start), problem
+    if problem is not None:
+        return problem.sentence
+    return Cover(flat, shift + start, strides, stop - start)
 
 
 def statistic_problem(run: SectionRun, region: Region, kind: str) -> str | None:

@@ -91,15 +91,7 @@ class _Checker:
             yield from self._apart(op, op_effects)
             yield from self._executor(op, op_effects)
 
-    def _own(
-        self,
-        op: ops.MemoryOp
-        | ops.CollectiveOp
-        | ops.Compute
-        | ops.ElementwiseOp
-        | ops.UpdateOp
-        | ops.TransferOp,
-    ) -> Iterator[Problem]:
+    def _own(self, op: ops.IssuedOp) -> Iterator[Problem]:
         match op:
             case ops.Memory():
                 buffer = self.buffers.get(op.buffer)
@@ -190,10 +182,10 @@ class _Checker:
             if self._space(region) is Space.DISK:
                 yield "Z006", f"{title(op)} cannot work on {self._spell(region)}, which is on disk"
 
-    def _executor(self, op: Op, op_effects: Effects) -> Iterator[Problem]:
+    def _executor(self, op: ops.IssuedOp, op_effects: Effects) -> Iterator[Problem]:
         """The executor of the stream must be the one that works on the memory of the op."""
         match op:
-            case ops.Memory() | ops.Wait():
+            case ops.Memory():
                 return
             case ops.Collective() | ops.Compute():
                 space = Space.DEVICE
