@@ -52,7 +52,7 @@ def path_shares(program: Program, simulation: Simulation) -> list[PathShare]:
 
 def _what(program: Program, item: PathItem) -> str:
     if item.is_issue:
-        return "the host issues ops"
+        return "issuing ops on the host"
     op = program.section_by_name[item.section].body[item.index]
     match op:
         case ops.Compute():
