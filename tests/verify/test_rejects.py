@@ -8,7 +8,8 @@ import pytest
 from tests.support.edits import at, edit, places, put
 from tests.support.schedules import Case
 from zeroir.ir import ops
-from zeroir.ir.buffers import Region
+from zeroir.ir.buffers import Region, Space
+from zeroir.ir.effects import effects
 from zeroir.ir.mesh import GATHER
 from zeroir.ir.ops import Mode, Op, Reduction
 from zeroir.ir.program import LAST_MICRO_STEP, MICRO_STEP, UPDATE, Program, State
@@ -155,6 +156,22 @@ def test_collectives_of_one_communicator_need_an_order() -> None:
         ops.AllReduce(pairs=loss, comm=scalars.comm, stream="copy_in"),
     )
     assert codes(verify(apart)) == {"Z202"}
+
+
+@pytest.mark.parametrize("kind", [ops.GradNorm, ops.CheckFinite, ops.Decide, ops.OptimizerStep])
+def test_what_an_update_uses_is_in_one_space(kind: type[Op]) -> None:
+    """A scalar on the host, of which a device would read: the region that the op reads first."""
+    case = Case(stage=1, precision="fp16", clip=1.0)
+    op = next(op for op in case.scheduled.ops() if isinstance(op, kind))
+    read = effects(op).reads[0].buffer
+    buffers = [
+        replace(buffer, space=Space.HOST) if buffer.name == read else buffer
+        for buffer in case.scheduled.buffers
+    ]
+    report = verify(replace(case.scheduled, buffers=tuple(buffers)))
+    sentences = [finding.sentence for finding in report.findings if finding.code == "Z006"]
+    name = ops.op_name(kind)
+    assert any(s.startswith(name) and f"%{read}" in s and "host memory" in s for s in sentences)
 
 
 def test_sizes_must_fit_the_axis() -> None:

@@ -194,8 +194,10 @@ class _Checker:
                 space = Space.DEVICE if is_of_device else Space.HOST
             case ops.Elementwise() | ops.Update():
                 # The first region, in the order of the fields, that the op writes, or else the first it accumulates.
-                changed, *_ = (*op_effects.writes, *op_effects.accumulates)
+                changed, *others = (*op_effects.writes, *op_effects.accumulates)
                 space = self._space(changed)
+                for region in (*others, *op_effects.reads):
+                    yield from self._beside(op, region, changed)
             case _:
                 assert_never(op)
         executor = self.executors.get(op.stream)
@@ -204,6 +206,16 @@ class _Checker:
                 "Z006",
                 f"{title(op)} works on {space} memory, but stream {op.stream} is carried out by the {executor}",
             )
+
+    def _beside(self, op: ops.IssuedOp, region: Region, changed: Region) -> Iterator[Problem]:
+        """What one executor works on is in one space; hyper-parameters are always read by the host."""
+        is_judged_alone = isinstance(op, ops.Cast) or (
+            isinstance(op, ops.OptimizerStep) and region == op.hyper
+        )
+        if not is_judged_alone and self._space(region) is not self._space(changed):
+            used = f"uses {self._spell(region)} in {self._space(region)} memory"
+            changes = f"changes {self._spell(changed)} in {self._space(changed)} memory"
+            yield "Z006", f"{title(op)} {used} and {changes}"
 
     def _apart(self, op: Op, op_effects: Effects) -> Iterator[Problem]:
         """No op reads an element that it writes, or writes one twice; for collectives, computes and casts see there."""
