@@ -65,9 +65,9 @@ def _rewrite(section: Section) -> Section:
                 last_use.update(
                     (name, index) for name in rewrite.used_buffers(op) & last_use.keys()
                 )
-    kept: list[Op] = list(before.get(0, ()))
+    body: list[Op] = list(before.get(0, ()))
     for index, op in enumerate(section.body):
         if not isinstance(op, ops.Release):
-            kept.append(op)
-        kept.extend(after.get(index, ()))
-    return replace(section, body=tuple(kept))
+            body.append(op)
+        body.extend(after.get(index, ()))
+    return replace(section, body=tuple(body))

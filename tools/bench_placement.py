@@ -31,8 +31,8 @@ PER_LAYER = SAVED + PASSING + 2
 TARGET_S = 7.0
 """The processor seconds that ``plan-memory`` may take for 100,000 buffers.
 
-It takes 5.6 to 6.2, of which about 4.5 derive waits for 300,000 ops. More than half of that is Python's collector, which
-looks at the records of these ops again and again; without it the pass takes 3.2.
+It takes 5.6 to 6.2, of which about 4.5 derive waits for 300,000 ops. More than half of that is Python's collector,
+which looks at the records of these ops again and again; without it the pass takes 3.2.
 """
 
 RESULT = Buffer(

@@ -22,16 +22,11 @@ A plain tuple, because there are millions of them.
 
 def touches(effect: Effects, program: Program) -> list[Touch]:
     """The elements that an op touches."""
-    # Plain loops: most ops have few effects, and every pass asks for those of all ops.
-    touched: list[Touch] = []
-    for region in effect.reads:
-        touched.append((region.buffer, region.offset, region.offset + region.numel, False))
+    touched = [(r.buffer, r.offset, r.offset + r.numel, False) for r in effect.reads]
     for regions in (effect.writes, effect.accumulates):
-        for region in regions:
-            touched.append((region.buffer, region.offset, region.offset + region.numel, True))
+        touched += [(r.buffer, r.offset, r.offset + r.numel, True) for r in regions]
     for names in (effect.allocs, effect.frees):
-        for name in names:
-            touched.append((name, 0, program.buffer_by_name[name].numel, True))
+        touched += [(name, 0, program.buffer_by_name[name].numel, True) for name in names]
     return touched
 
 

@@ -24,16 +24,16 @@ from zeroir.memory.lifetimes import Lifetimes
 Ints = NDArray[np.int64]
 
 MOST_PAIRS: Final = 2_000_000
-"""Beyond so many pairs of lives that may meet, long lives are stacked."""
+"""With more pairs of lives that may meet, long lives are stacked."""
 
 MOST_PLACEMENTS: Final = 30_000
-"""No further order is tried after so many times that a single buffer was placed."""
+"""The search tries no further order once it has placed this many buffers, over all orders together."""
 
 _FEW_MEETINGS: Final = 64
 """A buffer that meets no more later lives than this is not stacked."""
 
 _HEIGHTS: Final = 4096
-"""The stack's height is kept for so many stretches of time, each as long as the others."""
+"""The stack's height is recorded for this many stretches of time of equal length."""
 
 _NOWHERE: Final = -1
 
@@ -191,7 +191,7 @@ def _stack(
 def find_offsets(
     buffers: BuffersToPlace, live_bytes: int, most_placements: int = MOST_PLACEMENTS
 ) -> Ints:
-    """Offsets of all buffers; the search ends where these take ``live_bytes``, or after so many placements.
+    """Offsets of all buffers; the search ends once they take ``live_bytes``, or after ``most_placements``.
 
     At least one order is tried.
     """
