@@ -26,6 +26,7 @@ from zeroir.ir.mesh import COMPUTE
 from zeroir.ir.ops import Op
 from zeroir.ir.program import Program, Section
 from zeroir.memory.lifetimes import Lifetimes
+from zeroir.passes.common import rewrite
 from zeroir.passes.common.gather_groups import PlacedGather, ahead, find_groups
 
 
@@ -116,12 +117,7 @@ def _moved(section: Section, program: Program, room: _Room, budget_bytes: int) -
             is_ahead = any(isinstance(op, ops.Compute) for op in passed)
             issued = ahead(gather.op) if is_ahead else gather.op
             before.setdefault(at, []).extend((*(body[alloc] for alloc in gather.allocs), issued))
-    placed: list[Op] = []
-    for index, op in enumerate(body):
-        placed.extend(before.get(index, ()))
-        if index not in moved:
-            placed.append(op)
-    return replace(section, body=tuple(placed))
+    return replace(section, body=rewrite.insert(body, before=before, without=moved))
 
 
 def _begun(gather: PlacedGather, program: Program, room: _Room) -> list[tuple[int, int]]:
