@@ -196,7 +196,7 @@ def _apply(
     segment, inputs = prune(recut.backward, computed)
     arguments = tuple(sources[i] for i in inputs)
     draft.insert(at, replace(op, arguments=arguments, destinations=tuple(destinations)), segment)
-    for name in {read.view.region.buffer for read in arguments}:
+    for name in dict.fromkeys(read.view.region.buffer for read in arguments):
         if draft.is_changed_between(name, forward, at):
             draft.delay(name, at)
     for name, region in moved.items():
