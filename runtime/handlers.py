@@ -110,8 +110,23 @@ class LocalRanks:
 
     def prepare_collective(self, op: ops.CollectiveOp) -> PreparedCollective:
         """A collective with the tensors of every local rank."""
+        pairs = [
+            [
+                TensorPair(
+                    source=memory.region(pair.source), destination=memory.region(pair.destination)
+                )
+                for pair in op.pairs
+            ]
+            for memory in self.memories
+        ]
+        tensors = CollectiveTensors(
+            comm=op.comm,
+            pairs=pairs,
+            staging=[_region(memory, op.staging) for memory in self.memories],
+            wire_dtype=None if op.wire_dtype is None else TORCH_DTYPE[op.wire_dtype],
+        )
         return PreparedCollective(
-            tensors=_collective_tensors(op, self),
+            tensors=tensors,
             temporaries=self._temporaries(op),
             memories=self.memories,
         )
@@ -146,26 +161,6 @@ def _checked(prepared: PreparedOp, memory: RankMemory, names: frozenset[str]) ->
         prepared()
 
     return checked
-
-
-def _collective_tensors(op: ops.CollectiveOp, local_ranks: LocalRanks) -> CollectiveTensors:
-    return CollectiveTensors(
-        comm=op.comm,
-        pairs=[
-            [
-                TensorPair(
-                    source=memory.region(pair.source), destination=memory.region(pair.destination)
-                )
-                for pair in op.pairs
-            ]
-            for memory in local_ranks.memories
-        ],
-        staging=[
-            None if op.staging is None else memory.region(op.staging)
-            for memory in local_ranks.memories
-        ],
-        wire_dtype=None if op.wire_dtype is None else TORCH_DTYPE[op.wire_dtype],
-    )
 
 
 def communicate(op: ops.CollectiveOp, tensors: CollectiveTensors, comm: Comm) -> None:

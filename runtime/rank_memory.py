@@ -57,15 +57,11 @@ class RankMemory:
                 self._live.add(buffer.name)
         self._persistent = frozenset(self._live)
         for space, placement in (places_to_run(program) if placed is None else placed).items():
-            self._place_temporaries(program, space, placement)
-
-    def _place_temporaries(self, program: Program, space: Space, placement: Placement) -> None:
-        block = self._new(space, placement.size_bytes, DType.U8, f"temporaries.{space}")
-        for name, start in placement.offsets.items():
-            buffer = program.buffer_by_name[name]
-            self._tensors[name] = block[start : start + buffer.size_bytes].view(
-                TORCH_DTYPE[buffer.dtype]
-            )
+            block = self._new(space, placement.size_bytes, DType.U8, f"temporaries.{space}")
+            for name, start in placement.offsets.items():
+                buffer = program.buffer_by_name[name]
+                elements = block[start : start + buffer.size_bytes]
+                self._tensors[name] = elements.view(TORCH_DTYPE[buffer.dtype])
 
     def is_live(self, name: str) -> bool:
         """Whether the buffer is allocated now."""

@@ -304,8 +304,8 @@ def _results(
 ) -> Sequence[Tensor | None]:
     function = operator(node.op)
     args = [resolver(arg, device)(values) for arg in node.args]
-    made = function(*args, **{name: resolver(arg, device)(values) for name, arg in node.kwargs})
-    return made if is_multiple(function) else [made]
+    returned = function(*args, **{name: resolver(arg, device)(values) for name, arg in node.kwargs})
+    return returned if is_multiple(function) else [returned]
 
 
 # -------------------------------------------------------------------------------------------------------- comparison

@@ -21,7 +21,7 @@ Mark = Callable[[], int]
 Task = Callable[[], None]
 
 Watch = Callable[[OpPosition, Op, Task], Task]
-"""Returns a task like the given one, which carries an op out; each call of it is observed as the op at that position."""
+"""Returns a task like the given one, which carries an op out; each call counts as the op at that position."""
 
 WatchOp = Callable[[Task], Task]
 """A ``Watch`` of one op."""

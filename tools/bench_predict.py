@@ -69,23 +69,25 @@ def main() -> int:
     parser.add_argument("--stages", nargs="+", type=int, default=list(STAGES))
     parser.add_argument("--kernels", choices=("eager", "inductor"), default="eager")
     parser.add_argument("--rank-of", type=Path, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.rank_of is not None:
-        time_steps(given.rank_of, given.steps, given.kernels)
+    arguments = parser.parse_args()
+    if arguments.rank_of is not None:
+        time_steps(arguments.rank_of, arguments.steps, arguments.kernels)
         return 0
     with tempfile.TemporaryDirectory() as folder:
         rounds = measure(
-            Path(folder), given.models, given.stages, given.rounds, given.steps, given.kernels
+            Path(folder),
+            arguments.models,
+            arguments.stages,
+            arguments.rounds,
+            arguments.steps,
+            arguments.kernels,
         )
     programs: dict[tuple[str, int], list[RoundTimes]] = {}
     for times in rounds:
         programs.setdefault((times.model, times.stage), []).append(times)
     table = [cells(times) for times in programs.values()]
-    print(f"| {' | '.join(HEAD)} |\n|{'---|' * len(HEAD)}")
-    for line in table:
-        print(f"| {' | '.join(line)} |")
-    about = {"rounds": given.rounds, "kernels": given.kernels}
-    record_file.write(given.record, "bench_predict", {"head": HEAD, "rows": table}, about)
+    about = {"rounds": arguments.rounds, "kernels": arguments.kernels}
+    record_file.publish(arguments.record, "bench_predict", HEAD, table, about)
     return int(any(abs(median_error(times)) > MOST_ERROR for times in programs.values()))
 
 

@@ -33,9 +33,9 @@ MEASURE: Final = """async (rounds) => {
     const charts = ["timeline", "memory"].map((name) => Bokeh.index.get_one(zeroir.models[name]));
     let painted = 0;
     for (const chart of charts) {
-        for (const one of [...chart.all_renderer_views].filter((one) => one.glyph)) {
-            const paint = one.paint.bind(one);
-            one.paint = (...given) => { paint(...given); painted += 1; };
+        for (const renderer of [...chart.all_renderer_views].filter((view) => view.glyph)) {
+            const paint = renderer.paint.bind(renderer);
+            renderer.paint = (...args) => { paint(...args); painted += 1; };
         }
     }
     const shown = () => new Promise((next) => requestAnimationFrame(() => setTimeout(next, 0)));
@@ -47,12 +47,12 @@ MEASURE: Final = """async (rounds) => {
         return performance.now() - start;
     };
     const repeat = async (act, prepare = () => () => true) => {
-        const found = [];
+        const times_ms = [];
         for (let round = 0; round < rounds; round += 1) {
             const isDone = prepare();
-            found.push(await took(() => act(round), isDone));
+            times_ms.push(await took(() => act(round), isDone));
         }
-        return found;
+        return times_ms;
     };
     const isPainted = () => { const before = painted; return () => painted > before; };
     const { timeline, memory } = zeroir.models;
@@ -64,21 +64,21 @@ MEASURE: Final = """async (rounds) => {
     const at = (share) => start + share * (end - start);
     const look = (from, to) => timeline.x_range.setv({ start: at(from), end: at(to) });
     const heads = () => document.querySelectorAll("#head span");
-    const found = {};
-    found["an idle frame"] = await repeat(() => {});
-    found["filter: table"] = await repeat((r) => type(words[r % words.length]));
+    const figures = {};
+    figures["an idle frame"] = await repeat(() => {});
+    figures["filter: table"] = await repeat((r) => type(words[r % words.length]));
     await new Promise((next) => setTimeout(next, 1000));
-    found["filter: timeline"] = await repeat((r) => type(words[r % words.length]), isPainted);
+    figures["filter: timeline"] = await repeat((r) => type(words[r % words.length]), isPainted);
     await took(() => type(""), isPainted());
-    found["sort by a column"] = await repeat((r) => heads()[r % 2 ? 7 : 9].click());
-    found["mark an op in all three"] = await repeat((r) => zeroir.mark(Math.floor(((r + 0.5) / rounds) * count)));
-    found["scroll the table"] = await repeat((r) => { document.getElementById("ops").scrollTop = 2400 * r; });
-    found["pan the whole timeline"] = await repeat((r) => look(0.002 * (r + 1), 1 + 0.002 * (r + 1)), isPainted);
-    found["pan a tenth of it"] = await repeat((r) => look(0.02 * r, 0.02 * r + 0.1), isPainted);
-    found["zoom the timeline"] = await repeat((r) => look(0.44 - 0.02 * r, 0.56 + 0.02 * r), isPainted);
+    figures["sort by a column"] = await repeat((r) => heads()[r % 2 ? 7 : 9].click());
+    figures["mark an op in all three"] = await repeat((r) => zeroir.mark(Math.floor(((r + 0.5) / rounds) * count)));
+    figures["scroll the table"] = await repeat((r) => { document.getElementById("ops").scrollTop = 2400 * r; });
+    figures["pan the whole timeline"] = await repeat((r) => look(0.002 * (r + 1), 1 + 0.002 * (r + 1)), isPainted);
+    figures["pan a tenth of it"] = await repeat((r) => look(0.02 * r, 0.02 * r + 0.1), isPainted);
+    figures["zoom the timeline"] = await repeat((r) => look(0.44 - 0.02 * r, 0.56 + 0.02 * r), isPainted);
     const seen = (r) => ({ start: (r + 1) * (count / 400), end: count + (r + 1) * (count / 400) });
-    found["pan the memory"] = await repeat((r) => memory.x_range.setv(seen(r)), isPainted);
-    return found;
+    figures["pan the memory"] = await repeat((r) => memory.x_range.setv(seen(r)), isPainted);
+    return figures;
 }"""
 
 

@@ -2,10 +2,10 @@
 
     python -m tools.fuzz_artifact --bodies 10000 --edits 5000 --record docs/records/fuzz.json
 
-Every damaged file has a right digest, so that it is its contents that must be refused. Each is read by `verify` and,
-where no law is broken, by `show` in both its forms, in a process of its own with at most 2 s of CPU time and 1 GB of
-address space. It must end with 0 (it holds), 1 (a law is broken) or 2 (it is refused), and print nothing that a
-terminal obeys. Exits with 1 where one does not.
+Every damaged file has a correct digest, so the commands must refuse its contents. `verify` reads each and, where no
+law is broken, `show` in both its forms, in a process of its own with at most 2 s of CPU time and 1 GB of address space.
+The process must end with 0 (accepted), 1 (a law is broken) or 2 (refused), and print no control characters. The exit
+code is 1 where one does not.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ class FuzzOutcome(NamedTuple):
 
 def subjects() -> list[bytes]:
     """The bodies of programs that hold: of every stage, written by hand or stored."""
-    found = [pack(load(_STORED))]
+    bodies = [pack(load(_STORED))]
     for stage, precision in ((0, "fp32"), (2, "bf16"), (3, "fp16")):
         options = {"stage": stage, "world_size": 2, "precision": precision, "clip": 1.0}
         logical = mlp(blocks=2, precision=precision, clip=1.0)
-        made = Artifact(
+        artifact = Artifact(
             logical=logical,
             scheduled=lower(logical, make_options(options)),
             model_path="model.py",
@@ -70,8 +70,8 @@ def subjects() -> list[bytes]:
             torch_version="2.13.0",
             zeroir_version="0.1.0",
         )
-        found.append(pack(made))
-    return found
+        bodies.append(pack(artifact))
+    return bodies
 
 
 def ending(damage: Damage, folder: Path) -> FuzzOutcome:
@@ -169,14 +169,14 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--processes", type=int, default=2)
     record_file.add_option(parser)
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     rows: list[list[str]] = []
     bad: Counter[str] = Counter()
-    with ProcessPoolExecutor(given.processes, mp_context=get_context("forkserver")) as pool:
-        for name, count in (("bodies", given.bodies), ("edits", given.edits)):
-            starts = range(given.first, given.first + count, _PER_TASK)
+    with ProcessPoolExecutor(arguments.processes, mp_context=get_context("forkserver")) as pool:
+        for name, count in (("bodies", arguments.bodies), ("edits", arguments.edits)):
+            starts = range(arguments.first, arguments.first + count, _PER_TASK)
             futures = [
-                pool.submit(batch, name, start, min(_PER_TASK, given.first + count - start))
+                pool.submit(batch, name, start, min(_PER_TASK, arguments.first + count - start))
                 for start in starts
             ]
             endings: list[FuzzOutcome] = []
@@ -194,7 +194,7 @@ def main() -> int:
         print("  ".join(f"{cell:>15}" if i else f"{cell:<24}" for i, cell in enumerate(row)))
     if bad:
         print(", ".join(f"{count} {outcome}" for outcome, count in bad.items()))
-    record_file.write(given.record, "fuzz_artifact", {"head": HEAD, "rows": rows})
+    record_file.write(arguments.record, "fuzz_artifact", {"head": HEAD, "rows": rows})
     return 1 if bad else 0
 
 

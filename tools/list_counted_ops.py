@@ -109,7 +109,7 @@ def _detached(leaf: object) -> object:
 
 
 def sampled_cases(samples: int, *, every: int = 1) -> list[Case]:
-    """Segments of one op, from the calls of at most ``samples`` samples of each ``every``-th operator and each dtype."""
+    """Segments of one op, from the calls in at most ``samples`` samples of each ``every``-th operator and dtype."""
     calls = _Calls()
     for info, dtype in itertools.product(torch_samples.operators()[::every], DTYPES):
         if dtype in info.supported_dtypes("cpu"):

@@ -87,17 +87,17 @@ def main() -> int:
     parser.add_argument("--program", choices=NAMES, action="append", help="of this one alone")
     parser.add_argument("--kind", choices=sorted(MUTATIONS), action="append", help="this damage")
     record_file.add_option(parser)
-    given = parser.parse_args()
-    names, kinds = given.program or list(NAMES), given.kind or sorted(MUTATIONS)
-    each = -(-given.count // len(names))
+    arguments = parser.parse_args()
+    names, kinds = arguments.program or list(NAMES), arguments.kind or sorted(MUTATIONS)
+    each = -(-arguments.count // len(names))
     tasks = [
-        (name, given.first + start, min(_PER_TASK, each - start), kinds)
+        (name, arguments.first + start, min(_PER_TASK, each - start), kinds)
         for start in range(0, each, _PER_TASK)
         for name in names
     ]
     counts_by_kind: dict[str, Counter[str]] = {kind: Counter() for kind in sorted(MUTATIONS)}
     bad = 0
-    with ProcessPoolExecutor(given.processes, mp_context=get_context("forkserver")) as pool:
+    with ProcessPoolExecutor(arguments.processes, mp_context=get_context("forkserver")) as pool:
         futures = [pool.submit(batch, *task) for task in tasks]
         for (name, *_), future in track(
             list(zip(tasks, futures, strict=True)), "Judging", disable=not sys.stderr.isatty()
@@ -123,7 +123,7 @@ def main() -> int:
     rows.append(["all", *(str(sum(int(row[i]) for row in rows)) for i in range(1, 5))])
     for row in rows:
         print("  ".join(f"{cell:>10}" if i else f"{cell:<24}" for i, cell in enumerate(row)))
-    record_file.write(given.record, "mutants", {"head": head, "rows": rows})
+    record_file.write(arguments.record, "mutants", {"head": head, "rows": rows})
     return 1 if bad else 0
 
 

@@ -222,7 +222,9 @@ class CompileOptions(BaseModel):
     @field_validator("mesh")
     @classmethod
     def _in_canonical_order(cls, value: str | None) -> str | None:
-        return None if value is None else _mesh_text(_parse_mesh(value))
+        if value is None:
+            return None
+        return ",".join(f"{axis.name}={axis.size}" for axis in _parse_mesh(value).axes)
 
     @model_validator(mode="after")
     def _mesh_fits_world_size(self) -> Self:
@@ -309,10 +311,7 @@ class CompileOptions(BaseModel):
                 )
             mesh = f"{REPLICATE_AXIS}={world_size // shard},{SHARD_AXIS}={shard}"
         values = {**self.model_dump(), "world_size": world_size, "mesh": mesh}
-        try:
-            return CompileOptions.model_validate(values, context=_IS_WRITTEN)
-        except ValidationError as error:
-            raise UserError(explain_validation(error)) from None
+        return make_options(values, context=_IS_WRITTEN)
 
     @property
     def is_update_overlapped(self) -> bool:
@@ -348,10 +347,8 @@ class CompileOptions(BaseModel):
 
     def to_pairs(self) -> tuple[tuple[str, str], ...]:
         """The options as a program stores them: names and texts, sorted by name, without options that are not set."""
-        values = self.model_dump()
-        return tuple(
-            (name, _text(values[name])) for name in sorted(values) if _is_set(values[name])
-        )
+        values = sorted(self.model_dump().items())
+        return tuple((name, _text(value)) for name, value in values if value not in (None, ()))
 
 
 _LEAST_STAGES: Final = {"live_gradients": 2, "prefetch": 3, "prefetch_budget": 3, "unshard": 3}
@@ -401,14 +398,6 @@ def _mesh_error(problem: str) -> PydanticCustomError:
     )
 
 
-def _mesh_text(mesh: Mesh) -> str:
-    return ",".join(f"{axis.name}={axis.size}" for axis in mesh.axes)
-
-
-def _is_set(value: object) -> bool:
-    return value is not None and value != ()
-
-
 def _text(value: object) -> str:
     match value:
         case bool():
@@ -419,10 +408,12 @@ def _text(value: object) -> str:
             return str(value)
 
 
-def make_options(values: Mapping[str, object]) -> CompileOptions:
+def make_options(
+    values: Mapping[str, object], *, context: Mapping[str, bool] | None = None
+) -> CompileOptions:
     """Validate options; a UserError names the first wrong one, its value and the expected values."""
     try:
-        return CompileOptions.model_validate(dict(values))
+        return CompileOptions.model_validate(dict(values), context=context)
     except ValidationError as error:
         raise UserError(explain_validation(error)) from None
 

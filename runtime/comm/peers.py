@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import ClassVar, Final
+from typing import Final, NamedTuple
 
 from torch import Tensor
 
@@ -125,26 +125,17 @@ class Peer:
         self.channel.close()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _PeerAddress:
+_PEER_ADDRESS: Final = struct.Struct("=32sqQ16s")
+"""The fields of a ``_PeerAddress`` as bytes, of one length for every rank."""
+
+
+class _PeerAddress(NamedTuple):
     """How other ranks reach a rank. Its memory holds ``secret`` at ``address``, by which readers know it."""
 
     host: bytes
     pid: int
     address: int
     secret: bytes
-
-    _LAYOUT: ClassVar = struct.Struct("=32sqQ16s")
-
-    def pack(self) -> bytes:
-        """The address as bytes, of one length for every rank."""
-        return self._LAYOUT.pack(self.host, self.pid, self.address, self.secret)
-
-    @classmethod
-    def unpack(cls, data: bytes) -> _PeerAddress:
-        """The inverse of ``pack``."""
-        host, pid, address, secret = cls._LAYOUT.unpack(data)
-        return cls(host=host, pid=pid, address=address, secret=secret)
 
     def socket_name(self, index: int) -> str:
         """The socket of the rank for its ``index``-th group: an abstract name, which leaves no file behind."""
@@ -177,7 +168,9 @@ def connect_peers(
                 listener.listen(socket.SOMAXCONN)
         except OSError:
             is_connected = False
-        addresses = [_PeerAddress.unpack(data) for data in exchange(own.pack())]
+        addresses = [
+            _PeerAddress(*_PEER_ADDRESS.unpack(data)) for data in exchange(_PEER_ADDRESS.pack(*own))
+        ]
         try:
             for index, group in enumerate(groups):
                 for peer_rank in group:

@@ -116,6 +116,7 @@ class CopyToDestination:
     target: _DestinationView
 
     def __call__(self, values: list[Tensor | None], destinations: Sequence[Tensor | None]) -> None:
+        """Copy or add the value, and drop the values that no later step needs."""
         target, value = self.target(destinations), values[self.plan.value]
         assert value is not None
         if self.plan.mode is Mode.WRITE:
@@ -228,7 +229,7 @@ def _scattered(view: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 _Filler = tuple[Callable[..., object], tuple[NodeArg, ...]]
-"""A function that writes a result to its argument ``out``, and its other arguments without names."""
+"""A function that writes a result to its argument ``out``, and its positional arguments."""
 
 
 def _filler(node: Node, device: torch.device) -> _Filler | None:

@@ -1,4 +1,4 @@
-"""A .zir file comes back as it went, or is refused with one sentence; nothing in between."""
+"""A .zir file is read back unchanged, or is refused with one sentence."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ BYTES = artifacts.to_bytes(make())
 
 
 def body_of_bytes() -> dict[str, object]:
-    """What the envelope of ``BYTES`` holds, to be spoilt."""
+    """The body of ``BYTES``, for tests that change it."""
     body = msgpack.unpackb(BYTES[20 + 32 :])
     assert isinstance(body, dict)
     return body
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_what_is_saved_is_loaded(tmp_path: Path, precision: str) -> None:
+def test_a_saved_artefact_is_loaded(tmp_path: Path, precision: str) -> None:
     artifact = make(mlp(precision=precision, micro_steps=2, clip=1.0, tied=True))
     path = tmp_path / "gpt.zir"
     artifacts.save(artifact, path)
@@ -213,7 +213,7 @@ def deep(depth: int) -> list[object]:
         (lambda body: nodes_of(body)[0].update(op="os.system"), "segment @.* calls 'os.system'"),
     ],
 )
-def test_what_the_schema_does_not_know_is_named(
+def test_unknown_parts_of_a_file_are_named(
     spoil: Callable[[dict[str, object]], object], expected: str
 ) -> None:
     body = body_of_bytes()
@@ -252,12 +252,12 @@ def test_other_files_are_refused(data: bytes, expected: str) -> None:
         artifacts.from_bytes(data, "gpt.zir")
 
 
-def test_what_never_ends_is_not_read_to_its_end() -> None:
+def test_an_endless_file_is_not_read_to_its_end() -> None:
     with pytest.raises(UserError, match="'/dev/zero' is not a zeroir program"):
         artifacts.load("/dev/zero")
 
 
-def test_no_more_is_read_than_the_envelope_says(tmp_path: Path) -> None:
+def test_no_byte_after_the_envelope_is_read(tmp_path: Path) -> None:
     endless = tmp_path / "endless.zir"
     os.mkfifo(endless)
 
@@ -273,7 +273,7 @@ def test_no_more_is_read_than_the_envelope_says(tmp_path: Path) -> None:
             artifacts.load(endless)
 
 
-def test_a_body_that_is_said_to_be_huge_is_refused() -> None:
+def test_an_announced_huge_body_is_refused() -> None:
     head = struct.pack(">8sHHQ", MAGIC, MAJOR, MINOR, 2**40)
     with pytest.raises(UserError, match=r"is damaged: it announces 1,099,511,627,776 more bytes"):
         artifacts.from_bytes(head + bytes(32), "gpt.zir")
@@ -331,7 +331,7 @@ def test_a_saved_file_has_the_usual_permissions(tmp_path: Path) -> None:
     assert len(modes) == 1
 
 
-def test_a_link_stays_a_link_and_what_it_names_is_written(tmp_path: Path) -> None:
+def test_a_link_stays_a_link_and_its_target_is_written(tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     link = tmp_path / "link"
     link.symlink_to(tmp_path / "there" / "file")
@@ -340,7 +340,7 @@ def test_a_link_stays_a_link_and_what_it_names_is_written(tmp_path: Path) -> Non
         write_whole(link, data, PROGRAM)
         assert link.is_symlink()
         assert (tmp_path / "there" / "file").read_bytes() == data
-    assert [one.name for one in (tmp_path / "there").iterdir()] == ["file"]
+    assert [path.name for path in (tmp_path / "there").iterdir()] == ["file"]
 
 
 def test_a_pipe_is_written_and_not_replaced(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Files of every released schema are read for ever, and say what they said.
+"""Files of every released schema are always readable, with the same contents.
 
 ``tests/data/schema_MAJOR_MINOR.zir`` was written by that schema, and ``.txt`` beside it is the text
 of its scheduled program. ``--update-golden`` writes those of the present schema and leaves the
@@ -24,7 +24,7 @@ PRESENT = DATA / f"schema_{SCHEMA_VERSION[0]}_{SCHEMA_VERSION[1]}.zir"
 
 
 def make() -> Artifact:
-    """Most of what a program can have: stage 3, fp16, clipping, two micro-steps, a tied parameter."""
+    """Most features of a program: stage 3, fp16, clipping, two micro-steps, a tied parameter."""
     options = make_options(
         {
             "stage": 3,

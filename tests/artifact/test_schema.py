@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given
 
+from tests.artifact.schema_description import described
 from tests.support.arbitrary import programs
 from tests.support.examples import examples
 from tests.support.programs import mlp
 from zeroir.artifact import SCHEMA_VERSION, Artifact
-from zeroir.artifact.schema import decode, describe, encode
+from zeroir.artifact.schema import decode, encode
 from zeroir.errors import InternalError
 from zeroir.ir.limits import obeyed_character
 from zeroir.ir.program import Program, Section
@@ -59,20 +60,20 @@ def test_a_field_of_the_wrong_type_is_not_stored() -> None:
 
 
 def test_the_schema_is_the_locked_one(update_golden: bool) -> None:
-    described = {"version": list(SCHEMA_VERSION), "classes": describe(Artifact)}
+    schema = {"version": list(SCHEMA_VERSION), "classes": described(Artifact)}
     if update_golden:
-        LOCK.write_text(json.dumps(described, indent=1) + "\n", "utf-8")
+        LOCK.write_text(json.dumps(schema, indent=1) + "\n", "utf-8")
     locked = json.loads(LOCK.read_text("utf-8"))
-    if locked == described:
+    if locked == schema:
         return
     changed = sorted(
         name
-        for name in {*locked["classes"], *describe(Artifact)}
-        if locked["classes"].get(name) != describe(Artifact).get(name)
+        for name in {*locked["classes"], *described(Artifact)}
+        if locked["classes"].get(name) != described(Artifact).get(name)
     )
     advice = (
         "run this test with --update-golden and name the change in CHANGELOG.md"
-        if locked["version"] != described["version"]
+        if locked["version"] != schema["version"]
         else "raise SCHEMA_VERSION in zeroir/artifact/schema.py, by a minor version if old files "
         "mean the same, and run this test with --update-golden"
     )

@@ -28,8 +28,8 @@ class Answer:
 
     @property
     def json(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(self.out)
-        return found
+        document: dict[str, Any] = json.loads(self.out)
+        return document
 
 
 Zeroir = Callable[..., Answer]

@@ -164,7 +164,7 @@ def test_a_reader_that_goes_away_is_no_error(arguments: list[str]) -> None:
     "arguments",
     [["explain"], pytest.param(["show", str(STORED), "--text"], marks=pytest.mark.slow)],
 )
-def test_a_full_disk_is_said(arguments: list[str]) -> None:
+def test_a_full_disk_is_reported(arguments: list[str]) -> None:
     with Path("/dev/full").open("wb") as full:
         command = [sys.executable, "-m", "zeroir", *arguments]
         made = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)

@@ -32,12 +32,13 @@ FACTS = {
 }
 
 
-def test_compile_tells_what_it_made(programs: dict[int, Path]) -> None:
+def test_compile_prints_the_program(programs: dict[int, Path]) -> None:
     facts = json.loads(programs[3].with_suffix(".json").read_text())
     assert facts.keys() >= FACTS
     assert facts["parameters_numel"] == 834_304
     assert facts["units"] == ["root.pre", *(f"blocks.{i}" for i in range(4)), "root.post"]
     assert facts["distinct_segments"] == 6
+    assert facts["bounds"] == ["full_parameters ahead=0", "full_gradients ahead=1"]
     assert set(facts["laws"].values()) == {"proved"}
     assert facts["collective_bytes"].keys() == {
         "all_gather",
@@ -185,7 +186,9 @@ def test_a_budget_is_proved_where_it_is_given(zeroir: Zeroir) -> None:
     assert finding["sentence"] in below
 
 
-def test_a_report_says_what_each_law_rules_out(zeroir: Zeroir, programs: dict[int, Path]) -> None:
+def test_a_report_names_the_errors_that_laws_rule_out(
+    zeroir: Zeroir, programs: dict[int, Path]
+) -> None:
     lines = zeroir("verify", programs[3]).out.splitlines()
     laws = package.load(programs[3]).report.laws
     for line, (code, verdict) in zip(lines[1:], laws.items(), strict=True):
@@ -238,7 +241,7 @@ def batch():
 """
 
 
-def test_check_finds_what_the_trace_cannot_see(zeroir: Zeroir, tmp_path: Path) -> None:
+def test_check_finds_effects_that_the_trace_cannot_see(zeroir: Zeroir, tmp_path: Path) -> None:
     """A forward that computes something else on every call is frozen by tracing."""
     (tmp_path / "fickle.py").write_text(FICKLE)
     answer = zeroir("check", tmp_path / "fickle.py", "--world-size", "3")
@@ -303,7 +306,7 @@ def batch():
 """
 
 
-def test_check_does_not_call_what_is_no_number_equal(zeroir: Zeroir, tmp_path: Path) -> None:
+def test_check_never_finds_nan_equal(zeroir: Zeroir, tmp_path: Path) -> None:
     """A mask may be infinite, a loss or a parameter may not: NaN on both sides would prove nothing."""
     model = tmp_path / "diverging.py"
     model.write_text(DIVERGING)
@@ -311,9 +314,9 @@ def test_check_does_not_call_what_is_no_number_equal(zeroir: Zeroir, tmp_path: P
     assert zeroir("check", model, *options, "--lr", "0.001").exit_code == 0
     answer = zeroir("check", model, *options, "--lr", "1e30")
     assert answer.exit_code == 1
-    _, *found = answer.out.splitlines()
-    assert len(found) == 2  # for each rank, and nothing of the steps and parameters after it
-    for rank, line in enumerate(found):
+    _, *lines = answer.out.splitlines()
+    assert len(lines) == 2  # for each rank, and nothing of the steps and parameters after it
+    for rank, line in enumerate(lines):
         assert re.match(
             rf"  step \d: the loss of rank {rank} is (-inf|nan) in eager PyTorch itself, so", line
         ), line

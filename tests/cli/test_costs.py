@@ -28,36 +28,38 @@ def test_a_step_is_simulated(zeroir: Zeroir, programs: dict[int, Path], tmp_path
 
 
 def test_a_simulation_as_json_is_the_apis(zeroir: Zeroir, programs: dict[int, Path]) -> None:
-    found = zeroir("simulate", programs[3], "--straggler", "1.5", "--json").json
+    simulated = zeroir("simulate", programs[3], "--straggler", "1.5", "--json").json
     same = package.simulate(programs[3], straggler=1.5)
-    assert found["step_seconds"] == same.step_s
-    assert found["exposed_communication_seconds"] == same.exposed_s
-    assert [(one["first_rank"], one["ranks"]) for one in found["classes"]] == [(0, 1), (1, 3)]
-    path = found["critical_path"]
-    assert sum(item["seconds"] for item in path) == pytest.approx(found["step_seconds"])
+    assert simulated["step_seconds"] == same.step_s
+    assert simulated["exposed_communication_seconds"] == same.exposed_s
+    assert [
+        (rank_class["first_rank"], rank_class["ranks"]) for rank_class in simulated["classes"]
+    ] == [(0, 1), (1, 3)]
+    path = simulated["critical_path"]
+    assert sum(item["seconds"] for item in path) == pytest.approx(simulated["step_seconds"])
     assert (
         package.simulate(package.load(programs[3]), load_machine("dgx-h100"), straggler=1.5) == same
     )
 
 
-def test_what_was_measured_is_said(
+def test_measured_segments_are_counted(
     zeroir: Zeroir, programs: dict[int, Path], tmp_path: Path
 ) -> None:
     program = package.load(programs[3]).program
     plain = package.simulate(programs[3])
     assert plain.measured.segments == 0
-    known = load_machine("dgx-h100").model_dump()
-    known["segments"] = {
+    fields = load_machine("dgx-h100").model_dump()
+    fields["segments"] = {
         segment.digest(): {"seconds": 1.0, "source": "made up"} for segment in program.segments
     }
     mine = tmp_path / "mine.toml"
-    mine.write_text(to_toml(Machine.model_validate(known)))
-    found = zeroir("simulate", programs[3], "--machine", mine, "--json").json
-    measured = found["measured"]
+    mine.write_text(to_toml(Machine.model_validate(fields)))
+    simulated = zeroir("simulate", programs[3], "--machine", mine, "--json").json
+    measured = simulated["measured"]
     assert measured["segments"] == measured["of_segments"] > 0
     assert measured["collectives"] == 0 < measured["of_collectives"]
     calls = sum(isinstance(op, ops.Compute) for op in program.section_by_name[LAST_MICRO_STEP].body)
-    assert calls <= found["step_seconds"] < calls + 0.1
+    assert calls <= simulated["step_seconds"] < calls + 0.1
     assert "measured" in zeroir("simulate", programs[3], "--machine", mine).out
 
 
@@ -82,7 +84,7 @@ def test_a_machine_of_ones_own(zeroir: Zeroir, programs: dict[int, Path], tmp_pa
         (["--micro-steps", "0"], "micro-steps"),
     ],
 )
-def test_what_cannot_be_simulated_is_refused(
+def test_impossible_simulations_are_refused(
     arguments: list[str], reason: str, zeroir: Zeroir, programs: dict[int, Path]
 ) -> None:
     answer = zeroir("simulate", programs[2], *arguments)
@@ -109,7 +111,7 @@ def test_the_headline_of_zero_is_printed(zeroir: Zeroir) -> None:
 def test_an_estimate_as_json_is_the_apis(zeroir: Zeroir) -> None:
     shape = ["--layers", "40", "--hidden", "4096", "--heads", "32", "--seq", "2048"]
     more = ["--batch", "8", "--recompute", "--offload", "optimizer", "--no-master"]
-    found = zeroir("estimate", "--params", "7e9", *shape, *more, "--json").json
+    estimated = zeroir("estimate", "--params", "7e9", *shape, *more, "--json").json
     same = package.estimate(
         7e9,
         layers=40,
@@ -121,11 +123,11 @@ def test_an_estimate_as_json_is_the_apis(zeroir: Zeroir) -> None:
         offload="optimizer",
         master=False,
     )
-    assert found["options"] == same.options.model_dump()
-    for row, stage in zip(found["stages"], same.stages, strict=True):
+    assert estimated["options"] == same.options.model_dump()
+    for row, stage in zip(estimated["stages"], same.stages, strict=True):
         assert row["total_bytes"] == stage.total_bytes
         assert row["host_bytes"] == stage.host_bytes > 0
-    assert found["activations"]["layers_bytes"] == 8 * 2048 * 4096 * 40 * 2
+    assert estimated["activations"]["layers_bytes"] == 8 * 2048 * 4096 * 40 * 2
     text = zeroir("estimate", "--params", "7e9", *shape, *more).out
     for word in ("whole units", "activations", "on the host", "one layer, recomputed"):
         assert word in text
@@ -150,7 +152,7 @@ def test_a_wrong_estimate_is_refused_in_a_sentence(
     assert len(answer.err.strip().splitlines()) == 1
 
 
-def test_the_api_refuses_what_it_does_not_know() -> None:
+def test_the_api_refuses_unknown_options() -> None:
     wrong: dict[str, Any] = {"wings": 2}
     with pytest.raises(UserError, match="zeroir estimate --help"):
         package.estimate(1e9, **wrong)

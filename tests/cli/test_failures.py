@@ -1,4 +1,4 @@
-"""``zeroir run`` when one rank fails: over soon, one sentence from the rank that knows why, the right exit code."""
+"""``zeroir run`` when one rank fails: it ends soon, with one sentence on the cause and the right exit code."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Job:
     exit_code: int
     out: str
     sentences: list[str]
-    """What stands on stderr, line by line."""
+    """The lines on stderr."""
 
 
 @pytest.fixture(scope="module")
@@ -121,8 +121,8 @@ def finish(job: subprocess.Popen[str]) -> Job:
 
 def ended(exit_code: int, out: str, err: str) -> Job:
     assert "Traceback" not in err, err
-    said = [line for line in err.splitlines() if not line.startswith("Compiled for")]
-    return Job(exit_code, out, said)
+    sentences = [line for line in err.splitlines() if not line.startswith("Compiled for")]
+    return Job(exit_code, out, sentences)
 
 
 SENTENCES = {
@@ -174,12 +174,12 @@ def test_a_killed_rank_is_named(folder: Path, rank: int) -> None:
     assert "loss" in job.stdout.readline()
     os.kill(worker_of(job.pid, rank), signal.SIGKILL)
     began = time.monotonic()
-    found = finish(job)
+    ended = finish(job)
     assert time.monotonic() - began < 30
-    assert found.exit_code == 128 + signal.SIGKILL
-    assert not any("torch/distributed" in line for line in found.sentences)
-    assert found.sentences[-1] == f"Error: Rank {rank} was killed by SIGKILL."
-    assert len(found.sentences) <= 2
+    assert ended.exit_code == 128 + signal.SIGKILL
+    assert not any("torch/distributed" in line for line in ended.sentences)
+    assert ended.sentences[-1] == f"Error: Rank {rank} was killed by SIGKILL."
+    assert len(ended.sentences) <= 2
 
 
 def is_running(pid: int) -> bool:
@@ -192,11 +192,11 @@ def is_running(pid: int) -> bool:
 def ranks_below(parent: int) -> list[int]:
     """The process ids of the ranks that a process, or a process of its own, has started."""
     children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
-    found = []
+    processes = []
     for child in map(int, children):
         is_rank = b"zeroir" in Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")
-        found += [child] if is_rank else ranks_below(child)
-    return found
+        processes += [child] if is_rank else ranks_below(child)
+    return processes
 
 
 BEHIND_A_SHELL = [
@@ -223,8 +223,8 @@ def test_no_rank_outlives_a_launcher_that_is_killed(folder: Path, launcher: list
     for rank in left:
         os.kill(rank, signal.SIGKILL)
     assert not left
-    said = finish(job).sentences
-    assert all(line.startswith("Error: The job's store is gone: ") for line in said), said
+    sentences = finish(job).sentences
+    assert all(line.startswith("Error: The job's store is gone: ") for line in sentences), sentences
 
 
 def test_a_rank_that_leaves_without_a_word_is_named(folder: Path) -> None:
@@ -274,9 +274,9 @@ def test_one_rank_has_another_file(folder: Path, what: str) -> None:
     torchrun = ["--standalone", "--nproc-per-node", "3", "-m", "tests.cli.rank_one_differs"]
     made = run_forked("torch.distributed.run", [*torchrun, *arguments], folder, WELL)
     assert made.returncode != 0
-    said = [line for line in made.stderr.splitlines() if line.startswith("Error")]
-    assert said[0].startswith(sentence)
-    assert len(said) <= 3
+    sentences = [line for line in made.stderr.splitlines() if line.startswith("Error")]
+    assert sentences[0].startswith(sentence)
+    assert len(sentences) <= 3
     assert "step" not in made.stdout
 
 

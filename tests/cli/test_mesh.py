@@ -46,17 +46,17 @@ def test_both_axes_are_named_and_accounted_for(zeroir: Zeroir, model: Path) -> N
     assert zeroir("verify", path).exit_code == 0
 
     compiled = package.load(path)
-    other, note = fitted(compiled, 6)
+    refitted, note = fitted(compiled, 6)
     assert note == "Compiled for 4 ranks, lowered again for 6."
-    assert [axis.size for axis in other.program.mesh.axes] == [3, 2]
-    assert other.options.mesh == "replicate=3,shard=2"
+    assert [axis.size for axis in refitted.program.mesh.axes] == [3, 2]
+    assert refitted.options.mesh == "replicate=3,shard=2"
     with pytest.raises(UserError, match="start a multiple of 2 ranks"):
         fitted(compiled, 3)
 
 
 @pytest.mark.slow
 @pytest.mark.dist
-def test_ranks_that_make_no_groups_are_told_once(zeroir: Zeroir, model: Path) -> None:
+def test_ranks_that_fill_no_group_are_reported_once(zeroir: Zeroir, model: Path) -> None:
     path = model.parent / "line.zir"
     assert zeroir("compile", model, *MESH, "-o", path).exit_code == 0
     made = run("run", path, "--nproc", "3", "--steps", "1", cwd=model.parent)

@@ -1,4 +1,4 @@
-"""``zeroir plan``: what it answers, what it writes, and what it refuses in a sentence."""
+"""``zeroir plan``: its answer, its file, and the input that it refuses with a sentence."""
 
 from __future__ import annotations
 
@@ -58,26 +58,33 @@ def test_the_plan_as_json_is_that_of_the_program_that_it_writes(
     arguments = [*FIXED, "--memory", "1MB", "--most-tried", "8"]
     answer = zeroir("plan", model, *arguments, "--json", "-o", path)
     assert answer.exit_code == 0, answer.err
-    found = answer.json
-    assert found["path"] == str(path)
-    assert (found["machine"], found["world_size"], found["memory_bytes"]) == ("dgx-h100", 4, 10**6)
-    assert 3 <= found["tried"] <= 8 < found["choices"]
-    assert found["is_finished"] is False
-    chosen = found["chosen"]
-    assert 0 < found["bound_seconds"] <= chosen["step_seconds"]
+    planned = answer.json
+    assert planned["path"] == str(path)
+    assert (planned["machine"], planned["world_size"], planned["memory_bytes"]) == (
+        "dgx-h100",
+        4,
+        10**6,
+    )
+    assert 3 <= planned["tried"] <= 8 < planned["choices"]
+    assert planned["is_finished"] is False
+    chosen = planned["chosen"]
+    assert 0 < planned["bound_seconds"] <= chosen["step_seconds"]
     assert 0 < chosen["needed_bytes"] <= 10**6
     assert 0 < sum(chosen["critical_path"].values()) <= 1.001
     assert chosen["measured"]["segments"] == 0 < chosen["measured"]["of_segments"]
-    assert found["alternatives"]
-    for one in found["alternatives"]:
-        assert one["why"]
-        assert one["step_seconds"] is None or one["step_seconds"] >= chosen["step_seconds"]
+    assert planned["alternatives"]
+    for alternative in planned["alternatives"]:
+        assert alternative["why"]
+        assert (
+            alternative["step_seconds"] is None
+            or alternative["step_seconds"] >= chosen["step_seconds"]
+        )
     assert zeroir("verify", path).exit_code == 0
     written = package.load(path)
-    assert written.options.model_dump(mode="json") == found["options"]
+    assert written.options.model_dump(mode="json") == planned["options"]
     assert written.options.memory_budget == "1000000"
     for name in ("stage", "recompute", "unshard", "select_saved"):
-        assert found["options"][name] == chosen["settings"][name]
+        assert planned["options"][name] == chosen["settings"][name]
 
 
 def test_the_plan_in_words(zeroir: Zeroir, model: Path, tmp_path: Path) -> None:
@@ -121,7 +128,7 @@ def test_where_nothing_fits_nothing_is_written(zeroir: Zeroir, model: Path, tmp_
         (["-o", "chain.py"], ["chain.py", "is not a compiled program"]),
     ],
 )
-def test_what_is_wrong_is_said_before_the_model_is_loaded(
+def test_wrong_input_is_reported_before_the_model_is_loaded(
     zeroir: Zeroir,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -143,7 +150,7 @@ def test_a_model_that_is_not_there(zeroir: Zeroir, tmp_path: Path) -> None:
 
 def test_no_word_of_a_plan_is_cut_off() -> None:
     place = "a/long/path/without/a/blank/" * 4 + "model.py:119"
-    one = Candidate(
+    candidate = Candidate(
         settings={"stage": 3, "mesh": None},
         needed_bytes=2,
         resting_bytes=1,
@@ -158,8 +165,8 @@ def test_no_word_of_a_plan_is_cut_off() -> None:
         machine="here",
         world_size=2,
         budget_bytes=2,
-        chosen=one,
-        alternatives=(Alternative(candidate=one, why=place),),
+        chosen=candidate,
+        alternatives=(Alternative(candidate=candidate, why=place),),
         tried=2,
         choices=2,
         bound_ns=500,

@@ -1,4 +1,4 @@
-"""``zeroir run`` on real processes: training, another world size, and what happens when a rank fails."""
+"""``zeroir run`` on real processes: training, another world size, and interruption."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_a_diverging_loss_stops_every_rank(zeroir: Zeroir, tmp_path: Path) -> No
 
 
 def test_an_interrupt_ends_the_job(program: Path, tmp_path: Path) -> None:
-    """Ctrl-C to all, in the middle of training: over soon, one sentence, no traceback."""
+    """Ctrl-C to all, in the middle of training: the job ends soon, with one sentence and no traceback."""
     job = subprocess.Popen(
         command(
             *("run", program, "--nproc", "2", "--steps", "100000", "--log-every", "1"),

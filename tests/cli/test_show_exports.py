@@ -95,7 +95,7 @@ def test_no_program_is_overwritten(zeroir: Zeroir, programs: dict[int, Path], co
         assert there.read_bytes() == before
 
 
-def test_what_does_not_go_together_is_refused(
+def test_options_that_conflict_are_refused(
     zeroir: Zeroir, programs: dict[int, Path], tmp_path: Path
 ) -> None:
     chosen = ["--format", "memory-snapshot", "--section", "update", "-o", tmp_path / "x"]
@@ -127,7 +127,7 @@ def test_a_report_is_one_page(zeroir: Zeroir, programs: dict[int, Path], tmp_pat
     assert 'class="tile bad"' in page  # the peak is above this budget
 
 
-def test_without_its_library_a_report_says_what_to_install(
+def test_without_its_library_a_report_names_the_package(
     zeroir: Zeroir, programs: dict[int, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "bokeh", None)

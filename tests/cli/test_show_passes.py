@@ -1,4 +1,4 @@
-"""``zeroir show``: what passes changed, the program after each, and rows that are not folded."""
+"""``zeroir show``: the changes of passes, the program after each, and unfolded rows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zeroir.ir.text import parse
 
 
 def test_passes_are_accounted_for(zeroir: Zeroir, programs: dict[int, Path]) -> None:
-    """What each pass adds and removes leads from the logical program to the scheduled one."""
+    """The ops that passes add and remove lead from the logical program to the scheduled one."""
     compiled = package.load(programs[3])
     rows = zeroir("show", programs[3], "--passes", "--json").json["passes"]
     assert [row["number"] for row in rows] == list(range(len(compiled.program.passes) + 1))

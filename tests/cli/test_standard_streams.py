@@ -1,4 +1,4 @@
-"""Standard streams that are closed or cannot be written: no traceback, and the exit code says what became of it."""
+"""Standard streams that are closed or cannot be written: no traceback, and the right exit code."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def shell(line: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "streams", "code", "said"),
+    ("arguments", "streams", "code", "expected"),
     [
         (["--version"], ">&-", 0, ""),
         (["--version"], ">&- 2>&- <&-", 0, ""),
@@ -37,10 +37,10 @@ def shell(line: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     ],
 )
 def test_a_stream_that_cannot_be_written(
-    tmp_path: Path, arguments: list[str], streams: str, code: int, said: str
+    tmp_path: Path, arguments: list[str], streams: str, code: int, expected: str
 ) -> None:
     made = shell(f"exec {shlex.join(command(*arguments))} {streams}", tmp_path)
-    assert (made.returncode, made.stderr, made.stdout) == (code, said, "")
+    assert (made.returncode, made.stderr, made.stdout) == (code, expected, "")
 
 
 def test_a_machine_without_loopback_starts_no_ranks(tmp_path: Path) -> None:

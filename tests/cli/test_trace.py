@@ -32,7 +32,7 @@ def timelines(trace: dict[str, Any]) -> list[list[Span]]:
 
 @pytest.mark.slow
 @pytest.mark.dist
-def test_what_ran_is_what_was_compiled(tmp_path: Path) -> None:
+def test_the_trace_has_the_ops_of_the_program(tmp_path: Path) -> None:
     """Observed order is the program's on every stream of every rank, and collectives run while segments compute."""
     assert run_command(["compile", GPT, "--world-size", "3", "-o", str(tmp_path / "gpt.zir")]) == 0
     arguments = ["--nproc", "3", "--steps", "2", "--json", "--trace", "trace.json", "--model", GPT]
@@ -50,8 +50,8 @@ def test_what_ran_is_what_was_compiled(tmp_path: Path) -> None:
         require_program_order(program, [LAST_MICRO_STEP, UPDATE], spans)
     # Of the whole step, on any rank: how much of it depends on what else the machine is doing.
     overlaps = [overlapping(program, spans) for spans in ranks]
-    assert any(found["prefetch"] > 0 for found in overlaps), overlaps
-    assert any(found["reduce_scatter"] > 0 for found in overlaps), overlaps
+    assert any(counts["prefetch"] > 0 for counts in overlaps), overlaps
+    assert any(counts["reduce_scatter"] > 0 for counts in overlaps), overlaps
 
 
 def test_a_timeline_that_cannot_be_written_is_refused_before_training(

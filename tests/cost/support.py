@@ -26,38 +26,38 @@ def machine(
     **more: object,
 ) -> Machine:
     """A machine that takes no time but for arithmetic, unless told."""
-    one = figure(1.0)
+    whole = figure(1.0)
     return Machine.model_validate(
         {
             "name": "made-up",
             "accelerator": "none",
             "accelerators_per_node": figure(node_ranks),
             "compute": {
-                "fraction": one,
+                "fraction": whole,
                 "kernel_launch_s": figure(launch_s),
                 "dense_flops_per_s": {"f32": figure(flops_per_s)},
             },
             "memory": {
                 "size_bytes": figure(1e9),
                 "bytes_per_s": figure(memory_bytes_per_s),
-                "fraction": one,
+                "fraction": whole,
             },
             "node_link": {
                 "name": "inside",
                 "bytes_per_s": figure(node_bytes_per_s),
-                "fraction": one,
+                "fraction": whole,
                 "latency_s": figure(node_latency_s),
             },
             "network": {
                 "name": "between",
                 "bytes_per_s": figure(network_bytes_per_s),
-                "fraction": one,
+                "fraction": whole,
                 "latency_s": figure(network_latency_s),
             },
             "host_link": {
                 "name": "up",
                 "bytes_per_s": figure(inf),
-                "fraction": one,
+                "fraction": whole,
                 "latency_s": figure(0.0),
             },
             "host": {

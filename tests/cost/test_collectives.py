@@ -1,4 +1,4 @@
-"""What collectives take, against figures worked out by hand."""
+"""The costs of collectives, compared with figures computed by hand."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ def test_the_ring_of_a_group_counts_ranks_and_nodes() -> None:
 )
 def test_within_a_node_the_bus_factors_hold(kind: CollectiveKind, seconds: float) -> None:
     of = machine(node_bytes_per_s=100e9)
-    found = transfer(of, kind, ring_of(range(8), 8), 8_000_000_000)
-    assert found.seconds == pytest.approx(seconds)
-    assert found.bytes_by_wire == {Wire.NODE_LINK: pytest.approx(seconds * 100e9)}
-    assert found.demand_by_wire == {Wire.NODE_LINK: 1.0}
+    cost = transfer(of, kind, ring_of(range(8), 8), 8_000_000_000)
+    assert cost.seconds == pytest.approx(seconds)
+    assert cost.bytes_by_wire == {Wire.NODE_LINK: pytest.approx(seconds * 100e9)}
+    assert cost.demand_by_wire == {Wire.NODE_LINK: 1.0}
 
 
 def test_over_nodes_every_adapter_of_the_node_takes_part() -> None:
     """16 ranks on 2 nodes: each sends 15/16 of 16 GB, seven eighths of it inside; 8 adapters share the rest."""
     of = machine(node_bytes_per_s=100e9, network_bytes_per_s=10e9)
-    found = transfer(of, "all_gather", ring_of(range(16), 8), 16_000_000_000)
-    assert found.bytes_by_wire[Wire.NETWORK] == pytest.approx(15e9 / 8)
-    assert found.bytes_by_wire[Wire.NODE_LINK] == pytest.approx(15e9 * 7 / 8)
-    assert found.seconds == pytest.approx(15e9 / 8 / 10e9)  # 187.5 ms, while NVLink needs 131.25
-    assert found.demand_by_wire[Wire.NODE_LINK] == pytest.approx(131.25 / 187.5)
+    cost = transfer(of, "all_gather", ring_of(range(16), 8), 16_000_000_000)
+    assert cost.bytes_by_wire[Wire.NETWORK] == pytest.approx(15e9 / 8)
+    assert cost.bytes_by_wire[Wire.NODE_LINK] == pytest.approx(15e9 * 7 / 8)
+    assert cost.seconds == pytest.approx(15e9 / 8 / 10e9)  # 187.5 ms, while NVLink needs 131.25
+    assert cost.demand_by_wire[Wire.NODE_LINK] == pytest.approx(131.25 / 187.5)
 
 
 def test_one_rank_of_each_node_has_one_adapter() -> None:
     of = machine(node_bytes_per_s=100e9, network_bytes_per_s=10e9)
-    found = transfer(of, "all_reduce", ring_of(range(0, 64, 8), 8), 8_000_000_000)
-    assert found.seconds == pytest.approx(1.4)
-    assert found.bytes_by_wire == {Wire.NETWORK: pytest.approx(14e9)}
+    cost = transfer(of, "all_reduce", ring_of(range(0, 64, 8), 8), 8_000_000_000)
+    assert cost.seconds == pytest.approx(1.4)
+    assert cost.bytes_by_wire == {Wire.NETWORK: pytest.approx(14e9)}
 
 
 def test_latency_is_that_of_the_way_around() -> None:
@@ -84,9 +84,9 @@ def test_a_measurement_takes_the_place_of_the_model_for_its_ranks_and_nodes() ->
 
 def test_alone_a_rank_only_copies() -> None:
     of = machine(memory_bytes_per_s=1e9, node_latency_s=1.0)
-    found = transfer(of, "all_gather", ring_of([3], 8), 1_000_000)
-    assert found.seconds == pytest.approx(2e-3)
-    assert not found.bytes_by_wire
+    cost = transfer(of, "all_gather", ring_of([3], 8), 1_000_000)
+    assert cost.seconds == pytest.approx(2e-3)
+    assert not cost.bytes_by_wire
 
 
 def test_without_a_network_a_group_stays_within_a_node() -> None:
@@ -106,9 +106,9 @@ def test_no_wire_is_asked_for_more_than_it_has(
     kind: CollectiveKind, ranks: int, payload: int, node: float, network: float
 ) -> None:
     of = machine(node_bytes_per_s=node, network_bytes_per_s=network)
-    found = transfer(of, kind, ring_of(range(ranks), 8), payload)
+    cost = transfer(of, kind, ring_of(range(ranks), 8), payload)
     rates = {Wire.NODE_LINK: node, Wire.NETWORK: network}
-    for wire, count in found.bytes_by_wire.items():
-        assert count <= found.transfer_s * rates[wire] * (1 + 1e-9)
-    assert all(0 <= demand <= 1 for demand in found.demand_by_wire.values())
-    assert not payload or max(found.demand_by_wire.values()) == 1
+    for wire, count in cost.bytes_by_wire.items():
+        assert count <= cost.transfer_s * rates[wire] * (1 + 1e-9)
+    assert all(0 <= demand <= 1 for demand in cost.demand_by_wire.values())
+    assert not payload or max(cost.demand_by_wire.values()) == 1

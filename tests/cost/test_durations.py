@@ -1,4 +1,4 @@
-"""What ops take by themselves, against figures worked out by hand."""
+"""The durations of ops, compared with figures computed by hand."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ def test_a_node_takes_the_longer_of_arithmetic_and_traffic_and_its_launch() -> N
     assert segment_cost(product(), fast).flops == {DType.F32: flops}
 
 
-def test_a_measured_segment_takes_what_was_measured() -> None:
+def test_a_measured_segment_takes_its_measured_time() -> None:
     measured = {product().digest(): {"seconds": 7.5, "source": "made up"}}
-    found = segment_cost(product(), machine(segments=measured))
-    assert found.seconds == 7.5
-    assert found.flops == segment_cost(product(), machine()).flops
-    other = machine(segments={"another": {"seconds": 7.5, "source": "made up"}})
-    assert segment_cost(product(), other) == segment_cost(product(), machine())
+    cost = segment_cost(product(), machine(segments=measured))
+    assert cost.seconds == 7.5
+    assert cost.flops == segment_cost(product(), machine()).flops
+    without_it = machine(segments={"another": {"seconds": 7.5, "source": "made up"}})
+    assert segment_cost(product(), without_it) == segment_cost(product(), machine())
 
 
-def test_an_expanded_operand_is_read_once_and_an_embedding_reads_what_it_picks() -> None:
+def test_an_expanded_operand_is_read_once_and_an_embedding_reads_its_rows() -> None:
     expanded = TensorType(dtype=DType.F32, shape=(100, 8), stride=(0, 1))
     out = tensor(DType.F32, 100, 8)
     add = Node(op="aten.add.Tensor", args=(Ref(0), Ref(0)), results=(out,))
@@ -54,7 +54,7 @@ def test_an_expanded_operand_is_read_once_and_an_embedding_reads_what_it_picks()
     assert node_bytes(pick, (table, rows, picked)) == 64 + 16 + 64
 
 
-def test_what_moves_elements_takes_their_bytes() -> None:
+def test_an_op_that_moves_elements_takes_the_time_of_their_bytes() -> None:
     """Adam reads and writes the gradient, which it divides, the parameter and two moments, each of 4 × 256 bytes."""
     program = mlp(blocks=1, dim=8, precision="fp32", optimizer="adam")
     of = machine(memory_bytes_per_s=1e6, launch_s=1.0)

@@ -38,20 +38,20 @@ def of(**options: object) -> Estimate:
 
 
 def gigabytes(params: float, world_size: int) -> list[float]:
-    found = of(params=params, world_size=world_size, precision="fp16", optimizer="adam")
-    return [stage.model_states_bytes / GB for stage in found.stages]
+    estimated = of(params=params, world_size=world_size, precision="fp16", optimizer="adam")
+    return [stage.model_states_bytes / GB for stage in estimated.stages]
 
 
 def require_printed(exact: float, printed: Decimal | int) -> None:
-    """The paper rounds some figures and cuts others off: less than one of the last digit is between them."""
+    """The paper rounds some figures and truncates others, so they differ by less than one unit of the last digit."""
     unit = Decimal(1).scaleb(int(Decimal(printed).as_tuple().exponent))
     assert abs(Decimal(exact) - printed) < unit, (exact, printed)
 
 
 def test_the_headline_of_the_paper() -> None:
     headline = PAPER["headline"]
-    found = gigabytes(float(headline["params"]), headline["world_size"])
-    for stage, exact in enumerate(found):
+    estimated = gigabytes(float(headline["params"]), headline["world_size"])
+    for stage, exact in enumerate(estimated):
         require_printed(exact, headline["gb"][f"stage{stage}"])
 
 
@@ -72,8 +72,8 @@ def test_the_formulas_of_the_paper(stage: int) -> None:
     formula = PAPER["formulas"][f"stage{stage}"]
     for count, ranks in ((1e6, 1), (1e9, 16)):
         exact = eval(formula, {}, {"P": count, "N": ranks, "K": 12})  # noqa: S307  arithmetic that the file states
-        found = of(params=count, world_size=ranks).stages[stage]
-        assert found.model_states_bytes == exact
+        estimated = of(params=count, world_size=ranks).stages[stage]
+        assert estimated.model_states_bytes == exact
 
 
 def test_the_communication_of_the_paper() -> None:
@@ -117,27 +117,29 @@ def test_the_states_of_optimizers() -> None:
         ({"optimizer": "shampoo"}, 28),
     ],
 )
-def test_what_an_optimizer_keeps(options: dict[str, object], expected: int) -> None:
-    found = EstimateOptions.model_validate({"params": 1e9, **options})
-    assert optimizer_bytes_per_parameter(found) == expected
+def test_the_state_of_each_optimizer(options: dict[str, object], expected: int) -> None:
+    estimated = EstimateOptions.model_validate({"params": 1e9, **options})
+    assert optimizer_bytes_per_parameter(estimated) == expected
 
 
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adamw"])
-def test_an_estimate_is_what_a_program_has(stage: int, precision: str, optimizer: str) -> None:
+def test_an_estimate_equals_a_program(stage: int, precision: str, optimizer: str) -> None:
     """In padded elements, without eliding a gather."""
     program = mlp(blocks=2, dim=16, precision=precision, optimizer=optimizer)
     for step in for_stage(stage, 4, elide=False):
         program = apply(step, program)
     count = sum(flat.padded_numel for flat in program.flats)
-    found = of(params=count, world_size=4, precision=precision, optimizer=optimizer).stages[stage]
-    assert found.model_states_bytes == sum(model_state_bytes(program).values())
+    estimated = of(params=count, world_size=4, precision=precision, optimizer=optimizer).stages[
+        stage
+    ]
+    assert estimated.model_states_bytes == sum(model_state_bytes(program).values())
     traffic = collective_bytes(program)
     total = traffic["all_gather"] + traffic["reduce_scatter"] + 2 * traffic["all_reduce"]
     item = 4 if precision == "fp32" else 2
     # What is summed in FP32 travels in the gradient's dtype, so that elements are bytes over the item size.
-    assert total == found.communicated_per_parameter * count * item
+    assert total == estimated.communicated_per_parameter * count * item
 
 
 SEVEN_BILLION = {
@@ -156,14 +158,14 @@ def test_the_rule_of_thumb_is_an_estimate_without_master_weights_and_with_recomp
 ) -> None:
     """Its activations are a third less than the inputs of all layers, which it calls "about"."""
     options = {**SEVEN_BILLION, "batch": row["batch"], "master": False, "recompute": True}
-    found = of(**options)
-    stage = found.stages[0]
+    estimated = of(**options)
+    stage = estimated.stages[0]
     assert stage.params_bytes + stage.optimizer_bytes == row["static"] * GB
     assert stage.gradients_bytes == row["gradient_peak"] * GB
-    assert found.activations is not None
-    kept = found.activations.layers_bytes
-    assert kept == 2048 * 4096 * row["batch"] * 40 * 2
-    assert row["activations"] * GB < kept < row["activations"] * GB * Decimal("1.4")
+    assert estimated.activations is not None
+    layers_bytes = estimated.activations.layers_bytes
+    assert layers_bytes == 2048 * 4096 * row["batch"] * 40 * 2
+    assert row["activations"] * GB < layers_bytes < row["activations"] * GB * Decimal("1.4")
     parts = row["static"] + row["activations"] + row["gradient_peak"]
     require_printed(float(parts), row["total"])
     # With the master weights of mixed precision, and without recomputation, it is far from enough.
@@ -194,7 +196,7 @@ def test_activations_are_those_of_the_published_formula() -> None:
     assert single.total_bytes == layers * (s * b * h * 66 + 9 * a * s * s * b)
 
 
-def test_offloading_moves_to_the_host_what_it_takes_from_the_device() -> None:
+def test_offloaded_bytes_move_from_the_device_to_the_host() -> None:
     base = {"params": 1e9, "world_size": 4, "layers": 10}
     plain, optimizer, params = (
         of(**base, offload=offload) for offload in ("none", "optimizer", "parameters")
@@ -209,12 +211,12 @@ def test_offloading_moves_to_the_host_what_it_takes_from_the_device() -> None:
     assert params.stages[3].host_bytes == plain.stages[3].optimizer_bytes + 2e9 / 4
 
 
-def test_whole_units_stand_beside_the_shards() -> None:
+def test_whole_units_add_to_the_shards() -> None:
     """Two of ten layers: 2 · 2e9 / 10 bytes of gradients from stage 2 on, and of parameters at stage 3."""
-    found = of(params=1e9, world_size=4, layers=10).stages
-    assert [stage.gradients_in_flight_bytes for stage in found] == [0, 0, 4e8, 4e8]
-    assert [stage.gathered_bytes for stage in found] == [0, 0, 0, 4e8]
-    assert found[3].total_bytes == found[3].model_states_bytes + 8e8
+    estimated = of(params=1e9, world_size=4, layers=10).stages
+    assert [stage.gradients_in_flight_bytes for stage in estimated] == [0, 0, 4e8, 4e8]
+    assert [stage.gathered_bytes for stage in estimated] == [0, 0, 0, 4e8]
+    assert estimated[3].total_bytes == estimated[3].model_states_bytes + 8e8
     assert of(params=1e9).stages[3].gathered_bytes is None
 
 

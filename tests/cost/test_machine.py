@@ -1,4 +1,4 @@
-"""A machine is read from TOML, every figure has a source, and what is wrong is said in a sentence."""
+"""A machine is read from TOML, every figure has a source, and each mistake is one sentence."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def test_these_machines_are_described() -> None:
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_a_machine_is_read_as_it_was_written(name: str) -> None:
-    known = load_machine(name)
-    assert parse_machine(to_toml(known), "again") == known
+    described = load_machine(name)
+    assert parse_machine(to_toml(described), "again") == described
 
 
 def test_measured_figures_are_read_as_they_were_written() -> None:
-    known = machine(
+    described = machine(
         segments={"ab12": {"seconds": 0.5, "source": 'a "profile" of \\ 1\u00b5s\n'}},
         collectives=[
             {
@@ -44,14 +44,14 @@ def test_measured_figures_are_read_as_they_were_written() -> None:
             for kind in ("all_gather", "reduce_scatter")
         ],
     )
-    again = parse_machine(to_toml(known), "again")
-    assert again == known
+    again = parse_machine(to_toml(described), "again")
+    assert again == described
     assert again.segments["ab12"].seconds == 0.5
-    assert [one.kind for one in again.collectives] == ["all_gather", "reduce_scatter"]
+    assert [measured.kind for measured in again.collectives] == ["all_gather", "reduce_scatter"]
 
 
-def test_what_cannot_be_looked_up_is_called_an_assumption() -> None:
-    """What is reached of a peak, latencies, and the host's times are in no data sheet."""
+def test_a_figure_without_a_data_sheet_is_an_assumption() -> None:
+    """No data sheet has achieved fractions of a peak, latencies or the times of the host."""
     for name in SHIPPED:
         for key, source in _sources(load_machine(name).model_dump()):
             if key.rpartition(".")[2] in ("fraction", "kernel_launch_s", "latency_s"):

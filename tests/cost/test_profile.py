@@ -59,9 +59,11 @@ PLAIN = Case(
 )
 
 
-def recorded(found: Simulation) -> Step:
+def recorded(simulated: Simulation) -> Step:
     """A simulated step as every rank would have recorded it."""
-    by_rank = {rank: one.spans for one in found.classes for rank in one.ranks}
+    by_rank = {
+        rank: rank_class.spans for rank_class in simulated.classes for rank in rank_class.ranks
+    }
     return [by_rank[rank] for rank in sorted(by_rank)]
 
 
@@ -82,7 +84,7 @@ def test_a_profile_of_a_simulated_step_predicts_that_step(case: Case) -> None:
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_what_issuing_takes_is_found(stage: int) -> None:
+def test_the_issue_time_is_measured(stage: int) -> None:
     expected_ns, again = profiled(
         replace(PLAIN, stage=stage).scheduled(), load_machine("cpu-local")
     )
@@ -90,7 +92,7 @@ def test_what_issuing_takes_is_found(stage: int) -> None:
 
 
 def later(step: Step, rank: int, by_ns: int, *, name: str) -> Step:
-    """The step with one rank's spans of ops of that name begun so much earlier, as if it waited for the others."""
+    """The step, but on one rank the ops of that name begin earlier, as if it waited for the others."""
     moved = [
         Span(s.section, s.index, s.start_ns - by_ns, s.end_ns) if s.section == name else s
         for s in step[rank]
@@ -112,12 +114,12 @@ def test_steps_that_were_disturbed_do_not_count() -> None:
 
 
 def test_waiting_for_a_late_rank_is_part_of_a_step() -> None:
-    """Of two ranks one takes 1.5 times as long: a step takes as long as on that one, and not as on their mean."""
+    """One of two ranks takes 1.5 times as long: the step takes as long as on that rank, and not the mean."""
     program = PLAIN.scheduled()
-    found = simulate(program, SLOW, straggler=1.5)
-    measured = measured_machine(program, [recorded(found)], BLANK, name="m")
+    truth = simulate(program, SLOW, straggler=1.5)
+    measured = measured_machine(program, [recorded(truth)], BLANK, name="m")
     # After the last collective nobody waits for anybody, so a little is missing.
-    assert 0.9 <= simulate(program, measured).step_ns / found.step_ns <= 1
+    assert 0.9 <= simulate(program, measured).step_ns / truth.step_ns <= 1
 
 
 def test_a_measured_machine_is_written_and_read(tmp_path: Path) -> None:
@@ -153,16 +155,20 @@ def test_workspaces_that_were_measured_count(
         assert answer.exit_code == 2
         assert words in answer.err
     measured = with_measured_workspaces(program, load_machine(here))
-    found = [dict(segment.workspace_bytes)["eager"] for segment in measured.segments]
+    workspaces = [dict(segment.workspace_bytes)["eager"] for segment in measured.segments]
     own = [dict(segment.workspace_bytes)["eager"] for segment in program.segments]
-    assert found == [10**9, 7, *own[2:]]
+    assert workspaces == [10**9, 7, *own[2:]]
     assert with_measured_workspaces(program, BLANK) is program
 
 
 def test_a_second_profile_adds_to_the_first() -> None:
-    one, other = (replace(PLAIN, dim=dim).scheduled() for dim in (8, 16))
-    first = measured_machine(one, [recorded(simulate(one, SLOW))], BLANK, name="a")
-    both = measured_machine(other, [recorded(simulate(other, SLOW))], first, name="b")
+    first_program, second_program = (replace(PLAIN, dim=dim).scheduled() for dim in (8, 16))
+    first = measured_machine(
+        first_program, [recorded(simulate(first_program, SLOW))], BLANK, name="a"
+    )
+    both = measured_machine(
+        second_program, [recorded(simulate(second_program, SLOW))], first, name="b"
+    )
     assert set(first.segments) < set(both.segments)
     assert len(both.collectives) == len(first.collectives)
     assert len(both.ops) == len(first.ops)
@@ -174,10 +180,12 @@ def test_segments_that_no_profile_saw_are_compared_with_those_that_it_did() -> N
         machine(flops_per_s=rate * 1e9, memory_bytes_per_s=rate * 1e9, launch_s=3e-5 / rate)
         for rate in (3, 1)
     )
-    one, other = (replace(PLAIN, dim=dim).scheduled() for dim in (8, 16))
-    measured = measured_machine(one, [recorded(simulate(one, truth))], base, name="m")
+    first_program, second_program = (replace(PLAIN, dim=dim).scheduled() for dim in (8, 16))
+    measured = measured_machine(
+        first_program, [recorded(simulate(first_program, truth))], base, name="m"
+    )
     assert parse_machine(to_toml(measured), "m.toml") == measured
-    for segment in other.segments:
+    for segment in second_program.segments:
         assert segment.digest() not in measured.segments
         seconds = segment_cost(segment, truth).seconds
         assert segment_cost(segment, measured).seconds == pytest.approx(seconds, rel=1e-2)
@@ -190,9 +198,11 @@ def test_segments_that_no_profile_saw_are_compared_with_those_that_it_did() -> N
 )
 @example(alpha=1.0, beta=0.0, sizes=[1, 2])
 def test_a_line_is_found_again(alpha: float, beta: float, sizes: list[int]) -> None:
-    found = fit(sizes, [alpha + beta * size for size in sizes])
+    fitted = fit(sizes, [alpha + beta * size for size in sizes])
     for size in sizes:
-        assert found[0] + found[1] * size == pytest.approx(alpha + beta * size, rel=1e-6, abs=1e-9)
+        assert fitted[0] + fitted[1] * size == pytest.approx(
+            alpha + beta * size, rel=1e-6, abs=1e-9
+        )
 
 
 def test_nothing_takes_less_than_no_time() -> None:
@@ -224,19 +234,19 @@ def test_a_profile_on_four_ranks_is_a_machine_to_simulate_on(
     ]
     made = run_forked("zeroir", arguments, tmp_path)
     assert made.returncode == 0, made.stderr
-    found = json.loads(made.stdout)
-    assert found["rounds"] == 2
-    assert found["step_seconds"] > 0
+    profiled = json.loads(made.stdout)
+    assert profiled["rounds"] == 2
+    assert profiled["step_seconds"] > 0
     simulated = zeroir("simulate", program, "--machine", here, "--json").json
-    assert simulated["step_seconds"] == pytest.approx(found["predicted_step_seconds"])
+    assert simulated["step_seconds"] == pytest.approx(profiled["predicted_step_seconds"])
     measured = simulated["measured"]
-    assert measured["segments"] == measured["of_segments"] == found["segments"]
+    assert measured["segments"] == measured["of_segments"] == profiled["segments"]
     assert measured["collectives"] == measured["of_collectives"]
     segments = load_machine(here).segments.values()
-    assert all(one.workspace_bytes is not None for one in segments)
-    assert any(one.workspace_bytes for one in segments)
+    assert all(segment.workspace_bytes is not None for segment in segments)
+    assert any(segment.workspace_bytes for segment in segments)
     # Other programs would be no use here; this only says that the order of magnitude is right.
-    assert 0.2 < found["predicted_step_seconds"] / found["step_seconds"] < 2
+    assert 0.2 < profiled["predicted_step_seconds"] / profiled["step_seconds"] < 2
 
 
 def test_a_machine_file_is_named_as_one(zeroir: Zeroir, programs: dict[int, Path]) -> None:

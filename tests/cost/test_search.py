@@ -58,13 +58,13 @@ def test_a_search_tries_nothing_twice_and_keeps_the_best_that_it_tried(
         asked[number, point] += 1
         return table[number, point]
 
-    found = search(families, evaluate, lambda *_: 100, most_tried=most_tried)
+    result = search(families, evaluate, lambda *_: 100, most_tried=most_tried)
     assert max(asked.values()) == 1
     assert len(asked) <= max(most_tried, len(families))
-    assert dict(found.tried) == {key: table[key] for key in asked}
-    keys = {key: outcome.key for key, outcome in found.tried.items()}
-    assert keys[found.winner, found.best[found.winner]] == min(keys.values())
-    for number, point in enumerate(found.best):
+    assert dict(result.tried) == {key: table[key] for key in asked}
+    keys = {key: outcome.key for key, outcome in result.tried.items()}
+    assert keys[result.winner, result.best[result.winner]] == min(keys.values())
+    for number, point in enumerate(result.best):
         assert keys[number, point] == min(key for (of, _), key in keys.items() if of == number)
 
 
@@ -74,10 +74,10 @@ def test_no_neighbour_of_what_a_finished_search_finds_is_better(
     space: tuple[list[Family], dict[tuple[int, Point], Evaluation], int],
 ) -> None:
     families, table, _ = space
-    found = search(families, lambda *key: table[key], lambda *_: 0, most_tried=10**6)
-    assert found.is_finished
-    best = table[found.winner, found.best[found.winner]]
-    for key in neighbours(families, found.winner, found.best[found.winner]):
+    result = search(families, lambda *key: table[key], lambda *_: 0, most_tried=10**6)
+    assert result.is_finished
+    best = table[result.winner, result.best[result.winner]]
+    for key in neighbours(families, result.winner, result.best[result.winner]):
         assert table[key].key >= best.key
 
 
@@ -94,9 +94,9 @@ def test_a_bound_spares_work_and_loses_hardly_anything(
         points = [point] if point is not None else [p for of, p in table if of == number]
         return min(table[number, p].step_ns for p in points) - slack
 
-    found = search(families, lambda *key: table[key], bound_ns, most_tried=10**6)
-    best = table[found.winner, found.best[found.winner]]
-    for number in found.cut_off:
+    result = search(families, lambda *key: table[key], bound_ns, most_tried=10**6)
+    best = table[result.winner, result.best[result.winner]]
+    for number in result.cut_off:
         fitting = [o.step_ns for (of, _), o in table.items() if of == number and o.fits]
         assert all(1.01 * step_ns >= best.step_ns for step_ns in fitting)
 
@@ -111,14 +111,16 @@ def test_one_axis_is_traded_for_another() -> None:
         step_ns = 0 if missing else 100 - 5 * point[0] - 9 * point[1]
         return Evaluation(missing_bytes=missing, needed_bytes=needed, step_ns=step_ns)
 
-    found = search([family], evaluate, lambda *_: 0, most_tried=100)
-    assert found.best == ((0, 3),)
+    result = search([family], evaluate, lambda *_: 0, most_tried=100)
+    assert result.best == ((0, 3),)
 
 
 def test_what_can_hardly_be_better_is_not_tried() -> None:
     family = Family(sizes=(5,), starts=((2,),))
     for step_ns, is_enough in ((1010, True), (1011, False)):
         outcome = Evaluation(missing_bytes=0, needed_bytes=1, step_ns=step_ns)
-        found = search([family], lambda *_, one=outcome: one, lambda *_: 1000, most_tried=100)
-        assert (len(found.tried) == 1) is is_enough
-        assert found.is_finished
+        result = search(
+            [family], lambda *_, answer=outcome: answer, lambda *_: 1000, most_tried=100
+        )
+        assert (len(result.tried) == 1) is is_enough
+        assert result.is_finished

@@ -60,18 +60,18 @@ def hybrid(world_size: int = 8, **options: object) -> Program:
 def test_a_step_is_as_long_as_its_critical_path(
     case: Case, on: Machine, straggler: float | None
 ) -> None:
-    found = simulate(case.scheduled(), on, straggler=straggler)
-    assert sum(item.duration_ns for item in found.critical_path) == found.step_ns
-    for one in found.classes:
-        assert all(busy <= found.step_s * (1 + 1e-12) for busy in one.busy_s.values())
-        assert 0 <= one.exposed_s <= found.step_s - one.busy_s[COMPUTE] + 1e-12
-        for wire, sent in one.bytes_by_wire.items():
+    simulation = simulate(case.scheduled(), on, straggler=straggler)
+    assert sum(item.duration_ns for item in simulation.critical_path) == simulation.step_ns
+    for rank_class in simulation.classes:
+        assert all(busy <= simulation.step_s * (1 + 1e-12) for busy in rank_class.busy_s.values())
+        assert 0 <= rank_class.exposed_s <= simulation.step_s - rank_class.busy_s[COMPUTE] + 1e-12
+        for wire, sent in rank_class.bytes_by_wire.items():
             rate = {
                 Wire.NODE_LINK.value: on.node_link.achieved_bytes_per_s,
                 Wire.NETWORK.value: on.network.achieved_bytes_per_s if on.network else 0.0,
             }[wire]
             # Times are whole nanoseconds.
-            assert sent / rate <= found.step_s + 1e-9 * len(one.spans)
+            assert sent / rate <= simulation.step_s + 1e-9 * len(rank_class.spans)
 
 
 @examples(10)
@@ -80,8 +80,8 @@ def test_streams_keep_the_programs_order_and_waits_are_respected(
     case: Case, on: Machine, straggler: float | None
 ) -> None:
     program = replace(case, micro_steps=1).scheduled()
-    for one in simulate(program, on, straggler=straggler).classes:
-        require_program_order(program, sections_of(program, 1), one.spans)
+    for rank_class in simulate(program, on, straggler=straggler).classes:
+        require_program_order(program, sections_of(program, 1), rank_class.spans)
 
 
 @examples(10)
@@ -90,9 +90,9 @@ def test_a_span_begins_after_all_that_it_depends_on(case: Case, on: Machine) -> 
     """By the text of the rules: stream, event, communicator, joint; over several micro-steps."""
     program = case.scheduled()
     count = int(program.option["micro_steps"])
-    found = simulate(program, on)
-    (one,) = found.classes
-    spans = iter(one.spans)
+    simulation = simulate(program, on)
+    (rank_class,) = simulation.classes
+    spans = iter(rank_class.spans)
     stream_end: dict[str, int] = defaultdict(int)
     comm_end: dict[str, int] = defaultdict(int)
     host_end = joint_end = 0
@@ -119,16 +119,16 @@ def test_a_span_begins_after_all_that_it_depends_on(case: Case, on: Machine) -> 
             latest = max(latest, span.end_ns)
         joint_end = latest
     assert next(spans, None) is None
-    assert found.step_ns == joint_end
+    assert simulation.step_ns == joint_end
 
 
 @examples(10)
 @given(case=cases())
 def test_where_all_but_arithmetic_is_free_a_step_takes_its_arithmetic(case: Case) -> None:
     program = case.scheduled()
-    found = simulate(program, machine(flops_per_s=1e6))
+    simulation = simulate(program, machine(flops_per_s=1e6))
     runs = {
-        name: sections_of(program, found.micro_steps).count(name)
+        name: sections_of(program, simulation.micro_steps).count(name)
         for name in program.section_by_name
     }
     flops = sum(
@@ -137,10 +137,10 @@ def test_where_all_but_arithmetic_is_free_a_step_takes_its_arithmetic(case: Case
         for op in section.body
         if isinstance(op, ops.Compute)
     )
-    assert found.flops == flops
-    assert found.step_ns == flops * 1000
-    assert found.mfu == found.hfu == pytest.approx(1.0)
-    assert found.exposed_s == 0.0
+    assert simulation.flops == flops
+    assert simulation.step_ns == flops * 1000
+    assert simulation.mfu == simulation.hfu == pytest.approx(1.0)
+    assert simulation.exposed_s == 0.0
 
 
 @examples(10)
@@ -179,27 +179,27 @@ def test_everybody_waits_for_a_straggler() -> None:
     program = hybrid()
     on = machine(node_ranks=4, node_latency_s=1e-6, network_latency_s=1e-6)
     plain, slow = simulate(program, on), simulate(program, on, straggler=2.0)
-    assert [len(one.ranks) for one in plain.classes] == [8]
-    assert [len(one.ranks) for one in slow.classes] == [1, 3, 1, 3]
+    assert [len(rank_class.ranks) for rank_class in plain.classes] == [8]
+    assert [len(rank_class.ranks) for rank_class in slow.classes] == [1, 3, 1, 3]
     assert slow.classes[0].is_straggler
     assert slow.classes[0].busy_s[COMPUTE] > 1.9 * plain.classes[0].busy_s[COMPUTE]
     assert slow.step_ns > 1.9 * plain.step_ns * 0.9
-    ends = [max(span.end_ns for span in one.spans) for one in slow.classes]
+    ends = [max(span.end_ns for span in rank_class.spans) for rank_class in slow.classes]
     assert len(set(ends)) == 1  # the last op is everybody's
-    for one in slow.classes[1:]:
-        assert one.busy_s[COMPUTE] == plain.classes[0].busy_s[COMPUTE]
-        assert one.exposed_s > plain.exposed_s
+    for rank_class in slow.classes[1:]:
+        assert rank_class.busy_s[COMPUTE] == plain.classes[0].busy_s[COMPUTE]
+        assert rank_class.exposed_s > plain.exposed_s
 
 
 def test_a_collective_lasts_from_a_ranks_coming_to_the_common_end() -> None:
     program = hybrid()
-    found = simulate(program, machine(node_ranks=4, node_latency_s=1e-6), straggler=2.0)
-    same = [one.spans for one in found.classes]
+    simulation = simulate(program, machine(node_ranks=4, node_latency_s=1e-6), straggler=2.0)
+    same = [rank_class.spans for rank_class in simulation.classes]
     waited = 0
     for places in zip(*same, strict=True):
         op = program.section_by_name[places[0].section].body[places[0].index]
         if isinstance(op, ops.Collective):
-            # Classes 0 and 1 are one group of `shard`, 0 and 2 one of `replicate`.
+            # Classes 0 and 1 are rank_class group of `shard`, 0 and 2 rank_class of `replicate`.
             axis = program.comm_by_name[op.comm].axis
             peer = 1 if axis == "shard" else 2
             assert places[0].end_ns == places[peer].end_ns
@@ -223,7 +223,7 @@ def test_collectives_at_the_same_time_share_their_wire() -> None:
     assert fast.busy_s["gather"] == pytest.approx(gather / 2, rel=1e-6)
 
 
-def test_prefetching_hides_what_arithmetic_can_hide() -> None:
+def test_prefetching_hides_gathers_behind_arithmetic() -> None:
     """Where gathers have latency alone, they end the earlier the earlier they begin."""
     steps: dict[int, Simulation] = {}
     for distance in (0, 1, 2):
@@ -236,28 +236,28 @@ def test_prefetching_hides_what_arithmetic_can_hide() -> None:
     assert steps[0].flops == steps[1].flops
 
 
-def test_what_is_computed_again_is_work_for_the_machine_and_not_for_the_model() -> None:
+def test_recomputation_counts_in_hfu_and_not_in_mfu() -> None:
     logical = mlp(blocks=4, dim=16)
     program = logical
     for step in for_stage(3, 4, recompute=("*",)):
         program = apply(step, program)
     on = machine(flops_per_s=1e6)
-    found, plain = simulate(program, on, logical=logical), simulate(logical, on)
-    assert found.hfu > found.mfu > 0
-    assert found.mfu * found.step_ns == pytest.approx(plain.mfu * plain.step_ns)
-    assert found.hfu * found.step_ns == pytest.approx(1e3 * found.flops)
-    assert found.flops > plain.flops
+    simulation, plain = simulate(program, on, logical=logical), simulate(logical, on)
+    assert simulation.hfu > simulation.mfu > 0
+    assert simulation.mfu * simulation.step_ns == pytest.approx(plain.mfu * plain.step_ns)
+    assert simulation.hfu * simulation.step_ns == pytest.approx(1e3 * simulation.flops)
+    assert simulation.flops > plain.flops
 
 
 @pytest.mark.parametrize("computes", [False, True])
 def test_the_host_issues_one_op_after_the_other(computes: bool) -> None:
     program = mlp(blocks=1)
     count = sum(len(program.section_by_name[name].body) for name in (LAST_MICRO_STEP, UPDATE))
-    found = simulate(program, machine(issue_s=1.0, computes=computes, flops_per_s=1e9))
-    arithmetic_ns = found.flops if computes else 0
+    simulation = simulate(program, machine(issue_s=1.0, computes=computes, flops_per_s=1e9))
+    arithmetic_ns = simulation.flops if computes else 0
     # A device is done with an op before the host has issued the next; the last op does no arithmetic.
-    assert found.step_ns == count * 10**9 + arithmetic_ns
-    assert sum(item.is_issue for item in found.critical_path) == count
+    assert simulation.step_ns == count * 10**9 + arithmetic_ns
+    assert sum(item.is_issue for item in simulation.critical_path) == count
 
 
 def test_micro_steps_add_up() -> None:
@@ -275,13 +275,13 @@ def test_a_straggler_is_no_faster_than_the_others(straggler: float) -> None:
         simulate(mlp(blocks=1), machine(), straggler=straggler)
 
 
-def test_what_would_take_for_ever_is_refused() -> None:
+def test_an_endless_step_is_refused() -> None:
     for on, straggler in ((machine(), 1e300), (machine(flops_per_s=1e-300), None)):
         with pytest.raises(UserError, match="check the machine's rates"):
             simulate(mlp(blocks=1), on, straggler=straggler)
 
 
-def test_a_machine_of_one_node_takes_no_more_ranks_than_it_has() -> None:
+def test_a_machine_of_one_node_refuses_more_ranks_than_it_has() -> None:
     with pytest.raises(UserError, match="at most 4 ranks"):
         simulate(hybrid(), machine(node_ranks=4, network=None))
 
@@ -292,6 +292,6 @@ def test_eighty_layers_on_1024_ranks_take_three_seconds() -> None:
     for step in for_stage(3, 1024):
         program = apply(step, program)
     start = time.perf_counter()
-    found = simulate(program, load_machine("dgx-h100"))
+    simulation = simulate(program, load_machine("dgx-h100"))
     assert time.perf_counter() - start <= 3
-    assert [len(one.ranks) for one in found.classes] == [1024]
+    assert [len(rank_class.ranks) for rank_class in simulation.classes] == [1024]

@@ -1,4 +1,4 @@
-"""What tasks come after: streams, events, communicators, joints and what crosses them, and the host."""
+"""The predecessors of tasks: streams, events, communicators, joints, events that cross them, and the host."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def tasks_of(
     is_issuing: bool = False,
     host_computes: bool = False,
 ) -> list[Task]:
-    """The tasks of a step; what is pending crosses its first joint."""
+    """The tasks of a step; the pending events cross its first joint."""
     names = (LAST_MICRO_STEP, UPDATE)
     states = (State(), State(pending=pending), State())
     sections = tuple(
@@ -49,14 +49,14 @@ def tasks_of(
 
 
 def after(tasks: Sequence[Task], number: int) -> set[int]:
-    """All that a task comes after, however far back."""
-    found: set[int] = set()
+    """All direct and indirect predecessors of a task."""
+    earlier: set[int] = set()
     for before in tasks[number].after:
-        found |= {before} | after(tasks, before)
-    return found
+        earlier |= {before} | after(tasks, before)
+    return earlier
 
 
-def test_a_stream_is_done_in_order_and_others_come_after_what_they_wait_for() -> None:
+def test_streams_run_in_order_and_waits_follow_their_signals() -> None:
     tasks = tasks_of(
         [fill(), fill(event="a"), fill(), fill(GATHER), wait("a", GATHER), fill(GATHER)]
     )
@@ -71,17 +71,17 @@ def test_collectives_of_a_communicator_come_one_after_the_other() -> None:
     assert after(tasks, 2) == {0}
 
 
-def test_everything_comes_after_what_the_host_waited_for() -> None:
+def test_later_ops_follow_the_waits_of_the_host() -> None:
     tasks = tasks_of([fill(event="a"), fill(), wait("a", HOST), fill(GATHER), fill()])
     assert after(tasks, 3) == {0, 2}
     assert after(tasks, 4) == {0, 1, 2}
 
 
-def test_an_event_that_nobody_signals_is_of_the_step_before() -> None:
+def test_an_event_without_a_signal_belongs_to_the_step_before() -> None:
     assert after(tasks_of([wait("a", COMPUTE), fill()]), 1) == {0}
 
 
-def test_a_joint_holds_up_every_stream_but_for_what_is_pending() -> None:
+def test_a_joint_orders_all_streams_except_pending_events() -> None:
     body = [fill(), fill(GATHER), fill(GATHER, "a"), fill(GATHER)]
     update = [fill("reduce"), wait("a", "reduce"), fill("reduce"), fill(GATHER), wait("a", COMPUTE)]
     plain = tasks_of(body, [fill("reduce")])

@@ -158,6 +158,43 @@ class Rescaled(Stack):
         return x
 
 
+class Packed(Stack):
+    """Changes the tensors that are saved for the backward."""
+
+    def run(self, x: Tensor) -> Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved * 2, lambda saved: saved):
+            return super().run(x)
+
+
+class Wide(Stack):
+    """Makes a tensor under another default dtype, which the recorded calls do not show."""
+
+    def run(self, x: Tensor) -> Tensor:
+        torch.set_default_dtype(torch.float64)
+        ones = torch.ones(3)
+        torch.set_default_dtype(torch.float32)
+        return super().run(x * ones.sum().float())
+
+
+class Changed(Stack):
+    """Changes its blocks' results in place, also through a view."""
+
+    def run(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x) * 1
+            x[..., 0] += 1
+            x.transpose(0, 1).mul_(2)
+        return x
+
+
+class Penalised(Stack):
+    """Computes a gradient in its forward."""
+
+    def run(self, x: Tensor) -> Tensor:
+        (gradient,) = torch.autograd.grad((x * x).sum(), x, create_graph=True)
+        return super().run(x + gradient)
+
+
 def test_the_models_code_runs_once() -> None:
     calls: list[Tensor] = []
 
@@ -181,6 +218,13 @@ class Indexed(Block):
     def forward(self, x: Tensor) -> Tensor:
         result: Tensor = super().forward(x) / (1 + max(self.at, 1))
         return result
+
+
+class Signed(Indexed):
+    """Multiplies by a zero, whose sign depends on its index."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (-0.0 if self.at % 2 else 0.0)
 
 
 class Counting(Block):
@@ -340,6 +384,7 @@ class WithBias(Block):
 
 STACKS: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
     "indexed": (stack_of(Indexed), ()),
+    "signed": (stack_of(Signed), names(0, 2, 4)),
     "counting": (stack_of(lambda _: Counting()), names(0, 1, 2, 4)),
     "own gradient": (stack_of(lambda _: OwnGradient()), ()),
     "own gradient between": (lambda: Doubling(lambda _: Block()), names(*range(LAYERS))),
@@ -354,6 +399,10 @@ STACKS: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
     "warmed": (lambda: Warmed(lambda _: Block()), names(1, 2, 3, 4) * 2),
     "vectorised": (lambda: Vectorised(lambda _: Block()), ()),
     "rescaled": (lambda: Rescaled(lambda _: Block()), ()),
+    "packed": (lambda: Packed(lambda _: Block()), ()),
+    "wide": (lambda: Wide(lambda _: Block()), ()),
+    "changed": (lambda: Changed(lambda _: Block()), names(*range(LAYERS))),
+    "penalised": (lambda: Penalised(lambda _: Block()), names(*range(LAYERS))),
     "noting": (lambda: Noting(lambda _: Notebook()), names(1, 2, 3, 4)),
 }
 FAST = {"counting", "own gradient between", "rescaled"}

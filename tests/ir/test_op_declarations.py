@@ -36,7 +36,8 @@ from zeroir.report.graph import dot
 from zeroir.report.page.facts import op_kind
 from zeroir.report.schedule import schedule
 from zeroir.verify import verify
-from zeroir.verify.context import title
+from zeroir.verify.context import Findings, title
+from zeroir.verify.structure import check_structure
 from zeroir.workspace.op_scratch import scratch_bytes
 
 AXIS = mlp(blocks=1).mesh.axes[0].name
@@ -177,6 +178,32 @@ def test_what_a_class_says_of_its_regions_is_of_regions(kind: type[ops.Op]) -> N
         assert list(regions(getattr(op, name)))
     if isinstance(op, ops.Transfer):
         assert {op.from_space, op.to_space} <= set(Space)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        (ops.Cast, "destination"),
+        (ops.Fill, "destination"),
+        (ops.Scale, "region"),
+        (ops.GradNorm, "destination"),
+        (ops.CheckFinite, "destination"),
+        (ops.Decide, "gradient_divisor"),
+        (ops.OptimizerStep, "param"),
+        (ops.UpdateScale, "state"),
+    ],
+)
+def test_an_op_works_in_the_memory_of_its_first_result(kind: type[ops.Op], name: str) -> None:
+    """The order of the fields decides which region tells the executor that an op needs."""
+    op = instance(kind)
+    own = {r.buffer for n in {name, *op.same_elements} for r in regions(getattr(op, n))}
+    buffers = tuple(
+        replace(b, space=Space.HOST if b.name in own else Space.DEVICE) for b in PROGRAM.buffers
+    )
+    program = replace(with_op(op), buffers=buffers)
+    findings = Findings(program)
+    check_structure(program, findings)
+    assert any("works on host memory" in finding.sentence for finding in findings.items)
 
 
 # ----------------------------------------------------------------------------------------- declarations refused

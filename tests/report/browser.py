@@ -28,10 +28,10 @@ FLAGS = (
 
 def browser_path() -> str:
     """Where Chromium is; without one the test is skipped, or fails where ``ZEROIR_REQUIRE_BROWSER`` is set."""
-    found = next(filter(None, map(shutil.which, NAMES)), None)
-    if found is not None:
-        return found
-    reason = f"no browser was found ({', '.join(NAMES)}): the page of a report was not opened"
+    path = next(filter(None, map(shutil.which, NAMES)), None)
+    if path is not None:
+        return path
+    reason = f"no browser was path ({', '.join(NAMES)}): the page of a report was not opened"
     if os.environ.get("ZEROIR_REQUIRE_BROWSER"):
         pytest.fail(reason)
     pytest.skip(reason)
@@ -39,7 +39,7 @@ def browser_path() -> str:
 
 @contextmanager
 def open_browser() -> Iterator[Browser]:
-    """Chromium, with flags that let it run as root in a container and speak to nobody."""
+    """Chromium, with flags that let it run as root in a container, without network traffic."""
     # Here, because every worker collects these tests and one opens the page.
     from playwright.sync_api import sync_playwright
 

@@ -10,13 +10,13 @@ import pytest
 from tests.report.torch_judges import flight_recorder_verdicts
 from tests.support.programs import mlp
 from tests.support.zygote import run_forked
+from zeroir.cost.tasks import step_sections
 from zeroir.ir import ops
 from zeroir.ir.program import Program
 from zeroir.passes.manager import apply
 from zeroir.passes.pipelines import for_stage
 from zeroir.report.flight_recorder import flight_recorder_dumps
 from zeroir.report.plain_pickle import dumps
-from zeroir.report.step import step_sections
 
 
 def scheduled(
@@ -38,7 +38,7 @@ def scheduled(
 
 
 def analysed(folder: Path) -> str:
-    """What torch's own analysis says of the dumps in a folder."""
+    """The output of torch's own analysis of the dumps in a folder."""
     made = run_forked("torch.distributed.flight_recorder.fr_trace", [folder], folder)
     assert made.returncode == 0, made.stderr
     return made.stdout + made.stderr
@@ -89,8 +89,8 @@ def test_torch_sees_two_collectives_swapped_on_one_rank(
         for j, b in enumerate(entries)
         if a["pg_id"] == b["pg_id"] and a["input_sizes"] != b["input_sizes"]
     )
-    kept = ("record_id", "collective_seq_id", "op_id")
-    before = [{name: entries[i][name] for name in kept} for i in (first, second)]
+    numbered = ("record_id", "collective_seq_id", "op_id")
+    before = [{name: entries[i][name] for name in numbered} for i in (first, second)]
     entries[first], entries[second] = (
         entries[second] | before[0],
         entries[first] | before[1],

@@ -39,7 +39,7 @@ def clusters(graph: pydot.Graph) -> list[pydot.Subgraph]:
 def test_every_op_stands_in_the_cluster_of_its_stream(name: str) -> None:
     cluster, section = parsed(name), PROGRAM.section_by_name[name]
     assert cluster.get("label") == f'"{name}"'
-    found: set[str] = set()
+    nodes: set[str] = set()
     for stream in clusters(cluster):
         named = {node.get_name() for node in stream.get_node_list()}
         expected = {
@@ -48,12 +48,12 @@ def test_every_op_stands_in_the_cluster_of_its_stream(name: str) -> None:
             if f'"{effects(op).stream}"' == stream.get("label")
         }
         assert named == expected != set()
-        found |= named
-    assert len(found) == len(section.body)
+        nodes |= named
+    assert len(nodes) == len(section.body)
 
 
 @pytest.mark.slow
-def test_every_wait_has_an_edge_from_what_it_waits_for() -> None:
+def test_every_wait_has_an_edge_from_its_signal() -> None:
     cluster, section = parsed(LAST_MICRO_STEP), PROGRAM.section_by_name[LAST_MICRO_STEP]
     dashed = {
         (edge.get_source(), edge.get_destination())

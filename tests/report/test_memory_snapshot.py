@@ -111,7 +111,7 @@ def test_a_buffer_names_the_line_of_the_model_that_computes_it() -> None:
         for event in made["device_traces"][0]
         if event["action"] == "alloc"
     }
-    assert {name for name, found in frames.items() if len(found) == 1} >= {
+    assert {name for name, frame_list in frames.items() if len(frame_list) == 1} >= {
         f"{b.role} %{b.name}"
         for b in program.buffers
         if b.is_persistent and b.space is Space.DEVICE

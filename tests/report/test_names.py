@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zeroir.errors import UserError
-from zeroir.report.names import counted, format_bytes, format_flops, parse_bytes, shortened
+from zeroir.ir.amounts import parse_bytes
+from zeroir.report.names import counted, format_bytes, format_flops, shortened
 
 
 @given(count=st.integers(0, 9 * 10**14))
@@ -25,7 +26,7 @@ def test_amounts(text: str, count: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "lots", "-1", "80 giga", "GB", "0x10", "nan"])
-def test_what_is_no_amount_is_refused(text: str) -> None:
+def test_texts_that_are_no_amount_are_refused(text: str) -> None:
     with pytest.raises(UserError, match="no amount of memory"):
         parse_bytes(text)
 

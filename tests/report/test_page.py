@@ -1,4 +1,4 @@
-"""The page of a report: what it says, and what it does in a browser."""
+"""The page of a report: its contents, and its behaviour in a browser."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from tests.support.programs import mlp
 from zeroir.config import make_options
 from zeroir.cost.machine import load_machine
 from zeroir.cost.simulate import Simulation, simulate
+from zeroir.cost.tasks import step_sections
 from zeroir.ir.program import Program
 from zeroir.memory.curve import peak
 from zeroir.passes.manager import apply
 from zeroir.passes.pipelines import for_options, for_stage
 from zeroir.report.page.facts import memory_curve, step_ops, unit_facts
 from zeroir.report.page.html import report_html
-from zeroir.report.step import step_sections
 from zeroir.report.summary import summarise
 from zeroir.verify import verify
 
@@ -60,15 +60,15 @@ def page_of(made: Program, name: str, *, budget_bytes: int | None = BUDGET_BYTES
 @pytest.mark.parametrize("micro_steps", [1, 3])
 def test_every_op_of_the_step_has_its_time_and_memory(micro_steps: int) -> None:
     made = program(micro_steps)
-    found = step_ops(made, simulated(micro_steps))
-    assert len(found) == sum(len(section.body) for section in step_sections(made))
-    (one,) = simulated(micro_steps).classes
-    assert sorted((s.start_ns, s.end_ns) for o in found for s in o.spans) == sorted(
-        (span.start_ns, span.end_ns) for span in one.spans
+    shown_ops = step_ops(made, simulated(micro_steps))
+    assert len(shown_ops) == sum(len(section.body) for section in step_sections(made))
+    (rank_class,) = simulated(micro_steps).classes
+    assert sorted((s.start_ns, s.end_ns) for o in shown_ops for s in o.spans) == sorted(
+        (span.start_ns, span.end_ns) for span in rank_class.spans
     )
-    assert any(any(one.is_critical) for one in found)
+    assert any(any(op.is_critical) for op in shown_ops)
     curve = memory_curve(made)
-    assert curve.peak_bytes == max(one.used_bytes for one in found) >= peak(made).total_bytes
+    assert curve.peak_bytes == max(op.used_bytes for op in shown_ops) >= peak(made).total_bytes
     assert [name for _, name in curve.joints] == [s.name for s in step_sections(made)]
 
 
@@ -90,7 +90,7 @@ def test_the_page_holds_all_it_needs_and_no_markup_of_others() -> None:
 
 @contextmanager
 def opened(browser: Browser, path: Path, scheme: Any = "light") -> Iterator[Page]:  # noqa: ANN401
-    """The page in a window of its own, where every error and every request but for the file itself is one too many."""
+    """The page in a window of its own, where each error and each request other than for the file fails the test."""
     context = browser.new_context(color_scheme=scheme, viewport={"width": WIDTH, "height": 1500})
     page = context.new_page()
     troubles: list[str] = []
@@ -152,11 +152,11 @@ def zoom(page: Page, chart: str, start: float, end: float) -> None:
 def test_the_page_in_a_browser(tmp_path: Path) -> None:
     path = tmp_path / "mlp.html"
     path.write_text(page_of(program(), "mlp.zir"), encoding="utf-8")
-    found = step_ops(program(), simulated())
+    shown_ops = step_ops(program(), simulated())
     with open_browser() as browser:
         with opened(browser, path) as page:
-            _require_links(page, found)
-            _require_filter(page, found)
+            _require_links(page, shown_ops)
+            _require_filter(page, shown_ops)
             _require_all_is_drawn(page)
             _require_all_columns(page)
             light = page.screenshot(path=tmp_path / "light.png")
@@ -172,13 +172,13 @@ def test_the_page_in_a_browser(tmp_path: Path) -> None:
         assert min(contrasts) >= 4.5, (scheme, contrasts)
 
 
-def _require_links(page: Page, found: list[Any]) -> None:
+def _require_links(page: Page, shown_ops: list[Any]) -> None:
     """Pointing at a row marks both charts, and pointing into a chart the row and the other chart."""
-    wanted = next(i for i, one in enumerate(found) if one.op == "compute" and one.index > 3)
+    wanted = next(i for i, op in enumerate(shown_ops) if op.op == "compute" and op.index > 3)
     page.evaluate("row => zeroir.mark(row)", wanted)
     page.locator(f'#rows .row[data-row="{wanted}"]').hover()
     page.wait_for_function("document.querySelector('#rows .marked:hover')")
-    span = found[wanted].spans[0]
+    span = shown_ops[wanted].spans[0]
     at_row = marked(page)
     assert at_row["row"] == wanted
     assert at_row["time"] == [span.start_ns / 1000, span.end_ns / 1000]
@@ -187,16 +187,16 @@ def _require_links(page: Page, found: list[Any]) -> None:
     page.wait_for_function(
         "!document.querySelector('#rows .marked') && !zeroir.models.timeMark.visible"
     )
-    other = next(i for i, one in enumerate(found) if one.op == "compute" and i > wanted)
-    span = found[other].spans[0]
+    later = next(i for i, op in enumerate(shown_ops) if op.op == "compute" and i > wanted)
+    span = shown_ops[later].spans[0]
     lane = page.evaluate("zeroir.data.lanes.findIndex(one => one.stream === 'compute')")
     middle_us = (span.start_ns + span.end_ns) / 2000
     page.mouse.move(*centre_of(page, "timeline", middle_us, -lane))
     page.wait_for_function(
-        "row => document.querySelector(`#rows .marked[data-row='${row}']`)", arg=other
+        "row => document.querySelector(`#rows .marked[data-row='${row}']`)", arg=later
     )
-    assert marked(page)["memory"] == other
-    assert f"@{found[other].detail.split(' ')[0].lstrip('@')}" in page.inner_text("#detail")
+    assert marked(page)["memory"] == later
+    assert f"@{shown_ops[later].detail.split(' ')[0].lstrip('@')}" in page.inner_text("#detail")
     page.mouse.move(*centre_of(page, "memory", wanted + 0.5, 0.1))
     page.wait_for_function(
         "row => document.querySelector(`#rows .marked[data-row='${row}']`)", arg=wanted
@@ -204,15 +204,15 @@ def _require_links(page: Page, found: list[Any]) -> None:
     assert marked(page)["time"] == at_row["time"]
 
 
-def _require_filter(page: Page, found: list[Any]) -> None:
+def _require_filter(page: Page, shown_ops: list[Any]) -> None:
     """The filter leaves the rows that hold every word, and the head sorts them."""
     page.fill("#filter", "reduce_scatter LAST_micro")
-    kept = [i for i, one in enumerate(found) if one.op == "reduce_scatter"]
+    kept = [i for i, op in enumerate(shown_ops) if op.op == "reduce_scatter"]
     assert kept
     rows = page.locator("#rows .row")
     first = [int(rows.nth(i).get_attribute("data-row") or -1) for i in range(rows.count())]
     assert first == kept[: len(first)]
-    assert page.inner_text("#count") == f"{len(kept):,} of {len(found):,}"
+    assert page.inner_text("#count") == f"{len(kept):,} of {len(shown_ops):,}"
     page.wait_for_function(
         """kept => {
             const { alpha, row } = zeroir.models.spans.data;
@@ -224,12 +224,12 @@ def _require_filter(page: Page, found: list[Any]) -> None:
     page.locator("#head span", has_text="size").click()
     assert page.locator('#head span[aria-sort="descending"]').inner_text().startswith("size")
     sizes = [
-        found[int(rows.nth(i).get_attribute("data-row") or -1)].size_bytes
+        shown_ops[int(rows.nth(i).get_attribute("data-row") or -1)].size_bytes
         for i in range(rows.count())
     ]
     assert sizes == sorted(sizes, reverse=True)
     page.fill("#filter", "")
-    assert page.inner_text("#count") == f"{len(found):,}"
+    assert page.inner_text("#count") == f"{len(shown_ops):,}"
 
 
 def _require_all_columns(page: Page) -> None:
@@ -253,7 +253,7 @@ def _require_all_columns(page: Page) -> None:
 
 
 def _shades(page: Page) -> list[float]:
-    """The contrast of the page's inks with what is behind them, by the formula of WCAG 2."""
+    """The contrast of the colours of texts with their backgrounds, by the formula of WCAG 2."""
     contrasts: list[float] = page.evaluate(
         """() => {
             const light = (text) => {
@@ -280,7 +280,7 @@ def _shades(page: Page) -> list[float]:
 
 
 def _require_all_is_drawn(page: Page) -> None:
-    """Whatever takes time is under a block of its lane, wherever the timeline is zoomed to; the peak is never lost."""
+    """At every zoom each op of some duration is under a block of its lane, and the peak of the memory is visible."""
     lost = page.evaluate(
         """async () => {
             const { timeline, memory, spans, live } = zeroir.models;
@@ -323,18 +323,18 @@ def _require_all_is_drawn(page: Page) -> None:
 
 @pytest.mark.slow
 def test_ten_thousand_ops_stay_fluid(tmp_path: Path) -> None:
-    """Only rows in sight are in the page, and only what can be told apart is drawn; pointing draws no chart anew."""
+    """The page has only the visible rows and blocks, and pointing at an op does not draw the charts again."""
     made = mlp(blocks=390, dim=16)
     for step in for_stage(3, 4, overlap_update=True):
         made = apply(step, made)
     (tmp_path / "deep.html").write_text(
         page_of(made, "deep.zir", budget_bytes=None), encoding="utf-8"
     )
-    found = step_ops(made, simulate(made, load_machine("dgx-h100")))
-    assert len(found) >= 10_000
+    shown_ops = step_ops(made, simulate(made, load_machine("dgx-h100")))
+    assert len(shown_ops) >= 10_000
     with open_browser() as browser, opened(browser, tmp_path / "deep.html") as page:
         page.set_default_timeout(60_000)
-        assert page.evaluate("zeroir.data.ops.op.length") == len(found)
+        assert page.evaluate("zeroir.data.ops.op.length") == len(shown_ops)
         assert page.locator("#rows .row").count() < 60
         page.evaluate("document.getElementById('ops').scrollTop = 24 * 8000")
         page.wait_for_function("document.querySelector('#rows .row[data-row=\"8005\"]')")
@@ -374,6 +374,6 @@ def test_ten_thousand_ops_stay_fluid(tmp_path: Path) -> None:
         # Of the whole step an op is less than a pixel, at which nobody can point.
         zoom(page, "timeline", 0, 500)
         zoom(page, "memory", 0, 50)
-        _require_links(page, found)
-        zoom(page, "timeline", 0, found[-1].spans[0].end_ns / 1000)
-        _require_filter(page, found)
+        _require_links(page, shown_ops)
+        zoom(page, "timeline", 0, shown_ops[-1].spans[0].end_ns / 1000)
+        _require_filter(page, shown_ops)

@@ -1,4 +1,4 @@
-"""What the terminal shows: the same words with colours and without."""
+"""The tables of the terminal: the same words with colours and without."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ def test_colours_change_no_word(name: str) -> None:
 
 def test_a_program_that_other_passes_made_is_not_explained() -> None:
     program = run(CASE.logical, for_stage(3, 3))
-    other = replace(program, loss=None)
+    changed = replace(program, loss=None)
     with pytest.raises(UserError, match="compile the model again"):
-        programs_after_passes(CASE.logical, other)
+        programs_after_passes(CASE.logical, changed)
 
 
 def test_stages_0_to_2_send_as_much() -> None:
     """2Ψ, an all-reduce being a reduce-scatter and an all-gather, in the summary and after each pass."""
-    said, rows = [], []
+    summaries, rows = [], []
     programs = [run(CASE.logical, for_stage(stage, 3)) for stage in (0, 1, 2)]
     for stage, program in enumerate(programs):
         summary = summarise(program, verify(program), stage=stage, precision="fp32")
@@ -73,20 +73,20 @@ def test_stages_0_to_2_send_as_much() -> None:
             for line in printed(render_summary(summary), is_coloured=False).splitlines()
             if line.startswith("on the wire")
         ]
-        said.append(line.split(" (")[0])
+        summaries.append(line.split(" (")[0])
         rows.append(pass_rows(programs_after_passes(CASE.logical, program))[-1].wire_bytes)
-    assert len(set(said)) == 1
+    assert len(set(summaries)) == 1
     full = sum(flat.padded_numel * flat.dtype.itemsize_bytes for flat in programs[0].flats)
     assert [count // full for count in rows] == [2, 2, 2]
     assert max(rows) - min(rows) < 64  # scalars
 
 
-@pytest.mark.parametrize(("micro_steps", "said"), [(1, " per step"), (2, " of one micro-step")])
-def test_what_is_sent_is_that_of_one_micro_step(micro_steps: int, said: str) -> None:
+@pytest.mark.parametrize(("micro_steps", "expected"), [(1, " per step"), (2, " of one micro-step")])
+def test_bytes_on_the_wire_are_those_of_one_micro_step(micro_steps: int, expected: str) -> None:
     program = run(mlp(micro_steps=micro_steps), for_stage(2, 3))
     summary = summarise(program, verify(program), stage=2, precision="fp32")
     lines = printed(render_summary(summary), is_coloured=False).splitlines()
-    assert [line.endswith(said) for line in lines if line.startswith("on the wire")] == [True]
+    assert [line.endswith(expected) for line in lines if line.startswith("on the wire")] == [True]
 
 
 def test_an_estimate_fits_a_terminal() -> None:
@@ -112,17 +112,17 @@ def test_an_estimate_fits_a_terminal() -> None:
 
 
 @pytest.mark.parametrize(
-    ("block", "live", "said"),
+    ("block", "live", "expected"),
     [
         (1_000, 1_000, "one block of 1.0 kB, equal to the most bytes live at once"),
         (1_012, 1_000, "one block of 1.0 kB, 1.20% more than the most bytes live at once"),
         (0, 0, ""),
     ],
 )
-def test_the_gap_of_the_plan_is_said(block: int, live: int, said: str) -> None:
+def test_the_gap_of_the_plan_is_shown(block: int, live: int, expected: str) -> None:
     program = run(CASE.logical, for_stage(3, 3))
     summary = summarise(program, verify(program), stage=3, precision="fp32")
     summary["temporary_bytes_per_rank"] = {"block": block, "live": live}
     lines = printed(render_summary(summary), is_coloured=False).splitlines()
-    (found,) = [line for line in lines if line.startswith("temporary")] or [""]
-    assert found.removeprefix("temporary").strip() == said
+    (line,) = [line for line in lines if line.startswith("temporary")] or [""]
+    assert line.removeprefix("temporary").strip() == expected

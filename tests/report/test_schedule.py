@@ -1,4 +1,4 @@
-"""The schedule that people read: whose each row is, and what folding leaves out."""
+"""The schedule for readers: the units of its rows, and the folding of equal blocks."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def rows_of(program: Program) -> list[Row]:
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("micro_steps", [1, 2])
 @pytest.mark.parametrize("stage", range(4))
-def test_what_moves_a_flat_belongs_to_its_unit_alone(
+def test_a_move_of_a_flat_belongs_to_its_unit_alone(
     stage: int, micro_steps: int, tied: bool
 ) -> None:
     """A tied weight's gradient too, though another unit contributes to it first."""
@@ -65,7 +65,7 @@ def test_what_moves_a_flat_belongs_to_its_unit_alone(
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_payloads_add_up_to_what_the_summary_says(stage: int) -> None:
+def test_payloads_add_up_to_the_bytes_of_the_summary(stage: int) -> None:
     program = lowered(stage)
     payload = sum(row.payload_bytes for row in rows_of(program))
     assert payload == sum(collective_bytes(program).values())
@@ -80,11 +80,11 @@ def test_a_unit_sees_its_rows_and_no_others() -> None:
 
 
 def unfolded(items: Sequence[Row | Fold]) -> list[Row | None]:
-    """The rows shown, and a None for each that a fold stands for."""
-    found: list[Row | None] = []
+    """The shown rows, and None for each folded row."""
+    shown_rows: list[Row | None] = []
     for item in items:
-        found += [item] if isinstance(item, Row) else [None] * (item.repeats * item.period)
-    return found
+        shown_rows += [item] if isinstance(item, Row) else [None] * (item.repeats * item.period)
+    return shown_rows
 
 
 ROWS = st.lists(
@@ -119,7 +119,7 @@ def test_a_deep_model_is_as_short_as_a_shallow_one(overlap_update: bool) -> None
     assert forward.units == tuple(f"blocks.{i}" for i in range(1, 11))
     assert backward.units == tuple(reversed(forward.units))
     expected = [] if overlap_update else [tuple(f"blocks.{i}" for i in range(1, 12))]
-    assert [one.units for one in update] == expected
+    assert [row.units for row in update] == expected
 
 
 def test_a_block_of_another_size_is_not_folded() -> None:

@@ -1,4 +1,4 @@
-"""Torch's own readers of what we export; they are private, and as torch 2.13 has them."""
+"""Torch's own readers of exported files; they are private functions of torch 2.13."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ def flight_recorder_verdicts(folder: Path) -> list[bool]:
     finally:
         gc.enable()  # which the loader leaves off
     database = builder.build_db(details, arguments, version)
-    return [found.pass_check and not found.missing_ranks for found in database.collectives]
+    return [
+        collective.pass_check and not collective.missing_ranks
+        for collective in database.collectives
+    ]
 
 
 def memory_viz() -> Any:  # noqa: ANN401  a module without types

@@ -15,8 +15,12 @@ from tests.support.examples import IS_THOROUGH
 from tests.support.lowering import applied
 from tests.support.zygote import Forked, Zygote, compiling_zygote, zygote
 from zeroir.ir import ops
+from zeroir.ir.bindings import Binding
+from zeroir.ir.dtypes import DType
 from zeroir.ir.mesh import COMPUTE
+from zeroir.ir.ops import Mode
 from zeroir.ir.program import EVALUATE, LAST_MICRO_STEP, Program, Section
+from zeroir.ir.segment import Node, Ref, Segment, TensorType
 from zeroir.passes.pipelines import for_stage
 from zeroir.runtime.batch import Batch
 
@@ -41,6 +45,27 @@ def with_evaluation(logical: Program) -> Program:
     released = (ops.Release(buffer=name, stream=COMPUTE) for name in live)
     evaluation = Section(name=EVALUATE, body=(*forward, *released))
     return replace(logical, sections=(*logical.sections, evaluation))
+
+
+def embedding_gradient(mode: Mode, padding: int) -> tuple[Segment, list[Binding]]:
+    """A segment of one operator: the gradient (3, 4, 5) of a lookup (3, 4) in a table (6, 5)."""
+    table = TensorType(dtype=DType.F32, shape=(6, 5), stride=(5, 1))
+    segment = Segment(
+        name="gradient",
+        inputs=(
+            TensorType(dtype=DType.F32, shape=(3, 4, 5), stride=(20, 5, 1)),
+            TensorType(dtype=DType.I64, shape=(3, 4), stride=(4, 1)),
+        ),
+        nodes=(
+            Node(
+                op="aten.embedding_dense_backward.default",
+                args=(Ref(0), Ref(1), 6, padding, False),
+                results=(table,),
+            ),
+        ),
+        outputs=(2,),
+    )
+    return segment, [Binding(mode=mode, stride=(5, 1), is_exclusive=True)]
 
 
 def lowered(logical: Program, stage: int, world_size: int, replicas: int | None = None) -> Program:

@@ -77,8 +77,8 @@ def test_a_silent_rank_is_noticed_by_the_one_before_it() -> None:
     ((by, why),) = silent
     assert by == 1
     assert why.startswith("Rank 2 has given no sign of life for ")
-    for timing in beats:
-        timing.stop()
+    for beat in beats:
+        beat.stop()
 
 
 def test_a_rank_that_is_done_or_not_yet_there_is_not_missed() -> None:
@@ -92,8 +92,8 @@ def test_a_rank_that_is_done_or_not_yet_there_is_not_missed() -> None:
     first.stop()
     time.sleep(2 * BEAT.silence_s)
     assert not silent
-    for timing in (second, third):
-        timing.stop()
+    for beat in (second, third):
+        beat.stop()
 
 
 def test_a_store_that_is_gone_is_noticed_by_all() -> None:
@@ -105,8 +105,8 @@ def test_a_store_that_is_gone_is_noticed_by_all() -> None:
     shared.is_gone = True
     for _ in beats:
         assert said.get(timeout=10.0).startswith("The job's store is gone: ")
-    for timing in beats:
-        timing.stop()
+    for beat in beats:
+        beat.stop()
 
 
 def test_the_keeper_of_the_store_leaves_last() -> None:

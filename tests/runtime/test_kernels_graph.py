@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.runtime.support import embedding_gradient
 from tests.support.programs import mlp
 from zeroir.ir.bindings import Binding, bindings
 from zeroir.ir.buffers import contiguous_stride
@@ -95,23 +96,7 @@ def test_a_product_is_added_to_what_the_destination_holds() -> None:
 def test_rows_are_added_to_what_the_destination_holds(padding: int) -> None:
     """An embedding's gradient is added where it was looked up, the padding's left out, without a table of its own."""
     dy, rows, held_before = torch.randn(3, 4, 5), torch.randint(0, 6, (3, 4)), torch.randn(6, 5)
-    table = TensorType(dtype=DType.F32, shape=(6, 5), stride=(5, 1))
-    segment = Segment(
-        name="gradient",
-        inputs=(
-            TensorType(dtype=DType.F32, shape=(3, 4, 5), stride=(20, 5, 1)),
-            TensorType(dtype=DType.I64, shape=(3, 4), stride=(4, 1)),
-        ),
-        nodes=(
-            Node(
-                op="aten.embedding_dense_backward.default",
-                args=(Ref(0), Ref(1), 6, padding, False),
-                results=(table,),
-            ),
-        ),
-        outputs=(2,),
-    )
-    how = [Binding(mode=Mode.ACCUMULATE, stride=(5, 1), is_exclusive=True)]
+    segment, how = embedding_gradient(Mode.ACCUMULATE, padding)
     filled = held_before.clone()
     run_graph(segment, how, [dy, rows], [filled])
     gradient = torch.ops.aten.embedding_dense_backward(dy, rows, 6, padding, False)

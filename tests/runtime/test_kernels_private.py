@@ -15,12 +15,10 @@ from typing import TypeVar
 import pytest
 import torch
 
-from tests.runtime.support import ROOT
+from tests.runtime.support import ROOT, embedding_gradient
 from tests.support.programs import mlp
-from zeroir.ir.bindings import Binding, bindings
-from zeroir.ir.dtypes import DType
+from zeroir.ir.bindings import bindings
 from zeroir.ir.ops import Compute, Mode
-from zeroir.ir.segment import Node, Ref, Segment, TensorType
 from zeroir.runtime.kernels import _inductor_private as private
 from zeroir.runtime.kernels import graph
 from zeroir.runtime.kernels.decompositions import decompositions
@@ -119,33 +117,12 @@ def test_generated_code_copies_nothing_of_a_parameters_size(
         torch.testing.assert_close(one, other)
 
 
-def embedding_gradient() -> tuple[Segment, list[Binding]]:
-    """A segment that is one operator of ours without a C function of torch's."""
-    table = TensorType(dtype=DType.F32, shape=(6, 5), stride=(5, 1))
-    segment = Segment(
-        name="gradient",
-        inputs=(
-            TensorType(dtype=DType.F32, shape=(3, 4, 5), stride=(20, 5, 1)),
-            TensorType(dtype=DType.I64, shape=(3, 4), stride=(4, 1)),
-        ),
-        nodes=(
-            Node(
-                op="aten.embedding_dense_backward.default",
-                args=(Ref(0), Ref(1), 6, 2, False),
-                results=(table,),
-            ),
-        ),
-        outputs=(2,),
-    )
-    return segment, [Binding(mode=Mode.WRITE, stride=(5, 1), is_exclusive=True)]
-
-
 @compiles
 def test_what_does_not_compile_as_a_function_is_a_model_with_the_same_results(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also the operator that only the function calls by itself: a model asks torch to look it up."""
-    segment, how = embedding_gradient()
+    segment, how = embedding_gradient(Mode.WRITE, padding=2)
     kinds = graph.input_types(segment, how)
     arguments = [torch.randn(3, 4, 5), torch.randint(0, 6, (3, 4))]
     found: list[torch.Tensor] = []

@@ -35,6 +35,16 @@ FOLDER = Path(os.environ["TEST_FOLDER"])
 RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
+def save_run(engine: Engine, losses: list[float], name: str) -> None:
+    """End a run: rank 0 writes its losses and states."""
+    tensors = {f"{f}/{quantity}": t for (f, quantity), t in engine.full_state().items()}
+    tensors["losses"] = torch.tensor(losses, dtype=torch.float64)
+    engine.close()
+    if RANK == 0:
+        path = FOLDER / f"{name}.safetensors"
+        save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, path)
+
+
 def stages(precisions: str, backend: str) -> None:
     """Twenty AdamW steps at every stage; rank 0 writes losses and states."""
     for name in precisions.split(","):
@@ -44,15 +54,7 @@ def stages(precisions: str, backend: str) -> None:
         for stage in range(4):
             engine = Engine(lowered(logical, stage, WORLD_SIZE), backend=Backend(backend))
             engine.initialise_flats(initial_flats(logical))
-            losses = [engine.step(step[RANK]).loss for step in batches]
-            tensors = {f"{f}/{quantity}": t for (f, quantity), t in engine.full_state().items()}
-            tensors["losses"] = torch.tensor(losses, dtype=torch.float64)
-            engine.close()
-            if RANK == 0:
-                save_file(
-                    {key: t.contiguous() for key, t in tensors.items()},
-                    FOLDER / f"{name}.{stage}.safetensors",
-                )
+            save_run(engine, [engine.step(step[RANK]).loss for step in batches], f"{name}.{stage}")
 
 
 def kernels() -> None:
@@ -78,14 +80,7 @@ def hybrid(replicas: str, name: str) -> None:
     for stage in (0, 3):
         engine = Engine(lowered(logical, stage, WORLD_SIZE, int(replicas)))
         engine.initialise_flats(initial_flats(logical))
-        losses = [engine.step(step[RANK]).loss for step in batches]
-        tensors = {f"{f}/{quantity}": t for (f, quantity), t in engine.full_state().items()}
-        tensors["losses"] = torch.tensor(losses, dtype=torch.float64)
-        engine.close()
-        if RANK == 0:
-            save_file(
-                {k: t.contiguous() for k, t in tensors.items()}, FOLDER / f"{stage}.safetensors"
-            )
+        save_run(engine, [engine.step(step[RANK]).loss for step in batches], f"{stage}")
 
 
 def micro_steps(precision: str) -> None:
@@ -95,14 +90,7 @@ def micro_steps(precision: str) -> None:
     for stage in range(4):
         engine = Engine(lowered(logical, stage, WORLD_SIZE))
         engine.initialise_flats(initial_flats(logical))
-        losses = [engine.step(step[RANK]).loss for step in batches]
-        tensors = {f"{f}/{quantity}": t for (f, quantity), t in engine.full_state().items()}
-        tensors["losses"] = torch.tensor(losses, dtype=torch.float64)
-        engine.close()
-        if RANK == 0:
-            save_file(
-                {k: t.contiguous() for k, t in tensors.items()}, FOLDER / f"{stage}.safetensors"
-            )
+        save_run(engine, [engine.step(step[RANK]).loss for step in batches], f"{stage}")
 
 
 def model_stages(path: str) -> None:
@@ -118,14 +106,7 @@ def model_stages(path: str) -> None:
         losses = [
             engine.step(varied(model_file.batch(), step, RANK)).loss for step in range(MODEL_STEPS)
         ]
-        tensors = {f"{f}/{quantity}": t for (f, quantity), t in engine.full_state().items()}
-        tensors["losses"] = torch.tensor(losses, dtype=torch.float64)
-        engine.close()
-        if RANK == 0:
-            save_file(
-                {key: t.contiguous() for key, t in tensors.items()},
-                FOLDER / f"{stage}.safetensors",
-            )
+        save_run(engine, losses, f"{stage}")
 
 
 def initialise(name: str) -> None:

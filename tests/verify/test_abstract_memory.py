@@ -11,6 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.support.examples import examples
+from tests.support.programs import mlp
 from zeroir.ir.buffers import Buffer, Region, Role, Space
 from zeroir.ir.dtypes import DType
 from zeroir.ir.mesh import Axis, Mesh
@@ -29,6 +30,7 @@ from zeroir.verify.domain import (
     spread,
     unpack,
 )
+from zeroir.verify.flat_layout import FlatLayout
 from zeroir.verify.intervals import IntervalMap
 
 NUMEL = 12
@@ -287,6 +289,17 @@ def test_an_interval_map_is_an_array(
     assert [a for a, _, _ in pieces[1:]] == [b for _, b, _ in pieces[:-1]]
     every = kept.read(0, 20)
     assert all(left[2] != right[2] for left, right in pairwise(every))
+
+
+def test_no_element_outside_a_flat_goes_unexamined() -> None:
+    program = mlp(blocks=1)
+    flat = program.flats[0]
+    layout = FlatLayout(program)
+    (*_, last) = layout.cuts(flat.name)
+    stop = flat.padded_numel
+    assert layout.between(flat.name, stop, stop + 1) == [(stop, stop + 1, last[2])]
+    assert layout.between(flat.name, -1, 0) == [(-1, 0, last[2])]
+    assert layout.between(flat.name, stop - 1, stop + 1) == [(stop - 1, stop, last[2])]
 
 
 def test_packing_and_unpacking_are_inverse() -> None:

@@ -4,9 +4,9 @@
     python -m tools.conformance --only "op norm*"
     python -m tools.conformance --resume
 
-Samples are judged in processes of bounded memory, each sample within a minute; a process is replaced after some of
-them. What was judged is kept in build/conformance.jsonl, from which ``--resume`` goes on. Exits with 1 where a sample
-is wrong or crashed.
+Processes of bounded memory judge the samples, each within a minute; a process is replaced after 400 samples. The
+verdicts are kept in build/conformance.jsonl, from which ``--resume`` continues. The exit code is 1 where a sample is
+wrong or crashed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ BAD = (SampleOutcome.WRONG, SampleOutcome.CRASHED)
 
 
 def main() -> int:
-    """Judge what was asked for, say what came out, and write the record."""
+    """Judge the chosen samples, print the outcomes, and write the record."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.conformance", description="Judge torch's own samples."
     )
@@ -73,7 +73,7 @@ def main() -> int:
 
 
 def _judged(names: Sequence[str], samples: int, jobs: int) -> Iterator[tuple[str, list[Judged]]]:
-    """The verdicts on every subject, as they come."""
+    """The verdicts on each subject, in order."""
     with Judges() as judges, ThreadPoolExecutor(jobs) as threads:
         yield from zip(
             names, threads.map(lambda name: judges.judged(name, samples), names), strict=True
@@ -88,14 +88,16 @@ def _kept() -> dict[str, list[Judged]]:
 
 
 def _record(verdicts: Mapping[str, Sequence[Judged]]) -> dict[str, object]:
-    """Counts, and of everything that is not right the reasons, each with those subjects that have it."""
+    """Counts by outcome, and the reasons of all outcomes but right and skipped, each with its subjects."""
     counts = Counter(outcome for each in verdicts.values() for outcome, _ in each)
     reasons: dict[str, dict[str, Counter[str]]] = {}
     for name, each in verdicts.items():
         for outcome, why in each:
             if outcome not in (SampleOutcome.RIGHT, SampleOutcome.SKIPPED):
-                found = reasons.setdefault(outcome, {}).setdefault(_shortened(why), Counter())
-                found[name] += 1
+                counts_by_subject = reasons.setdefault(outcome, {}).setdefault(
+                    _shortened(why), Counter()
+                )
+                counts_by_subject[name] += 1
     return {
         "subjects": len(verdicts),
         "outcomes": {outcome: [counts[outcome], OUTCOMES[outcome]] for outcome in SampleOutcome},
@@ -104,7 +106,7 @@ def _record(verdicts: Mapping[str, Sequence[Judged]]) -> dict[str, object]:
 
 
 def _shortened(why: str) -> str:
-    """A sentence without where the sample's call stands, which operator of several it was, and what to do."""
+    """A reason without the position of the sample's call, the operator's name and the remedy."""
     why = re.sub(r"^\S*(samples|judge)\.py(:\d+)? ", "It ", why)
     why = re.sub(r" at \S*judge\.py(:\d+)?", "", why)
     return re.sub(r" \((aten|prims)\.[\w.]+\)", "", why.partition(";")[0]).rstrip(".")[:160]

@@ -76,7 +76,7 @@ class UnanswerableError(Exception):
 
 
 class FirstUnit(nn.Module):
-    """Makes activations of the tensors that it is given."""
+    """Turns the model's inputs into activations."""
 
     def __init__(self, tensors: tuple[Tensor, ...]) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class FirstUnit(nn.Module):
         )
 
     def forward(self, tensors: tuple[Tensor, ...]) -> list[Tensor]:
-        """The tensors, computed."""
+        """The tensors, each plus a parameter of zeros."""
         return [self._computed(i, tensor) for i, tensor in enumerate(tensors)]
 
     def _computed(self, i: int, tensor: Tensor) -> Tensor:
@@ -151,8 +151,8 @@ class ThreeUnitModel(nn.Module):
 
     def forward(self, *tensors: Tensor) -> Tensor:
         """The loss."""
-        given = tensors[: len(self.unit_middle.sample.tensors)]
-        loss: Tensor = self.unit_last(self.unit_middle(self.unit_first(given)))
+        operands = tensors[: len(self.unit_middle.sample.tensors)]
+        loss: Tensor = self.unit_last(self.unit_middle(self.unit_first(operands)))
         return loss
 
 

@@ -19,13 +19,13 @@ MEMORY_BYTES = 12 << 30
 """Addresses that a process may map; torch itself takes some five GiB of them."""
 SAMPLE_SECONDS = 60
 LIFE = 400
-"""Samples after which a process is replaced: what torch caches grows with every one."""
+"""Samples after which a process is replaced, because torch's caches grow with each."""
 
 Judged = tuple[SampleOutcome, str]
 
 
 class Judges:
-    """As many processes as threads ask at once."""
+    """A pool of processes, one for each thread that asks at the same time."""
 
     def __init__(self) -> None:
         self._idle: SimpleQueue[_Judge] = SimpleQueue()
@@ -39,17 +39,17 @@ class Judges:
 
     def judged(self, name: str, samples: int) -> list[Judged]:
         """The verdicts on the samples of one subject, including those that killed their process."""
-        found: list[Judged] = []
+        verdicts: list[Judged] = []
         judge = self._idle.get() if not self._idle.empty() else _Judge()
         while True:
-            is_done = judge.ask(name, samples, found)
+            is_done = judge.ask(name, samples, verdicts)
             if is_done and judge.answers < LIFE:
                 self._idle.put(judge)
-                return found
+                return verdicts
             code = judge.close()
             if is_done:
-                return found
-            found.append((SampleOutcome.CRASHED, f"the process ended with {code}"))
+                return verdicts
+            verdicts.append((SampleOutcome.CRASHED, f"the process ended with {code}"))
             judge = _Judge()
 
 

@@ -6,7 +6,6 @@ Every contestant is built inside its own processes, which are ranks of a gloo jo
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -14,11 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tools.peers import gpt
-from tools.peers.gpt_model import GPT
-
-Batch = tuple[Tensor, Tensor]
-TakeStep = Callable[[Batch], Tensor]
-"""Train on a batch and return this rank's loss, f32[], before the update."""
+from tools.peers.gpt_model import GPT, Batch, TakeStep, training_step
 
 LEARNING_RATE = 1e-3
 SEED = 0
@@ -57,16 +52,8 @@ def _model() -> GPT:
 
 
 def _loop(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> TakeStep:
-    chosen = optimizer or torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
-
-    def step(batch: Batch) -> Tensor:
-        loss: Tensor = model(*batch)
-        loss.backward()  # type: ignore[no-untyped-call]
-        chosen.step()
-        chosen.zero_grad(set_to_none=True)
-        return loss.detach()
-
-    return step
+    adamw = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+    return training_step(model, adamw if optimizer is None else optimizer)
 
 
 def _zero_redundancy() -> TakeStep:

@@ -14,19 +14,14 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from tools.peers import gpu_gpt
+from tools.peers.gpt_model import TakeStep, training_step
 from zeroir.errors import GraphWarning, KernelWarning
-
-Batch = tuple[Tensor, Tensor]
-TakeStep = Callable[[Batch], Tensor]
-"""Train on a batch of the device and return this rank's loss before the update, without waiting for it."""
 
 LEARNING_RATE = 1e-4
 SEED = 0
@@ -157,15 +152,7 @@ def _fully_sharded(world_size: int, *, is_compiled: bool) -> TakeStep:
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
-
-    def step(batch: Batch) -> Tensor:
-        loss: Tensor = model(*batch)
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
-
-    return step
+    return training_step(model, optimizer)
 
 
 def _zeroir(task: MeasurementTask, device: torch.device, options: list[str]) -> TakeStep:

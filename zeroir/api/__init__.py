@@ -1,4 +1,4 @@
-"""What Python users call, and what the command line is made of."""
+"""The functions and classes for Python users, on which the command line is built."""
 
 from zeroir.api.compiled import (
     CompiledProgram,

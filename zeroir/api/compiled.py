@@ -152,14 +152,18 @@ class CompiledProgram:
             UserError: where the model file is missing or is not the one that was compiled, or where a kernel and
                 its operators compute different results.
         """
-        from zeroir.api.run import make_engine
+        from zeroir.api.run import fitted, load_model, open_engine
+        from zeroir.runtime import rendezvous
 
-        return make_engine(
-            self,
-            seed=seed,
-            model=model,
-            allow_model_change=allow_model_change,
-            kernels=kernels,
+        model_file = load_model(self, model=model, allow_model_change=allow_model_change)
+        job_rank = rendezvous.join_job()
+        compiled, _ = fitted(self, job_rank.world_size)
+        return open_engine(
+            compiled,
+            model_file,
+            job_rank,
+            seed,
+            kernels,
             cuda_graphs=cuda_graphs,
             self_check=self_check,
         )

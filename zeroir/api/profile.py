@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from zeroir.api.compiled import CompiledProgram, load_program
+from zeroir.api.compiled import load_program
 from zeroir.api.job import joined_job, watched_job
 from zeroir.api.run import fitted, load_model, open_batches, open_engine
 from zeroir.api.sentences import warnings_as_sentences
@@ -14,12 +13,6 @@ from zeroir.artifact.outputs import MACHINE, write_whole
 from zeroir.cost.machine import Machine, load_machine, to_toml
 from zeroir.cost.profile import measured_machine
 from zeroir.cost.simulate import simulate
-
-if TYPE_CHECKING:
-    from zeroir.runtime.rendezvous import JobRank
-
-ROUNDS = 20
-"""The default number of rounds of a profile."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,12 +47,12 @@ def profile_program(
     path: Path,
     *,
     output: Path,
-    machine: str = "cpu-local",
-    rounds: int = ROUNDS,
-    seed: int = 0,
-    model: str | None = None,
-    allow_model_change: bool = False,
-    kernels: str = "eager",
+    machine: str,
+    rounds: int,
+    seed: int,
+    model: str | None,
+    allow_model_change: bool,
+    kernels: str,
 ) -> Profile | None:
     """Profile as the rank that torchrun made this process, or alone; rank 0 writes the machine and returns the profile.
 
@@ -72,56 +65,31 @@ def profile_program(
     with watched_job():
         base = load_machine(machine)
         compiled = load_program(path)
-        load_model(compiled, model=model, allow_model_change=allow_model_change)
+        model_file = load_model(compiled, model=model, allow_model_change=allow_model_change)
         with joined_job() as job_rank:
-            result = _profile(
-                compiled,
-                job_rank,
+            from zeroir.runtime.profile import record
+
+            compiled, _ = fitted(compiled, job_rank.world_size)
+            with warnings_as_sentences():
+                engine = open_engine(compiled, model_file, job_rank, seed, kernels)
+            batches = open_batches(model_file, job_rank, seed)
+            recording = record(engine, batches, rounds=rounds)
+            engine.close()
+            if recording is None:
+                return None
+            measured = measured_machine(
+                compiled.program,
+                recording.steps,
                 base,
-                output.stem,
-                rounds,
-                seed,
-                model,
-                allow_model_change,
-                kernels,
+                name=output.stem,
+                workspaces=recording.workspaces,
             )
-            if result is not None:
-                write_whole(output, to_toml(result.machine).encode(), MACHINE)
-    return result
-
-
-def _profile(
-    compiled: CompiledProgram,
-    job_rank: JobRank,
-    base: Machine,
-    name: str,
-    rounds: int,
-    seed: int,
-    model: str | None,
-    allow_model_change: bool,
-    kernels: str,
-) -> Profile | None:
-    from zeroir.runtime import profile
-
-    model_file = load_model(compiled, model=model, allow_model_change=allow_model_change)
-    compiled, _ = fitted(compiled, job_rank.world_size)
-    with warnings_as_sentences():
-        engine = open_engine(compiled, model_file, job_rank, seed, kernels)
-    recording = profile.record(engine, open_batches(model_file, job_rank, seed), rounds=rounds)
-    engine.close()
-    if recording is None:
-        return None
-    measured = measured_machine(
-        compiled.program,
-        recording.steps,
-        base,
-        name=name,
-        workspaces=recording.workspaces,
-    )
+            predicted_s = simulate(compiled.program, measured).step_s
+            write_whole(output, to_toml(measured).encode(), MACHINE)
     return Profile(
         machine=measured,
         rounds=rounds,
         step_s=recording.step_s,
         noise=recording.noise,
-        predicted_s=simulate(compiled.program, measured).step_s,
+        predicted_s=predicted_s,
     )

@@ -36,10 +36,10 @@ def run_program(
     model: str | None,
     allow_model_change: bool,
     as_json: bool,
-    trace: Path | None = None,
-    kernels: str = "eager",
-    cuda_graphs: bool = False,
-    self_check: bool = True,
+    trace: Path | None,
+    kernels: str,
+    cuda_graphs: bool,
+    self_check: bool,
 ) -> None:
     """Train for ``steps`` steps as the rank that torchrun made this process, or alone without torchrun.
 
@@ -56,35 +56,30 @@ def run_program(
         compiled = load_program(path)
         model_file = load_model(compiled, model=model, allow_model_change=allow_model_change)
         with joined_job() as job_rank:
-            _train(
-                compiled,
-                model_file,
-                job_rank,
-                steps,
-                seed,
-                log_every,
-                as_json,
-                trace,
-                kernels,
-                cuda_graphs,
-                self_check,
-            )
+            compiled = _fit_and_report(compiled, job_rank)
+            with warnings_as_sentences():
+                engine = open_engine(
+                    compiled,
+                    model_file,
+                    job_rank,
+                    seed,
+                    kernels,
+                    cuda_graphs=cuda_graphs,
+                    self_check=self_check,
+                )
+            if model_file.batches is None and job_rank.rank == 0:
+                say(f"{model_file.path} has no batches(): training on batch() again and again.")
+            batches = open_batches(model_file, job_rank, seed)
+            if trace is not None:
+                engine.record(steps)
+            _train(engine, batches, job_rank.rank, steps, log_every, as_json=as_json)
+            if trace is not None:
+                _write_trace(trace, engine)
+            engine.close()
 
 
-def _train(
-    compiled: CompiledProgram,
-    model_file: ModelFile,
-    job_rank: JobRank,
-    steps: int,
-    seed: int,
-    log_every: int,
-    as_json: bool,
-    trace: Path | None,
-    kernels: str,
-    cuda_graphs: bool,
-    self_check: bool,
-) -> None:
-    from zeroir.runtime import progress, train
+def _fit_and_report(compiled: CompiledProgram, job_rank: JobRank) -> CompiledProgram:
+    """The program for the job's world size; rank 0 prints notes on it."""
     from zeroir.runtime.comm.job import PeerError
 
     try:
@@ -94,29 +89,27 @@ def _train(
         if job_rank.rank == 0:
             raise
         raise PeerError(str(error)) from error
-    if job_rank.rank == 0 and note:
-        say(note)
-    if job_rank.rank == 0 and (note := construction_note(compiled.program)):
-        say(note)
-    with warnings_as_sentences():
-        engine = open_engine(
-            compiled,
-            model_file,
-            job_rank,
-            seed,
-            kernels,
-            cuda_graphs=cuda_graphs,
-            self_check=self_check,
-        )
-    if model_file.batches is None and job_rank.rank == 0:
-        say(f"{model_file.path} has no batches(): training on batch() again and again.")
-    batches = open_batches(model_file, job_rank, seed)
-    if trace is not None:
-        engine.record(steps)
+    if job_rank.rank == 0:
+        for sentence in filter(None, (note, construction_note(compiled.program))):
+            say(sentence)
+    return compiled
+
+
+def _train(
+    engine: Engine,
+    batches: Iterator[Batch],
+    rank: int,
+    steps: int,
+    log_every: int,
+    *,
+    as_json: bool,
+) -> None:
+    from zeroir.runtime import progress, train
+
     try:
         with (
             progress.reporter(
-                job_rank.rank, steps, as_json=as_json, out=sys.stdout, err=sys.stderr
+                rank, steps, as_json=as_json, out=sys.stdout, err=sys.stderr
             ) as report_step,
             warnings_as_sentences(),
         ):
@@ -131,9 +124,6 @@ def _train(
         raise UserError(
             f"Training stopped, because its output could not be written: {error.strerror}."
         ) from error
-    if trace is not None:
-        _write_trace(trace, engine)
-    engine.close()
 
 
 def open_batches(model_file: ModelFile, job_rank: JobRank, seed: int) -> Iterator[Batch]:
@@ -164,33 +154,6 @@ def _write_trace(path: Path, engine: Engine) -> None:
     document = chrome_trace(engine.program, ranks, step=engine.step_count)
     write_whole(path, json.dumps(document, separators=(",", ":")).encode(), TIMELINE)
     say(f"Wrote {path}, the timeline of step {engine.step_count}: open it at ui.perfetto.dev.")
-
-
-def make_engine(
-    compiled: CompiledProgram,
-    *,
-    seed: int = 0,
-    model: str | Path | None = None,
-    allow_model_change: bool = False,
-    kernels: str = "eager",
-    cuda_graphs: bool = False,
-    self_check: bool = True,
-) -> Engine:
-    """See ``CompiledProgram.engine``."""
-    from zeroir.runtime import rendezvous
-
-    model_file = load_model(compiled, model=model, allow_model_change=allow_model_change)
-    job_rank = rendezvous.join_job()
-    compiled, _ = fitted(compiled, job_rank.world_size)
-    return open_engine(
-        compiled,
-        model_file,
-        job_rank,
-        seed,
-        kernels,
-        cuda_graphs=cuda_graphs,
-        self_check=self_check,
-    )
 
 
 def load_model(

@@ -282,18 +282,14 @@ def _tagged(members: list[object]) -> Codec:
     return Codec(encode=encode_tagged, decode=decode_tagged)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Field:
-    name: str
-    codec: Codec
-    has_default: bool
-    default: object
+_REQUIRED: Final = object()
+"""In the place of the default of a field that has none."""
 
 
 def _dataclass(kind: type) -> Codec:
-    fields: list[_Field] = []
+    fields: list[tuple[str, Codec, object]] = []
 
-    def ready() -> list[_Field]:
+    def ready() -> list[tuple[str, Codec, object]]:
         # Fields are computed at first use, so that classes may refer to each other.
         if not fields:
             fields.extend(_fields(kind))
@@ -303,14 +299,14 @@ def _dataclass(kind: type) -> Codec:
         if type(value) is not kind:
             raise _mismatch(kind.__name__, value)
         encoded: dict[str, object] = {}
-        for field in ready():
-            item = getattr(value, field.name)
-            if field.has_default and type(item) is type(field.default) and item == field.default:
+        for name, form, default in ready():
+            item = getattr(value, name)
+            if type(item) is type(default) and item == default:
                 continue
             try:
-                encoded[field.name] = field.codec.encode(item)
+                encoded[name] = form.encode(item)
             except SchemaError as error:
-                error.path.append(f".{field.name}")
+                error.path.append(f".{name}")
                 raise
         return encoded
 
@@ -318,15 +314,14 @@ def _dataclass(kind: type) -> Codec:
         if type(value) is not dict:
             raise _mismatch(f"the fields of {kind.__name__}", value)
         arguments: dict[str, object] = {}
-        for field in ready():
-            name = field.name
+        for name, form, default in ready():
             if name in value:
                 try:
-                    arguments[name] = field.codec.decode(value[name])
+                    arguments[name] = form.decode(value[name])
                 except SchemaError as error:
                     error.path.append(f".{name}")
                     raise
-            elif not field.has_default:
+            elif default is _REQUIRED:
                 raise SchemaError(f"{kind.__name__} lacks its field '{name}'")
         if len(arguments) < len(value):
             name = next(name for name in value if name not in arguments)
@@ -336,19 +331,16 @@ def _dataclass(kind: type) -> Codec:
     return Codec(encode=encode_dataclass, decode=decode_dataclass)
 
 
-def _fields(kind: type) -> Iterator[_Field]:
+def _fields(kind: type) -> Iterator[tuple[str, Codec, object]]:
+    """Name, codec and default of each field."""
     hints = typing.get_type_hints(kind)
     for field in dataclasses.fields(kind):
-        factory, has_default = field.default_factory, field.default is not dataclasses.MISSING
-        default: object = field.default if has_default else None
-        if factory is not dataclasses.MISSING:
-            has_default, default = True, factory()
-        yield _Field(
-            name=field.name,
-            codec=codec(hints[field.name]),
-            has_default=has_default,
-            default=default,
-        )
+        default: object = _REQUIRED
+        if field.default is not dataclasses.MISSING:
+            default = field.default
+        elif field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        yield field.name, codec(hints[field.name]), default
 
 
 # ---------------------------------------------------------------------------------- node arguments
@@ -401,59 +393,3 @@ def _decode_arg(value: object, depth: int = 0) -> object:
             return tuple(_decode_arg(item, depth + 1) for item in items)
         case _:
             raise _mismatch("an argument of a node", value)
-
-
-# -------------------------------------------------------------------------------------- description
-
-
-def describe(kind: type) -> dict[str, dict[str, str]]:
-    """Every class and enumeration that the kind reaches, with annotations, defaults and values, as text.
-
-    The schema lock compares these descriptions: two schemas with equal descriptions read each other's files.
-    """
-    described: dict[str, dict[str, str]] = {}
-    _describe(kind, described)
-    return {name: described[name] for name in sorted(described)}
-
-
-def _describe(hint: object, described: dict[str, dict[str, str]]) -> None:
-    for argument in typing.get_args(hint):
-        if not isinstance(argument, typing.ForwardRef):
-            _describe(argument, described)
-    if not isinstance(hint, type) or hint.__name__ in described:
-        return
-    if issubclass(hint, Enum):
-        described[hint.__name__] = {member.name: str(member.value) for member in hint}
-        return
-    if not dataclasses.is_dataclass(hint):
-        return
-    hints = typing.get_type_hints(hint)
-    fields = {field.name: field for field in _fields(hint)}
-    declared = typing.get_type_hints(hint, include_extras=True)
-    described[hint.__name__] = {
-        field.name: (
-            # An op may annotate a field beyond its type; the annotation does not change the meaning of files.
-            str(field.type)
-            if declared[field.name] == hints[field.name]
-            else _spelled(hints[field.name])
-        )
-        + (f" = {fields[field.name].default!r}" if fields[field.name].has_default else "")
-        for field in dataclasses.fields(hint)
-    }
-    for field in dataclasses.fields(hint):
-        _describe(hints[field.name], described)
-
-
-def _spelled(hint: object) -> str:
-    """A type as an annotation spells it."""
-    if hint is types.NoneType:
-        return "None"
-    if isinstance(hint, type):
-        return hint.__name__
-    arguments = typing.get_args(hint)
-    if typing.get_origin(hint) in (types.UnionType, typing.Union):
-        return " | ".join(map(_spelled, arguments))
-    assert typing.get_origin(hint) is tuple, hint
-    return (
-        f"tuple[{', '.join('...' if part is Ellipsis else _spelled(part) for part in arguments)}]"
-    )

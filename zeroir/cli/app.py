@@ -7,13 +7,23 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 from cyclopts import App, CycloptsError, MissingArgumentError, Parameter, UnusedCliTokensError
 
 from zeroir import __version__
-from zeroir.cli.arguments import AsJson, AtLeastOne, InSeeds, Kernels, ProgramFile
+from zeroir.cli.arguments import (
+    AllowModelChange,
+    AsJson,
+    AtLeastOne,
+    Kernels,
+    MovedModel,
+    ProgramFile,
+    Ranks,
+    Seed,
+)
 from zeroir.cli.console import accept_any_text, err, out, print_json, shortened_words
 from zeroir.cli.exports import print_pass, show_passes
 from zeroir.errors import MEMORY_REMEDY, UserError, ZeroirError, is_out_of_memory
@@ -68,7 +78,7 @@ def show(
     Example: zeroir show gpt.zir --section last_micro_step --unit blocks.0
     """
     from zeroir.api import load_program
-    from zeroir.cli.render import print_schedule, print_summary, schedule_json
+    from zeroir.report.render import render_schedule, render_summary, schedule_json
 
     compiled = load_program(program)
     if after_pass is not None:
@@ -90,8 +100,8 @@ def show(
     else:
         if after_pass is not None:
             print_pass(compiled)
-        print_summary(out, compiled.summary())
-        print_schedule(out, compiled.program, section=section, unit=unit, is_unfolded=unfold)
+        out.print(render_summary(compiled.summary()))
+        out.print(render_schedule(compiled.program, section=section, unit=unit, is_unfolded=unfold))
     return 0
 
 
@@ -114,20 +124,21 @@ def diff(
     Example: zeroir diff gpt2.zir gpt3.zir
     """
     from zeroir.api import load_program
-    from zeroir.cli.render import print_diff, print_diff_summary
     from zeroir.report.diff import diff as diff_programs
     from zeroir.report.diff import summary as diff_summary
+    from zeroir.report.render import render_diff
 
     before, after = load_program(old).program, load_program(new).program
     text = diff_programs(before, after, old_name=str(old), new_name=str(new))
     facts = diff_summary(before, after)
     if as_json:
-        print_json({"is_equal": not text, "summary": facts.to_json(), "diff": text.splitlines()})
+        print_json({"is_equal": not text, "summary": asdict(facts), "diff": text.splitlines()})
     elif not text:
         out.print(f"{old} and {new} hold equal programs.", markup=False)
     else:
-        print_diff(out, "" if stat else text)
-        print_diff_summary(out, facts)
+        if not stat:
+            out.print(render_diff(text))
+        out.print(str(facts), markup=False)
     return 1 if text and exit_code else 0
 
 
@@ -156,8 +167,8 @@ def verify(
     Example: zeroir verify gpt.zir
     """
     from zeroir.api import load_unverified
-    from zeroir.cli.render import print_report, report_json
-    from zeroir.report.names import parse_bytes
+    from zeroir.ir.amounts import parse_bytes
+    from zeroir.report.render import render_report, report_json
 
     budget_bytes = None if budget is None else parse_bytes(budget)
     measured_machine = None
@@ -176,7 +187,7 @@ def verify(
     if as_json:
         print_json(report_json(report))
     else:
-        print_report(out, report)
+        out.print(render_report(report))
     return 0 if report.is_valid else 1
 
 
@@ -193,7 +204,7 @@ def explain(
 
     Example: zeroir explain Z101
     """
-    from zeroir.cli.render import law_json, print_laws
+    from zeroir.report.render import law_json, render_laws
     from zeroir.verify.explain import CODES
     from zeroir.verify.explain import explain as explain_code
 
@@ -201,7 +212,7 @@ def explain(
         if as_json:
             print_json({"laws": [law_json(each) for each in CODES]})
         else:
-            print_laws(out)
+            out.print(render_laws())
         return 0
     code = code.upper()
     if code not in CODES:
@@ -221,25 +232,13 @@ def run(
     /,
     *,
     steps: Annotated[int, Parameter(validator=AtLeastOne, help="Training steps.")] = 100,
-    nproc: Annotated[
-        int | None,
-        Parameter(validator=AtLeastOne, help="Start this many local ranks with torchrun."),
-    ] = None,
-    seed: Annotated[
-        int, Parameter(validator=InSeeds, help="Seed of weights, data and dropout.")
-    ] = 0,
+    nproc: Ranks = None,
+    seed: Seed = 0,
     log_every: Annotated[
         int, Parameter(validator=AtLeastOne, help="Number of steps between two printed losses.")
     ] = 10,
-    model: Annotated[
-        str | None,
-        Parameter(
-            help="The model file, if it has moved, or was compiled from an absolute path or one that leads upwards."
-        ),
-    ] = None,
-    allow_model_change: Annotated[
-        bool, Parameter(negative=(), help="Run even if the model file changed since compilation.")
-    ] = False,
+    model: MovedModel = None,
+    allow_model_change: AllowModelChange = False,
     trace: Annotated[
         Path | None,
         Parameter(

@@ -16,6 +16,20 @@ AsJson = Annotated[bool, Parameter(name="--json", negative=(), help="Print one J
 AtLeastOne = Number(gte=1)
 InSeeds = Number(gte=-(2**63), lt=2**63)
 """The seeds that every function of torch accepts."""
+Seed = Annotated[int, Parameter(validator=InSeeds, help="Seed of weights, data and dropout.")]
+Ranks = Annotated[
+    int | None,
+    Parameter(validator=AtLeastOne, help="Start this many local ranks with torchrun."),
+]
+MovedModel = Annotated[
+    str | None,
+    Parameter(
+        help="The model file, if it has moved, or was compiled from an absolute path or one that leads upwards."
+    ),
+]
+AllowModelChange = Annotated[
+    bool, Parameter(negative=(), help="Run even if the model file changed since compilation.")
+]
 Machine = Annotated[
     str,
     Parameter(

@@ -35,7 +35,7 @@ def compile(  # noqa: A001 - the command's name is the field's word
     from zeroir.api import compile_with
     from zeroir.api.sentences import warnings_as_sentences
     from zeroir.artifact.outputs import PROGRAM, require_writable
-    from zeroir.cli.render import print_summary
+    from zeroir.report.render import render_summary
 
     source = Path(model.partition(":")[0])
     path = Path(f"{source.stem}.zir") if output is None else output
@@ -46,7 +46,7 @@ def compile(  # noqa: A001 - the command's name is the field's word
     if as_json:
         print_json({"path": str(path), **compiled.summary()})
     else:
-        print_summary(out, compiled.summary())
+        out.print(render_summary(compiled.summary()))
         out.print(f"Wrote {path}.", markup=False)
     return 0
 
@@ -70,7 +70,6 @@ def check(
     """
     from zeroir.api.check import check_model
     from zeroir.api.sentences import warnings_as_sentences
-    from zeroir.cli.render import print_comparison
 
     with progress(f"Checking {model}"), warnings_as_sentences():
         comparison = check_model(
@@ -79,5 +78,5 @@ def check(
     if as_json:
         print_json(comparison.to_json())
     else:
-        print_comparison(out, comparison)
+        out.print(str(comparison), markup=False)
     return 0 if comparison.is_equal else 1

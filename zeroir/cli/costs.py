@@ -8,13 +8,13 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from zeroir.cli.arguments import DEFAULT_MACHINE, AsJson, AtLeastOne, Machine
+from zeroir.cli.arguments import DEFAULT_MACHINE, AsJson, AtLeastOne, Machine, ProgramFile
 from zeroir.cli.console import err, out, print_json
 from zeroir.cost.estimate import EstimateOptions
 
 
 def simulate(
-    program: Annotated[Path, Parameter(help="A compiled program (.zir).")],
+    program: ProgramFile,
     /,
     *,
     machine: Machine = DEFAULT_MACHINE,

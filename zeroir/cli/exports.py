@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, assert_never
 
 from cyclopts import Parameter
 
-from zeroir.cli.arguments import DEFAULT_MACHINE, AsJson, Machine
+from zeroir.cli.arguments import DEFAULT_MACHINE, AsJson, Machine, ProgramFile
 from zeroir.cli.console import out, print_json
 from zeroir.errors import UserError
 
@@ -18,20 +18,22 @@ if TYPE_CHECKING:
     from zeroir.artifact.outputs import OutputKind
 
 Format = Literal["chrome", "memory-snapshot", "flight-recorder", "graphviz"]
+FileFormat = Literal["chrome", "memory-snapshot", "graphviz"]
+"""The formats of one file; ``flight-recorder`` is a folder."""
 
 
 def show_passes(compiled: CompiledProgram, *, as_json: bool) -> int:
     """Print the changes of each pass."""
     from dataclasses import asdict
 
-    from zeroir.cli.render import print_passes
     from zeroir.report.passes import pass_rows, programs_after_passes
+    from zeroir.report.render import render_passes
 
     rows = pass_rows(programs_after_passes(compiled.logical, compiled.program))
     if as_json:
         print_json({"passes": [asdict(row) for row in rows]})
     else:
-        print_passes(out, rows)
+        out.print(render_passes(rows))
     return 0
 
 
@@ -43,7 +45,7 @@ def print_pass(compiled: CompiledProgram) -> None:
 
 
 def export(
-    program: Annotated[Path, Parameter(help="A compiled program (.zir).")],
+    program: ProgramFile,
     /,
     *,
     format: Annotated[  # noqa: A002  the flag is called --format
@@ -72,7 +74,7 @@ def export(
     Example: zeroir export gpt.zir --format memory-snapshot -o gpt.pickle
     """
     from zeroir.api import load_program
-    from zeroir.artifact.outputs import require_writable
+    from zeroir.artifact.outputs import require_writable, write_whole
 
     if section is not None and format != "graphviz":
         raise UserError("--section can be combined only with --format graphviz.")
@@ -84,7 +86,12 @@ def export(
         require_writable(output, _kind(format))
     compiled = load_program(program)
     compiled.require(section=section)
-    written = _export(compiled, program, format, output, section, machine or DEFAULT_MACHINE)
+    if format == "flight-recorder":
+        written = _write_dumps(compiled, program, output)
+    else:
+        content = _content(compiled, program, format, section, machine or DEFAULT_MACHINE)
+        write_whole(output, content, _kind(format))
+        written = [output]
     if as_json:
         print_json({"format": format, "paths": [str(path) for path in written]})
     elif len(written) == 1:
@@ -94,45 +101,33 @@ def export(
     return 0
 
 
-def _export(
-    compiled: CompiledProgram,
-    path: Path,
-    kind: Format,
-    output: Path,
-    section: str | None,
-    machine: str,
-) -> list[Path]:
-    from zeroir.artifact.outputs import write_whole
-    from zeroir.report.plain_pickle import dumps
-
+def _content(
+    compiled: CompiledProgram, path: Path, format_: FileFormat, section: str | None, machine: str
+) -> bytes:
     program = compiled.program
-    if kind == "flight-recorder":
-        return _write_dumps(compiled, path, output)
-    match kind:
+    match format_:
         case "graphviz":
             from zeroir.report.graph import dot
 
-            content = dot(program, section=section).encode()
+            return dot(program, section=section).encode()
         case "memory-snapshot":
             from zeroir.report.memory_snapshot import memory_snapshot
+            from zeroir.report.plain_pickle import dumps
 
-            content = dumps(memory_snapshot(program, source=str(path)))
+            return dumps(memory_snapshot(program, source=str(path)))
         case "chrome":
             from zeroir.cost.machine import load_machine
             from zeroir.cost.simulate import simulate
             from zeroir.report.trace import simulated_trace
 
             simulation = simulate(program, load_machine(machine), logical=compiled.logical)
-            content = json.dumps(simulated_trace(program, simulation)).encode()
+            return json.dumps(simulated_trace(program, simulation)).encode()
         case _:
-            assert_never(kind)
-    write_whole(output, content, _kind(kind))
-    return [output]
+            assert_never(format_)
 
 
-def _kind(format_: Format) -> OutputKind:
-    """The kind of file that a format is written to, or of each file in its folder."""
-    from zeroir.artifact.outputs import DUMP, GRAPH, SNAPSHOT, TIMELINE
+def _kind(format_: FileFormat) -> OutputKind:
+    from zeroir.artifact.outputs import GRAPH, SNAPSHOT, TIMELINE
 
     match format_:
         case "graphviz":
@@ -141,14 +136,12 @@ def _kind(format_: Format) -> OutputKind:
             return SNAPSHOT
         case "chrome":
             return TIMELINE
-        case "flight-recorder":
-            return DUMP
         case _:
             assert_never(format_)
 
 
 def report(
-    program: Annotated[Path, Parameter(help="A compiled program (.zir).")],
+    program: ProgramFile,
     /,
     *,
     output: Annotated[
@@ -177,7 +170,7 @@ def report(
     from zeroir.cost.machine import load_machine
     from zeroir.cost.measured_workspaces import with_measured_workspaces
     from zeroir.cost.simulate import simulate
-    from zeroir.report.names import parse_bytes
+    from zeroir.ir.amounts import parse_bytes
     from zeroir.report.page.charts import require_bokeh
     from zeroir.report.page.html import report_html
 
@@ -221,7 +214,7 @@ def _require_empty(folder: Path) -> None:
 
 def _write_dumps(compiled: CompiledProgram, path: Path, folder: Path) -> list[Path]:
     """Write one file per rank, with the names that the analysis expects; all of them or none."""
-    from zeroir.artifact.outputs import write_whole
+    from zeroir.artifact.outputs import DUMP, write_whole
     from zeroir.report.flight_recorder import flight_recorder_dumps
     from zeroir.report.plain_pickle import dumps
 
@@ -235,7 +228,7 @@ def _write_dumps(compiled: CompiledProgram, path: Path, folder: Path) -> list[Pa
     try:
         for rank, dump in enumerate(flight_recorder_dumps(compiled.program, source=str(path))):
             written.append(folder / f"rank_{rank}")
-            write_whole(written[-1], dumps(dump), _kind("flight-recorder"))
+            write_whole(written[-1], dumps(dump), DUMP)
     except BaseException:
         with contextlib.suppress(OSError):
             for dump_path in written:

@@ -8,7 +8,16 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from zeroir.cli.arguments import AsJson, AtLeastOne, InSeeds, Kernels, ProgramFile
+from zeroir.cli.arguments import (
+    AllowModelChange,
+    AsJson,
+    AtLeastOne,
+    Kernels,
+    MovedModel,
+    ProgramFile,
+    Ranks,
+    Seed,
+)
 from zeroir.cli.console import out, print_json
 from zeroir.errors import UserError
 
@@ -20,10 +29,7 @@ def profile(
     output: Annotated[
         Path, Parameter(name=["-o", "--output"], help="The machine file to write (.toml).")
     ],
-    nproc: Annotated[
-        int | None,
-        Parameter(validator=AtLeastOne, help="Start this many local ranks with torchrun."),
-    ] = None,
+    nproc: Ranks = None,
     machine: Annotated[
         str, Parameter(help="The machine that gives the figures that are not measured.")
     ] = "cpu-local",
@@ -33,18 +39,9 @@ def profile(
             validator=AtLeastOne, help="Number of rounds; each times some steps and records one."
         ),
     ] = 20,
-    seed: Annotated[
-        int, Parameter(validator=InSeeds, help="Seed of weights, data and dropout.")
-    ] = 0,
-    model: Annotated[
-        str | None,
-        Parameter(
-            help="The model file, if it has moved, or was compiled from an absolute path or one that leads upwards."
-        ),
-    ] = None,
-    allow_model_change: Annotated[
-        bool, Parameter(negative=(), help="Run even if the model file changed since compilation.")
-    ] = False,
+    seed: Seed = 0,
+    model: MovedModel = None,
+    allow_model_change: AllowModelChange = False,
     kernels: Kernels = "eager",
     as_json: AsJson = False,
 ) -> int:

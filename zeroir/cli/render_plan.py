@@ -5,15 +5,14 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from zeroir.api.candidates import Candidate
 from zeroir.api.plan import Plan
 from zeroir.api.search_space import words
 from zeroir.report.costs import format_seconds, measured_counts
-from zeroir.report.lines import Lines
 from zeroir.report.names import counted, format_bytes
+from zeroir.report.tables import Lines, columns_table, facts_table
 
 _SHOWN: int = 12
 
@@ -21,9 +20,7 @@ _SHOWN: int = 12
 def render_plan(plan: Plan, *, is_unfolded: bool = False) -> RenderableType:
     """The chosen options, the lower bound, and the closest alternatives; all of them if ``is_unfolded``."""
     chosen = plan.chosen
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="dim")
-    grid.add_column(overflow="fold")
+    grid = facts_table()
     grid.add_row("machine", f"{plan.machine}, {counted(plan.world_size, 'rank')}")
     grid.add_row("memory", f"{format_bytes(plan.budget_bytes)} a rank")
     ended = "" if plan.is_finished else ", the allowed number"
@@ -39,15 +36,9 @@ def render_plan(plan: Plan, *, is_unfolded: bool = False) -> RenderableType:
         f"{format_seconds(plan.bound_ns / 1e9)} ({plan.bound_ns / 1e9 / step_s:.0%} of the step): "
         "the segments alone, or the bytes alone",
     )
-    table = Table(
-        title=Text("\nwhat lost", style="bold"),
-        title_justify="left",
-        box=None,
-        padding=(0, 2, 0, 0),
+    table = columns_table(
+        *("options", "step", "memory", "why"), figures=("step", "memory"), title="what lost"
     )
-    for name in ("options", "step", "memory", "why"):
-        is_figure = name in ("step", "memory")
-        table.add_column(name, justify="right" if is_figure else "left", overflow="fold")
     shown = plan.alternatives if is_unfolded else plan.alternatives[:_SHOWN]
     for alternative in shown:
         candidate = alternative.candidate

@@ -1,1 +1,1 @@
-"""What a step takes, predicted without torch and without running it: time on a machine, and estimates from sizes."""
+"""The costs of a step without running it and without torch: its time on a machine, and estimates from sizes."""

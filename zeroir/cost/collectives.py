@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from zeroir.cost.machine import CollectiveKind, Link, Machine, MeasuredCollective
+from zeroir.cost.machine import CollectiveKind, Link, Machine
 from zeroir.errors import UserError
 
 
@@ -77,7 +77,8 @@ def transfer(
         UserError: where the ring leaves a node of a machine without a network.
     """
     sent = _sent_bytes(kind, ring.ranks, payload_bytes)
-    measured = _measured(machine, kind, ring)
+    key = kind, ring.ranks, ring.nodes
+    measured = next((each for each in machine.collectives if each.key == key), None)
     if ring.ranks == 1:
         # A single rank copies: one read and one write.
         latency_s, transfer_s = 0.0, 2 * payload_bytes / machine.memory.achieved_bytes_per_s
@@ -160,10 +161,3 @@ def _link(machine: Machine, wire: Wire) -> Link:
             "choose another one, or compile for fewer ranks."
         )
     return machine.network
-
-
-def _measured(machine: Machine, kind: CollectiveKind, ring: Ring) -> MeasuredCollective | None:
-    for measured in machine.collectives:
-        if (measured.kind, measured.ranks, measured.nodes) == (kind, ring.ranks, ring.nodes):
-            return measured
-    return None

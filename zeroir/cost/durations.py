@@ -1,8 +1,8 @@
-"""What each op takes on a machine when nothing holds it up.
+"""The time of each op on a machine when it waits for nothing.
 
-A node of a segment takes the longer of its arithmetic and its memory traffic, plus the launch of its kernel: the
-roofline model (Williams et al. 2009), node by node, as eager kernels run. What only moves or updates elements takes
-its bytes. What a profile measured takes the place of that.
+A node of a segment takes as long as its arithmetic or its memory traffic, whichever is longer, and the launch of its
+kernel: the roofline model (Williams et al. 2009), node by node, as eager kernels run. An op that only moves or updates
+elements takes as long as its memory traffic. Measurements of a profile replace computed times.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from zeroir.ir.mesh import HOST, Executor
 from zeroir.ir.ops import Mode
 from zeroir.ir.program import Program
 from zeroir.ir.segment import Node, Segment, TensorType
-from zeroir.ir.traffic import payloads
+from zeroir.ir.traffic import payload_bytes
 from zeroir.ir.views import is_view
 
 _PICKING: Final = frozenset(
@@ -33,12 +33,12 @@ _PICKING: Final = frozenset(
         "aten.index_select.default",
     }
 )
-"""Nodes that read of an operand no more than what they yield."""
+"""Nodes that read from an operand at most as many bytes as they write."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SegmentCost:
-    """One call of a segment: its seconds, and its floating-point operations by the dtype they are done in."""
+    """The cost of one call of a segment: its seconds, and its floating-point operations by dtype."""
 
     seconds: float
     flops: Mapping[DType, int]
@@ -46,7 +46,7 @@ class SegmentCost:
 
 
 def segment_cost(segment: Segment, machine: Machine) -> SegmentCost:
-    """What one call of a segment takes: as measured, else as computed, times what measured ones took longer."""
+    """The cost of one call: the measured time, else the computed time × the machine's ``segments_scale``."""
     types = segment.types()
     seconds = 0.0
     flops: dict[DType, int] = {}
@@ -58,7 +58,7 @@ def segment_cost(segment: Segment, machine: Machine) -> SegmentCost:
         arithmetic_s = node.flops / machine.compute.flops_per_s(dtype)
         traffic_s = node_bytes(node, types) / machine.memory.achieved_bytes_per_s
         seconds += max(arithmetic_s, traffic_s) + machine.compute.kernel_launch_s.value
-    # The digest is as much work as all of the above, so it is only asked for where something was measured.
+    # The digest takes as long to compute as all of the above, and only measurements need it.
     measured = machine.segments.get(segment.digest()) if machine.segments else None
     if machine.segments_scale is not None:
         seconds *= machine.segments_scale.value
@@ -70,29 +70,29 @@ def segment_cost(segment: Segment, machine: Machine) -> SegmentCost:
 
 
 def node_bytes(node: Node, types: tuple[TensorType | None, ...]) -> int:
-    """Bytes that a node reads and writes: every operand once, and every result."""
+    """Bytes that a node reads and writes: each operand once, and each result."""
     written = sum(result.size_bytes for result in node.results if result is not None)
     read = 0
     for index in dict.fromkeys(ref.index for ref in node.refs()):
-        kind = types[index]
-        if kind is not None:
-            size = _touched_bytes(kind)
+        operand = types[index]
+        if operand is not None:
+            size = _distinct_bytes(operand)
             read += min(size, written) if node.op in _PICKING else size
     return read + written
 
 
-def _touched_bytes(kind: TensorType) -> int:
-    """Bytes of the elements that a tensor has; an expanded one has them only once."""
-    sizes = (size for size, step in zip(kind.shape, kind.stride, strict=True) if step)
-    return math.prod(sizes) * kind.dtype.itemsize_bytes
+def _distinct_bytes(tensor: TensorType) -> int:
+    """Bytes of the distinct elements of a tensor: an expanded dimension repeats one element."""
+    sizes = (size for size, step in zip(tensor.shape, tensor.stride, strict=True) if step)
+    return math.prod(sizes) * tensor.dtype.itemsize_bytes
 
 
 def _dtype(node: Node, types: tuple[TensorType | None, ...]) -> DType:
-    """What a node computes in: the dtype of its first operand of floating-point numbers."""
+    """The dtype in which a node computes: that of its first floating-point operand."""
     for ref in node.refs():
-        kind = types[ref.index]
-        if kind is not None and kind.dtype.is_floating:
-            return kind.dtype
+        operand = types[ref.index]
+        if operand is not None and operand.dtype.is_floating:
+            return operand.dtype
     return DType.F32
 
 
@@ -102,53 +102,53 @@ class Durations:
     def __init__(self, program: Program, machine: Machine) -> None:
         self._program = program
         self._machine = machine
-        self._segments: dict[str, SegmentCost] = {}
+        self._segment_costs: dict[str, SegmentCost] = {}
         self._executors = {stream.name: stream.executor for stream in program.streams}
-        self._transfers: dict[tuple[CollectiveKind, Ring, int], CollectiveCost] = {}
-        self._measured = {(one.name, one.stream): one for one in machine.ops}
+        self._collective_costs: dict[tuple[CollectiveKind, Ring, int], CollectiveCost] = {}
+        self._measured_ops = {measured.key: measured for measured in machine.ops}
 
     def segment(self, name: str) -> SegmentCost:
-        """What one call of the segment of that name takes."""
-        found = self._segments.get(name)
-        if found is None:
-            found = segment_cost(self._program.segment_by_name[name], self._machine)
-            self._segments[name] = found
-        return found
+        """The cost of one call of a segment."""
+        cost = self._segment_costs.get(name)
+        if cost is None:
+            cost = segment_cost(self._program.segment_by_name[name], self._machine)
+            self._segment_costs[name] = cost
+        return cost
 
     @property
-    def segments(self) -> tuple[SegmentCost, ...]:
-        """Those that were asked for so far."""
-        return tuple(self._segments.values())
+    def segment_costs(self) -> tuple[SegmentCost, ...]:
+        """The costs that :meth:`segment` has computed, one for each segment."""
+        return tuple(self._segment_costs.values())
 
     @property
-    def transfers(self) -> tuple[CollectiveCost, ...]:
-        """Those that were asked for so far: of each kind, ring and size."""
-        return tuple(self._transfers.values())
+    def collective_costs(self) -> tuple[CollectiveCost, ...]:
+        """The costs that :meth:`collective` has computed, one for each kind, ring and size."""
+        return tuple(self._collective_costs.values())
 
     def collective(self, op: ops.CollectiveOp, ring: Ring) -> CollectiveCost:
-        """What a collective takes among the ranks of a ring."""
-        key = collective_kind(op), ring, sum(size for _, size in payloads(op, self._program))
-        found = self._transfers.get(key)
-        if found is None:
-            found = transfer(self._machine, *key)
-            self._transfers[key] = found
-        return found
+        """The cost of a collective among the ranks of a ring."""
+        key = collective_kind(op), ring, payload_bytes(op, self._program)
+        cost = self._collective_costs.get(key)
+        if cost is None:
+            cost = transfer(self._machine, *key)
+            self._collective_costs[key] = cost
+        return cost
 
     def seconds(self, op: ops.Op) -> float:
-        """What an op takes that is no collective. A wait takes no time of its own, unless it was measured."""
+        """Seconds of an op that is not a collective. A wait takes no time itself, unless it was measured."""
         machine = self._machine
         if not isinstance(op, ops.Compute):
-            measured = self._measured.get((ops.op_name(type(op)), effects(op).stream))
+            measured = self._measured_ops.get((ops.op_name(type(op)), effects(op).stream))
             if measured is not None:
                 return measured.alpha_s + measured.beta_s_per_byte * self.traffic_bytes(op)
         match op:
             case ops.Alloc() | ops.Release() | ops.Wait():
                 return 0.0
             case ops.Collective():
-                raise ValueError("what a collective takes depends on the ranks")
+                raise ValueError("the time of a collective depends on its ranks")
             case ops.Compute():
                 cost = self.segment(op.segment)
-                # A call that was measured had added its results already.
+                # A measured time includes the addition of results.
                 return cost.seconds + (0.0 if cost.is_measured else self._added_s(op))
             case ops.Elementwise() | ops.Update():
                 return self._elementwise_s(op)
@@ -165,7 +165,7 @@ class Durations:
                 assert_never(op)
 
     def _added_s(self, op: ops.Compute) -> float:
-        """Adding results to what destinations hold: a kernel that reads both and writes one."""
+        """Seconds to add results to their destinations: each kernel reads both and writes the sum."""
         added = [
             destination.view.region
             for destination in op.destinations

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Final, Literal
@@ -31,6 +31,10 @@ from zeroir.ir.dtypes import DType
 CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "broadcast"]
 
 
+Measurement = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Text = Annotated[str, Field(min_length=1)]
+
+
 class _Table(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -39,48 +43,34 @@ class Figure(_Table):
     """A number and its source; the name of the key ends in its unit."""
 
     value: Annotated[float, Field(strict=True)]
-    source: Annotated[str, Field(min_length=1)]
+    source: Text
 
 
-def _require(is_met: bool, expected: str, figure: Figure) -> Figure:
-    if math.isnan(figure.value) or not is_met:
-        raise PydanticCustomError("figure", "{expected}", {"expected": expected})
-    return figure
+def _require(is_met: Callable[[float], bool], expected: str) -> AfterValidator:
+    def check(figure: Figure) -> Figure:
+        if not is_met(figure.value):
+            raise PydanticCustomError("figure", "{expected}", {"expected": expected})
+        return figure
+
+    return AfterValidator(check)
 
 
+_MACHINES: Final = resources.files("zeroir.cost") / "machines"
 _LONGEST_FILE: Final = 10_000_000
 """Most characters of a machine file: one with a profile has a line for every segment."""
 
-Positive = Annotated[
-    Figure, AfterValidator(lambda figure: _require(figure.value > 0, "a value above 0", figure))
-]
-Size = Annotated[
-    Figure,
-    AfterValidator(
-        lambda figure: _require(0 < figure.value < math.inf, "a finite value above 0", figure)
-    ),
-]
+# No comparison holds for NaN.
+Positive = Annotated[Figure, _require(lambda value: value > 0, "a value above 0")]
+Size = Annotated[Figure, _require(lambda value: 0 < value < math.inf, "a finite value above 0")]
 NotNegative = Annotated[
-    Figure,
-    AfterValidator(
-        lambda figure: _require(
-            0 <= figure.value < math.inf, "a finite value of at least 0", figure
-        )
-    ),
+    Figure, _require(lambda value: 0 <= value < math.inf, "a finite value of at least 0")
 ]
 Fraction = Annotated[
-    Figure,
-    AfterValidator(
-        lambda figure: _require(0 < figure.value <= 1, "a value above 0, and at most 1", figure)
-    ),
+    Figure, _require(lambda value: 0 < value <= 1, "a value above 0, and at most 1")
 ]
 Count = Annotated[
     Figure,
-    AfterValidator(
-        lambda figure: _require(
-            figure.value >= 1 and figure.value.is_integer(), "a whole value of at least 1", figure
-        )
-    ),
+    _require(lambda value: value >= 1 and value.is_integer(), "a whole value of at least 1"),
 ]
 
 
@@ -157,9 +147,9 @@ class Disk(_Table):
 class MeasuredSegment(_Table):
     """Measurements of one call of a segment: its seconds, and its peak workspace beside its buffers, in bytes."""
 
-    seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    seconds: Measurement
     workspace_bytes: Annotated[int, Field(ge=0)] | None = None
-    source: Annotated[str, Field(min_length=1)]
+    source: Text
 
 
 class MeasuredCollective(_Table):
@@ -168,19 +158,29 @@ class MeasuredCollective(_Table):
     kind: CollectiveKind
     ranks: Annotated[int, Field(ge=1)]
     nodes: Annotated[int, Field(ge=1)]
-    alpha_s: Annotated[float, Field(ge=0, allow_inf_nan=False)]
-    beta_s_per_byte: Annotated[float, Field(ge=0, allow_inf_nan=False)]
-    source: Annotated[str, Field(min_length=1)]
+    alpha_s: Measurement
+    beta_s_per_byte: Measurement
+    source: Text
+
+    @property
+    def key(self) -> tuple[CollectiveKind, int, int]:
+        """The collectives that it holds for."""
+        return self.kind, self.ranks, self.nodes
 
 
 class MeasuredOp(_Table):
     """The time of the ops of a name on a stream: alpha + beta × the bytes that an op reads and writes."""
 
-    name: Annotated[str, Field(min_length=1)]
-    stream: Annotated[str, Field(min_length=1)]
-    alpha_s: Annotated[float, Field(ge=0, allow_inf_nan=False)]
-    beta_s_per_byte: Annotated[float, Field(ge=0, allow_inf_nan=False)]
-    source: Annotated[str, Field(min_length=1)]
+    name: Text
+    stream: Text
+    alpha_s: Measurement
+    beta_s_per_byte: Measurement
+    source: Text
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """The ops that it holds for."""
+        return self.name, self.stream
 
 
 class Machine(_Table):
@@ -190,8 +190,8 @@ class Machine(_Table):
     makes segments with and without a measurement comparable.
     """
 
-    name: Annotated[str, Field(min_length=1)]
-    accelerator: Annotated[str, Field(min_length=1)]
+    name: Text
+    accelerator: Text
     accelerators_per_node: Count
     compute: Arithmetic
     memory: DeviceMemory
@@ -218,14 +218,8 @@ class Machine(_Table):
 
 def machine_names() -> tuple[str, ...]:
     """The machines that zeroir describes."""
-    files = resources.files("zeroir.cost") / "machines"
-    return tuple(
-        sorted(
-            file.name.removesuffix(".toml")
-            for file in files.iterdir()
-            if file.name.endswith(".toml")
-        )
-    )
+    names = (file.name for file in _MACHINES.iterdir())
+    return tuple(sorted(name.removesuffix(".toml") for name in names if name.endswith(".toml")))
 
 
 def load_machine(name: str | Path) -> Machine:
@@ -237,7 +231,7 @@ def load_machine(name: str | Path) -> Machine:
     """
     names = machine_names()
     if isinstance(name, str) and name in names:
-        file = resources.files("zeroir.cost") / "machines" / f"{name}.toml"
+        file = _MACHINES / f"{name}.toml"
         return parse_machine(file.read_text(encoding="utf-8"), f"{name}.toml")
     path = Path(name)
     if path.suffix != ".toml" and not path.is_file():

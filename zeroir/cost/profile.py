@@ -33,7 +33,7 @@ from zeroir.ir.effects import effects
 from zeroir.ir.mesh import COMPUTE, HOST
 from zeroir.ir.program import Program, Section
 from zeroir.ir.spans import Span
-from zeroir.ir.traffic import payloads
+from zeroir.ir.traffic import payload_bytes
 
 Step = Sequence[Sequence[Span]]
 """The spans of a step by rank, on one clock."""
@@ -62,7 +62,7 @@ _Place = tuple[str, int]
 
 @dataclass(slots=True, kw_only=True)
 class _OpRecord:
-    """The recorded durations of one op in seconds, one for each step and rank, and what the model of its time needs."""
+    """The recorded durations of one op in seconds, one for each step and rank, its kind and its size."""
 
     kind: _Kind
     size_bytes: int
@@ -88,7 +88,7 @@ def measured_machine(
         ops_by_kind[durations.kind].append(durations)
     segments: dict[str, MeasuredSegment] = {}
     collectives: list[MeasuredCollective] = []
-    others: list[MeasuredOp] = []
+    other_ops: list[MeasuredOp] = []
     for kind, equal_ops in ops_by_kind.items():
         means = [fmean(durations.seconds) for durations in equal_ops]
         sizes_bytes = [durations.size_bytes for durations in equal_ops]
@@ -100,7 +100,7 @@ def measured_machine(
                 )
             case _OfOp(op, stream):
                 alpha_s, beta = fit(sizes_bytes, means)
-                others.append(
+                other_ops.append(
                     MeasuredOp(
                         name=op, stream=stream, alpha_s=alpha_s, beta_s_per_byte=beta, source=source
                     )
@@ -129,8 +129,18 @@ def measured_machine(
             "host": host,
             "segments_scale": _segments_scale(program, base, segments),
             "segments": {**base.segments, **segments},
-            "collectives": (*collectives, *_not_in(base.collectives, collectives)),
-            "ops": (*others, *(op for op in base.ops if _key(op) not in map(_key, others))),
+            "collectives": (
+                *collectives,
+                *(
+                    old
+                    for old in base.collectives
+                    if old.key not in {new.key for new in collectives}
+                ),
+            ),
+            "ops": (
+                *other_ops,
+                *(old for old in base.ops if old.key not in {new.key for new in other_ops}),
+            ),
         }
     )
 
@@ -161,21 +171,6 @@ def typical(steps: Sequence[Step]) -> Sequence[Step]:
 def _duration_ns(step: Step) -> int:
     spans = [span for rank in step for span in rank]
     return max(span.end_ns for span in spans) - min(span.start_ns for span in spans)
-
-
-def _not_in(
-    old: Sequence[MeasuredCollective], new: Sequence[MeasuredCollective]
-) -> Iterator[MeasuredCollective]:
-    replaced = {(measured.kind, measured.ranks, measured.nodes) for measured in new}
-    return (
-        measured
-        for measured in old
-        if (measured.kind, measured.ranks, measured.nodes) not in replaced
-    )
-
-
-def _key(op: MeasuredOp) -> tuple[str, str]:
-    return op.name, op.stream
 
 
 def fit(sizes_bytes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
@@ -271,7 +266,7 @@ def _no_durations(
     match op:
         case ops.Collective():
             kind: _Kind = _OfCollective(collective_kind(op), rings[op.comm][rank])
-            return _OpRecord(kind=kind, size_bytes=sum(size for _, size in payloads(op, program)))
+            return _OpRecord(kind=kind, size_bytes=payload_bytes(op, program))
         case ops.Compute():
             kind = _OfSegment(program.segment_by_name[op.segment].digest())
             return _OpRecord(kind=kind, size_bytes=0)

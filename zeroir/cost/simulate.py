@@ -1,4 +1,4 @@
-"""How long a step takes on a machine, and what it waits for: a program is simulated without running it.
+"""The simulation of a step on a machine: its time and its critical path, without running the program.
 
 The streams run in the order that the program gives them, on one rank of each class of ranks that behave alike. A
 prediction is as good as the machine's figures. It knows of no other load on the machine, and counts no time for the
@@ -43,6 +43,12 @@ class ClassResult:
     busy_s: Mapping[str, float]
     exposed_s: float
     bytes_by_wire: Mapping[str, float]
+
+    @property
+    def label(self) -> str:
+        """The first rank, and the number of those like it."""
+        alike = len(self.ranks) - 1
+        return f"rank {self.ranks[0]}" + (f" and {alike} alike" if alike else "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,10 +156,10 @@ def simulate(
         mfu=model_s * _NS / step_ns if step_ns else 0.0,
         hfu=ideal_s * _NS / step_ns if step_ns else 0.0,
         measured=Measured(
-            segments=sum(cost.is_measured for cost in durations.segments),
-            of_segments=len(durations.segments),
-            collectives=sum(cost.is_measured for cost in durations.transfers),
-            of_collectives=len(durations.transfers),
+            segments=sum(cost.is_measured for cost in durations.segment_costs),
+            of_segments=len(durations.segment_costs),
+            collectives=sum(cost.is_measured for cost in durations.collective_costs),
+            of_collectives=len(durations.collective_costs),
         ),
     )
 

@@ -1,7 +1,8 @@
-"""A step of a program as tasks and what each of them comes after, the same for every rank.
+"""A step of a program as a graph of tasks, which is the same for every rank.
 
-A task is an op, the issue of an op by the host, or a joint between sections. It comes after the one before it on its
-stream, what it waits for, the collective before it on its communicator, its own issue, and the joint before it.
+A task is an op, the issue of an op by the host, or a joint between two sections. The predecessors of an op are the op
+before it on its stream, the ops that signal its events, the collective before it on its communicator, its own issue,
+and the joint before it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from zeroir.ir.program import LAST_MICRO_STEP, MICRO_STEP, UPDATE, Program, Sect
 
 
 class TaskKind(Enum):
-    """What a task is."""
+    """The kind of a task: an op, its issue by the host, or a joint between two sections."""
 
     RUN = auto()
     ISSUE = auto()
@@ -29,9 +30,9 @@ class TaskKind(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """One task. ``after`` are the tasks that it comes after, and ``stream_before`` is the op before it on its stream.
+    """One task. ``after`` are its predecessors, and ``stream_before`` is the op before it on its stream.
 
-    A joint has no op of its own and stands at the index after its section's last.
+    A joint has no op; its index is the number of ops of the section before it.
     """
 
     kind: TaskKind
@@ -44,10 +45,10 @@ class Task:
 
 
 def require_micro_steps(program: Program, micro_steps: int | None) -> int:
-    """The micro-steps of a step to simulate: those that the program was compiled for unless others are given.
+    """The number of micro-steps to simulate: the given one, else that of the compilation.
 
     Raises:
-        UserError: where the program has no section for them.
+        UserError: where the program has no section for more than one micro-step.
     """
     count = int(program.option.get("micro_steps", "1")) if micro_steps is None else micro_steps
     if count < 1:
@@ -59,17 +60,27 @@ def require_micro_steps(program: Program, micro_steps: int | None) -> int:
     return count
 
 
+def step_sections(program: Program, micro_steps: int | None = None) -> list[Section]:
+    """The sections of a training step in their order, ``micro_step`` once for each of its runs.
+
+    Raises:
+        UserError: where the program has no section for more than one micro-step.
+    """
+    repeats = require_micro_steps(program, micro_steps) - 1
+    names = [*[MICRO_STEP] * repeats, LAST_MICRO_STEP, UPDATE]
+    return [program.section_by_name[name] for name in names if name in program.section_by_name]
+
+
 def step_tasks(
     program: Program, micro_steps: int, *, is_issuing: bool, host_computes: bool
 ) -> list[Task]:
-    """The tasks of a training step, each after all those that it comes after.
+    """The tasks of a training step, each after its predecessors.
 
-    With ``is_issuing`` the host takes time to issue an op, and with ``host_computes`` it issues nothing while it
-    carries out an op of the stream ``compute``, or waits at a joint.
+    With ``is_issuing`` the host takes time to issue an op. With ``host_computes`` it issues nothing while it carries
+    out an op of the stream ``compute``, or while it waits at a joint.
     """
     tasks = _TaskList(program, is_issuing=is_issuing, host_computes=host_computes)
-    names = [*[MICRO_STEP] * (micro_steps - 1), LAST_MICRO_STEP, UPDATE]
-    sections = [program.section_by_name[name] for name in names if name in program.section_by_name]
+    sections = step_sections(program, micro_steps)
     for number, section in enumerate(sections):
         if number:
             tasks.join(sections[number - 1])
@@ -83,7 +94,7 @@ class _TaskList:
         self.tasks: list[Task] = []
         self._is_issuing = is_issuing
         self._host_computes = host_computes
-        # A wait is a task as well, and one of the host is done by the host.
+        # A wait is a task as well, and the host carries out its own waits.
         self._clocks = StreamClocks((*(stream.name for stream in program.streams), HOST))
         self._on_stream: list[list[int]] = [[] for _ in self._clocks.numbers]
         self._on_comm: dict[str, int] = {}
@@ -92,7 +103,7 @@ class _TaskList:
         self._joined: set[int] = set()
 
     def add(self, section: str, index: int, op: Op) -> None:
-        """The next op of a section."""
+        """Add the next op of a section."""
         effect = effects(op)
         stream = self._clocks.numbers[effect.stream]
         if self._is_issuing:
@@ -105,11 +116,11 @@ class _TaskList:
                 after=_present(self._host),
             )
             self._host = self._append(issue)
-        own = self._on_stream[stream]
-        before = own[-1] if own else None
+        stream_tasks = self._on_stream[stream]
+        before = stream_tasks[-1] if stream_tasks else None
         after = [before, self._host]
         if stream not in self._joined:
-            # Later ops of the stream come after this one anyway.
+            # Later ops of the stream follow this one anyway.
             after.append(self._joint)
             self._joined.add(stream)
         after += [self._task_at(self._clocks.signaller(event)) for event in effect.waits]
@@ -125,8 +136,8 @@ class _TaskList:
             stream_before=before,
         )
         number = self._append(task)
-        own.append(number)
-        # What the wait orders, its edge says: of the clocks only positions are asked.
+        stream_tasks.append(number)
+        # The edges of waits are in ``after``; the clocks only find the positions of ops.
         self._clocks.issue(stream, *effect.signals)
         if effect.comm is not None:
             self._on_comm[effect.comm] = number
@@ -135,7 +146,7 @@ class _TaskList:
             self._host = number
 
     def join(self, section: Section) -> None:
-        """The joint after a section: everything later comes after everything before, but for what is pending."""
+        """Add the joint after a section: all later tasks follow all earlier ones but those whose events are pending."""
         last = self._clocks.join([pending.event for pending in section.exit.pending])
         task = Task(
             kind=TaskKind.JOINT,
@@ -166,7 +177,7 @@ def _present(*numbers: int | None) -> tuple[int, ...]:
 
 
 def followers(tasks: Sequence[Task]) -> list[list[int]]:
-    """For each task those that come right after it."""
+    """The tasks that have a task among their predecessors, for each task."""
     followers_of: list[list[int]] = [[] for _ in tasks]
     for number, task in enumerate(tasks):
         for before in task.after:

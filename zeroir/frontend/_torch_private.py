@@ -335,35 +335,22 @@ def _placeholder(node: torch.fx.Node) -> Placeholder:
 
 
 def _as_function(module: torch.fx.GraphModule, input_count: int) -> FunctionGraph:
-    inputs: dict[int, torch.fx.Node] = {}
-    tangents: dict[int, torch.fx.Node] = {}
-    for node in module.graph.find_nodes(op="placeholder"):
-        match node.meta["desc"]:
-            case d.PlainAOTInput(idx=position):
-                inputs[position] = node
-            case d.TangentAOTInput(output=d.PlainAOTOutput(idx=position)):
-                tangents[position] = node
-            case desc:
-                raise UnknownDescriptorError(f"an input of a function's graph is {desc}")
-    outputs: dict[int, torch.fx.Node] = {}
-    gradients: dict[int, torch.fx.Node] = {}
     (output,) = module.graph.find_nodes(op="output")
-    values: Any = output.args[0]
-    for value, desc in zip(values, output.meta["desc"], strict=True):
-        match desc:
-            case d.PlainAOTOutput(idx=position):
-                outputs[position] = value
-            case d.GradAOTOutput(grad_of=d.PlainAOTInput(idx=position)):
-                if value is not None:
-                    gradients[position] = value
-            case None:
-                pass
-            case _:
-                raise UnknownDescriptorError(f"an output of a function's graph is {desc}")
+    results: Any = output.args[0]
+    nodes = {node.meta["desc"]: node for node in module.graph.find_nodes(op="placeholder")}
+    values = dict(zip(output.meta["desc"], results, strict=True))
+    output_count = sum(isinstance(desc, d.PlainAOTOutput) for desc in values)
+    inputs = [d.PlainAOTInput(idx=at) for at in range(input_count)]
+    outputs = [d.PlainAOTOutput(idx=at) for at in range(output_count)]
+    gradients = [d.GradAOTOutput(grad_of=desc) for desc in inputs]
+    tangents = [d.TangentAOTInput(output=desc) for desc in outputs]
+    unknown = {*nodes, *values} - {None, *inputs, *outputs, *gradients, *tangents}
+    if unknown:
+        raise UnknownDescriptorError(f"an input or output of a function's graph is {unknown.pop()}")
     return FunctionGraph(
         module=module,
-        inputs=tuple(inputs[i] for i in range(input_count)),
-        outputs=tuple(outputs[i] for i in range(len(outputs))),
-        tangents=tuple(tangents.get(i) for i in range(len(outputs))),
-        gradients=tuple(gradients.get(i) for i in range(input_count)),
+        inputs=tuple(nodes[desc] for desc in inputs),
+        outputs=tuple(values[desc] for desc in outputs),
+        tangents=tuple(nodes.get(desc) for desc in tangents),
+        gradients=tuple(values.get(desc) for desc in gradients),
     )

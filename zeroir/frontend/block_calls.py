@@ -82,16 +82,14 @@ class CallSequence:
     outputs: list[int]
     sites: int
 
-    def equals(self, sequence: CallSequence) -> bool:
-        """Whether another sequence computes the same function."""
-        return (
-            self.inputs == sequence.inputs
-            and self.outputs == sequence.outputs
-            and self.sites == sequence.sites
-            and self.results == sequence.results
-            and len(self.calls) == len(sequence.calls)
-            and all(_are_same_calls(a, b) for a, b in zip(self.calls, sequence.calls, strict=True))
-        )
+    def key(self) -> tuple[object, ...]:
+        """A key that is equal for sequences that compute the same function.
+
+        It holds the arguments as text, because 1 is equal to 1.0 and True, and 0.0 to -0.0.
+        """
+        values = [(call.args, call.kwargs, call.result, call.has_grad) for call in self.calls]
+        types = (self.inputs, self.results, self.outputs, self.sites)
+        return *(call.function for call in self.calls), repr(values), repr(types)
 
 
 def kind_of(tensor: Tensor) -> TensorKind:
@@ -169,32 +167,3 @@ def tensors_in(value: object) -> list[Tensor]:
     tensors: list[Tensor] = []
     mapped(value, lambda x: tensors.append(x) if isinstance(x, Tensor) else None)
     return tensors
-
-
-def _are_same_calls(left: TorchCall, right: TorchCall) -> bool:
-    # A property's getter is a new object each time.
-    return (
-        left.function == right.function
-        and left.has_grad == right.has_grad
-        and _are_same(
-            (left.args, left.kwargs, left.result), (right.args, right.kwargs, right.result)
-        )
-    )
-
-
-def _are_same(left: object, right: object) -> bool:
-    """Equality that distinguishes 1 from 1.0 and True, and 0.0 from -0.0."""
-    if type(left) is not type(right):
-        return False
-    if isinstance(left, tuple | list):
-        assert isinstance(right, tuple | list)
-        return len(left) == len(right) and all(map(_are_same, left, right))
-    if isinstance(left, dict):
-        assert isinstance(right, dict)
-        return list(left) == list(right) and all(_are_same(left[key], right[key]) for key in left)
-    if isinstance(left, slice):
-        assert isinstance(right, slice)
-        return _are_same((left.start, left.stop, left.step), (right.start, right.stop, right.step))
-    if isinstance(left, float | complex):
-        return repr(left) == repr(right)
-    return left == right

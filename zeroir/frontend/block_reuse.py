@@ -93,30 +93,24 @@ class ReusePlan:
 
 def make_plan(recording: ForwardRecording, mode: FakeTensorMode, minimum: int) -> ReusePlan:
     """One block graph for all equal calls, where there are at least ``minimum`` of them."""
-    groups: list[tuple[CallSequence, list[int]]] = []
+    groups: dict[object, tuple[CallSequence, list[int]]] = {}
     for index, call in enumerate(recording.block_calls):
-        sequence = call.sequence
-        if sequence is None:
-            continue
-        group = next((members for first, members in groups if first.equals(sequence)), None)
-        if group is None:
-            groups.append((sequence, [index]))
-        else:
-            group.append(index)
+        if call.sequence is not None:
+            groups.setdefault(call.sequence.key(), (call.sequence, []))[1].append(index)
     graphs: dict[int, BlockGraph] = {}
-    for sequence, members in groups:
+    for sequence, members in groups.values():
         if len(members) < minimum:
             continue
         try:
             graph = make_block_graph(sequence, mode)
         except Exception:  # noqa: BLE001 - the capture of the whole model reports any error with its line
             continue
-        fitting = [at for at in members if _is_last_user(recording.block_calls[at], graph)]
+        fitting = [at for at in members if _keeps_gradient_order(recording.block_calls[at], graph)]
         graphs.update(dict.fromkeys(fitting, graph))
     return ReusePlan(recording, graphs)
 
 
-def _is_last_user(call: BlockCall, graph: BlockGraph) -> bool:
+def _keeps_gradient_order(call: BlockCall, graph: BlockGraph) -> bool:
     """Whether a call adds up gradients in the same order as the model's own graph would.
 
     Autograd adds the gradients of one tensor in the reverse order of its uses, each as soon as it exists. So a block
@@ -163,7 +157,7 @@ class _BlockFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: _Context, plan: ReusePlan, at: int, graph: BlockGraph, *inputs: Tensor
+        ctx: _BlockContext, plan: ReusePlan, at: int, graph: BlockGraph, *inputs: Tensor
     ) -> tuple[Tensor, ...]:
         sequence = graph.sequence
         kinds = [sequence.results[index] for index in sequence.outputs]
@@ -176,7 +170,7 @@ class _BlockFunction(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    def backward(ctx: _Context, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _BlockContext, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
         graph = ctx.graph
         if [None if x is None else kind_of(x) for x in tangents] != [
             None if kind is None else _without_grad(kind) for kind in graph.tangents
@@ -190,7 +184,7 @@ class _BlockFunction(torch.autograd.Function):
         return (None, None, None, *by_input, *seeds)
 
 
-class _Context(torch.autograd.function.FunctionCtx):
+class _BlockContext(torch.autograd.function.FunctionCtx):
     plan: ReusePlan
     at: int
     graph: BlockGraph

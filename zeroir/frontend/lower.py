@@ -11,7 +11,7 @@ from zeroir.frontend.capture import CapturedModel
 from zeroir.frontend.micro_step import MicroStepBuilder
 from zeroir.frontend.module_tensors import TensorInfo
 from zeroir.frontend.segment_calls import GradientSink, SegmentCall
-from zeroir.frontend.update import Scalars, update_body
+from zeroir.frontend.update import scalars, update_body
 from zeroir.ir.buffers import Buffer, Region, Role, Space
 from zeroir.ir.contents import FlatContent, Micro
 from zeroir.ir.dtypes import DType
@@ -62,7 +62,7 @@ def lower(
             for flat in trainable
         )
     )
-    scalars = Scalars.of(options)
+    scalar_buffers, scalar_bindings = zip(*scalars(options), strict=True)
     sections = [
         Section(name=LAST_MICRO_STEP, body=ops, exit=complete),
         Section(name=UPDATE, entry=complete, body=update_body(trainable, options)),
@@ -73,7 +73,7 @@ def lower(
     program = Program(
         mesh=Mesh(axes=(Axis(name="dp", size=1),)),
         flats=flats,
-        buffers=(*_state_buffers(flats, options), *scalars.buffers(), *micro_step.buffers.values()),
+        buffers=(*_state_buffers(flats, options), *scalar_buffers, *micro_step.buffers.values()),
         segments=segments,
         sections=tuple(sections),
         inputs=tuple(
@@ -83,7 +83,7 @@ def lower(
             for info in captured.batch
         ),
         module_buffers=tuple(micro_step.bindings.values()),
-        scalars=scalars.bindings(),
+        scalars=scalar_bindings,
         groups=(
             OptimizerGroup(
                 name="default",

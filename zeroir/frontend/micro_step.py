@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -78,7 +80,7 @@ class MicroStepBuilder:
         self._roots: dict[int, Buffer] = {}
         self._parameters_begun: set[str] = set()
         self._flats_begun: set[str] = set()
-        self._names = _TemporaryNames()
+        self._name_counts: Counter[str] = Counter()
         self._ops: list[Op] = []
         self._deferred: list[Op] = []
         for info in self.captured.batch:
@@ -136,7 +138,7 @@ class MicroStepBuilder:
             case StoredSink(root=root):
                 call = self.calls[at]
                 is_saved = root in saved and not call.is_backward
-                name = self._names.value(call, is_saved=is_saved)
+                name = self._temporary_name(call, is_saved=is_saved)
                 role = Role.SAVED if is_saved else Role.ACTIVATION
                 buffer = self._roots[root] = self._allocated(name, kind.dtype, kind.numel, role)
                 view = View(region=whole(buffer), shape=kind.shape, stride=kind.stride)
@@ -155,6 +157,14 @@ class MicroStepBuilder:
             case GradientSink(parameter=name):
                 self._begin(name)
                 return self._gradient(name)
+
+    def _temporary_name(self, call: SegmentCall, *, is_saved: bool) -> str:
+        """The unit, ``saved``, ``h`` (forward) or ``d`` (backward), and a number."""
+        kind = "d" if call.is_backward else "saved" if is_saved else "h"
+        index = call.call_index
+        stem = f"{call.unit}.call{index}.{kind}" if index else f"{call.unit}.{kind}"
+        self._name_counts[stem] += 1
+        return f"{stem}.{self._name_counts[stem] - 1}"
 
     def _allocated(self, name: str, dtype: DType, numel: int, role: Role) -> Buffer:
         """A new temporary buffer."""
@@ -222,13 +232,10 @@ class MicroStepBuilder:
         self, name: str, info: TensorInfo, role: Role, space: Space = Space.DEVICE
     ) -> Buffer:
         if name not in self.buffers:
-            numel = 1
-            for size in info.shape:
-                numel *= size
             self.buffers[name] = Buffer(
                 name=name,
                 dtype=info.dtype,
-                numel=numel,
+                numel=math.prod(info.shape),
                 space=space,
                 role=role,
                 holds=NamedContent(name=name),
@@ -267,21 +274,6 @@ class MicroStepBuilder:
         self._parameters_begun.add(slot.name)
         view = _dense(f"{flat.name}.grad", slot.shape, slot.offset)
         return Destination(view=view, mode=mode, gradient=slot.name)
-
-
-@dataclass
-class _TemporaryNames:
-    """Names of temporary buffers: the unit, ``saved``, ``h`` (forward) or ``d`` (backward), and a number."""
-
-    counts: dict[str, int] = field(default_factory=dict)
-
-    def value(self, call: SegmentCall, *, is_saved: bool) -> str:
-        kind = "d" if call.is_backward else "saved" if is_saved else "h"
-        index = call.call_index
-        stem = f"{call.unit}.{kind}" if not index else f"{call.unit}.call{index}.{kind}"
-        number = self.counts.get(stem, 0)
-        self.counts[stem] = number + 1
-        return f"{stem}.{number}"
 
 
 def _region(buffer: str, offset: int, numel: int) -> Region:

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
 import torch
 from torch import Tensor, fx
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from zeroir.errors import InternalError, UserError
 from zeroir.frontend._torch_private import is_backward, is_gradient_sum
-from zeroir.frontend.flops import flops
 from zeroir.frontend.storage_views import bounds_error
 from zeroir.ir.allowlist import refusal
 from zeroir.ir.segment import TensorType
 from zeroir.torch_ops.types import IR_DTYPE
 
 aten = torch.ops.aten
+
+_FORMULAE = cast("Mapping[object, Callable[..., int]]", flop_registry)
+_FORWARD = cast("Callable[..., int]", sdpa_flop_count)
+_BACKWARD = cast("Callable[..., int]", sdpa_backward_flop_count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +64,7 @@ def facts_of(node: fx.Node, source: str) -> NodeFacts:
         is_view=is_view,
         is_backward=is_backward(node),
         is_gradient_sum=is_gradient_sum(node) and op is aten.add.Tensor,
-        flops=flops(op, *_fake_arguments(node), node.meta["val"]),
+        flops=_flops(op, *_fake_arguments(node), node.meta["val"]),
     )
 
 
@@ -131,3 +135,25 @@ def _fake(arg: object) -> object:
     if isinstance(arg, list | tuple):
         return [_fake(item) for item in arg]
     return arg
+
+
+def _flops(
+    op: object, args: tuple[object, ...], kwargs: Mapping[str, object], result: object
+) -> int:
+    """The FLOPs of one call, by torch's formulae, also for zeroir's attention; 0 for ops without a formula.
+
+    A multiplication and an addition are two. ``args`` hold fake tensors.
+    """
+    if op is torch.ops.zeroir.attention.default:
+        q, k, v = (cast("Tensor", x) for x in args[:3])
+        return int(_FORWARD(q.shape, _grouped(q, k), _grouped(q, v)))
+    if op is torch.ops.zeroir.attention_backward.default:
+        grad, q, k, v = (cast("Tensor", x) for x in args[:4])
+        return int(_BACKWARD(grad.shape, q.shape, _grouped(q, k), _grouped(q, v)))
+    formula = _FORMULAE.get(getattr(op, "overloadpacket", None))
+    return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
+
+
+def _grouped(q: Tensor, x: Tensor) -> tuple[int, ...]:
+    """The shape of k or v with a head for every head of q."""
+    return (x.shape[0], q.shape[1], *x.shape[2:])

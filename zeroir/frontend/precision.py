@@ -7,9 +7,9 @@ gave them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,12 +17,8 @@ from torch.utils import _pytree as pytree
 
 from zeroir.errors import UserError
 
+T = TypeVar("T")
 Precision = Literal["fp32", "bf16", "fp16"]
-
-_PreHook = Callable[
-    [nn.Module, tuple[object, ...], dict[str, object]], tuple[object, dict[str, object]]
-]
-_Hook = Callable[[nn.Module, object, object], object]
 
 _COMPUTE_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -54,15 +50,20 @@ def apply_precision(module: nn.Module, precision: Precision, keep_fp32: Sequence
         return
     for name in fp32_modules:
         child = module.get_submodule(name)
-        child.register_forward_pre_hook(_inputs_to(torch.float32), with_kwargs=True, prepend=True)
-        child.register_forward_hook(_outputs_to(dtype))
+        child.register_forward_pre_hook(
+            lambda _, args, kwargs: cast_floating((args, kwargs), torch.float32),
+            with_kwargs=True,
+            prepend=True,
+        )
+        child.register_forward_hook(lambda _, __, output: cast_floating(output, dtype))
 
 
-def cast_floating(value: object, dtype: torch.dtype) -> object:
+def cast_floating(value: T, dtype: torch.dtype) -> T:
     """A value of the same structure with all floating tensors cast to one dtype."""
-    return pytree.tree_map_only(
+    result: T = pytree.tree_map_only(
         Tensor, lambda x: x.to(dtype) if x.dtype.is_floating_point else x, value
     )
+    return result
 
 
 def _fp32_modules(module: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
@@ -99,19 +100,3 @@ def _is_inside(name: str, outer: Sequence[str] | set[str]) -> bool:
 def _example(module: nn.Module) -> str:
     names = [name for name, _ in module.named_parameters()]
     return names[len(names) // 2] if names else "layers.0.weight"
-
-
-def _inputs_to(dtype: torch.dtype) -> _PreHook:
-    def cast_inputs(
-        _: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
-    ) -> tuple[object, dict[str, object]]:
-        return cast_floating(args, dtype), {k: cast_floating(v, dtype) for k, v in kwargs.items()}
-
-    return cast_inputs
-
-
-def _outputs_to(dtype: torch.dtype) -> _Hook:
-    def cast_output(_: nn.Module, __: object, output: object) -> object:
-        return cast_floating(output, dtype)
-
-    return cast_output

@@ -63,8 +63,8 @@ class _Cutter:
             *(_UnfinishedSegment(call, False, call.forward) for call in unit_calls),
             *(_UnfinishedSegment(call, True, call.backward) for call in reversed(unit_calls)),
         ]
-        # Segments by name, so that equal ones are built once.
-        self.built: dict[str, list[Segment]] = {}
+        # Segments by the text of their name and contents, so that equal ones are built once.
+        self.built: dict[str, Segment] = {}
         self.parents: dict[int, JointNode] = {}
         self.segment_of: dict[int, int] = {}
         for at, segment in enumerate(self.segments):
@@ -281,12 +281,6 @@ class _SegmentBuilder:
         numbers = self.numbers
         inputs = tuple(source.type for source in self.sources)
         outputs = tuple(numbers[value] for value in values)
-        earlier = self._cutter.built.setdefault(name, [])
-        for segment in earlier:
-            if (segment.inputs, segment.outputs) == (inputs, outputs) and self._has_nodes(
-                segment.nodes, numbers
-            ):
-                return segment
         nodes = tuple(
             Node(
                 op=node.op,
@@ -298,22 +292,13 @@ class _SegmentBuilder:
             )
             for node in self._nodes
         )
-        segment = Segment(name=name, inputs=inputs, nodes=nodes, outputs=outputs)
-        earlier.append(segment)
-        return segment
-
-    def _has_nodes(self, nodes: Sequence[Node], numbers: Mapping[int, int]) -> bool:
-        """Whether a segment's nodes equal those that were added here."""
-        types = self._cutter.types
-        return len(nodes) == len(self._nodes) and all(
-            built.op == node.op
-            and built.flops == node.flops
-            and built.source == node.source
-            and built.results == tuple(types[result] for result in node.results)
-            and _is_renumbered(node.args, built.args, numbers)
-            and _is_renumbered(node.kwargs, built.kwargs, numbers)
-            for built, node in zip(nodes, self._nodes, strict=True)
-        )
+        # By their text, because 1 is equal to 1.0 and True, and 0.0 to -0.0.
+        key = repr((name, inputs, nodes, outputs))
+        if key not in self._cutter.built:
+            self._cutter.built[key] = Segment(
+                name=name, inputs=inputs, nodes=nodes, outputs=outputs
+            )
+        return self._cutter.built[key]
 
 
 def _renumbered(arg: NodeArg, numbers: Mapping[int, int]) -> NodeArg:
@@ -322,23 +307,6 @@ def _renumbered(arg: NodeArg, numbers: Mapping[int, int]) -> NodeArg:
     if isinstance(arg, tuple):
         return tuple(_renumbered(item, numbers) for item in arg)
     return arg
-
-
-def _is_renumbered(arg: object, renumbered: object, numbers: Mapping[int, int]) -> bool:
-    """Whether two arguments are equal once ``arg`` has the segment's numbers: in type, and in the sign of a zero."""
-    if type(arg) is not type(renumbered):
-        return False
-    if isinstance(arg, Ref):
-        assert isinstance(renumbered, Ref)
-        return numbers[arg.index] == renumbered.index
-    if isinstance(arg, tuple):
-        assert isinstance(renumbered, tuple)
-        return len(arg) == len(renumbered) and all(
-            _is_renumbered(a, b, numbers) for a, b in zip(arg, renumbered, strict=True)
-        )
-    if isinstance(arg, float):
-        return repr(arg) == repr(renumbered)
-    return arg == renumbered
 
 
 def _rank(sink: Sink) -> tuple[int, str]:

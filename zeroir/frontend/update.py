@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from zeroir.config import CompileOptions
 from zeroir.ir.buffers import Buffer, Region, Role, Space
@@ -25,57 +24,37 @@ from zeroir.ir.ops import (
 from zeroir.ir.program import Flat, ScalarBinding
 
 
-@dataclass(frozen=True, slots=True)
-class _Scalar:
-    name: str
-    values: tuple[float, ...]
-    dtype: DType = DType.F32
-    space: Space = Space.DEVICE
+def scalars(options: CompileOptions) -> tuple[tuple[Buffer, ScalarBinding], ...]:
+    """The scalar buffers that a program with these options needs, with their values before the first step."""
+    is_scaling = options.precision == "fp16"
+    scale = options.initial_loss_scale if is_scaling else 1.0
+    hysteresis = float(options.loss_scale_hysteresis) if is_scaling else 0.0
+    items = [
+        _scalar("loss", (0.0,)),
+        _scalar("loss_scale", (scale, 0.0, hysteresis)),
+        _scalar("step", (0.0,)),
+        _scalar("lr", (options.lr,), DType.F64),
+        _scalar("hyper", options.hyper, DType.F64, Space.HOST),
+        _scalar("gradient_divisor", (1.0,)),
+    ]
+    if is_scaling:
+        items += [_scalar("overflow", (0.0,)), _scalar("skip", (0.0,))]
+    if options.clip is not None:
+        items.append(_scalar("norm", (0.0,)))
+    return tuple(items)
 
 
-@dataclass(frozen=True, slots=True)
-class Scalars:
-    """The scalar buffers that a program with given options needs, with their initial values."""
-
-    items: tuple[_Scalar, ...]
-
-    @classmethod
-    def of(cls, options: CompileOptions) -> Scalars:
-        """The scalars of these options."""
-        is_scaling = options.precision == "fp16"
-        scale = options.initial_loss_scale if is_scaling else 1.0
-        hysteresis = float(options.loss_scale_hysteresis) if is_scaling else 0.0
-        items = [
-            _Scalar("loss", (0.0,)),
-            _Scalar("loss_scale", (scale, 0.0, hysteresis)),
-            _Scalar("step", (0.0,)),
-            _Scalar("lr", (options.lr,), DType.F64),
-            _Scalar("hyper", options.hyper, DType.F64, Space.HOST),
-            _Scalar("gradient_divisor", (1.0,)),
-        ]
-        if is_scaling:
-            items += [_Scalar("overflow", (0.0,)), _Scalar("skip", (0.0,))]
-        if options.clip is not None:
-            items.append(_Scalar("norm", (0.0,)))
-        return cls(tuple(items))
-
-    def buffers(self) -> tuple[Buffer, ...]:
-        """One persistent buffer for each scalar."""
-        return tuple(
-            Buffer(
-                name=item.name,
-                dtype=item.dtype,
-                numel=len(item.values),
-                space=item.space,
-                role=Role.SCALAR,
-                holds=NamedContent(name=item.name),
-            )
-            for item in self.items
-        )
-
-    def bindings(self) -> tuple[ScalarBinding, ...]:
-        """The values of each buffer before the first step."""
-        return tuple(ScalarBinding(buffer=item.name, values=item.values) for item in self.items)
+def _scalar(
+    name: str,
+    values: tuple[float, ...],
+    dtype: DType = DType.F32,
+    space: Space = Space.DEVICE,
+) -> tuple[Buffer, ScalarBinding]:
+    content = NamedContent(name=name)
+    buffer = Buffer(
+        name=name, dtype=dtype, numel=len(values), space=space, role=Role.SCALAR, holds=content
+    )
+    return buffer, ScalarBinding(buffer=name, values=values)
 
 
 def update_body(flats: Sequence[Flat], options: CompileOptions) -> tuple[Op, ...]:

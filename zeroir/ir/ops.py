@@ -495,6 +495,9 @@ TransferOp = ToHost | ToDevice | Load | Store
 Op = MemoryOp | CollectiveOp | Wait | Compute | ElementwiseOp | UpdateOp | TransferOp
 """Every op there is. Handle it with ``match`` over kinds or ops, and ``assert_never``."""
 
+IssuedOp = MemoryOp | CollectiveOp | Compute | ElementwiseOp | UpdateOp | TransferOp
+"""Every op that a stream runs: all but ``wait``, which orders streams."""
+
 OP_CLASSES: Final[tuple[type[Op], ...]] = get_args(Op)
 """The classes of the union, in its order."""
 

@@ -57,6 +57,11 @@ def on_the_wire(counted: Mapping[str, int]) -> Mapping[str, int]:
     return {key: 2 * size if key == "all_reduce" else size for key, size in counted.items()}
 
 
+def payload_bytes(op: ops.CollectiveOp, program: Program) -> int:
+    """The bytes of all pairs of a collective, of the dtype that travels."""
+    return sum(size for _, size in payloads(op, program))
+
+
 def payloads(op: ops.CollectiveOp, program: Program) -> Iterator[tuple[str, int]]:
     """For each pair its key of :func:`collective_bytes` and its bytes, of the dtype that travels."""
     for pair in op.pairs:

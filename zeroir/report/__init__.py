@@ -1,1 +1,1 @@
-"""What a person or a machine reads about a program. Never imports torch."""
+"""Reports on programs for people and machines. Never imports torch."""

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from rich.console import Group, RenderableType
 from rich.table import Table
-from rich.text import Text
 
 from zeroir.cost.estimate import Activations, Estimate, StageEstimate, states_per_parameter
 from zeroir.cost.simulate import ClassResult, Measured, PathItem, Simulation
 from zeroir.ir import ops
 from zeroir.ir.program import Program
-from zeroir.report.lines import Lines
 from zeroir.report.names import counted, format_bytes
+from zeroir.report.tables import Lines, columns_table, facts_table
 
 _SHOWN_ITEMS = 8
 
@@ -37,12 +37,12 @@ class PathShare:
 
 def path_shares(program: Program, simulation: Simulation) -> list[PathShare]:
     """The critical path by the kind of its items, the largest share first."""
-    counts: dict[str, int] = {}
-    total_ns: dict[str, int] = {}
+    counts: Counter[str] = Counter()
+    total_ns: Counter[str] = Counter()
     for item in simulation.critical_path:
         what = _what(program, item)
-        counts[what] = counts.get(what, 0) + 1
-        total_ns[what] = total_ns.get(what, 0) + item.duration_ns
+        counts[what] += 1
+        total_ns[what] += item.duration_ns
     shares = [
         PathShare(what=what, count=count, seconds=total_ns[what] / 1e9)
         for what, count in counts.items()
@@ -52,7 +52,7 @@ def path_shares(program: Program, simulation: Simulation) -> list[PathShare]:
 
 def _what(program: Program, item: PathItem) -> str:
     if item.is_issue:
-        return "the host issues ops"
+        return "issuing ops on the host"
     op = program.section_by_name[item.section].body[item.index]
     match op:
         case ops.Compute():
@@ -65,7 +65,7 @@ def _what(program: Program, item: PathItem) -> str:
 
 def render_simulation(program: Program, simulation: Simulation) -> RenderableType:
     """The time of the step, its parts, and its critical path."""
-    grid = _grid()
+    grid = facts_table()
     grid.add_row("machine", f"{simulation.machine}, {counted(simulation.world_size, 'rank')}")
     steps = counted(simulation.micro_steps, "micro-step")
     slow = "" if simulation.straggler == 1 else f", rank 0 slower by {simulation.straggler:g}"
@@ -99,7 +99,7 @@ def _class_table(result: ClassResult, simulation: Simulation, *, is_alone: bool)
     else:
         others = len(result.ranks) - 1
         title = f"rank {first_rank}" + (f", and {others:,} like it" if others else "")
-    table = _table(f"\n{title}", "stream", "busy")
+    table = columns_table("stream", "busy", figures=("busy",), title=title)
     for stream, busy_s in result.busy_s.items():
         table.add_row(stream, _share(busy_s, simulation.step_s))
     for wire, count in result.bytes_by_wire.items():
@@ -108,7 +108,8 @@ def _class_table(result: ClassResult, simulation: Simulation, *, is_alone: bool)
 
 
 def _path_table(program: Program, simulation: Simulation) -> Table:
-    table = _table("\ncritical path", "what", "times", "seconds")
+    figures = ("times", "seconds")
+    table = columns_table("what", *figures, figures=figures, title="critical path")
     shares = path_shares(program, simulation)
     for share in shares[:_SHOWN_ITEMS]:
         table.add_row(share.what, f"{share.count:,}", _share(share.seconds, simulation.step_s))
@@ -169,7 +170,7 @@ def render_estimate(estimate: Estimate) -> RenderableType:
     states = f"{low}" if low == high else f"{low} to {high}"
     # Bytes beyond the states of the optimizer are those of the master weight.
     master = ", and the FP32 master weight" if optimizer > 4 * high else ""
-    grid = _grid()
+    grid = facts_table()
     grid.add_row("parameters", f"{options.params:,.0f}, {options.precision}")
     grid.add_row("ranks", f"{options.world_size:,}")
     grid.add_row("optimizer", f"{options.optimizer}: {states} FP32 numbers a parameter{master}")
@@ -187,8 +188,8 @@ def render_estimate(estimate: Estimate) -> RenderableType:
 
 
 def _states_table(estimate: Estimate) -> Table:
-    names = ("weights", "gradients", "optimizer", "model states")
-    table = _table("\nmemory of a rank", "stage", *names)
+    figures = ("weights", "gradients", "optimizer", "model states")
+    table = columns_table("stage", *figures, figures=figures, title="memory of a rank")
     for stage in estimate.stages:
         table.add_row(
             str(stage.stage),
@@ -205,9 +206,9 @@ def _beside_table(estimate: Estimate) -> Table:
     has_units = estimate.options.layers is not None
     has_activations = estimate.activations is not None
     is_offloaded = estimate.options.offload != "none"
-    names = ["whole units"] * has_units + ["activations"] * has_activations
-    names += ["with model states"] * has_units + ["on the host", "moved a step"] * is_offloaded
-    table = _table("\nbeside the model states", "stage", *names)
+    figures = ["whole units"] * has_units + ["activations"] * has_activations
+    figures += ["with model states"] * has_units + ["on the host", "moved a step"] * is_offloaded
+    table = columns_table("stage", *figures, figures=figures, title="beside the model states")
     for stage in estimate.stages:
         row = [format_bytes(_whole_units(stage))] * has_units
         if stage.activations_bytes is not None:
@@ -223,7 +224,8 @@ def _whole_units(stage: StageEstimate) -> int:
 
 
 def _communication_table(estimate: Estimate) -> Table:
-    table = _table("\ncommunication of a step", "stage", "elements", "sent by a rank")
+    figures = ("elements", "sent by a rank")
+    table = columns_table("stage", *figures, figures=figures, title="communication of a step")
     ranks = estimate.options.world_size
     for stage in estimate.stages:
         elements = f"{stage.communicated_per_parameter}Ψ × {ranks - 1:,}/{ranks:,}"
@@ -232,7 +234,7 @@ def _communication_table(estimate: Estimate) -> Table:
 
 
 def _activations_grid(activations: Activations) -> Table:
-    table = _table("\nactivations", "what", "size")
+    table = columns_table("what", "size", figures=("size",), title="activations")
     table.add_row("kept by the layers", format_bytes(activations.layers_bytes))
     if activations.recomputed_bytes:
         table.add_row("one layer, recomputed", format_bytes(activations.recomputed_bytes))
@@ -248,54 +250,19 @@ def estimate_json(estimate: Estimate) -> dict[str, object]:
         "options": estimate.options.model_dump(),
         "optimizer_bytes_per_parameter": estimate.optimizer_bytes_per_parameter,
         "full_gradient_bytes": estimate.full_gradient_bytes,
-        "activations": None if activations is None else _activations_json(activations),
-        "stages": [_stage_json(stage) for stage in estimate.stages],
-    }
-
-
-def _activations_json(activations: Activations) -> Mapping[str, int]:
-    return {
-        "layers_bytes": activations.layers_bytes,
-        "recomputed_bytes": activations.recomputed_bytes,
-        "outside_bytes": activations.outside_bytes,
-        "total_bytes": activations.total_bytes,
-    }
-
-
-def _stage_json(stage: StageEstimate) -> Mapping[str, int | None]:
-    return {
-        "stage": stage.stage,
-        "params_bytes": stage.params_bytes,
-        "gradients_bytes": stage.gradients_bytes,
-        "optimizer_bytes": stage.optimizer_bytes,
-        "model_states_bytes": stage.model_states_bytes,
-        "gathered_bytes": stage.gathered_bytes,
-        "gradients_in_flight_bytes": stage.gradients_in_flight_bytes,
-        "activations_bytes": stage.activations_bytes,
-        "total_bytes": stage.total_bytes,
-        "host_bytes": stage.host_bytes,
-        "moved_bytes": stage.moved_bytes,
-        "communicated_per_parameter": stage.communicated_per_parameter,
-        "sent_bytes": stage.sent_bytes,
+        "activations": None
+        if activations is None
+        else {**asdict(activations), "total_bytes": activations.total_bytes},
+        "stages": [
+            {
+                **asdict(stage),
+                "model_states_bytes": stage.model_states_bytes,
+                "total_bytes": stage.total_bytes,
+            }
+            for stage in estimate.stages
+        ],
     }
 
 
 def _printed(tables: Sequence[Table]) -> RenderableType:
     return Group(*(Lines(table=table, is_foldable=True) for table in tables))
-
-
-def _grid() -> Table:
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="dim")
-    grid.add_column()
-    return grid
-
-
-def _table(title: str, first: str, *others: str) -> Table:
-    table = Table(
-        title=Text(title, style="bold"), title_justify="left", box=None, padding=(0, 2, 0, 0)
-    )
-    table.add_column(first)
-    for name in others:
-        table.add_column(name, justify="right")
-    return table

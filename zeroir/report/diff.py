@@ -1,21 +1,20 @@
-"""What changes from one program to another, in the words of the canonical text.
+"""The differences of two programs, as lines of the canonical text.
 
-Four things would drown a change in noise, so they are taken out first: ops lose their numbers;
-events are named after the op that signals them, so that an inserted op renames none; segments
-that compute the same in both programs, by their digest, show their first line only; and where
-buffers stand in memory shows only where nothing else differs.
+Four things would hide the changes, so they are removed first: the numbers of ops; the names of events, which become
+those of the ops that signal them, so that an inserted op renames none; the nodes of segments that are equal in both
+programs, by their digest; and the places of buffers in memory, unless nothing else differs.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 
 from zeroir.ir import ops
 from zeroir.ir.effects import effects
-from zeroir.ir.program import Holding, Pending, Program, Section, State
+from zeroir.ir.program import Program, Section, State
 from zeroir.ir.text.lexical import name
 from zeroir.ir.text.names import Names
 from zeroir.ir.text.print_ops import op_text
@@ -33,9 +32,9 @@ def diff(
     old_name: str = "old",
     new_name: str = "new",
 ) -> str:
-    """A unified diff with ``context`` lines around each change, empty where nothing differs.
+    """A unified diff with ``context`` lines around each change, empty if the programs are equal.
 
-    Each hunk names the section, or the part of the header, that it stands in.
+    Each hunk names its section, or ``header`` or ``segments``.
     """
     old, new = _without_noise(old, new)
     old_blocks, new_blocks = _blocks(old, new), _blocks(new, old)
@@ -53,7 +52,7 @@ def diff(
 def _paired(
     old: dict[str, list[str]], new: dict[str, list[str]]
 ) -> Iterator[tuple[str, list[str], list[str]]]:
-    """Blocks of one title side by side, in an order that both programs agree with."""
+    """The blocks of one title side by side, in an order that agrees with both programs."""
     matcher = SequenceMatcher(None, list(old), list(new), autojunk=False)
     for tag, a, b, c, d in matcher.get_opcodes():
         if tag == "equal":
@@ -82,118 +81,115 @@ def _hunks(
 
 
 def _span(start: int, length: int) -> str:
-    """Start and length as the unified format has them; an empty span names the line before it."""
+    """Start and length in the unified format; an empty span has the number of the line before it."""
     first = start + 1 if length else start
     return str(first) if length == 1 else f"{first},{length}"
 
 
-def normalised_lines(program: Program, other: Program) -> list[str]:
-    """The lines that :func:`diff` compares with those of ``other``."""
-    program, other = _without_noise(program, other)
-    return [line for lines in _blocks(program, other).values() for line in lines]
+def normalised_lines(program: Program, compared: Program) -> list[str]:
+    """The lines of ``program`` that :func:`diff` compares with those of ``compared``."""
+    program, compared = _without_noise(program, compared)
+    return [line for lines in _blocks(program, compared).values() for line in lines]
 
 
 def _without_noise(old: Program, new: Program) -> tuple[Program, Program]:
-    """Both without the places of their buffers, unless they differ in nothing else."""
+    """Both without the places of their buffers, unless nothing else differs."""
     bare = unplanned(old), unplanned(new)
     return bare if bare[0] != bare[1] else (old, new)
 
 
-def _blocks(program: Program, other: Program) -> dict[str, list[str]]:
-    """The program's lines by where they stand; ``other`` says which segments can be folded."""
-    blocks: dict[str, list[str]] = {}
-    blocks["header"] = list(header_lines(program))
-    known = {segment.digest() for segment in other.segments}
+def _blocks(program: Program, compared: Program) -> dict[str, list[str]]:
+    """The lines of the program by their block; segments that ``compared`` also has are folded."""
+    blocks = {"header": list(header_lines(program))}
+    shared = {segment.digest() for segment in compared.segments}
     for segment in program.segments:
         lines = list(segment_lines(segment))
         digest = segment.digest()
         folded = f"{lines[0]} … }}  // {len(segment.nodes)} nodes, digest {digest[:12]}"
-        blocks.setdefault("segments", []).extend([folded] if digest in known else lines)
+        blocks.setdefault("segments", []).extend([folded] if digest in shared else lines)
     names = Names(program=program)
-    for section, lines in zip(program.sections, section_op_lines(program), strict=True):
-        body = [f"section {name(section.name)} {{"]
-        relabelled = _relabelled_states(program, section)
-        body += state_lines("entry", relabelled[0], names)
-        body += [f"  {line}" for line in lines]
-        body += state_lines("exit", relabelled[1], names)
-        blocks.setdefault(f"section {name(section.name)}", []).extend([*body, "}"])
+    for section in _relabelled_sections(program):
+        title = f"section {name(section.name)}"
+        lines = [
+            f"{title} {{",
+            *state_lines("entry", section.entry, names),
+            *(f"  {op_text(op, names)}" for op in section.body),
+            *state_lines("exit", section.exit, names),
+            "}",
+        ]
+        blocks.setdefault(title, []).extend(lines)
     return blocks
 
 
 # ------------------------------------------------------------------------------------------ events
 
 
-def section_op_lines(program: Program) -> list[list[str]]:
-    """For each section the lines of its ops, their events named after the ops that signal them."""
-    names = Names(program=program)
+def _relabelled_sections(program: Program) -> list[Section]:
+    """The sections with their events named after the ops that signal them."""
     joints = _joint_labels(program)
-    found: list[list[str]] = []
-    for section in program.sections:
-        labels = _labels(section, joints)
-        found.append([op_text(_relabelled(op, labels), names) for op in section.body])
-    return found
+    return [_relabelled_section(section, joints) for section in program.sections]
 
 
-def _relabelled(op: ops.Op, labels: Mapping[str, str]) -> ops.Op:
+def _relabelled_section(section: Section, joints: Mapping[str, str]) -> Section:
+    labels = _labels(section, joints)
+    return replace(
+        section,
+        entry=_relabelled_state(section.entry, labels),
+        body=tuple(_relabelled_op(op, labels) for op in section.body),
+        exit=_relabelled_state(section.exit, labels),
+    )
+
+
+def _relabelled_op(op: ops.Op, labels: Mapping[str, str]) -> ops.Op:
     if isinstance(op, ops.Wait):
         return replace(op, waited=labels.get(op.waited, op.waited))
     return op if op.event is None else replace(op, event=labels[op.event])
 
 
-def _relabelled_states(program: Program, section: Section) -> tuple[State, State]:
-    labels = _labels(section, _joint_labels(program))
-    return _relabelled_state(section.entry, labels), _relabelled_state(section.exit, labels)
-
-
 def _relabelled_state(state: State, labels: Mapping[str, str]) -> State:
-    return State(
-        live=state.live,
+    return replace(
+        state,
         holdings=tuple(
-            Holding(
-                region=holding.region,
-                content=holding.content,
-                after=None if holding.after is None else labels.get(holding.after, holding.after),
-            )
-            for holding in state.holdings
+            replace(h, after=None if h.after is None else labels.get(h.after, h.after))
+            for h in state.holdings
         ),
-        pending=tuple(
-            Pending(event=labels.get(p.event, p.event), stream=p.stream) for p in state.pending
-        ),
+        pending=tuple(replace(p, event=labels.get(p.event, p.event)) for p in state.pending),
     )
 
 
 def _joint_labels(program: Program) -> dict[str, str]:
-    """Labels of the events that cross a joint, alike on both of its sides."""
-    found: dict[str, str] = {}
+    """Labels of the events that cross a joint, the same on both of its sides."""
+    labels: dict[str, str] = {}
     for section in program.sections:
         crossing = {pending.event for pending in section.exit.pending}
         for op in section.body:
             event = None if isinstance(op, ops.Wait) else op.event
-            if event is not None and event in crossing and event not in found:
-                found[event] = _unused(_label(op), set(found.values()))
-    return found
+            if event is not None and event in crossing and event not in labels:
+                labels[event] = _unused(_label(op), labels.values())
+    return labels
 
 
 def _labels(section: Section, joints: Mapping[str, str]) -> dict[str, str]:
+    """A label for each event of a section, by the event."""
     crossing = [pending.event for pending in (*section.entry.pending, *section.exit.pending)]
-    found = {event: joints.get(event, event) for event in crossing}
-    used = set(found.values())
+    labels = {event: joints.get(event, event) for event in crossing}
+    used = set(labels.values())
     for op in section.body:
-        if isinstance(op, ops.Wait) or op.event is None or op.event in found:
+        if isinstance(op, ops.Wait) or op.event is None or op.event in labels:
             continue
-        found[op.event] = _unused(_label(op), used)
-        used.add(found[op.event])
-    return found
+        labels[op.event] = _unused(_label(op), used)
+        used.add(labels[op.event])
+    return labels
 
 
 def _label(op: ops.Op) -> str:
-    """What the op is and which buffer it changes first."""
+    """The name of the op and the first buffer that it changes."""
     effect = effects(op)
     changed = [region.buffer for region in effect.writes + effect.accumulates]
     return ".".join([ops.op_name(type(op)), *(*changed, *effect.allocs, *effect.frees)[:1]])
 
 
-def _unused(label: str, used: set[str]) -> str:
+def _unused(label: str, used: Collection[str]) -> str:
     if label not in used:
         return label
     number = 2
@@ -207,10 +203,10 @@ def _unused(label: str, used: set[str]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiffSummary:
-    """What a diff amounts to. Bytes are one rank's; collectives those of one step with one micro-step.
+    """The size of a diff. Bytes are those of one rank; for collectives, of one step with one micro-step.
 
-    ``ops_added`` and ``ops_removed`` count by op; a changed op is removed and added.
-    ``buffers_resized`` are names with old and new bytes.
+    ``ops_added`` and ``ops_removed`` count the ops of each name; a changed op is removed and added. ``buffers_resized``
+    are names with the old and the new bytes.
     """
 
     ops_added: Mapping[str, int]
@@ -243,23 +239,9 @@ class DiffSummary:
             f"model state bytes  {states}"
         )
 
-    def to_json(self) -> dict[str, object]:
-        """The same as plain data."""
-        return {
-            "ops_added": dict(self.ops_added),
-            "ops_removed": dict(self.ops_removed),
-            "buffers_added": list(self.buffers_added),
-            "buffers_removed": list(self.buffers_removed),
-            "buffers_resized": [list(resized) for resized in self.buffers_resized],
-            "old_collective_bytes": dict(self.old_collective_bytes),
-            "new_collective_bytes": dict(self.new_collective_bytes),
-            "old_model_state_bytes": dict(self.old_model_state_bytes),
-            "new_model_state_bytes": dict(self.new_model_state_bytes),
-        }
-
 
 def summary(old: Program, new: Program) -> DiffSummary:
-    """Count what :func:`diff` shows."""
+    """The counts of the differences that :func:`diff` shows."""
     removed, added = _op_counts(old), _op_counts(new)
     old_bytes = {buffer.name: buffer.size_bytes for buffer in old.buffers}
     new_bytes = {buffer.name: buffer.size_bytes for buffer in new.buffers}
@@ -281,19 +263,20 @@ def summary(old: Program, new: Program) -> DiffSummary:
 
 
 def _op_counts(program: Program) -> Counter[tuple[str, str, str]]:
-    """How often each op stands in each section: (section, op, line)."""
+    """The number of ops in each section with the same line of text, by section, name and line."""
+    names = Names(program=program)
     return Counter(
-        (section.name, ops.op_name(type(op)), line)
-        for section, lines in zip(program.sections, section_op_lines(program), strict=True)
-        for op, line in zip(section.body, lines, strict=True)
+        (section.name, ops.op_name(type(op)), op_text(op, names))
+        for section in _relabelled_sections(program)
+        for op in section.body
     )
 
 
 def _by_op(counts: Counter[tuple[str, str, str]]) -> dict[str, int]:
-    found: Counter[str] = Counter()
-    for (_, key, _), count in counts.items():
-        found[key] += count
-    return {key: found[key] for key in sorted(found)}
+    totals: Counter[str] = Counter()
+    for (_, op, _), count in counts.items():
+        totals[op] += count
+    return dict(sorted(totals.items()))
 
 
 def _change(old: Mapping[str, int], new: Mapping[str, int]) -> str:

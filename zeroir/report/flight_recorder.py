@@ -1,27 +1,26 @@
-"""What PyTorch's Flight Recorder would hold on each rank once a step was issued: one dump a rank.
+"""The dumps of PyTorch's Flight Recorder on all ranks, as they are after a step was issued.
 
-``python -m torch.distributed.flight_recorder.fr_trace FOLDER`` compares such dumps across ranks, and so gives an
-opinion of the program's order that is not ours; the dumps of a job that hangs can be laid beside these. The format is
-that of ``torch/csrc/distributed/c10d/FlightRecorder.hpp``, version 2.10, as torch 2.13 writes and reads it.
+``python -m torch.distributed.flight_recorder.fr_trace FOLDER`` compares dumps across ranks, so it checks the order of
+collectives independently of zeroir. The dumps of a job that hangs can be compared with these. The format is version
+2.10 of ``torch/csrc/distributed/c10d/FlightRecorder.hpp``, as torch 2.13 writes and reads it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, assert_never
 
+from zeroir.cost.tasks import step_sections
 from zeroir.ir import ops
-from zeroir.ir.buffers import Region
 from zeroir.ir.dtypes import DType
 from zeroir.ir.labels import labels
 from zeroir.ir.program import Program
 from zeroir.report.plain_pickle import Plain
-from zeroir.report.step import step_sections
 
 FORMAT_VERSION: Final = "2.10"
 DEFAULT_TIMEOUT_MS: Final = 600_000
-"""What torch writes where nobody chose a timeout: ten minutes."""
+"""Torch's default timeout: ten minutes."""
 
 _SCALAR_TYPES: Final = {
     DType.F64: "Double",
@@ -35,91 +34,58 @@ _SCALAR_TYPES: Final = {
     DType.U8: "Byte",
     DType.BOOL: "Bool",
 }
-"""What torch calls its dtypes in a dump."""
+"""The names of torch's dtypes in a dump."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Group:
-    """A process group as torch numbers it: in the order of creation, the world first."""
+    """A process group. Torch numbers groups in the order of their creation, from 0 for the world."""
 
     number: int
     description: str
     ranks: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Launch:
-    """What one op gives its group in one go: the pieces of one element type."""
-
-    comm: str
-    kind: str
-    dtype: DType
-    input_numels: tuple[int, ...]
-    output_numels: tuple[int, ...]
-    label: str
-    index: int
-
-
 def flight_recorder_dumps(
     program: Program, *, source: str, backend: str = "nccl"
 ) -> Iterator[dict[str, Plain]]:
-    """The dump of every rank, in rank order, of one step whose collectives are all scheduled and none has begun.
+    """The dump of each rank, in rank order, after all collectives of a step were scheduled and before any began.
 
-    ``source`` is the program's file, which stands in every entry's frame beside the op and its place in the section.
+    ``source`` is the file of the program. The frame of an entry has it, the op, and the index of the op in its section.
     """
-    launches = list(_launches(program))
+    launches = list(_launches(program, source, backend))
     groups = _groups(program)
     for rank in range(program.mesh.world_size):
-        own = [group for group in groups if rank in group.ranks]
-        of_comm = {group.description: group for group in own[1:]}
-        yield _dump(launches, own, of_comm, source, backend)
+        yield _dump(launches, [group for group in groups if rank in group.ranks])
 
 
 def _groups(program: Program) -> list[_Group]:
     world = tuple(range(program.mesh.world_size))
-    found = [_Group(number=0, description="default_pg", ranks=world)]
+    groups = [_Group(number=0, description="default_pg", ranks=world)]
     for comm in program.comms:
         for ranks in program.mesh.groups(comm.axis):
-            found.append(_Group(number=len(found), description=comm.name, ranks=ranks))
-    return found
+            groups.append(_Group(number=len(groups), description=comm.name, ranks=ranks))
+    return groups
 
 
 def _dump(
-    launches: Sequence[_Launch],
-    own: Sequence[_Group],
-    of_comm: dict[str, _Group],
-    source: str,
-    backend: str,
+    launches: Sequence[tuple[str, Mapping[str, Plain]]], groups: Sequence[_Group]
 ) -> dict[str, Plain]:
-    issued = dict.fromkeys((group.number for group in own), 0)
+    """The dump of a rank that belongs to these groups; the world is the first of them."""
+    group_by_comm = {group.description: group for group in groups[1:]}
+    issued = dict.fromkeys((group.number for group in groups), 0)
     entries: list[Plain] = []
-    for record, launch in enumerate(launches):
-        group = of_comm[launch.comm]
+    for record, (comm, launch) in enumerate(launches):
+        group = group_by_comm[comm]
         issued[group.number] += 1
-        frame: Plain = {"name": launch.label, "filename": source, "line": launch.index}
         entries.append(
             {
                 "record_id": record,
                 "pg_id": group.number,
                 "process_group": (str(group.number), group.description),
                 "collective_seq_id": issued[group.number],
-                "p2p_seq_id": 0,
                 "op_id": issued[group.number],
-                "profiling_name": f"{backend}:{launch.kind}",
-                "time_created_ns": 0,
-                "input_sizes": [[numel] for numel in launch.input_numels],
-                "input_dtypes": [_SCALAR_TYPES[launch.dtype]] * len(launch.input_numels),
-                "output_sizes": [[numel] for numel in launch.output_numels],
-                "output_dtypes": [_SCALAR_TYPES[launch.dtype]] * len(launch.output_numels),
-                "state": "scheduled",
-                "time_discovered_started_ns": None,
-                "time_discovered_completed_ns": None,
-                "retired": False,
-                "timeout_ms": DEFAULT_TIMEOUT_MS,
-                "is_p2p": False,
-                "thread_id": "0",
-                "thread_name": "zeroir",
-                "frames": [frame],
+                **launch,
             }
         )
     return {
@@ -132,7 +98,7 @@ def _dump(
                 "desc": group.description,
                 "ranks": str(list(group.ranks)),
             }
-            for group in own
+            for group in groups
         },
         "pg_status": {
             str(number): {
@@ -145,41 +111,56 @@ def _dump(
     }
 
 
-def _launches(program: Program) -> Iterator[_Launch]:
-    """What every rank launches in one step, in the host's order: the program is the same for all."""
+def _launches(
+    program: Program, source: str, backend: str
+) -> Iterator[tuple[str, Mapping[str, Plain]]]:
+    """The launches of one step in the order in which the host issues them, which is the same on all ranks.
+
+    Each is a communicator and the fields of an entry that are the same on all ranks.
+    """
     names = labels(program)
     for section in step_sections(program):
         for position, op in section.positioned_ops():
             if not isinstance(op, ops.Collective):
                 continue
+            frame: Plain = {"name": names[position], "filename": source, "line": position.index}
             for dtype, pairs in _by_dtype(program, op).items():
-                yield _Launch(
-                    comm=op.comm,
-                    kind=_kind(op, len(pairs)),
-                    dtype=dtype,
-                    input_numels=tuple(pair.source.local_numel(program.mesh) for pair in pairs),
-                    output_numels=tuple(
-                        pair.destination.local_numel(program.mesh) for pair in pairs
-                    ),
-                    label=names[position],
-                    index=position.index,
+                sources = [pair.source.local_numel(program.mesh) for pair in pairs]
+                destinations = [pair.destination.local_numel(program.mesh) for pair in pairs]
+                yield (
+                    op.comm,
+                    {
+                        "p2p_seq_id": 0,
+                        "profiling_name": f"{backend}:{_kind(op, len(pairs))}",
+                        "time_created_ns": 0,
+                        "input_sizes": [[numel] for numel in sources],
+                        "input_dtypes": [_SCALAR_TYPES[dtype]] * len(pairs),
+                        "output_sizes": [[numel] for numel in destinations],
+                        "output_dtypes": [_SCALAR_TYPES[dtype]] * len(pairs),
+                        "state": "scheduled",
+                        "time_discovered_started_ns": None,
+                        "time_discovered_completed_ns": None,
+                        "retired": False,
+                        "timeout_ms": DEFAULT_TIMEOUT_MS,
+                        "is_p2p": False,
+                        "thread_id": "0",
+                        "thread_name": "zeroir",
+                        "frames": [frame],
+                    },
                 )
 
 
 def _by_dtype(program: Program, op: ops.CollectiveOp) -> dict[DType, list[ops.Pair]]:
-    """The pairs that travel together: those of one element type."""
-
-    def travels(region: Region) -> DType:
-        return op.wire_dtype or program.buffer_by_name[region.buffer].dtype
-
-    found: dict[DType, list[ops.Pair]] = {}
+    """The pairs of a collective by the dtype that travels; those of one dtype are launched together."""
+    pairs_by_dtype: dict[DType, list[ops.Pair]] = {}
     for pair in op.pairs:
-        found.setdefault(travels(pair.source), []).append(pair)
-    return found
+        dtype = op.wire_dtype or program.buffer_by_name[pair.source.buffer].dtype
+        pairs_by_dtype.setdefault(dtype, []).append(pair)
+    return pairs_by_dtype
 
 
 def _kind(op: ops.CollectiveOp, pairs: int) -> str:
-    """What torch calls the collective in its records, on one tensor or on several at once."""
+    """Torch's name of the collective in its records, on one tensor or on several at once."""
     match op:
         case ops.Gather():
             return "_all_gather_base" if pairs == 1 else "all_gather_into_tensor_coalesced"

@@ -1,6 +1,6 @@
-"""A program as a graph for Graphviz: a cluster per stream, the ops in it, and what orders one after another.
+"""A program as a graph for Graphviz: a cluster for each stream with its ops, and edges for their order.
 
-Bold edges are the order of a stream, dashed ones events, thin ones the buffers that one op writes and another reads.
+Bold edges are the order of a stream, dashed edges events, and thin edges buffers, from the writer to each reader.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from typing import assert_never
 
 from zeroir.ir import ops
 from zeroir.ir.buffers import Region
-from zeroir.ir.effects import Effects, effects
+from zeroir.ir.effects import effects
 from zeroir.ir.labels import labels
 from zeroir.ir.program import OpPosition, Program, Section
 
 
 def dot(program: Program, *, section: str | None = None) -> str:
     """The graph of one section, or of all side by side, in Graphviz's DOT language."""
-    chosen = [shown for shown in program.sections if section in (None, shown.name)]
+    shown = [each for each in program.sections if section in (None, each.name)]
     names = labels(program)
     lines = [
         "digraph zeroir {",
@@ -25,8 +25,8 @@ def dot(program: Program, *, section: str | None = None) -> str:
         '  node [shape=box, style="rounded,filled", fillcolor=white, fontname="monospace", fontsize=10];',
         '  edge [fontname="monospace", fontsize=8];',
     ]
-    for number, shown in enumerate(chosen):
-        lines += (f"  {line}" for line in _section(shown, number, names))
+    for number, each in enumerate(shown):
+        lines += (f"  {line}" for line in _section(each, number, names))
     return "\n".join([*lines, "}"]) + "\n"
 
 
@@ -34,17 +34,17 @@ def _section(section: Section, number: int, names: Mapping[OpPosition, str]) -> 
     label = _quoted(section.name)
     yield f"subgraph cluster_{number} {{ label={label};"
     streams = list(dict.fromkeys(effects(op).stream for op in section.body))
-    for at, stream in enumerate(streams):
-        yield f"  subgraph cluster_{number}_{at} {{ label={_quoted(stream)}; style=dashed;"
-        before: str | None = None
+    for stream_number, stream in enumerate(streams):
+        yield f"  subgraph cluster_{number}_{stream_number} {{ label={_quoted(stream)}; style=dashed;"
+        previous: str | None = None
         for position, op in section.positioned_ops():
             if effects(op).stream != stream:
                 continue
             node = _node(number, position.index)
             yield f"    {node} [label={_quoted(names[position])}, fillcolor={_quoted(_colour(op))}];"
-            if before is not None:
-                yield f"    {before} -> {node} [style=bold, weight=8];"
-            before = node
+            if previous is not None:
+                yield f"    {previous} -> {node} [style=bold, weight=8];"
+            previous = node
         yield "  }"
     yield from _events(section, number)
     yield from _flows(section, number)
@@ -52,7 +52,7 @@ def _section(section: Section, number: int, names: Mapping[OpPosition, str]) -> 
 
 
 def _events(section: Section, number: int) -> Iterator[str]:
-    """An edge from what signals an event to each wait; from a point outside where it was signalled before."""
+    """An edge from the signal of each event to its waits; a point stands for the signal of an earlier section."""
     signals: dict[str, str] = {}
     for pending in section.entry.pending:
         point = _quoted(f"{number}:!{pending.event}")
@@ -68,13 +68,13 @@ def _events(section: Section, number: int) -> Iterator[str]:
 
 
 def _flows(section: Section, number: int) -> Iterator[str]:
-    """An edge from the last op that wrote a region to each that reads it or adds to it, named after its buffer."""
-    written: dict[str, list[tuple[Region, int]]] = {}
+    """An edge from the last op that wrote a region to each op that reads it or adds to it, named after its buffer."""
+    writes: dict[str, list[tuple[Region, int]]] = {}
     for index, op in enumerate(section.body):
         effect = effects(op)
         buffers_by_writer: dict[int, set[str]] = {}
         for region in (*effect.reads, *effect.accumulates):
-            writer = _last_writer(written.get(region.buffer, []), region)
+            writer = _last_writer(writes.get(region.buffer, []), region)
             if writer is not None:
                 buffers_by_writer.setdefault(writer, set()).add(region.buffer)
         for writer, buffers in sorted(buffers_by_writer.items()):
@@ -83,21 +83,19 @@ def _flows(section: Section, number: int) -> Iterator[str]:
                 f"  {_node(number, writer)} -> {_node(number, index)} "
                 f"[color=gray, constraint=false, label={label}];"
             )
-        _note(written, effect, index)
+        for name in (*effect.allocs, *effect.frees):
+            writes.pop(name, None)
+        for region in (*effect.writes, *effect.accumulates):
+            writes.setdefault(region.buffer, []).append((region, index))
 
 
-def _note(written: dict[str, list[tuple[Region, int]]], effect: Effects, index: int) -> None:
-    for name in (*effect.allocs, *effect.frees):
-        written.pop(name, None)
-    for region in (*effect.writes, *effect.accumulates):
-        written.setdefault(region.buffer, []).append((region, index))
-
-
-def _last_writer(written: list[tuple[Region, int]], region: Region) -> int | None:
-    for earlier, index in reversed(written):
-        if earlier.offset < region.stop and region.offset < earlier.stop:
-            return index
-    return None
+def _last_writer(writes: list[tuple[Region, int]], region: Region) -> int | None:
+    overlapping = (
+        index
+        for written, index in reversed(writes)
+        if written.offset < region.stop and region.offset < written.stop
+    )
+    return next(overlapping, None)
 
 
 def _node(section: int, index: int) -> str:
@@ -105,9 +103,9 @@ def _node(section: int, index: int) -> str:
 
 
 def _quoted(text: str) -> str:
-    """A quoted DOT string, in which a backslash begins an escape and a quotation mark ends it."""
-    plain = text.replace("\\", "\\\\").replace('"', '\\"').replace("\r", " ").replace("\n", "\\n")
-    return f'"{plain}"'
+    """The text as a quoted string of DOT, where a backslash begins an escape and a quotation mark ends the string."""
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\r", " ").replace("\n", "\\n")
+    return f'"{escaped}"'
 
 
 def _colour(op: ops.Op) -> str:

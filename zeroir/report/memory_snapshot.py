@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from zeroir.cost.tasks import step_sections
 from zeroir.ir import ops
 from zeroir.ir.buffers import Buffer, Space
 from zeroir.ir.program import Program
 from zeroir.memory.placement import placements, rounded
 from zeroir.report.origins import buffer_sources, split_source
 from zeroir.report.plain_pickle import Plain
-from zeroir.report.step import step_sections
 
 _BASE: Final = 0x7F00_0000_0000
 _SPACE_BYTES: Final = 1 << 44
@@ -27,12 +27,12 @@ _SPACE_BYTES: Final = 1 << 44
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _AddressMap:
-    """The addresses of the buffers of one space: first the persistent ones, then the arena of the temporary ones."""
+    """The addresses of the buffers of one space, and the address and size in bytes of its two blocks.
 
-    resting: int
-    resting_bytes: int
-    arena: int
-    arena_bytes: int
+    The first block holds the persistent buffers, the second one the temporary ones; a block without bytes is left out.
+    """
+
+    blocks: tuple[tuple[int, int], ...]
     addresses: dict[str, int]
 
 
@@ -68,27 +68,18 @@ def _address_map(program: Program, space: Space, device: int) -> _AddressMap:
             for name, offset in placed.offsets.items()
             if buffers[name].size_bytes
         }
-    return _AddressMap(
-        resting=start,
-        resting_bytes=address - start,
-        arena=address,
-        arena_bytes=0 if placed is None else placed.size_bytes,
-        addresses=addresses,
-    )
+    blocks = ((start, address - start), (address, 0 if placed is None else placed.size_bytes))
+    return _AddressMap(blocks=tuple(block for block in blocks if block[1]), addresses=addresses)
 
 
 def _trace(
     program: Program, address_map: _AddressMap, frames: dict[str, list[Plain]]
 ) -> tuple[list[Plain], list[Buffer]]:
     """The events of one space, and the buffers that are live after them in the order of their addresses."""
-    events: list[Plain] = []
+    events: list[Plain] = [
+        _event("segment_alloc", address, size, []) for address, size in address_map.blocks
+    ]
     live: dict[str, Buffer] = {}
-    for address, size in (
-        (address_map.resting, address_map.resting_bytes),
-        (address_map.arena, address_map.arena_bytes),
-    ):
-        if size:
-            events.append(_event("segment_alloc", address, size, []))
 
     def begin(buffer: Buffer) -> None:
         if buffer.name in address_map.addresses and buffer.name not in live:
@@ -134,28 +125,24 @@ def _event(action: str, address: int, size: int, frames: Sequence[Plain]) -> dic
 def _segments(
     address_map: _AddressMap, live: Sequence[Buffer], frames: dict[str, list[Plain]], device: int
 ) -> Iterator[Plain]:
-    """The block of the persistent buffers and the arena, each with its live buffers after the step."""
-    for start, size in (
-        (address_map.resting, address_map.resting_bytes),
-        (address_map.arena, address_map.arena_bytes),
-    ):
+    """The blocks of memory, each with its live buffers after the step."""
+    for start, size in address_map.blocks:
         inside = [b for b in live if start <= address_map.addresses[b.name] < start + size]
         active = sum(buffer.size_bytes for buffer in inside)
-        if size:
-            yield {
-                "device": device,
-                "address": start,
-                "total_size": size,
-                "allocated_size": active,
-                "active_size": active,
-                "requested_size": active,
-                "stream": 0,
-                "segment_type": "large",
-                "segment_pool_id": (0, 0),
-                "is_expandable": False,
-                "frames": [],
-                "blocks": list(_blocks(address_map, inside, frames, start, size)),
-            }
+        yield {
+            "device": device,
+            "address": start,
+            "total_size": size,
+            "allocated_size": active,
+            "active_size": active,
+            "requested_size": active,
+            "stream": 0,
+            "segment_type": "large",
+            "segment_pool_id": (0, 0),
+            "is_expandable": False,
+            "frames": [],
+            "blocks": list(_blocks(address_map, inside, frames, start, size)),
+        }
 
 
 def _blocks(

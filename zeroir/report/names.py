@@ -4,10 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from zeroir.ir.amounts import parse_bytes
-
-__all__ = ["counted", "format_bytes", "format_flops", "parse_bytes", "shortened"]
-
 
 def format_bytes(count: int) -> str:
     """Bytes in the decimal units in which GPU memory and links are sold: ``436.2 MB``."""

@@ -1,8 +1,9 @@
-"""Programs and proofs as tables for a terminal."""
+"""Programs, proofs and diffs as tables for a terminal, and as JSON."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from io import StringIO
 from typing import TYPE_CHECKING
 
@@ -12,11 +13,11 @@ from rich.text import Text
 
 from zeroir.ir.program import MICRO_STEP, Program, Section
 from zeroir.ir.traffic import COLLECTIVE_KEYS, on_the_wire
-from zeroir.report.lines import UNBOUNDED_WIDTH, Lines
 from zeroir.report.names import counted, format_bytes, format_flops, shortened
 from zeroir.report.schedule import Fold, Row, fold, schedule
 from zeroir.report.summary import Summary, TemporaryBytes
-from zeroir.verify import PROVED, Report
+from zeroir.report.tables import UNBOUNDED_WIDTH, Lines, columns_table, facts_table
+from zeroir.verify import PROVED, Finding, Report
 from zeroir.verify.explain import CODES
 
 if TYPE_CHECKING:  # passes are slow to load
@@ -33,6 +34,7 @@ _OP_STYLES = {
     "optimizer_step": "bold yellow",
     "release": "dim",
 }
+_DIFF_STYLES = {"+": "green", "-": "red", "@": "cyan"}
 
 
 def render_text(summary: Summary, program: Program) -> str:
@@ -53,9 +55,7 @@ def render_summary(summary: Summary) -> RenderableType:
     traffic = on_the_wire(summary["collective_bytes"])
     broken = [code for code, verdict in summary["laws"].items() if verdict != PROVED]
     laws = f"{len(summary['laws'])} proved" if not broken else f"broken: {', '.join(broken)}"
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="dim")
-    grid.add_column()
+    grid = facts_table()
     grid.add_row("program", f"stage {summary['stage']}, {summary['precision']}, mesh {mesh}")
     grid.add_row(
         "parameters",
@@ -77,6 +77,8 @@ def render_summary(summary: Summary) -> RenderableType:
     for axis, own in summary["collective_bytes_by_axis"].items():
         if len(summary["mesh"]) > 1:
             grid.add_row(f"… over {axis}", f"{_amounts(on_the_wire(own))} {per_step}")
+    if summary["bounds"]:
+        grid.add_row("bounds", ", ".join(summary["bounds"]))
     grid.add_row("laws", Text(laws, style="red" if broken else "green"))
     return Lines(table=grid, is_foldable=True)
 
@@ -112,19 +114,12 @@ def render_schedule(
 
 
 def _table(program: Program, section: Section, unit: str | None, is_unfolded: bool) -> Table:
-    table = Table(
-        title=f"\n{section.name}",
-        title_justify="left",
-        title_style="bold",
-        box=None,
-        padding=(0, 2, 0, 0),
+    table = columns_table(
+        *("line", "stream", "op", "unit", "what", "size"),
+        figures=("line", "size"),
+        title=section.name,
     )
-    table.add_column("line", justify="right", style="dim")
-    table.add_column("stream")
-    table.add_column("op")
-    table.add_column("unit")
-    table.add_column("what")
-    table.add_column("size", justify="right")
+    table.columns[0].style = "dim"
     rows = schedule(program, section, unit=unit)
     for item in rows if is_unfolded else fold(rows):
         if isinstance(item, Fold):
@@ -149,13 +144,22 @@ def _size(row: Row) -> str:
     return format_flops(row.flops) if row.flops else ""
 
 
+def schedule_json(
+    program: Program, *, section: str | None, unit: str | None
+) -> dict[str, list[dict[str, object]]]:
+    """The unfolded rows of each section."""
+    return {
+        shown.name: [asdict(row) for row in schedule(program, shown, unit=unit)]
+        for shown in program.sections
+        if section in (None, shown.name)
+    }
+
+
 def render_passes(rows: Sequence[PassRow]) -> RenderableType:
     """The changes that each pass made: ops added and removed, bytes on the wire, the peak of the buffers."""
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for name in ("pass", "ops", "on the wire", "peak buffers"):
-        table.add_column(name, justify="right", style="dim" if name == "pass" else "")
-    table.add_column("what it is")
-    table.add_column("ops added and removed")
+    figures = ("pass", "ops", "on the wire", "peak buffers")
+    table = columns_table(*figures, "what it is", "ops added and removed", figures=figures)
+    table.columns[0].style = "dim"
     before: PassRow | None = None
     for row in rows:
         changes = Text(" ").join(
@@ -185,10 +189,7 @@ def _changed(count: int, before: int | None) -> Text:
 
 def render_report(report: Report) -> RenderableType:
     """Every law with its verdict, and the findings in full."""
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    table.add_column("law")
-    table.add_column("rules out")
-    table.add_column("verdict")
+    table = columns_table("law", "rules out", "verdict")
     broken = {finding.code for finding in report.findings}
     for code, verdict in report.laws.items():
         style = "green" if verdict == PROVED else "red"
@@ -199,9 +200,40 @@ def render_report(report: Report) -> RenderableType:
     return Group(Lines(table=table, is_foldable=True), *findings)
 
 
+def report_json(report: Report) -> dict[str, object]:
+    """The laws and the findings."""
+    return {
+        "is_valid": report.is_valid,
+        "laws": dict(report.laws),
+        "findings": [_finding_json(finding) for finding in report.findings],
+    }
+
+
+def _finding_json(finding: Finding) -> dict[str, object]:
+    return {
+        "code": finding.code,
+        "section": finding.section,
+        "line": finding.line,
+        "sentence": finding.sentence,
+        "remedy": finding.remedy,
+        "text": finding.render(),
+    }
+
+
 def render_laws() -> RenderableType:
     """Every code with the title of its law."""
     table = Table.grid(padding=(0, 2))
     for code, law in CODES.items():
         table.add_row(code, law.title)
     return Lines(table=table, is_foldable=True)
+
+
+def law_json(code: str) -> dict[str, str]:
+    """The code, title and remedy of a law."""
+    law = CODES[code]
+    return {"code": code, "title": law.title, "remedy": law.remedy}
+
+
+def render_diff(text: str) -> RenderableType:
+    """A unified diff with coloured lines."""
+    return Group(*(Text(line, style=_DIFF_STYLES.get(line[:1], "")) for line in text.splitlines()))

@@ -1,8 +1,8 @@
-"""The communication schedule as rows a person reads: bookkeeping left out, equal blocks folded.
+"""The communication schedule as rows for a reader: without bookkeeping, with equal blocks folded.
 
-``schedule`` lists what moves or computes: segments, collectives, releases of gathered parameters, the update and the
-transfers. Allocations, waits and fills are left to the program's text. ``fold`` then replaces runs of rows that differ
-only in the numbers of names (``blocks.1`` … ``blocks.30``) by their first instance and a count.
+``schedule`` lists segments, collectives, releases of gathered parameters, the update and transfers; only the text of
+the program has allocations, waits and fills. ``fold`` replaces runs of rows that differ only in the numbers of names
+(``blocks.1`` … ``blocks.30``) by their first instance and a count.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from zeroir.ir.buffers import Role
 from zeroir.ir.contents import FlatContent
 from zeroir.ir.effects import effects
 from zeroir.ir.program import Program, Section
-from zeroir.ir.traffic import payloads
+from zeroir.ir.traffic import payload_bytes
 from zeroir.report.names import counted
 
 _LONGEST_PERIOD = 64
@@ -29,9 +29,10 @@ _COMPUTE = ops.op_name(ops.Compute)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One op: its line in the section, what it is, for which units, and how much it moves or computes.
+    """One op: its line in the section, its name, its stream, its units and its size.
 
-    ``payload_bytes`` is what a collective or transfer carries on one rank, ``flops`` what a segment computes.
+    ``payload_bytes`` are the bytes that a collective or a transfer moves on one rank, ``flops`` the floating-point
+    operations of a segment.
     """
 
     line: int
@@ -45,7 +46,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fold:
-    """``repeats`` more instances of the ``period`` rows before, for the units named (those computed, if any are)."""
+    """``repeats`` more instances of the preceding ``period`` rows; ``units`` are those of its computes, else of all."""
 
     repeats: int
     period: int
@@ -62,24 +63,25 @@ def schedule(program: Program, section: Section, *, unit: str | None = None) -> 
 def fold(rows: Sequence[Row]) -> Iterator[Row | Fold]:
     """Replace repetitions by their first instance and a ``Fold``."""
     shapes = [_shape(row) for row in rows]
-    at = 0
-    while at < len(rows):
-        period, count = _longest_repetition(shapes, at)
-        yield from rows[at : at + period]
+    start = 0
+    while start < len(rows):
+        period, count = _longest_repetition(shapes, start)
+        yield from rows[start : start + period]
         if count > 1:
-            folded = rows[at + period : at + period * count]
-            computed = [row for row in folded if row.op == _COMPUTE] or folded
-            units = tuple(dict.fromkeys(unit for row in computed for unit in row.units))
+            folded = rows[start + period : start + period * count]
+            named = [row for row in folded if row.op == _COMPUTE] or folded
+            units = tuple(dict.fromkeys(unit for row in named for unit in row.units))
             yield Fold(repeats=count - 1, period=period, units=units)
-        at += period * count
+        start += period * count
 
 
-def _longest_repetition(shapes: Sequence[tuple[object, ...]], at: int) -> tuple[int, int]:
+def _longest_repetition(shapes: Sequence[tuple[object, ...]], start: int) -> tuple[int, int]:
+    """The period and the count of the repetition at ``start`` that covers the most rows; (1, 1) without one."""
     best = (1, 1)
-    for period in range(1, min(_LONGEST_PERIOD, (len(shapes) - at) // _SHORTEST_FOLD) + 1):
-        pattern = shapes[at : at + period]
+    for period in range(1, min(_LONGEST_PERIOD, (len(shapes) - start) // _SHORTEST_FOLD) + 1):
+        pattern = shapes[start : start + period]
         count = 1
-        while shapes[at + count * period : at + (count + 1) * period] == pattern:
+        while shapes[start + count * period : start + (count + 1) * period] == pattern:
             count += 1
         if count >= _SHORTEST_FOLD and period * count > best[0] * best[1]:
             best = (period, count)
@@ -87,21 +89,21 @@ def _longest_repetition(shapes: Sequence[tuple[object, ...]], at: int) -> tuple[
 
 
 def _shape(row: Row) -> tuple[object, ...]:
-    """What equal rows of different units share: all but the numbers in names."""
+    """The row without the numbers in its names; rows of equal blocks have equal shapes."""
     units = tuple(_NUMBER.sub("#", unit) for unit in row.units)
     detail = _NAME.sub(lambda name: _NUMBER.sub("#", name[0]), row.detail)
     return (row.op, row.stream, units, detail, row.payload_bytes, row.flops)
 
 
 def buffer_owners(program: Program) -> dict[str, str]:
-    """The unit of each buffer: its flat's, as far as contents and computes tell, else its first writer's."""
+    """The unit of each buffer: that of its flat, where contents or computes name one, else that of its first writer."""
     flats, homes = program.flat_by_name, program.parameter_by_name
     owners = {
         buffer.name: flats[buffer.holds.flat].unit
         for buffer in program.buffers
         if isinstance(buffer.holds, FlatContent)
     }
-    written: dict[str, str] = {}
+    first_writers: dict[str, str] = {}
     for op in program.ops():
         if not isinstance(op, ops.Compute):
             continue
@@ -113,8 +115,8 @@ def buffer_owners(program: Program) -> dict[str, str]:
             if destination.gradient is not None:
                 owners.setdefault(name, homes[destination.gradient][0].unit)
             elif not program.buffer_by_name[name].is_persistent:
-                written.setdefault(name, op.unit)
-    return {**written, **owners}
+                first_writers.setdefault(name, op.unit)
+    return {**first_writers, **owners}
 
 
 def _row(program: Program, owners: dict[str, str], line: int, op: ops.Op) -> Row | None:
@@ -131,7 +133,7 @@ def _row(program: Program, owners: dict[str, str], line: int, op: ops.Op) -> Row
             flops=flops,
         )
 
-    def of(*names: str) -> tuple[str, ...]:
+    def units_of(*names: str) -> tuple[str, ...]:
         return tuple(dict.fromkeys(owners[name] for name in names if name in owners))
 
     match op:
@@ -140,11 +142,11 @@ def _row(program: Program, owners: dict[str, str], line: int, op: ops.Op) -> Row
         case ops.Release():
             if buffers[op.buffer].role is not Role.GATHERED:
                 return None
-            return row(of(op.buffer), f"%{op.buffer}")
+            return row(units_of(op.buffer), f"%{op.buffer}")
         case ops.Collective():
             names = [r.buffer for pair in op.pairs for r in (pair.source, pair.destination)]
             detail = f"over {program.comm_by_name[op.comm].axis}"
-            return row(of(*names), detail, sum(size for _, size in payloads(op, program)))
+            return row(units_of(*names), detail, payload_bytes(op, program))
         case ops.Compute():
             segment = program.segment_by_name[op.segment]
             return row((op.unit,), f"@{op.segment}", flops=segment.flops)
@@ -152,9 +154,9 @@ def _row(program: Program, owners: dict[str, str], line: int, op: ops.Op) -> Row
             source, destination = buffers[op.source.buffer], buffers[op.destination.buffer]
             arrow = "→" if op.mode is ops.Mode.WRITE else "→ +="
             detail = f"%{source.name} {source.dtype} {arrow} {destination.dtype}"
-            return row(of(source.name, destination.name), detail)
+            return row(units_of(source.name, destination.name), detail)
         case ops.Scale():
-            return row(of(op.region.buffer), f"%{op.region.buffer}")
+            return row(units_of(op.region.buffer), f"%{op.region.buffer}")
         case ops.GradNorm() | ops.CheckFinite():
             return row((), f"{counted(len(op.sources), 'gradient')} → %{op.destination.buffer}")
         case ops.Decide():
@@ -162,13 +164,13 @@ def _row(program: Program, owners: dict[str, str], line: int, op: ops.Op) -> Row
             return row((), f"gradients divided by {op.divisor}{clip}")
         case ops.OptimizerStep():
             numel = op.param.local_numel(program.mesh)
-            return row(of(op.param.buffer), f"{op.algorithm} on {counted(numel, 'element')}")
+            return row(units_of(op.param.buffer), f"{op.algorithm} on {counted(numel, 'element')}")
         case ops.UpdateScale():
             return row((), f"%{op.state.buffer}")
         case ops.Transfer():
             source, destination = buffers[op.source.buffer], buffers[op.destination.buffer]
             detail = f"%{source.name} → %{destination.name}"
             size = op.source.local_numel(program.mesh) * source.dtype.itemsize_bytes
-            return row(of(source.name, destination.name), detail, size)
+            return row(units_of(source.name, destination.name), detail, size)
         case _:
             assert_never(op)

@@ -8,6 +8,7 @@ from typing import TypedDict
 from zeroir.ir.buffers import Space
 from zeroir.ir.ops import op_name
 from zeroir.ir.program import Program
+from zeroir.ir.text.printer import bound_text
 from zeroir.ir.traffic import collective_bytes
 from zeroir.memory.curve import peak
 from zeroir.memory.placement import placements_with_bound
@@ -28,7 +29,8 @@ class TemporaryBytes(TypedDict):
 class Summary(TypedDict):
     """Facts of a scheduled program; bytes are per step (collectives) or per rank, by role (model states and peak).
 
-    The peak is that of the buffers on the device, in program order and without the workspaces of segments.
+    The peak is that of the buffers on the device, in program order and without the workspaces of segments. ``bounds``
+    are spelled as in the program's text.
     """
 
     stage: int
@@ -40,6 +42,7 @@ class Summary(TypedDict):
     ops: dict[str, int]
     sections: dict[str, int]
     distinct_segments: int
+    bounds: list[str]
     collective_bytes: dict[str, int]
     collective_bytes_by_axis: dict[str, dict[str, int]]
     model_state_bytes_per_rank: dict[str, int]
@@ -62,6 +65,7 @@ def summarise(program: Program, report: Report, *, stage: int, precision: str) -
         ops={name: names[name] for name in sorted(names)},
         sections={section.name: len(section.body) for section in program.sections},
         distinct_segments=len({segment.digest() for segment in program.segments}),
+        bounds=[bound_text(bound) for bound in program.bounds],
         collective_bytes=dict(collective_bytes(program)),
         collective_bytes_by_axis={
             axis.name: dict(collective_bytes(program, axis=axis.name)) for axis in program.mesh.axes

@@ -1,8 +1,8 @@
-"""A recorded or simulated step in the format that Perfetto and Chrome's tracing page read.
+"""A recorded or simulated step in the trace event format, which Perfetto and Chrome's tracing page read.
 
-https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU describes it: a process per rank, a
-thread per stream, a complete event (``X``) per op, and an arrow (``s`` to ``f``) from what signals an event to what
-waited for it.
+https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU describes the format. Each rank is a
+process, each stream a thread and each op a complete event (``X``); an arrow (``s`` to ``f``) leads from the op that
+signals an event to each wait for it.
 """
 
 from __future__ import annotations
@@ -16,20 +16,21 @@ from zeroir.ir.labels import labels
 from zeroir.ir.mesh import HOST
 from zeroir.ir.program import OpPosition, Program
 from zeroir.ir.spans import Span
-from zeroir.ir.traffic import payloads
+from zeroir.ir.traffic import payload_bytes
 from zeroir.report.names import format_bytes
 
 Event = Mapping[str, object]
 
 
 def simulated_trace(program: Program, simulation: Simulation) -> dict[str, object]:
-    """The trace of a simulated step: a process for each class of ranks that behave alike, named after its first."""
+    """The trace of a simulated step: a process for each class of ranks, named after its first rank."""
     classes = simulation.classes
-    names = [
-        f"rank {one.ranks[0]}" + (f" and {len(one.ranks) - 1} alike" if one.ranks[1:] else "")
-        for one in classes
-    ]
-    trace = chrome_trace(program, [one.spans for one in classes], step=1, names=names)
+    trace = chrome_trace(
+        program,
+        [rank_class.spans for rank_class in classes],
+        step=1,
+        names=[rank_class.label for rank_class in classes],
+    )
     trace["otherData"] = {
         "machine": simulation.machine,
         "ranks": simulation.world_size,
@@ -45,16 +46,15 @@ def chrome_trace(
     step: int,
     names: Sequence[str] | None = None,
 ) -> dict[str, object]:
-    """The trace of one step as a JSON document; ``ranks`` are every rank's spans on one clock.
+    """The trace of one step as a JSON document; ``ranks`` are the spans of each rank, on one clock.
 
-    ``names`` are what the processes are called, where they are not simply the ranks.
+    ``names`` are the names of the processes, ``rank 0``, ``rank 1`` and so on unless given.
     """
-    ops_labels = labels(program)
-    called = [f"rank {rank}" for rank in range(len(ranks))] if names is None else names
+    op_labels = labels(program)
     events: list[Event] = []
     for rank, spans in enumerate(ranks):
-        events += _headings(program, rank, called[rank])
-        events += _events(program, ops_labels, rank, spans)
+        events += _headings(program, rank, f"rank {rank}" if names is None else names[rank])
+        events += _events(program, op_labels, rank, spans)
     return {
         "traceEvents": events,
         "displayTimeUnit": "ms",
@@ -62,42 +62,42 @@ def chrome_trace(
     }
 
 
-def _headings(program: Program, rank: int, called: str) -> Iterator[Event]:
-    yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": called}}
+def _headings(program: Program, rank: int, name: str) -> Iterator[Event]:
+    yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": name}}
     yield {"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}}
-    for name, thread in _threads(program).items():
+    for stream, thread in _threads(program).items():
         place = {"pid": rank, "tid": thread}
-        yield {"ph": "M", "name": "thread_name", **place, "args": {"name": name}}
+        yield {"ph": "M", "name": "thread_name", **place, "args": {"name": stream}}
         yield {"ph": "M", "name": "thread_sort_index", **place, "args": {"sort_index": thread}}
 
 
 def _threads(program: Program) -> dict[str, int]:
-    """A number for every stream that the program uses, in the order of declaration; the host comes first."""
+    """The number of each stream that the program uses, in the order of declaration; the host is first."""
     used = {effects(op).stream for op in program.ops()}
-    names = [HOST, *(stream.name for stream in program.streams)]
-    return {name: thread for thread, name in enumerate(names) if name in used}
+    streams = [HOST, *(stream.name for stream in program.streams)]
+    return {stream: thread for thread, stream in enumerate(streams) if stream in used}
 
 
 def _events(
-    program: Program, names: Mapping[OpPosition, str], rank: int, spans: Sequence[Span]
+    program: Program, op_labels: Mapping[OpPosition, str], rank: int, spans: Sequence[Span]
 ) -> Iterator[Event]:
     threads = _threads(program)
     signals: dict[str, Event] = {}
-    # A wait ends after what it waits for, so this order shows every cause before its effect.
+    # A wait ends after the op that signals its event, so in this order each signal precedes its waits.
     for number, span in enumerate(sorted(spans, key=lambda span: span.end_ns)):
         op = program.section_by_name[span.section].body[span.index]
         effect = effects(op)
         place = {"pid": rank, "tid": threads[effect.stream]}
         yield {
             "ph": "X",
-            "name": names[span.position],
+            "name": op_labels[span.position],
             "cat": ops.op_name(type(op)),
             "ts": span.start_ns / 1000,
             "dur": (span.end_ns - span.start_ns) / 1000,
             **place,
             "args": {"section": span.section, "index": span.index, **_facts(program, op)},
         }
-        # An arrow belongs to the op whose time it falls into, of which the end is no part.
+        # A viewer draws an arrow at the op that runs at its time, and no op runs at its own end.
         inside = {**place, "ts": max(span.start_ns, span.end_ns - 1) / 1000}
         for event in effect.waits:
             if event in signals:
@@ -108,12 +108,12 @@ def _events(
 
 
 def _facts(program: Program, op: ops.Op) -> Event:
-    """What is worth knowing of an op beside its name."""
+    """The details of an op beside its name."""
     match op:
         case ops.Compute():
             return {"segment": op.segment, "unit": op.unit}
         case ops.Collective():
-            count = sum(size for _, size in payloads(op, program))
+            count = payload_bytes(op, program)
             return {"bytes": count, "size": format_bytes(count), "comm": op.comm}
         case _:
             return {}

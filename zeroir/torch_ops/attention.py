@@ -17,7 +17,6 @@ The calls of CUDA's kernels follow the sources and shape functions of torch 2.11
 from __future__ import annotations
 
 import math
-from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +28,7 @@ from torch.backends.cuda import (
 )
 from torch.nn.attention import SDPBackend
 
-from zeroir.torch_ops.define import define, fake
+from zeroir.torch_ops.define import define, differentiate, fake
 
 aten = torch.ops.aten
 
@@ -129,30 +128,11 @@ def _(_: Tensor, q: Tensor, k: Tensor, v: Tensor, *__: object) -> tuple[Tensor, 
     return like(q), like(k), like(v)
 
 
-def _setup_context(
-    ctx: torch.autograd.function.FunctionCtx,
-    inputs: tuple[Tensor, Tensor, Tensor, Tensor | None, bool, float | None],
-    output: tuple[Tensor, Tensor],
-) -> None:
-    q, k, v, mask, is_causal, scale = inputs
-    ctx.save_for_backward(q, k, v, cast("Tensor", mask), *output)
-    ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)
-    ctx.is_causal, ctx.scale = is_causal, scale  # type: ignore[attr-defined]
-
-
-def _backward(
-    ctx: torch.autograd.function.FunctionCtx, grad: Tensor | None, _: Tensor | None
-) -> tuple[Tensor | None, ...]:
-    if grad is None:
-        return (None,) * 6
-    q, k, v, mask, out, lse = ctx.saved_tensors  # type: ignore[attr-defined]
-    is_causal, scale = ctx.is_causal, ctx.scale  # type: ignore[attr-defined]
-    grads = attention_backward(grad, q, k, v, mask, out, lse, is_causal, scale)
-    return (*grads, None, None, None)
-
-
-torch.library.register_autograd("zeroir::attention", _backward, setup_context=_setup_context)
+differentiate(
+    "zeroir::attention",
+    attention_backward,
+    lambda inputs, results: ((*inputs[:4], *results), inputs[4:]),
+)
 
 
 def _prepare(

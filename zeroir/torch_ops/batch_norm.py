@@ -8,12 +8,12 @@ Tensors: x ``(batch, channels, ...)``; weight, bias and statistics ``(channels,)
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from zeroir.torch_ops.define import define, fake
+from zeroir.torch_ops.define import Saved, define, differentiate, fake
 
 aten = torch.ops.aten
 
@@ -105,41 +105,18 @@ def _(_: Tensor, x: Tensor, weight: Tensor | None, *__: object) -> tuple[Tensor,
     return torch.empty_like(x), torch.empty_like(weight), torch.empty_like(weight)
 
 
-_Inputs = tuple[
-    Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None, bool, float, float
-]
-
-
-def _setup_context(
-    ctx: torch.autograd.function.FunctionCtx, inputs: _Inputs, output: tuple[Tensor, ...]
-) -> None:
+def _saved(inputs: tuple[Any, ...], results: tuple[Tensor, ...]) -> Saved:
     x, weight, _, mean, var, training, _, eps = inputs
     # In training the running statistics change before the backward, which does not read them.
     running = (None, None) if training else (mean, var)
-    saved = (x, weight, *running, *output[1:3])
-    ctx.save_for_backward(*cast("tuple[Tensor, ...]", saved))
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.set_materialize_grads(False)
-    ctx.training, ctx.eps = training, eps  # type: ignore[attr-defined]
+    return (x, weight, *running, *results[1:3]), (training, eps)
 
 
-def _backward(
-    ctx: torch.autograd.function.FunctionCtx, grad: Tensor | None, *_: Tensor | None
-) -> tuple[Tensor | None, ...]:
-    if grad is None:
-        return (None,) * 8
-    x, weight, *statistics = ctx.saved_tensors  # type: ignore[attr-defined]
-    training, eps = ctx.training, ctx.eps  # type: ignore[attr-defined]
-    grad_x, grad_weight, grad_bias = batch_norm_backward(
-        grad, x, weight, *statistics, training, eps
-    )
-    has_weight = weight is not None
-    return (
-        grad_x,
-        grad_weight if has_weight else None,
-        grad_bias if has_weight else None,
-        *(None,) * 5,
-    )
+def _gradients(
+    grad: Tensor, x: Tensor, weight: Tensor | None, *saved: object
+) -> tuple[Tensor, ...]:
+    gradients: tuple[Tensor, ...] = batch_norm_backward(grad, x, weight, *saved)
+    return gradients[:1] if weight is None else gradients
 
 
-torch.library.register_autograd("zeroir::batch_norm", _backward, setup_context=_setup_context)
+differentiate("zeroir::batch_norm", _gradients, _saved)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zeroir.torch_ops.define import define, fake
+from zeroir.torch_ops.define import define, differentiate, fake
 
 aten = torch.ops.aten
 
@@ -75,29 +75,11 @@ def _(_: Tensor, log_probs: Tensor, *__: object) -> Tensor:
     return torch.empty_like(log_probs)
 
 
-_Inputs = tuple[Tensor, Tensor, Tensor, Tensor, int, bool]
-
-
-def _setup_context(
-    ctx: torch.autograd.function.FunctionCtx, inputs: _Inputs, output: tuple[Tensor, Tensor]
-) -> None:
-    *tensors, blank, zero_infinity = inputs
-    ctx.save_for_backward(*tensors, *output)
-    ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)
-    ctx.options = (blank, zero_infinity)  # type: ignore[attr-defined]
-
-
-def _backward(
-    ctx: torch.autograd.function.FunctionCtx, grad: Tensor | None, _: Tensor | None
-) -> tuple[Tensor | None, ...]:
-    if grad is None:
-        return (None,) * 6
-    saved, options = ctx.saved_tensors, ctx.options  # type: ignore[attr-defined]
-    return (ctc_loss_backward(grad.contiguous(), *saved, *options), *(None,) * 5)
-
-
-torch.library.register_autograd("zeroir::ctc_loss", _backward, setup_context=_setup_context)
+differentiate(
+    "zeroir::ctc_loss",
+    lambda grad, *saved: (ctc_loss_backward(grad.contiguous(), *saved),),
+    lambda inputs, results: ((*inputs[:4], *results), inputs[4:]),
+)
 
 
 def reduced_ctc_loss(

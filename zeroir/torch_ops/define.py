@@ -8,12 +8,22 @@ same operators by the functions that ``custom_op`` calls.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
+from torch import Tensor
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+Saved = tuple[Sequence[Tensor | None], tuple[object, ...]]
+"""What an operator's backward takes after the gradient: tensors, then other arguments."""
+
+
+class _Context(torch.autograd.function.FunctionCtx):
+    saved_tensors: tuple[Tensor | None, ...]
+    options: tuple[object, ...]
+    argument_count: int
 
 
 def define(
@@ -42,6 +52,35 @@ def fake(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
         return function
 
     return register
+
+
+def differentiate(
+    name: str,
+    backward: Callable[..., tuple[Tensor | None, ...]],
+    saved: Callable[[tuple[Any, ...], tuple[Tensor, ...]], Saved],
+) -> None:
+    """Register the backward of an operator of which only the first result has a gradient.
+
+    ``saved`` chooses from the arguments and the results what ``backward`` takes after the gradient of the first
+    result. ``backward`` returns the gradients of the first arguments; the others have none.
+    """
+
+    def set_up(ctx: _Context, inputs: tuple[object, ...], output: tuple[Tensor, ...]) -> None:
+        tensors, ctx.options = saved(inputs, output)
+        ctx.save_for_backward(*cast("tuple[Tensor, ...]", tuple(tensors)))
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.set_materialize_grads(False)
+        ctx.argument_count = len(inputs)
+
+    def differentiated(
+        ctx: _Context, grad: Tensor | None, *_: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        if grad is None:
+            return (None,) * ctx.argument_count
+        gradients = backward(grad, *ctx.saved_tensors, *ctx.options)
+        return (*gradients, *(None,) * (ctx.argument_count - len(gradients)))
+
+    torch.library.register_autograd(name, differentiated, setup_context=set_up)
 
 
 def _nothing(*_: object) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from zeroir.torch_ops.define import define, fake
+from zeroir.torch_ops.define import define, differentiate, fake
 
 _BITS = 24
 _WEYL = 0x9E3779B97F4A7C15
@@ -43,27 +43,11 @@ def _(x: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x), torch.empty_like(x, dtype=torch.bool)
 
 
-def _setup_context(
-    ctx: torch.autograd.function.FunctionCtx,
-    inputs: tuple[Tensor, float, Tensor],
-    output: tuple[Tensor, Tensor],
-) -> None:
-    ctx.save_for_backward(output[1])
-    ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)
-    ctx.p = inputs[1]  # type: ignore[attr-defined]
-
-
-def _backward(
-    ctx: torch.autograd.function.FunctionCtx, grad: Tensor | None, _: Tensor | None
-) -> tuple[Tensor | None, None, None]:
-    if grad is None:
-        return None, None, None
-    (mask,) = ctx.saved_tensors  # type: ignore[attr-defined]
-    return grad * mask * _scale(ctx.p), None, None  # type: ignore[attr-defined]
-
-
-torch.library.register_autograd("zeroir::dropout", _backward, setup_context=_setup_context)
+differentiate(
+    "zeroir::dropout",
+    lambda grad, mask, p: (grad * mask * _scale(p),),
+    lambda inputs, results: (results[1:], inputs[1:2]),
+)
 
 
 def _scale(p: float) -> float:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Self, cast
 from unittest import mock
 
@@ -99,12 +100,6 @@ _ONE_DTYPE_FUNCTIONS: frozenset[object] = frozenset(
         torch.vdot,
     }
 )
-_RECURRENT: Mapping[object, RecurrentStep] = {
-    torch.gru: gru_step,
-    torch.lstm: lstm_step,
-    torch.rnn_relu: relu_step,
-    torch.rnn_tanh: tanh_step,
-}
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
@@ -122,6 +117,19 @@ class NeutralOps(TorchFunctionMode):
         self.sites = 0
         self._around = around
         self._random_ops = SeededRandomOps(self.seed)
+        self._replacements: Mapping[object, Function] = {
+            F.scaled_dot_product_attention: self._attention,
+            F.dropout: self._dropout,
+            torch.dropout: self._dropout,
+            F.dropout1d: self._dropout_channels,
+            F.dropout2d: self._dropout_channels,
+            F.dropout3d: self._dropout_channels,
+            F.batch_norm: _batch_norm,
+            torch.gru: partial(self._recurrent, gru_step),
+            torch.lstm: partial(self._recurrent, lstm_step),
+            torch.rnn_relu: partial(self._recurrent, relu_step),
+            torch.rnn_tanh: partial(self._recurrent, tanh_step),
+        }
         self._depth = 0
 
     def __enter__(self) -> Self:
@@ -151,14 +159,8 @@ class NeutralOps(TorchFunctionMode):
         named_args = dict(kwargs or {})
         if func in _ONE_DTYPE_FUNCTIONS:
             args, named_args = self._wrapped(_with_one_dtype)(func, args, named_args)  # type: ignore[misc]
-        if func is F.scaled_dot_product_attention:
-            return self._wrapped(self._attention)(*args, **named_args)
-        if func is F.dropout or func is torch.dropout:
-            return self._wrapped(self._dropout)(*args, **named_args)
-        if func in (F.dropout1d, F.dropout2d, F.dropout3d):
-            return self._wrapped(self._dropout_channels)(*args, **named_args)
-        if func is F.batch_norm:
-            return self._wrapped(_batch_norm)(*args, **named_args)
+        if func in self._replacements:
+            return self._wrapped(self._replacements[func])(*args, **named_args)
         if isinstance(func, torch._ops.HigherOrderOperator):
             raise NotImplementedError(
                 f"the higher-order operator {func!s} cannot be traced; use tensor operations such as "
@@ -170,8 +172,6 @@ class NeutralOps(TorchFunctionMode):
             )
         if func is F.ctc_loss:
             return self._wrapped(reduced_ctc_loss)(*(_widen(arg) for arg in args), **named_args)
-        if func in _RECURRENT:
-            return self._wrapped(self._recurrent)(_RECURRENT[func], *args, **named_args)
         if func in _LOSSES:
             return call(
                 *(_widen(arg) for arg in args), **{k: _widen(v) for k, v in named_args.items()}

@@ -7,7 +7,7 @@ before it found nothing, so a report names causes and not their consequences.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -44,6 +44,10 @@ __all__ = [
     "verify_job",
 ]
 
+_STRUCTURE_CHECKS = (check_limits, check_declarations, check_structure)
+"""Whether each declaration and each op is right by itself; all other checks rely on it."""
+_ORDER_CHECKS = (check_collectives, check_ordering, check_arenas, check_bounds)
+"""Whether every interleaving of the streams is safe; the values are examined in program order alone."""
 _ORDER_LAWS = ("Z101", "Z103", "Z104", "Z105", "Z106", "Z201", "Z202", "Z302")
 _VALUE_LAWS = ("Z102", "Z401", "Z402", "Z403", "Z404", "Z405", "Z406")
 
@@ -138,37 +142,31 @@ def _asked(
 
 def _examined(program: Program, reference: Reference | None, budget_bytes: int | None) -> Report:
     """Examine a program, and compare it with a reference that breaks no law or is the program itself."""
-    asked = _asked(program, reference, budget_bytes)
     findings = Findings(program)
-    if not _check_structure(program, findings):
+    unexamined: dict[str, str] = {}
+    if not _holds(_STRUCTURE_CHECKS, program, findings):
         why = "not examined: the structure is broken"
         unexamined = dict.fromkeys((*_ORDER_LAWS, *_VALUE_LAWS, "Z301"), why)
-        return Report(findings=tuple(findings.items), asked=asked, unexamined=unexamined)
-    is_ordered = _check_order(program, findings)
-    if is_ordered and budget_bytes is not None:
-        check_budget(program, findings, budget_bytes)
-    if not is_ordered:
+    elif not _holds(_ORDER_CHECKS, program, findings):
         why = "not examined: the order of ops is broken"
         unexamined = dict.fromkeys((*_VALUE_LAWS, "Z301"), why)
-        return Report(findings=tuple(findings.items), asked=asked, unexamined=unexamined)
-    _check_values(program, reference, findings)
-    return Report(findings=tuple(findings.items), asked=asked)
+    else:
+        if budget_bytes is not None:
+            check_budget(program, findings, budget_bytes)
+        _check_values(program, reference, findings)
+    asked = _asked(program, reference, budget_bytes)
+    return Report(findings=tuple(findings.items), asked=asked, unexamined=unexamined)
 
 
-def _check_structure(program: Program, findings: Findings) -> bool:
-    """Whether each declaration and each op is right by itself; all other checks rely on it."""
-    for check_part in (check_limits, check_declarations, check_structure):
-        if not findings.items:
-            check_part(program, findings)
-    return not findings.items
-
-
-def _check_order(program: Program, findings: Findings) -> bool:
-    """Whether every interleaving of the streams is safe; the values are examined in program order alone."""
-    for check_part in (check_collectives, check_ordering, check_arenas, check_bounds):
-        if not findings.items:
-            check_part(program, findings)
-    return not findings.items
+def _holds(
+    checks: Sequence[Callable[[Program, Findings], None]], program: Program, findings: Findings
+) -> bool:
+    """Whether no check finds anything; each relies on those before it."""
+    for check_part in checks:
+        check_part(program, findings)
+        if findings.items:
+            return False
+    return True
 
 
 def _runs(shared: Shared, findings: Findings, *, is_checked: bool) -> dict[str, SectionRun]:

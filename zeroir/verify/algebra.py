@@ -133,16 +133,13 @@ def _add_slices(left: Value, right: Value, how: Addition) -> Value:
         return right
     if isinstance(right, Zero):
         return left
-    template = left if isinstance(left, Slice) else right
-    if not isinstance(template, Slice):
-        raise TypeError("one operand is a slice")
-    pair = [_as_slice(value, template) for value in (left, right)]
-    if pair[0] is None or pair[1] is None:
+    template = next(value for value in (left, right) if isinstance(value, Slice))
+    first, second = (_as_slice(value, template) for value in (left, right))
+    if first is None or second is None:
         how.fail(
             "Z402", "two sums whose elements stand on different ranks are added to one another"
         )
         return POISON
-    first, second = pair[0], pair[1]
     array = rebased(second.array, second.shift - first.shift)
     return Slice(
         tuple((a, b, add(x, y, how)) for a, b, x, y in aligned(first.array, array)),

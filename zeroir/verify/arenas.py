@@ -76,10 +76,9 @@ class _ArenaCheck:
             if isinstance(op, ops.Wait):
                 self.order.wait(op)
                 continue
-            stream = self.order.streams[op.stream]
             if isinstance(op, ops.Alloc):
-                self._begin(op.buffer, stream, line)
-            number = self.order.issue(stream, line, op, () if op.event is None else (op.event,))
+                self._begin(op.buffer, self.order.streams[op.stream], line)
+            number = self.order.issue(line, op)
             if isinstance(op, ops.Release):
                 self.live.pop(op.buffer).end = number
 

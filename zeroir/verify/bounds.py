@@ -85,7 +85,7 @@ class _BoundsCheck:
                 bound = self.bounds.get(self.kinds[op.buffer])
                 if bound is not None:
                     self._check(bound, op, stream, line)
-            number = self.order.issue(stream, line, op, () if op.event is None else (op.event,))
+            number = self.order.issue(line, op)
             if not isinstance(op, ops.Alloc):
                 self.last_op[stream] = number
             if isinstance(op, ops.Release) and self.kinds.get(op.buffer) in self.releases:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, assert_never
 
 from zeroir.ir import ops
 from zeroir.ir.program import Program, Section
@@ -21,22 +21,21 @@ class LaunchSignature(NamedTuple):
 
 def launches(program: Program, section: Section) -> list[LaunchSignature]:
     """The collectives of a section in issue order; the same on every rank, since regions have equal local sizes."""
-    signatures: list[LaunchSignature] = []
-    for op in section.body:
-        match op:
-            case ops.Gather():
-                # A prefetch on one rank may meet an all-gather on another.
-                signatures.append(_launch(program, op, "all_gather", ""))
-            case ops.ReduceScatter() | ops.AllReduce():
-                signatures.append(_launch(program, op, title(op), str(op.reduction)))
-            case ops.Broadcast():
-                signatures.append(_launch(program, op, title(op), f"root {op.root}"))
-            case _:
-                pass
-    return signatures
+    return [_launch(program, op) for op in section.body if isinstance(op, ops.Collective)]
 
 
-def _launch(program: Program, op: ops.CollectiveOp, kind: str, detail: str) -> LaunchSignature:
+def _launch(program: Program, op: ops.CollectiveOp) -> LaunchSignature:
+    kind, detail = title(op), ""
+    match op:
+        case ops.Gather():
+            # A prefetch on one rank may meet an all-gather on another.
+            kind = "all_gather"
+        case ops.ReduceScatter() | ops.AllReduce():
+            detail = str(op.reduction)
+        case ops.Broadcast():
+            detail = f"root {op.root}"
+        case _:
+            assert_never(op)
     pairs = tuple(
         (
             pair.source.local_numel(program.mesh),
@@ -54,10 +53,8 @@ def check_collectives(program: Program, findings: Findings) -> None:
         for line, op in enumerate(section.body):
             if not isinstance(op, ops.Collective):
                 continue
-            comm = program.comm_by_name.get(op.comm)
-            if comm is None:
-                continue
-            sentence = _misfit(program, op, program.mesh.size(comm.axis))
+            axis = program.comm_by_name[op.comm].axis
+            sentence = _misfit(program, op, program.mesh.size(axis))
             if sentence is not None:
                 findings.add("Z201", sentence, section=section, line=line)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from zeroir.ir import ops
@@ -87,31 +87,24 @@ class Findings:
             yield f"%{name}: {', '.join(events)}"
 
 
-def printer(program: Program) -> Callable[[Op], str]:
-    """The text of an op; its ``repr`` where the program cannot be printed."""
+def around(program: Program, section: Section, line: int) -> tuple[str, tuple[str, ...]]:
+    """The op's text, and a window of five ops around it in which it is marked.
+
+    An op that the program's names cannot spell has its ``repr`` as text.
+    """
     from zeroir.ir.text.names import Names
     from zeroir.ir.text.print_ops import op_text
 
     names = Names(program=program)
-
-    def text(op: Op) -> str:
-        try:
-            return op_text(op, names)
-        except (KeyError, ValueError, IndexError):
-            return repr(op)
-
-    return text
-
-
-def around(program: Program, section: Section, line: int) -> tuple[str, tuple[str, ...]]:
-    """The op's text, and a window of five ops around it in which it is marked."""
-    text = printer(program)
     low = max(0, min(line - 2, len(section.body) - 5))
-    window: list[str] = []
-    for i in range(low, min(low + 5, len(section.body))):
-        mark = ">" if i == line else " "
-        window.append(f"{mark}{i:5d}: {text(section.body[i])}")
-    return text(section.body[line]), tuple(window)
+    texts: dict[int, str] = {}
+    for i, op in enumerate(section.body[low : low + 5], low):
+        try:
+            texts[i] = op_text(op, names)
+        except (KeyError, ValueError, IndexError):
+            texts[i] = repr(op)
+    window = tuple(f"{'>' if i == line else ' '}{i:5d}: {text}" for i, text in texts.items())
+    return texts[line], window
 
 
 def model_sources(program: Program, op: Op) -> tuple[str, ...]:

@@ -7,7 +7,6 @@ interpretation covers every rank, and cutting a piece in two changes neither hal
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple, assert_never
@@ -195,8 +194,9 @@ def moved(value: Value, delta: int, strides: Strides = ()) -> Value:
         case Elements() | Gradient() | Slice():
             sums = value.strides
             if strides:
-                steps = Counter(dict(sums))
-                steps.update(dict(strides))
+                steps = dict(sums)
+                for axis, stride in strides:
+                    steps[axis] = steps.get(axis, 0) + stride
                 sums = tuple(sorted((axis, step) for axis, step in steps.items() if step))
             return replace(value, shift=value.shift + delta, strides=sums)
         case Split():

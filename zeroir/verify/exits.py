@@ -33,7 +33,7 @@ from zeroir.verify.domain import (
     spread,
     unpack,
 )
-from zeroir.verify.gradients import Wanted, is_zero, measure, wanted_sources
+from zeroir.verify.gradients import is_zero, measure
 from zeroir.verify.interpreter import SectionRun
 
 
@@ -190,27 +190,18 @@ def _check_gradient(
             run, "Z402", region, f"does not hold the gradient of flat {content.flat} in this order"
         )
         return
-    if content.micro in (Micro.STALE, None):
+    micro, section = content.micro, run.section.name
+    if micro is None or micro is Micro.STALE:
         _check_stale(run, region, on_flat, content.flat)
         return
-    section = run.section.name
-    micro = content.micro or Micro.ALL
-    has_past = run.layout.has_past
-    wanted = Wanted(
-        wanted_sources(micro, section, has_past, run.contributions),
-        run.layout.reduced(content),
-        run.term_name,
-    )
     if section == UPDATE and micro is Micro.PAST:
         # The next step begins with empty sums.
         if any(not is_zero(v) and not algebra.is_poisoned(v) for _, _, v in on_flat):
             _fail(run, "Z402", region, "should be zeros again for the next step")
         return
     if section == MICRO_STEP and micro is Micro.PAST:
-        wanted = wanted._replace(
-            sources=wanted_sources(Micro.ALL, section, has_past, run.contributions)
-        )
-    problem = measure(run.layout, on_flat, content.flat, wanted)
+        micro = Micro.ALL
+    problem = measure(run, on_flat, content.flat, micro, run.layout.reduced(content))
     if problem is not None:
         sentence = f"breaks its contract: {problem.sentence}"
         _fail(run, problem.code, region, sentence, problem.advice)

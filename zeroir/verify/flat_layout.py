@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
 
@@ -12,6 +13,7 @@ from zeroir.verify.domain import (
     PAST_TERM,
     STALE,
     ZERO,
+    Cover,
     Elements,
     FlatKey,
     Gradient,
@@ -44,14 +46,23 @@ class FlatLayout:
         return self.between(flat, 0, self._program.flat_by_name[flat].padded_numel)
 
     def between(self, flat: str, start: int, stop: int) -> list[tuple[int, int, Slot | None]]:
-        """The cuts of the part of ``[start, stop)`` that is in the flat."""
+        """The cuts of ``[start, stop)``; elements outside the flat have its last slot, or padding."""
         slots = self._slots.get(flat)
         if slots is None:
             declared = self._program.flat_by_name[flat]
             slots = self._slots[flat] = IntervalMap(declared.padded_numel, None)
             for slot in declared.slots:
                 slots.write(slot.offset, slot.offset + slot.numel, slot)
-        return slots.read(max(start, 0), min(stop, slots.numel))
+        inside = slots.read(max(start, 0), min(stop, slots.numel))
+        # No element outside the flat can be what belongs there, so none goes unexamined.
+        return inside if inside or start >= stop else [(start, stop, slots.values[-1])]
+
+    def covered(self, cover: Cover) -> Iterator[tuple[int, int, Slot]]:
+        """The parts of parameters among the elements that all ranks cover together: ``(start, stop, slot)``."""
+        for start, stop in cover.intervals(self.sizes):
+            for a, b, slot in self.between(cover.flat, start, stop):
+                if slot is not None:
+                    yield a, b, slot
 
     @cached_property
     def axes(self) -> tuple[str, ...]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, NamedTuple
 
 from zeroir.ir.contents import Micro
-from zeroir.ir.program import UPDATE, Slot
+from zeroir.ir.program import UPDATE
 from zeroir.verify.descriptions import CAUSES, describe
 from zeroir.verify.domain import (
     ALL_TERM,
@@ -23,7 +23,9 @@ from zeroir.verify.domain import (
     Value,
     Zero,
 )
-from zeroir.verify.flat_layout import FlatLayout
+
+if TYPE_CHECKING:
+    from zeroir.verify.interpreter import SectionRun
 
 
 class Problem(NamedTuple):
@@ -34,42 +36,33 @@ class Problem(NamedTuple):
     code: str = "Z402"
 
 
-class Wanted(NamedTuple):
-    """What a gradient must be: the sum of these contributions of each parameter, over these axes in order."""
+def measure(
+    run: SectionRun, pieces: PieceList, flat: str, micro: Micro, summed: tuple[str, ...]
+) -> Problem | None:
+    """What is wrong at the first element that does not hold the wanted gradient; positions are flat elements.
 
-    sources: Callable[[Slot], Mapping[int, int]]
-    summed: tuple[str, ...]
-    name: Callable[[int], str]
-
-
-def wanted_sources(
-    micro: Micro, section: str, has_past: bool, contributions: Mapping[str, list[int]]
-) -> Callable[[Slot], Mapping[int, int]]:
-    """The contributions that a gradient of these micro-steps must hold in this section."""
-
-    def sources(slot: Slot) -> Mapping[int, int]:
-        if section == UPDATE and micro is Micro.ALL:
-            return {ALL_TERM: 1}
-        current = Counter(contributions.get(slot.name, ()))
-        if micro is Micro.CURRENT or not has_past:
-            return {} if micro is Micro.PAST else current
-        return {PAST_TERM: 1} if micro is Micro.PAST else {PAST_TERM: 1, **current}
-
-    return sources
-
-
-def measure(layout: FlatLayout, pieces: PieceList, flat: str, wanted: Wanted) -> Problem | None:
-    """What is wrong at the first element that does not hold the wanted gradient; positions are flat elements."""
+    Wanted is the sum of the contributions of these micro-steps, over the axes ``summed`` in order.
+    """
     for a, b, value in pieces:
         if isinstance(value, Poison):
             continue
-        for x, y, slot in layout.between(flat, a, b):
+        for x, y, slot in run.layout.between(flat, a, b):
             problem = (
-                _padding(value, flat, x, y) if slot is None else _slot(value, flat, slot, wanted)
+                _padding(value, flat, x, y)
+                if slot is None
+                else _slot(run, value, flat, slot.name, micro, summed)
             )
             if problem is not None:
                 return problem
     return None
+
+
+def _sources(run: SectionRun, name: str, micro: Micro) -> Mapping[int, int]:
+    """The contributions to a parameter's gradient of these micro-steps, and how often the section must hold each."""
+    if run.section.name == UPDATE and micro is Micro.ALL:
+        return {ALL_TERM: 1}
+    past = {PAST_TERM: 1} if run.layout.has_past and micro is not Micro.CURRENT else {}
+    return past if micro is Micro.PAST else {**past, **Counter(run.contributions.get(name, ()))}
 
 
 def _padding(value: Value, flat: str, start: int, stop: int) -> Problem | None:
@@ -82,28 +75,34 @@ def _padding(value: Value, flat: str, start: int, stop: int) -> Problem | None:
     )
 
 
-def _slot(value: Value, flat: str, slot: Slot, wanted: Wanted) -> Problem | None:
-    sources = wanted.sources(slot)
+def _slot(
+    run: SectionRun, value: Value, flat: str, name: str, micro: Micro, summed: tuple[str, ...]
+) -> Problem | None:
+    sources = _sources(run, name, micro)
     if not sources:
         if isinstance(value, Zero):
             return None
         return Problem(
-            f"the gradient of {slot.name} should be zeros here: no compute op contributes to it",
-            f"Fill it with 0, or name the result that is its gradient (`grad {slot.name}: …`).",
+            f"the gradient of {name} should be zeros here: no compute op contributes to it",
+            f"Fill it with 0, or name the result that is its gradient (`grad {name}: …`).",
         )
     if isinstance(value, Zero):
-        return Problem(f"the gradient of {slot.name} is zeros: its contributions are lost")
+        return Problem(f"the gradient of {name} is zeros: its contributions are lost")
     if isinstance(value, Undefined):
-        return Problem(f"the gradient of {slot.name} is {CAUSES[value.cause]}")
+        return Problem(f"the gradient of {name} is {CAUSES[value.cause]}")
     if not isinstance(value, Gradient) or value.flat != flat:
-        return Problem(f"the gradient of {slot.name} should stand where {describe(value)} stands")
+        return Problem(f"the gradient of {name} should stand where {describe(value)} stands")
     if value.shift or value.strides:
-        return Problem(f"the gradient of {slot.name} stands at the wrong elements")
-    return _terms(value.terms, sources, slot.name, wanted)
+        return Problem(f"the gradient of {name} stands at the wrong elements")
+    return _terms(run, value.terms, sources, name, summed)
 
 
 def _terms(
-    terms: tuple[Term, ...], sources: Mapping[int, int], name: str, wanted: Wanted
+    run: SectionRun,
+    terms: tuple[Term, ...],
+    sources: Mapping[int, int],
+    name: str,
+    summed: tuple[str, ...],
 ) -> Problem | None:
     """Compare a multiset of contributions with the wanted one; the reductions come last."""
     counts: Counter[int] = Counter()
@@ -113,29 +112,29 @@ def _terms(
         return Problem(f"the gradient of {name} was scaled, or is one rank's part, not the sum")
     for source, count in sources.items():
         if counts[source] < count:
-            return Problem(f"the gradient of {name} lacks {wanted.name(source)}")
+            return Problem(f"the gradient of {name} lacks {run.term_name(source)}")
         if counts[source] > count:
             return Problem(
-                f"the gradient of {name} holds {wanted.name(source)} {counts[source]} times"
+                f"the gradient of {name} holds {run.term_name(source)} {counts[source]} times"
             )
     extra = next((source for source in counts if source not in sources), None)
     if extra is not None:
-        return Problem(f"the gradient of {name} also holds {wanted.name(extra)}")
+        return Problem(f"the gradient of {name} also holds {run.term_name(extra)}")
     for term in terms:
-        for axis in wanted.summed:
+        for axis in summed:
             if axis not in term.summed:
                 return Problem(f"the gradient of {name} is not summed over {axis}", code="Z404")
         if len(term.summed) > len(set(term.summed)):
             axis = next(a for a in term.summed if term.summed.count(a) > 1)
             return Problem(f"the gradient of {name} is summed over {axis} more than once")
-        axis = next((a for a in term.summed if a not in wanted.summed), "")
+        axis = next((a for a in term.summed if a not in summed), "")
         if axis:
             return Problem(f"the gradient of {name} is summed over {axis} too early")
-        if term.summed != wanted.summed:
+        if term.summed != summed:
             order = " and then ".join(term.summed)
             return Problem(
                 f"the gradient of {name} is summed over {order}, and not innermost first, over "
-                f"{' and then '.join(wanted.summed)}: the order changes the rounding",
+                f"{' and then '.join(summed)}: the order changes the rounding",
             )
     return None
 

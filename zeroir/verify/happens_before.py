@@ -9,12 +9,10 @@ pass and its proof wrong alike.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from zeroir.ir import ops
 from zeroir.ir.mesh import HOST
-from zeroir.ir.ops import Op
 from zeroir.ir.program import Program, Section
 
 ENTRY = -1
@@ -31,7 +29,7 @@ class OpOnStream:
     stream: int
     position: int
     line: int
-    op: Op | None
+    op: ops.IssuedOp | None
 
 
 class HappensBefore:
@@ -47,15 +45,18 @@ class HappensBefore:
         self._done = [[0] * width for _ in range(width)]
         self._done_at_event: dict[str, list[int]] = {}
         for pending in section.entry.pending:
-            self.issue(self.streams[pending.stream], -1, None, (pending.event,))
+            self._issue(self.streams[pending.stream], -1, None, pending.event)
 
-    def issue(self, stream: int, line: int, op: Op | None, events: Iterable[str]) -> int:
-        """Append an op to a stream and let it signal events; the op's number."""
+    def issue(self, line: int, op: ops.IssuedOp) -> int:
+        """Append an op to its stream and let it signal its event; the op's number."""
+        return self._issue(self.streams[op.stream], line, op, op.event)
+
+    def _issue(self, stream: int, line: int, op: ops.IssuedOp | None, event: str | None) -> int:
         done = self._done[stream]
         number = len(self.issued)
         self.issued.append(OpOnStream(stream, done[stream], line, op))
         done[stream] += 1
-        for event in events:
+        if event is not None:
             self._done_at_event[event] = list(done)
             self.signallers[event] = number
         return number

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable, Iterator
 
 from zeroir.ir import limits, ops
-from zeroir.ir.buffers import View
 from zeroir.ir.program import Program
 from zeroir.ir.segment import Segment, TensorType
 from zeroir.verify.context import Findings
@@ -92,13 +91,10 @@ def _sizes(program: Program) -> Iterator[str]:
         yield from _segment(segment)
     for op in program.ops():
         if isinstance(op, ops.Compute):
-            for view in _views(op):
+            views = [argument.view for argument in op.arguments]
+            views += [given.view for given in op.destinations if given is not None]
+            for view in views:
                 yield from _strided(f"compute @{op.segment}", view.shape, view.stride)
-
-
-def _views(op: ops.Compute) -> Iterator[View]:
-    yield from (argument.view for argument in op.arguments)
-    yield from (one.view for one in op.destinations if one is not None)
 
 
 def _segment(segment: Segment) -> Iterator[str]:

@@ -89,7 +89,7 @@ class Ordering:
         self._accesses(op, op_effects, stream, number)
         for name in op_effects.frees:
             self._release(name, stream)
-        self.order.issue(stream, self.line, op, op_effects.signals)
+        self.order.issue(self.line, op)
         if op_effects.comm is not None:
             self.last_collective[op_effects.comm] = number
         for name in op_effects.frees:
@@ -107,9 +107,7 @@ class Ordering:
                 self._check(region, stream, op, is_read=True, is_write=True)
         for region in op_effects.reads:
             self._mark_read(region, stream, number)
-        for region in op_effects.writes:
-            self._mark_write(region, number)
-        for region in op_effects.accumulates:
+        for region in (*op_effects.writes, *op_effects.accumulates):
             self._mark_write(region, number)
 
     def _is_live(self, region: Region, op: Op) -> bool:
@@ -119,19 +117,11 @@ class Ordering:
         where = spell(region, self.program)
         if name in self.released:
             at = self._when(self.released[name])
-            self._fail(
-                "Z101",
-                f"{title(op)} uses {where} after its release{at}",
-                name,
-                advice=f"Move the release behind this op, or this op before the release{at}.",
-            )
+            when = f"after its release{at}"
+            advice = f"Move the release behind this op, or this op before the release{at}."
         else:
-            self._fail(
-                "Z101",
-                f"{title(op)} uses {where} before its alloc",
-                name,
-                advice=f"Alloc %{name} before this op.",
-            )
+            when, advice = "before its alloc", f"Alloc %{name} before this op."
+        self._fail("Z101", f"{title(op)} uses {where} {when}", name, advice=advice)
         return False
 
     def _when(self, issued: int) -> str:
@@ -241,38 +231,21 @@ class Ordering:
     ) -> None:
         issued = self.order.issued[earlier]
         where = spell(region, self.program)
-        name = region.buffer
-        if isinstance(issued.op, ops.Alloc):
-            self._fail(
-                "Z101",
-                f"{title(op)} may use {where} before its alloc @{issued.line}",
-                name,
-                advice=self._order_advice(earlier),
-            )
-            return
+        who = "an op pending from before"
+        if issued.op is not None:
+            who = f"{title(issued.op)} @{issued.line}"
         is_late = issued.op is None or issued.op.is_asynchronous
-        who = (
-            "an op pending from before"
-            if issued.op is None
-            else f"{title(issued.op)} @{issued.line}"
-        )
-        if was_write and is_read and is_late:
-            self._fail(
-                "Z103",
-                f"{title(op)} reads {where} without waiting for {who}, which writes it on "
-                f"another stream",
-                name,
-                advice=self._order_advice(earlier),
-            )
-            return
-        did = "writes" if was_write else "reads"
-        does = "reads" if is_read else "writes"
-        self._fail(
-            "Z105",
-            f"{title(op)} {does} {where} while {who} {did} it on another stream",
-            name,
-            advice=self._order_advice(earlier),
-        )
+        if isinstance(issued.op, ops.Alloc):
+            code, what = "Z101", f"may use {where} before its alloc @{issued.line}"
+        elif was_write and is_read and is_late:
+            writes = f"{who}, which writes it on another stream"
+            code, what = "Z103", f"reads {where} without waiting for {writes}"
+        else:
+            did = "writes" if was_write else "reads"
+            does = "reads" if is_read else "writes"
+            code, what = "Z105", f"{does} {where} while {who} {did} it on another stream"
+        advice = self._order_advice(earlier)
+        self._fail(code, f"{title(op)} {what}", region.buffer, advice=advice)
 
     # --------------------------------------------------------------------------------------------------- exit state
 
@@ -385,17 +358,11 @@ class Ordering:
     def _order_advice(self, earlier: int) -> str:
         """Advice how to order the current op after an earlier one."""
         issued = self.order.issued[earlier]
-        op = self.section.body[self.line]
-        if isinstance(op, ops.Wait):
-            return ""
-        event = None if issued.op is None or isinstance(issued.op, ops.Wait) else issued.op.event
-        if issued.op is None:
-            event = next((e for e, at in self.order.signallers.items() if at == earlier), None)
+        stream = effects(self.section.body[self.line]).stream
+        event = next((e for e, at in self.order.signallers.items() if at == earlier), None)
         if event is not None:
-            return f"Put `wait !{event} on={op.stream}` before this op."
-        return (
-            f"Let op {issued.line} signal an event, and wait for it on {op.stream} before this op."
-        )
+            return f"Put `wait !{event} on={stream}` before this op."
+        return f"Let op {issued.line} signal an event, and wait for it on {stream} before this op."
 
     def _fail(self, code: str, sentence: str, *buffers: str, advice: str = "") -> None:
         self.findings.add(

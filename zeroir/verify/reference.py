@@ -256,14 +256,10 @@ def _steps(program: Program, runs: Runs) -> dict[str, list[_ParameterStep]]:
     steps: dict[str, list[_ParameterStep]] = {}
     for section, run in runs.items():
         for step in run.steps:
-            for start, stop in step.elements.intervals(layout.sizes):
-                for a, b, slot in layout.between(step.elements.flat, start, stop):
-                    if slot is not None:
-                        steps.setdefault(slot.name, []).append(
-                            _ParameterStep(
-                                a - slot.offset, b - slot.offset, step.setting, section, step.line
-                            )
-                        )
+            for a, b, slot in layout.covered(step.elements):
+                start, stop = a - slot.offset, b - slot.offset
+                own = _ParameterStep(start, stop, step.setting, section, step.line)
+                steps.setdefault(slot.name, []).append(own)
     return {name: _joined(sorted(own, key=lambda s: s[:2])) for name, own in steps.items()}
 
 

@@ -10,13 +10,15 @@ from zeroir.ir.contents import Micro
 from zeroir.verify import algebra
 from zeroir.verify.context import spell
 from zeroir.verify.domain import POISON, Cover, PieceList, Poison, Statistic, Value, moved
-from zeroir.verify.gradients import Problem, Wanted, is_zero, locate, measure, wanted_sources
+from zeroir.verify.gradients import Problem, is_zero, locate, measure
 
 if TYPE_CHECKING:
     from zeroir.verify.interpreter import SectionRun
 
 NORM = "norm"
 OVERFLOW = "overflow"
+
+_NO_GRADIENT = "it reads a value that is no gradient"
 
 
 def use_gradient(run: SectionRun, flat: str, pieces: PieceList) -> Problem | None:
@@ -25,12 +27,7 @@ def use_gradient(run: SectionRun, flat: str, pieces: PieceList) -> Problem | Non
         for _, _, slot in run.layout.between(flat, a, b):
             if slot is not None:
                 run.consumed.add(slot.name)
-    wanted = Wanted(
-        wanted_sources(Micro.ALL, run.section.name, run.layout.has_past, run.contributions),
-        run.layout.axes,
-        run.term_name,
-    )
-    return measure(run.layout, pieces, flat, wanted)
+    return measure(run, pieces, flat, Micro.ALL, run.layout.axes)
 
 
 def statistic(run: SectionRun, op: ops.GradNorm | ops.CheckFinite) -> None:
@@ -46,18 +43,13 @@ def statistic(run: SectionRun, op: ops.GradNorm | ops.CheckFinite) -> None:
                 continue
             if is_zero(value):
                 continue
-            cover, problem = _cover(run, a, b, value)
-            if cover is None or problem is not None:
-                sentence = problem.sentence if problem else "it reads a value that is no gradient"
-                where = spell(source, run.program)
-                run.fail(
-                    "Z405",
-                    f"a statistic on unfinished gradients: {sentence} in {where}",
-                    source.buffer,
-                )
-                is_reported = True
-            else:
+            cover = _cover(run, a, b, value)
+            if isinstance(cover, Cover):
                 covers.append(cover)
+                continue
+            problem = f"{cover} in {spell(source, run.program)}"
+            run.fail("Z405", f"a statistic on unfinished gradients: {problem}", source.buffer)
+            is_reported = True
         order += _read(run, covers[already:])
     kind = NORM if isinstance(op, ops.GradNorm) else OVERFLOW
     result: Value = POISON if is_reported else Statistic(kind, tuple(covers), tuple(order))
@@ -68,27 +60,26 @@ def _read(run: SectionRun, covers: list[Cover]) -> list[tuple[str, int, int]]:
     """The elements of each flat that all ranks read from one source, without the padding around the parameters."""
     intervals: dict[str, tuple[int, int]] = {}
     for cover in covers:
-        for start, stop in cover.intervals(run.layout.sizes):
-            for a, b, slot in run.layout.between(cover.flat, start, stop):
-                if slot is not None:
-                    low, high = intervals.get(cover.flat, (a, b))
-                    intervals[cover.flat] = min(low, a), max(high, b)
+        for a, b, _ in run.layout.covered(cover):
+            low, high = intervals.get(cover.flat, (a, b))
+            intervals[cover.flat] = min(low, a), max(high, b)
     return [(flat, *interval) for flat, interval in intervals.items()]
 
 
-def _cover(
-    run: SectionRun, start: int, stop: int, value: Value
-) -> tuple[Cover | None, Problem | None]:
+def _cover(run: SectionRun, start: int, stop: int, value: Value) -> Cover | str:
+    """The flat elements whose gradient the value is, or why it is no finished gradient."""
     place = locate(value)
     if place is None:
-        return None, None
+        return _NO_GRADIENT
     flat, shift, strides = place
     here = [(0, stop - start, moved(value, start))]
     on_flat = run.layout.on_flat(here, stop - start, shift + start, strides)
     if on_flat is None:
-        return None, None
+        return _NO_GRADIENT
     problem = use_gradient(run, flat, on_flat)
-    return Cover(flat, shift + start, strides, stop - start), problem
+    if problem is not None:
+        return problem.sentence
+    return Cover(flat, shift + start, strides, stop - start)
 
 
 def statistic_problem(run: SectionRun, region: Region, kind: str) -> str | None:

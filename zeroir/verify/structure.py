@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import assert_never
 
@@ -56,6 +56,11 @@ class _Checker:
         self.buffers = program.buffer_by_name
         self.executors = {stream.name: stream.executor for stream in program.streams}
         self.outputs = {s.name: s.output_types() for s in program.segments}
+        self.compared: Mapping[str, tuple[Callable[[Region], object], str, str]] = {
+            "Z004": (self._dtype, "is {}", "{}"),
+            "Z005": (self._numel, "has {} elements", "{}"),
+            "Z006": (self._space, "is on {}", "on {}"),
+        }
         self._checked: set[Region] = set()
 
     def problems(self, op: Op, events: set[str]) -> Iterator[Problem]:
@@ -86,15 +91,7 @@ class _Checker:
             yield from self._apart(op, op_effects)
             yield from self._executor(op, op_effects)
 
-    def _own(
-        self,
-        op: ops.MemoryOp
-        | ops.CollectiveOp
-        | ops.Compute
-        | ops.ElementwiseOp
-        | ops.UpdateOp
-        | ops.TransferOp,
-    ) -> Iterator[Problem]:
+    def _own(self, op: ops.IssuedOp) -> Iterator[Problem]:
         match op:
             case ops.Memory():
                 buffer = self.buffers.get(op.buffer)
@@ -113,19 +110,10 @@ class _Checker:
             case ops.Scale():
                 yield from self._in_memory(op, op.region, op.by)
                 yield from self._scalar(op, "by", op.by)
-                if not self._dtype(op.region).is_floating:
-                    yield (
-                        "Z004",
-                        f"scale multiplies {self._spell(op.region)}, which is not floating",
-                    )
+                yield from self._floating(op, "multiplies", op.region)
             case ops.GradNorm() | ops.CheckFinite():
                 yield from self._scalar(op, "destination", op.destination, DType.F32)
-                for source in op.sources:
-                    if not self._dtype(source).is_floating:
-                        yield (
-                            "Z004",
-                            f"{title(op)} reads {self._spell(source)}, which is not floating",
-                        )
+                yield from self._floating(op, "reads", *op.sources)
             case ops.Decide():
                 yield from self._decide(op)
             case ops.OptimizerStep():
@@ -172,35 +160,32 @@ class _Checker:
                 f"{title(op)} needs {dtype} as {name}, {self._spell(region)} is {self._dtype(region)}",
             )
 
-    def _same_numel(self, op: Op, first: Region, second: Region) -> Iterator[Problem]:
-        numel, second_numel = self._numel(first), self._numel(second)
-        if numel != second_numel:
-            sizes = (
-                f"{self._spell(first)} has {numel} elements, {self._spell(second)} {second_numel}"
-            )
-            yield "Z005", f"{title(op)}: {sizes}"
+    def _alike(
+        self, op: Op, codes: Iterable[str], first: Region, *others: Region
+    ) -> Iterator[Problem]:
+        """Regions must have the same dtype (Z004), number of elements (Z005) or space (Z006), as ``codes`` say."""
+        for region in others:
+            for code in codes:
+                value_of, told, told_briefly = self.compared[code]
+                value, region_value = value_of(first), value_of(region)
+                if value != region_value:
+                    difference = f"{told.format(value)}, {self._spell(region)} {told_briefly.format(region_value)}"
+                    yield code, f"{title(op)}: {self._spell(first)} {difference}"
 
-    def _same_dtype(self, op: Op, first: Region, second: Region) -> Iterator[Problem]:
-        dtype, second_dtype = self._dtype(first), self._dtype(second)
-        if dtype is not second_dtype:
-            dtypes = f"{self._spell(first)} is {dtype}, {self._spell(second)} {second_dtype}"
-            yield "Z004", f"{title(op)}: {dtypes}"
-
-    def _same_space(self, op: Op, first: Region, second: Region) -> Iterator[Problem]:
-        space, second_space = self._space(first), self._space(second)
-        if space is not second_space:
-            spaces = f"{self._spell(first)} is on {space}, {self._spell(second)} on {second_space}"
-            yield "Z006", f"{title(op)}: {spaces}"
+    def _floating(self, op: Op, verb: str, *regions: Region) -> Iterator[Problem]:
+        for region in regions:
+            if not self._dtype(region).is_floating:
+                yield "Z004", f"{title(op)} {verb} {self._spell(region)}, which is not floating"
 
     def _in_memory(self, op: Op, *regions: Region) -> Iterator[Problem]:
         for region in regions:
             if self._space(region) is Space.DISK:
                 yield "Z006", f"{title(op)} cannot work on {self._spell(region)}, which is on disk"
 
-    def _executor(self, op: Op, op_effects: Effects) -> Iterator[Problem]:
+    def _executor(self, op: ops.IssuedOp, op_effects: Effects) -> Iterator[Problem]:
         """The executor of the stream must be the one that works on the memory of the op."""
         match op:
-            case ops.Memory() | ops.Wait():
+            case ops.Memory():
                 return
             case ops.Collective() | ops.Compute():
                 space = Space.DEVICE
@@ -208,6 +193,7 @@ class _Checker:
                 is_of_device = Space.DEVICE in (op.from_space, op.to_space)
                 space = Space.DEVICE if is_of_device else Space.HOST
             case ops.Elementwise() | ops.Update():
+                # The first region, in the order of the fields, that the op writes, or else the first it accumulates.
                 changed, *_ = (*op_effects.writes, *op_effects.accumulates)
                 space = self._space(changed)
             case _:
@@ -240,7 +226,7 @@ class _Checker:
         if not op.pairs:
             yield "Z005", f"{title(op)} moves nothing: it has no pairs"
         for pair in op.pairs:
-            yield from self._same_dtype(op, pair.source, pair.destination)
+            yield from self._alike(op, ("Z004",), pair.source, pair.destination)
             for region in (pair.source, pair.destination):
                 if self._space(region) is not Space.DEVICE:
                     yield "Z006", f"{title(op)} needs {self._spell(region)} on the device"
@@ -297,18 +283,14 @@ class _Checker:
             yield "Z001", f"compute calls the undeclared segment @{op.segment}"
             return
         outputs = self.outputs[op.segment]
-        if len(op.arguments) != len(segment.inputs):
-            yield (
-                "Z005",
-                f"compute @{op.segment} has {len(op.arguments)} arguments, the segment {len(segment.inputs)} inputs",
-            )
-            return
-        if len(op.destinations) != len(outputs):
-            yield (
-                "Z005",
-                f"compute @{op.segment} has {len(op.destinations)} destinations, the segment {len(outputs)} outputs",
-            )
-            return
+        for bound, count, formal, wanted in (
+            ("arguments", len(op.arguments), "inputs", len(segment.inputs)),
+            ("destinations", len(op.destinations), "outputs", len(outputs)),
+        ):
+            if count != wanted:
+                sizes = f"has {count} {bound}, the segment {wanted} {formal}"
+                yield "Z005", f"compute @{op.segment} {sizes}"
+                return
         for i, (argument, kind) in enumerate(zip(op.arguments, segment.inputs, strict=True)):
             yield from self._view(op, f"argument {i}", argument.view, kind)
             if argument.parameter is not None:
@@ -386,8 +368,7 @@ class _Checker:
 
     def _cast(self, op: ops.Cast) -> Iterator[Problem]:
         yield from self._in_memory(op, op.source, op.destination)
-        yield from self._same_numel(op, op.source, op.destination)
-        yield from self._same_space(op, op.source, op.destination)
+        yield from self._alike(op, ("Z005", "Z006"), op.source, op.destination)
         if op.source.overlaps(op.destination) and op.source != op.destination:
             yield (
                 "Z010",
@@ -419,10 +400,7 @@ class _Checker:
                 "Z005",
                 f"{op.algorithm} keeps {len(names)} states, optimizer_step has {len(op.states)}",
             )
-        for region in (op.grad, *op.states):
-            yield from self._same_numel(op, op.param, region)
-            yield from self._same_dtype(op, op.param, region)
-            yield from self._same_space(op, op.param, region)
+        yield from self._alike(op, ("Z005", "Z004", "Z006"), op.param, op.grad, *op.states)
         for region in (op.param, op.grad, *op.states):
             if region.offset % LANES_NUMEL or self._numel(region) % LANES_NUMEL:
                 where = (
@@ -447,8 +425,7 @@ class _Checker:
                     "Z006",
                     f"{title(op)} needs {self._spell(region)} on {space}, it is on {self._space(region)}",
                 )
-        yield from self._same_numel(op, op.source, op.destination)
-        yield from self._same_dtype(op, op.source, op.destination)
+        yield from self._alike(op, ("Z005", "Z004"), op.source, op.destination)
 
 
 def _exposed_destination(pairs: Sequence[ops.Pair]) -> Region | None:

@@ -164,10 +164,8 @@ def update_scale(run: SectionRun, op: ops.UpdateScale) -> None:
 
 def _decision(run: SectionRun, region: Region, what: str) -> int | None:
     """The number of the decision that a scalar holds."""
-    for _, _, value in run.memory.read(region):
-        if isinstance(value, Decision) and value.what == what:
-            return value.number
-    return None
+    ((_, _, value),) = run.memory.read(region)
+    return value.number if isinstance(value, Decision) and value.what == what else None
 
 
 # ------------------------------------------------------------------------------------------------------- the update
@@ -235,20 +233,19 @@ def _check_group(run: SectionRun, op: ops.OptimizerStep, elements: Cover) -> Non
             f"optimizer_step is {op.algorithm}, but group {op.group} trains with {group.algorithm}",
         )
     own = run.shared.group_intervals.get((op.group, elements.flat), ())
-    for start, stop in elements.intervals(run.layout.sizes):
-        for a, b, slot in run.layout.between(elements.flat, start, stop):
-            at = a
-            for low, high in own:
-                if low <= at < high:
-                    at = high
-            if slot is not None and at < b:
-                run.fail(
-                    "Z403",
-                    f"optimizer_step of group {op.group} updates {slot.name}, which is not in that group",
-                    op.param.buffer,
-                    advice="Step the elements of each group by themselves, with the hyper-parameters of their group.",
-                )
-                return
+    for start, stop, slot in run.layout.covered(elements):
+        at = start
+        for low, high in own:
+            if low <= at < high:
+                at = high
+        if at < stop:
+            run.fail(
+                "Z403",
+                f"optimizer_step of group {op.group} updates {slot.name}, which is not in that group",
+                op.param.buffer,
+                advice="Step the elements of each group by themselves, with the hyper-parameters of their group.",
+            )
+            return
 
 
 def _check_state(

@@ -65,7 +65,7 @@ def header_lines(program: Program) -> Iterator[str]:
     yield "mesh" + "".join(f" {name(axis.name)}={axis.size}" for axis in program.mesh.axes)
     yield from (f"comm {name(comm.name)} axis={name(comm.axis)}" for comm in program.comms)
     yield "streams" + "".join(f" {name(s.name)}:{s.executor.value}" for s in program.streams)
-    yield from (_bound_line(bound) for bound in program.bounds)
+    yield from (f"bound {bound_text(bound)}" for bound in program.bounds)
     if program.loss is not None:
         yield f"loss %{name(program.loss)}"
     for flat in program.flats:
@@ -88,10 +88,11 @@ def header_lines(program: Program) -> Iterator[str]:
         yield f"group {name(group.name)} {group.algorithm.value} ({intervals})"
 
 
-def _bound_line(bound: Bound) -> str:
+def bound_text(bound: Bound) -> str:
+    """A bound as its line of the header has it: ``full_gradients ahead=1``."""
     if isinstance(bound, AheadBound):
-        return f"bound {bound.kind.value} ahead={bound.ahead}"
-    return f"bound {bound.kind.value} behind={name(bound.behind)}"
+        return f"{bound.kind.value} ahead={bound.ahead}"
+    return f"{bound.kind.value} behind={name(bound.behind)}"
 
 
 def _flat_lines(flat: Flat) -> Iterator[str]:

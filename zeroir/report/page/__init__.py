@@ -1,1 +1,1 @@
-"""The report: what stands on its page (``facts``), the charts (``charts``), and the page itself (``html``)."""
+"""The page of a report: its data (``facts``), its charts (``charts``) and its HTML (``html``)."""

@@ -70,21 +70,16 @@ def timeline(
 ) -> dict[str, object]:
     """The streams over simulated time; ``lanes`` are a class of ranks, a stream and a label each, from the top."""
     from bokeh.embed import json_item
-    from bokeh.models import ColumnDataSource, FixedTicker, Range1d
+    from bokeh.models import ColumnDataSource, FixedTicker
     from bokeh.models.annotations import BoxAnnotation
-    from bokeh.plotting import figure
 
     end_us = max((span.end_ns for op in step_ops for span in op.spans), default=0) / 1000
-    chart = figure(
-        name="timeline",
-        height=LANE_HEIGHT_PX * len(lanes) + 70,
-        sizing_mode="stretch_width",
-        x_range=Range1d(start=-0.01 * end_us, end=1.01 * end_us),
-        y_range=Range1d(start=-len(lanes) + 0.4, end=0.6),
-        x_axis_label="simulated time, µs",
-        tools="xpan,xwheel_zoom,xbox_zoom,reset",
-        active_drag="xpan",
-        active_scroll="xwheel_zoom",
+    chart = _chart(
+        "timeline",
+        height_px=LANE_HEIGHT_PX * len(lanes) + 70,
+        x_end=end_us,
+        y_range=(-len(lanes) + 0.4, 0.6),
+        x_label="simulated time, µs",
     )
     for name, colour in (("spans", "colour"), ("critical", None)):
         columns = ("left", "right", "top", "bottom", *((colour, "alpha") if colour else ()))
@@ -104,7 +99,6 @@ def timeline(
     }
     chart.ygrid.visible = False
     chart.add_layout(BoxAnnotation(name="time-mark", level="overlay", visible=False))
-    _plain(chart)
     return dict(json_item(chart))
 
 
@@ -113,24 +107,19 @@ def memory(
 ) -> dict[str, object]:
     """Memory over the ops of a step, stacked by role, in the unit of ``memory_unit``, with the budget as a line."""
     from bokeh.embed import json_item
-    from bokeh.models import ColumnDataSource, Range1d
+    from bokeh.models import ColumnDataSource
     from bokeh.models.annotations import BoxAnnotation, Label, Span
-    from bokeh.plotting import figure
 
     unit_bytes, name = unit
     top = _top(curve, budget_bytes)
-    chart = figure(
-        name="memory",
-        height=320,
-        sizing_mode="stretch_width",
-        x_range=Range1d(start=-0.01 * ops_count, end=1.01 * ops_count),
-        y_range=Range1d(start=0, end=1.08 * top / unit_bytes or 1),
-        x_axis_label="op of the step, in program order",
-        y_axis_label=f"{name} on one rank",
-        tools="xpan,xwheel_zoom,xbox_zoom,reset",
-        active_drag="xpan",
-        active_scroll="xwheel_zoom",
+    chart = _chart(
+        "memory",
+        height_px=320,
+        x_end=ops_count,
+        y_range=(0, 1.08 * top / unit_bytes or 1),
+        x_label="op of the step, in program order",
     )
+    chart.yaxis.axis_label = f"{name} on one rank"
     bounds = [
         f"{bound}_{number}" for number in range(len(curve.roles)) for bound in ("low", "high")
     ]
@@ -171,19 +160,33 @@ def memory(
             )
         )
     chart.add_layout(BoxAnnotation(name="memory-mark", level="overlay", visible=False))
-    _plain(chart)
     return dict(json_item(chart))
 
 
-def _plain(chart: figure) -> None:
-    """Print full numbers on the axis, and let the light or dark background of the page show through."""
-    from bokeh.models import NumeralTickFormatter
+def _chart(
+    name: str, *, height_px: int, x_end: float, y_range: tuple[float, float], x_label: str
+) -> figure:
+    """A chart that pans and zooms from 0 to ``x_end``, with full numbers on the axis and the background of the page."""
+    from bokeh.models import NumeralTickFormatter, Range1d
+    from bokeh.plotting import figure
 
+    chart = figure(
+        name=name,
+        height=height_px,
+        sizing_mode="stretch_width",
+        x_range=Range1d(start=-0.01 * x_end, end=1.01 * x_end),
+        y_range=Range1d(start=y_range[0], end=y_range[1]),
+        x_axis_label=x_label,
+        tools="xpan,xwheel_zoom,xbox_zoom,reset",
+        active_drag="xpan",
+        active_scroll="xwheel_zoom",
+    )
     chart.xaxis.formatter = NumeralTickFormatter(format="0,0.[000]")
     chart.background_fill_color = None
     chart.border_fill_color = None
     chart.outline_line_color = None
     chart.toolbar.logo = None
+    return chart
 
 
 def memory_unit(curve: MemoryCurve, budget_bytes: int | None) -> tuple[float, str]:

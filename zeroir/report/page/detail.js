@@ -1,10 +1,10 @@
 "use strict";
-// What a screen can show of the timeline and of the memory curve: what falls into a pixel or two is drawn as one, so that a
-// step of any length is drawn as quickly as the chart is wide. The charts are given anew with every pan and zoom.
+// The visible items of the timeline and of the memory curve. Items within one or two pixels are drawn as one, so that the
+// time to draw depends on the width of a chart and not on the length of the step. Every pan and zoom computes them again.
 
 const BLOCK_PX = 2;
 
-/** The first of `count` positions for which `isAfter` holds, which from there on always does. */
+/** The first of `count` positions for which `isAfter` holds; it also holds for all later positions. */
 function firstWhere(count, isAfter) {
   let low = 0;
   let high = count;
@@ -17,24 +17,24 @@ function firstWhere(count, isAfter) {
 }
 
 /**
- * A lane's ops within [from, to], as blocks to be drawn.
+ * The ops of a lane within [from, to], as blocks to draw.
  *
- * `spans` are { row, start, end } in the order of time, none begins before the last has ended. What is narrower than two
- * pixels becomes a block with what touches it on its left, with the row and the colour of its longest op; of such blocks,
- * neighbours that look alike are one. A block is at least a pixel wide, and of wide ones the last pixel is left free, so
- * that neighbours stay apart.
+ * `spans` are { row, start, end } in the order of time; none begins before the previous one has ended. An op that is
+ * narrower than two pixels joins the block that touches it on its left; the block has the row and the colour of its
+ * longest op. Neighbouring blocks of this kind that look equal become one. A block is at least a pixel wide, and a wide
+ * block ends one pixel early, so that neighbours stay apart.
  */
 function blocksOf(spans, from, to, pixel, { colourOf, alphaOf }) {
-  const found = [];
+  const blocks = [];
   let open = null;
   const close = () => {
     if (!open) return;
     const { left, right, rows, row, isNarrow } = open;
     const block = { left, right, row, isNarrow, colour: colourOf(row), alpha: alphaOf(rows) };
-    const last = found[found.length - 1];
+    const last = blocks[blocks.length - 1];
     const isAlike = last && last.isNarrow && isNarrow && last.colour === block.colour && last.alpha === block.alpha;
     if (isAlike && left - last.right < pixel) last.right = right;
-    else found.push(block);
+    else blocks.push(block);
   };
   for (let at = firstWhere(spans.length, (i) => spans[i].end >= from); at < spans.length; at += 1) {
     const { row, start, end } = spans[at];
@@ -50,28 +50,28 @@ function blocksOf(spans, from, to, pixel, { colourOf, alphaOf }) {
     }
   }
   close();
-  for (const block of found) {
+  for (const block of blocks) {
     const width = block.right - block.left;
     if (!block.isNarrow && width > 6 * pixel) block.right -= pixel;
     else if (width < pixel) block.right = block.left + pixel;
   }
-  return found;
+  return blocks;
 }
 
-/** Times in which something goes on, as [left, right], where less than a pixel between two does not part them. */
-function stretches(spans, from, to, pixel) {
-  const found = [];
+/** The times that spans cover, as [left, right]; gaps of at most a pixel are closed. */
+function covered(spans, from, to, pixel) {
+  const stretches = [];
   for (let at = firstWhere(spans.length, (i) => spans[i].end >= from); at < spans.length; at += 1) {
     const { start, end } = spans[at];
     if (start > to) break;
-    const last = found[found.length - 1];
+    const last = stretches[stretches.length - 1];
     if (last && start - last[1] <= pixel) last[1] = Math.max(last[1], end);
-    else found.push([start, end]);
+    else stretches.push([start, end]);
   }
-  return found;
+  return stretches;
 }
 
-/** Of ascending positions those within [from, to], and of all in one block of pixels the one with the largest height. */
+/** The ascending positions within [from, to], of each block of pixels only the one with the largest height. */
 function highest(positions, heights, from, to, pixel) {
   const at = [];
   const chosen = [];

@@ -1,4 +1,4 @@
-"""What stands on the page of a report: a step's ops with their times and memory, units, volumes, laws and options."""
+"""The data of a report's page: the ops of a step with their times, its memory, and its units."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import assert_never
 
 from zeroir.cost.simulate import ClassResult, Simulation
+from zeroir.cost.tasks import step_sections
 from zeroir.ir import ops
 from zeroir.ir.buffers import Role
 from zeroir.ir.effects import effects
@@ -15,20 +16,20 @@ from zeroir.ir.labels import labels
 from zeroir.ir.ops import op_name
 from zeroir.ir.program import EVALUATE, OpPosition, Program
 from zeroir.ir.spans import Span
-from zeroir.ir.traffic import payloads
+from zeroir.ir.traffic import payload_bytes
 from zeroir.memory.curve import live_bytes
 from zeroir.report.names import shortened
 from zeroir.report.origins import op_source
 from zeroir.report.schedule import buffer_owners
-from zeroir.report.step import step_sections
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOp:
-    """One op of a step, where it runs and what it moves, computes, allocates or frees.
+    """One op of a step: its place, its units, its size and its times.
 
-    ``spans`` has its time on each class of ranks, ``is_critical`` whether that is on the critical path. ``used_bytes``
-    are those of the device's buffers after it, and what a segment takes beyond them while it runs.
+    ``size_bytes`` are the bytes that it moves, allocates or frees. ``spans`` has its time on each class of ranks, and
+    ``is_critical`` whether it is on the critical path there. ``used_bytes`` are those of the buffers on the device
+    after the op, and for a segment also its workspace.
     """
 
     section: str
@@ -50,8 +51,8 @@ class StepOp:
 class MemoryCurve:
     """Bytes on one rank's device over a step, at the ops where they change.
 
-    ``roles[r][i]`` are live from op number ``at[i]`` until op number ``at[i + 1]``; the role ``workspace`` is what
-    segments take while they run. ``joints`` are the numbers at which sections begin, with their names.
+    ``roles[r][i]`` are live from op number ``at[i]`` until op number ``at[i + 1]``; the role ``workspace`` includes the
+    workspaces of segments while they run. ``joints`` are the numbers of the first ops of sections, with their names.
     """
 
     at: Sequence[int]
@@ -66,7 +67,7 @@ class MemoryCurve:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitFacts:
-    """A unit: its parameters, what a step computes for it on one rank, and its collectives' full buffers."""
+    """A unit: its parameters, and of one step on one rank its FLOPs and the bytes that its collectives handle."""
 
     name: str
     parameters_numel: int
@@ -83,17 +84,17 @@ def step_ops(program: Program, simulation: Simulation) -> list[StepOp]:
         for item in simulation.critical_path
         if not item.is_issue
     }
-    times = [_spans(result) for result in simulation.classes]
+    spans_by_class = [_spans_by_position(rank_class) for rank_class in simulation.classes]
     curves = {
         section.name: live_bytes(program, section).totals
         for section in program.sections
         if section.name != EVALUATE
     }
-    seen: Counter[OpPosition] = Counter()
-    listed: list[StepOp] = []
+    runs: Counter[OpPosition] = Counter()
+    shown_ops: list[StepOp] = []
     for section in step_sections(program):
         for position, op in section.positioned_ops():
-            listed.append(
+            shown_ops.append(
                 StepOp(
                     section=section.name,
                     index=position.index,
@@ -105,31 +106,29 @@ def step_ops(program: Program, simulation: Simulation) -> list[StepOp]:
                     source=op_source(program, op),
                     size_bytes=_size_bytes(program, op),
                     flops=_flops(program, op),
-                    spans=tuple(of_class[position][seen[position]] for of_class in times),
+                    spans=tuple(spans[position][runs[position]] for spans in spans_by_class),
                     is_critical=tuple(
-                        (position, number) in critical for number in range(len(times))
+                        (position, number) in critical for number in range(len(spans_by_class))
                     ),
                     used_bytes=curves[section.name][position.index + 1],
                 )
             )
-            seen[position] += 1
-    return listed
+            runs[position] += 1
+    return shown_ops
 
 
 def memory_curve(program: Program) -> MemoryCurve:
     """The memory of a step in program order."""
     at: list[int] = []
-    columns: list[dict[str, int]] = []
+    columns: list[Counter[str]] = []
     joints: list[tuple[int, str]] = []
     number = 0
     for section in step_sections(program):
         joints.append((number, section.name))
         curve = live_bytes(program, section)
         for index in range(len(section.body)):
-            column = {role.value: curve.roles[role][index + 1] for role in curve.roles}
-            column[Role.WORKSPACE.value] = (
-                column.get(Role.WORKSPACE.value, 0) + curve.workspace[index + 1]
-            )
+            column = Counter({role.value: curve.roles[role][index + 1] for role in curve.roles})
+            column[Role.WORKSPACE.value] += curve.workspace[index + 1]
             if not columns or column != columns[-1]:
                 at.append(number)
                 columns.append(column)
@@ -137,22 +136,22 @@ def memory_curve(program: Program) -> MemoryCurve:
     if columns:
         at.append(number)
         columns.append(columns[-1])
-    used = [r.value for r in Role if any(column.get(r.value, 0) for column in columns)]
+    used = [role.value for role in Role if any(column[role.value] for column in columns)]
     return MemoryCurve(
         at=at,
-        roles={role: [column.get(role, 0) for column in columns] for role in used},
+        roles={role: [column[role] for column in columns] for role in used},
         joints=joints,
     )
 
 
-def unit_facts(program: Program, ops_of_step: Sequence[StepOp]) -> list[UnitFacts]:
+def unit_facts(program: Program, shown_ops: Sequence[StepOp]) -> list[UnitFacts]:
     """The units in the order of their first use."""
     numels: Counter[str] = Counter()
     for flat in program.flats:
         numels[flat.unit] += flat.numel
     flops: Counter[str] = Counter()
     moved: dict[str, Counter[str]] = {"gather": Counter(), "reduce": Counter()}
-    for op in ops_of_step:
+    for op in shown_ops:
         for unit in op.units:
             flops[unit] += op.flops
             if op.kind in moved:
@@ -170,7 +169,7 @@ def unit_facts(program: Program, ops_of_step: Sequence[StepOp]) -> list[UnitFact
 
 
 def op_kind(op: ops.Op) -> str:
-    """What an op is coloured as."""
+    """The kind of an op, which has a colour on the page."""
     match op:
         case ops.Compute():
             return "compute"
@@ -190,9 +189,9 @@ def op_kind(op: ops.Op) -> str:
             assert_never(op)
 
 
-def _spans(result: ClassResult) -> dict[OpPosition, list[Span]]:
+def _spans_by_position(rank_class: ClassResult) -> dict[OpPosition, list[Span]]:
     spans: dict[OpPosition, list[Span]] = {}
-    for span in result.spans:
+    for span in rank_class.spans:
         spans.setdefault(span.position, []).append(span)
     return spans
 
@@ -203,15 +202,14 @@ def _units(op: ops.Op, owners: Mapping[str, str]) -> tuple[str, ...]:
     effect = effects(op)
     regions = (*effect.reads, *effect.writes, *effect.accumulates)
     names = (*effect.allocs, *effect.frees, *(region.buffer for region in regions))
-    units = list(dict.fromkeys(owners[name] for name in names if name in owners))
-    return tuple(shortened(units)) if len(units) > 1 else tuple(units)
+    return tuple(shortened(list(dict.fromkeys(owners[name] for name in names if name in owners))))
 
 
 def _size_bytes(program: Program, op: ops.Op) -> int:
     buffers = program.buffer_by_name
     match op:
         case ops.Collective():
-            return sum(size for _, size in payloads(op, program))
+            return payload_bytes(op, program)
         case ops.Memory():
             return buffers[op.buffer].size_bytes
         case ops.Transfer():

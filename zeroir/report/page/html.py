@@ -8,7 +8,7 @@ from html import escape
 from importlib import resources
 from typing import Final
 
-from zeroir.cost.simulate import ClassResult, Simulation
+from zeroir.cost.simulate import Simulation
 from zeroir.ir.mesh import HOST
 from zeroir.ir.program import MICRO_STEP, Program
 from zeroir.ir.traffic import on_the_wire
@@ -107,16 +107,11 @@ def _lanes(
     }
     streams = [HOST, *(stream.name for stream in program.streams)]
     return [
-        (number, stream, f"{_ranks(result)} · {stream}" if len(simulation.classes) > 1 else stream)
+        (number, stream, f"{result.label} · {stream}" if len(simulation.classes) > 1 else stream)
         for number, result in enumerate(simulation.classes)
         for stream in streams
         if (number, stream) in busy
     ]
-
-
-def _ranks(result: ClassResult) -> str:
-    others = len(result.ranks) - 1
-    return f"rank {result.ranks[0]}" + (f" and {others} alike" if others else "")
 
 
 def _columns(shown_ops: Sequence[StepOp]) -> dict[str, list[object]]:
@@ -197,7 +192,7 @@ def _legend(colours: Mapping[str, str]) -> str:
 def _streams(simulation: Simulation) -> str:
     rows = [
         [
-            _ranks(result),
+            result.label,
             stream,
             _time(round(busy_s * 1e9)),
             _percent(busy_s * 1e9 / simulation.step_ns),
@@ -235,7 +230,7 @@ def _volume(summary: Summary, simulation: Simulation) -> str:
     ]
     by_kind = _table(["collective", *(f"#over {axis}" for axis, _ in axes)], rows)
     wires = [
-        [_ranks(result), wire.replace("_", " "), format_bytes(round(count))]
+        [result.label, wire.replace("_", " "), format_bytes(round(count))]
         for result in simulation.classes
         for wire, count in result.bytes_by_wire.items()
     ]

@@ -1,4 +1,4 @@
-// The op table, and what links it with the two charts: a row that is pointed at, wherever, is marked in all three.
+// The op table and its links with the two charts: an op under the pointer in any of the three is marked in all of them.
 
 const data = JSON.parse(document.getElementById("data").textContent);
 const ops = data.ops;
@@ -121,7 +121,7 @@ function drawRow(row) {
 
 // ------------------------------------------------------------------------------------------------------------- marks
 
-/** Mark an op in the table and in both charts; scroll the table to it unless it is what is pointed at. */
+/** Mark an op in the table and in both charts; scroll the table to it unless the pointer is in the table. */
 function mark(row, { isFromTable = false } = {}) {
   if (row === marked) return;
   marked = row;
@@ -157,7 +157,7 @@ const models = {};
 function markTime(row) {
   const box = models.timeMark;
   if (!box) return;
-  const lane = row === null ? -1 : data.lanes.findIndex((one) => one.stream === ops.stream[row]);
+  const lane = row === null ? -1 : data.lanes.findIndex((lane) => lane.stream === ops.stream[row]);
   if (lane < 0) { box.visible = false; return; }
   const [left, right] = [ops.start[row][0], ops.end[row][0]];
   box.setv({ left, right, bottom: -lane - LANE_HALF, top: -lane + LANE_HALF, visible: true });
@@ -172,11 +172,11 @@ function markMemory(row) {
 
 // ------------------------------------------------------------------------------------------------------------ charts
 
-/** For each lane the ops that take time, in the order of their beginnings; waits apart, and what is on the critical path. */
-const lanes = data.lanes.map(({ class: one, stream }) => {
+/** For each lane its ops of some duration in the order of their beginnings: all, waits, others, and critical ones. */
+const lanes = data.lanes.map(({ class: rankClass, stream }) => {
   const all = [];
   for (let row = 0; row < count; row += 1) {
-    const [start, end] = [ops.start[row][one], ops.end[row][one]];
+    const [start, end] = [ops.start[row][rankClass], ops.end[row][rankClass]];
     if (ops.stream[row] === stream && end > start) all.push({ row, start, end });
   }
   all.sort((a, b) => a.start - b.start);
@@ -185,30 +185,30 @@ const lanes = data.lanes.map(({ class: one, stream }) => {
     all,
     waits: all.filter(isWait),
     work: all.filter((span) => !isWait(span)),
-    critical: all.filter((span) => !isWait(span) && ops.critical[span.row][one]),
+    critical: all.filter((span) => !isWait(span) && ops.critical[span.row][rankClass]),
   };
 });
 
-/** The op at a time in a lane: the last that began, if it has not ended. */
+/** The op at a time in a lane: the last one that began, if it has not ended. */
 function opAt(time, lane) {
   const { all } = lanes[lane] || { all: [] };
   const span = all[firstWhere(all.length, (i) => all[i].start > time) - 1];
   return span && time <= span.end ? span.row : null;
 }
 
-/** What a chart shows: from where to where, and how much a pixel is. */
+/** The visible interval of a chart, and the width of a pixel in its unit. */
 function view({ x_range: { start, end }, inner_width: width }) {
   return [start, end, (end - start) / (width || 1000)];
 }
 
-/** The timeline at its present zoom; ops that the filter leaves out are faint. */
+/** Draw the timeline at its current zoom; ops that the filter leaves out are faint. */
 function drawSpans() {
   const spans = { left: [], right: [], top: [], bottom: [], colour: [], alpha: [], row: [] };
   const critical = { left: [], right: [], top: [], bottom: [] };
   const sight = view(models.timeline);
   lanes.forEach(({ waits, work, critical: own }, lane) => {
-    for (const [found, half, full] of [[waits, WAIT_HALF, 0.5], [work, SPAN_HALF, 0.9]]) {
-      const blocks = blocksOf(found, ...sight, {
+    for (const [laneOps, half, full] of [[waits, WAIT_HALF, 0.5], [work, SPAN_HALF, 0.9]]) {
+      const blocks = blocksOf(laneOps, ...sight, {
         colourOf: (row) => colours.get(ops.kind[row]),
         alphaOf: (rows) => (rows.some((row) => placeOf[row] >= 0) ? full : 0.08),
       });
@@ -222,7 +222,7 @@ function drawSpans() {
         spans.row.push(block.row);
       }
     }
-    for (const [left, right] of stretches(own, ...sight)) {
+    for (const [left, right] of covered(own, ...sight)) {
       critical.left.push(left);
       critical.right.push(right);
       critical.top.push(-SPAN_HALF - 0.02 - lane);
@@ -233,7 +233,7 @@ function drawSpans() {
   models.critical.data = critical;
 }
 
-/** For each role the top of its band over the positions of the curve; the last is that of all. */
+/** For each role the top of its band at each position of the curve; the last one is the sum of all roles. */
 const ceilings = data.live.roles.map(() => new Float64Array(data.live.at.length));
 data.live.roles.forEach((sizes, role) => {
   sizes.forEach((size, at) => {
@@ -241,7 +241,7 @@ data.live.roles.forEach((sizes, role) => {
   });
 });
 
-/** The memory at its present zoom. */
+/** Draw the memory curve at its current zoom. */
 function drawMemory() {
   const { at, chosen } = highest(data.live.at, ceilings[ceilings.length - 1] || [], ...view(models.memory));
   const columns = { at };
@@ -254,7 +254,7 @@ function drawMemory() {
   models.live.data = columns;
 }
 
-/** Draw a chart now, and whenever it shows something else: before the next frame, once however often it changes. */
+/** Draw a chart now and after each change of its view, at most once per frame. */
 function drawAsSeen(chart, draw) {
   let isDue = false;
   let seen = null;
@@ -276,7 +276,7 @@ function drawAsSeen(chart, draw) {
 
 let fading = null;
 function fadeSoon() {
-  // Not with every key that is pressed: the chart is drawn anew.
+  // Drawing the chart again after every key would be slow.
   clearTimeout(fading);
   if (models.spans) fading = setTimeout(drawSpans, 60);
 }
@@ -286,18 +286,18 @@ function paint() {
   const colour = (name) => style.getPropertyValue(name).trim();
   const [ink, faint, line, bad] = ["--ink", "--faint", "--line", "--bad"].map(colour);
   for (const chart of [models.timeline, models.memory]) {
-    for (const axis of [...chart.below, ...chart.left].filter((one) => "axis_label" in one.attributes)) {
+    for (const axis of [...chart.below, ...chart.left].filter((item) => "axis_label" in item.attributes)) {
       axis.setv({
         axis_label_text_color: faint, axis_label_text_font_style: "normal", axis_label_text_font_size: "12px",
         major_label_text_color: ink, major_label_text_font_size: "12px",
         axis_line_color: line, major_tick_line_color: line, minor_tick_line_color: null,
       });
     }
-    for (const grid of chart.center.filter((one) => "grid_line_color" in one.attributes)) grid.grid_line_color = line;
-    for (const one of chart.center) {
-      if (one.name === "joint") one.line_color = faint;
-      if (one.name === "joint-label") one.text_color = faint;
-      if (one.name === "budget") one.line_color = bad;
+    for (const grid of chart.center.filter((item) => "grid_line_color" in item.attributes)) grid.grid_line_color = line;
+    for (const item of chart.center) {
+      if (item.name === "joint") item.line_color = faint;
+      if (item.name === "joint-label") item.text_color = faint;
+      if (item.name === "budget") item.line_color = bad;
     }
   }
   for (const box of [models.timeMark, models.memoryMark]) {
@@ -311,11 +311,11 @@ async function drawCharts() {
     const views = await Bokeh.embed.embed_item(data[id], id);
     roots.push((views.roots || views)[0].model);
   }
-  const named = (chart, name) => chart.center.find((one) => one.name === name);
+  const named = (chart, name) => chart.center.find((item) => item.name === name);
   [models.timeline, models.memory] = roots;
   models.timeMark = named(models.timeline, "time-mark");
   models.memoryMark = named(models.memory, "memory-mark");
-  [models.spans, models.critical] = models.timeline.renderers.map((one) => one.data_source);
+  [models.spans, models.critical] = models.timeline.renderers.map((renderer) => renderer.data_source);
   models.live = models.memory.renderers[0].data_source;
   drawAsSeen(models.timeline, drawSpans);
   drawAsSeen(models.memory, drawMemory);
@@ -344,5 +344,5 @@ element("rows").addEventListener("mouseover", (event) => {
 element("ops").addEventListener("mouseleave", () => mark(null));
 addEventListener("resize", drawRowsSoon);
 arrange();
-// What a test or a person at the console may ask.
+// For tests and for the console.
 window.zeroir = { data, models, opAt, mark, ready: drawCharts().then(arrange) };

@@ -1,13 +1,14 @@
-"""Tables without trailing blanks."""
+"""The tables of a terminal: facts line by line, columns under a title, and no trailing blanks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from rich.console import Console, ConsoleOptions
 from rich.segment import Segment
 from rich.table import Table
+from rich.text import Text
 
 UNBOUNDED_WIDTH = 10_000
 """The width, in columns, at which nothing folds."""
@@ -31,3 +32,24 @@ class Lines:
                 line.append(Segment(last.text.rstrip(), last.style, last.control))
             yield from line
             yield Segment.line()
+
+
+def facts_table() -> Table:
+    """A table of two columns: the name of a fact, and the fact."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim")
+    table.add_column(overflow="fold")
+    return table
+
+
+def columns_table(*columns: str, figures: Collection[str] = (), title: str = "") -> Table:
+    """A table with these columns; those of figures are aligned to the right."""
+    table = Table(
+        title=Text(f"\n{title}", style="bold") if title else None,
+        title_justify="left",
+        box=None,
+        padding=(0, 2, 0, 0),
+    )
+    for column in columns:
+        table.add_column(column, justify="right" if column in figures else "left", overflow="fold")
+    return table
