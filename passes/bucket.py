@@ -8,8 +8,8 @@ they travel); larger ones stay alone. Bytes on the wire and results stay the sam
 
 A gather moves up to the one before it, and its allocs with it, unless its buffer's previous life ends only after the
 unit before the bucket has been gathered: the bucket would have to wait for it and come too late. Other collectives,
-whose sources are not there before, move down to the one after them, and with them what follows from them on their
-stream: releases, and sums over micro-steps. Nothing passes an op that it conflicts with.
+whose sources are complete only there, move down to the one after them, and with them the ops of their stream that
+depend on them: releases, and sums over micro-steps. No op passes an op with which it conflicts.
 
 To a bound a bucket is one unit. ``bound-gradients{live}`` so has at most ``live`` buckets of full gradients live,
 whether it stands before this pass or after it, and ``prefetch{distance}``, which stands after it, at most distance + 1
@@ -83,7 +83,7 @@ class Bucket(Pass):
     def _merge(
         self, body: tuple[Op, ...], comm: str, pending: set[str], program: Program
     ) -> tuple[Op, ...]:
-        """The body with the collectives of one communicator merged, each into the one before where that may be."""
+        """The body with the collectives of one communicator merged, each into the one before where that is allowed."""
         last: int | None = None
         # Where the last collective of this bucket and of the one before stood.
         place = before = -1
@@ -91,12 +91,14 @@ class Bucket(Pass):
         while index < len(body):
             op = body[index]
             if isinstance(op, _Mergeable) and op.comm == comm and op.event not in pending:
-                found = None if last is None else self._merged(body, (before, last, index), program)
-                if found is None:
+                merged = (
+                    None if last is None else self._merged(body, (before, last, index), program)
+                )
+                if merged is None:
                     before, place, last = place, index, index
                 else:
                     place = index
-                    body, last = found
+                    body, last = merged
                     index = last
             elif isinstance(op, ops.Collective) and op.comm == comm:
                 last = None
@@ -114,23 +116,23 @@ class Bucket(Pass):
         merged = _as_one(body[first], body[second])
         if merged is None or sum(size for _, size in payloads(merged, program)) > self.bytes:
             return None
-        found = None
+        moved = None
         if not _ends_a_life(body[before + 1 : first], body[second]):
-            found = _earlier(body, first, second, merged, program)
-        return found or _later(body, first, second, merged, program)
+            moved = _earlier(body, first, second, merged, program)
+        return moved or _later(body, first, second, merged, program)
 
 
-def _as_one(one: Op, other: Op) -> _Mergeable | None:
-    """Both collectives as one launch, if they are of one kind."""
-    if not (isinstance(one, _Mergeable) and isinstance(other, _Mergeable)):
+def _as_one(first: Op, second: Op) -> _Mergeable | None:
+    """Both collectives as one launch, if they differ in their pairs alone."""
+    if not (isinstance(first, _Mergeable) and isinstance(second, _Mergeable)):
         return None
-    merged = replace(one, pairs=(*one.pairs, *other.pairs), event=None)
-    is_alike = replace(other, pairs=merged.pairs, event=None) == merged
+    merged = replace(first, pairs=(*first.pairs, *second.pairs), event=None)
+    is_alike = replace(second, pairs=merged.pairs, event=None) == merged
     return merged if is_alike and merged.staging is None else None
 
 
 def _ends_a_life(body: Sequence[Op], gather: Op) -> bool:
-    """Whether one of these ops releases what is gathered: with it the bucket would begin only then, too late."""
+    """Whether one of these ops releases a gathered buffer: the bucket would have to wait for it and begin too late."""
     return any(
         isinstance(op, ops.Release) and op.buffer in rewrite.used_buffers(gather) for op in body
     )
@@ -139,7 +141,7 @@ def _ends_a_life(body: Sequence[Op], gather: Op) -> bool:
 def _earlier(
     body: Sequence[Op], first: int, second: int, merged: _Mergeable, program: Program
 ) -> tuple[tuple[Op, ...], int] | None:
-    """The second collective moves up to the first, and with it the allocs that it needs."""
+    """The body with the second collective, and the allocs that it needs, moved up to the first; None if impossible."""
     moving = Touched(program)
     moving.add(body[second], second)
     allocs: list[int] = []
@@ -154,14 +156,14 @@ def _earlier(
             moving.add(op, index)
     moved = {*allocs, second}
     rest = [op for index, op in enumerate(body) if index > first and index not in moved]
-    found = (*body[:first], *(body[index] for index in sorted(allocs)), merged, *rest)
-    return found, first + len(allocs)
+    begun = (body[index] for index in sorted(allocs))
+    return (*body[:first], *begun, merged, *rest), first + len(allocs)
 
 
 def _later(
     body: Sequence[Op], first: int, second: int, merged: _Mergeable, program: Program
 ) -> tuple[tuple[Op, ...], int] | None:
-    """The first collective moves down to the second, and what follows from it on its stream comes after."""
+    """The body with the first collective moved down to the second, and its dependents behind it; None if impossible."""
     moving = Touched(program)
     moving.add(body[first], first)
     after: list[int] = []
@@ -175,6 +177,6 @@ def _later(
             after.append(index)
             moving.add(op, index)
     moved = {first, *after}
-    kept = [op for index, op in enumerate(body[:second]) if index not in moved]
-    found = (*kept, merged, *(body[index] for index in after), *body[second + 1 :])
-    return found, len(kept)
+    above = [op for index, op in enumerate(body[:second]) if index not in moved]
+    below = (body[index] for index in after)
+    return (*above, merged, *below, *body[second + 1 :]), len(above)

@@ -65,10 +65,10 @@ class InsertGathers(Pass):
             )
             buffer, size = program.buffer_by_name[full], program.mesh.size(AXIS)
             for number, start in enumerate(starts):
-                found = before.setdefault(start, [])
+                placed = before.setdefault(start, [])
                 if number > 0:
-                    found.append(ops.Release(buffer=full, stream=COMPUTE))
-                found.extend(gather(shard, buffer, size))
+                    placed.append(ops.Release(buffer=full, stream=COMPUTE))
+                placed.extend(gather(shard, buffer, size))
             if starts:
                 before.setdefault(len(body), []).append(ops.Release(buffer=full, stream=COMPUTE))
         return replace(section, body=rewrite.insert(body, before=before))
@@ -76,16 +76,16 @@ class InsertGathers(Pass):
 
 def _gathered_from(program: Program) -> Mapping[str, str]:
     """The shard from which each gathered buffer is gathered, in the order of the buffers."""
-    found = {
+    shards = {
         pair.destination.buffer: pair.source.buffer
         for op in program.ops()
         if isinstance(op, ops.AllGather)
         for pair in op.pairs
     }
     return {
-        buffer.name: found[buffer.name]
+        buffer.name: shards[buffer.name]
         for buffer in program.buffers
-        if buffer.role is Role.GATHERED and buffer.name in found
+        if buffer.role is Role.GATHERED and buffer.name in shards
     }
 
 
@@ -101,7 +101,7 @@ def _is_of(op: Op, sources: Mapping[str, str]) -> bool:
 
 
 class _Computes:
-    """The compute ops of a section: who reads what, and where the forward ends and the backward begins."""
+    """The compute ops of a section: the readers of each buffer, and the forward and the backward."""
 
     def __init__(self, body: Sequence[Op], program: Program) -> None:
         view = SectionView(program, body)
@@ -125,11 +125,11 @@ class _Computes:
     def runs(self, buffer: str) -> list[int]:
         """The first op of each run of uses."""
         readers = self.readers.get(buffer, [])
-        known = set(readers)
-        return [index for index in readers if self.previous[index] not in known]
+        reading = set(readers)
+        return [index for index in readers if self.previous[index] not in reading]
 
     def visits(self, buffer: str, unit: str) -> list[int]:
-        """Where to gather, once a phase: at the first use, else at the unit's first op, else at the end."""
+        """The ops before which to gather, one a phase: the first use, else the unit's first op, else the end."""
         candidates = (*self.readers.get(buffer, ()), *self.of_unit.get(unit, ()))
         return [
             next((index for index in candidates if index in phase), phase.stop)

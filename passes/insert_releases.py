@@ -65,9 +65,6 @@ def _rewrite(section: Section) -> Section:
                 last_use.update(
                     (name, index) for name in rewrite.used_buffers(op) & last_use.keys()
                 )
-    kept: list[Op] = list(before.get(0, ()))
-    for index, op in enumerate(section.body):
-        if not isinstance(op, ops.Release):
-            kept.append(op)
-        kept.extend(after.get(index, ()))
-    return replace(section, body=tuple(kept))
+    releases = {i for i, op in enumerate(section.body) if isinstance(op, ops.Release)}
+    body = rewrite.insert(section.body, before=before, after=after, without=releases)
+    return replace(section, body=body)

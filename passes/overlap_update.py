@@ -84,7 +84,7 @@ class OverlapUpdate(Pass):
 
 
 def _is_free(update: Section) -> bool:
-    """Whether the one decision needs no gradient, and nothing crosses the joint before it."""
+    """Whether the only decision needs no gradient, and no buffer or event crosses the joint before the update."""
     decisions = [op for op in update.body if isinstance(op, ops.Decide)]
     return (
         len(decisions) == 1
@@ -100,7 +100,7 @@ def _is_global(decision: ops.Decide) -> bool:
 
 
 def _divided(update: Section, program: Program) -> tuple[tuple[_Movable, ...], tuple[Op, ...]]:
-    """The ops of the update that may run in the last micro-step, and those that are left."""
+    """The ops of the update that may run in the last micro-step, and those that stay."""
     moved: list[_Movable] = []
     left: list[Op] = []
     staying = Touched(program)
@@ -121,7 +121,7 @@ def _is_of_a_flat(op: _Movable, program: Program) -> bool:
 
 
 def _is_on_scalars(op: Op, program: Program) -> bool:
-    """Whether the op concerns scalars alone, as the loss is one."""
+    """Whether the op concerns scalars alone, such as the loss."""
     is_update = isinstance(op, ops.Decide | ops.OptimizerStep)
     return not is_update and all(
         program.buffer_by_name[name].role is Role.SCALAR for name in _names(op)
@@ -130,12 +130,12 @@ def _is_on_scalars(op: Op, program: Program) -> bool:
 
 def _names(op: Op) -> frozenset[str]:
     """The buffers that an op uses, allocates or releases."""
-    found = effects(op)
-    return rewrite.used_buffers(op).union(found.allocs, found.frees)
+    effect = effects(op)
+    return rewrite.used_buffers(op).union(effect.allocs, effect.frees)
 
 
 def _placed(last: Section, moved: Iterable[_Movable], program: Program) -> tuple[Op, ...]:
-    """The last micro-step with each op moved right behind the last one that it must follow."""
+    """The ops of the last micro-step, with each moved op directly behind the last op that it must follow."""
     touched = Touched(program)
     for index, op in enumerate(last.body):
         touched.add(op, index)
@@ -148,10 +148,10 @@ def _placed(last: Section, moved: Iterable[_Movable], program: Program) -> tuple
         allocs = [begun.pop(name) for name in sorted(_names(op) & begun.keys())]
         together: tuple[_Movable, ...] = (*allocs, op)
         at = max(touched.against(together), default=-1)
-        for one in together:
-            touched.add(one, at)
-            stream = STREAM.name if one.stream == COMPUTE else one.stream
-            after.setdefault(at, []).append(replace(one, stream=stream))
+        for placed in together:
+            touched.add(placed, at)
+            stream = STREAM.name if placed.stream == COMPUTE else placed.stream
+            after.setdefault(at, []).append(replace(placed, stream=stream))
     return (*after.get(-1, ()), *rewrite.insert(last.body, after=after))
 
 
@@ -159,21 +159,21 @@ def _placed(last: Section, moved: Iterable[_Movable], program: Program) -> tuple
 
 
 def _state_after(state: State, moved: Iterable[Op], program: Program) -> State:
-    """The state at the joint once these ops have run before it: gradients are used up, versions advance."""
+    """The state at the joint after the moved ops: gradients are used up, versions advance."""
     held: dict[str, list[Holding]] = {}
     for holding in state.holdings:
         if rewrite.complete_gradient(holding) is None:
             held.setdefault(holding.region.buffer, []).append(holding)
     for op in moved:
         for region, content in _results(op, program):
-            others = held.get(region.buffer, ())
-            kept = [h for h in others if not h.region.overlaps(region)]
-            held[region.buffer] = [*kept, Holding(region=region, content=content)]
+            old = held.get(region.buffer, ())
+            unchanged = [h for h in old if not h.region.overlaps(region)]
+            held[region.buffer] = [*unchanged, Holding(region=region, content=content)]
     return replace(state, holdings=tuple(chain.from_iterable(held.values())))
 
 
 def _results(op: Op, program: Program) -> Iterator[tuple[Region, Content]]:
-    """What an op of the update leaves in persistent buffers."""
+    """The contents of persistent buffers after an op of the update."""
     match op:
         case ops.Decide():
             yield from _advanced(op.step, program)
@@ -193,7 +193,7 @@ def _results(op: Op, program: Program) -> Iterator[tuple[Region, Content]]:
 
 
 def _advanced(region: Region, program: Program) -> Iterator[tuple[Region, Content]]:
-    """The next version of what a persistent buffer holds at rest."""
+    """The next version of a persistent buffer's resting content."""
     match program.buffer_by_name[region.buffer].holds:
         case FlatContent() as holds:
             offset = holds.offset + region.offset

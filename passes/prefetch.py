@@ -107,9 +107,4 @@ def _moved(section: Section, program: Program, distance: int) -> Section:
             issued = gather.op if at == group.first_use else ahead(gather.op)
             before.setdefault(at, []).extend((*(body[alloc] for alloc in gather.allocs), issued))
     moved = {i for group in groups for g in group.gathers for i in (*g.allocs, g.index)}
-    placed: list[Op] = []
-    for index, op in enumerate(body):
-        placed.extend(before.get(index, ()))
-        if index not in moved:
-            placed.append(op)
-    return replace(section, body=tuple(placed))
+    return replace(section, body=rewrite.insert(body, before=before, without=moved))

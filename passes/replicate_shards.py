@@ -115,10 +115,10 @@ class ReplicateShards(Pass):
 
 
 class _Body:
-    """A section as it grows. What is held, and whatever must follow it, goes before the next compute op.
+    """The ops of a section as it grows. Held ops, and the ops that must follow them, go before the next compute op.
 
-    A gather that the compute op needs so goes ahead of the sums across, for which nobody waits before the update:
-    collectives over different axes keep to one order.
+    Collectives over different axes run in one order. So a gather that the compute op needs goes ahead of the sums
+    across groups, for which no op waits before the update.
     """
 
     def __init__(self, program: Program) -> None:
@@ -128,7 +128,7 @@ class _Body:
         self._touched = Touched(program)
 
     def add(self, op: Op) -> None:
-        """The next op."""
+        """Add the next op."""
         if isinstance(op, ops.Compute):
             self._release()
         if self._touched.is_against(op):
@@ -137,7 +137,7 @@ class _Body:
             self._body.append(op)
 
     def hold(self, held: Iterable[Op]) -> None:
-        """Ops that have time. Sums of what was completed together, in a bucket, cross together."""
+        """Hold ops back. Sums of gradients that one bucket completed become one launch."""
         for op in held:
             self._touched.add(op, len(self._held))
             merged = _merged(self._held[-1], op, self._program) if self._held else None
@@ -158,7 +158,7 @@ class _Body:
 
 
 def _completed(section: Section, program: Program) -> dict[int, list[Region]]:
-    """The ops that complete a gradient of the step on this rank's shard or in full, and where it then stands."""
+    """The ops that complete a gradient of the step, as this rank's shard or in full, and the regions that hold it."""
     if section.name != LAST_MICRO_STEP:
         return {}
     last: dict[str, tuple[int, Region]] = {}
@@ -175,10 +175,10 @@ def _completed(section: Section, program: Program) -> dict[int, list[Region]]:
             holds = program.buffer_by_name[region.buffer].holds
             if isinstance(holds, FlatContent) and holds.quantity == GRAD:
                 last[region.buffer] = (index, region)
-    found: dict[int, list[Region]] = {}
+    completed: dict[int, list[Region]] = {}
     for index, region in last.values():
-        found.setdefault(index, []).append(region)
-    return found
+        completed.setdefault(index, []).append(region)
+    return completed
 
 
 def _is_of_scalars(op: ops.AllReduce, program: Program) -> bool:

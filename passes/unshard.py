@@ -56,7 +56,7 @@ class Unshard(Pass):
         """
         units = matching(self.units, program, self.spec())
         params = rewrite.param_buffers(program)
-        kept = {
+        gathered_once = {
             pair.destination.buffer
             for op in program.ops()
             if isinstance(op, ops.AllGather)
@@ -65,20 +65,20 @@ class Unshard(Pass):
             and pair.source.buffer in params
             and params[pair.source.buffer].unit in units
         }
-        return rewrite.map_sections(program, lambda section: _gathered_once(section, kept))
+        return rewrite.map_sections(program, lambda section: _rewrite(section, gathered_once))
 
 
-def _gathered_once(section: Section, kept: set[str]) -> Section:
+def _rewrite(section: Section, gathered_once: set[str]) -> Section:
     if section.name == UPDATE:
         return section
-    return replace(section, body=tuple(_ops(section, kept)))
+    return replace(section, body=tuple(_ops(section, gathered_once)))
 
 
-def _ops(section: Section, kept: set[str]) -> Iterator[Op]:
+def _ops(section: Section, gathered_once: set[str]) -> Iterator[Op]:
     last_release = {
         op.buffer: index
         for index, op in enumerate(section.body)
-        if isinstance(op, ops.Release) and op.buffer in kept
+        if isinstance(op, ops.Release) and op.buffer in gathered_once
     }
     begun: set[str] = set()
     gathered: set[str] = set()
@@ -86,14 +86,16 @@ def _ops(section: Section, kept: set[str]) -> Iterator[Op]:
         match op:
             case ops.Alloc() if op.buffer in begun:
                 continue
-            case ops.Alloc() if op.buffer in kept:
+            case ops.Alloc() if op.buffer in gathered_once:
                 begun.add(op.buffer)
                 yield op
             case ops.Release() if last_release.get(op.buffer, index) != index:
                 continue
             case ops.AllGather():
                 pairs = tuple(p for p in op.pairs if p.destination.buffer not in gathered)
-                gathered.update(p.destination.buffer for p in pairs if p.destination.buffer in kept)
+                gathered.update(
+                    p.destination.buffer for p in pairs if p.destination.buffer in gathered_once
+                )
                 if pairs:
                     yield replace(op, pairs=pairs)
             case _:

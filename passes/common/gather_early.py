@@ -1,16 +1,16 @@
 """Issue gathers as early as a budget of memory allows.
 
-The program comes with each gather at its first use, and with the waits that hold the gather stream back to there. The
-bytes that may be live are counted along the compute stream: at each op those of all buffers that may have begun by
-then and that the stream does not know to be over. What begins on another stream may have begun once that stream need
-wait for the compute stream no more; what ends there is over for sure when the compute stream has waited for it. A
-gather may move up as far as its bytes fit on top of that at every op that it passes, never ahead of a gather that is
-needed before it. The program is to have the bound that a gather waits for the compute op above it, so it begins no
-sooner than the count says. Hence no order in which the streams may run takes more than the budget, or than the program
-took before where that is more.
+In the given program, each gather stands at its first use, and waits hold the gather stream back until then. The bytes
+that may be live are counted along the compute stream: at each op, those of all buffers that may have begun and of which
+the stream does not know the end. A buffer that begins on another stream may begin as soon as that stream waits for no
+further op of the compute stream; its end is certain once the compute stream has waited for it. A gather moves up as far
+as its bytes fit at every op that it passes, and never ahead of a gather that is needed before it. The resulting program
+gets the bound that a gather waits for the compute op above it, so no buffer begins before it is counted. So in every
+order in which the streams may run, the program takes at most the budget, or at most what it took before if that was
+more.
 
-Bytes are those of buffers on the device, as `zeroir.memory.curve.peak` counts them: the workspace of segments, and
-what is lost between buffers that have a place each, come on top.
+Only the bytes of buffers on the device count, as in `zeroir.memory.curve.peak`. The workspace of segments and the gaps
+between placed buffers come on top.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ from zeroir.ir.mesh import COMPUTE
 from zeroir.ir.ops import Op
 from zeroir.ir.program import Program, Section
 from zeroir.memory.lifetimes import Lifetimes
+from zeroir.passes.common import rewrite
 from zeroir.passes.common.gather_groups import PlacedGather, ahead, find_groups
 
 
 def as_early_as_fits(program: Program, budget_bytes: int) -> Program:
-    """The program with its gathers moved up; its waits are those of before and are to be derived anew."""
+    """The program with its gathers moved up; its waits are still the old ones, so the caller must derive them anew."""
     lifetimes = Lifetimes.of(program)
     sections = [
         _moved(section, program, _Room.of(lifetimes, program, number), budget_bytes)
@@ -41,7 +42,7 @@ def as_early_as_fits(program: Program, budget_bytes: int) -> Program:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Room:
-    """Of each op of a section, how many bytes may be live when the compute stream comes to it.
+    """The bytes that may be live when the compute stream reaches each op of a section.
 
     ``begins`` is, for each ``alloc`` by its index, the first op for which its buffer counts.
     """
@@ -51,7 +52,7 @@ class _Room:
 
     @classmethod
     def of(cls, lifetimes: Lifetimes, program: Program, number: int) -> _Room:
-        """What a section of the program takes."""
+        """The bytes that a section of the program takes."""
         start, body = lifetimes.starts[number], program.sections[number].body
         on_device = {b.name: b.size_bytes for b in program.buffers if b.space is Space.DEVICE}
         resting = sum(
@@ -101,7 +102,7 @@ def _moved(section: Section, program: Program, room: _Room, budget_bytes: int) -
         for gather in group.gathers:
             begun = _begun(gather, program, room)
             earliest = max(earliest, gather.earliest)
-            # One that stands first already moves nowhere, but may have others behind it.
+            # A gather that stands first cannot move, but later gathers may follow it directly.
             places = range(earliest, max(min(gather.allocs), 1))
             at = _earliest(body, room, begun, places, budget_bytes)
             if at is None:
@@ -116,16 +117,11 @@ def _moved(section: Section, program: Program, room: _Room, budget_bytes: int) -
             is_ahead = any(isinstance(op, ops.Compute) for op in passed)
             issued = ahead(gather.op) if is_ahead else gather.op
             before.setdefault(at, []).extend((*(body[alloc] for alloc in gather.allocs), issued))
-    placed: list[Op] = []
-    for index, op in enumerate(body):
-        placed.extend(before.get(index, ()))
-        if index not in moved:
-            placed.append(op)
-    return replace(section, body=tuple(placed))
+    return replace(section, body=rewrite.insert(body, before=before, without=moved))
 
 
 def _begun(gather: PlacedGather, program: Program, room: _Room) -> list[tuple[int, int]]:
-    """Of each buffer that is gathered, from which op on it counts already, and its bytes on the device."""
+    """For each gathered buffer, the first op at which it counts already, and its bytes on the device."""
     names = [pair.destination.buffer for pair in gather.op.pairs]
     buffers = [program.buffer_by_name[name] for name in names]
     return [
@@ -141,14 +137,14 @@ def _earliest(
     places: range,
     budget_bytes: int,
 ) -> int | None:
-    """The first of these places with room from there on: the section's start, or just after ops that compute.
+    """The first of these places from which on there is room: the section's start, or behind an op that computes.
 
-    Several releases in a row take no time, so only after the last of them: then one wait is enough for all.
+    Several releases in a row take no time. A gather goes behind the last of them, so that it needs only one wait.
     """
     best: int | None = None
     for at in reversed(places):
         more = sum(size for begin, size in begun if at < begin)
-        # Up to where it may begin anyway a gather takes nothing more.
+        # From the place on at which the buffers may begin anyway, a gather takes no further bytes.
         if more and room.live_bytes[at] + more > budget_bytes:
             break
         if at == 0 or (_is_compute(body[at - 1]) and not _is_released_next(body[at])):

@@ -15,11 +15,10 @@ from zeroir.passes.common import rewrite
 
 @dataclass(slots=True, kw_only=True)
 class PlacedGather:
-    """A gather into one buffer or a bucket of them, and where it and the buffers' lives stand in the body.
+    """A gather into one buffer or several, and the indices of this gather and of the allocs of its buffers.
 
     ``earliest`` is one past the last op that the gather must follow: a release that ended a previous life of a buffer,
-    or a change of what is gathered. ``first_use`` is None until it is met; it stays so where nobody reads what is
-    gathered.
+    or a change of what is gathered. ``first_use`` is None where no op reads the gathered buffers.
     """
 
     op: ops.AllGather
@@ -38,17 +37,17 @@ class GatherGroup:
 
 
 def find_groups(body: Sequence[Op], program: Program) -> tuple[GatherGroup, ...]:
-    """The groups of a section in order of use. A gather of what no op reads belongs to none."""
-    found: dict[int, list[PlacedGather]] = {}
+    """The groups of a section in order of use. Gathers of buffers that no op reads are left out."""
+    by_use: dict[int, list[PlacedGather]] = {}
     for gather in _gathers(body, program):
         if gather.first_use is not None:
-            found.setdefault(gather.first_use, []).append(gather)
-    return tuple(GatherGroup(first_use=use, gathers=tuple(found[use])) for use in sorted(found))
+            by_use.setdefault(gather.first_use, []).append(gather)
+    return tuple(GatherGroup(first_use=use, gathers=tuple(by_use[use])) for use in sorted(by_use))
 
 
 def _gathers(body: Sequence[Op], program: Program) -> list[PlacedGather]:
     """The gathers of a section into temporary buffers, in program order."""
-    found: list[PlacedGather] = []
+    gathers: list[PlacedGather] = []
     live: dict[str, PlacedGather] = {}
     allocs: dict[str, int] = {}
     releases: dict[str, int] = {}
@@ -74,7 +73,7 @@ def _gathers(body: Sequence[Op], program: Program) -> list[PlacedGather]:
                     earliest=max(after) + 1,
                 )
                 live.update(dict.fromkeys(names, gather))
-                found.append(gather)
+                gathers.append(gather)
             case _:
                 effect = effects(op)
                 changed = (*effect.writes, *effect.accumulates)
@@ -82,7 +81,7 @@ def _gathers(body: Sequence[Op], program: Program) -> list[PlacedGather]:
                 for name in rewrite.used_buffers(op) & live.keys():
                     if live[name].first_use is None:
                         live[name].first_use = index
-    return found
+    return gathers
 
 
 def _is_temporary(op: ops.AllGather, program: Program, allocs: dict[str, int]) -> bool:
@@ -94,7 +93,7 @@ def _is_temporary(op: ops.AllGather, program: Program, allocs: dict[str, int]) -
 
 
 def ahead(op: ops.AllGather) -> ops.Prefetch:
-    """The gather under the name that says that it is issued ahead of need."""
+    """The gather as a ``prefetch``, the name of a gather that is issued ahead of its first use."""
     return ops.Prefetch(
         pairs=op.pairs,
         comm=op.comm,

@@ -121,7 +121,7 @@ class _BoundedReleases:
         self._unordered: dict[int, list[tuple[int, int]]] = {}
 
     def add(self, group: int, index: int) -> None:
-        """Take in a release, by its index among the issued ops."""
+        """Add a release, by its index among the issued ops."""
         rank = self._ranks.setdefault(group, len(self._ranks))
         for releases in (self._all, *self._unordered.values()):
             releases.append((rank, index))
@@ -225,8 +225,8 @@ class _Derivation:
             axis = self.program.comm_by_name[comm].axis
             needed.update(
                 index
-                for other, index in self.last_of_comm.items()
-                if other == comm or self.program.comm_by_name[other].axis != axis
+                for earlier, index in self.last_of_comm.items()
+                if earlier == comm or self.program.comm_by_name[earlier].axis != axis
             )
         if isinstance(step.op, Alloc) and step.op.buffer in self.kinds:
             needed.update(self._bounding(self.kinds[step.op.buffer], stream))

@@ -1,4 +1,4 @@
-"""A segment without what is not asked of it: fewer outputs, and only the nodes and inputs that these need."""
+"""Segments with fewer outputs, and with only the nodes and inputs that these outputs need."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from zeroir.workspace.segments import eager_workspace
 
 
 class Pruned(NamedTuple):
-    """The segment that is left, under its old name, and which of the old inputs it takes."""
+    """A pruned segment, under its old name, and the positions of the old inputs that it still takes."""
 
     segment: Segment
     inputs: tuple[int, ...]
@@ -21,24 +21,24 @@ def prune(segment: Segment, outputs: Sequence[int]) -> Pruned:
     """The segment that yields these of its values, given by their numbers; its nodes keep their order."""
     needed = set(outputs)
     stop = len(segment.inputs) + sum(len(node.results) for node in segment.nodes)
-    kept: list[tuple[int, Node]] = []
+    needed_nodes: list[tuple[int, Node]] = []
     for node in reversed(segment.nodes):
         stop -= len(node.results)
         if needed.intersection(range(stop, stop + len(node.results))):
-            kept.append((stop, node))
+            needed_nodes.append((stop, node))
             needed.update(ref.index for ref in node.refs())
     inputs = tuple(i for i in range(len(segment.inputs)) if i in needed)
     numbers = {value: i for i, value in enumerate(inputs)}
-    for first, node in reversed(kept):
+    for first, node in reversed(needed_nodes):
         for i in range(len(node.results)):
             numbers[first + i] = len(numbers)
-    left = replace(
+    pruned = replace(
         segment,
         inputs=tuple(segment.inputs[i] for i in inputs),
-        nodes=tuple(renumbered(node, numbers) for _, node in reversed(kept)),
+        nodes=tuple(renumbered(node, numbers) for _, node in reversed(needed_nodes)),
         outputs=tuple(numbers[value] for value in outputs),
     )
-    return Pruned(measured(left), inputs)
+    return Pruned(measured(pruned), inputs)
 
 
 def renumbered(node: Node, numbers: Mapping[int, int]) -> Node:
@@ -51,7 +51,7 @@ def renumbered(node: Node, numbers: Mapping[int, int]) -> Node:
 
 
 def measured(segment: Segment) -> Segment:
-    """The segment with the memory that it takes now."""
+    """The segment with the eager workspace that it needs now."""
     return replace(segment, workspace_bytes=(("eager", eager_workspace(segment).most_bytes),))
 
 

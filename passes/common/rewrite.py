@@ -5,7 +5,7 @@ Everything here returns new values; programs are never changed in place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import is_dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -41,7 +41,7 @@ def _mapped(value: D, change: Change) -> D:
     kind = type(value)
     values: dict[str, Any] = {
         name: _map_value(getattr(value, name), change) if has_regions else getattr(value, name)
-        for name, has_regions in _fields(kind)
+        for name, has_regions in _fields_and_regions(kind)
     }
     return kind(**values)
 
@@ -62,12 +62,8 @@ def _map_value(value: object, change: Change) -> object:
             return _mapped(value, change)
 
 
-def _fields(kind: type) -> tuple[tuple[str, bool], ...]:
-    return _cached_fields(kind)
-
-
 @cache
-def _cached_fields(kind: type) -> tuple[tuple[str, bool], ...]:
+def _fields_and_regions(kind: type) -> tuple[tuple[str, bool], ...]:
     """The fields of an op class, or of a dataclass inside one, and whether there are regions in them."""
     with_regions = {operand.field.name for operand in operands(kind)}
     return tuple((field.name, field.name in with_regions) for field in op_fields(kind))
@@ -106,12 +102,17 @@ def insert(
     *,
     before: Mapping[int, Sequence[Op]] | None = None,
     after: Mapping[int, Sequence[Op]] | None = None,
+    without: Collection[int] = (),
 ) -> tuple[Op, ...]:
-    """The body with ops put before and after the op at each index; ``before[len(body)]`` goes to the end."""
+    """The body with ops put before and after the op at each index, and without the ops at some indices.
+
+    ``before[len(body)]`` goes to the end.
+    """
     inserted: list[Op] = []
     for index, op in enumerate(body):
         inserted.extend((before or {}).get(index, ()))
-        inserted.append(op)
+        if index not in without:
+            inserted.append(op)
         inserted.extend((after or {}).get(index, ()))
     inserted.extend((before or {}).get(len(body), ()))
     return tuple(inserted)

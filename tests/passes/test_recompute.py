@@ -350,6 +350,12 @@ def test_statistics_change_once_and_dropout_is_the_same(stage: int) -> None:
     assert results[0].lockstep.buffers(0)["var"].abs().sum() > 0
 
 
+def test_buffers_for_new_statistics_follow_the_order_of_the_arguments() -> None:
+    """Not the order of a set of strings, which differs from process to process."""
+    buffers = Recompute(units=("a",))(stateful()).buffers
+    assert [b.name for b in buffers if b.name.endswith(".new")] == ["mean.new", "var.new"]
+
+
 def test_reading_what_has_changed_is_rejected() -> None:
     logical = stateful()
     text = print_program(Recompute(units=("a",))(logical))

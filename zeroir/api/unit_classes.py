@@ -1,4 +1,4 @@
-"""The kinds of units of a model: which are alike, so that a search need only count how many of each it takes."""
+"""The kinds of units of a model. Units of a kind are alike, so a search chooses only how many of each kind it takes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zeroir.ir.section_view import SectionView
 
 _ROOT: Final = "root"
 _MOST_KINDS: Final = 4
-"""Beyond so many, the kinds that are most alike count as one: every kind is one axis more to search."""
+"""With more kinds, those that are most alike count as one: every kind adds an axis to the search."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

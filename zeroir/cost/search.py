@@ -1,15 +1,14 @@
 """The search for the best point of a space that is too large to try all of: descent by axes, cut off by bounds.
 
-A space is a few families, such as the meshes of a stage, each a grid of ordered axes. Of a point one can ask what is
-missing until it fits, and the step it takes; and more cheaply a bound that its step does not fall below. What misses
-less is better, and of what fits, what is faster.
+A space is a few families, such as the meshes of a stage, each a grid of ordered axes. The evaluation of a point gives
+the bytes that are missing until it fits, and the step that it takes; a lower bound of the step is cheaper. A point that
+misses fewer bytes is better, and of two that fit, the faster one.
 
-Every family is looked at from its starts. From the fastest of them, the first, speed is given up where it frees most
-memory for its time, until the rest fits, and that is improved along one axis at a time as long as it helps: the most
-promising family first, the others unless their bound says that they cannot win. The best are then changed to what is
-faster and does not fit, which is paid for along the other axes. At last the winner is looked for from its other starts.
-A long axis is walked in strides. Nothing is tried twice, and nothing that by its bound is hardly better than what is
-known.
+The search of a family begins at its starts. From the first, the fastest, it gives up speed where that frees most memory
+per time, until the point fits, and then improves one axis at a time as long as that helps. It does so for the most
+promising family first, and for the others unless their bound says that they cannot win. Next to the best points it then
+tries faster ones that do not fit, and makes them fit along the other axes. Last, it improves the winner's other starts.
+It walks a long axis in strides. It tries no point twice, and none whose bound is hardly better than the best so far.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ _FEW: Final = 6
 """Of an axis with no more values than this, all are tried; else both ends and those …, 16, 4, 1 away."""
 
 _STRIDE: Final = 4
-"""How many times the next shorter stride a stride is."""
+"""The ratio of a stride to the next shorter one."""
 
 _CLOSE: Final = 1.1
-"""Families within so much of the best are improved by trading one axis for others, too."""
+"""A family is also improved by trading one axis for others if its step is at most this many times the best."""
 
 _WORTH: Final = 1.01
-"""What by its bound cannot be so many times as fast as what is known is not tried."""
+"""A point is tried only if its bound allows it to be more than this many times as fast as the best so far."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +44,7 @@ class Family:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """What a point comes to: the bytes that are missing, those that it needs, and its step, were none missing.
+    """The result for a point: the missing and the needed bytes, and the step that it would take if none were missing.
 
     ``is_hopeless`` says that no point of the family fits.
     """
@@ -62,7 +61,7 @@ class Evaluation:
 
     @property
     def key(self) -> tuple[int, int, int]:
-        """The lower, the better: of what is equally fast, what needs less."""
+        """A lower key is better: fewer missing bytes, then a shorter step, then fewer needed bytes."""
         return self.missing_bytes, self.step_ns, self.needed_bytes
 
 
@@ -84,7 +83,7 @@ class Found:
 
 Evaluate = Callable[[int, Point], Evaluation]
 Bound = Callable[[int, Point | None], int]
-"""What the step of a point, or of all points of a family, does not fall below."""
+"""A lower bound of the step of a point, or of all points of a family, in nanoseconds."""
 
 
 def search(
@@ -95,7 +94,7 @@ def search(
 
 
 _Move = tuple[float, Point, int, int]
-"""What a move costs, from where that was looked at, and the axis and its new value."""
+"""The cost of a move, the point at which it was evaluated, the axis, and the axis's new value."""
 
 
 class _Search:
@@ -152,7 +151,7 @@ class _Search:
         )
 
     def _try(self, number: int, point: Point) -> Evaluation | None:
-        """What a point comes to; None where it cannot be the family's best, or enough was tried."""
+        """The result for a point; None where it cannot be the family's best, or enough points were tried."""
         evaluation = self._tried.get((number, point))
         if evaluation is not None:
             return evaluation
@@ -168,9 +167,9 @@ class _Search:
         return evaluation
 
     def _squeeze(self, number: int, at: Point, kept: int | None = None) -> None:
-        """From a point give up speed where that frees most memory for it, but not along one axis, until the rest fits.
+        """From a point, give up speed where that frees most memory for its cost, until the point fits.
 
-        What a move is worth is remembered while others are made, and looked at again before it is made itself.
+        The axis ``kept`` stays as it is. The cost of a move is computed again if other moves were made since.
         """
         moves: list[_Move] = []
         for axis in range(len(at)):
@@ -187,7 +186,7 @@ class _Search:
             self._weigh(number, at, axis, moves)
 
     def _is_worth_fitting(self, number: int, at: Point) -> bool:
-        """Whether a point does not fit, and is not slower than what does: to make it fit will hardly make it faster."""
+        """Whether a point does not fit, and is faster than the best if that fits: fitting hardly makes it faster."""
         best, own = self._best_of(number), self._tried[number, at]
         return not own.fits and not (best.fits and own.step_ns >= best.step_ns)
 
@@ -196,7 +195,7 @@ class _Search:
             self._push(number, at, axis, point[axis], moves)
 
     def _push(self, number: int, at: Point, axis: int, value: int, moves: list[_Move]) -> None:
-        """Weigh a move along an axis: the time that it costs for each byte of those that are missing."""
+        """Weigh a move along an axis: the nanoseconds that it costs per missing byte that it frees."""
         present = self._tried[number, at]
         evaluation = self._try(number, (*at[:axis], value, *at[axis + 1 :]))
         if evaluation is not None and evaluation.missing_bytes < present.missing_bytes:
@@ -224,7 +223,7 @@ class _Search:
         return best
 
     def _trade(self, number: int) -> None:
-        """From a family's best take what is faster though it does not fit, and pay for it along the other axes."""
+        """From a family's best, try faster points that do not fit, and make them fit along the other axes."""
         at = self._best[number]
         for axis in range(len(at)):
             for point in self._along(number, axis, at):
@@ -260,7 +259,7 @@ class _Search:
         return best.fits and self._family_ns(number) * _WORTH >= best.step_ns
 
     def _is_worth(self, number: int, point: Point, step_ns: int) -> bool:
-        """Whether a point, and any point of its family, may take clearly less than so long."""
+        """Whether the bounds of a point and of its family allow a step clearly shorter than ``step_ns``."""
         if self._family_ns(number) * _WORTH >= step_ns:
             return False
         return self._bound_ns(number, point) * _WORTH < step_ns

@@ -24,16 +24,16 @@ from zeroir.memory.lifetimes import Lifetimes
 Ints = NDArray[np.int64]
 
 MOST_PAIRS: Final = 2_000_000
-"""Beyond so many pairs of lives that may meet, long lives are stacked."""
+"""With more pairs of lives that may meet, long lives are stacked."""
 
 MOST_PLACEMENTS: Final = 30_000
-"""No further order is tried after so many times that a single buffer was placed."""
+"""The search tries no further order once it has placed this many buffers, over all orders together."""
 
 _FEW_MEETINGS: Final = 64
 """A buffer that meets no more later lives than this is not stacked."""
 
 _HEIGHTS: Final = 4096
-"""The stack's height is kept for so many stretches of time, each as long as the others."""
+"""The stack's height is recorded for this many stretches of time of equal length."""
 
 _NOWHERE: Final = -1
 
@@ -128,21 +128,27 @@ class _Meetings:
     def conflicts(self, buffer_of: Ints, is_stacked: NDArray[np.bool_]) -> list[Ints]:
         """For each buffer those that it must not overlap, none of them stacked."""
         count = len(is_stacked)
-        pairs: list[Ints] = []
+        # There may be millions of keys: each step frees or reuses the arrays of the one before.
+        keys = np.concatenate(list(self._pair_keys(buffer_of, is_stacked)))
+        keys.sort()
+        keys = keys[np.concatenate(([True], keys[1:] != keys[:-1]))[: len(keys)]]
+        stops = keys.searchsorted(np.arange(1, count + 1) * count).tolist()
+        keys %= count
+        return [keys[start:stop] for start, stop in zip([0, *stops], stops, strict=False)]
+
+    def _pair_keys(self, buffer_of: Ints, is_stacked: NDArray[np.bool_]) -> Iterator[Ints]:
+        """Each pair of buffers of which two lives may meet as one number, first times count plus second, both ways."""
+        count = len(is_stacked)
         for begun, (start, stop) in zip(self.begun, self.ranges, strict=True):
             lengths = np.where(is_stacked[buffer_of], 0, stop - start)
             # For every life the numbers from its start to its stop, one life after the other.
             skipped = np.repeat(start - np.cumsum(lengths) + lengths, lengths)
             earlier = np.repeat(buffer_of, lengths)
             later = buffer_of[begun[np.arange(len(skipped)) + skipped]]
-            counts = ~is_stacked[later] & (earlier != later)
-            earlier, later = earlier[counts], later[counts]
-            pairs += earlier * count + later, later * count + earlier
-        keys = np.sort(np.concatenate(pairs))
-        keys = keys[np.diff(keys, prepend=-1) > 0]
-        stops = keys.searchsorted(np.arange(1, count + 1) * count).tolist()
-        others = keys % count
-        return [others[a:b] for a, b in zip([0, *stops], stops, strict=False)]
+            is_pair = ~is_stacked[later] & (earlier != later)
+            earlier, later = earlier[is_pair], later[is_pair]
+            yield earlier * count + later
+            yield later * count + earlier
 
 
 def _stack(
@@ -185,7 +191,7 @@ def _stack(
 def find_offsets(
     buffers: BuffersToPlace, live_bytes: int, most_placements: int = MOST_PLACEMENTS
 ) -> Ints:
-    """Offsets of all buffers; the search ends where these take ``live_bytes``, or after so many placements.
+    """Offsets of all buffers; the search ends once they take ``live_bytes``, or after ``most_placements``.
 
     At least one order is tried.
     """

@@ -70,7 +70,7 @@ class Footprint:
 
     @property
     def total_bytes(self) -> int:
-        """What must be there."""
+        """The bytes that a rank's memory must have."""
         return self.resting_bytes + self.arena_bytes + self.scratch_bytes
 
 
@@ -160,9 +160,9 @@ def _touched(op: Op) -> set[str]:
 
 def _source(segment: Segment) -> str:
     """The line of the model that makes the largest value of a segment."""
-    largest, found = -1, ""
+    largest_bytes, source = -1, ""
     for node in segment.nodes:
         size = sum(kind.size_bytes for kind in node.results if kind is not None)
-        if node.source and size > largest:
-            largest, found = size, node.source
-    return found
+        if node.source and size > largest_bytes:
+            largest_bytes, source = size, node.source
+    return source

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _MOST_CUTS: Final = 16
-"""So many beginnings are looked at closely where the first bound is not exact."""
+"""The most beginnings for which a cut is made where the first bound is not exact."""
 
 _MOST_PAIRS: Final = 10_000
 """No cut is made where more pairs of lives may exclude each other; real programs have hundreds at most."""
@@ -78,12 +78,12 @@ def most_live(lifetimes: Lifetimes, lives: Sequence[int], sizes: Sequence[int]) 
         excluding = _excluding(lifetimes, live, moment)
         if excluding is None:
             bound_bytes = max(bound_bytes, bound)
-            kept: Sequence[int] = [life for life in live if lifetimes.lasts[life] >= moment]
+            heaviest: Sequence[int] = [life for life in live if lifetimes.lasts[life] >= moment]
         else:
-            kept = _cut(live, excluding, sizes) if excluding else live
-        size_bytes = sum(sizes[life] for life in kept)
+            heaviest = _cut(live, excluding, sizes) if excluding else live
+        size_bytes = sum(sizes[life] for life in heaviest)
         if size_bytes > best.size_bytes or not best.lives:
-            best = MostLive(moment=moment, lives=kept, size_bytes=size_bytes, bound_bytes=0)
+            best = MostLive(moment=moment, lives=heaviest, size_bytes=size_bytes, bound_bytes=0)
     return replace(best, bound_bytes=max(best.size_bytes, bound_bytes))
 
 
@@ -100,8 +100,8 @@ def _excluding(
     if not ended:
         return ()
     streams = {lifetimes.streams[life] for life in live}
-    known = {stream: min(lifetimes.free_from[stream][i] for i in ended) for stream in streams}
-    late = [life for life in live if known[lifetimes.streams[life]] <= lifetimes.firsts[life]]
+    first_free = {stream: min(lifetimes.free_from[stream][i] for i in ended) for stream in streams}
+    late = [life for life in live if first_free[lifetimes.streams[life]] <= lifetimes.firsts[life]]
     if len(ended) * len(late) > _MOST_PAIRS:
         return None
     return [(i, j) for i in ended for j in late if lifetimes.is_before(i, j)]

@@ -18,7 +18,7 @@ from zeroir.memory.lifetimes import Lifetimes
 from zeroir.memory.most_live import most_live
 
 ALIGNMENT_BYTES: Final = 512
-"""Every buffer starts on a multiple of this, as CUDA's allocator would have it."""
+"""Every buffer starts on a multiple of this, as with CUDA's allocator."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +26,7 @@ class Placement:
     """Byte offsets of the temporary buffers of one space in a block of ``size_bytes``.
 
     ``live_bytes`` are live at once in some order of ops that the program allows, buffers rounded up to the alignment:
-    no placement takes less. They are 0 where nobody asked for them.
+    no placement takes less. They are 0 where they were not computed.
     """
 
     offsets: Mapping[str, int]
@@ -113,8 +113,10 @@ def place_all(program: Program, *, is_searched: bool = True) -> Mapping[Space, P
     for space, lives, sizes in _spaces(program, lifetimes):
         live_bytes[space] = most_live(lifetimes, lives, sizes).size_bytes if is_searched else 0
         buffers = BuffersToPlace.of(lifetimes, lives, sizes)
-        found = find_offsets(buffers, live_bytes[space], MOST_PLACEMENTS if is_searched else 0)
-        offsets[space].update(zip(buffers.names, found.tolist(), strict=True))
+        found_offsets = find_offsets(
+            buffers, live_bytes[space], MOST_PLACEMENTS if is_searched else 0
+        )
+        offsets[space].update(zip(buffers.names, found_offsets.tolist(), strict=True))
     names = program.buffer_by_name
     return {
         space: Placement(

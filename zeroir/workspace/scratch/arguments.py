@@ -30,39 +30,39 @@ def result_of(node: Node) -> TensorType:
 
 def numbers_of(arg: NodeArg) -> tuple[int, ...]:
     """The integers of an argument that is one or a tuple of them."""
-    found = arg if isinstance(arg, tuple) else (arg,)
-    return tuple(one for one in found if isinstance(one, int))
+    items = arg if isinstance(arg, tuple) else (arg,)
+    return tuple(item for item in items if isinstance(item, int))
 
 
 def operands_of(args: Sequence[NodeArg], types: Types) -> list[Operand]:
     """Tensors by their type; numbers, which torch makes tensors of, by their dtype."""
-    found: list[Operand] = []
+    operands: list[Operand] = []
     for arg in args:
         match arg:
             case Ref():
-                found.append(tensor_of(arg, types))
+                operands.append(tensor_of(arg, types))
             case bool():
-                found.append(DType.BOOL)
+                operands.append(DType.BOOL)
             case int():
-                found.append(DType.I64)
+                operands.append(DType.I64)
             case float():
-                found.append(DType.F64)
+                operands.append(DType.F64)
             case _:
                 pass
-    return found
+    return operands
 
 
 def converted_bytes(operands: Sequence[Operand], common: DType) -> int:
     """Numbers as tensors, and once more whatever is not of the dtype that is computed in."""
-    found = 0
+    size_bytes = 0
     for operand in operands:
         if isinstance(operand, TensorType):
             own, numel = operand.dtype, operand.numel
         else:
             own, numel = operand, 1
-            found += own.itemsize_bytes
-        found += 0 if own is common else numel * common.itemsize_bytes
-    return found
+            size_bytes += own.itemsize_bytes
+        size_bytes += 0 if own is common else numel * common.itemsize_bytes
+    return size_bytes
 
 
 def is_contiguous(kind: TensorType) -> bool:
