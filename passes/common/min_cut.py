@@ -1,4 +1,4 @@
-"""What of a forward segment to save for its backward, and what to compute there once more: a minimum cut.
+"""The values that a forward saves for its backward, and those that the backward recomputes: a minimum cut.
 
 Every storage that the backward needs is either kept, at the price of its bytes, or computed again from others that are
 there. The cheapest choice is a minimum cut of a graph in which a storage is an edge with its bytes as capacity, and a
@@ -195,7 +195,7 @@ class _Rewriter:
     def _find_ends(self) -> list[tuple[int, int | None]]:
         """The new outputs of the forward, and where they were before."""
         storages = self._storages
-        kept: list[tuple[int, int | None]] = []
+        ends: list[tuple[int, int | None]] = []
         for position, value in enumerate(self._pair.forward.outputs):
             place = storages.places[value]
             is_for_backward = (
@@ -208,20 +208,20 @@ class _Rewriter:
                 and place.root in self._saved
                 and storages.outputs[place.root] == position
             ):
-                kept.append((value, position))
-        kept += [(root, None) for root in self._saved if root not in storages.outputs]
-        return sorted(kept, key=lambda end: (end[0], -1 if end[1] is None else end[1]))
+                ends.append((value, position))
+        ends += [(root, None) for root in self._saved if root not in storages.outputs]
+        return sorted(ends, key=lambda end: (end[0], -1 if end[1] is None else end[1]))
 
     def _forward(self) -> Pruned:
-        """The forward with its new outputs and without what they do not need, and the inputs that are left."""
+        """The forward with its new outputs, pruned to what they need, and the inputs that are left."""
         return prune(self._pair.forward, [value for value, _ in self._ends])
 
     # -------------------------------------------------------------------------------------------------- backward
 
     def _backward(self) -> Segment:
-        """The backward, with what is computed once more before its first use."""
+        """The backward, in which each recomputed value stands before its first use."""
         old = self._pair.backward
-        # What it reads as before comes first, in the order of before.
+        # Inputs that it still reads come first, in their old order.
         for value, need in enumerate(self._pair.needs):
             if need is None or self._storages.place(need.value).root not in self._computed:
                 self._old(value)

@@ -1,4 +1,4 @@
-"""Programs with their sections redrafted: what `select-saved` and `recompute` have in common.
+"""Programs with their sections redrafted, as `select-saved` and `recompute` do.
 
 Equal bodies are drafted once and equal pairs of segments cut once, and the segments that result are named.
 """
@@ -27,7 +27,7 @@ class Choices:
     """Choices for pairs of segments; equal pairs are cut once."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[object, ...], RecutPair | None] = {}
+        self._recut: dict[tuple[object, ...], RecutPair | None] = {}
         self._digests: dict[int, tuple[Segment, str]] = {}
 
     def digest(self, segment: Segment) -> str:
@@ -37,12 +37,12 @@ class Choices:
         return self._digests[id(segment)][1]
 
     def choose(self, pair: SegmentPair) -> RecutPair | None:
-        """What is best for a pair; None where it is best as it is."""
+        """The best choice for a pair; None where the pair is best as it is."""
         rest = (pair.leaves, pair.is_parameter, pair.uses, pair.needs, pair.computes_all)
         key = (self.digest(pair.forward), self.digest(pair.backward), *rest)
-        if key not in self._known:
-            self._known[key] = choose(pair)
-        return self._known[key]
+        if key not in self._recut:
+            self._recut[key] = choose(pair)
+        return self._recut[key]
 
 
 def redraft(program: Program, change: Callable[[SectionDraft, Choices], None]) -> Program:
@@ -74,7 +74,7 @@ def redraft(program: Program, change: Callable[[SectionDraft, Choices], None]) -
 
 
 def _key(segment: Segment, choices: Choices) -> tuple[bool, str]:
-    """What tells segments apart: what they compute, and whether they compute it once more."""
+    """The key by which segments are told apart: whether they compute values once more, and their digest."""
     return RECOMPUTE in segment.name, choices.digest(segment)
 
 

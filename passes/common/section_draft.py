@@ -1,4 +1,4 @@
-"""A section whose calls are being changed: what each forward saves, what a backward reads, calls that are inserted.
+"""A section whose calls change: the values that forwards save and backwards read, and inserted calls.
 
 A draft knows for every buffer that one call fills which ops read it. When the calls are as they should be, it gives
 the section's ops: a buffer begins before the call that fills it and ends after the last op that reads it.
@@ -124,10 +124,10 @@ class SectionDraft:
         filled = self.filled_by(destination)
         if filled is None:
             return Use.OTHERS
-        others = filled.readers.difference(besides)
-        if any(map(self.is_late, others)):
+        further_readers = filled.readers.difference(besides)
+        if any(map(self.is_late, further_readers)):
             return Use.BACKWARDS
-        return Use.OTHERS if others else Use.NOBODY
+        return Use.OTHERS if further_readers else Use.NOBODY
 
     def is_delayable(self, name: str) -> bool:
         """Whether one op replaces what a persistent buffer holds, and no op reads it afterwards."""

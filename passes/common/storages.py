@@ -1,6 +1,6 @@
-"""The storages of a forward segment: which the backward needs, what they cost to keep, how to make them once more.
+"""The storages of a forward segment: those that the backward needs, the bytes to keep them, the ops to recompute them.
 
-A value is a part of a storage: a view is worth what it looks into, and costs nothing once that is there.
+A value is a part of a storage. A view costs nothing more once the storage that it looks into is there.
 """
 
 from __future__ import annotations
@@ -88,11 +88,11 @@ class Recipe(NamedTuple):
 
 
 PRODUCT: Final = Ref(-1)
-"""What the first of two nodes of a recipe makes for the second."""
+"""The result of the first of a recipe's two nodes, as the second refers to it."""
 
 
 class Storages:
-    """The storages of a forward segment, and what may be done to have them in the backward."""
+    """The storages of a forward segment, and the ways to have each of them in the backward."""
 
     def __init__(self, pair: SegmentPair) -> None:
         self.pair = pair
@@ -156,14 +156,14 @@ class Storages:
         return root in self.outputs and self.pair.uses[self.outputs[root]] is Use.BACKWARDS
 
     def price_bytes(self, root: int) -> int | None:
-        """What keeping a storage costs, None where it cannot be kept."""
+        """The bytes that keeping a storage costs, None where it cannot be kept."""
         if root < self.inputs:
             return self.pair.leaves[root]
         kind = self.place(root).kind
         return kind.size_bytes if is_dense(kind) else None
 
     def recipe(self, root: int) -> Recipe | None:
-        """How to compute a storage once more; None where that is too dear, or it cannot be looked at as is needed."""
+        """The nodes that compute a storage once more; None where they cost too much, or no view of it is as needed."""
         if root not in self.recipes:
             self.recipes[root] = self._recipe(root)
         return self.recipes[root]
@@ -187,8 +187,8 @@ class Storages:
 
     def shown(self, place: StorageView) -> int | tuple[tuple[int, ...], tuple[int, ...]] | None:
         """A value that is this place, or a shape and an order of its dimensions that make it of the storage."""
-        for value, known_place in enumerate(self.places):
-            if known_place is not None and known_place.is_same(place):
+        for value, candidate in enumerate(self.places):
+            if candidate is not None and candidate.is_same(place):
                 return value
         kind, whole = place.kind, self.place(place.root).kind
         order = sorted(range(len(kind.shape)), key=lambda d: (-kind.stride[d], kind.shape[d], d))

@@ -59,7 +59,7 @@ Bound = AheadBound | BehindBound
 
 def with_bound(bounds: Iterable[Bound], bound: Bound) -> tuple[Bound, ...]:
     """The bounds with this one, in the place of one about the same kind; there is one of each kind."""
-    return (*(other for other in bounds if other.kind is not bound.kind), bound)
+    return (*(old for old in bounds if old.kind is not bound.kind), bound)
 
 
 def bounded_buffers(buffers: Iterable[Buffer], body: Iterable[Op]) -> Mapping[str, BoundKind]:

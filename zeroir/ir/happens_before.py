@@ -52,7 +52,7 @@ class StreamClocks:
         return stream, count
 
     def issue(self, stream: int, event: str | None = None) -> int:
-        """Issue an op, which signals the event; how many ops of its stream there are with it."""
+        """Issue an op, which signals the event; returns how many ops its stream has issued by then."""
         clock = self.done[stream]
         clock[stream] += 1
         if event is not None:
@@ -67,7 +67,7 @@ class StreamClocks:
         return stream, clock[stream]
 
     def wait(self, event: str, on: str) -> list[NewlyDone]:
-        """Order a stream, or all of them where the host waits, after an event; what each of them did not know.
+        """Order a stream, or all of them where the host waits, after an event; returns what is new to each of them.
 
         An event that nothing has signalled belongs to an earlier step and orders nothing.
         """
@@ -82,7 +82,7 @@ class StreamClocks:
         return learned
 
     def follow(self, stream: int, clock: Clock) -> list[NewlyDone]:
-        """Order the next op of a stream after all that the clock counts; what the stream did not know."""
+        """Order the next op of a stream after all ops that the clock counts; returns those new to the stream."""
         own = self.done[stream]
         learned: list[NewlyDone] = []
         for other, count in enumerate(clock):

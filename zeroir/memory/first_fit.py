@@ -113,9 +113,9 @@ class _Meetings:
         free = [np.array(lifetimes.free_from[stream])[chosen] for stream in used]
         begun = [np.flatnonzero(streams == stream) for stream in used]
         ranges: list[tuple[Ints, Ints]] = []
-        for lives, known in zip(begun, free, strict=True):
+        for lives, ends in zip(begun, free, strict=True):
             start = lives.searchsorted(np.arange(len(chosen)), side="right")
-            stop = firsts[lives].searchsorted(known, side="left")
+            stop = firsts[lives].searchsorted(ends, side="left")
             ranges.append((start, np.maximum(start, stop)))
         return cls(
             firsts=firsts,

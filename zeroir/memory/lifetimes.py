@@ -99,12 +99,12 @@ class _Sweep:
         # how many of them the first knows of.
         self.ended: list[list[int]] = [[] for _ in range(width)]
         self.counts: list[list[int]] = [[] for _ in range(width)]
-        self.known = [[0] * width for _ in range(width)]
+        self.learned = [[0] * width for _ in range(width)]
         self.live: dict[str, int] = {}
         self.crossing = crossing
 
     def run(self, has_scratch: Callable[[Op], bool] | None) -> None:
-        # Room for as many lives as there can be, and at the end no more than there are.
+        # Room for the most lives that the section can have; what is left over is cut off at the end.
         most = (
             len(self.section.body)
             + len(self.section.entry.live)
@@ -158,11 +158,11 @@ class _Sweep:
         self.counts[stream].append(self.clocks.done[stream][stream])
 
     def _learn(self, stream: int, other: int, count: int, moment: int) -> None:
-        """The stream comes after that many ops of the other from now on."""
+        """Record that the stream comes after the first ``count`` ops of the other from now on."""
         ended, counts = self.ended[other], self.counts[other]
         free = self.lifetimes.free_from[stream]
-        at, number = self.known[stream][other], len(ended)
+        at, number = self.learned[stream][other], len(ended)
         while at < number and counts[at] <= count:
             free[ended[at]] = moment
             at += 1
-        self.known[stream][other] = at
+        self.learned[stream][other] = at
