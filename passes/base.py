@@ -1,4 +1,4 @@
-"""What a pass is: a frozen dataclass whose fields are its options, its contract, and a pure function on programs.
+"""A pass: a frozen dataclass with its options as fields, a contract, and a pure function on programs.
 
 A pass is written ``name`` or ``name{option=value, option=value}``; ``prefetch{distance=1}`` is the pass `Prefetch`
 with ``distance`` 1, and an option of several names has ``|`` between them. Specs are written and read by the fields of
@@ -46,7 +46,7 @@ class Fact(StrEnum):
 LOGICAL_FACTS = frozenset(
     {Fact.ONE_DEVICE, Fact.ONE_AXIS, Fact.UPDATE_APART, Fact.GATHERED_AT_FIRST_USE}
 )
-"""What is true before any pass has run."""
+"""The facts of a program before any pass has run."""
 
 NO_FACTS: frozenset[Fact] = frozenset()
 

@@ -1,4 +1,4 @@
-"""How the ZeRO stages are composed of passes: each is the stage below plus one pass, stage 3 plus a few."""
+"""The ZeRO stages as pipelines: each is the stage below plus one pass, and stage 3 plus a few."""
 
 from __future__ import annotations
 

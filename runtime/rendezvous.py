@@ -1,4 +1,4 @@
-"""How a process joins its job: torchrun's environment variables, the job's store, and the default process group."""
+"""A process joins its job: torchrun's environment variables, the job's store, and the default process group."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zeroir.runtime.comm.job import DEFAULT_TIMEOUT
 from zeroir.runtime.orphans import end_with_agent
 
 JOIN_TIMEOUT: Final = timedelta(seconds=240)
-"""How long ranks wait for a rank that does not join. An agent takes 30 s more to kill a frozen one."""
+"""Seconds that ranks wait for a rank that does not join. An agent takes 30 s more to kill a frozen one."""
 
 _MOST_RANKS: Final = 65536
 _REMEDY: Final = "start the job with torchrun or `zeroir run --nproc`, which set it"

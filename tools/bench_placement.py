@@ -1,4 +1,4 @@
-"""How fast and how tightly temporary buffers are placed: ``python -m tools.bench_placement [--buffers 100000]``.
+"""Time the placement of temporary buffers and measure the gap: ``python -m tools.bench_placement [--buffers 100000]``.
 
 Two kinds of programs: *layers* is a deep network at stage 3, whose every layer gathers its parameters twice, saves
 values for the backward and needs values in passing; *random* are buffers of all sizes that live for a random time.

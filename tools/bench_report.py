@@ -1,8 +1,8 @@
-"""How fluid the page of a report is in a real browser: ``python -m tools.bench_report [--ops 10000 30000]``.
+"""Measure the frame rate of a report's page in a real browser: ``python -m tools.bench_report [--ops 10000 30000]``.
 
-A deep program of about so many ops is written as a page and opened in headless Chromium, without a graphics card. Each
-figure is the time from what a person does until the browser has painted what follows, the median of twenty; what
-takes no more than 100 ms feels immediate.
+A deep program of about that number of ops is written as a page and opened in headless Chromium, without a graphics
+card. Each figure is the time from what a person does until the browser has painted what follows, the median of twenty;
+what takes no more than 100 ms feels immediate.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ MEASURE: Final = """async (rounds) => {
 
 
 def lowered(ops: int) -> Program:
-    """A program at stage 3 of about so many ops, neither verified nor with its memory planned."""
+    """A program at stage 3 of about this number of ops, neither verified nor with its memory planned."""
 
     def of(blocks: int) -> Program:
         return applied(mlp(blocks=blocks, dim=16), for_stage(3, RANKS, overlap_update=True))

@@ -19,7 +19,7 @@ HEAD = ("layers", "kernels compared", "self-check, s", "to the end of the first 
 
 
 def measure(layers: int, folder: Path) -> tuple[int, float, float]:
-    """How many kernels a model of so many layers has, seconds to compare them, and seconds to the first step's end."""
+    """The number of kernels of a model with ``layers`` layers, the seconds to compare them and to end a first step."""
     import zeroir
     from zeroir.api.run import load_model
     from zeroir.runtime.engine import Engine

@@ -1,4 +1,4 @@
-"""How long a command takes that needs no torch: ``python -m tools.bench_startup [--tries 15]``.
+"""Time a command that needs no torch: ``python -m tools.bench_startup [--tries 15]``.
 
 Each try is a process of its own, started as a user starts it. Nothing else should run on the machine.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import median
 
 TARGET_S = 0.4
-"""What ``zeroir show --help`` may take."""
+"""The longest time of ``zeroir show --help``, in seconds."""
 
 
 def main() -> int:

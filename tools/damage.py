@@ -189,7 +189,7 @@ def _spots(data: object) -> list[Spot]:
 
 
 def _role(container: dict[str, object] | list[object], key: str | int) -> str | int | None:
-    """What a value is for: its field, or that it is an item."""
+    """The purpose of a value: its field, or an item of a list."""
     return key if isinstance(container, dict) else None
 
 

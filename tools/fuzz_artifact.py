@@ -88,7 +88,7 @@ def ending(damage: Damage, folder: Path) -> FuzzOutcome:
 
 
 def _read_all(path: Path, output: Path) -> None:
-    """What the child does; it ends here, whatever happens."""
+    """The work of the child, which ends here in every case."""
     exit_code = 70
     try:
         resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS + 1))

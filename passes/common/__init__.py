@@ -1,1 +1,1 @@
-"""What passes share."""
+"""Functions that several passes share."""

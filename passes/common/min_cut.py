@@ -331,7 +331,7 @@ class _Rewriter:
         for ref in node.refs():
             if ref.index not in given:
                 key = yield ref.index
-                assert key is not None  # Whoever asks answers.
+                assert key is not None  # The caller sends the key of each value that is yielded.
                 keys[ref.index] = key
         self._add(node, keys, results)
 

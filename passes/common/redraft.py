@@ -20,7 +20,7 @@ from zeroir.passes.common.section_draft import SectionDraft
 from zeroir.passes.common.storages import SegmentPair
 
 RECOMPUTE: Final = ".recompute"
-"""How the names of segments end that are called before a backward to compute values once more."""
+"""The suffix of the names of segments that compute values again before a backward."""
 
 
 class Choices:

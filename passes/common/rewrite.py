@@ -1,4 +1,4 @@
-"""What passes share: mapping the regions of ops, inserting ops, and finding who holds what.
+"""Shared rewriting of programs: change the regions of ops, insert ops, find the contents of buffers.
 
 Everything here returns new values; programs are never changed in place.
 """
@@ -170,7 +170,7 @@ def contributed_buffers(program: Program) -> Mapping[str, Flat]:
 
 
 def complete_gradient(holding: Holding) -> FlatContent | None:
-    """What the region holds, if that is the gradient of every micro-step of the step."""
+    """The content of the region, if it is the gradient of all micro-steps."""
     match holding.content:
         case FlatContent(quantity="grad", micro=Micro.ALL) as content:
             return content

@@ -105,7 +105,7 @@ class SectionDraft:
         return CallPosition(index, is_own=False, order=forward.op)
 
     def leaf_bytes(self, name: str, forward: CallPosition, at: CallPosition) -> int | None:
-        """What it costs to keep what a forward reads for a later op, other than a parameter; None if impossible."""
+        """The bytes that keep an input of a forward, other than a parameter, for a later op; None if impossible."""
         if name in self.buffers:
             return 0 if self.late_readers(name) else self.buffers[name].buffer.size_bytes
         # What outlives the step is there in the backward, but not as it was if the step changes it before.
@@ -120,7 +120,7 @@ class SectionDraft:
         return any(forward <= CallPosition(writer) < at for writer in writers)
 
     def use(self, destination: Destination | None, besides: Collection[CallPosition]) -> Use:
-        """Who reads a result of a forward besides these backwards."""
+        """The readers of a result of a forward, apart from these backwards."""
         filled = self.filled_by(destination)
         if filled is None:
             return Use.OTHERS
@@ -342,7 +342,7 @@ def argument(
     inputs: Sequence[Argument],
     outputs: Sequence[Destination | None],
 ) -> Argument:
-    """What an input of a new backward is bound to, given the arguments of the old one and those of the forward."""
+    """The argument for an input of a new backward, from those of the old backward and of the forward."""
     match source:
         case FromBackward(position=position):
             return given[position]

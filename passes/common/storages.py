@@ -32,7 +32,7 @@ nothing random."""
 
 
 class Use(Enum):
-    """Who reads an output of the forward besides its backward. Others than backwards do not keep it alive for that."""
+    """The readers of an output of the forward besides its backward; only backwards keep it alive until then."""
 
     BACKWARDS = "backwards"
     OTHERS = "others"

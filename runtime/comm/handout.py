@@ -17,7 +17,7 @@ from zeroir.runtime.comm.job import PeerError, exchanged, explained
 
 T = TypeVar("T")
 _INTERVAL_S: Final = 20.0
-"""How often rank 0 tells the others that it is still working: well below the timeout of any collective."""
+"""Seconds between two messages of rank 0 that it is still working: well below the timeout of any collective."""
 
 
 class _WorkState(IntEnum):

@@ -24,11 +24,11 @@ from zeroir.runtime.comm.groups import make_groups
 from zeroir.runtime.comm.local import LocalComm
 
 DEFAULT_TIMEOUT: Final = timedelta(seconds=300)
-"""How long a rank waits for a rank that is alive but late; a rank that has ended is noticed at once."""
+"""Seconds that a rank waits for a rank that is alive but late; the end of a rank is noticed at once."""
 
 
 class Backend(StrEnum):
-    """How collectives travel: not at all (one rank), through the host's memory, by gloo, by NCCL, or simulated."""
+    """The transport of collectives: none (one rank), the host's memory, gloo, NCCL, or simulated."""
 
     LOCAL = "local"
     PEER_MEMORY = "peer-memory"

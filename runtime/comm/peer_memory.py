@@ -27,10 +27,10 @@ _CHUNK_NUMEL: Final = 1 << 18
 
 _ADDRESS: Final = struct.Struct("=Q")
 _LISTED: Final = 8
-"""How many tensors the title of a collective lists one by one."""
+"""The most tensors that the title of a collective lists one by one."""
 
 _CHUNKS: Final = 3
-"""How many parts ``combine`` may hold at once."""
+"""The most parts that ``combine`` holds at once."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -130,7 +130,7 @@ _PEER_ADDRESS: Final = struct.Struct("=32sqQ16s")
 
 
 class _PeerAddress(NamedTuple):
-    """How other ranks reach a rank. Its memory holds ``secret`` at ``address``, by which readers know it."""
+    """The address of a rank's memory. It holds ``secret`` at ``address``, by which readers recognise it."""
 
     host: bytes
     pid: int

@@ -1,1 +1,1 @@
-"""What runs a segment: one module per kernel backend, behind one Protocol."""
+"""The kernels of segments: one module per backend, behind one Protocol."""

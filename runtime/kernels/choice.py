@@ -12,7 +12,7 @@ from zeroir.runtime.kernels.eager import EagerKernels
 
 
 class KernelBackend(StrEnum):
-    """How segments are computed: by torch's operators one by one, or by code that Inductor generates."""
+    """The kernels of segments: torch's operators one by one, or code that Inductor generates."""
 
     EAGER = "eager"
     INDUCTOR = "inductor"

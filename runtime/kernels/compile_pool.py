@@ -47,7 +47,7 @@ class HostShare:
         )
 
     def workers(self, jobs: int) -> int:
-        """How many processes may compile for this rank."""
+        """The most processes that compile for this rank."""
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         return max(1, min(jobs, (cores or 1) // self.local_world_size))
 

@@ -1,1 +1,1 @@
-"""What zeroir is measured against: the same model, data and optimizer under torch's and DeepSpeed's own ZeRO."""
+"""The systems that zeroir is compared with: one model, data and optimizer under the ZeRO of torch and DeepSpeed."""

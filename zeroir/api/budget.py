@@ -60,7 +60,7 @@ def advice(
     budget_bytes: int,
     machine: Machine | None = None,
 ) -> str:
-    """What to do about a program that does not fit, in a sentence; see ``alternatives``."""
+    """The remedy for a program that does not fit, in a sentence; see ``alternatives``."""
     proposed = alternatives(logical, options, budget_bytes, machine)
     if not proposed:
         return "Use more ranks, a lower precision or a smaller batch."

@@ -81,7 +81,7 @@ class CandidateMeasurer:
         return make_options(values)
 
     def measure(self, settings: Mapping[str, Value]) -> tuple[Candidate, Evaluation]:
-        """What settings come to; what is needed is exact where it fits the budget, else a lower bound."""
+        """Measure settings; the needed memory is exact where it fits the budget, else a lower bound."""
         program = derive_waits(corrected(self._lowered(settings)))
         measured = program
         if self._machine is not None:
@@ -116,7 +116,7 @@ class CandidateMeasurer:
         return candidate, evaluation
 
     def compute_bound_ns(self, settings: Mapping[str, Value], machine: Machine) -> int:
-        """What the segments take at least: they depend on what is saved and computed again, not on the schedule."""
+        """A lower bound of the time of the segments, which depends on the saved and recomputed values alone."""
         passes = for_options(self.options(settings))
         local = passes[: _first_reduction(passes)]
         if local not in self._compute_ns:
@@ -125,7 +125,7 @@ class CandidateMeasurer:
         return self._compute_ns[local]
 
     def wire_bound_ns(self, settings: Mapping[str, Value], machine: Machine) -> int:
-        """What the collectives take at least."""
+        """A lower bound of the time of the collectives."""
         return int(wire_bound_s(self._lowered(settings), machine) * 1e9)
 
     def _lowered(self, settings: Mapping[str, Value]) -> Program:
@@ -143,7 +143,7 @@ class CandidateMeasurer:
 
 
 def _bounds(program: Program, simulation: Simulation) -> tuple[tuple[str, float], ...]:
-    """What bounds a step: the parts of its critical path, largest first, as shares of it."""
+    """The parts of the critical path of a step as shares of it, largest first."""
     shares: dict[str, float] = {}
     for share in path_shares(program, simulation):
         what = "the segments" if share.what.startswith("compute ") else share.what
@@ -152,7 +152,7 @@ def _bounds(program: Program, simulation: Simulation) -> tuple[tuple[str, float]
 
 
 def _first_reduction(passes: Sequence[Pass]) -> int:
-    """How many passes come before the first that is about ranks."""
+    """The number of passes before the first that is about ranks."""
     for count, step in enumerate(passes):
         if Fact.GRADIENTS_REDUCED in step.establishes:
             return count

@@ -41,7 +41,7 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What was chosen, compiled and proved, and what lost.
+    """The chosen program, compiled and proved, and the choices that lost.
 
     ``alternatives`` are the best of every other stage and mesh, and what differs from the chosen one in one option,
     fastest first, then what does not fit. No choice among all ``choices`` can take less than ``bound_ns``.
@@ -190,7 +190,7 @@ class Planner:
         return evaluation
 
     def bound_ns(self, number: int, point: Point | None) -> int:
-        """What the step of a choice, or of every choice of a region, does not fall below.
+        """A lower bound of the step of a choice, or of every choice of a region.
 
         Its segments depend on what is saved and computed again, not on how the rest is scheduled; to compute a unit
         again only adds to them. What travels is least where nothing is gathered twice that need not be.
@@ -209,14 +209,14 @@ class Planner:
         return max(compute_ns, self._wire_bound_ns(number))
 
     def _wire_bound_ns(self, number: int) -> int:
-        """What the step of every choice of a region does not fall below for what travels."""
+        """A lower bound of the step of every choice of a region, from its communication."""
         if number not in self._wire_ns:
             start = self.regions[number].settings(self.regions[number].family.starts[0])
             self._wire_ns[number] = self.measurer.wire_bound_ns(start, self._machine)
         return self._wire_ns[number]
 
     def _closest(self, best: Candidate) -> str:
-        """What comes closest; where already too much rests on a rank, nothing was searched for, and that is said."""
+        """The choice that comes closest, or a sentence that persistent buffers alone exceed the memory."""
         least = min(self._candidates.values(), key=lambda candidate: candidate.resting_bytes)
         if least.resting_bytes <= self._budget_bytes:
             remedy = "Use more ranks, a lower precision or a smaller batch."

@@ -1,4 +1,4 @@
-"""What a search for the best options may choose from: a grid of options for every stage and mesh."""
+"""The space of a search for the best options: a grid of options for every stage and mesh."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EARLY: Final = "early"
 _PREFETCH: Final = (0, 1, 2, 3, 4, EARLY)
 _LIVE_GRADIENTS: Final = (1, 2, 3, 4)
 _MOST_TIMES: Final = 64
-"""How many times as many ranks are proposed at most."""
+"""The largest factor by which a proposal raises the number of ranks."""
 _BUCKET_BYTES: Final = (0, 25_000_000, 100_000_000, 400_000_000)
 
 
@@ -59,7 +59,7 @@ class UnitCounts:
 
     @property
     def size(self) -> int:
-        """How many sets of units can be named."""
+        """The number of sets of units that can be named."""
         counts = prod(len(kind) + 1 for kind in self.kinds)
         return 2 * counts - 2 ** len(self.kinds) if self._has_ends else counts
 
@@ -69,7 +69,7 @@ class UnitCounts:
         return (*counts, 0) if self._has_ends else counts
 
     def units(self, at: Point) -> set[str]:
-        """What is named at a point."""
+        """The units that a point names."""
         is_from_last = self._has_ends and at[-1] == 1
         return {
             unit
@@ -93,14 +93,14 @@ class SearchRegion:
 
     @property
     def size(self) -> int:
-        """How many choices these are."""
+        """The number of choices."""
         return prod(
             dimension.size if isinstance(dimension, UnitCounts) else len(dimension.values)
             for dimension in self.dimensions
         )
 
     def settings(self, point: Point) -> Mapping[str, Value]:
-        """What a point of the grid chooses, by option."""
+        """The settings at a point of the grid, by option."""
         chosen: dict[str, Value] = {"stage": self.stage, "mesh": self.mesh}
         rest = list(point)
         for dimension in self.dimensions:
@@ -276,7 +276,7 @@ def _meshes(stage: int, world_size: int) -> list[str | None]:
 
 
 def _dimensions(stage: int, logical: Program) -> Sequence[Dimension | UnitCounts]:
-    """What is to be chosen at a stage."""
+    """The options that are chosen at a stage."""
     kinds = unit_classes(logical)
     # Beyond what there is, all buckets are alike.
     whole_bytes = 4 * logical.parameters_numel

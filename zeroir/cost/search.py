@@ -67,7 +67,7 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """What a search found: the best point of each family, and all that was tried.
+    """The result of a search: the best point of each family, and every point that was tried.
 
     ``best`` are as many as there are families. ``winner`` is the family of the best of all. ``cut_off`` are those that
     were not improved, because their bound says that they cannot win. ``is_finished`` is false where the search ended

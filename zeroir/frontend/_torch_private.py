@@ -171,7 +171,7 @@ def _exported(
 
 
 def operator_context() -> tuple[object, ...]:
-    """What changes operators that run now: autocast, inference mode, ``torch.func``, dispatch modes, hooks on saves."""
+    """Active modes that change operators: autocast, inference mode, ``torch.func``, dispatch modes, hooks on saves."""
     return (
         torch.is_autocast_enabled("cpu"),
         torch.is_autocast_enabled("cuda"),

@@ -1,4 +1,4 @@
-"""How the outputs of a segment meet their destinations: what a kernel may write where, and when."""
+"""The bindings of the outputs of a segment to their destinations: the memory that a kernel may write, and when."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from zeroir.ir.segment import Segment
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Binding:
-    """How one output of a segment meets its destination.
+    """The binding of one output of a segment to its destination.
 
     ``stride`` are the destination's strides. ``is_exclusive`` says that nothing else in the call touches its memory,
     so that a kernel may write to it before it has read all its arguments.
@@ -27,7 +27,7 @@ Bindings = Sequence[Binding | None]
 
 
 def bindings(op: Compute) -> list[Binding | None]:
-    """How each output of a call meets its destination."""
+    """The binding of each output of a call to its destination."""
     touched = [argument.view.region.buffer for argument in op.arguments]
     touched += [d.view.region.buffer for d in op.destinations if d is not None]
     bound: list[Binding | None] = []

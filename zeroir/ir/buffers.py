@@ -20,7 +20,7 @@ class Space(StrEnum):
 
 
 class Role(StrEnum):
-    """What a buffer is for; memory is accounted by role."""
+    """The purpose of a buffer; memory is accounted by role."""
 
     PARAM = "param"
     MASTER = "master"

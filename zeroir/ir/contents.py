@@ -1,4 +1,4 @@
-"""What a region of a buffer holds, as far as the laws of training care.
+"""The contents of regions that the laws of training are about.
 
 Contents appear in three places with one meaning: as the resting content of a persistent buffer
 (``buffer %b.param : f16[64] device param = param b @dp``), in the entry and exit state of a section, and as the

@@ -1,4 +1,4 @@
-"""What each op does to memory, events and communicators, precise to region and stream.
+"""The effects of each op on memory, events and communicators, precise to region and stream.
 
 Liveness, verification, scheduling and simulation read effects and nothing else, so an op whose effects are right is
 handled right by all of them. Effects follow from how the fields of an op are declared, worked out once per class.

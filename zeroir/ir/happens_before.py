@@ -22,11 +22,11 @@ Position = tuple[int, int]
 """An op: the number of its stream, and its place on that stream, counted from 1. A plain tuple: there are many."""
 
 NewlyDone = tuple[int, int, int]
-"""What a wait tells a stream: its number, that of another stream, and how many ops of that one are surely done."""
+"""The news of a wait for a stream: its number, another stream's number, and how many of its ops are surely done."""
 
 
 class StreamClocks:
-    """What every stream comes after, while the ops of a section, or of several, are issued in program order.
+    """The ops that every stream has waited for, while the ops of one or more sections are issued in program order.
 
     Streams are numbered in the order in which they are given, as a program declares them.
     """

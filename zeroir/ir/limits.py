@@ -1,4 +1,4 @@
-"""How large a program may be: far beyond any model, yet small enough that no number overflows and no check hangs."""
+"""Limits of the size of a program: far beyond any model, but without overflow of numbers or checks that hang."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ class Communicator:
 
 
 class Executor(StrEnum):
-    """What carries out the ops of a stream."""
+    """The executor of the ops of a stream."""
 
     DEVICE = "device"
     HOST = "host"
@@ -97,7 +97,7 @@ class Stream:
 
 
 HOST = "host"
-"""What ``wait !e on=host`` orders: the thread that issues the ops."""
+"""The name, in ``wait !e on=host``, of the thread that issues the ops."""
 
 COMPUTE = "compute"
 GATHER = "gather"

@@ -1,4 +1,4 @@
-"""How the fields of ops declare what the op does with them, and how these declarations are read.
+"""Declarations on the fields of ops: their purposes, and functions that read them.
 
 An op declares each of its fields with one of the aliases below: ``source: Read[Region]`` is a region that the op
 reads, ``event: Signalled[str] | None`` the event that it signals, ``root: Attribute[int]`` plain data. Effects, the
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class FieldUse(Enum):
-    """What an op does with the value of a field."""
+    """The use of a field by its op."""
 
     READ = auto()
     WRITTEN = auto()

@@ -33,14 +33,14 @@ from zeroir.ir.op_fields import (
 
 
 class Mode(StrEnum):
-    """How a result meets its destination: replaces it, or is added to it."""
+    """The effect of a result on its destination: it replaces it, or is added to it."""
 
     WRITE = "write"
     ACCUMULATE = "accumulate"
 
 
 class Reduction(StrEnum):
-    """How a collective combines contributions. Sums are taken in FP32, in rank order, and rounded once."""
+    """The combination of contributions by a collective. Sums are taken in FP32, in rank order, and rounded once."""
 
     SUM = "sum"
     MAX = "max"
@@ -69,7 +69,7 @@ _STATE_NAMES = {
 
 
 class Operation:
-    """What a class of ops declares beside its fields.
+    """The declarations of a class of ops beside its fields.
 
     * ``syntax`` is the op's line of text after its keyword: words, and the names of fields in braces. ``|`` begins the
       column of attributes. A part in square brackets is left out where its field has the default. Every op has
@@ -220,7 +220,7 @@ class Wait(Operation):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Argument:
-    """What a segment input is bound to. ``parameter`` names the parameter whose current value it must hold."""
+    """The view that a segment input is bound to; it holds the current value of ``parameter``, where one is named."""
 
     view: Read[View]
     parameter: Attribute[str] | None = None

@@ -112,7 +112,7 @@ class ModuleBufferBinding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalarBinding:
-    """What a scalar buffer holds before the first step, one number per element."""
+    """The content of a scalar buffer before the first step, one number per element."""
 
     buffer: str
     values: tuple[float, ...]
@@ -137,7 +137,7 @@ class Pending:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
-    """What is true at one end of a section.
+    """The state of memory at one end of a section.
 
     Persistent buffers hold their resting content unless a holding says otherwise. ``live`` names the temporary
     buffers that are live; what no holding covers is undefined. At a joint every stream is ordered after everything

@@ -1,4 +1,4 @@
-"""What the ops of a section do with its buffers: who reads and writes each, where it lives, which op makes the loss.
+"""The uses of buffers in a section: the readers and writers of each, its lives, and the op that makes the loss.
 
 Ops are known by their indices in the section's body. All of it follows from the ops' effects.
 """

@@ -26,5 +26,5 @@ class Span:
 
     @property
     def duration_ns(self) -> int:
-        """How long the op takes."""
+        """The duration of the op."""
         return self.end_ns - self.start_ns

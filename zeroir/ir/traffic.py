@@ -1,4 +1,4 @@
-"""How many bytes a program's collectives send.
+"""The bytes that the collectives of a program send.
 
 They are counted as the ZeRO paper counts communication (Rajbhandari et al. 2020, §7): the bytes of the full buffer that
 each collective gathers or reduces.

@@ -35,7 +35,7 @@ def is_view(op: str) -> bool:
 
 
 def parts(node: Node, source: TensorType) -> tuple[Part, ...] | None:
-    """What each result of a view sees of ``source``, its first argument; None for an op that is no view.
+    """The part of ``source``, its first argument, that each result of a view sees; None for an op that is no view.
 
     Raises:
         ViewError: where the op does not take these arguments.
@@ -54,7 +54,7 @@ def parts(node: Node, source: TensorType) -> tuple[Part, ...] | None:
 
 
 def mistyped(node: Node, types: Sequence[TensorType | None]) -> str | None:
-    """How the types that a view declares differ from those that its op makes, as the end of a sentence; None if not.
+    """The difference of a view's declared types from those that its op makes, as the end of a sentence; None if equal.
 
     ``types`` are those of the segment's values, of which those that the node uses exist.
     """

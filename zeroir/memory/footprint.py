@@ -1,4 +1,4 @@
-"""What a rank's memory must hold: persistent buffers, the block of temporary buffers, and the scratch memory of ops.
+"""The memory of a rank: persistent buffers, the block of temporary buffers, and the scratch memory of ops.
 
 The fullest moment is that of the worst order of ops that a program allows: streams that no wait orders may run ahead
 or lag behind, so more may be live at once than program order shows. The runtime allocates the block (the arena) as a

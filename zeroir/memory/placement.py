@@ -35,7 +35,7 @@ class Placement:
 
     @property
     def gap(self) -> float:
-        """How much more the block takes than can be live at once, as a fraction of that."""
+        """The excess of the block over the most bytes live at once, as a fraction of these."""
         return self.size_bytes / self.live_bytes - 1 if self.live_bytes else 0.0
 
 

@@ -17,7 +17,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 Saved = tuple[Sequence[Tensor | None], tuple[object, ...]]
-"""What an operator's backward takes after the gradient: tensors, then other arguments."""
+"""The arguments of an operator's backward after the gradient: tensors, then others."""
 
 
 class _Context(torch.autograd.function.FunctionCtx):

@@ -71,7 +71,7 @@ class Reference:
         self._runs[False] = runs
 
     def runs(self, *, by_node: bool) -> dict[str, SectionRun]:
-        """What its sections compute; values are numbered node by node, or segment by segment."""
+        """The computations of its sections; values are numbered node by node, or segment by segment."""
         if by_node not in self._runs:
             shared = Shared(self.program, self.numbering, by_node=by_node)
             findings = Findings(self.program)

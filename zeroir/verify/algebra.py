@@ -1,4 +1,4 @@
-"""What casts, sums and collectives do to abstract values, element by element."""
+"""Casts, sums and collectives of abstract values, element by element."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def is_poisoned(value: Value) -> bool:
 
 
 class Addition(NamedTuple):
-    """How two operands are added: the sum is rounded to ``dtype``, and ``note`` receives each sum of gradients."""
+    """The rule of a sum of two operands: it is rounded to ``dtype``, and ``note`` receives each sum of gradients."""
 
     dtype: DType
     numbering: Numbering
@@ -177,7 +177,7 @@ def lost(value: Gradient) -> Gradient:
 
 
 def spent(value: Value) -> Value:
-    """What a gradient is after an optimizer step has read it; zeros, such as padding, stay zeros."""
+    """The value of a gradient after an optimizer step has read it; zeros, such as padding, stay zeros."""
     return mapped(value, lambda leaf: leaf if isinstance(leaf, Zero | Poison) else SPENT)
 
 
@@ -267,7 +267,7 @@ def scaled(value: Value, by: int, numbering: Numbering) -> Value:
 
 
 class Combination(NamedTuple):
-    """How a collective combines the values of the ranks along an axis."""
+    """The combination of the ranks' values along an axis by a collective."""
 
     axis: str
     reduction: Reduction

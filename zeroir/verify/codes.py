@@ -9,7 +9,7 @@ from typing import Final
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Law:
-    """What a code rules out, in a few words, and the usual remedy, as one sentence."""
+    """The title of a law, which says what it rules out, and the usual remedy, as one sentence."""
 
     title: str
     remedy: str

@@ -89,7 +89,7 @@ def compare_jobs(programs: Sequence[Program], findings: Findings) -> None:
 
 
 def _differences(first: Program, program: Program, name: str) -> Iterator[str]:
-    """How a program differs from the first one, program 0."""
+    """The difference of a program from the first one, program 0."""
     if program.mesh != first.mesh or program.comms != first.comms:
         yield f"{name} has another mesh or other communicators than program 0"
         return

@@ -1,4 +1,4 @@
-"""What every check needs: the findings so far, and the names of ops and regions in their sentences."""
+"""Shared by all checks: the findings so far, and the names of ops and regions in their sentences."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def model_sources(program: Program, op: Op) -> tuple[str, ...]:
 
 
 def _events(section: Section) -> Mapping[str, list[str]]:
-    """What the ops of a section do to each buffer, in order."""
+    """The history of each buffer in a section: the uses by its ops, in order."""
     events: dict[str, list[str]] = {}
     for i, op in enumerate(section.body):
         op_effects = effects(op)

@@ -312,7 +312,7 @@ def _joints(program: Program) -> Problems:
 
 
 def _difference(program: Program, before: State, after: State) -> str | None:
-    """How two states differ, apart from the order of what they list and from holdings that only repeat the header."""
+    """The difference of two states, without the order of their lists and holdings that only repeat the header."""
     live = {*before.live} ^ {*after.live}
     if live:
         return f"%{min(live)} is live in one only"

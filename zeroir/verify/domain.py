@@ -308,7 +308,7 @@ def spread(
     stride: int,
     seen: Callable[[Value, int], Value] | None = None,
 ) -> list[tuple[int, int, Value]]:
-    """What all ranks of an axis hold together: element j of rank r stands at ``r × stride + j``.
+    """The value that all ranks of an axis hold together: element j of rank r is at ``r × stride + j``.
 
     ``pieces`` cover ``[0, numel)`` on each rank. With stride = numel this is an all-gather. ``seen`` gives the value of
     rank r as the other ranks see it; without it, ranks with equal values hold equal elements.

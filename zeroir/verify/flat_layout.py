@@ -109,7 +109,7 @@ class FlatLayout:
         return resting
 
     def strides(self, content: FlatContent, numel: int) -> Strides:
-        """How far the elements of a content move with each coordinate."""
+        """The distance by which the elements of a content move with each coordinate."""
         if content.shard is None or self.sizes[content.shard] == 1:
             return ()
         return ((content.shard, numel),)

@@ -39,7 +39,7 @@ class Problem(NamedTuple):
 def measure(
     run: SectionRun, pieces: PieceList, flat: str, micro: Micro, summed: tuple[str, ...]
 ) -> Problem | None:
-    """What is wrong at the first element that does not hold the wanted gradient; positions are flat elements.
+    """The problem at the first element that does not hold the wanted gradient; positions are flat elements.
 
     Wanted is the sum of the contributions of these micro-steps, over the axes ``summed`` in order.
     """

@@ -39,7 +39,7 @@ _BOUND_TO = {
     Role.CONSTANT: MODULE_BUFFER,
     Role.SCALAR: INITIAL,
 }
-"""What the engine fills a buffer of each role from. It draws seeds for ``rng`` itself, and clears other scalars."""
+"""The source of the engine for buffers of each role. It draws seeds for ``rng`` itself, and clears other scalars."""
 
 
 Problems = Iterator[tuple[str, str]]
@@ -81,7 +81,7 @@ def _is_between_steps(section: Section, state: State) -> bool:
 
 
 def _bound(program: Program) -> Iterator[tuple[str, str, str]]:
-    """What fills a buffer from outside: its name in a sentence, the buffer, and its kind."""
+    """The source that fills a buffer from outside: its name in a sentence, the buffer, and its kind."""
     for given in program.inputs:
         yield f"input {given.path}", given.buffer, INPUT
     for held in program.module_buffers:

@@ -17,13 +17,13 @@ from zeroir.verify.interpreter import SectionRun
 from zeroir.verify.update import NORM_ORDER
 
 Runs = Mapping[str, SectionRun]
-"""What each section computes, by its name."""
+"""The computation of each section, by its name."""
 
 _CHANGE_BOTH = "Change the logical program, and lower it again."
 
 
 class Mismatch(NamedTuple):
-    """What differs, in which section (None: in the program), the op to look at, and what to do."""
+    """A difference, its section (None: the program), the op to look at, and the remedy."""
 
     sentence: str
     section: str | None = None
@@ -70,7 +70,7 @@ def _header(program: Program, reference: Program) -> Iterator[Mismatch]:
 
 
 def _bindings(program: Program, reference: Program) -> Iterator[Mismatch]:
-    """What comes from outside: inputs, module buffers and constants, first values of scalars."""
+    """The values from outside: inputs, module buffers and constants, first values of scalars."""
     for what, bound, expected in (
         ("input", _bound_inputs(program), _bound_inputs(reference)),
         ("module buffer", _bound_buffers(program), _bound_buffers(reference)),
@@ -189,7 +189,7 @@ def _named_values(
 
 
 def content(run: SectionRun, region: Region) -> Hashable:
-    """What a scalar holds, whatever it was summed over; statistics and decisions only by kind."""
+    """The content of a scalar without the axes that it was summed over; statistics and decisions only by kind."""
     pieces: list[Hashable] = []
     for a, b, value in run.memory.read(region):
         match value:

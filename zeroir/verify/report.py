@@ -36,7 +36,7 @@ class Finding:
 
     @property
     def remedy(self) -> str:
-        """What to do, as one sentence."""
+        """The remedy, as one sentence."""
         return self.advice or CODES[self.code].remedy
 
     @property

@@ -208,7 +208,7 @@ class _Checker:
             )
 
     def _beside(self, op: ops.IssuedOp, region: Region, changed: Region) -> Iterator[Problem]:
-        """What one executor works on is in one space; hyper-parameters are always read by the host."""
+        """The regions of an op are in one space, except hyper-parameters, which the host always reads."""
         is_judged_alone = isinstance(op, ops.Cast) or (
             isinstance(op, ops.OptimizerStep) and region == op.hyper
         )

@@ -1,4 +1,4 @@
-"""What collectives do to the abstract memory, which describes all ranks at once."""
+"""The effects of collectives on the abstract memory, which describes all ranks at once."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _is_held(run: SectionRun, pair: ops.Pair, result: PieceList) -> bool:
 def _result(
     run: SectionRun, op: ops.CollectiveOp, axis: str, pair: ops.Pair, pieces: PieceList
 ) -> PieceList:
-    """What a pair's destination gets, from the pieces of its source, along an axis of more than one rank."""
+    """The value of a pair's destination, from the pieces of its source, along an axis of more than one rank."""
 
     def seen(value: Value, rank: int) -> Value:
         return algebra.from_rank(value, axis, rank, run.numbering)
@@ -85,7 +85,7 @@ def _result(
 
 
 def _sources(run: SectionRun, op: ops.CollectiveOp) -> list[tuple[ops.Pair, PieceList]]:
-    """What each pair sends."""
+    """The pieces that each pair sends."""
     is_sum = isinstance(op, ops.ReduceScatter | ops.AllReduce)
     taken = [(pair, run.take(pair.source, "Z402" if is_sum else "Z103")) for pair in op.pairs]
     if op.wire_dtype is not None:

@@ -13,7 +13,7 @@ from zeroir.verify.domain import Numbering
 
 
 class CallOperand(NamedTuple):
-    """What an argument's region holds: its element ``p`` is element ``p + shift`` of the storage that ``key`` names."""
+    """The content of an argument's region: its element ``p`` is element ``p + shift`` of the storage named ``key``."""
 
     key: Hashable
     shift: int = 0
@@ -46,7 +46,7 @@ class Segments:
         self._homes: dict[int, int] = {}
 
     def results(self, name: str, operands: tuple[CallOperand, ...]) -> tuple[Result, ...]:
-        """What the outputs of the segment are."""
+        """The outputs of the segment."""
         digest = self._digests.get(name)
         if digest is None:
             digest = self._digests[name] = self._segments[name].digest()
@@ -138,7 +138,7 @@ class _PreparedSegment:
     def results(
         self, operands: tuple[CallOperand, ...], homes: dict[int, int]
     ) -> tuple[Result, ...]:
-        """What the outputs are for these operands; ``homes`` receives the layouts of new storages."""
+        """The outputs for these operands; ``homes`` receives the layouts of new storages."""
         of, places = self._of, self._places
         # For each value that owns a storage: the storage's number, and where the value begins in it.
         bases: list[tuple[int, int]] = [(-1, 0)] * len(places)

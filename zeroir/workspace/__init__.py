@@ -1,4 +1,4 @@
-"""What ops take beyond their buffers while they run, on a CPU with eager kernels.
+"""The memory of ops beyond their buffers while they run, on a CPU with eager kernels.
 
 * ``eager_plan`` says how a segment is carried out node by node; the eager kernels follow it.
 * ``segments`` counts what that plan holds at once, and lets the segments of a program declare it.

@@ -1,4 +1,4 @@
-"""How the eager kernels carry a segment out: what each node writes, what is copied, and when each value is dropped.
+"""The plan by which eager kernels carry out a segment: the targets of nodes, the copies, and the end of each value.
 
 The eager kernels do what a plan says and the memory model counts what the plan takes, so the two cannot differ. A value
 that is an output, or that views turn into one, is made in the output's destination if the destination has the strides

@@ -1,4 +1,4 @@
-"""What an op takes beyond its buffers while it runs: the workspace of kernels and the temporary tensors of other ops.
+"""The memory of an op beyond its buffers while it runs: the workspace of kernels, and temporary tensors of other ops.
 
 Collectives take nothing here: NCCL carries them out in memory of its own, which no program knows.
 """
@@ -15,13 +15,13 @@ from zeroir.ir.program import Program
 from zeroir.workspace.segments import EAGER
 
 SQUARES_CHUNK_NUMEL: Final = 1 << 20
-"""Squares are summed in pieces of so many elements, counted from the start of a region.
+"""Squares are summed in pieces of this number of elements, counted from the start of a region.
 
 So the bits depend on the region alone, and the scratch memory does not grow with it.
 """
 
 CONVERTED_CHUNK_NUMEL: Final = 1 << 18
-"""What is added in another dtype is converted in pieces of so many elements."""
+"""Elements that are added in another dtype are converted in pieces of this number."""
 
 SCALAR_BYTES: Final = 32
 """No op that decides over scalars has more of them at once than this."""

@@ -24,7 +24,7 @@ EAGER: Final = "eager"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workspace:
-    """What the eager kernels hold at once on a CPU, beside a call's arguments and destinations.
+    """The bytes that eager kernels hold at once on a CPU, beside the arguments and destinations of a call.
 
     ``counted_bytes`` is exact: everything that the kernels make, without the scratch memory of libraries.
     ``most_bytes`` adds what libraries are allowed, and so is no less than any machine takes.

@@ -1,4 +1,4 @@
-"""How ops name regions and views, without repeating what buffers and segments declare."""
+"""The text of regions and views in ops, without facts that buffers and segments declare."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zeroir.ir.text.lexical import name
 
 @dataclass(frozen=True, kw_only=True)
 class Names:
-    """How ops name regions and views in one program."""
+    """The text of regions and views in one program."""
 
     program: Program
 

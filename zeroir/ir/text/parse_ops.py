@@ -173,7 +173,7 @@ _Read = Callable[[OpParser, Mapping[str, Any]], Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Line:
-    """How ops of one class are read: the field for the event, and a reader for each other field, in order."""
+    """The readers of a class of ops: the field for the event, and a reader for each other field, in order."""
 
     kind: type[Op]
     event: str | None

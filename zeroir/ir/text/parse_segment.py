@@ -21,7 +21,7 @@ _SHAPE: Final = re.compile(
     r"((?:-?[0-9]{1,30}(?:,-?[0-9]{1,30})*)?)(?:;((?:-?[0-9]{1,30}(?:,-?[0-9]{1,30})*)?))?"
 )
 _MAX_DEPTH: Final = 64
-"""How deep lists in arguments may nest; torch's own schemas need 2."""
+"""The largest depth of lists in arguments; torch's own schemas need 2."""
 
 
 def parse_segment(scan: Scanner) -> Segment:

@@ -29,7 +29,7 @@ _SIGILS: Final = {
     FieldUse.AWAITED: "!",
     FieldUse.SEGMENT: "@",
 }
-"""What stands before the name of a buffer, an event or a segment."""
+"""The sign before the name of a buffer, an event or a segment."""
 
 _Print = Callable[[Any, Names], str]
 

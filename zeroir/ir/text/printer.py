@@ -121,7 +121,7 @@ def _buffer_line(buffer: Buffer, program: Program) -> str:
 
 
 def content_text(content: Content) -> str:
-    """What a region holds: ``param blocks.0 @dp``, ``value loss``, ``zeros``."""
+    """The content of a region: ``param blocks.0 @dp``, ``value loss``, ``zeros``."""
     if isinstance(content, NamedContent):
         version = f" version={content.version}" if content.version else ""
         return f"value {name(content.name)}{version}"

@@ -1,4 +1,4 @@
-"""How many bytes torch's operators hold at once in a call on a CPU, results included: a table of formulas.
+"""The bytes that torch's operators hold at once in a call on a CPU, results included: a table of formulas.
 
 Most take their results and no more. The rest copy what they cannot read as it lies, convert operands to one dtype, or
 keep buffers of their own, all of which torch's allocator sees. The formulas were found by the events of the allocator
@@ -40,11 +40,11 @@ from zeroir.workspace.scratch.norms import (
 from zeroir.workspace.scratch.reductions import mean_bytes, sum_bytes
 
 Formula = Callable[[Node, Types], int]
-"""What a node's op holds beside its results."""
+"""The bytes that the op of a node holds beside its results."""
 
 
 def made_bytes(node: Node, types: Types) -> list[int]:
-    """What the memory of each result takes that a node's op makes."""
+    """The bytes of each result that the op of a node makes."""
     if node.op in _SHRUNK:
         shapes = (reversed(tensor_of(arg, types).shape) for arg in node.args[:2])
         numel = math.prod(map(max, itertools.zip_longest(*shapes, fillvalue=1)))
@@ -65,7 +65,7 @@ def call_bytes(node: Node, types: Types, *, is_filled: bool = False) -> int:
 
 
 def copy_bytes(source: TensorType, stride: tuple[int, ...]) -> int:
-    """What copying a tensor to others of its dtype with these strides takes: torch transposes matrices by tiles."""
+    """The bytes of a copy between two tensors of one dtype with these strides: torch transposes matrices by tiles."""
     if len(source.shape) != 2 or source.numel < _TILE * _TILE:
         return 0
     rows, columns = source.shape

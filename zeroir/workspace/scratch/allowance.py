@@ -1,4 +1,4 @@
-"""What operators may take for scratch memory that nobody can count ahead: a rule that is generous for every CPU.
+"""An upper bound of the scratch memory of libraries, which differs between CPUs: a rule that is generous for each.
 
 Libraries (oneDNN, MKL, OpenBLAS, the Compute Library) compute matrix products, convolutions and attention. They copy,
 widen and pack what they read as each CPU likes it best. Operators of torch itself, such as losses over all elements,

@@ -1,4 +1,4 @@
-"""What the formulas ask of a node: its tensors and numbers, and what copies of them take."""
+"""The inputs of the formulas: the tensors and numbers of a node, and the bytes of their copies."""
 
 from __future__ import annotations
 

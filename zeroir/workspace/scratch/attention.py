@@ -1,4 +1,4 @@
-"""What ``torch_ops.attention`` makes around the kernel that computes attention."""
+"""The tensors that ``torch_ops.attention`` makes around the kernel of attention."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _is_by_length(q: TensorType) -> bool:
 
 
 def _prepared_bytes(args: Sequence[NodeArg], types: Types, made: int, again: int) -> int:
-    """What is made of q, k, v and a mask before the kernel makes its results, and ``again`` after that."""
+    """The bytes made of q, k, v and a mask before the kernel makes its results, and ``again`` after that."""
     q, mask = tensor_of(args[0], types), args[3]
     packed = sum(
         kind.size_bytes for arg in args[:3] if (kind := tensor_of(arg, types)).stride[-1] != 1

@@ -21,7 +21,7 @@ def sum_bytes(node: Node, types: Types) -> int:
 
 
 def _runs(kind: TensorType, dims: set[int]) -> int:
-    """How many runs, each of equal steps through memory, dimensions make up."""
+    """The number of runs of equal steps through memory that dimensions make up."""
     pairs = sorted((kind.stride[d], kind.shape[d]) for d in dims if kind.shape[d] != 1)
     runs, expected = 0, -1
     for step, size in pairs:
