@@ -71,13 +71,13 @@ def for_stage(
     merge: tuple[Pass, ...] = (Bucket(bytes=bucket),) if bucket else ()
     ahead: tuple[Pass, ...] = (PrefetchGathers(distance=distance),) if budget is None else ()
     bound: tuple[Pass, ...] = (BoundGradients(live=live),)
-    # After all others, which know one axis: it only adds to what they made.
+    # After the others, which work along one axis: it adds a second one.
     across: tuple[Pass, ...] = () if replicas is None else (ReplicateShards(replicas=replicas),)
-    # After all passes that take memory: it uses what is left.
+    # After all passes that take memory: it uses the rest of the budget.
     early: tuple[Pass, ...] = () if budget is None else (PrefetchGathers(budget=budget),)
     return (
         ((SelectSaved(),) if select else ())
-        # After it, so that what is computed once more makes only what is then still saved.
+        # After it, so that only values that are still saved are recomputed.
         + ((Recompute(units=recompute),) if recompute else ())
         + replicate
         + shard[:stage]

@@ -1,20 +1,20 @@
-"""Compute a unit's forward once more before its backward, instead of keeping what it saves: activation checkpointing.
+"""Activation checkpointing: compute the forward of a unit again before its backward, instead of saving its values.
 
-It is a policy of the minimum cut that ``select-saved`` makes (``min_cut``). There only cheap ops may be computed again,
-and a backward computes them itself; here every op may, so that a forward keeps little but the inputs of its unit. What
-only its own backward reads is computed again by a ``compute`` of its own just before that backward. The full gradients
-that the backward fills do not live yet then, and a bound on them does not hold it back. What others read stays: the
-loss, new running statistics, and outputs that other forwards or the backwards of other units read.
+This is a policy of the minimum cut of ``select-saved`` (``min_cut``). That pass recomputes only cheap ops, inside the
+backward. Here every op may be recomputed, so a forward saves little more than the inputs of its unit. A ``compute`` of
+its own, just before the backward, recomputes the values that only this backward reads. At that moment the full
+gradients of the backward are not live yet, and a bound on them does not hold the recomputation back. Values with other
+readers stay: the loss, new running statistics, and outputs that other forwards or backwards of other units read.
 
-The values are computed by the same ops from the same values. Activations stay until then, seeds of dropout are the
-same, and where the forward changes running statistics the new ones wait in a buffer until the old ones have been read
-for the last time. So every bit stays the same, and every statistic changes once. A unit that is called twice, or whose
-forward is several segments, is computed again call by call, segment by segment. A segment that would keep more bytes
-than it frees, or whose backward follows at once, stays as it is.
+The same ops compute the values from the same inputs. Activations live until then, and seeds of dropout are the same.
+Where the forward changes running statistics, a buffer holds the new ones until the last reader of the old ones. So
+every bit stays the same, and every statistic changes once. A unit that is called twice, or whose forward is several
+segments, is recomputed call by call, segment by segment. A segment stays as it is if it would save more bytes than it
+frees, or if its backward follows at once.
 
-``select-saved`` stands before it: with it a backward computes cheap values just before their use, so that fewer bytes
-live between the second forward and the backward. In the other order all that a unit saves would live there, because
-``select-saved`` chooses only what passes from forwards to backwards.
+``select-saved`` runs before this pass: then a backward computes cheap values just before their use, and fewer bytes are
+live between the second forward and the backward. In the other order all saved values of a unit would be live there,
+because ``select-saved`` chooses only values that pass from forwards to backwards.
 
 What ``recompute{units=a}`` changes::
 
@@ -84,7 +84,7 @@ class Recompute(Pass):
 
 
 def _recompute(draft: SectionDraft, choices: Choices, units: frozenset[str]) -> None:
-    """Compute once more what forwards save, the last forward first: what it then reads of an earlier one is kept."""
+    """Recompute the saved values of forwards, the last one first: the values of earlier ones that it reads stay."""
     forwards = [
         position
         for position, call in draft.calls.items()
@@ -112,8 +112,8 @@ def _own_outputs(
 ) -> tuple[dict[str, int], set[CallPosition]]:
     """The outputs, by their buffers, that only the forward's own backwards read after the loss; and those backwards.
 
-    They are the calls of its unit that read what nobody else reads of it. So the calls of a unit that is called twice
-    are told apart, and so are the segments of a forward that is cut in two.
+    These backwards are the calls of its unit that are the only readers of some output. So the calls of a unit that is
+    called twice are told apart, and so are the segments of a forward that is cut in two.
     """
     call = draft.calls[forward]
     late: dict[str, set[CallPosition]] = {}
@@ -136,7 +136,7 @@ def _pair(
     outputs: dict[str, int],
     backwards: set[CallPosition],
 ) -> SegmentPair:
-    """The forward, and as its backward what hands on to the real ones what they read of it."""
+    """The forward, with a backward that hands the forward's outputs on to the real backwards."""
     call = draft.calls[forward]
     types = call.segment.output_types()
 
@@ -171,7 +171,7 @@ def _apply(
     outputs: dict[str, int],
     recut: RecutPair,
 ) -> None:
-    """Insert the call that computes again what was chosen, and let the backwards read what it yields."""
+    """Insert the call that recomputes the chosen values, and let the backwards read its results."""
     op = draft.calls[forward].op
     readers = {name: draft.late_readers(name) for name in outputs}
     saved = draft.recut_forward(forward, recut)

@@ -1,12 +1,12 @@
-"""Choose what each unit's forward saves for its backward, and what the backward computes once more.
+"""Choose the values that each unit's forward saves for its backward, and those that the backward recomputes.
 
-A trace saves whatever autograd saved. But the result of an activation function, a norm or a cast costs as many bytes
-as a matrix product's and next to nothing to compute, and often enough what it was computed from is there anyway. For
-each forward and its backward a minimum cut finds the fewest bytes from which the backward gets by (``min_cut``); equal
-units are looked at once. What the forward need not save any more is not an output of it any more, and the backward
-begins with what it computes again, each value just before its first use. It is computed by the same ops from the same
-values, seeds of dropout included, so every bit stays the same; no random number is drawn twice. Parameters are never
-saved: the backward reads its own copy, but of no flat that it does not read already, which would cost another gather.
+A trace saves the values that autograd saved. But the result of an activation function, a norm or a cast takes as many
+bytes as that of a matrix product and almost no time to compute, and its inputs are often saved anyway. For each forward
+and its backward a minimum cut finds the fewest bytes that the backward needs (``min_cut``); equal units are cut once. A
+value that need not be saved is no output of the forward any more, and the backward recomputes it just before its first
+use. The same ops compute it from the same values, seeds of dropout included, so every bit stays the same; no random
+number is drawn twice. Parameters are never saved: the backward reads its own copy, but only of flats that it reads
+anyway, since another flat would cost another gather.
 
 What ``select-saved`` changes::
 
@@ -112,7 +112,7 @@ def _pair(draft: SectionDraft, forward: CallPosition, backward: CallPosition) ->
 
 
 def _need(draft: SectionDraft, given: Argument, forward: CallPosition) -> Need | None:
-    """Which value of the forward an argument of the backward is, and from which element on."""
+    """The value of the forward, and the first of its elements, that an argument of the backward reads."""
     region = given.view.region
     call = draft.calls[forward]
     filled = draft.buffers.get(region.buffer)

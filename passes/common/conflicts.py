@@ -1,4 +1,4 @@
-"""Which ops may not change places: those that touch a common element that at least one of them changes.
+"""Ops that may not change places: those that touch a common element, which at least one of them changes.
 
 This follows from the ops' effects alone. Allocating and releasing change the whole buffer, and a rank's slice counts as
 the whole region that it is a slice of.

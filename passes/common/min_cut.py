@@ -80,7 +80,7 @@ def choose(pair: SegmentPair) -> RecutPair | None:
 
 
 def _is_unread(pair: SegmentPair) -> bool:
-    """Whether the forward yields something that nobody reads any more."""
+    """Whether the forward has an output without a reader."""
     read = {need.value for need in pair.needs if need is not None}
     outputs = zip(pair.forward.outputs, pair.uses, strict=True)
     return any(use is Use.NOBODY and value not in read for value, use in outputs)

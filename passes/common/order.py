@@ -1,18 +1,19 @@
 """The waits of a program, derived from the effects of its ops and from its bounds.
 
 A pass puts ops where they belong in program order, says on which stream each runs, and states bounds. It neither sees
-nor makes waits: the pass manager takes them out before a pass and derives them after it. ``derive_waits`` looks at each
-section as if it were sequential and lets an op wait for the earlier ops of other streams that it must come after:
+nor makes waits: the pass manager takes them out before a pass and derives them after it. ``derive_waits`` treats each
+section as if it were sequential, and lets an op wait for these earlier ops of other streams:
 
-* those that touch one region with it, where one of the two writes (allocating and releasing count as writing the whole
+* ops that touch a common region, where one of the two writes (allocating and releasing count as writing the whole
   buffer);
 * for a collective, the last one on its communicator, and on each communicator over another axis;
-* for an ``alloc``, what the program's bounds ask for (see ``zeroir.ir.bounds``).
+* for an ``alloc``, the ops that the program's bounds name (see ``zeroir.ir.bounds``).
 
 A wait is made only where nothing yet orders the two ops. Events are numbered in the order in which they are signalled.
 
-An ``alloc`` takes no time, but a buffer that begins before a wait may be live at once with all that the wait is for. So
-each is held back until an op of its stream first touches its buffer, and comes after whatever that op waits for.
+An ``alloc`` takes no time, but a buffer that begins before a wait may be live at the same time as the buffers of the
+ops that the wait is for. So each alloc is held back until an op of its stream first touches its buffer, and follows the
+waits of that op.
 
 Pending events are an exception, since only the section before knows what their ops touch: an event that is pending at
 the exit of a section keeps its name, and a wait for one that is pending at the entry stays.
@@ -62,7 +63,7 @@ def derive_waits(program: Program) -> Program:
 
 
 class _EffectsOfOp(NamedTuple):
-    """An op, its effects, and what it touches."""
+    """An op, its effects, and the elements that it touches."""
 
     op: Op
     effects: Effects
@@ -94,7 +95,7 @@ def _with_held_allocs(section: Section, program: Program) -> Iterator[Wait | lis
 
 @dataclass(slots=True)
 class _PlacedOp:
-    """An op already placed, or one that is pending at the entry; ``clock`` is what is done when it is."""
+    """An op already placed, or one that is pending at the entry; ``clock`` counts the ops done by its end."""
 
     op: Op | None
     stream: int
@@ -254,7 +255,7 @@ class _Derivation:
                 # Whatever comes after the last read of a stream comes after those before it.
                 accesses.reads[start, stop, stream] = index
                 continue
-            # Whatever comes after a write comes after all that the write came after: what it covers can be forgotten.
+            # An op that follows a write also follows its predecessors, so the accesses that it covers can be forgotten.
             if accesses.writes:
                 accesses.writes = [
                     write for write in accesses.writes if write[0] < start or stop < write[1]

@@ -77,7 +77,7 @@ def map_state(state: State, change: Change) -> State:
 
 
 def as_shard(region: Region, size: int) -> Region:
-    """Where a region of a full buffer stands once the buffer holds only this rank's 1/``size`` of it.
+    """The region of a full buffer, once the buffer holds only this rank's 1/``size`` of it.
 
     Only the whole of the full buffer and this rank's slice of it have a place; both become the whole shard.
     """
@@ -141,7 +141,7 @@ def replace_buffers(program: Program, changed: Mapping[str, Sequence[Buffer]]) -
 
 
 def sharded(buffer: Buffer, axis: str, size: int, *, reduced: tuple[str, ...] = ()) -> Buffer:
-    """The buffer as this rank's shard of what it is now; ``reduced`` says over what its gradient is summed."""
+    """The buffer as this rank's shard of it; ``reduced`` names the axes that its gradient is summed over."""
     holds = buffer.holds
     if isinstance(holds, FlatContent):
         holds = replace(holds, shard=axis, reduced=reduced)
@@ -179,7 +179,7 @@ def complete_gradient(holding: Holding) -> FlatContent | None:
 
 
 def complete_gradients(section: Section) -> Mapping[str, FlatContent]:
-    """The gradients that a section leaves complete: the buffer and what it then holds."""
+    """The gradients that a section leaves complete, by buffer."""
     return {
         holding.region.buffer: content
         for holding in section.exit.holdings

@@ -28,7 +28,7 @@ from zeroir.passes.common.storages import Use
 
 
 class CallPosition(NamedTuple):
-    """Where a call stands: at an op of the section, or before that op, in order among others that do."""
+    """The position of a call: at an op of the section, or before that op, in order among the other calls there."""
 
     op: int
     is_own: bool = True
@@ -98,7 +98,7 @@ class SectionDraft:
         return self.calls[position].op.unit if position in self.calls else None
 
     def before(self, reader: CallPosition, forward: CallPosition) -> CallPosition:
-        """Where to repeat a forward for an op that reads what it yields: before what begins for that op."""
+        """The position for a repeated forward whose results an op reads: before the buffers that begin for that op."""
         index = reader.op
         while reader.is_own and isinstance(self._body[index - 1], ops.Alloc | ops.Fill):
             index -= 1
@@ -108,7 +108,7 @@ class SectionDraft:
         """The bytes that keep an input of a forward, other than a parameter, for a later op; None if impossible."""
         if name in self.buffers:
             return 0 if self.late_readers(name) else self.buffers[name].buffer.size_bytes
-        # What outlives the step is there in the backward, but not as it was if the step changes it before.
+        # A persistent buffer is there in the backward, but with another content if the step has changed it.
         is_there = self._program.buffer_by_name[name].is_persistent
         return 0 if is_there and not self.is_changed_between(name, forward, at) else None
 
@@ -205,7 +205,7 @@ class SectionDraft:
         call.op = replace(call.op, arguments=tuple(arguments), destinations=tuple(destinations))
 
     def redirect(self, position: CallPosition, buffer: str, region: Region) -> None:
-        """Let a call read of another region what it reads of a buffer."""
+        """Let a call read another region in the place of a buffer."""
         op, segment = self.calls[position].op, self.calls[position].segment
         arguments = [
             _moved(read, region) if read.view.region.buffer == buffer else read
@@ -231,7 +231,7 @@ class SectionDraft:
         return free
 
     def delay(self, name: str, reader: CallPosition) -> None:
-        """Let a persistent buffer change only after an op that reads what it held before."""
+        """Let a persistent buffer change only after an op that reads its old content."""
         if name not in self._delayed:
             stem = f"{name}.new"
             new = self._free_name(chain((stem,), (f"{stem}.{i}" for i in count(1))))

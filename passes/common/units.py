@@ -1,4 +1,4 @@
-"""Which units a pass's option ``units`` names: by name, by pattern, or all that are repeated."""
+"""The units that the option ``units`` of a pass names: by name, by pattern, or all that are repeated."""
 
 from __future__ import annotations
 

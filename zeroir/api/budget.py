@@ -1,6 +1,6 @@
-"""Which other options would fit a memory budget: a search of the planner's candidates for the cheapest that fit.
+"""Options that fit a memory budget: a search of the planner's candidates for the cheapest ones.
 
-The space is small: the options of a program that can still free memory, in the order of what they add to a step. Where
+The space is small: the options of a program that can still free memory, in the order of their cost in a step. Where
 a machine is known, the candidates that fit are compared by their steps simulated on it; else they keep that order.
 Programs are measured, not verified.
 """
@@ -26,9 +26,9 @@ def alternatives(
     budget_bytes: int,
     machine: Machine | None = None,
 ) -> tuple[Candidate, ...]:
-    """Up to three that fit, cheapest first; if none does, the one that needs least, where that is less than now.
+    """Up to three that fit, cheapest first; if none fits, the one with the least memory, if that is less than now.
 
-    Their settings are what differs from ``options``. More ranks are proposed only where nothing else fits. With a
+    Their settings are the differences from ``options``. More ranks are proposed only where nothing else fits. With a
     ``machine`` they are in the order of their simulated steps, and the workspaces count that were measured on it.
     """
     measurer = CandidateMeasurer(logical, options, budget_bytes, machine)
@@ -71,7 +71,7 @@ def advice(
 
 
 def _words(candidate: Candidate) -> str:
-    """A candidate as the flags to compile with, and what it needs and takes."""
+    """A candidate as flags of the command line, with its memory and its step."""
     flags = " ".join(
         _flag(name.replace("_", "-"), value) for name, value in candidate.settings.items()
     )

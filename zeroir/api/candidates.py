@@ -33,12 +33,12 @@ _KEPT_PROGRAMS: Final = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A choice that was tried: what it needs on a rank's device, and what its step takes where that fits.
+    """A choice that was tried: its memory on a rank's device, and the time of its step if it fits.
 
-    ``resting_bytes`` of what it needs are persistent. ``culprit`` says where it needs most. What does not fit is not
-    placed: wherever its buffers stood, it would need ``needed_bytes`` at least. ``bounded_by`` are the parts of the
-    critical path, largest first, as shares of the step. ``measured`` says of how much of it the machine has
-    measurements; what else it takes is computed. Without a machine no step is simulated.
+    Of ``needed_bytes``, ``resting_bytes`` are persistent. ``culprit`` names the place with the most live bytes. The
+    buffers of a choice that does not fit are not placed: ``needed_bytes`` is then a lower bound. ``bounded_by`` are the
+    parts of the critical path, largest first, as shares of the step. ``measured`` counts the segments and collectives
+    with measurements of the machine; the times of the others are computed. Without a machine no step is simulated.
     """
 
     settings: Mapping[str, Value]
@@ -160,7 +160,7 @@ def _first_reduction(passes: Sequence[Pass]) -> int:
 
 
 def _culprit(program: Program, fullest: FullestMoment) -> str:
-    """Where a program holds most."""
+    """The place at which a program has the most live bytes."""
     place = f"in {fullest.section}" if fullest.section else "of what rests there"
     if fullest.section and fullest.index >= 0:
         op = program.section_by_name[fullest.section].body[fullest.index]

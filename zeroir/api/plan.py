@@ -70,8 +70,9 @@ def plan(
 ) -> Plan:
     """The options of ``zeroir.compile`` with which a model's step is shortest on a machine, within its memory.
 
-    ``memory`` is what a rank's device has, such as ``80GB``; the machine's unless given. The keywords are
-    ``CompileOptions``' fields: what is given is kept, and the rest of what decides over speed and memory is chosen.
+    ``memory`` is the memory of a rank's device, such as ``80GB``, and that of the machine by default. The keywords are
+    the fields of ``CompileOptions``: given options are kept, and the search chooses the others that decide about speed
+    and memory.
 
     Raises:
         UserError: where the model, the machine or an option is wrong, or where nothing fits.
@@ -142,7 +143,7 @@ class Planner:
         """Find the best choice.
 
         Raises:
-            UserError: where nothing fits; it names what comes closest, and what it lacks.
+            UserError: where no choice fits; the message names the closest one, and the bytes that it lacks.
         """
         families = [region.family for region in self.regions]
         searched = search(families, self.evaluate, self.bound_ns, most_tried=most_tried)
@@ -185,15 +186,15 @@ class Planner:
             self._measured[identity] = self.measurer.measure(settings)
         self._candidates[number, point], evaluation = self._measured[identity]
         if point == self.regions[number].family.starts[0]:
-            # Now, while what it is lowered to is still remembered.
+            # Now, while its lowered program is still cached.
             self._wire_bound_ns(number)
         return evaluation
 
     def bound_ns(self, number: int, point: Point | None) -> int:
         """A lower bound of the step of a choice, or of every choice of a region.
 
-        Its segments depend on what is saved and computed again, not on how the rest is scheduled; to compute a unit
-        again only adds to them. What travels is least where nothing is gathered twice that need not be.
+        The segments depend on the saved and recomputed values and not on the schedule, and recomputing a unit only adds
+        to them. The bytes on the wire are fewest where no unit is gathered twice without need.
         """
         region = self.regions[number]
         if point is None:
@@ -223,7 +224,7 @@ class Planner:
             return f"the closest is {words(best.settings)}, which {self._lack(best)}. {remedy}"
         mesh = least.settings["mesh"]
         return (
-            "what a rank holds all the time, such as parameters and optimizer states, takes "
+            "the persistent buffers of a rank, such as parameters and optimizer states, take "
             f"{format_bytes(least.resting_bytes)} at least, at stage {least.settings['stage']}"
             f"{'' if mesh is None else f' with --mesh {mesh}'}. Use more ranks or a lower precision."
         )

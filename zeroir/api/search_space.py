@@ -126,7 +126,7 @@ class SearchRegion:
 
     @property
     def family(self) -> Family:
-        """The grid: it begins with what takes least time by itself, what is usual, and what takes least memory."""
+        """The grid of points; its first ones are the fastest by themselves, the default, and the leanest in memory."""
         sizes: list[int] = []
         fast: list[int] = []
         usual: list[int] = []
@@ -153,7 +153,7 @@ class SearchRegion:
 
 
 def words(settings: Mapping[str, Value]) -> str:
-    """A choice in short: ``stage 3, prefetch 2``; what is off is left out."""
+    """A choice in short: ``stage 3, prefetch 2``; options that are off are left out."""
     said: list[str] = []
     for name, value in settings.items():
         match name, value:
@@ -199,7 +199,7 @@ def unit_ranges(units: Iterable[str]) -> str:
 
 
 def regions(options: CompileOptions, logical: Program) -> tuple[SearchRegion, ...]:
-    """All choices that leave alone what is set in the options, at the stages at which it means something."""
+    """All choices that keep the given options, at the stages at which these have an effect."""
     is_set = options.model_fields_set
     stages = [
         stage
@@ -224,11 +224,11 @@ def regions(options: CompileOptions, logical: Program) -> tuple[SearchRegion, ..
 
 
 def leaner_settings(options: CompileOptions, logical: Program) -> Iterator[Mapping[str, Value]]:
-    """Changes to options that free memory, in the order of what they add to a step; the mesh stays.
+    """Changes to options that free memory, in the order of their cost in a step; the mesh stays.
 
-    What costs no communication comes first: fewer full gradients at once, saving less for the backward, stages up to 2.
-    Then what exposes or adds some: no prefetch, stage 3; then computing every unit's forward twice. More ranks come
-    last.
+    Changes without communication come first: fewer full gradients at once, fewer saved values, stages up to 2. Then
+    come those that expose or add communication: no prefetch, stage 3; then the recomputation of every unit. More ranks
+    come last.
     """
     stage = options.stage
     lean: dict[str, Value] = {}

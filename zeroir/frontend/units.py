@@ -1,4 +1,4 @@
-"""Which submodules are units: the parameters of a unit share flat buffers and are gathered together.
+"""The submodules that are units: the parameters of a unit share flat buffers and are gathered together.
 
 By default the units are the repeated blocks: modules in a ``ModuleList`` or ``Sequential`` whose class occurs there at
 least twice with the same parameters. ``blocks.*`` selects units by pattern, ``class:Block`` by class, and ``min:1e6``

@@ -1,4 +1,4 @@
-"""Which ops a segment may name: pure ones of ATen and prims, and our own.
+"""The ops that a segment may name: pure ones of ATen and prims, and our own.
 
 A program may come from anywhere, and running it calls torch ops by name. So a segment may name only ops that do
 nothing but compute. The list is generated from the schemas of torch and of our own ops by ``tools/list_aten_ops.py``.

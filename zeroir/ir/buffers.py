@@ -12,7 +12,7 @@ from zeroir.ir.mesh import Mesh
 
 
 class Space(StrEnum):
-    """Where a buffer lives. ``host`` memory is pinned where the device can use it."""
+    """The memory of a buffer. ``host`` memory is pinned where the device can use it."""
 
     DEVICE = "device"
     HOST = "host"

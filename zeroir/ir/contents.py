@@ -21,7 +21,7 @@ GRAD = "grad"
 
 
 class Micro(StrEnum):
-    """Which micro-steps of the current step a gradient has summed.
+    """The micro-steps of the current step that a gradient has summed.
 
     ``PAST`` is every micro-step before the one that the section runs (none, and then all zeros, when it is the
     first), ``CURRENT`` that one alone, ``ALL`` every micro-step of the step. ``STALE`` is what an earlier step left:

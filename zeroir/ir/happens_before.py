@@ -1,4 +1,4 @@
-"""Happens-before by vector clocks: which ops are surely done when another one begins.
+"""Happens-before by vector clocks: the ops that are surely done when another one begins.
 
 A stream runs its ops in program order. A wait orders a stream, or the host and with it every stream, after the op that
 signals its event and after everything that is done when that op is. A joint between two sections orders every stream
@@ -37,13 +37,13 @@ class StreamClocks:
         self.numbers = {stream: number for number, stream in enumerate(streams)}
         width = len(self.numbers)
         self.done: list[Clock] = [[0] * width for _ in range(width)]
-        """For each stream what is surely done when its next op begins; of the stream itself all that was issued."""
+        """For each stream the ops that are surely done when its next op begins; of the stream itself all issued."""
         self._signals: dict[str, tuple[int, Clock]] = {}
         for entering in pending:
             self.enter(entering)
 
     def enter(self, pending: Pending) -> Position:
-        """Issue an op that is under way when the section begins: what it came after was done before."""
+        """Issue an op that is under way when the section begins: the ops that it waited for were done before."""
         stream = self.numbers[pending.stream]
         count = self.issue(stream)
         clock = [0] * len(self.done)

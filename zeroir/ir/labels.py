@@ -18,7 +18,7 @@ def labels(program: Program) -> Mapping[OpPosition, str]:
 
 
 def _summary(op: ops.Op) -> str:
-    """An op in a few words: what it is, and of which unit or buffer."""
+    """An op in a few words: its name, and its unit or buffer."""
     keyword = ops.op_name(type(op))
     match op:
         case ops.Wait():

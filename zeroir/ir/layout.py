@@ -1,4 +1,4 @@
-"""Where parameters stand in a flat: first-use order, 64-element slots, zeros up to a multiple of world size × 256.
+"""The places of parameters in a flat: first-use order, 64-element slots, zeros up to a multiple of world size × 256.
 
 Offsets do not depend on the world size, so re-lowering for another one moves no parameter; only the padding at the
 end grows. The 256 keeps every rank's slice on a 16-byte boundary and on a multiple of 8 elements, which the fused

@@ -228,7 +228,7 @@ class Argument:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Destination:
-    """Where a segment output goes. ``gradient`` names the parameter whose gradient the output contributes to."""
+    """The destination of a segment output, which may contribute to the gradient of the parameter ``gradient``."""
 
     view: Result[View]
     mode: Attribute[Mode] = Mode.WRITE

@@ -120,7 +120,7 @@ class ScalarBinding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holding:
-    """A region and what it holds; with ``after``, only once that pending event is done."""
+    """A region and its content; with ``after``, only once that pending event is done."""
 
     region: Region
     content: Content
@@ -151,7 +151,7 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class OpPosition:
-    """Where an op stands: the name of its section, and its index there.
+    """The position of an op: the name of its section, and its index there.
 
     It alone tells two ops apart. Equal ops occur more than once, and sections may share the object of an op.
     """

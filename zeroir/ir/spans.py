@@ -1,4 +1,4 @@
-"""When an op of a step begins and ends: the same record whether the step was observed or simulated."""
+"""The beginning and the end of an op of a step: one record for observed and for simulated steps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Span:
 
     @property
     def position(self) -> OpPosition:
-        """Where the op stands in the program."""
+        """The position of the op in the program."""
         return OpPosition(self.section, self.index)
 
     @property

@@ -1,4 +1,4 @@
-"""Which ops return views of a value's storage, and which elements these see: their offset, shape and strides.
+"""The ops that return views of a value's storage, and the elements of these views: offset, shape and strides.
 
 Op and arguments alone determine a view. So the types that a program declares for views are checked and never
 believed, and two views of one storage are the same value exactly where offset, shape and strides are equal.
@@ -362,7 +362,7 @@ _RULES: Final[Mapping[str, Callable[..., list[Part]]]] = {
 }
 
 BITCAST: Final = "aten.view.dtype"
-"""Shares the storage too, but counts it in elements of another dtype: what it sees is a value of its own."""
+"""It shares the storage too, but in elements of another dtype: its result is a value of its own."""
 
 
 def _bitcast(x: TensorType, dtype: NodeArg = None) -> TensorType:

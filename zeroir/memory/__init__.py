@@ -1,4 +1,4 @@
-"""The memory model: what a rank keeps, what is live when, and how much memory a device must have.
+"""The memory model: model states, liveness, placement, and the memory that a device must have.
 
 * ``states`` counts the model states that a rank keeps, as the ZeRO paper does.
 * ``curve`` walks a section in program order: the bytes after each op, by role, and where they are most.

@@ -1,4 +1,4 @@
-"""Which bytes are live over a section when ops take effect in program order, by role, and where they are most.
+"""The live bytes over a section when ops take effect in program order, by role, and their peak.
 
 This is the step in the order of the program's text. ``zeroir.memory.footprint`` says what must fit: streams that no
 wait orders may make more live at once.

@@ -27,7 +27,7 @@ WORKSPACE: Final = "workspace"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FullestMoment:
-    """When most is live in the worst legal order of ops, and which computation is to blame.
+    """The moment with the most live bytes in the worst legal order of ops, and the computation that causes it.
 
     ``index`` is the op of ``section`` that begins the last of what is live then, -1 where all of it is live at the
     section's entry; ``section`` is empty where nothing temporary is ever live. ``unit`` and ``source`` (``file:line``)
@@ -136,7 +136,7 @@ def footprint(
 
 
 def _blame(program: Program, section: Section, index: int) -> tuple[str, str]:
-    """Unit and line of the model of an op, or of the computation that first touches what it begins."""
+    """Unit and model line of an op, or of the computation that first touches the buffer that it begins."""
     if index < 0:
         return "", ""
     op = section.body[index]

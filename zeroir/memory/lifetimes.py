@@ -1,4 +1,4 @@
-"""When temporary buffers live, by happens-before: from the op that begins one to where each stream knows it ended.
+"""Lifetimes of temporary buffers by happens-before: from the op that begins one until each stream knows of its end.
 
 A stream may use the memory of a released buffer once it comes after the release: the release's own stream at once,
 another stream from the wait that tells it so. Program order alone says nothing, for streams run ahead or lag behind.
@@ -104,7 +104,7 @@ class _Sweep:
         self.crossing = crossing
 
     def run(self, has_scratch: Callable[[Op], bool] | None) -> None:
-        # Room for the most lives that the section can have; what is left over is cut off at the end.
+        # Room for the most lives that the section can have; the rest is cut off at the end.
         most = (
             len(self.section.body)
             + len(self.section.entry.live)

@@ -1,4 +1,4 @@
-"""Where temporary buffers stand in one block of memory per space: an offset each, for the whole run of a program.
+"""The places of temporary buffers in one block of memory per space: an offset each, for the whole run of a program.
 
 Two buffers may share memory where, in every section that both live in, the end of one happens before the beginning of
 the other, by streams and waits and not merely in the program's text: then no stream can run so far ahead or so late

@@ -1,4 +1,4 @@
-"""Where parameters and padding stand in flats; contents as abstract values, and gradients in flat coordinates."""
+"""The places of parameters and padding in flats; contents as abstract values, and gradients in flat coordinates."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from zeroir.verify.intervals import IntervalMap
 
 
 class FlatLayout:
-    """Where parameters and padding stand in each flat."""
+    """The places of parameters and padding in each flat."""
 
     def __init__(self, program: Program) -> None:
         self._program = program

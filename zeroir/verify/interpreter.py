@@ -80,7 +80,7 @@ class Shared:
 
 
 class SectionRun:
-    """One section, interpreted: what it computes.
+    """The interpretation of one section: its computations.
 
     ``settings`` is what decisions and the loss scaling are given, ``steps`` what each optimizer step does,
     ``roundings`` the gradients that lost digits, by flat and dtype, and ``sums`` which contributions were added to

@@ -1,4 +1,4 @@
-"""Where the contents of the first step come from: the engine gives buffers their first values, and nothing else does.
+"""The origin of the contents of the first step: only the engine gives buffers their first values.
 
 Each section is proved from its entry state, and each exit state entails the entry state that follows. The beginning is
 left. Before the first step the engine fills parameters, master weights and module buffers, binds inputs, draws seeds,
@@ -122,7 +122,7 @@ def _binding_problems(program: Program) -> Problems:
 
 
 def _role_problems(buffer: Buffer, bound: str | None) -> Iterator[str]:
-    """Where a buffer's role does not fit its resting content or its binding (an input, a module buffer, …)."""
+    """Buffers whose role contradicts their resting content or their binding (an input, a module buffer, …)."""
     role, holds = buffer.role, buffer.holds
     wanted = _BOUND_TO.get(role)
     if wanted is None and bound is not None:

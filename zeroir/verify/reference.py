@@ -34,7 +34,7 @@ class Mismatch(NamedTuple):
 def mismatches(
     program: Program, runs: Runs, reference: Program, expected: Runs
 ) -> Iterator[Mismatch]:
-    """Where the program computes something else than the reference."""
+    """The differences between the computations of the program and of the reference."""
     yield from _header(program, reference)
     yield from _bindings(program, reference)
     yield from _gradients(program, runs, expected)
@@ -132,7 +132,7 @@ def _gradients(program: Program, runs: Runs, expected: Runs) -> Iterator[Mismatc
 
 
 def _sums(runs: Runs, expected: Runs) -> Iterator[Mismatch]:
-    """Which contributions are added to which, and in which dtype: every addition rounds."""
+    """The additions of contributions, with their dtypes: every addition rounds."""
     expected_sums = {added for run in expected.values() for added in run.sums}
     for section, run in runs.items():
         for added, line in run.sums.items():

@@ -1,4 +1,4 @@
-"""Each op by itself: what it names exists, its regions lie inside their buffers, dtypes, sizes and spaces agree."""
+"""Each op by itself: its names exist, its regions lie inside their buffers, dtypes, sizes and spaces agree."""
 
 from __future__ import annotations
 

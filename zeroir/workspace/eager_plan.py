@@ -228,7 +228,7 @@ def _viewed(kind: TensorType, views: Sequence[ViewStep]) -> TensorType | None:
 def _copied_values(segment: Segment, bindings: Bindings) -> Mapping[int, int]:
     """Outputs that are mere copies of another value, by number, and that value: it is copied to the destination."""
     needed = {ref.index for node in segment.nodes for ref in node.refs()}
-    # Another output may overwrite what is copied before it is.
+    # Another output may overwrite the source of a copy before the copy.
     needed |= {
         value
         for value, binding in zip(segment.outputs, bindings, strict=True)

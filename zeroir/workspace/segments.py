@@ -1,4 +1,4 @@
-"""The memory that a segment takes beyond its inputs and destinations: what its calls hold, and what it declares."""
+"""The memory of a segment beyond its inputs and destinations: the peak of its calls, and its declared workspace."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from zeroir.ir.text.names import Names
 from zeroir.ir.text.syntax import SyntaxSlot, own_syntax, slots
 
 _ATTRIBUTES_COLUMN: Final = 72
-"""Where ``stream=`` and its like begin when the line is short enough."""
+"""The column of ``stream=`` and other attributes, when the line is short enough."""
 
 _SIGILS: Final = {
     FieldUse.BEGUN: "%",

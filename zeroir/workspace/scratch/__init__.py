@@ -1,12 +1,12 @@
 """The bytes that torch's operators hold at once in a call on a CPU, results included: a table of formulas.
 
-Most take their results and no more. The rest copy what they cannot read as it lies, convert operands to one dtype, or
-keep buffers of their own, all of which torch's allocator sees. The formulas were found by the events of the allocator
-of torch 2.13, with which tests compare them. They are for one thread, which a job gives each rank unless it is told
-otherwise: some kernels keep a buffer per thread. What the table does not name counts its results.
+Most operators hold only their results. The others copy operands of another layout, convert operands to one dtype, or
+keep buffers of their own; torch's allocator sees all of these. The formulas follow the events of the allocator of torch
+2.13, and tests compare them. They hold for one thread, which is the default of a rank in a job: some kernels keep a
+buffer per thread. An operator without a formula counts its results.
 
-The scratch memory of libraries differs from CPU to CPU and is not counted, nor is that of operators that were never
-looked at: ``allowance`` bounds both.
+The scratch memory of libraries differs between CPUs and is not counted, nor is that of operators that nobody has
+examined: ``allowance`` bounds both.
 """
 
 from __future__ import annotations

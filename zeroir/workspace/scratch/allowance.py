@@ -1,9 +1,9 @@
 """An upper bound of the scratch memory of libraries, which differs between CPUs: a rule that is generous for each.
 
 Libraries (oneDNN, MKL, OpenBLAS, the Compute Library) compute matrix products, convolutions and attention. They copy,
-widen and pack what they read as each CPU likes it best. Operators of torch itself, such as losses over all elements,
-look-ups and sorts, keep buffers that are not worth a formula each; of some rare ones nobody knows. All that is not
-counted is allowed:
+widen and pack their operands in a layout that suits the CPU. Operators of torch itself, such as losses over all
+elements, look-ups and sorts, keep buffers that are not worth a formula each; some rare ones nobody has examined. The
+allowance is:
 
 * to each of them ``SLACK_BYTES``;
 * every operand and result once more, with 32 bits an element at least, products in blocks of 64 by 64 and convolutions
@@ -39,11 +39,11 @@ SLACK_BYTES: Final = 1 << 16
 _MATRIX_BLOCK: Final = 64
 _CHANNEL_BLOCK: Final = 16
 _SCORES_BLOCK: Final = 512
-"""More queries and keys than a fused kernel looks at together."""
+"""An upper bound of the queries and keys that a fused kernel processes together."""
 
 
 def allowance_bytes(node: Node, types: Types) -> int:
-    """The most that a node's op may take beside what is counted; 0 where all that it takes is counted."""
+    """An upper bound of the bytes of a node's op beside the counted ones; 0 where all its bytes are counted."""
     if node.op in PRODUCTS:
         return _products_bytes(node, types) + SLACK_BYTES
     if node.op in CONVOLUTIONS:
