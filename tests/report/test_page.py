@@ -139,7 +139,8 @@ def centre_of(page: Page, chart: str, x: float, y: float) -> tuple[float, float]
 
 
 def zoom(page: Page, chart: str, start: float, end: float) -> None:
-    page.evaluate(
+    _awaited(
+        page,
         """async ([name, start, end]) => {
             zeroir.models[name].x_range.setv({ start, end });
             await new Promise((next) => requestAnimationFrame(() => setTimeout(next, 100)));
@@ -279,9 +280,20 @@ def _shades(page: Page) -> list[float]:
     return contrasts
 
 
+def _awaited(page: Page, function: str, argument: object = None) -> list[Any]:
+    """The result of an asynchronous function in the page.
+
+    The page holds its promise until then: otherwise a garbage collection may end the wait for it.
+    """
+    held = f"argument => (globalThis.awaited = ({function})(argument))"
+    result: list[Any] = page.evaluate(held, argument)
+    return result
+
+
 def _require_all_is_drawn(page: Page) -> None:
     """At every zoom each op of some duration is under a block of its lane, and the peak of the memory is visible."""
-    lost = page.evaluate(
+    lost = _awaited(
+        page,
         """async () => {
             const { timeline, memory, spans, live } = zeroir.models;
             const { ops, lanes } = zeroir.data;
@@ -316,7 +328,7 @@ def _require_all_is_drawn(page: Page) -> None:
             if (Math.abs(shown - peak) > 1e-9 * peak) lost.push(["peak", shown, peak]);
             if (live.data.at.length > 2 * memory.inner_width) lost.push(["too many", live.data.at.length]);
             return lost.slice(0, 5);
-        }"""
+        }""",
     )
     assert lost == []
 
@@ -340,7 +352,8 @@ def test_ten_thousand_ops_stay_fluid(tmp_path: Path) -> None:
         page.wait_for_function("document.querySelector('#rows .row[data-row=\"8005\"]')")
         assert page.locator("#rows .row").count() < 60
         _require_all_is_drawn(page)
-        glyphs, marking, is_painted_anew = page.evaluate(
+        glyphs, marking, is_painted_anew = _awaited(
+            page,
             """async () => {
                 let painted = 0;
                 const view = Bokeh.index.get_one(zeroir.models.timeline);
@@ -365,7 +378,7 @@ def test_ten_thousand_ops_stay_fluid(tmp_path: Path) -> None:
                     await new Promise((next) => setTimeout(next, 100));
                 }
                 return [glyphs.length, marking, painted > 0];
-            }"""
+            }""",
         )
         assert glyphs == 2
         # A paint that was asked for before, by zooming, may come among the first marks.
