@@ -267,7 +267,7 @@ def test_where_nothing_fits_the_closest_is_named() -> None:
     assert f"needs at least {format_bytes(needed)}, 1 B too many" in str(caught.value)
     with pytest.raises(UserError, match="persistent buffers of a rank") as caught:
         planner(logical, BOUND_BY_COMPUTE, resting - 1, **kept).search()
-    assert f"takes {format_bytes(resting)} at least, at stage 3" in str(caught.value)
+    assert f"take {format_bytes(resting)} at least, at stage 3" in str(caught.value)
 
 
 def test_a_choice_in_words() -> None:

@@ -107,7 +107,10 @@ def test_where_nothing_fits_nothing_is_written(zeroir: Zeroir, model: Path, tmp_
     path = tmp_path / "best.zir"
     answer = zeroir("plan", model, *FIXED, "--memory", "1kB", "-o", path)
     assert_refused(
-        answer, "Nothing fits 1.0 kB: what a rank holds", "at least, at stage 3", "more ranks"
+        answer,
+        "Nothing fits 1.0 kB: the persistent buffers of a rank",
+        "at least, at stage 3",
+        "more ranks",
     )
     assert not path.exists()
 
