@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -283,10 +284,24 @@ def _shades(page: Page) -> list[float]:
 def _awaited(page: Page, function: str, argument: object = None) -> list[Any]:
     """The result of an asynchronous function in the page.
 
-    The page holds its promise until then: otherwise a garbage collection may end the wait for it.
+    It is asked for again and again: a browser under load may collect a promise that it should wait for.
     """
-    held = f"argument => (globalThis.awaited = ({function})(argument))"
-    result: list[Any] = page.evaluate(held, argument)
+    page.evaluate(
+        f"""argument => {{
+            globalThis.outcome = null;
+            ({function})(argument).then(
+                (value) => {{ globalThis.outcome = {{ value: value ?? null }}; }},
+                (error) => {{ globalThis.outcome = {{ error: String(error) }}; }},
+            );
+        }}""",
+        argument,
+    )
+    deadline = time.monotonic() + 60
+    while (outcome := page.evaluate("globalThis.outcome")) is None:
+        assert time.monotonic() < deadline, "the page does not answer"
+        page.wait_for_timeout(50)
+    assert "error" not in outcome, outcome["error"]
+    result: list[Any] = outcome["value"]
     return result
 
 
