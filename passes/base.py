@@ -1,8 +1,8 @@
 """A pass: a frozen dataclass with its options as fields, a contract, and a pure function on programs.
 
-A pass is written ``name`` or ``name{option=value, option=value}``; ``prefetch{distance=1}`` is the pass `Prefetch`
-with ``distance`` 1, and an option of several names has ``|`` between them. Specs are written and read by the fields of
-the dataclass alone; a field that is None is left out.
+A pass is written ``name`` or ``name{option=value, option=value}``; ``prefetch{distance=1}`` is the pass
+`PrefetchGathers` with ``distance`` 1, and an option of several names has ``|`` between them. Specs are written and read
+by the fields of the dataclass alone; a field that is None is left out.
 
 ``requires``, ``establishes`` and ``destroys`` are facts about a program: those that a pass relies on, and those that
 begin and cease to be true with it. The manager checks them before any pass runs, so that a pipeline in the wrong order

@@ -85,6 +85,9 @@ def _apply(step: Pass, program: Program, reference: Reference | None) -> Proof:
     except Exception as error:
         message = f"The pass `{step.spec()}` failed: {type(error).__name__}: {error}"
         raise InternalError(message) from error
+    lost = {bound.kind for bound in program.bounds} - {bound.kind for bound in after.bounds}
+    if lost:
+        raise InternalError(f"The pass `{step.spec()}` lost the bound on {listed(sorted(lost))}.")
     try:
         return _proved(after, reference)
     except UserError as error:

@@ -59,9 +59,6 @@ class StepReport:
 ReportStep = Callable[[StepReport], None]
 """Receives the report of a step."""
 
-MakeBatches = Callable[[int, int, int, int], Iterator[Batch]]
-"""``batches(rank, world_size, seed, start_step)`` of a model file."""
-
 
 def train(
     engine: Engine,

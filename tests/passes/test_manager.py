@@ -138,6 +138,12 @@ def test_a_pass_that_breaks_the_program_is_named() -> None:
         manager.run(mlp(blocks=1), passes)
 
 
+def test_a_pass_that_loses_a_bound_is_named() -> None:
+    passes = [*for_stage(2, 2), _Break(change=lambda program: replace(program, bounds=()))]
+    with pytest.raises(InternalError, match="The pass `break` lost the bound on full_gradients"):
+        manager.run(mlp(blocks=1), passes)
+
+
 def test_no_pass_is_blamed_for_what_was_broken_before() -> None:
     broken = _without_waits(manager.run(mlp(blocks=1), for_stage(0, 2)))
     with pytest.raises(VerificationError) as caught:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from tests.support.programs import mlp
+from zeroir.ir.bounds import AheadBound, BoundKind
 from zeroir.ir.mesh import STREAMS, Axis, Mesh
 from zeroir.ir.ops import OptimizerStep
 from zeroir.ir.program import Program
@@ -60,6 +61,12 @@ def with_result(**changes: object) -> Program:
         (lambda: with_result(shape=(2**40, 2**40), stride=(1, 1)), "more than 281,474,976,710,656"),
         (lambda: with_result(stride=()), "2 sizes and 0 strides"),
         (lambda: with_result(stride=(-1, 1)), "a stride below 0"),
+        (
+            lambda: replace(
+                PROGRAM, bounds=(AheadBound(kind=BoundKind.FULL_GRADIENTS, ahead=2**70),)
+            ),
+            "the bound on full_gradients lets more than",
+        ),
     ],
 )
 def test_what_is_beyond_a_limit_is_refused(spoilt: Callable[[], Program], words: str) -> None:

@@ -52,12 +52,6 @@ class Lifetimes:
             start += len(section.body) + 2
         return lifetimes
 
-    def may_meet(self, a: int, b: int) -> bool:
-        """Whether some order of ops that the program allows has both lives live at once."""
-        if a > b:
-            a, b = b, a
-        return self.free_from[self.streams[b]][a] > self.firsts[b]
-
     def is_before(self, a: int, b: int) -> bool:
         """Whether the first life has surely ended when the second begins."""
         return self.free_from[self.streams[b]][a] <= self.firsts[b]

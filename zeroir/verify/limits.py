@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Iterator
 
 from zeroir.ir import limits, ops
+from zeroir.ir.bounds import AheadBound
 from zeroir.ir.program import Program
 from zeroir.ir.segment import Segment, TensorType
 from zeroir.verify.context import Findings
@@ -83,9 +84,12 @@ def _sizes(program: Program) -> Iterator[str]:
         yield from _numel(f"buffer %{buffer.name}", buffer.numel)
         if buffer.offset is not None and buffer.offset > limits.MOST_BYTES:
             yield f"buffer %{buffer.name} stands at byte {buffer.offset:,}, beyond {limits.MOST_BYTES:,}"
-    bound = [(binding.buffer, binding.shape) for binding in program.inputs]
-    bound += [(binding.buffer, binding.shape) for binding in program.module_buffers]
-    for name, shape in bound:
+    for bound in program.bounds:
+        if isinstance(bound, AheadBound) and bound.ahead > limits.MOST_ITEMS:
+            yield f"the bound on {bound.kind.value} lets more than {limits.MOST_ITEMS:,} groups run ahead"
+    bindings = [(binding.buffer, binding.shape) for binding in program.inputs]
+    bindings += [(binding.buffer, binding.shape) for binding in program.module_buffers]
+    for name, shape in bindings:
         yield from _shape(f"what is bound to %{name}", shape)
     for segment in program.segments:
         yield from _segment(segment)
