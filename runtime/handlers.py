@@ -234,6 +234,14 @@ def _prepare_locally(
                 padding=_padding(op.param, memory, local_ranks.program),
             )
             return partial(optim.update, op.algorithm, operands)
+        case ops.Average():
+            return partial(
+                numerics.average,
+                memory.region(op.param),
+                memory.region(op.average),
+                op.decay,
+                _region(memory, op.skip),
+            )
         case ops.UpdateScale():
             return partial(
                 numerics.update_scale,

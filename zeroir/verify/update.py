@@ -331,12 +331,20 @@ def _check_scalars(run: SectionRun, op: ops.OptimizerStep) -> None:
                 f"optimizer_step reads {spell(region, run.program)}, which the step has overwritten",
                 region.buffer,
             )
-    if op.skip is None:
-        if run.decided.get(number, False):
-            run.fail("Z405", "optimizer_step ignores the decision to skip", op.param.buffer)
-    elif _decision(run, op.skip, "skip") != number:
+    check_skip(run, op, op.skip, number if run.decided.get(number, False) else None)
+
+
+def check_skip(
+    run: SectionRun, op: ops.OptimizerStep | ops.Average, skip: Region | None, decision: int | None
+) -> None:
+    """An op of the update follows the decision to skip, of this number, if one was taken."""
+    name = ops.op_name(type(op))
+    if skip is None:
+        if decision is not None:
+            run.fail("Z405", f"{name} ignores the decision to skip", op.param.buffer)
+    elif decision is None or _decision(run, skip, "skip") != decision:
         run.fail(
             "Z405",
-            f"optimizer_step reads {spell(op.skip, run.program)}, which is not this step's decision",
-            op.skip.buffer,
+            f"{name} reads {spell(skip, run.program)}, which is not this step's decision",
+            skip.buffer,
         )
