@@ -94,9 +94,9 @@ def check_model(
     Compared are the losses of every rank and step, and at the end the parameters, their moving averages and every
     rank's module buffers (running statistics); they must be equal bit for bit. With clipping, whose norm the program
     adds up shard by shard, they may differ by 64 roundings of FP32, or one of the 16-bit dtype, for each step. With
-    other kernels than eager ones only the losses are compared, with the same tolerance: an optimizer that uses signs turns the rounding of a
-    gradient near zero into a full update. The comparison ends, not equal, with the first step whose loss is infinite or
-    NaN in the reference.
+    other kernels than eager ones only the losses are compared, with the same tolerance: an optimizer that uses signs
+    turns the rounding of a gradient near zero into a full update. The comparison ends, not equal, with the first step
+    whose loss is infinite or NaN in the reference.
     """
     from zeroir.torch_ops.globals import torch_globals_kept
 

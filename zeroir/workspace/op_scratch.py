@@ -55,7 +55,7 @@ def scratch_bytes(program: Program, op: Op, *, kernels: str = EAGER) -> int:
             return 0
         case ops.Average():
             chunk = 4 * min(op.average.local_numel(program.mesh), AVERAGED_CHUNK_NUMEL)
-            return chunk if op.skip is None else 2 * chunk + SCALAR_BYTES
+            return SCALAR_BYTES + (chunk if op.skip is None else 2 * chunk)
         case _:
             assert_never(op)
 
