@@ -40,8 +40,8 @@ class Micro(StrEnum):
 class FlatContent:
     """Elements of a flat: parameters, master weights, gradients, averages, or an optimizer state such as ``exp_avg``.
 
-    ``version`` counts the updates since the step began (parameters, masters, averages, states). ``reduced`` names the mesh
-    axes over which a gradient has been summed, in mesh order, and ``micro`` the micro-steps it holds. Padding, the
+    ``version`` counts the updates since the step began (parameters, masters, averages, states). ``reduced`` names the
+    mesh axes over which a gradient has been summed, in mesh order, and ``micro`` the micro-steps it holds. Padding, the
     elements of a flat that belong to no parameter, is zero in every quantity.
     """
 

@@ -10,7 +10,7 @@ from zeroir.verify import algebra
 from zeroir.verify.context import spell
 from zeroir.verify.descriptions import describe
 from zeroir.verify.domain import POISON, Cover, Elements, FlatKey, Value, cut
-from zeroir.verify.update import Stepped, check_skip
+from zeroir.verify.update import check_skip, stepped
 
 if TYPE_CHECKING:
     from zeroir.verify.interpreter import SectionRun
@@ -53,7 +53,8 @@ def average(run: SectionRun, op: ops.Average) -> None:
                     advice=f"Give it {describe(expected)}.",
                 )
         elements = Cover(key.flat, value.shift + a, value.strides, b - a)
-        run.averages.append(Stepped(elements, (key.quantity, op.decay), run.line))
+        for start, stop, slot in run.layout.covered(elements):
+            run.averages.append(stepped(run, slot, start, stop, (key.quantity, op.decay)))
         new = FlatKey(EMA, key.flat, 1)
         written.append((a, b, Elements(new, value.shift, value.strides)))
     run.memory.write(op.average, written)

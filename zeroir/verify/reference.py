@@ -12,7 +12,6 @@ from zeroir.ir.contents import Content, NamedContent
 from zeroir.ir.effects import effects
 from zeroir.ir.program import LAST_MICRO_STEP, UPDATE, Program
 from zeroir.verify.domain import Elements, Zero
-from zeroir.verify.flat_layout import FlatLayout
 from zeroir.verify.interpreter import SectionRun
 from zeroir.verify.update import NORM_ORDER, Stepped
 
@@ -41,7 +40,7 @@ def mismatches(
     yield from _sums(runs, expected)
     yield from _named_values(program, runs, reference, expected)
     yield from _settings(runs, expected)
-    yield from _optimizer_steps(program, runs, reference, expected)
+    yield from _optimizer_steps(runs, expected)
 
 
 def _header(program: Program, reference: Program) -> Iterator[Mismatch]:
@@ -61,6 +60,13 @@ def _header(program: Program, reference: Program) -> Iterator[Mismatch]:
         yield Mismatch(
             f"a step has {counts[0]} micro-steps, in the logical program {counts[1]}",
             advice=_CHANGE_BOTH,
+        )
+    groups = [
+        [(g.name, g.algorithm, g.lr, g.hyper) for g in p.groups] for p in (program, reference)
+    ]
+    if groups[0] != groups[1]:
+        yield Mismatch(
+            "the optimizer has other groups than in the logical program", advice=_CHANGE_BOTH
         )
     seeds = [
         {(b.holds, b.numel) for b in p.buffers if b.role is Role.RNG} for p in (program, reference)
@@ -238,18 +244,16 @@ _Steps = Mapping[str, Sequence[_ParameterStep]]
 """The steps of each parameter, by its name."""
 
 
-def _optimizer_steps(
-    program: Program, runs: Runs, reference: Program, expected: Runs
-) -> Iterator[Mismatch]:
+def _optimizer_steps(runs: Runs, expected: Runs) -> Iterator[Mismatch]:
     """The algorithm and the hyper-parameters of each element's optimizer step, and the decay of its average."""
     yield from _differing(
-        _steps(program, {name: run.steps for name, run in runs.items()}),
-        _steps(reference, {name: run.steps for name, run in expected.items()}),
+        _steps({name: run.steps for name, run in runs.items()}),
+        _steps({name: run.steps for name, run in expected.items()}),
         "updated by another algorithm or other hyper-parameters",
     )
     yield from _differing(
-        _steps(program, {name: run.averages for name, run in runs.items()}),
-        _steps(reference, {name: run.averages for name, run in expected.items()}),
+        _steps({name: run.averages for name, run in runs.items()}),
+        _steps({name: run.averages for name, run in expected.items()}),
         "averaged with another decay",
     )
 
@@ -267,19 +271,16 @@ def _differing(steps: _Steps, expected_steps: _Steps, treated: str) -> Iterator[
             )
 
 
-def _steps(program: Program, stepped: Mapping[str, Sequence[Stepped]]) -> _Steps:
+def _steps(stepped: Mapping[str, Sequence[Stepped]]) -> _Steps:
     """The steps of each parameter in the order of its elements; adjoining ones with one setting are one.
 
     ``stepped`` are the steps of each section.
     """
-    layout = FlatLayout(program)
     steps: dict[str, list[_ParameterStep]] = {}
     for section, section_steps in stepped.items():
-        for step in section_steps:
-            for a, b, slot in layout.covered(step.elements):
-                start, stop = a - slot.offset, b - slot.offset
-                own = _ParameterStep(start, stop, step.setting, section, step.line)
-                steps.setdefault(slot.name, []).append(own)
+        for name, start, stop, setting, line in section_steps:
+            own = _ParameterStep(start, stop, setting, section, line)
+            steps.setdefault(name, []).append(own)
     return {name: _joined(sorted(own, key=lambda s: s[:2])) for name, own in steps.items()}
 
 
