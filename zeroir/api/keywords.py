@@ -36,6 +36,7 @@ class CompileKeywords(TypedDict, total=False):
     eps: float
     weight_decay: float | None
     clip: float | None
+    ema: float | None
     prefetch: int
     prefetch_budget: str | None
     unshard: str | Sequence[str]
@@ -59,6 +60,7 @@ class EstimateKeywords(TypedDict, total=False):
     optimizer: Optimizer
     precision: Precision
     master: bool
+    ema: bool
     layers: int | None
     hidden: int | None
     heads: int | None

@@ -13,7 +13,7 @@ from zeroir.frontend.module_tensors import TensorInfo
 from zeroir.frontend.segment_calls import GradientSink, SegmentCall
 from zeroir.frontend.update import scalars, update_body
 from zeroir.ir.buffers import Buffer, Region, Role, Space
-from zeroir.ir.contents import FlatContent, Micro
+from zeroir.ir.contents import EMA, FlatContent, Micro
 from zeroir.ir.dtypes import DType
 from zeroir.ir.layout import Parameter, layout
 from zeroir.ir.mesh import Axis, Mesh
@@ -153,7 +153,7 @@ def _slots(group: Sequence[TensorInfo]) -> tuple[tuple[Slot, ...], int]:
 
 
 def _state_buffers(flats: Sequence[Flat], options: CompileOptions) -> list[Buffer]:
-    """Parameters, gradients, master weights and optimizer states of one device."""
+    """Parameters, gradients, master weights, optimizer states and averages of one device."""
     buffers: list[Buffer] = []
 
     def add(flat: Flat, suffix: str, dtype: DType, role: Role, content: FlatContent | None) -> None:
@@ -187,6 +187,8 @@ def _state_buffers(flats: Sequence[Flat], options: CompileOptions) -> list[Buffe
                 add(flat, "grad32", DType.F32, Role.STAGING, None)
         for state in options.optimizer.state_names:
             add(flat, state, DType.F32, Role.STATE, holds(flat, state))
+        if options.ema is not None:
+            add(flat, EMA, DType.F32, Role.STATE, holds(flat, EMA))
     return buffers
 
 
