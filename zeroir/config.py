@@ -519,6 +519,14 @@ def make_options(
         raise UserError(explain_validation(error)) from None
 
 
+def make_given_options(values: Mapping[str, object]) -> GivenOptions:
+    """Validate each option by itself; UserError as for ``make_options``."""
+    try:
+        return GivenOptions.model_validate(dict(values))
+    except ValidationError as error:
+        raise UserError(explain_validation(error)) from None
+
+
 def options_from_pairs(pairs: Iterable[tuple[str, str]]) -> CompileOptions:
     """The inverse of ``CompileOptions.to_pairs``; UserError as for ``make_options``."""
     try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -11,6 +11,7 @@ from zeroir.deepspeed.model import FP16, ZeroOptimization
 from zeroir.deepspeed.optimizers import IMPLEMENTATION_PARAMS, optimizer_options
 from zeroir.deepspeed.read import Reading, read
 from zeroir.errors import UserError
+from zeroir.ir.limits import MOST_BYTES
 from zeroir.schedules import DEEPSPEED_SCHEDULES, make_schedule
 
 _ELEMENT_BYTES: Final = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -35,11 +36,11 @@ def translate(
     *,
     given: Mapping[str, object],
     world_size: int,
-    example_batch_size: Callable[[], int],
+    example_batch_size: int,
 ) -> Translation:
     """The options that a configuration amounts to beside those that are ``given`` elsewhere, which win.
 
-    ``example_batch_size`` returns the number of samples of the model's example batch.
+    ``example_batch_size`` is the number of samples of the model's example batch.
 
     Raises:
         UserError: on an unknown key, a wrong value, or a key that cannot be honoured.
@@ -52,7 +53,7 @@ def translate(
     translator.communication(stage)
     translator.optimizer()
     translator.schedule()
-    sizes = translator.batch_sizes(world_size, example_batch_size())
+    sizes = translator.batch_sizes(world_size, example_batch_size)
     return Translation(
         options=translator.options,
         origins=translator.origins,
@@ -174,7 +175,7 @@ class _Translator:
         """A limit in bytes from one in elements; an absent key leaves zeroir's default."""
         if self.is_given(name):
             size = _ELEMENT_BYTES[self.reading.precision]
-            self.set(option, numel * size, f"zero_optimization.{name}")
+            self.set(option, min(numel * size, MOST_BYTES), f"zero_optimization.{name}")
 
     def parameters(self) -> None:
         """What stage 3 gathers ahead, and keeps."""
@@ -186,12 +187,12 @@ class _Translator:
         elif (self.is_given(prefetch) or self.is_given(most)) and not ahead:
             numel = min(zero.stage3_prefetch_bucket_size, zero.stage3_max_live_parameters)
             key = prefetch if numel == zero.stage3_prefetch_bucket_size else most
-            option, value = ("prefetch_bytes", numel * size) if numel else ("prefetch", 0)
+            option, value = ("prefetch_bytes", min(numel * size, MOST_BYTES)) if numel else ("prefetch", 0)
             self.set(option, value, f"zero_optimization.{key}")
         if self.is_given("stage3_max_reuse_distance") and zero.stage3_max_reuse_distance:
             self.set(
                 "unshard_bytes",
-                zero.stage3_max_reuse_distance * size,
+                min(zero.stage3_max_reuse_distance * size, MOST_BYTES),
                 "zero_optimization.stage3_max_reuse_distance",
             )
 
