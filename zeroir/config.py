@@ -136,6 +136,15 @@ class CompileOptions(BaseModel):
         float | None,
         Field(gt=0, description="Largest global L2 norm of the gradient. [default: no clipping]"),
     ] = None
+    ema: Annotated[
+        float | None,
+        Field(
+            ge=0,
+            lt=1,
+            description="Decay of an exponential moving average of the weights, such as 0.999, which is kept beside "
+            "them. [default: no average]",
+        ),
+    ] = None
 
     prefetch: Annotated[
         int,

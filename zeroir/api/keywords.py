@@ -38,6 +38,7 @@ class CompileKeywords(TypedDict, total=False):
     group: str | Sequence[str] | Mapping[str, Mapping[str, object]]
     no_decay: bool
     clip: float | None
+    ema: float | None
     prefetch: int
     prefetch_budget: str | None
     unshard: str | Sequence[str]
@@ -61,6 +62,7 @@ class EstimateKeywords(TypedDict, total=False):
     optimizer: Optimizer
     precision: Precision
     master: bool
+    ema: bool
     layers: int | None
     hidden: int | None
     heads: int | None

@@ -14,7 +14,7 @@ from zeroir.frontend.parameter_groups import algorithms, declared_groups, parame
 from zeroir.frontend.segment_calls import GradientSink, SegmentCall
 from zeroir.frontend.update import scalars, update_body
 from zeroir.ir.buffers import Buffer, Region, Role, Space
-from zeroir.ir.contents import FlatContent, Micro
+from zeroir.ir.contents import EMA, FlatContent, Micro
 from zeroir.ir.dtypes import DType
 from zeroir.ir.layout import Parameter, layout
 from zeroir.ir.mesh import Axis, Mesh
@@ -174,7 +174,7 @@ def _parameter(info: TensorInfo) -> Parameter:
 def _state_buffers(
     flats: Sequence[Flat], options: CompileOptions, algorithm_of: Mapping[str, Algorithm]
 ) -> list[Buffer]:
-    """Parameters, gradients, master weights and optimizer states of one device."""
+    """Parameters, gradients, master weights and optimizer states and averages of one device."""
     buffers: list[Buffer] = []
 
     def add(flat: Flat, suffix: str, dtype: DType, role: Role, content: FlatContent | None) -> None:
@@ -208,6 +208,8 @@ def _state_buffers(
                 add(flat, "grad32", DType.F32, Role.STAGING, None)
         for state in algorithm_of[flat.slots[0].name].state_names:
             add(flat, state, DType.F32, Role.STATE, holds(flat, state))
+        if options.ema is not None:
+            add(flat, EMA, DType.F32, Role.STATE, holds(flat, EMA))
     return buffers
 
 

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from zeroir.config import CompileOptions
 from zeroir.frontend.parameter_groups import ParameterGroup
 from zeroir.ir.buffers import Buffer, Region, Role, Space
-from zeroir.ir.contents import NamedContent
+from zeroir.ir.contents import EMA, MASTER, PARAM, NamedContent
 from zeroir.ir.dtypes import DType
 from zeroir.ir.mesh import COMPUTE
 from zeroir.ir.ops import (
     Alloc,
+    Average,
     Cast,
     CheckFinite,
     Decide,
@@ -122,6 +123,7 @@ def _update(
     is_summed = options.micro_steps > 1
     is_widened = is_low and not is_summed
     wide = _whole(flat, "grad32")
+    trained = _whole(flat, MASTER if is_low else PARAM)
     ops: list[Op] = []
     if is_widened:
         ops += [
@@ -140,7 +142,7 @@ def _update(
     ops.append(
         OptimizerStep(
             algorithm=algorithm,
-            param=_whole(flat, "master" if is_low else "param"),
+            param=trained,
             grad=wide if is_widened else gradient,
             states=tuple(_whole(flat, state) for state in algorithm.state_names),
             step=_first("step"),
@@ -153,6 +155,16 @@ def _update(
             stream=COMPUTE,
         )
     )
+    if options.ema is not None:
+        ops.append(
+            Average(
+                param=trained,
+                average=_whole(flat, EMA),
+                decay=options.ema,
+                skip=skip,
+                stream=COMPUTE,
+            )
+        )
     if is_low:
         ops.append(
             Cast(source=_whole(flat, "master"), destination=_whole(flat, "param"), stream=COMPUTE)
