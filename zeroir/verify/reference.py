@@ -61,9 +61,7 @@ def _header(program: Program, reference: Program) -> Iterator[Mismatch]:
             f"a step has {counts[0]} micro-steps, in the logical program {counts[1]}",
             advice=_CHANGE_BOTH,
         )
-    groups = [
-        [(g.name, g.algorithm, g.lr, g.hyper) for g in p.groups] for p in (program, reference)
-    ]
+    groups = [[(group.name, group.algorithm) for group in p.groups] for p in (program, reference)]
     if groups[0] != groups[1]:
         yield Mismatch(
             "the optimizer has other groups than in the logical program", advice=_CHANGE_BOTH
