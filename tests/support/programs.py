@@ -694,6 +694,8 @@ def mlp(
                 name="default",
                 algorithm=made.algorithm,
                 intervals=tuple((home.name, 0, home.padded_numel) for home in flats),
+                lr="lr",
+                hyper="hyper",
             ),
         ),
         loss="loss",

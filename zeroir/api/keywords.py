@@ -6,7 +6,7 @@ keyword accepts more than the field where a plain string or a list will do, too.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, TypedDict
 
 from zeroir.config import Precision
@@ -36,6 +36,8 @@ class CompileKeywords(TypedDict, total=False):
     beta2: float
     eps: float
     weight_decay: float | None
+    group: str | Sequence[str] | Mapping[str, Mapping[str, object]]
+    no_decay: bool
     clip: float | None
     ema: float | None
     prefetch: int

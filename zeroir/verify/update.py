@@ -277,7 +277,7 @@ def _apply_settings(
             run.steps.append(stepped(run, slot, start, stop, settings[op.group]))
         return
     for start, stop, group, slot in run.layout.grouped(elements):
-        if group in settings:
+        if group is not None and group in settings:
             run.steps.append(stepped(run, slot, start, stop, settings[group]))
             continue
         run.fail(
@@ -308,7 +308,7 @@ def _check_places(
     flat: str,
     resting: PieceList,
 ) -> None:
-    """A step of several groups finds the group of an element by its place, so the buffer must hold what it rests with."""
+    """A step of several groups finds the group of an element by its place in the buffer at rest."""
     for _, _, expected in cut(resting, *interval):
         is_there = (
             isinstance(expected, Elements)
