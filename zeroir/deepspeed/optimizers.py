@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -54,6 +54,9 @@ class SGDParams(OptimizerParams):
     dampening: Rate = 0.0
     weight_decay: Rate = 0.0
     nesterov: bool = False
+
+
+_Params = TypeVar("_Params", bound=OptimizerParams)
 
 
 def optimizer_options(kind: str, params: Mapping[str, object]) -> dict[str, tuple[object, str]]:
@@ -119,7 +122,7 @@ IMPLEMENTATION_PARAMS: Final = {
 """Parameters that choose among implementations of equal results, so that they have no meaning here."""
 
 
-def _validated[P: OptimizerParams](model: type[P], kind: str, params: Mapping[str, object]) -> P:
+def _validated(model: type[_Params], kind: str, params: Mapping[str, object]) -> _Params:
     for key in params:
         if key not in model.model_fields:
             nearest = difflib.get_close_matches(key, model.model_fields, n=1)

@@ -120,7 +120,7 @@ class _Translator:
 
     def loss_scaling(self, block: FP16) -> None:
         """The scaler's keys, of which a static scale needs none but itself."""
-        if block.loss_scale:
+        if block.loss_scale or "loss_scale" in self.given:
             self.set("loss_scale", block.loss_scale, "fp16.loss_scale")
             return
         self.set("initial_loss_scale", 2.0**block.initial_scale_power, "fp16.initial_scale_power")
@@ -203,7 +203,9 @@ class _Translator:
     def optimizer(self) -> None:
         """``optimizer`` and ``gradient_clipping``."""
         block = self.reading.configuration.optimizer
-        if block is not None:
+        if block is not None and "optimizer" in self.given:
+            self.notes.append(f"optimizer: replaced by optimizer={self.given['optimizer']}.")
+        elif block is not None:
             for option, (value, key) in optimizer_options(block.type, block.params).items():
                 self.set(option, value, key)
             names = [key for key in block.params if key in IMPLEMENTATION_PARAMS]
