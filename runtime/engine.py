@@ -180,11 +180,17 @@ class Engine:
         """A buffer of this rank; it is not a copy."""
         return self._memory.buffer(name)
 
-    def full_parameters(self) -> dict[str, Tensor]:
-        """Every parameter by name, whole, FP32 where the program has masters. All ranks call this together."""
+    def full_parameters(self, *, ema: bool = False) -> dict[str, Tensor]:
+        """Every parameter by name, whole, FP32 where the program has masters. All ranks call this together.
+
+        With ``ema`` these are the moving averages of ``--ema``; frozen parameters are themselves.
+
+        Raises:
+            UserError: with ``ema``, where the program keeps no averages.
+        """
         with self._executor.entered():
             self._executor.finish()
-            return state.full_parameters(self.program, [self._memory], self.job.comm)
+            return state.full_parameters(self.program, [self._memory], self.job.comm, ema=ema)
 
     def full_state(self) -> dict[tuple[str, str], Tensor]:
         """Parameters, masters and optimizer states, whole, by (flat, quantity). All ranks call this together."""

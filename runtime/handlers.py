@@ -223,6 +223,14 @@ def _prepare_locally(
             )
         case ops.OptimizerStep():
             return _prepare_update(op, memory, local_ranks.program)
+        case ops.Average():
+            return partial(
+                numerics.average,
+                memory.region(op.param),
+                memory.region(op.average),
+                op.decay,
+                _region(memory, op.skip),
+            )
         case ops.UpdateScale():
             return partial(
                 numerics.update_scale,

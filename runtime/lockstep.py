@@ -94,10 +94,15 @@ class Lockstep:
         memory = self._memories[rank]
         return {b.name: memory.buffer(b.name) for b in self.program.buffers if b.is_persistent}
 
-    def full_parameters(self) -> dict[str, Tensor]:
-        """Every parameter by name, whole, FP32 masters where there are some."""
+    def full_parameters(self, *, ema: bool = False) -> dict[str, Tensor]:
+        """Every parameter by name, whole, FP32 masters where there are some; with ``ema`` the moving averages.
+
+        Raises:
+            UserError: with ``ema``, where the program keeps no averages.
+        """
         self._executor.finish()
-        return state.full_parameters(self.program, self._memories, self._local_ranks.comm)
+        comm = self._local_ranks.comm
+        return state.full_parameters(self.program, self._memories, comm, ema=ema)
 
     def full_state(self) -> dict[tuple[str, str], Tensor]:
         """Parameters, masters and optimizer states by (flat, quantity), whole, without the padding at the end.

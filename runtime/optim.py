@@ -1,8 +1,8 @@
 """Element-wise optimizers over flat shards: torch's fused kernels, which divide the gradient and can skip a step.
 
-One call updates the elements of one group in a region, piece by piece. The kernels divide the gradient by their argument ``grad_scale``, so unscaling, averaging
-over ranks and clipping need no pass of their own; they also store the divided gradient. Where ``found_inf`` is 1 they
-change nothing.
+One call updates the elements of one group in a region, piece by piece. The kernels divide the gradient by their
+argument ``grad_scale``, so unscaling, averaging over ranks and clipping need no pass of their own; they also store the
+divided gradient. Where ``found_inf`` is 1 they change nothing.
 """
 
 from __future__ import annotations

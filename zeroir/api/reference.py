@@ -52,6 +52,9 @@ class EagerReplicas:
             for name, parameter in module.named_parameters()
             if parameter.dtype.is_floating_point
         }
+        self._averages = {
+            name: values.clone() for name, values in self.masters.items() if options.ema is not None
+        }
         for replica in self.replicas:
             apply_precision(replica, options.precision, options.keep_fp32)
         self._shapes = {name: p.shape for name, p in module.named_parameters()}
@@ -89,6 +92,14 @@ class EagerReplicas:
             name: self._master(name) if name in self._trained else parameter.detach()
             for name, parameter in self.replicas[0].named_parameters()
             if parameter.numel()
+        }
+
+    def averages(self) -> dict[str, Tensor]:
+        """The moving averages of the trained parameters by name; none without the option ``ema``."""
+        return {
+            name: average[: self._shapes[name].numel()].view(self._shapes[name])
+            for name, average in self._averages.items()
+            if name in self._trained and self._shapes[name].numel()
         }
 
     def _master(self, name: str) -> Tensor:
@@ -152,6 +163,12 @@ class EagerReplicas:
         ):
             parameter.grad = _padded(gradients[name].float() / divisor)
         self._optimizer.step()
+        if self._options.ema is not None:
+            decay = self._options.ema
+            for name in self._trained:
+                # As torch.optim.swa_utils.get_ema_avg_fn has it.
+                average = decay * self._averages[name] + (1 - decay) * self.masters[name]
+                self._averages[name] = average
         with torch.no_grad():
             for replica in self.replicas:
                 for name, parameter in replica.named_parameters():

@@ -433,6 +433,27 @@ class OptimizerStep(Update):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Average(Update):
+    """Move the moving average of parameters one step: ``average`` × decay + ``param`` × (1 − decay).
+
+    Both are f32 of one numel, and ``param`` are the parameters that this step's ``optimizer_step`` left. Each of the
+    three operations rounds by itself, as in ``torch.optim.swa_utils.get_ema_avg_fn``. Where ``skip`` is 1 nothing
+    changes.
+    """
+
+    syntax = "{param} -> {average} [skip={skip}] | decay={decay}"
+    participle = "averaged"
+    same_elements = ("param", "average")
+
+    param: Read[Region]
+    average: Accumulated[Region]
+    decay: Attribute[float]
+    stream: StreamName[str]
+    skip: Read[Region] | None = None
+    event: Signalled[str] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateScale(Update):
     """Dynamic loss scaling: ``state`` is f32[3] = (scale, steps since the last change, hysteresis left).
 
@@ -512,7 +533,7 @@ class Store(Transfer):
 MemoryOp = Alloc | Release
 CollectiveOp = AllGather | Prefetch | ReduceScatter | AllReduce | Broadcast
 ElementwiseOp = Cast | Fill | Scale
-UpdateOp = GradNorm | CheckFinite | Decide | OptimizerStep | UpdateScale
+UpdateOp = GradNorm | CheckFinite | Decide | OptimizerStep | Average | UpdateScale
 TransferOp = ToHost | ToDevice | Load | Store
 Op = MemoryOp | CollectiveOp | Wait | Compute | ElementwiseOp | UpdateOp | TransferOp
 """Every op there is. Handle it with ``match`` over kinds or ops, and ``assert_never``."""

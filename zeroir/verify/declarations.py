@@ -227,11 +227,10 @@ def _groups(program: Program) -> Problems:
             elif not 0 <= start <= stop <= flat.padded_numel:
                 yield "Z003", f"group {group.name} goes beyond flat {name}"
             elif start % PARAMETER_ALIGNMENT_NUMEL or stop % PARAMETER_ALIGNMENT_NUMEL:
-                yield (
-                    "Z003",
-                    f"group {group.name} cuts {name}[{start}:{stop}] off the {PARAMETER_ALIGNMENT_NUMEL} elements "
-                    "that kernels take at a time, which changes the rounding",
-                )
+                cut = f"group {group.name} cuts {name}[{start}:{stop}] off the"
+                numel = PARAMETER_ALIGNMENT_NUMEL
+                what = f"{cut} {numel} elements that kernels take at a time"
+                yield "Z003", f"{what}, which changes the rounding"
             intervals.append((name, start, stop, group.name))
     intervals.sort()
     for (name, _, stop, group_name), (next_name, start, _, next_group) in pairwise(intervals):

@@ -118,6 +118,8 @@ class _Checker:
                 yield from self._decide(op)
             case ops.OptimizerStep():
                 yield from self._optimizer_step(op)
+            case ops.Average():
+                yield from self._average(op)
             case ops.UpdateScale():
                 yield from self._scalar(op, "skip", op.skip, DType.F32)
                 if self._numel(op.state) != 3 or self._dtype(op.state) is not DType.F32:
@@ -435,6 +437,16 @@ class _Checker:
             if settings.group in named:
                 yield "Z403", f"optimizer_step has settings for group {settings.group} twice"
             named.add(settings.group)
+
+    def _average(self, op: ops.Average) -> Iterator[Problem]:
+        yield from self._alike(op, ("Z005", "Z004", "Z006"), op.param, op.average)
+        dtype = self._dtype(op.average)
+        if dtype is not DType.F32:
+            yield "Z004", f"average changes {self._spell(op.average)} of {dtype}: it needs f32"
+        yield from self._in_memory(op, op.param)
+        yield from self._scalar(op, "skip", op.skip, DType.F32)
+        if not 0 <= op.decay <= 1:
+            yield "Z005", f"average has a decay of {op.decay}, which is not from 0 to 1"
 
     def _transfer(self, op: ops.TransferOp) -> Iterator[Problem]:
         for region, space in ((op.source, op.from_space), (op.destination, op.to_space)):

@@ -274,11 +274,11 @@ def _apply_settings(
     """Record with which settings each element is updated: those of its group."""
     if not run.shared.groups:
         for start, stop, slot in run.layout.covered(elements):
-            _record(run, slot, start, stop, settings[op.group])
+            run.steps.append(stepped(run, slot, start, stop, settings[op.group]))
         return
     for start, stop, group, slot in run.layout.grouped(elements):
-        if group in settings:
-            _record(run, slot, start, stop, settings[group])
+        if group is not None and group in settings:
+            run.steps.append(stepped(run, slot, start, stop, settings[group]))
             continue
         run.fail(
             "Z403",
@@ -308,7 +308,7 @@ def _check_places(
     flat: str,
     resting: PieceList,
 ) -> None:
-    """A step of several groups finds the group of an element by its place, so the buffer must hold what it rests with."""
+    """A step of several groups finds the group of an element by its place in the buffer at rest."""
     for _, _, expected in cut(resting, *interval):
         is_there = (
             isinstance(expected, Elements)
@@ -327,9 +327,9 @@ def _check_places(
             return
 
 
-def _record(run: SectionRun, slot: Slot, start: int, stop: int, setting: Hashable) -> None:
-    own = Stepped(slot.name, start - slot.offset, stop - slot.offset, setting, run.line)
-    run.steps.append(own)
+def stepped(run: SectionRun, slot: Slot, start: int, stop: int, setting: Hashable) -> Stepped:
+    """Flat elements ``[start, stop)`` of a parameter, as the present op changes them."""
+    return Stepped(slot.name, start - slot.offset, stop - slot.offset, setting, run.line)
 
 
 def _check_state(
@@ -415,12 +415,20 @@ def _check_scalars(run: SectionRun, op: ops.OptimizerStep) -> None:
                 f"optimizer_step reads {spell(region, run.program)}, which the step has overwritten",
                 region.buffer,
             )
-    if op.skip is None:
-        if run.decided.get(number, False):
-            run.fail("Z405", "optimizer_step ignores the decision to skip", op.param.buffer)
-    elif _decision(run, op.skip, "skip") != number:
+    check_skip(run, op, op.skip, number if run.decided.get(number, False) else None)
+
+
+def check_skip(
+    run: SectionRun, op: ops.OptimizerStep | ops.Average, skip: Region | None, decision: int | None
+) -> None:
+    """An op of the update follows the decision to skip, of this number, if one was taken."""
+    name = ops.op_name(type(op))
+    if skip is None:
+        if decision is not None:
+            run.fail("Z405", f"{name} ignores the decision to skip", op.param.buffer)
+    elif decision is None or _decision(run, skip, "skip") != decision:
         run.fail(
             "Z405",
-            f"optimizer_step reads {spell(op.skip, run.program)}, which is not this step's decision",
-            op.skip.buffer,
+            f"{name} reads {spell(skip, run.program)}, which is not this step's decision",
+            skip.buffer,
         )
