@@ -16,7 +16,6 @@ from zeroir.errors import GraphWarning, ZeroirError, memory_for
 from zeroir.ir.program import Program
 from zeroir.ir.spans import Span
 from zeroir.runtime import initial, state
-from zeroir.runtime.batch import Batch
 from zeroir.runtime.comm.handout import ALONE, Handout
 from zeroir.runtime.comm.job import (
     DEFAULT_TIMEOUT,
@@ -33,6 +32,7 @@ from zeroir.runtime.rank_memory import RankMemory
 from zeroir.runtime.self_check import check_kernels
 from zeroir.runtime.streams import Streams, ThreadStreams
 from zeroir.runtime.trace import HostClock, SpanRecorder, StreamClock, aligned, to_bytes
+from zeroir.torch_ops.batches import Batch
 
 if TYPE_CHECKING:
     from zeroir.runtime.cuda_graphs import SectionGraphs
@@ -180,11 +180,17 @@ class Engine:
         """A buffer of this rank; it is not a copy."""
         return self._memory.buffer(name)
 
-    def full_parameters(self) -> dict[str, Tensor]:
-        """Every parameter by name, whole, FP32 where the program has masters. All ranks call this together."""
+    def full_parameters(self, *, ema: bool = False) -> dict[str, Tensor]:
+        """Every parameter by name, whole, FP32 where the program has masters. All ranks call this together.
+
+        With ``ema`` these are the moving averages of ``--ema``; frozen parameters are themselves.
+
+        Raises:
+            UserError: with ``ema``, where the program keeps no averages.
+        """
         with self._executor.entered():
             self._executor.finish()
-            return state.full_parameters(self.program, [self._memory], self.job.comm)
+            return state.full_parameters(self.program, [self._memory], self.job.comm, ema=ema)
 
     def full_state(self) -> dict[tuple[str, str], Tensor]:
         """Parameters, masters and optimizer states, whole, by (flat, quantity). All ranks call this together."""

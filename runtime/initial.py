@@ -17,7 +17,7 @@ from torch import Tensor
 
 from zeroir.errors import UserError
 from zeroir.ir.buffers import Buffer
-from zeroir.ir.contents import MASTER, PARAM
+from zeroir.ir.contents import EMA, MASTER, PARAM
 from zeroir.ir.dtypes import DType
 from zeroir.ir.layout import round_up
 from zeroir.ir.mesh import Mesh
@@ -44,9 +44,9 @@ def initialise(
 ) -> None:
     """Fill the persistent buffers of the ranks for step 0; in a job all ranks call this together.
 
-    Parameters, masters and module buffers get the module's values (masters without rounding to 16 bits), constants
-    their data, and scalars the program's values. Everything else, padding included, is zero. Without a ``handout`` this
-    process builds the module itself.
+    Parameters, masters, averages and module buffers get the module's values (masters and averages without rounding to
+    16 bits), constants their data, and scalars the program's values. Everything else, padding included, is zero.
+    Without a ``handout`` this process builds the module itself.
 
     Raises:
         UserError: where the program was compiled from another module, or the values of a rank differ from the module's.
@@ -111,7 +111,7 @@ def _tensors(program: Program) -> list[_ModuleTensor]:
     """The tensors that rank 0 sends, each with at least one element, in the same order on all ranks."""
     tensors: list[_ModuleTensor] = []
     for flat in program.flats:
-        buffers = flat_buffers(program, flat.name, (PARAM, MASTER))
+        buffers = flat_buffers(program, flat.name, (PARAM, MASTER, EMA))
         for slot in flat.slots:
             homes = [
                 _HoldingBuffer(

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from zeroir.errors import InternalError, UserError
+from zeroir.ir import ops
 from zeroir.ir.buffers import Buffer
-from zeroir.ir.contents import GRAD, MASTER, PARAM, FlatContent
+from zeroir.ir.contents import EMA, GRAD, MASTER, PARAM, FlatContent
 from zeroir.ir.layout import used_numel
 from zeroir.ir.program import Flat, Program, State
 from zeroir.runtime.comm.base import CollectiveTensors, Comm, TensorPair
@@ -23,8 +24,8 @@ def initialise_flats(
     """Fill the persistent buffers of the ranks from values by buffer name.
 
     For a buffer that holds part of a flat, the value is the whole flat, with any amount of padding at the end, and each
-    rank copies its part; for any other buffer it is the buffer's elements. Masters without a value equal the
-    parameters, scalars get the program's values, and everything else is zero.
+    rank copies its part; for any other buffer it is the buffer's elements. Masters and averages without a value
+    equal the parameters, scalars get the program's values, and everything else is zero.
 
     Raises:
         UserError: where the program has no buffer of such a name.
@@ -37,7 +38,7 @@ def initialise_flats(
     for buffer in program.buffers:
         value = initial.get(buffer.name)
         content = buffer.holds
-        if value is None and isinstance(content, FlatContent) and content.quantity == MASTER:
+        if value is None and isinstance(content, FlatContent) and content.quantity in (MASTER, EMA):
             params = flat_buffers(program, content.flat, (PARAM,))
             value = initial.get(params[0][0].name) if params else None
         if value is None:
@@ -150,11 +151,23 @@ def establish(program: Program, ranks: Sequence[RankMemory], comm: Comm, entry: 
             target.copy_(values[start : start + target.numel()])
 
 
-def full_parameters(program: Program, ranks: Sequence[RankMemory], comm: Comm) -> dict[str, Tensor]:
-    """Every parameter by name, whole, FP32 where the program has masters. All ranks call this together."""
+def full_parameters(
+    program: Program, ranks: Sequence[RankMemory], comm: Comm, *, ema: bool = False
+) -> dict[str, Tensor]:
+    """Every parameter by name, whole, FP32 where the program has masters. All ranks call this together.
+
+    With ``ema`` these are the moving averages; frozen parameters, which have none, are themselves.
+
+    Raises:
+        UserError: with ``ema``, where the program keeps no averages.
+    """
+    if ema and not any(isinstance(op, ops.Average) for op in program.ops()):
+        raise UserError(
+            "The program keeps no moving average of the weights: compile it with --ema 0.999, for example."
+        )
     parameters: dict[str, Tensor] = {}
     for flat in program.flats:
-        for quantity in (MASTER, PARAM):
+        for quantity in (*((EMA,) if ema else ()), MASTER, PARAM):
             full = full_flat(program, ranks, comm, flat, quantity)
             if full is not None:
                 parameters.update(parameters_of(flat, full[0]))

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from zeroir.config import CompileOptions
-from zeroir.frontend.entry import Batch, ModelFile
-from zeroir.frontend.loss_step import call_with, loss_of
+from zeroir.frontend.loss_step import loss_of
 from zeroir.frontend.precision import apply_precision, cast_floating, compute_dtype
+from zeroir.frontend.source import ModelSource
 from zeroir.ir.ops import Algorithm
 from zeroir.torch_ops import neutral_ops
+from zeroir.torch_ops.batches import Batch
 
 _ALIGNMENT_NUMEL = 64
 Seeds = Callable[[int, int, int], Tensor]
@@ -30,11 +31,12 @@ class EagerReplicas:
     """The reference. ``sites`` is the number of dropout calls in one forward."""
 
     def __init__(
-        self, model_file: ModelFile, options: CompileOptions, *, seed: int, seeds: Seeds
+        self, source: ModelSource, options: CompileOptions, *, seed: int, seeds: Seeds
     ) -> None:
         # The user's code makes each replica: a copy of one would lose hooks and other bindings to its tensors.
-        self.replicas = [_replica(model_file, seed) for _ in range(options.world_size)]
+        self.replicas = [_replica(source, seed) for _ in range(options.world_size)]
         module = self.replicas[0]
+        self._source = source
         self._options = options
         self._seeds = seeds
         mesh = options.device_mesh
@@ -49,6 +51,9 @@ class EagerReplicas:
             name: _padded(parameter.detach())
             for name, parameter in module.named_parameters()
             if parameter.dtype.is_floating_point
+        }
+        self._averages = {
+            name: values.clone() for name, values in self.masters.items() if options.ema is not None
         }
         for replica in self.replicas:
             apply_precision(replica, options.precision, options.keep_fp32)
@@ -89,6 +94,14 @@ class EagerReplicas:
             if parameter.numel()
         }
 
+    def averages(self) -> dict[str, Tensor]:
+        """The moving averages of the trained parameters by name; none without the option ``ema``."""
+        return {
+            name: average[: self._shapes[name].numel()].view(self._shapes[name])
+            for name, average in self._averages.items()
+            if name in self._trained and self._shapes[name].numel()
+        }
+
     def _master(self, name: str) -> Tensor:
         shape = self._shapes[name]
         return self.masters[name][: shape.numel()].view(shape)
@@ -96,7 +109,7 @@ class EagerReplicas:
     def _forward(self, replica: nn.Module, batch: Batch, micro_step: int, rank: int) -> Tensor:
         inputs = cast_floating(batch, compute_dtype(self._options.precision))
         with neutral_ops(self._seeds(self._step, micro_step, rank)):
-            loss = loss_of(call_with(replica, inputs)).float()
+            loss = loss_of(self._source, replica, inputs).float()
             torch.autograd.backward(loss, torch.full_like(loss, self._scale))
         return loss.detach()
 
@@ -150,6 +163,12 @@ class EagerReplicas:
         ):
             parameter.grad = _padded(gradients[name].float() / divisor)
         self._optimizer.step()
+        if self._options.ema is not None:
+            decay = self._options.ema
+            for name in self._trained:
+                # As torch.optim.swa_utils.get_ema_avg_fn has it.
+                average = decay * self._averages[name] + (1 - decay) * self.masters[name]
+                self._averages[name] = average
         with torch.no_grad():
             for replica in self.replicas:
                 for name, parameter in replica.named_parameters():
@@ -173,9 +192,9 @@ class EagerReplicas:
             self._scale = max(self._scale / 2, options.minimum_loss_scale)
 
 
-def _replica(model_file: ModelFile, seed: int) -> nn.Module:
+def _replica(source: ModelSource, seed: int) -> nn.Module:
     torch.manual_seed(seed)
-    return model_file.model()
+    return source.model()
 
 
 def _sum(parts: Sequence[Tensor]) -> Tensor:

@@ -23,6 +23,9 @@ So the bits depend on the region alone, and the scratch memory does not grow wit
 CONVERTED_CHUNK_NUMEL: Final = 1 << 18
 """Elements that are added in another dtype are converted in pieces of this number."""
 
+AVERAGED_CHUNK_NUMEL: Final = 1 << 20
+"""Elements whose moving average is computed together."""
+
 SCALAR_BYTES: Final = 32
 """No op that decides over scalars has more of them at once than this."""
 
@@ -50,6 +53,9 @@ def scratch_bytes(program: Program, op: Op, *, kernels: str = EAGER) -> int:
             return 0
         case ops.OptimizerStep():
             return 0
+        case ops.Average():
+            chunk = 4 * min(op.average.local_numel(program.mesh), AVERAGED_CHUNK_NUMEL)
+            return SCALAR_BYTES + (chunk if op.skip is None else 2 * chunk)
         case _:
             assert_never(op)
 
