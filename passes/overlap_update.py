@@ -50,7 +50,14 @@ from zeroir.passes.common import rewrite
 from zeroir.passes.common.conflicts import Touched
 
 _Movable = (
-    ops.Decide | ops.OptimizerStep | ops.Alloc | ops.Release | ops.Cast | ops.Fill | ops.AllGather
+    ops.Decide
+    | ops.OptimizerStep
+    | ops.Average
+    | ops.Alloc
+    | ops.Release
+    | ops.Cast
+    | ops.Fill
+    | ops.AllGather
 )
 
 STREAM = Stream(name="update", executor=Executor.DEVICE)
@@ -180,6 +187,8 @@ def _results(op: Op, program: Program) -> Iterator[tuple[Region, Content]]:
         case ops.OptimizerStep():
             for region in (op.param, *op.states):
                 yield from _advanced(region, program)
+        case ops.Average():
+            yield from _advanced(op.average, program)
         case ops.Cast():
             yield from _advanced(op.destination, program)
         case ops.AllGather():

@@ -18,7 +18,6 @@ from zeroir.ir.program import Program
 from zeroir.ir.spans import Span
 from zeroir.runtime import initial
 from zeroir.runtime import state as state_of_buffers
-from zeroir.runtime.batch import Batch
 from zeroir.runtime.comm.handout import ALONE, Handout
 from zeroir.runtime.comm.job import (
     DEFAULT_TIMEOUT,
@@ -37,6 +36,7 @@ from zeroir.runtime.self_check import check_kernels
 from zeroir.runtime.streams import Streams, ThreadStreams
 from zeroir.runtime.trace import HostClock, SpanRecorder, StreamClock, aligned, to_bytes
 from zeroir.runtime.whole_parameters import whole_parameters
+from zeroir.torch_ops.batches import Batch
 
 if TYPE_CHECKING:
     from zeroir.runtime.cuda_graphs import SectionGraphs
@@ -215,18 +215,21 @@ class Engine:
         return self._memory.buffer(name)
 
     @contextmanager
-    def gathered(self, name: str = "", *, masters: bool = False) -> Iterator[nn.Module]:
+    def gathered(
+        self, name: str = "", *, masters: bool = False, ema: bool = False
+    ) -> Iterator[nn.Module]:
         """Lend a module of the model, or the whole, with the present values, for reading. All ranks call this together.
 
         ``name`` is as in ``named_modules``. The module is the user's class on this rank's device; its parameters have
-        the dtypes that the program computes with, or FP32 with ``masters``, and its buffers have this rank's values. A
-        module in hand is lent in the mode, training or evaluation, that the user left it in; another one as it is
-        built. Parts of the model that are not lent stay on the meta device. At the end of the block the module's
-        memory is freed, and every use of its tensors raises a UserError.
+        the dtypes that the program computes with, or FP32 with ``masters``, and with ``ema`` the values of the moving
+        averages of ``--ema``. Its buffers have this rank's values. A module in hand is lent in the mode, training or
+        evaluation, that the user left it in; another one as it is built. Parts of the model that are not lent stay on
+        the meta device. At the end of the block the module's memory is freed, and every use of its tensors raises a
+        UserError.
 
         Raises:
-            UserError: where the model has no such module, the engine was initialised without a module, or the block
-                changed a parameter in place.
+            UserError: where the model has no such module, the engine was initialised without a module, the program
+                keeps no averages, or the block changed a parameter in place.
         """
         if self._lender is None:
             raise UserError(
@@ -235,7 +238,7 @@ class Engine:
         with self._executor.entered():
             self._executor.finish()
             loan = ExitStack()
-            module = loan.enter_context(self._lender.lent(name, masters=masters))
+            module = loan.enter_context(self._lender.lent(name, masters=masters, ema=ema))
         with loan:
             yield module
 
@@ -256,11 +259,19 @@ class Engine:
             slot, (values,) = following
             yield slot.name, values
 
-    def full_parameters(self) -> dict[str, Tensor]:
-        """Every parameter by name, whole, FP32 where the program has masters. All ranks call this together."""
+    def full_parameters(self, *, ema: bool = False) -> dict[str, Tensor]:
+        """Every parameter by name, whole, FP32 where the program has masters. All ranks call this together.
+
+        With ``ema`` these are the moving averages of ``--ema``; frozen parameters are themselves.
+
+        Raises:
+            UserError: with ``ema``, where the program keeps no averages.
+        """
         with self._executor.entered():
             self._executor.finish()
-            return state_of_buffers.full_parameters(self.program, [self._memory], self.job.comm)
+            return state_of_buffers.full_parameters(
+                self.program, [self._memory], self.job.comm, ema=ema
+            )
 
     def full_state(self) -> dict[tuple[str, str], Tensor]:
         """Parameters, masters and optimizer states, whole, by (flat, quantity). All ranks call this together."""

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from zeroir.errors import ModelWarning, UserError
 from zeroir.ir.program import Program
 from zeroir.runtime.comm.base import Comm
-from zeroir.runtime.module_values import Factory, without_parameters
+from zeroir.runtime.module_values import Factory, built_without_values
 from zeroir.runtime.named_tensors import NamedTensors, without_memory
 from zeroir.runtime.rank_memory import RankMemory
 from zeroir.runtime.whole_parameters import whole_parameters
@@ -66,7 +66,9 @@ def module_maker(source: Factory | nn.Module) -> Factory:
 
     A module in hand is copied as it is at the time of the call, and all its named tensors are on the meta device.
     """
-    return partial(_copied, source) if isinstance(source, nn.Module) else partial(_made, source)
+    if isinstance(source, nn.Module):
+        return partial(_copied, source)
+    return partial(built_without_values, source)
 
 
 def _copied(module: nn.Module) -> nn.Module:
@@ -75,13 +77,6 @@ def _copied(module: nn.Module) -> nn.Module:
         twin = twins[id(tensor)] = without_memory(tensor)
         vars(twin).update(vars(tensor))
     return copy.deepcopy(module, {**twins})
-
-
-def _made(factory: Factory) -> nn.Module:
-    try:
-        return without_parameters(factory)
-    except UserError:  # The constructor needs the values of its parameters.
-        return factory()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +95,7 @@ class Lender:
     adapt: Callable[[nn.Module], None] | None = None
 
     @contextmanager
-    def lent(self, name: str, *, masters: bool) -> Iterator[nn.Module]:
+    def lent(self, name: str, *, masters: bool, ema: bool) -> Iterator[nn.Module]:
         """See ``Engine.gathered``."""
         whole = self.make()
         module = _submodule(whole, name)
@@ -110,7 +105,7 @@ class Lender:
         wanted = {id(tensor) for tensor, _ in NamedTensors(module).names_by_tensor()}
         lent = [pair for pair in tensors.names_by_tensor() if id(pair[0]) in wanted]
         with torch.inference_mode(mode=False), torch.no_grad():
-            self._fill(tensors, lent, masters=masters)
+            self._fill(tensors, lent, masters=masters, ema=ema)
         versions = [tensor._version for tensor, _ in lent]
         try:
             yield module
@@ -133,6 +128,7 @@ class Lender:
         lent: Sequence[tuple[Tensor, tuple[str, ...]]],
         *,
         masters: bool,
+        ema: bool,
     ) -> None:
         """Give tensors, with all their names, memory and values."""
         bindings = {b.name: b for b in self.program.module_buffers if b.data is None}
@@ -150,7 +146,7 @@ class Lender:
             elif other is not None:
                 _put(tensors, tensor, other.to(device, copy=True))
         parameters = whole_parameters(
-            self.program, [self.memory], self.comm, of_slot, masters=masters
+            self.program, [self.memory], self.comm, of_slot, masters=masters, ema=ema
         )
         for slot, (values,) in parameters:
             for tensor in of_slot[slot.name]:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from zeroir.errors import ModelWarning, UserError
 from zeroir.ir.buffers import Buffer
-from zeroir.ir.contents import MASTER, PARAM
+from zeroir.ir.contents import EMA, MASTER, PARAM
 from zeroir.ir.dtypes import DType
 from zeroir.ir.layout import round_up
 from zeroir.ir.mesh import Mesh
@@ -33,8 +33,8 @@ from zeroir.runtime.module_values import (
     ModuleValues,
     StateSource,
     built,
+    built_without_values,
     free_module,
-    without_parameters,
 )
 from zeroir.runtime.rank_memory import RankMemory
 from zeroir.runtime.state import fill_scalars
@@ -60,12 +60,12 @@ def initialise(
 ) -> Mapping[str, Tensor]:
     """Fill the persistent buffers of the ranks for step 0; in a job all ranks call this together.
 
-    Parameters, masters and module buffers get the values of rank 0 (masters without rounding to 16 bits), constants
-    their data, and scalars the program's values. Everything else, padding included, is zero. Rank 0 calls the factory,
-    or reads its module in hand; a ``state`` has precedence over their values. The tensors of a module in hand are freed
-    as their values move to the buffers, on the other ranks without being read, unless ``keep_module`` says otherwise.
-    Without a ``handout`` this process is rank 0. Returns the values of the module's tensors that the program does not
-    hold, on the CPU or where the module has them; they are those of rank 0, too.
+    Parameters, masters, averages and module buffers get the values of rank 0 (masters and averages without rounding to
+    16 bits), constants their data, and scalars the program's values. Everything else, padding included, is zero. Rank 0
+    calls the factory, or reads its module in hand; a ``state`` has precedence over their values. The tensors of a
+    module in hand are freed as their values move to the buffers, on the other ranks without being read, unless
+    ``keep_module`` says otherwise. Without a ``handout`` this process is rank 0. Returns the values of the module's
+    tensors that the program does not hold, on the CPU or where the module has them; they are those of rank 0, too.
 
     Raises:
         UserError: where the program was compiled from another module, the state fails, or the values of a rank differ
@@ -107,7 +107,7 @@ def _open(
     if isinstance(source, nn.Module):
         module = source
     else:
-        module = built(source, seed) if state is None else without_parameters(source)
+        module = built(source, seed) if state is None else built_without_values(source)
     values = ModuleValues(program, module, state, is_kept=keep_module and is_in_hand)
     shared = values.shared_storage()
     if is_in_hand and shared is not None:
@@ -179,7 +179,7 @@ def _tensors(program: Program) -> list[_ModuleTensor]:
     """The tensors that rank 0 sends, each with at least one element, in the same order on all ranks."""
     tensors: list[_ModuleTensor] = []
     for flat in program.flats:
-        buffers = flat_buffers(program, flat.name, (PARAM, MASTER))
+        buffers = flat_buffers(program, flat.name, (PARAM, MASTER, EMA))
         for slot in flat.slots:
             homes = [
                 _HoldingBuffer(

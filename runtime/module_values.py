@@ -230,10 +230,11 @@ def built(factory: Factory, seed: int) -> nn.Module:
         return factory()
 
 
-def without_parameters(factory: Factory) -> nn.Module:
+def built_without_values(factory: Factory) -> nn.Module:
     """Build the user's module with its parameters on the meta device; buffers and other tensors have their values.
 
-    A parameter becomes a meta tensor when it is registered, before its values are drawn.
+    A parameter becomes a meta tensor when it is registered, before its values are drawn. Where the constructor needs
+    the values of parameters, they have them.
     """
     twins = WeakTensorKeyDictionary()
 
@@ -246,8 +247,12 @@ def without_parameters(factory: Factory) -> nn.Module:
         assert isinstance(twin, nn.Parameter)
         return twin
 
-    with torch_globals_kept(), _registration(on_meta):
-        return factory()
+    with torch_globals_kept():
+        try:
+            with _registration(on_meta):
+                return factory()
+        except Exception:  # noqa: BLE001 - building with values raises any error of the user's code again
+            return factory()
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The arithmetic of an update beside the optimizer: norms, overflow, the decision to skip, the loss scale.
+"""The arithmetic of an update beside the optimizer: norms, overflow, decisions, averages, the loss scale.
 
 Everything stays on the device; nothing waits for it.
 """
@@ -10,7 +10,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from zeroir.workspace.op_scratch import CONVERTED_CHUNK_NUMEL, SQUARES_CHUNK_NUMEL
+from zeroir.workspace.op_scratch import (
+    AVERAGED_CHUNK_NUMEL,
+    CONVERTED_CHUNK_NUMEL,
+    SQUARES_CHUNK_NUMEL,
+)
 
 
 def sum_of_squares(sources: Sequence[Tensor], destination: Tensor) -> None:
@@ -73,6 +77,23 @@ def decide(
     if skip is not None:
         skip.copy_(is_skipped)
     step.add_(1.0 - is_skipped)
+
+
+def average(param: Tensor, mean: Tensor, decay: float, skip: Tensor | None) -> None:
+    """Carry out ``ops.Average`` on flat f32 tensors of one length, chunk by chunk."""
+    scratch = mean.new_empty(min(mean.numel(), AVERAGED_CHUNK_NUMEL))
+    moved = None if skip is None else torch.empty_like(scratch)
+    is_skipped = None if skip is None else skip > 0
+    for start in range(0, mean.numel(), AVERAGED_CHUNK_NUMEL):
+        old = mean[start : start + AVERAGED_CHUNK_NUMEL]
+        new = torch.mul(
+            param[start : start + AVERAGED_CHUNK_NUMEL], 1 - decay, out=scratch[: old.numel()]
+        )
+        if moved is None or is_skipped is None:
+            old.mul_(decay).add_(new)
+            continue
+        kept = torch.mul(old, decay, out=moved[: old.numel()]).add_(new)
+        torch.where(is_skipped, old, kept, out=old)
 
 
 def update_scale(

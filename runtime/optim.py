@@ -1,8 +1,8 @@
-"""Element-wise optimizers over flat shards: torch's fused kernels, which divide the gradient and can skip a step.
+"""Element-wise optimizers over flat shards: torch's fused kernels, and Lion, which torch does not have.
 
-One call updates one region. The kernels divide the gradient by their argument ``grad_scale``, so unscaling, averaging
-over ranks and clipping need no pass of their own; they also store the divided gradient. Where ``found_inf`` is 1 they
-change nothing.
+One call updates the elements of one group in a region, piece by piece. torch's kernels divide the gradient by
+their argument ``grad_scale``, so unscaling, averaging over ranks and clipping need no pass of their own; they also store the
+divided gradient. Where ``found_inf`` is 1 they change nothing.
 """
 
 from __future__ import annotations
@@ -15,20 +15,21 @@ import torch
 from torch import Tensor
 
 from zeroir.ir.ops import Algorithm
+from zeroir.workspace.op_scratch import STEPPED_CHUNK_NUMEL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operands:
     """Tensors of one update on one rank.
 
-    ``param``, ``grad`` and ``states`` are flat f32 of one length; ``step``, ``divisor`` and ``skip`` f32[1] and ``lr``
-    f64[1] on their device; ``hyper`` four f64 on the host. ``padding`` are the parts of ``param`` that belong to no
-    parameter.
+    ``params``, ``grads`` and each of ``states`` are pieces, flat f32, of which those at one index have one length.
+    ``step``, ``divisor`` and ``skip`` are f32[1] and ``lr`` f64[1] on their device; ``hyper`` is f64 on the host.
+    ``padding`` are the parts of the flat that belong to no parameter.
     """
 
-    param: Tensor
-    grad: Tensor
-    states: Sequence[Tensor]
+    params: Sequence[Tensor]
+    grads: Sequence[Tensor]
+    states: Sequence[Sequence[Tensor]]
     step: Tensor
     lr: Tensor
     hyper: Tensor
@@ -46,6 +47,8 @@ def update(algorithm: Algorithm, operands: Operands) -> None:
             _adam(torch.ops.aten._fused_adam_.tensor_lr, operands)
         case Algorithm.ADAMW:
             _adam(torch.ops.aten._fused_adamw_.tensor_lr, operands)
+        case Algorithm.LION:
+            _lion(operands)
         case _:
             assert_never(algorithm)
 
@@ -53,14 +56,14 @@ def update(algorithm: Algorithm, operands: Operands) -> None:
 def _sgd(operands: Operands) -> None:
     momentum, dampening, nesterov, weight_decay = operands.hyper.tolist()
     # Without momentum there is no state, as in torch.optim; CUDA's kernel would refuse one.
-    states = operands.states if momentum else ()
+    states = operands.states[0] if momentum and operands.states else ()
     # The first step takes the gradient itself as momentum. A buffer of zeros gives the same without dampening, so only
     # with dampening must the host read the step count from the device.
     is_first_step = bool(states) and dampening != 0.0 and operands.step.item() == 1.0
     torch.ops.aten._fused_sgd_.tensor_lr(
-        [operands.param],
-        [operands.grad],
-        list(states),
+        operands.params,
+        operands.grads,
+        states,
         weight_decay=weight_decay,
         momentum=momentum if states else 0.0,
         lr=_learning_rate(operands),
@@ -75,14 +78,14 @@ def _sgd(operands: Operands) -> None:
 
 def _adam(kernel: torch._ops.OpOverload, operands: Operands) -> None:
     beta1, beta2, eps, weight_decay = operands.hyper.tolist()
-    exp_avg, exp_avg_sq = operands.states
+    exp_avgs, exp_avg_sqs = operands.states
     kernel(
-        [operands.param],
-        [operands.grad],
-        [exp_avg],
-        [exp_avg_sq],
+        operands.params,
+        operands.grads,
+        exp_avgs,
+        exp_avg_sqs,
         [],
-        [operands.step],
+        [operands.step] * len(operands.params),
         lr=_learning_rate(operands),
         beta1=beta1,
         beta2=beta2,
@@ -97,6 +100,35 @@ def _adam(kernel: torch._ops.OpOverload, operands: Operands) -> None:
         # Without eps the update of an element whose gradients were always zero is 0 / 0.
         for padding in operands.padding:
             padding.zero_()
+
+
+def _lion(operands: Operands) -> None:
+    """Algorithm 2 of Chen et al. 2023 (arXiv 2302.06675), chunk by chunk; each operation rounds by itself."""
+    beta1, beta2, weight_decay = operands.hyper.tolist()
+    lr = operands.lr.to(torch.float32)
+    kept = (1 - operands.lr * weight_decay).to(torch.float32)
+    is_skipped = None if operands.skip is None else operands.skip > 0
+    (averages,) = operands.states
+    most = max((param.numel() for param in operands.params), default=0)
+    scratch = lr.new_empty(2, min(most, STEPPED_CHUNK_NUMEL))
+    for pieces in zip(operands.params, operands.grads, averages, strict=True):
+        for chunks in zip(*(piece.split(STEPPED_CHUNK_NUMEL) for piece in pieces), strict=True):
+            param, grad, average = chunks
+            update, other = scratch[:, : param.numel()]
+            grad.div_(operands.divisor)
+            torch.mul(average, beta1, out=update).add_(torch.mul(grad, 1 - beta1, out=other))
+            update.sign_().mul_(lr)
+            torch.mul(param, kept, out=other).sub_(update)
+            _replace(param, other, is_skipped)
+            torch.mul(average, beta2, out=update).add_(torch.mul(grad, 1 - beta2, out=other))
+            _replace(average, update, is_skipped)
+
+
+def _replace(old: Tensor, new: Tensor, is_skipped: Tensor | None) -> None:
+    if is_skipped is None:
+        old.copy_(new)
+    else:
+        torch.where(is_skipped, old, new, out=old)
 
 
 def _learning_rate(operands: Operands) -> Tensor:

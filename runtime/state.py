@@ -9,7 +9,7 @@ from torch import Tensor
 
 from zeroir.errors import InternalError, UserError
 from zeroir.ir.buffers import Buffer
-from zeroir.ir.contents import GRAD, MASTER, PARAM, FlatContent
+from zeroir.ir.contents import EMA, GRAD, MASTER, PARAM, FlatContent
 from zeroir.ir.layout import used_numel
 from zeroir.ir.program import Flat, Program, State
 from zeroir.runtime.comm.base import Comm
@@ -24,8 +24,8 @@ def initialise_flats(
     """Fill the persistent buffers of the ranks from values by buffer name.
 
     For a buffer that holds part of a flat, the value is the whole flat, with any amount of padding at the end, and each
-    rank copies its part; for any other buffer it is the buffer's elements. Masters without a value equal the
-    parameters, scalars get the program's values, and everything else is zero.
+    rank copies its part; for any other buffer it is the buffer's elements. Masters and averages without a value
+    equal the parameters, scalars get the program's values, and everything else is zero.
 
     Raises:
         UserError: where the program has no buffer of such a name.
@@ -38,7 +38,7 @@ def initialise_flats(
     for buffer in program.buffers:
         value = initial.get(buffer.name)
         content = buffer.holds
-        if value is None and isinstance(content, FlatContent) and content.quantity == MASTER:
+        if value is None and isinstance(content, FlatContent) and content.quantity in (MASTER, EMA):
             params = flat_buffers(program, content.flat, (PARAM,))
             value = initial.get(params[0][0].name) if params else None
         if value is None:
@@ -113,11 +113,19 @@ def establish(program: Program, ranks: Sequence[RankMemory], comm: Comm, entry: 
             target.copy_(values[start : start + target.numel()])
 
 
-def full_parameters(program: Program, ranks: Sequence[RankMemory], comm: Comm) -> dict[str, Tensor]:
-    """Every parameter by name, whole, FP32 where the program has masters. All ranks call this together."""
+def full_parameters(
+    program: Program, ranks: Sequence[RankMemory], comm: Comm, *, ema: bool = False
+) -> dict[str, Tensor]:
+    """Every parameter by name, whole, FP32 where the program has masters. All ranks call this together.
+
+    With ``ema`` these are the moving averages; frozen parameters, which have none, are themselves.
+
+    Raises:
+        UserError: with ``ema``, where the program keeps no averages.
+    """
     return {
         name: values[0]
-        for slot, values in whole_parameters(program, ranks, comm, masters=True)
+        for slot, values in whole_parameters(program, ranks, comm, masters=True, ema=ema)
         for name in (slot.name, *slot.aliases)
     }
 

@@ -7,8 +7,10 @@ from collections.abc import Collection, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from zeroir.errors import UserError
+from zeroir.ir import ops
 from zeroir.ir.buffers import Buffer
-from zeroir.ir.contents import MASTER, PARAM, FlatContent
+from zeroir.ir.contents import EMA, MASTER, PARAM, FlatContent
 from zeroir.ir.program import Flat, Program, Slot
 from zeroir.runtime.comm.base import CollectiveTensors, Comm, TensorPair
 from zeroir.runtime.rank_memory import RankMemory
@@ -22,18 +24,27 @@ def whole_parameters(
     names: Collection[str] | None = None,
     *,
     masters: bool,
+    ema: bool = False,
 ) -> Iterator[tuple[Slot, list[Tensor]]]:
     """Every parameter, or those that ``names`` has by the names of their slots, with one copy for each local rank.
 
     A copy has the parameter's shape and memory of its own, on the rank's device, in the dtype that the segments compute
-    with; with ``masters`` FP32 where the program has masters. One flat at a time is gathered, or the wanted parameters
-    alone where they are less than half of it. All ranks iterate together.
+    with; with ``masters`` FP32 where the program has masters. With ``ema`` it holds the moving average where there is
+    one. One flat at a time is gathered, or the wanted parameters alone where they are less than half of it. All ranks
+    iterate together.
+
+    Raises:
+        UserError: with ``ema``, where the program keeps no averages.
     """
+    if ema and not any(isinstance(op, ops.Average) for op in program.ops()):
+        raise UserError(
+            "The program keeps no moving average of the weights: compile it with --ema 0.999, for example."
+        )
     for flat in program.flats:
         slots = [slot for slot in flat.slots if names is None or slot.name in names]
         if not slots:
             continue
-        buffers, dtype = _source(program, flat, masters=masters)
+        buffers, dtype = _source(program, flat, masters=masters, ema=ema)
         if 2 * sum(slot.numel for slot in slots) >= flat.padded_numel:
             whole = flat_part(program, ranks, comm, buffers, dtype, range(flat.padded_numel))
             for slot in slots:
@@ -103,15 +114,17 @@ def flat_part(
 
 
 def _source(
-    program: Program, flat: Flat, *, masters: bool
+    program: Program, flat: Flat, *, masters: bool, ema: bool
 ) -> tuple[list[tuple[Buffer, FlatContent]], torch.dtype]:
-    """The buffers that hold a flat's parameters between steps, perhaps as masters alone, and the dtype to give."""
-    found: dict[str, list[tuple[Buffer, FlatContent]]] = {
-        quantity: flat_buffers(program, flat.name, (quantity,)) for quantity in (PARAM, MASTER)
-    }
-    if masters and found[MASTER]:
-        return found[MASTER], TORCH_DTYPE[found[MASTER][0][0].dtype]
-    return found[PARAM] or found[MASTER], TORCH_DTYPE[flat.dtype]
+    """The buffers that hold the wanted values of a flat's parameters, and the dtype to give."""
+    # Between steps the parameters may exist only as masters.
+    quantities = (MASTER, PARAM) if masters else (PARAM, MASTER)
+    buffers_of = (
+        flat_buffers(program, flat.name, (quantity,))
+        for quantity in ((EMA, *quantities) if ema else quantities)
+    )
+    buffers = next(filter(None, buffers_of))
+    return buffers, TORCH_DTYPE[buffers[0][0].dtype if masters else flat.dtype]
 
 
 def _collective(

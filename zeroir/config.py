@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
+from itertools import compress
 from typing import Annotated, Final, Literal, Self
 
 from pydantic import (
@@ -18,6 +19,14 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from zeroir.errors import UserError
+from zeroir.groups import (
+    GROUP_KEYS,
+    SEPARATOR,
+    GroupError,
+    GroupSpec,
+    group_text,
+    parse_groups,
+)
 from zeroir.ir.amounts import parse_bytes
 from zeroir.ir.limits import MOST_BYTES, MOST_COUNT, MOST_RANKS
 from zeroir.ir.mesh import DATA_AXIS, REPLICATE_AXIS, SHARD_AXIS, Axis, Mesh
@@ -109,9 +118,32 @@ class CompileOptions(BaseModel):
     weight_decay: Annotated[
         float | None, Field(ge=0, description="Weight decay. [default: 0.01 for adamw, else 0]")
     ] = None
+    group: Annotated[
+        tuple[str, ...],
+        Field(
+            description="Settings for some parameters: PATTERN:KEY=VALUE,..., such as head.*:lr=1e-4,weight_decay=0, "
+            "where the pattern is of names of parameters or modules and the keys are the options of the optimizer. "
+            "A parameter is in the first group that matches it."
+        ),
+    ] = ()
+    no_decay: Annotated[
+        bool,
+        Field(
+            description="No weight decay for parameters of fewer than two dimensions: norms and biases."
+        ),
+    ] = False
     clip: Annotated[
         float | None,
         Field(gt=0, description="Largest global L2 norm of the gradient. [default: no clipping]"),
+    ] = None
+    ema: Annotated[
+        float | None,
+        Field(
+            ge=0,
+            lt=1,
+            description="Decay of an exponential moving average of the weights, such as 0.999, which is kept beside "
+            "them. [default: no average]",
+        ),
     ] = None
 
     prefetch: Annotated[
@@ -212,6 +244,23 @@ class CompileOptions(BaseModel):
             return value
         return tuple(part for item in items for part in item.split(",") if part)
 
+    @field_validator("group", mode="before")
+    @classmethod
+    def _as_texts(cls, value: object) -> object:
+        """A text with one or more groups, a list of such texts, or a mapping from patterns to settings."""
+        if isinstance(value, Mapping):
+            try:
+                return tuple(group_text(patterns, dict(s)) for patterns, s in value.items())
+            except GroupError as error:
+                raise PydanticCustomError(
+                    "group", "a group: {problem}", {"problem": str(error)}
+                ) from None
+        items = [value] if isinstance(value, str) else value
+        if not isinstance(items, list | tuple) or not all(isinstance(i, str) for i in items):
+            return value
+        texts = (part.strip() for item in items for part in item.split(SEPARATOR))
+        return tuple(text for text in texts if text)
+
     @field_validator("memory_budget", "prefetch_budget")
     @classmethod
     def _is_an_amount(cls, value: str | None) -> str | None:
@@ -251,6 +300,19 @@ class CompileOptions(BaseModel):
         return self
 
     @model_validator(mode="after")
+    def _groups_are_valid(self, info: ValidationInfo) -> Self:
+        try:
+            specs = parse_groups(self.group)
+        except GroupError as error:
+            raise ValueError(f"--group {error}") from None
+        for spec in specs:
+            try:
+                self._of_group(spec, info.context)
+            except ValidationError as error:
+                raise ValueError(f"--group {spec.text}: {_first_problem(error)}") from None
+        return self
+
+    @model_validator(mode="after")
     def _all_have_effect(self, info: ValidationInfo) -> Self:
         if not info.context and (problem := self.without_effect) is not None:
             raise ValueError(problem)
@@ -279,6 +341,9 @@ class CompileOptions(BaseModel):
         for name in _ADAM:
             if self.optimizer in (Algorithm.SGD, Algorithm.MOMENTUM) and self._asks_for(name):
                 return f"{self._flag(name)} needs --optimizer adam or adamw, but the optimizer is {self.optimizer}"
+        decays = (o.effective_weight_decay for o in (self, *map(self.of_group, self.groups)))
+        if self.no_decay and not any(decays):
+            return "--no-decay needs a --weight-decay above 0"
         return None
 
     def _asks_for(self, name: str) -> bool:
@@ -343,6 +408,29 @@ class CompileOptions(BaseModel):
         return 0.01 if self.optimizer is Algorithm.ADAMW else 0.0
 
     @property
+    def groups(self) -> tuple[GroupSpec, ...]:
+        """The groups of ``group``, which the parameters that match no other group are not in."""
+        return parse_groups(self.group)
+
+    def of_group(self, spec: GroupSpec) -> CompileOptions:
+        """The options of a group's parameters.
+
+        A group with another optimizer takes over the learning rate and the weight decay alone.
+        """
+        return self._of_group(spec, _IS_WRITTEN)
+
+    def without_decay(self) -> CompileOptions:
+        """The same options with a weight decay of 0."""
+        return self.model_copy(update={"weight_decay": 0.0})
+
+    def _of_group(self, spec: GroupSpec, context: Mapping[str, bool] | None) -> CompileOptions:
+        values = {name: getattr(self, name) for name in GROUP_KEYS}
+        if spec.settings.get("optimizer", self.optimizer) != self.optimizer:
+            values = {name: values[name] for name in ("lr", "weight_decay")}
+        update = {**values, **spec.settings, "world_size": 1}
+        return CompileOptions.model_validate(update, context=context)
+
+    @property
     def hyper(self) -> tuple[float, float, float, float]:
         """The contents of ``%hyper``, in the order that ``OptimizerStep`` documents."""
         if self.optimizer in (Algorithm.SGD, Algorithm.MOMENTUM):
@@ -353,8 +441,13 @@ class CompileOptions(BaseModel):
     def to_pairs(self) -> tuple[tuple[str, str], ...]:
         """The options as a program stores them: names and texts, sorted by name, without options that are not set."""
         values = sorted(self.model_dump().items())
-        return tuple((name, _text(value)) for name, value in values if value not in (None, ()))
+        texts = ((name, _text(value, _SEPARATORS.get(name, ","))) for name, value in values)
+        are_set = (value not in (None, ()) for _, value in values)
+        return tuple(compress(texts, are_set))
 
+
+_SEPARATORS: Final = {"group": SEPARATOR}
+"""Separators of options that are lists, where commas are part of an item."""
 
 _LEAST_STAGES: Final = {"live_gradients": 2, "prefetch": 3, "prefetch_budget": 3, "unshard": 3}
 """The lowest stage at which each of these options has an effect."""
@@ -403,12 +496,12 @@ def _mesh_error(problem: str) -> PydanticCustomError:
     )
 
 
-def _text(value: object) -> str:
+def _text(value: object, separator: str = ",") -> str:
     match value:
         case bool():
             return str(value).lower()
         case tuple():
-            return ",".join(value)
+            return separator.join(value)
         case _:
             return str(value)
 
@@ -435,9 +528,21 @@ def explain_validation(error: ValidationError, *, command: str = "compile") -> s
     """One sentence on the first wrong option: its name, its value and the expected values."""
     first = error.errors(include_url=False)[0]
     if not first["loc"]:
-        return f"These options do not go together: {first['msg'].removeprefix('Value error, ')}."
+        problem = first["msg"].removeprefix("Value error, ")
+        if problem.startswith("--group "):
+            return f"{problem}."
+        return f"These options do not go together: {problem}."
     name = str(first["loc"][0]).replace("_", "-")
     if first["type"] == "extra_forbidden":
         return f"There is no option --{name}; `zeroir {command} --help` lists them."
     expected = first["msg"].removeprefix("Input should be ")
     return f"--{name} is {first['input']!s}, but should be {expected}."
+
+
+def _first_problem(error: ValidationError) -> str:
+    """The first problem of a group's settings, as the end of a sentence."""
+    first = error.errors(include_url=False)[0]
+    if not first["loc"]:
+        return first["msg"].removeprefix("Value error, ")
+    expected = first["msg"].removeprefix("Input should be ")
+    return f"{first['loc'][0]} is {first['input']!s}, but should be {expected}"

@@ -23,7 +23,7 @@ from zeroir.config import make_options
 from zeroir.cost.machine import MeasuredSegment, load_machine
 from zeroir.cost.measured_workspaces import with_measured_workspaces
 from zeroir.frontend import load_model_file, trace
-from zeroir.frontend.entry import ModelFile
+from zeroir.frontend.source import ModelSource
 from zeroir.ir import ops
 from zeroir.ir.buffers import Role
 from zeroir.ir.program import Program
@@ -67,7 +67,7 @@ TRACED = ("precision", "micro_steps", "optimizer", "keep_fp32", "clip")
 
 
 @cache
-def model_file(name: str) -> ModelFile:
+def model_file(name: str) -> ModelSource:
     path = ROOT / "examples" / "gpt.py"
     return load_model_file(
         str(path if name == "gpt" else ROOT / "tests" / "support" / "models" / f"{name}.py")
@@ -87,12 +87,15 @@ def require_right(judged: Judged, program: Program) -> None:
     assert any(v.peak_bytes for v in judged.verdicts if isinstance(v.op, ops.Compute))
 
 
+@pytest.mark.parametrize("ema", [None, 0.9])
 @pytest.mark.parametrize(
     ("precision", "stage", "ranks"),
     [("fp32", 0, 2), ("fp16", 3, 3), ("bf16", 2, 3), ("bf16", 1, 2), ("fp16", 1, 1)],
 )
-def test_a_small_step_takes_what_its_ops_declare(precision: str, stage: int, ranks: int) -> None:
-    program = mlp(precision=precision, dim=64)
+def test_a_small_step_takes_what_its_ops_declare(
+    precision: str, stage: int, ranks: int, ema: float | None
+) -> None:
+    program = mlp(precision=precision, dim=64, ema=ema)
     scheduled = declared(lowered(program, stage, ranks))
     judged = judge(scheduled, random_batches(1, 1)[0][0], initial=initial_flats(program))
     require_right(judged, scheduled)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.runtime.support import initial_flats, lowered, random_batches
+from tests.runtime.support import initial_flats, lowered, parameters_of, random_batches
 from tests.support.lockstep import run_lockstep
 from tests.support.programs import mlp
 from zeroir.ir.program import Program
@@ -31,10 +31,8 @@ def train_replicas(
     flats = initial_flats(logical)
     parameters: dict[str, Tensor] = {}
     for flat in logical.flats:
-        values = flats[f"{flat.name}.param"]
-        for slot in flat.slots:
-            value = values[slot.offset : slot.offset + slot.numel].view(slot.shape)
-            parameters[slot.name] = value.clone().requires_grad_()
+        for name, value in parameters_of(flat, flats[f"{flat.name}.param"]).items():
+            parameters[name] = value.clone().requires_grad_()
     optimizer = torch.optim.AdamW(parameters.values(), lr=0.01, weight_decay=0.01, fused=True)
     losses: list[list[float]] = []
     for batches in random_batches(STEPS, world_size):

@@ -15,7 +15,8 @@ from zeroir.report.names import counted
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from zeroir.frontend.entry import Batch, ModelFile
+    from zeroir.frontend.source import ModelSource
+    from zeroir.torch_ops.batches import Batch
 
 _ROUNDING = {"fp32": 64 * 2.0**-23, "bf16": 2.0**-8, "fp16": 2.0**-11}
 """The tolerance of one step where sums have another order: 64 roundings in FP32, or one in 16 bits."""
@@ -91,12 +92,12 @@ def check_model(
 ) -> Comparison:
     """Compile a model, run it on lockstep and on eager replicas from the same initial state, and compare.
 
-    Compared are the losses of every rank and step, and at the end the parameters and every rank's module buffers
-    (running statistics); they must be equal bit for bit. With clipping, whose norm the program adds up shard by shard,
-    they may differ by 64 roundings of FP32, or one of the 16-bit dtype, for each step. With other kernels than eager
-    ones only the losses are compared, with the same tolerance: an optimizer that uses signs turns the rounding of a
-    gradient near zero into a full update. The comparison ends, not equal, with the first step whose loss is infinite or
-    NaN in the reference.
+    Compared are the losses of every rank and step, and at the end the parameters, their moving averages and every
+    rank's module buffers (running statistics); they must be equal bit for bit. With clipping, whose norm the program
+    adds up shard by shard, they may differ by 64 roundings of FP32, or one of the 16-bit dtype, for each step. With
+    other kernels than eager ones only the losses are compared, with the same tolerance: an optimizer that uses signs
+    turns the rounding of a gradient near zero into a full update. The comparison ends, not equal, with the first step
+    whose loss is infinite or NaN in the reference.
     """
     from zeroir.torch_ops.globals import torch_globals_kept
 
@@ -116,7 +117,7 @@ def _compared(
     from zeroir.runtime.seeds import site_seed
 
     compiled = compile_with(model, options)
-    model_file = load_model(compiled)
+    source = load_model(compiled)
     program = compiled.program
     rng = program.buffer_by_name.get("rng")
     sites = 0 if rng is None else rng.numel
@@ -127,12 +128,12 @@ def _compared(
             dtype=torch.int64,
         )
 
-    reference = EagerReplicas(model_file, options, seed=seed, seeds=seeds)
+    reference = EagerReplicas(source, options, seed=seed, seeds=seeds)
     backend = kernel_backend(kernels)
     lockstep = Lockstep(program, seed=seed, schedule_seed=seed, kernels=backend)
-    lockstep.initialise(model_file.model, seed)
+    lockstep.initialise(source.model, seed)
     streams = [
-        _batches(model_file, rank, options.world_size, seed) for rank in range(options.world_size)
+        _batches(source, rank, options.world_size, seed) for rank in range(options.world_size)
     ]
     is_exact = options.clip is None and kernels == "eager"
     tolerance = 0.0 if is_exact else steps * _ROUNDING[options.precision]
@@ -154,6 +155,11 @@ def _compared(
     parameters = lockstep.full_parameters() if is_state_compared else {}
     for name, wanted in reference.parameters().items() if parameters else ():
         differences += _compare_tensors(steps, name, parameters[name], wanted, tolerance)
+    averages = reference.averages() if is_state_compared else {}
+    averaged = lockstep.full_parameters(ema=True) if averages else {}
+    for name, wanted in averages.items():
+        what = f"the average of {name}"
+        differences += _compare_tensors(steps, what, averaged[name], wanted, tolerance)
     for rank, replica in enumerate(reference.replicas):
         ours, theirs = lockstep.buffers(rank), dict(replica.named_buffers(remove_duplicate=False))
         for binding in program.module_buffers:
@@ -215,19 +221,20 @@ def _compare_tensors(
         )
 
 
-def _batches(model_file: ModelFile, rank: int, world_size: int, seed: int) -> Iterator[Batch]:
-    """The model file's batches, or variations of its example, different on every rank and step."""
+def _batches(source: ModelSource, rank: int, world_size: int, seed: int) -> Iterator[Batch]:
+    """The source's batches, or variations of its example, different on every rank and step."""
     from zeroir.runtime.train import model_error
 
-    if model_file.batches is not None:
+    if source.batches is not None:
         try:
-            yield from model_file.batches(rank, world_size, seed, 0)
+            yield from source.batches(rank, world_size, seed, 0)
         except UserError:
             raise
         except (Exception, SystemExit) as error:
             raise model_error("batches()", error) from error
     import torch
-    from torch.utils import _pytree as pytree
+
+    from zeroir.torch_ops.batches import with_tensors
 
     generator = torch.Generator().manual_seed((seed * 1_000_003 + rank) % 2**63)
 
@@ -237,5 +244,4 @@ def _batches(model_file: ModelFile, rank: int, world_size: int, seed: int) -> It
         return tensor.flatten()[order].view(tensor.shape)
 
     while True:
-        example: Batch = pytree.tree_map_only(torch.Tensor, vary, model_file.batch())
-        yield example
+        yield with_tensors(source.batch(), vary)

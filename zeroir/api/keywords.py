@@ -6,7 +6,7 @@ keyword accepts more than the field where a plain string or a list will do, too.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, TypedDict
 
 from zeroir.config import Precision
@@ -35,7 +35,10 @@ class CompileKeywords(TypedDict, total=False):
     beta2: float
     eps: float
     weight_decay: float | None
+    group: str | Sequence[str] | Mapping[str, Mapping[str, object]]
+    no_decay: bool
     clip: float | None
+    ema: float | None
     prefetch: int
     prefetch_budget: str | None
     unshard: str | Sequence[str]
@@ -59,6 +62,7 @@ class EstimateKeywords(TypedDict, total=False):
     optimizer: Optimizer
     precision: Precision
     master: bool
+    ema: bool
     layers: int | None
     hidden: int | None
     heads: int | None

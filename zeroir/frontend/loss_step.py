@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +16,11 @@ from zeroir.frontend.block_reuse import ReusePlan
 from zeroir.frontend.gradient_hooks import ParameterHooks
 from zeroir.frontend.module_tensors import substitute_buffers, write_back_buffers
 from zeroir.frontend.node_origins import OriginTracker
-from zeroir.frontend.precision import cast_floating
+from zeroir.frontend.precision import with_floats_cast
 from zeroir.frontend.python_state import PythonState
+from zeroir.frontend.source import ModelSource, capitalised
 from zeroir.frontend.units import find_units
+from zeroir.torch_ops.batches import with_tensors
 from zeroir.torch_ops.neutral import NeutralOps
 
 
@@ -37,15 +38,15 @@ class LossStep(nn.Module):
     def __init__(
         self,
         model: nn.Module,
+        source: ModelSource,
         example: object,
-        folder: Path,
         dtype: torch.dtype,
         hooks: ParameterHooks,
         state: PythonState,
     ) -> None:
         super().__init__()
         # Tracked frames end at this file, since it calls the model.
-        self.tracker = OriginTracker(folder=folder, stop=__file__)
+        self.tracker = OriginTracker(folder=source.folder, stop=__file__)
         self.tracker.install(model)
         self.blocks = tuple(find_units(model, None).labels)
         for name in self.blocks:
@@ -57,6 +58,7 @@ class LossStep(nn.Module):
         self.sites = 0
         self.plan: ReusePlan | None = None
         self.state = state
+        self._source = source
         self._example = example
         self._dtype = dtype
         self._hooks = hooks
@@ -123,16 +125,18 @@ class LossStep(nn.Module):
         self.tracker.restart()
         self.state.restore()
         copies = substitute_buffers(self.model)
-        batch = cast_floating(_rebuilt(self._example, list(tensors)), self._dtype)
+        remaining = iter(tensors)
+        example = with_tensors(self._example, lambda _: next(remaining))
+        batch = with_floats_cast(example, self._dtype)
         # A copy, because the model may return a parameter itself.
-        loss = loss_of(call_with(self.model, batch)).float().clone()
+        loss = loss_of(self._source, self.model, batch).float().clone()
         write_back_buffers(copies)
         self.sites = neutral.sites
         return loss
 
 
-def call_with(model: nn.Module, batch: object) -> object:
-    """Call a model on a batch: a dict gives keyword arguments, a tuple positional ones."""
+def call_with(model: Callable[..., object], batch: object) -> object:
+    """Call a module on a batch: a dict gives keyword arguments, a tuple positional ones."""
     if isinstance(batch, Mapping):
         return model(**batch)
     if isinstance(batch, list | tuple):
@@ -140,12 +144,22 @@ def call_with(model: nn.Module, batch: object) -> object:
     return model(batch)
 
 
-def loss_of(output: object) -> Tensor:
-    """The loss in the output of a forward: the output itself, or its attribute or key ``loss``.
+def loss_of(source: ModelSource, model: nn.Module, batch: object) -> Tensor:
+    """The loss of a module on a batch, a tensor without axes.
+
+    It is what the source's loss function returns, or what forward returns: the object itself, or its attribute or key
+    ``loss``. A loss function may return a pair of the loss and outputs.
 
     Raises:
         UserError: where there is none, or where it is not one floating-point number that depends on a parameter.
     """
+    name = capitalised(source.names.loss)
+    if source.loss is None:
+        output = call_with(model, batch)
+    else:
+        output = source.loss(model, batch)
+        if isinstance(output, tuple) and len(output) == 2:
+            output = output[0]
     loss = output
     if isinstance(output, Mapping):
         loss = output.get("loss")
@@ -153,8 +167,8 @@ def loss_of(output: object) -> Tensor:
         loss = getattr(output, "loss", None)
     if not isinstance(loss, Tensor):
         raise UserError(
-            "The model's forward must return the loss: a scalar tensor, or an object or dict with a tensor "
-            f"called loss; it returned {type(output).__name__}"
+            f"{name} must return the loss: a scalar tensor, or an object or dict with a tensor called loss; it "
+            f"returned {type(output).__name__}"
             + (
                 f" whose loss is {type(loss).__name__}."
                 if loss is not None
@@ -163,8 +177,8 @@ def loss_of(output: object) -> Tensor:
         )
     if loss.numel() != 1:
         raise UserError(
-            f"The model's loss must be one number, but it has the shape {tuple(loss.shape)}; take its mean or "
-            "sum in forward."
+            f"The model's loss must be one number, but it has the shape {tuple(loss.shape)}; return its mean or "
+            "sum."
         )
     if not loss.dtype.is_floating_point:
         raise UserError(
@@ -173,18 +187,3 @@ def loss_of(output: object) -> Tensor:
     if not loss.requires_grad:
         raise UserError("The model's loss does not depend on any trainable parameter.")
     return loss.reshape(())
-
-
-def _rebuilt(value: object, tensors: list[Tensor]) -> object:
-    """A batch of the same structure with other tensors, which are taken from the front of the list."""
-    if isinstance(value, Tensor):
-        return tensors.pop(0)
-    if isinstance(value, Mapping):
-        return {key: _rebuilt(item, tensors) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        items = [_rebuilt(item, tensors) for item in value]
-        if isinstance(value, list):
-            return items
-        make: Callable[..., object] | None = getattr(value, "_make", None)  # a named tuple's
-        return tuple(items) if make is None else make(items)
-    return value

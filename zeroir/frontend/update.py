@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from zeroir.config import CompileOptions
+from zeroir.frontend.parameter_groups import ParameterGroup
 from zeroir.ir.buffers import Buffer, Region, Role, Space
-from zeroir.ir.contents import NamedContent
+from zeroir.ir.contents import EMA, MASTER, PARAM, NamedContent
 from zeroir.ir.dtypes import DType
 from zeroir.ir.mesh import COMPUTE
 from zeroir.ir.ops import (
     Alloc,
+    Average,
     Cast,
     CheckFinite,
     Decide,
     Fill,
     GradNorm,
+    GroupSettings,
     Op,
     OptimizerStep,
     Release,
@@ -24,7 +27,9 @@ from zeroir.ir.ops import (
 from zeroir.ir.program import Flat, ScalarBinding
 
 
-def scalars(options: CompileOptions) -> tuple[tuple[Buffer, ScalarBinding], ...]:
+def scalars(
+    options: CompileOptions, groups: Sequence[ParameterGroup]
+) -> tuple[tuple[Buffer, ScalarBinding], ...]:
     """The scalar buffers that a program with these options needs, with their values before the first step."""
     is_scaling = options.precision == "fp16"
     scale = options.initial_loss_scale if is_scaling else 1.0
@@ -33,8 +38,11 @@ def scalars(options: CompileOptions) -> tuple[tuple[Buffer, ScalarBinding], ...]
         _scalar("loss", (0.0,)),
         _scalar("loss_scale", (scale, 0.0, hysteresis)),
         _scalar("step", (0.0,)),
-        _scalar("lr", (options.lr,), DType.F64),
-        _scalar("hyper", options.hyper, DType.F64, Space.HOST),
+        *(_scalar(group.lr_buffer, (group.options.lr,), DType.F64) for group in groups),
+        *(
+            _scalar(group.hyper_buffer, group.options.hyper, DType.F64, Space.HOST)
+            for group in groups
+        ),
         _scalar("gradient_divisor", (1.0,)),
     ]
     if is_scaling:
@@ -57,7 +65,9 @@ def _scalar(
     return buffer, ScalarBinding(buffer=name, values=values)
 
 
-def update_body(flats: Sequence[Flat], options: CompileOptions) -> tuple[Op, ...]:
+def update_body(
+    flats: Sequence[Flat], options: CompileOptions, groups: Sequence[ParameterGroup]
+) -> tuple[Op, ...]:
     """Decide whether the step is skipped, then update flat by flat; ``flats`` are the trainable ones."""
     suffix = "grad_sum" if options.micro_steps > 1 else "grad"
     gradients = tuple(_whole(flat, suffix) for flat in flats)
@@ -82,7 +92,9 @@ def update_body(flats: Sequence[Flat], options: CompileOptions) -> tuple[Op, ...
         )
     )
     for flat, gradient in zip(flats, gradients, strict=True):
-        ops += _update(flat, gradient, skip, options)
+        names = {slot.name for slot in flat.slots}
+        own_groups = [group for group in groups if not names.isdisjoint(group.parameters)]
+        ops += _update(flat, gradient, skip, options, own_groups)
     if is_scaling:
         ops.append(
             UpdateScale(
@@ -99,31 +111,60 @@ def update_body(flats: Sequence[Flat], options: CompileOptions) -> tuple[Op, ...
     return tuple(ops)
 
 
-def _update(flat: Flat, gradient: Region, skip: Region | None, options: CompileOptions) -> list[Op]:
+def _update(
+    flat: Flat,
+    gradient: Region,
+    skip: Region | None,
+    options: CompileOptions,
+    groups: Sequence[ParameterGroup],
+) -> list[Op]:
+    """The update of a flat, whose parameters are in these groups, all with one algorithm."""
     is_low = flat.dtype.is_low_precision
     is_summed = options.micro_steps > 1
     is_widened = is_low and not is_summed
     wide = _whole(flat, "grad32")
+    trained = _whole(flat, MASTER if is_low else PARAM)
     ops: list[Op] = []
     if is_widened:
         ops += [
             Alloc(buffer=wide.buffer, stream=COMPUTE),
             Cast(source=gradient, destination=wide, stream=COMPUTE),
         ]
+    first, *others = (
+        GroupSettings(
+            group=group.name,
+            lr=_first(group.lr_buffer),
+            hyper=Region(buffer=group.hyper_buffer, offset=0, numel=len(group.options.hyper)),
+        )
+        for group in groups
+    )
+    algorithm = groups[0].options.optimizer
     ops.append(
         OptimizerStep(
-            algorithm=options.optimizer,
-            param=_whole(flat, "master" if is_low else "param"),
+            algorithm=algorithm,
+            param=trained,
             grad=wide if is_widened else gradient,
-            states=tuple(_whole(flat, state) for state in options.optimizer.state_names),
+            states=tuple(_whole(flat, state) for state in algorithm.state_names),
             step=_first("step"),
-            lr=_first("lr"),
-            hyper=Region(buffer="hyper", offset=0, numel=len(options.hyper)),
+            lr=first.lr,
+            hyper=first.hyper,
             gradient_divisor=_first("gradient_divisor"),
             skip=skip,
+            group=first.group,
+            others=tuple(others),
             stream=COMPUTE,
         )
     )
+    if options.ema is not None:
+        ops.append(
+            Average(
+                param=trained,
+                average=_whole(flat, EMA),
+                decay=options.ema,
+                skip=skip,
+                stream=COMPUTE,
+            )
+        )
     if is_low:
         ops.append(
             Cast(source=_whole(flat, "master"), destination=_whole(flat, "param"), stream=COMPUTE)

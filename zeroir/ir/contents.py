@@ -18,6 +18,8 @@ from enum import StrEnum
 PARAM = "param"
 MASTER = "master"
 GRAD = "grad"
+EMA = "ema"
+"""The exponential moving average of the parameters."""
 
 
 class Micro(StrEnum):
@@ -36,10 +38,10 @@ class Micro(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlatContent:
-    """Elements of a flat: parameters, master weights, gradients, or an optimizer state such as ``exp_avg``.
+    """Elements of a flat: parameters, master weights, gradients, averages, or an optimizer state such as ``exp_avg``.
 
-    ``version`` counts the updates since the step began (parameters, masters, states). ``reduced`` names the mesh
-    axes over which a gradient has been summed, in mesh order, and ``micro`` the micro-steps it holds. Padding, the
+    ``version`` counts the updates since the step began (parameters, masters, averages, states). ``reduced`` names the
+    mesh axes over which a gradient has been summed, in mesh order, and ``micro`` the micro-steps it holds. Padding, the
     elements of a flat that belong to no parameter, is zero in every quantity.
     """
 

@@ -47,17 +47,23 @@ class Reduction(StrEnum):
 
 
 class Algorithm(StrEnum):
-    """Element-wise optimizers, each with torch's semantics of the same name."""
+    """Optimizers, each with torch's semantics of the same name, and Lion (arXiv 2302.06675, algorithm 2)."""
 
     SGD = "sgd"
     MOMENTUM = "momentum"
     ADAM = "adam"
     ADAMW = "adamw"
+    LION = "lion"
 
     @property
     def state_names(self) -> tuple[str, ...]:
         """The FP32 states kept per parameter, named as torch.optim names them."""
         return _STATE_NAMES[self]
+
+    @property
+    def hyper_names(self) -> tuple[str, ...]:
+        """The elements of ``OptimizerStep.hyper``, in order."""
+        return _HYPER_NAMES[self]
 
 
 _STATE_NAMES = {
@@ -65,6 +71,15 @@ _STATE_NAMES = {
     Algorithm.MOMENTUM: ("momentum_buffer",),
     Algorithm.ADAM: ("exp_avg", "exp_avg_sq"),
     Algorithm.ADAMW: ("exp_avg", "exp_avg_sq"),
+    Algorithm.LION: ("exp_avg",),
+}
+
+_HYPER_NAMES = {
+    Algorithm.SGD: ("momentum", "dampening", "nesterov", "weight_decay"),
+    Algorithm.MOMENTUM: ("momentum", "dampening", "nesterov", "weight_decay"),
+    Algorithm.ADAM: ("beta1", "beta2", "eps", "weight_decay"),
+    Algorithm.ADAMW: ("beta1", "beta2", "eps", "weight_decay"),
+    Algorithm.LION: ("beta1", "beta2", "weight_decay"),
 }
 
 
@@ -378,20 +393,34 @@ class Decide(Update):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GroupSettings:
+    """The learning rate and the hyper-parameters of one optimizer group; see ``OptimizerStep``."""
+
+    syntax: ClassVar[str] = "{group} lr={lr} hyper={hyper}"
+
+    group: Attribute[str]
+    lr: Read[Region]
+    hyper: Read[Region]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerStep(Update):
     """Update ``param`` (and ``states``) in place with ``grad`` / gradient_divisor, all of one numel and dtype.
 
     ``grad`` is used up: torch's fused kernels store the divided gradient there, and nothing may read it afterwards.
 
     ``states`` are in the order of ``algorithm.state_names``. ``lr`` is a one-element f64 region on the device,
-    ``hyper`` an f64 region on the host: (momentum, dampening, nesterov, weight_decay) for sgd and momentum,
-    (beta1, beta2, eps, weight_decay) for adam and adamw. Where ``skip`` is 1 nothing changes. ``step`` is the count
-    that ``decide`` advanced.
+    ``hyper`` an f64 region on the host with the values of ``algorithm.hyper_names``. Where ``skip`` is 1 nothing
+    changes. ``step`` is the count that ``decide`` advanced.
+
+    ``lr`` and ``hyper`` are those of ``group``, and ``others`` those of other groups. Each element is updated with the
+    settings of the group whose intervals (``Program.groups``) contain it; without groups, all with the first. An
+    element in no group, such as padding between parameters, may stay as it is.
     """
 
     syntax = (
         "{algorithm} param={param} grad={grad} states=({states}) step={step} lr={lr} hyper={hyper}"
-        " gradient_divisor={gradient_divisor} [skip={skip}] | group={group}"
+        " gradient_divisor={gradient_divisor} [skip={skip}] | group={group} [others=({others})]"
     )
     participle = "updated"
     same_elements = ("param", "grad", "states")
@@ -407,6 +436,34 @@ class OptimizerStep(Update):
     stream: StreamName[str]
     skip: Read[Region] | None = None
     group: Attribute[str] = "default"
+    others: tuple[GroupSettings, ...] = ()
+    event: Signalled[str] | None = None
+
+    @property
+    def settings(self) -> tuple[GroupSettings, ...]:
+        """The settings of every group that the op names."""
+        own = GroupSettings(group=self.group, lr=self.lr, hyper=self.hyper)
+        return (own, *self.others)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Average(Update):
+    """Move the moving average of parameters one step: ``average`` × decay + ``param`` × (1 − decay).
+
+    Both are f32 of one numel, and ``param`` are the parameters that this step's ``optimizer_step`` left. Each of the
+    three operations rounds by itself, as in ``torch.optim.swa_utils.get_ema_avg_fn``. Where ``skip`` is 1 nothing
+    changes.
+    """
+
+    syntax = "{param} -> {average} [skip={skip}] | decay={decay}"
+    participle = "averaged"
+    same_elements = ("param", "average")
+
+    param: Read[Region]
+    average: Accumulated[Region]
+    decay: Attribute[float]
+    stream: StreamName[str]
+    skip: Read[Region] | None = None
     event: Signalled[str] | None = None
 
 
@@ -490,7 +547,7 @@ class Store(Transfer):
 MemoryOp = Alloc | Release
 CollectiveOp = AllGather | Prefetch | ReduceScatter | AllReduce | Broadcast
 ElementwiseOp = Cast | Fill | Scale
-UpdateOp = GradNorm | CheckFinite | Decide | OptimizerStep | UpdateScale
+UpdateOp = GradNorm | CheckFinite | Decide | OptimizerStep | Average | UpdateScale
 TransferOp = ToHost | ToDevice | Load | Store
 Op = MemoryOp | CollectiveOp | Wait | Compute | ElementwiseOp | UpdateOp | TransferOp
 """Every op there is. Handle it with ``match`` over kinds or ops, and ``assert_never``."""

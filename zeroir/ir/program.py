@@ -79,11 +79,17 @@ class Flat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerGroup:
-    """Intervals of flats that share hyper-parameters, as ``(flat, start, stop)``."""
+    """Intervals of flats that share an algorithm and hyper-parameters, as ``(flat, start, stop)``.
+
+    ``lr`` and ``hyper`` are the scalar buffers that hold the settings, as ``OptimizerStep`` reads them. In files of
+    schema 1.3 and earlier they are None, and every step names the one pair of buffers that there is.
+    """
 
     name: str
     algorithm: Algorithm
     intervals: tuple[tuple[str, int, int], ...]
+    lr: str | None = None
+    hyper: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +100,21 @@ class InputBinding:
     buffer: str
     dtype: DType
     shape: tuple[int, ...]
+
+
+Constant = bool | int | float | str | None
+"""A value in a batch that is no tensor."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConstantBinding:
+    """One constant of the batch that the model was traced with: where it stands, and its value.
+
+    The program computes what the model does with this value, so a batch with another one is refused.
+    """
+
+    path: str
+    value: Constant
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,6 +209,7 @@ class Program:
     segments: tuple[Segment, ...] = ()
     sections: tuple[Section, ...] = ()
     inputs: tuple[InputBinding, ...] = ()
+    batch_constants: tuple[ConstantBinding, ...] = ()
     module_buffers: tuple[ModuleBufferBinding, ...] = ()
     scalars: tuple[ScalarBinding, ...] = ()
     groups: tuple[OptimizerGroup, ...] = ()

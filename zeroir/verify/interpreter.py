@@ -16,7 +16,7 @@ from zeroir.ir.contents import GRAD, PARAM, NamedContent
 from zeroir.ir.dtypes import DType
 from zeroir.ir.ops import Mode, Op
 from zeroir.ir.program import Program, Section
-from zeroir.verify import algebra, statistics, transfers, update
+from zeroir.verify import algebra, averages, statistics, transfers, update
 from zeroir.verify.abstract_memory import AbstractMemory
 from zeroir.verify.context import Findings, spell, title
 from zeroir.verify.descriptions import ADVICE, CAUSES, describe
@@ -71,21 +71,17 @@ class Shared:
             for name, (flat, slot) in program.parameter_by_name.items()
         }
         self.groups = {group.name: group for group in program.groups}
-        self.group_intervals: dict[tuple[str, str], list[tuple[int, int]]] = {}
-        """The sorted intervals of a group in a flat."""
-        for group in program.groups:
-            for flat, start, stop in sorted(group.intervals):
-                self.group_intervals.setdefault((group.name, flat), []).append((start, stop))
         self.may_repeat = may_repeat
 
 
 class SectionRun:
     """The interpretation of one section: its computations.
 
-    ``settings`` is what decisions and the loss scaling are given, ``steps`` what each optimizer step does,
-    ``roundings`` the gradients that lost digits, by flat and dtype, and ``sums`` which contributions were added to
-    which; each with the line of its op. ``decided`` are the decisions so far, and whether each may skip the update.
-    ``reported`` is what the engine reports of the step, by region: the norm that a decision read, and whether it skips.
+    ``settings`` is what decisions and the loss scaling are given, ``steps`` what each optimizer step does, ``averages``
+    what each average does, ``roundings`` the gradients that lost digits, by flat and dtype, and ``sums`` which
+    contributions were added to which; each with the line of its op. ``decided`` are the decisions so far, and whether
+    each may skip the update. ``reported`` is what the engine reports of the step, by region: the norm that a decision
+    read, and whether it skips.
     """
 
     def __init__(
@@ -109,6 +105,7 @@ class SectionRun:
         self.decisions = 0
         self.settings: dict[tuple[Hashable, ...], int] = {}
         self.steps: list[Stepped] = []
+        self.averages: list[Stepped] = []
         self.roundings: dict[tuple[str, DType], int] = {}
         self.sums: dict[algebra.Sum, int] = {}
         self.decided: dict[int, bool] = {} if before is None else dict(before.decided)
@@ -199,6 +196,8 @@ class SectionRun:
                 update.decide(self, op)
             case ops.OptimizerStep():
                 update.optimizer_step(self, op)
+            case ops.Average():
+                averages.average(self, op)
             case ops.UpdateScale():
                 update.update_scale(self, op)
             case ops.Transfer():

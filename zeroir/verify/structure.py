@@ -20,8 +20,6 @@ from zeroir.verify.declarations import region_problem
 
 Problem = tuple[str, str]
 
-HYPER_NUMEL = 4
-
 LANES_NUMEL = 64
 """Optimizer steps begin and end at multiples of this, as parameters do. A CPU's kernels take FP32 vectors of 4 to 16
 elements, and round the elements behind the last whole vector in another way."""
@@ -118,6 +116,8 @@ class _Checker:
                 yield from self._decide(op)
             case ops.OptimizerStep():
                 yield from self._optimizer_step(op)
+            case ops.Average():
+                yield from self._average(op)
             case ops.UpdateScale():
                 yield from self._scalar(op, "skip", op.skip, DType.F32)
                 if self._numel(op.state) != 3 or self._dtype(op.state) is not DType.F32:
@@ -210,7 +210,7 @@ class _Checker:
     def _beside(self, op: ops.IssuedOp, region: Region, changed: Region) -> Iterator[Problem]:
         """The regions of an op are in one space, except hyper-parameters, which the host always reads."""
         is_judged_alone = isinstance(op, ops.Cast) or (
-            isinstance(op, ops.OptimizerStep) and region == op.hyper
+            isinstance(op, ops.OptimizerStep) and any(region == s.hyper for s in op.settings)
         )
         if not is_judged_alone and self._space(region) is not self._space(changed):
             used = f"uses {self._spell(region)} in {self._space(region)} memory"
@@ -423,12 +423,29 @@ class _Checker:
         if dtype is not DType.F32:
             yield "Z004", f"optimizer_step updates {self._spell(op.param)} of {dtype}: it needs f32"
         yield from self._in_memory(op, op.param)
-        yield from self._scalar(op, "lr", op.lr, DType.F64)
         yield from self._scalar(op, "step", op.step, DType.F32)
         yield from self._scalar(op, "gradient_divisor", op.gradient_divisor, DType.F32)
         yield from self._scalar(op, "skip", op.skip, DType.F32)
-        if self._dtype(op.hyper) is not DType.F64 or self._numel(op.hyper) != HYPER_NUMEL:
-            yield "Z004", f"optimizer_step needs f64[{HYPER_NUMEL}] in {self._spell(op.hyper)}"
+        named: set[str] = set()
+        for settings in op.settings:
+            yield from self._scalar(op, "lr", settings.lr, DType.F64)
+            hyper, numel = settings.hyper, len(op.algorithm.hyper_names)
+            if self._dtype(hyper) is not DType.F64 or self._numel(hyper) != numel:
+                what = f"{op.algorithm} needs f64[{numel}] in {self._spell(hyper)}"
+                yield "Z004", f"optimizer_step {what}: {', '.join(op.algorithm.hyper_names)}"
+            if settings.group in named:
+                yield "Z403", f"optimizer_step has settings for group {settings.group} twice"
+            named.add(settings.group)
+
+    def _average(self, op: ops.Average) -> Iterator[Problem]:
+        yield from self._alike(op, ("Z005", "Z004", "Z006"), op.param, op.average)
+        dtype = self._dtype(op.average)
+        if dtype is not DType.F32:
+            yield "Z004", f"average changes {self._spell(op.average)} of {dtype}: it needs f32"
+        yield from self._in_memory(op, op.param)
+        yield from self._scalar(op, "skip", op.skip, DType.F32)
+        if not 0 <= op.decay <= 1:
+            yield "Z005", f"average has a decay of {op.decay}, which is not from 0 to 1"
 
     def _transfer(self, op: ops.TransferOp) -> Iterator[Problem]:
         for region, space in ((op.source, op.from_space), (op.destination, op.to_space)):

@@ -75,6 +75,8 @@ def header_lines(program: Program) -> Iterator[str]:
     for binding in program.inputs:
         kind = binding.dtype.value + _numbers(binding.shape)
         yield f"input {name(binding.path)} : {kind} -> %{name(binding.buffer)}"
+    for constant in program.batch_constants:
+        yield f"batch_constant {name(constant.path)} = {_arg_text(constant.value)}"
     for held in program.module_buffers:
         line = f"module_buffer {name(held.name)} : {_numbers(held.shape)} -> %{name(held.buffer)}"
         if held.data is not None:
@@ -85,7 +87,9 @@ def header_lines(program: Program) -> Iterator[str]:
         yield f"scalar %{name(scalar.buffer)} = ({values})"
     for group in program.groups:
         intervals = ", ".join(f"{name(flat)}[{a}:{b}]" for flat, a, b in group.intervals)
-        yield f"group {name(group.name)} {group.algorithm.value} ({intervals})"
+        lr = "" if group.lr is None else f" lr=%{name(group.lr)}"
+        hyper = "" if group.hyper is None else f" hyper=%{name(group.hyper)}"
+        yield f"group {name(group.name)} {group.algorithm.value} ({intervals}){lr}{hyper}"
 
 
 def bound_text(bound: Bound) -> str:
