@@ -1,4 +1,7 @@
-"""The ZeRO stages as pipelines: each is the stage below plus one pass, and stage 3 plus a few."""
+"""The ZeRO stages as pipelines: each is the stage below plus one pass, and stage 3 plus a few.
+
+With gradients that accumulate on each rank, stages 2 and 3 do without the pass that keeps them as shards.
+"""
 
 from __future__ import annotations
 
@@ -46,6 +49,7 @@ def for_stage(
     unshard: tuple[str, ...] = (),
     unshard_bytes: int | None = None,
     budget: int | None = None,
+    accumulate_locally: bool = False,
 ) -> tuple[Pass, ...]:
     """The passes of a ZeRO stage, 0 to 3, on that many ranks.
 
@@ -54,18 +58,20 @@ def for_stage(
     the backward. With ``select`` the program is first made to save less for its backward. The units that
     ``recompute`` names are computed once more before their backward, and those of ``unshard``, or with uses at most
     ``unshard_bytes`` apart, are gathered once. With ``ahead_bytes`` at most these bytes are gathered ahead, and with a
-    ``budget`` in bytes as early as it allows, instead of ``distance`` units ahead.
+    ``budget`` in bytes as early as it allows, instead of ``distance`` units ahead. With
+    ``accumulate_locally`` whole gradients are added up, and reduced in the last micro-step.
     """
     if world_size % (replicas or 1):
         raise UserError(f"{world_size} ranks do not make {replicas} groups of equal size.")
     replicate: tuple[Pass, ...] = (AllReduceGradients(dp=world_size // (replicas or 1)),)
-    shard: tuple[Pass, ...] = (
-        ShardOptimizer(),
-        ShardGradients(),
-        ShardParameters(),
-    )
-    if not 0 <= stage <= len(shard):
+    if not 0 <= stage <= 3:
         raise UserError(f"There is no stage {stage}; the ZeRO stages are 0, 1, 2 and 3.")
+    has_gradient_shards = stage >= 2 and not accumulate_locally
+    shard: tuple[Pass, ...] = (
+        *((ShardOptimizer(),) if stage >= 1 else ()),
+        *((ShardGradients(),) if has_gradient_shards else ()),
+        *((ShardParameters(),) if stage == 3 else ()),
+    )
     gather: tuple[Pass, ...] = (
         InsertGathers(elide=elide),
         *(
@@ -90,14 +96,14 @@ def for_stage(
         # After it, so that only values that are still saved are recomputed.
         + ((Recompute(units=recompute),) if recompute else ())
         + replicate
-        + shard[:stage]
-        + (gather if stage == len(shard) else ())
+        + shard
+        + (gather if stage == 3 else ())
         + merge
-        + (ahead if stage == len(shard) else ())
-        + (bound if stage >= 2 else ())
+        + (ahead if stage == 3 else ())
+        + (bound if has_gradient_shards else ())
         + across
         + ((OverlapUpdate(),) if overlap_update else ())
-        + (early if stage == len(shard) else ())
+        + (early if stage == 3 else ())
     )
 
 
@@ -120,6 +126,7 @@ def for_options(options: CompileOptions) -> tuple[Pass, ...]:
             unshard=options.unshard,
             unshard_bytes=options.unshard_bytes,
             budget=options.prefetch_budget_bytes,
+            accumulate_locally=options.accumulate_locally,
         ),
         PlanMemory(),
     )

@@ -85,8 +85,20 @@ class CompileOptions(BaseModel):
     ] = "fp32"
     micro_steps: Annotated[
         int,
-        Field(ge=1, le=MOST_COUNT, description="Micro-steps over which a gradient accumulates."),
+        Field(
+            ge=1,
+            le=MOST_COUNT,
+            description="Micro-steps over which a gradient accumulates. With more than 1 a program is compiled for any "
+            "number of them.",
+        ),
     ] = 1
+    accumulate_locally: Annotated[
+        bool,
+        Field(
+            description="Add whole FP32 gradients on each rank and reduce them once, in the last micro-step: less "
+            "traffic, more memory (stages 2, 3 with --micro-steps above 1)."
+        ),
+    ] = False
 
     units: Annotated[
         str | None,
@@ -252,6 +264,13 @@ class CompileOptions(BaseModel):
         ),
     ] = True
 
+    loss_scale: Annotated[
+        float | None,
+        Field(
+            gt=0,
+            description="Loss scale that never changes (fp16). An overflow still skips the step. [default: dynamic]",
+        ),
+    ] = None
     initial_loss_scale: Annotated[float, Field(gt=0, description="First loss scale (fp16).")] = (
         2.0**16
     )
@@ -260,13 +279,24 @@ class CompileOptions(BaseModel):
         Field(
             ge=1,
             le=MOST_COUNT,
-            description="Steps without overflow after which the loss scale doubles (fp16).",
+            description="Steps without overflow after which the loss scale grows (fp16).",
         ),
     ] = 1000
+    loss_scale_factor: Annotated[
+        float,
+        Field(gt=1, description="Factor by which the loss scale grows and shrinks (fp16)."),
+    ] = 2.0
     loss_scale_hysteresis: Annotated[
         int,
-        Field(ge=1, le=MOST_COUNT, description="Overflows before the loss scale halves (fp16)."),
+        Field(ge=1, le=MOST_COUNT, description="Overflows before the loss scale shrinks (fp16)."),
     ] = 2
+    consecutive_hysteresis: Annotated[
+        bool,
+        Field(
+            description="Count only consecutive overflows for the hysteresis, instead of all since the loss scale grew "
+            "last (fp16)."
+        ),
+    ] = False
     minimum_loss_scale: Annotated[float, Field(gt=0, description="Smallest loss scale (fp16).")] = (
         1.0
     )
@@ -363,6 +393,15 @@ class CompileOptions(BaseModel):
         return self
 
     @model_validator(mode="after")
+    def _loss_scale_is_above_minimum(self) -> Self:
+        if self.has_dynamic_loss_scale and self.initial_loss_scale < self.minimum_loss_scale:
+            raise ValueError(
+                f"--initial-loss-scale {self.initial_loss_scale:g} is below "
+                f"--minimum-loss-scale {self.minimum_loss_scale:g}"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _all_have_effect(self, info: ValidationInfo) -> Self:
         if not info.context and (problem := self.without_effect) is not None:
             raise ValueError(problem)
@@ -384,9 +423,21 @@ class CompileOptions(BaseModel):
         if len(early) > 1:
             first, second, *_ = map(self._flag, early)
             return f"{first} and {second} both set how early parameters are gathered; leave one of them out"
-        for name in _LOSS_SCALING:
+        for name in ("loss_scale", *_DYNAMIC_LOSS_SCALE):
             if self.precision != "fp16" and self._asks_for(name):
                 return f"{self._flag(name)} needs --precision fp16, but the precision is {self.precision}"
+        for name in _DYNAMIC_LOSS_SCALE:
+            if self.loss_scale is not None and self._asks_for(name):
+                return f"{self._flag(name)} is for a dynamic loss scale, but {self._flag('loss_scale')} fixes it"
+        if self.consecutive_hysteresis and self.loss_scale_hysteresis == 1:
+            return "--consecutive-hysteresis needs a --loss-scale-hysteresis above 1"
+        if self.accumulate_locally and self.micro_steps == 1:
+            return "--accumulate-locally needs --micro-steps above 1, but a step has one micro-step"
+        if self.accumulate_locally and self._asks_for("live_gradients"):
+            return (
+                f"{self._flag('live_gradients')} bounds the full gradients that wait for their reduction, but with "
+                "--accumulate-locally none waits"
+            )
         for name in _ADAM:
             if self.optimizer in (Algorithm.SGD, Algorithm.MOMENTUM) and self._asks_for(name):
                 return f"{self._flag(name)} needs --optimizer adam or adamw, but the optimizer is {self.optimizer}"
@@ -436,6 +487,18 @@ class CompileOptions(BaseModel):
     def is_update_overlapped(self) -> bool:
         """Whether the update begins in the backward, which is possible if no decision waits for all gradients."""
         return self.overlap_update and self.clip is None and self.precision != "fp16"
+
+    @property
+    def has_dynamic_loss_scale(self) -> bool:
+        """Whether the loss scale follows overflows."""
+        return self.precision == "fp16" and self.loss_scale is None
+
+    @property
+    def first_loss_scale(self) -> float:
+        """The loss scale of the first step; 1 where there is none."""
+        if self.precision != "fp16":
+            return 1.0
+        return self.initial_loss_scale if self.loss_scale is None else self.loss_scale
 
     @property
     def prefetch_budget_bytes(self) -> int | None:
@@ -515,6 +578,10 @@ class GivenOptions(CompileOptions):
         return self
 
     @model_validator(mode="after")
+    def _loss_scale_is_above_minimum(self) -> Self:
+        return self
+
+    @model_validator(mode="after")
     def _all_have_effect(self) -> Self:
         return self
 
@@ -529,6 +596,7 @@ class GivenOptions(CompileOptions):
 
 
 _LEAST_STAGES: Final = {
+    "accumulate_locally": 2,
     "bucket_gathers": 1,
     "live_gradients": 2,
     "prefetch": 3,
@@ -542,10 +610,12 @@ _LEAST_STAGES: Final = {
 _GATHERED_EARLY: Final = ("prefetch", "prefetch_bytes", "prefetch_budget")
 """Options of which one sets how early parameters are gathered."""
 
-_LOSS_SCALING: Final = (
+_DYNAMIC_LOSS_SCALE: Final = (
     "initial_loss_scale",
     "loss_scale_window",
+    "loss_scale_factor",
     "loss_scale_hysteresis",
+    "consecutive_hysteresis",
     "minimum_loss_scale",
 )
 _ADAM: Final = ("beta1", "beta2", "eps")

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from zeroir.frontend.source import LossFunction, Model, ModelSource, WeightFunction
     from zeroir.passes.manager import Proof
     from zeroir.runtime.engine import Engine
+    from zeroir.runtime.module_values import StateSource
     from zeroir.torch_ops.batches import Batch
 
 
@@ -143,13 +144,18 @@ class CompiledProgram:
         kernels: str = "eager",
         cuda_graphs: bool = False,
         self_check: bool = True,
+        state: StateSource | None = None,
+        keep_module: bool = False,
     ) -> Engine:
         """An engine for this process, its parameters initialised from the module in hand or the model file.
 
         Under torchrun it is one rank of the job; elsewhere the program is lowered for a world size of 1. The batch of
         ``engine.step(batch)`` has the structure, shapes and dtypes of the example batch. ``model`` names the model file
         where it has been moved, or is the module (or a function that makes it) whose values the engine takes. Without
-        it a program that was compiled from a module in this process takes the module's present values.
+        it a program that was compiled from a module in this process takes the module's present values, those of rank 0:
+        as they move to the engine, the module's tensors become meta tensors on all ranks, so that no rank holds them
+        twice. With ``keep_module`` they stay. ``state``, a mapping or a function from names to tensors, gives the
+        parameters and persistent buffers that it has their values: with it, the module may be on the meta device.
 
         ``kernels`` selects the kernels of segments: ``eager`` runs torch's
         operators one by one, ``inductor`` compiles each distinct segment once and keeps it on disk. With
@@ -175,6 +181,8 @@ class CompiledProgram:
             kernels,
             cuda_graphs=cuda_graphs,
             self_check=self_check,
+            state=state,
+            keep_module=keep_module,
         )
 
 

@@ -126,11 +126,11 @@ class _Translator:
         self.set("initial_loss_scale", 2.0**block.initial_scale_power, "fp16.initial_scale_power")
         self.set("loss_scale_window", block.loss_scale_window, "fp16.loss_scale_window")
         self.set("loss_scale_hysteresis", block.hysteresis, "fp16.hysteresis")
-        self.set(
-            "loss_scale_consecutive_hysteresis",
-            block.consecutive_hysteresis,
-            "fp16.consecutive_hysteresis",
-        )
+        if block.hysteresis > 1:
+            key = "fp16.consecutive_hysteresis"
+            self.set("consecutive_hysteresis", block.consecutive_hysteresis, key)
+        elif block.consecutive_hysteresis:
+            self.notes.append("fp16.consecutive_hysteresis: no meaning with fp16.hysteresis 1.")
         self.set("minimum_loss_scale", block.min_loss_scale, "fp16.min_loss_scale")
 
     def stage_and_mesh(self, world_size: int) -> int:

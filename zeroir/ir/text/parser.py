@@ -7,7 +7,7 @@ import binascii
 
 from zeroir.ir.bounds import AheadBound, BehindBound, Bound, BoundKind
 from zeroir.ir.buffers import Buffer, Role, Space
-from zeroir.ir.contents import Content, FlatContent, Micro, NamedContent, Zeros
+from zeroir.ir.contents import Content, FlatContent, Micro, NamedContent, WeightContent, Zeros
 from zeroir.ir.mesh import STREAMS, Axis, Communicator, Executor, Mesh, Stream
 from zeroir.ir.ops import Algorithm, Op
 from zeroir.ir.program import (
@@ -53,6 +53,7 @@ class _ProgramParser:
         self.streams: tuple[Stream, ...] | None = None
         self.bounds: list[Bound] = []
         self.loss: str | None = None
+        self.weight: str | None = None
         self.fingerprint: str | None = None
         self.passes: list[str] = []
         self.comms: list[Communicator] = []
@@ -95,6 +96,7 @@ class _ProgramParser:
             scalars=tuple(self.scalars),
             groups=tuple(self.groups),
             loss=self.loss,
+            weight=self.weight,
             options=options,
             passes=tuple(self.passes),
             fingerprint=self.fingerprint or "",
@@ -146,6 +148,9 @@ class _ProgramParser:
             case "loss":
                 self._once(self.loss, keyword, start)
                 self.loss = self._buffer_name()
+            case "weight":
+                self._once(self.weight, keyword, start)
+                self.weight = self._buffer_name()
             case "flat":
                 self.flats.append(self._flat())
             case "buffer":
@@ -172,7 +177,7 @@ class _ProgramParser:
                 self.sections.append(self._section())
             case _:
                 scan.fail(
-                    "expected one of pass, fingerprint, mesh, comm, streams, bound, loss, flat, buffer, "
+                    "expected one of pass, fingerprint, mesh, comm, streams, bound, loss, weight, flat, buffer, "
                     f"input, batch_constant, module_buffer, scalar, group, segment, section, but found '{keyword}'.",
                     start,
                 )
@@ -325,6 +330,11 @@ class _ProgramParser:
         if is_bare and quantity in RESERVED_QUANTITIES:
             if quantity == "zeros":
                 return Zeros()
+            if quantity == "weight":
+                reduced = scan.several(scan.name) if scan.accept("reduced=") else ()
+                return WeightContent(
+                    reduced=reduced, micro=scan.attribute("micro", self._micro)
+                )
             name = scan.name("the name of a value")
             return NamedContent(name=name, version=scan.optional("version", scan.integer, 0))
         flat = scan.name("a flat's name")
@@ -332,7 +342,7 @@ class _ProgramParser:
         offset = scan.optional("offset", scan.integer, 0)
         version = scan.optional("version", scan.integer, 0)
         reduced = scan.several(scan.name) if scan.accept("reduced=") else ()
-        micro = self.scanner.member(Micro, "which micro-steps") if scan.accept("micro=") else None
+        micro = self._micro() if scan.accept("micro=") else None
         return FlatContent(
             quantity=quantity,
             flat=flat,
@@ -342,6 +352,9 @@ class _ProgramParser:
             reduced=reduced,
             micro=micro,
         )
+
+    def _micro(self) -> Micro:
+        return self.scanner.member(Micro, "which micro-steps")
 
     # ------------------------------------------------------------------------------------- sections
 
