@@ -60,7 +60,9 @@ _WEIGHTED_LOSS = "weighted_loss"
 def weigh(program: Program) -> Program:
     """The program with weights of its micro-batches; it must be a logical one for one micro-step."""
     if program.loss is None or MICRO_STEP in program.section_by_name:
-        raise InternalError("only a logical program for one micro-step, with a loss, can be weighted")
+        raise InternalError(
+            "only a logical program for one micro-step, with a loss, can be weighted"
+        )
     changed = {
         LAST_MICRO_STEP: lambda section: _weighted_micro_step(section, program),
         UPDATE: _divided,
