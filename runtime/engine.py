@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from zeroir.errors import GraphWarning, ZeroirError, memory_for
 from zeroir.ir.program import Program
 from zeroir.ir.spans import Span
 from zeroir.runtime import initial, state
+from zeroir.runtime.accumulation import Accumulation, MicroStepResult
 from zeroir.runtime.comm.handout import ALONE, Handout
 from zeroir.runtime.comm.job import (
     DEFAULT_TIMEOUT,
@@ -32,6 +34,7 @@ from zeroir.runtime.rank_memory import RankMemory
 from zeroir.runtime.self_check import check_kernels
 from zeroir.runtime.streams import Streams, ThreadStreams
 from zeroir.runtime.trace import HostClock, SpanRecorder, StreamClock, aligned, to_bytes
+from zeroir.runtime.weights import WeightFunction
 from zeroir.torch_ops.batches import Batch
 
 if TYPE_CHECKING:
@@ -46,17 +49,25 @@ class StepResult:
 
     @property
     def loss(self) -> float:
-        """Mean over the step's micro-batches of this rank."""
+        """Mean over the step's micro-batches of this rank, weighted by their weights; NaN where all of them are 0."""
         return float(self.rank.loss)
 
     @property
+    def weight(self) -> float:
+        """The sum of the weights of this rank's micro-batches, or their number where they have no weights."""
+        return float(self.rank.weight)
+
+    @property
     def mean_loss(self) -> float | None:
-        """Mean over all ranks; None where the program does not reduce the loss (``Engine.average`` does)."""
+        """Mean over all ranks, weighted as ``loss`` is; None where the program does not reduce the loss.
+
+        ``Engine.mean_loss`` does.
+        """
         return None if self.rank.mean_loss is None else float(self.rank.mean_loss)
 
     @property
     def is_skipped(self) -> bool:
-        """Whether an overflow on any rank left everything as it was."""
+        """Whether an overflow on any rank, or a weight of 0 on all ranks, left everything as it was."""
         return self.rank.is_skipped is not None and bool(self.rank.is_skipped > 0)
 
     @property
@@ -89,6 +100,7 @@ class Engine:
         timeout: timedelta = DEFAULT_TIMEOUT,
         cuda_graphs: bool = False,
         self_check: bool = False,
+        weight: WeightFunction | None = None,
     ) -> None:
         self.program = program
         self.device = device or torch.device("cpu")
@@ -120,7 +132,9 @@ class Engine:
             streams,
             seed=seed,
             run_section=None if self._graphs is None else self._graphs.run,
+            weight=weight,
         )
+        self._accumulation = Accumulation(self._micro_step)
 
     @property
     def rank(self) -> int:
@@ -160,19 +174,51 @@ class Engine:
             state.initialise_flats(self.program, [self._memory], values)
 
     def step(self, batch: Batch | list[Batch]) -> StepResult:
-        """One training step on a batch, or on a list of as many batches as the program has micro-steps.
+        """One training step on a batch, or on a list of batches, over which the gradient accumulates.
+
+        A program that was compiled for accumulation takes any number of them, the same on every rank.
 
         Raises:
-            UserError: where the shape or dtype of a batch is not the compiled one, or another rank is lost.
+            UserError: where the shape or dtype of a batch is not the compiled one, where the program was compiled for
+                one batch and gets several, or where another rank is lost.
         """
-        if self.step_count == 0 and self.device.type == "cpu":
-            keep_freed_memory()
+        self._accumulation.require_none("step")
+        self._keep_memory()
         batches: list[Batch] = batch if isinstance(batch, list) else [batch]
         (result,) = self._executor.step([batches])
         return StepResult(rank=result)
 
+    def micro_step(self, batch: Batch, is_last: bool | None = None) -> MicroStepResult:
+        """Add the gradient of one batch to those of the step; ``update`` ends the step.
+
+        The last micro-step differs from the others: it reduces gradients, and may update parameters as they get ready.
+        So a micro-step runs with the next call of ``micro_step`` or ``update``, which shows whether it was the last,
+        unless ``is_last`` says so at once; the batch must stay as it is until then. All ranks call this together.
+
+        Raises:
+            UserError: as ``step``; where the step's last micro-step has run already.
+        """
+        return self._accumulation.micro_step(batch, is_last)
+
+    def update(self) -> StepResult:
+        """Update the parameters by the gradients of the micro-steps since the last update.
+
+        Raises:
+            UserError: as ``step``; where no micro-step precedes it, or the last one was said not to be the last.
+        """
+        self._accumulation.finish()
+        (result,) = self._executor.update()
+        return StepResult(rank=result)
+
+    @property
+    def loss_scale(self) -> float:
+        """The loss scale of the next step; 1 without loss scaling. Reading it waits for the device."""
+        (scale,) = self._executor.loss_scale()
+        return scale
+
     def evaluate(self, batch: Batch) -> float:
         """The loss of one batch by the program's ``evaluate`` section."""
+        self._accumulation.require_none("evaluate")
         (loss,) = self._executor.evaluate([batch])
         return float(loss)
 
@@ -201,6 +247,17 @@ class Engine:
     def average(self, value: float) -> float:
         """The mean of every rank's value, added in rank order. All ranks call this together."""
         return self.job.average(value)
+
+    def mean_loss(self, result: StepResult) -> float:
+        """The mean of a step's losses over all ranks, weighted as they are. All ranks call this together."""
+        if result.mean_loss is not None:
+            return result.mean_loss
+        if self.program.weight is None:
+            return self.average(result.loss)
+        loss = result.loss * result.weight if result.weight else 0.0
+        total = self.average(loss)
+        weight = self.average(result.weight)
+        return total / weight if weight else math.nan
 
     def record(self, step: int) -> None:
         """Record the beginning and end of every op of that step, counting from 1, for ``timelines``."""
@@ -245,6 +302,15 @@ class Engine:
             self._graphs.close()
         self._executor.close()
         self.job.comm.close()
+
+    def _micro_step(self, batch: Batch, is_last: bool) -> Tensor:
+        self._keep_memory()
+        (loss,) = self._executor.micro_step([batch], is_last=is_last)
+        return loss
+
+    def _keep_memory(self) -> None:
+        if self.step_count == 0 and self.device.type == "cpu":
+            keep_freed_memory()
 
     def _open_streams(self, *, cuda_graphs: bool) -> tuple[Streams, SectionGraphs | None]:
         if self.device.type != "cuda":

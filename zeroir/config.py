@@ -514,7 +514,10 @@ _SEPARATORS: Final = {"group": SEPARATOR}
 
 _LEAST_STAGES: Final = {
     "accumulate_locally": 2,
-    "live_gradients": 2, "prefetch": 3, "prefetch_budget": 3, "unshard": 3,
+    "live_gradients": 2,
+    "prefetch": 3,
+    "prefetch_budget": 3,
+    "unshard": 3,
 }
 """The lowest stage at which each of these options has an effect."""
 

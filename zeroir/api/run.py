@@ -292,6 +292,7 @@ def open_engine(
         kernels=kernel_backend(kernels),
         cuda_graphs=cuda_graphs,
         self_check=self_check,
+        weight=source.weight,
     )
     engine.initialise(source.model, seed)
     return engine

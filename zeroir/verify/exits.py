@@ -11,7 +11,16 @@ from dataclasses import replace
 
 from zeroir.ir import ops
 from zeroir.ir.buffers import Buffer, Region, Role, whole
-from zeroir.ir.contents import GRAD, PARAM, Content, FlatContent, Micro, NamedContent, WeightContent, Zeros
+from zeroir.ir.contents import (
+    GRAD,
+    PARAM,
+    Content,
+    FlatContent,
+    Micro,
+    NamedContent,
+    WeightContent,
+    Zeros,
+)
 from zeroir.ir.program import EVALUATE, LAST_MICRO_STEP, MICRO_STEP, UPDATE, Holding
 from zeroir.verify import algebra
 from zeroir.verify.context import last_touch, spell

@@ -19,7 +19,17 @@ from dataclasses import replace
 from typing import assert_never
 
 from zeroir.ir.buffers import Buffer, Role, whole
-from zeroir.ir.contents import GRAD, MASTER, PARAM, Content, FlatContent, Micro, NamedContent, WeightContent, Zeros
+from zeroir.ir.contents import (
+    GRAD,
+    MASTER,
+    PARAM,
+    Content,
+    FlatContent,
+    Micro,
+    NamedContent,
+    WeightContent,
+    Zeros,
+)
 from zeroir.ir.dtypes import DType
 from zeroir.ir.program import (
     EVALUATE,

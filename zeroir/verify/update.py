@@ -120,7 +120,9 @@ def _check_weight(run: SectionRun, op: ops.Decide, region: Region) -> None:
         return
     missing = [axis for axis in axes if axis not in summed]
     if run.program.weight is not None and missing:
-        what = f"decide divides by {where}, this rank's weights: they are not summed over {missing[0]}"
+        what = (
+            f"decide divides by {where}, this rank's weights: they are not summed over {missing[0]}"
+        )
         run.fail("Z402", what, region.buffer)
         return
     divisor = math.prod(run.layout.sizes[axis] for axis in missing)
@@ -207,7 +209,9 @@ def update_scale(run: SectionRun, op: ops.UpdateScale) -> None:
         ((_, _, value),) = run.memory.read(op.weight)
         problem = weight_problem(run, value, Micro.ALL, run.layout.axes)
         if problem is not None:
-            run.fail("Z405", f"update_scale reads a wrong weight: {problem.sentence}", op.weight.buffer)
+            run.fail(
+                "Z405", f"update_scale reads a wrong weight: {problem.sentence}", op.weight.buffer
+            )
     setting = (
         "scale",
         _held(run, op.state),

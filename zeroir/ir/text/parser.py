@@ -325,9 +325,7 @@ class _ProgramParser:
                 return Zeros()
             if quantity == "weight":
                 reduced = scan.several(scan.name) if scan.accept("reduced=") else ()
-                return WeightContent(
-                    reduced=reduced, micro=scan.attribute("micro", self._micro)
-                )
+                return WeightContent(reduced=reduced, micro=scan.attribute("micro", self._micro))
             name = scan.name("the name of a value")
             return NamedContent(name=name, version=scan.optional("version", scan.integer, 0))
         flat = scan.name("a flat's name")
