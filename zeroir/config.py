@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Iterable, Mapping
 from itertools import compress
@@ -31,6 +32,7 @@ from zeroir.ir.amounts import parse_bytes
 from zeroir.ir.limits import MOST_BYTES, MOST_COUNT, MOST_RANKS
 from zeroir.ir.mesh import DATA_AXIS, REPLICATE_AXIS, SHARD_AXIS, Axis, Mesh
 from zeroir.ir.ops import Algorithm
+from zeroir.schedules import parse_schedule
 
 Precision = Literal["fp32", "bf16", "fp16"]
 _IS_WRITTEN: Final = {"is_written": True}
@@ -116,6 +118,13 @@ class CompileOptions(BaseModel):
         Algorithm, Field(description="The update rule, with the semantics of torch.optim.")
     ] = Algorithm.ADAMW
     lr: Annotated[float, Field(ge=0, description="Learning rate.")] = 1e-3
+    schedule: Annotated[
+        str | None,
+        Field(
+            description="Learning-rate schedule that `zeroir run` follows, such as cosine{warmup=100,total=1000} "
+            "(also constant, linear, and DeepSpeed's). [default: none]"
+        ),
+    ] = None
     momentum: Annotated[
         float | None,
         Field(ge=0, lt=1, description="Momentum factor (momentum only). [default: 0.9]"),
@@ -166,6 +175,15 @@ class CompileOptions(BaseModel):
             description="Number of units that parameters are gathered ahead of their use (stage 3).",
         ),
     ] = 1
+    prefetch_bytes: Annotated[
+        int | None,
+        Field(
+            ge=1,
+            le=MOST_BYTES,
+            description="Gather parameters ahead of their use while those ahead have at most this number of bytes, "
+            "instead of --prefetch units ahead (stage 3). [default: none]",
+        ),
+    ] = None
     prefetch_budget: Annotated[
         str | None,
         Field(
@@ -180,6 +198,15 @@ class CompileOptions(BaseModel):
             "patterns; * means all repeated units (stage 3)."
         ),
     ] = ()
+    unshard_bytes: Annotated[
+        int | None,
+        Field(
+            ge=1,
+            le=MOST_BYTES,
+            description="Keep the gathered parameters of a unit until its next use if the parameters used in between "
+            "have at most this number of bytes (stage 3). [default: none]",
+        ),
+    ] = None
     recompute: Annotated[
         tuple[str, ...],
         Field(
@@ -209,6 +236,14 @@ class CompileOptions(BaseModel):
             description="Merge neighbouring collectives up to this number of bytes; 0 merges none.",
         ),
     ] = 0
+    bucket_gathers: Annotated[
+        int | None,
+        Field(
+            ge=0,
+            le=MOST_BYTES,
+            description="Another limit than --bucket for gathers of parameters (stages 1 to 3). [default: --bucket]",
+        ),
+    ] = None
     overlap_update: Annotated[
         bool,
         Field(
@@ -303,6 +338,21 @@ class CompileOptions(BaseModel):
                 ) from None
         return value
 
+    @field_validator("schedule")
+    @classmethod
+    def _is_a_schedule(cls, value: str | None) -> str | None:
+        if value is None:
+            return None
+        try:
+            return parse_schedule(value).text()
+        except UserError as error:
+            problem = str(error).removesuffix(".")
+            raise PydanticCustomError(
+                "schedule",
+                "a schedule such as {example}: {problem}",
+                {"example": "cosine{warmup=100}", "problem": problem},
+            ) from None
+
     @field_validator("mesh")
     @classmethod
     def _in_canonical_order(cls, value: str | None) -> str | None:
@@ -360,10 +410,11 @@ class CompileOptions(BaseModel):
             if self.stage < least and self._asks_for(name) and not is_off:
                 stages = " or ".join(map(str, range(least, 4)))
                 return f"{self._flag(name)} needs --stage {stages}, but the stage is {self.stage}"
-        if self.prefetch_budget is not None and self._asks_for("prefetch"):
+        early = [name for name in _GATHERED_EARLY if self._asks_for(name)]
+        if len(early) > 1:
+            first, second, *_ = map(self._flag, early)
             return (
-                f"{self._flag('prefetch')} and {self._flag('prefetch_budget')} both set how early parameters are "
-                "gathered; leave one of them out"
+                f"{first} and {second} both set how early parameters are gathered; leave one of them out"
             )
         for name in ("loss_scale", *_DYNAMIC_LOSS_SCALE):
             if self.precision != "fp16" and self._asks_for(name):
@@ -508,14 +559,50 @@ class CompileOptions(BaseModel):
 _SEPARATORS: Final = {"group": SEPARATOR}
 """Separators of options that are lists, where commas are part of an item."""
 
+
+class GivenOptions(CompileOptions):
+    """Options from one of several places, such as the command line: each is valid in itself, not yet with the others."""
+
+    @model_validator(mode="after")
+    def _mesh_fits_world_size(self) -> Self:
+        return self
+
+    @model_validator(mode="after")
+    def _momentum_fits_optimizer(self) -> Self:
+        return self
+
+    @model_validator(mode="after")
+    def _groups_are_valid(self, info: ValidationInfo) -> Self:
+        return self
+
+    @model_validator(mode="after")
+    def _all_have_effect(self, info: ValidationInfo) -> Self:
+        return self
+
+    @property
+    def given(self) -> dict[str, object]:
+        """The options that were set, by name."""
+        return {
+            name: getattr(self, name)
+            for name in type(self).model_fields
+            if name in self.model_fields_set
+        }
+
+
 _LEAST_STAGES: Final = {
     "accumulate_locally": 2,
+    "bucket_gathers": 1,
     "live_gradients": 2,
     "prefetch": 3,
+    "prefetch_bytes": 3,
     "prefetch_budget": 3,
     "unshard": 3,
+    "unshard_bytes": 3,
 }
 """The lowest stage at which each of these options has an effect."""
+
+_GATHERED_EARLY: Final = ("prefetch", "prefetch_bytes", "prefetch_budget")
+"""Options of which one sets how early parameters are gathered."""
 
 _DYNAMIC_LOSS_SCALE: Final = (
     "initial_loss_scale",
@@ -583,6 +670,14 @@ def make_options(
         raise UserError(explain_validation(error)) from None
 
 
+def make_given_options(values: Mapping[str, object]) -> GivenOptions:
+    """Validate each option by itself; UserError as for ``make_options``."""
+    try:
+        return GivenOptions.model_validate(dict(values))
+    except ValidationError as error:
+        raise UserError(explain_validation(error)) from None
+
+
 def options_from_pairs(pairs: Iterable[tuple[str, str]]) -> CompileOptions:
     """The inverse of ``CompileOptions.to_pairs``; UserError as for ``make_options``."""
     try:
@@ -601,7 +696,10 @@ def explain_validation(error: ValidationError, *, command: str = "compile") -> s
         return f"These options do not go together: {problem}."
     name = str(first["loc"][0]).replace("_", "-")
     if first["type"] == "extra_forbidden":
-        return f"There is no option --{name}; `zeroir {command} --help` lists them."
+        options = (option.replace("_", "-") for option in CompileOptions.model_fields)
+        nearest = difflib.get_close_matches(name, options, n=1)
+        hint = f" did you mean --{nearest[0]}?" if nearest and command == "compile" else ""
+        return f"There is no option --{name};{hint} `zeroir {command} --help` lists them."
     expected = first["msg"].removeprefix("Input should be ")
     return f"--{name} is {first['input']!s}, but should be {expected}."
 

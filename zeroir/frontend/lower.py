@@ -89,6 +89,7 @@ def lower(
             )
             for info in captured.batch
         ),
+        batch_constants=captured.constants,
         module_buffers=tuple(micro_step.bindings.values()),
         scalars=scalar_bindings,
         groups=declared_groups(groups, trainable),

@@ -58,17 +58,23 @@ class Refill(StrEnum):
 
 
 class Algorithm(StrEnum):
-    """Element-wise optimizers, each with torch's semantics of the same name."""
+    """Optimizers, each with torch's semantics of the same name, and Lion (arXiv 2302.06675, algorithm 2)."""
 
     SGD = "sgd"
     MOMENTUM = "momentum"
     ADAM = "adam"
     ADAMW = "adamw"
+    LION = "lion"
 
     @property
     def state_names(self) -> tuple[str, ...]:
         """The FP32 states kept per parameter, named as torch.optim names them."""
         return _STATE_NAMES[self]
+
+    @property
+    def hyper_names(self) -> tuple[str, ...]:
+        """The elements of ``OptimizerStep.hyper``, in order."""
+        return _HYPER_NAMES[self]
 
 
 _STATE_NAMES = {
@@ -76,6 +82,15 @@ _STATE_NAMES = {
     Algorithm.MOMENTUM: ("momentum_buffer",),
     Algorithm.ADAM: ("exp_avg", "exp_avg_sq"),
     Algorithm.ADAMW: ("exp_avg", "exp_avg_sq"),
+    Algorithm.LION: ("exp_avg",),
+}
+
+_HYPER_NAMES = {
+    Algorithm.SGD: ("momentum", "dampening", "nesterov", "weight_decay"),
+    Algorithm.MOMENTUM: ("momentum", "dampening", "nesterov", "weight_decay"),
+    Algorithm.ADAM: ("beta1", "beta2", "eps", "weight_decay"),
+    Algorithm.ADAMW: ("beta1", "beta2", "eps", "weight_decay"),
+    Algorithm.LION: ("beta1", "beta2", "weight_decay"),
 }
 
 
@@ -409,9 +424,8 @@ class OptimizerStep(Update):
     ``grad`` is used up: torch's fused kernels store the divided gradient there, and nothing may read it afterwards.
 
     ``states`` are in the order of ``algorithm.state_names``. ``lr`` is a one-element f64 region on the device,
-    ``hyper`` an f64 region on the host: (momentum, dampening, nesterov, weight_decay) for sgd and momentum,
-    (beta1, beta2, eps, weight_decay) for adam and adamw. Where ``skip`` is 1 nothing changes. ``step`` is the count
-    that ``decide`` advanced.
+    ``hyper`` an f64 region on the host with the values of ``algorithm.hyper_names``. Where ``skip`` is 1 nothing
+    changes. ``step`` is the count that ``decide`` advanced.
 
     ``lr`` and ``hyper`` are those of ``group``, and ``others`` those of other groups. Each element is updated with the
     settings of the group whose intervals (``Program.groups``) contain it; without groups, all with the first. An

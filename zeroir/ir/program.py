@@ -105,6 +105,21 @@ class InputBinding:
     shape: tuple[int, ...]
 
 
+Constant = bool | int | float | str | None
+"""A value in a batch that is no tensor."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConstantBinding:
+    """One constant of the batch that the model was traced with: where it stands, and its value.
+
+    The program computes what the model does with this value, so a batch with another one is refused.
+    """
+
+    path: str
+    value: Constant
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleBufferBinding:
     """A registered buffer or lifted constant of the model and the program's buffer that holds it.
@@ -201,6 +216,7 @@ class Program:
     segments: tuple[Segment, ...] = ()
     sections: tuple[Section, ...] = ()
     inputs: tuple[InputBinding, ...] = ()
+    batch_constants: tuple[ConstantBinding, ...] = ()
     module_buffers: tuple[ModuleBufferBinding, ...] = ()
     scalars: tuple[ScalarBinding, ...] = ()
     groups: tuple[OptimizerGroup, ...] = ()

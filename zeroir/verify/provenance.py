@@ -111,7 +111,13 @@ def _binding_problems(program: Program) -> Problems:
             yield "Z002", f"{what} is bound to %{name}, which {filled[name]} fills already"
         filled.setdefault(name, what)
     for names, kind in (
-        ([given.path for given in program.inputs], "input"),
+        (
+            [
+                *(given.path for given in program.inputs),
+                *(constant.path for constant in program.batch_constants),
+            ],
+            "input",
+        ),
         ([held.name for held in program.module_buffers], "module buffer"),
     ):
         for name, count in Counter(names).items():

@@ -20,8 +20,6 @@ from zeroir.verify.declarations import region_problem
 
 Problem = tuple[str, str]
 
-HYPER_NUMEL = 4
-
 LANES_NUMEL = 64
 """Optimizer steps begin and end at multiples of this, as parameters do. A CPU's kernels take FP32 vectors of 4 to 16
 elements, and round the elements behind the last whole vector in another way."""
@@ -435,9 +433,10 @@ class _Checker:
         named: set[str] = set()
         for settings in op.settings:
             yield from self._scalar(op, "lr", settings.lr, DType.F64)
-            hyper = settings.hyper
-            if self._dtype(hyper) is not DType.F64 or self._numel(hyper) != HYPER_NUMEL:
-                yield "Z004", f"optimizer_step needs f64[{HYPER_NUMEL}] in {self._spell(hyper)}"
+            hyper, numel = settings.hyper, len(op.algorithm.hyper_names)
+            if self._dtype(hyper) is not DType.F64 or self._numel(hyper) != numel:
+                what = f"{op.algorithm} needs f64[{numel}] in {self._spell(hyper)}"
+                yield "Z004", f"optimizer_step {what}: {', '.join(op.algorithm.hyper_names)}"
             if settings.group in named:
                 yield "Z403", f"optimizer_step has settings for group {settings.group} twice"
             named.add(settings.group)

@@ -11,6 +11,7 @@ from zeroir.ir.contents import Content, FlatContent, Micro, NamedContent, Weight
 from zeroir.ir.mesh import STREAMS, Axis, Communicator, Executor, Mesh, Stream
 from zeroir.ir.ops import Algorithm, Op
 from zeroir.ir.program import (
+    ConstantBinding,
     Flat,
     Holding,
     InputBinding,
@@ -27,7 +28,7 @@ from zeroir.ir.segment import Segment, TensorType
 from zeroir.ir.text.lexical import RESERVED_QUANTITIES, VERSION
 from zeroir.ir.text.names import declared_outputs
 from zeroir.ir.text.parse_ops import OpParser
-from zeroir.ir.text.parse_segment import parse_dtype, parse_segment
+from zeroir.ir.text.parse_segment import parse_constant, parse_dtype, parse_segment
 from zeroir.ir.text.scanner import Scanner
 
 
@@ -61,6 +62,7 @@ class _ProgramParser:
         self.segments: list[Segment] = []
         self.sections: list[Section] = []
         self.inputs: list[InputBinding] = []
+        self.batch_constants: list[ConstantBinding] = []
         self.module_buffers: list[ModuleBufferBinding] = []
         self.scalars: list[ScalarBinding] = []
         self.groups: list[OptimizerGroup] = []
@@ -89,6 +91,7 @@ class _ProgramParser:
             segments=tuple(self.segments),
             sections=tuple(self.sections),
             inputs=tuple(self.inputs),
+            batch_constants=tuple(self.batch_constants),
             module_buffers=tuple(self.module_buffers),
             scalars=tuple(self.scalars),
             groups=tuple(self.groups),
@@ -154,6 +157,10 @@ class _ProgramParser:
                 self._buffer()
             case "input":
                 self.inputs.append(self._input())
+            case "batch_constant":
+                path = scan.name("the path of a constant in the batch")
+                scan.expect("=")
+                self.batch_constants.append(ConstantBinding(path=path, value=parse_constant(scan)))
             case "module_buffer":
                 self.module_buffers.append(self._module_buffer())
             case "scalar":
@@ -171,7 +178,7 @@ class _ProgramParser:
             case _:
                 scan.fail(
                     "expected one of pass, fingerprint, mesh, comm, streams, bound, loss, weight, flat, buffer, "
-                    f"input, module_buffer, scalar, group, segment, section, but found '{keyword}'.",
+                    f"input, batch_constant, module_buffer, scalar, group, segment, section, but found '{keyword}'.",
                     start,
                 )
 

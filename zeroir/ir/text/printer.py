@@ -77,6 +77,8 @@ def header_lines(program: Program) -> Iterator[str]:
     for binding in program.inputs:
         kind = binding.dtype.value + _numbers(binding.shape)
         yield f"input {name(binding.path)} : {kind} -> %{name(binding.buffer)}"
+    for constant in program.batch_constants:
+        yield f"batch_constant {name(constant.path)} = {_arg_text(constant.value)}"
     for held in program.module_buffers:
         line = f"module_buffer {name(held.name)} : {_numbers(held.shape)} -> %{name(held.buffer)}"
         if held.data is not None:
