@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from zeroir.errors import GraphWarning, ZeroirError, memory_for
+from zeroir.errors import GraphWarning, UserError, ZeroirError, memory_for
+from zeroir.ir import ops
 from zeroir.ir.program import Program
 from zeroir.ir.spans import Span
 from zeroir.runtime import initial, state
@@ -26,6 +27,7 @@ from zeroir.runtime.construction import Factory
 from zeroir.runtime.executor import RankResult, StepExecutor
 from zeroir.runtime.handlers import LocalRanks
 from zeroir.runtime.kernels.choice import KernelBackend, open_kernels
+from zeroir.runtime.live_optimizer import LiveOptimizer, SettingsOfRanks
 from zeroir.runtime.malloc import keep_freed_memory, return_freed_memory
 from zeroir.runtime.measured_workspaces import DeviceWatcher, on_host
 from zeroir.runtime.rank_memory import RankMemory
@@ -121,6 +123,21 @@ class Engine:
             seed=seed,
             run_section=None if self._graphs is None else self._graphs.run,
         )
+        self._optimizer: LiveOptimizer | None = None
+        if any(isinstance(op, ops.OptimizerStep) for op in program.ops()):
+            self._optimizer = LiveOptimizer(program, [memory], self._nothing_to_update)
+            self._executor.settings = SettingsOfRanks(optimizer=self._optimizer, job=self.job)
+
+    @property
+    def optimizer(self) -> LiveOptimizer:
+        """The settings of the optimizer groups; changes count from the next update. All ranks change them alike.
+
+        Raises:
+            UserError: where the program updates nothing.
+        """
+        if self._optimizer is None:
+            raise UserError("The program updates no parameter, so it has no optimizer.")
+        return self._optimizer
 
     @property
     def rank(self) -> int:
@@ -153,11 +170,13 @@ class Engine:
             self._executor.entered(),
         ):
             initial.initialise(self.program, [self._memory], factory, seed, handout)
+        self._forget_settings()
 
     def initialise_flats(self, values: Mapping[str, Tensor]) -> None:
         """Give buffers values by name; see ``state.initialise_flats``."""
         with self._executor.entered():
             state.initialise_flats(self.program, [self._memory], values)
+        self._forget_settings()
 
     def step(self, batch: Batch | list[Batch]) -> StepResult:
         """One training step on a batch, or on a list of as many batches as the program has micro-steps.
@@ -245,6 +264,15 @@ class Engine:
             self._graphs.close()
         self._executor.close()
         self.job.comm.close()
+
+    def _forget_settings(self) -> None:
+        if self._optimizer is not None:
+            self._optimizer.forget_written()
+
+    def _nothing_to_update(self) -> None:
+        raise UserError(
+            "engine.optimizer.step has nothing to update: engine.step(batch) takes whole steps, the update included."
+        )
 
     def _open_streams(self, *, cuda_graphs: bool) -> tuple[Streams, SectionGraphs | None]:
         if self.device.type != "cuda":
