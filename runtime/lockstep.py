@@ -30,11 +30,11 @@ from zeroir.runtime import initial, state
 from zeroir.runtime.comm.base import CollectiveTensors, TensorPair
 from zeroir.runtime.comm.job import Backend, Job
 from zeroir.runtime.comm.lockstep import LockstepComm
-from zeroir.runtime.construction import Factory
 from zeroir.runtime.executor import RankResult, StepExecutor
 from zeroir.runtime.handlers import LocalRanks, PreparedCollective, communicate
 from zeroir.runtime.kernels.choice import KernelBackend, open_kernels
 from zeroir.runtime.live_optimizer import LiveOptimizer, SettingsOfRanks
+from zeroir.runtime.module_values import Factory
 from zeroir.runtime.rank_memory import RankMemory
 from zeroir.runtime.streams import OpEvent
 from zeroir.runtime.tensors import poison

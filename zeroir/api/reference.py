@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from zeroir.config import CompileOptions
 from zeroir.frontend.loss_step import loss_of
 from zeroir.frontend.parameter_groups import ParameterGroup, parameter_groups
-from zeroir.frontend.precision import apply_precision, cast_floating, compute_dtype
+from zeroir.frontend.precision import apply_precision, compute_dtype, with_floats_cast
 from zeroir.frontend.source import ModelSource
 from zeroir.ir.layout import Parameter
 from zeroir.ir.ops import Algorithm
@@ -109,7 +109,7 @@ class EagerReplicas:
         return self.masters[name][: shape.numel()].view(shape)
 
     def _forward(self, replica: nn.Module, batch: Batch, micro_step: int, rank: int) -> Tensor:
-        inputs = cast_floating(batch, compute_dtype(self._options.precision))
+        inputs = with_floats_cast(batch, compute_dtype(self._options.precision))
         with neutral_ops(self._seeds(self._step, micro_step, rank)):
             loss = loss_of(self._source, replica, inputs).float()
             torch.autograd.backward(loss, torch.full_like(loss, self._scale))

@@ -1,7 +1,7 @@
 """A program: one SPMD training step for every rank of a mesh, as plain data.
 
 A program is header (mesh, communicators, streams, bounds), flats (where each parameter stands), buffers, segments,
-sections, the bindings to the outside world (inputs, module buffers, optimizer groups, loss), and how it came about
+sections, the bindings to the outside world (inputs, module buffers, optimizer groups, loss, weight), and how it came about
 (options, pass specs, fingerprint of the model). The order of every tuple is part of the program, and its text is
 canonical.
 """
@@ -102,6 +102,21 @@ class InputBinding:
     shape: tuple[int, ...]
 
 
+Constant = bool | int | float | str | None
+"""A value in a batch that is no tensor."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConstantBinding:
+    """One constant of the batch that the model was traced with: where it stands, and its value.
+
+    The program computes what the model does with this value, so a batch with another one is refused.
+    """
+
+    path: str
+    value: Constant
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleBufferBinding:
     """A registered buffer or lifted constant of the model and the program's buffer that holds it.
@@ -183,7 +198,11 @@ class Section:
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """See the module's docstring. ``options`` and ``passes`` are for people and re-lowering, not for execution."""
+    """See the module's docstring. ``options`` and ``passes`` are for people and re-lowering, not for execution.
+
+    ``loss`` names the buffer of this rank's loss. ``weight`` names the one that receives the weight of each
+    micro-batch; without it every micro-batch has the weight 1.
+    """
 
     mesh: Mesh
     comms: tuple[Communicator, ...] = ()
@@ -194,10 +213,12 @@ class Program:
     segments: tuple[Segment, ...] = ()
     sections: tuple[Section, ...] = ()
     inputs: tuple[InputBinding, ...] = ()
+    batch_constants: tuple[ConstantBinding, ...] = ()
     module_buffers: tuple[ModuleBufferBinding, ...] = ()
     scalars: tuple[ScalarBinding, ...] = ()
     groups: tuple[OptimizerGroup, ...] = ()
     loss: str | None = None
+    weight: str | None = None
     options: tuple[tuple[str, str], ...] = ()
     passes: tuple[str, ...] = ()
     fingerprint: str = ""
