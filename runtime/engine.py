@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroir.errors import GraphWarning, UserError, ZeroirError, memory_for
+from zeroir.ir import ops
 from zeroir.ir.program import Program
 from zeroir.ir.spans import Span
 from zeroir.runtime import initial
@@ -30,6 +31,7 @@ from zeroir.runtime.executor import RankResult, StepExecutor
 from zeroir.runtime.gathered import Lender, module_maker
 from zeroir.runtime.handlers import LocalRanks
 from zeroir.runtime.kernels.choice import KernelBackend, open_kernels
+from zeroir.runtime.live_optimizer import LiveOptimizer, SettingsOfRanks
 from zeroir.runtime.malloc import keep_freed_memory, return_freed_memory
 from zeroir.runtime.measured_workspaces import DeviceWatcher, on_host
 from zeroir.runtime.module_values import Factory, StateSource
@@ -136,6 +138,7 @@ class Engine:
         if self.device.type == "cpu":
             return_freed_memory()
         self._lender: Lender | None = None
+        self._optimizer: LiveOptimizer | None = None
         self._recorder = SpanRecorder()
         self._accumulation = Accumulation(self._micro_step)
         self._open(program)
@@ -172,6 +175,23 @@ class Engine:
             run_section=None if self._graphs is None else self._graphs.run,
             weight=settings.weight,
         )
+        if self._optimizer is not None:
+            self._optimizer.write_to([memory])
+        elif any(isinstance(op, ops.OptimizerStep) for op in program.ops()):
+            self._optimizer = LiveOptimizer(program, [memory], self.update)
+        if self._optimizer is not None:
+            self._executor.settings = SettingsOfRanks(optimizer=self._optimizer, job=self.job)
+
+    @property
+    def optimizer(self) -> LiveOptimizer:
+        """The settings of the optimizer groups; changes count from the next update. All ranks change them alike.
+
+        Raises:
+            UserError: where the program updates nothing.
+        """
+        if self._optimizer is None:
+            raise UserError("The program updates no parameter, so it has no optimizer.")
+        return self._optimizer
 
     def _accumulate(self) -> None:
         """Go on with the program for accumulation: parameters, master weights and states keep their tensors."""
@@ -237,6 +257,7 @@ class Engine:
                     keep_module=keep_module,
                 )
             self._allocate()
+        self._forget_settings()
         self._lender = Lender(
             program=self.program,
             memory=self._memory,
@@ -251,6 +272,7 @@ class Engine:
         with self._executor.entered():
             state_of_buffers.initialise_flats(self.program, [self._memory], values)
             self._allocate()
+        self._forget_settings()
 
     def step(self, batch: Batch | list[Batch]) -> StepResult:
         """One training step on a batch, or on a list of batches, over which the gradient accumulates.
@@ -449,6 +471,10 @@ class Engine:
             keep_freed_memory()
         with self._executor.entered():
             self._allocate()
+
+    def _forget_settings(self) -> None:
+        if self._optimizer is not None:
+            self._optimizer.forget_written()
 
     def _allocate(self) -> None:
         with memory_for("the program's buffers"):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -70,6 +71,16 @@ class RankResult:
     grad_norm: Tensor | None
 
 
+class StepSettings(Protocol):
+    """Writes what the host may change between steps, such as learning rates."""
+
+    def before_micro_step(self, *, is_last: bool) -> None:
+        """Write it. No op that uses it is under way; with ``is_last``, the update follows."""
+
+    def after_update(self) -> None:
+        """Take notice of an update."""
+
+
 class StepExecutor:
     """Runs the sections of a program for the local ranks; the engine and lockstep share it."""
 
@@ -95,6 +106,7 @@ class StepExecutor:
         self._streams = streams
         self._run_section = run_section
         self._rng_buffers = [b.name for b in self._program.buffers if b.role is Role.RNG]
+        self.settings: StepSettings | None = None
         self._to_watch: tuple[int, Watch] | None = None
         self._is_begun = False
         self._prepared: dict[str, list[Task]] = {}
@@ -198,6 +210,8 @@ class StepExecutor:
                 f"The program has no {name} section; compile it for this many micro-steps."
             )
         with torch.no_grad():
+            if self.settings is not None and name in (MICRO_STEP, LAST_MICRO_STEP):
+                self.settings.before_micro_step(is_last=name == LAST_MICRO_STEP)
             if not self._is_begun:
                 self._begin(section)
             self._streams.join([pending.event for pending in section.entry.pending])
@@ -207,6 +221,8 @@ class StepExecutor:
             else:
                 self._run_section(section, partial(self._issue, section, None))
             self._streams.join([pending.event for pending in section.exit.pending])
+            if self.settings is not None and name == UPDATE:
+                self.settings.after_update()
 
     def _issue(self, section: Section, watch: Watch | None) -> None:
         if watch is None and torch.autograd.profiler._is_profiler_enabled:

@@ -1,7 +1,7 @@
 """Element-wise optimizers over flat shards: torch's fused kernels, and Lion, which torch does not have.
 
-One call updates the elements of one group in a region, piece by piece. torch's kernels divide the gradient by
-their argument ``grad_scale``, so unscaling, averaging over ranks and clipping need no pass of their own; they also store the
+One call updates the elements of one group in a region, piece by piece. torch's kernels divide the gradient by their
+argument ``grad_scale``, so unscaling, averaging over ranks and clipping need no pass of their own; they also store the
 divided gradient. Where ``found_inf`` is 1 they change nothing.
 """
 
