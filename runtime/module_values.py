@@ -166,8 +166,8 @@ class ModuleValues:
             )
         if own.is_meta:
             raise UserError(
-                f"The model's '{name}' is on the meta device, so the program has no values to begin with: pass them with "
-                "state=, or make the model with values. An engine takes a module's values, unless keep_module=True."
+                f"The model's '{name}' is on the meta device, so the program has no values to begin with: pass them "
+                "with state=, or give the model values. An engine takes a module's values, unless keep_module=True."
             )
         if own.dtype not in IR_DTYPE:
             raise UserError(
