@@ -22,6 +22,7 @@ from zeroir.memory.placement import places_to_run
 from zeroir.runtime import initial
 from zeroir.runtime.comm.job import Backend, PeerError
 from zeroir.runtime.engine import Engine
+from zeroir.runtime.whole_parameters import whole_parameters
 
 FOLDER = Path(os.environ["TEST_FOLDER"])
 RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -109,6 +110,13 @@ def gathered(backend: str) -> None:
             for step in random_batches(2, WORLD_SIZE):
                 engine.step(step[RANK])
                 expected = engine.full_parameters()
+                biases = {
+                    f"blocks.{index}.bias" for index in range(3)
+                }  # less than half of their flats
+                for slot, (value,) in whole_parameters(
+                    engine.program, [engine._memory], engine.job.comm, biases, masters=True
+                ):
+                    assert torch.equal(value, expected[slot.name])
                 for name in ("", "blocks.1", "blocks", "post"):
                     with engine.gathered(name) as module:
                         require_parameters(module, name, expected, dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -22,8 +23,16 @@ from tests.runtime.support import (
 )
 from tests.support.programs import mlp
 from zeroir.errors import UserError
+from zeroir.ir.ops import Reduction
+from zeroir.memory.placement import places_to_run
+from zeroir.runtime.comm.base import CollectiveTensors, Comm
 from zeroir.runtime.comm.job import Backend
+from zeroir.runtime.comm.lockstep import LockstepComm
 from zeroir.runtime.engine import Engine
+from zeroir.runtime.lockstep import Lockstep
+from zeroir.runtime.rank_memory import RankMemory
+from zeroir.runtime.state import initialise_flats
+from zeroir.runtime.whole_parameters import flat_buffers, flat_part, whole_parameters
 
 MODULE = "tests.runtime.gathered_workers"
 
@@ -200,3 +209,75 @@ def test_modules_are_gathered_from_all_ranks(
     tmp_path: Path, world_size: int, backend: Backend
 ) -> None:
     require_success(Ranks(world_size, tmp_path, "gathered", backend, module=MODULE).wait())
+
+
+@pytest.mark.parametrize("replicas", [None, 2])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_parts_of_a_flat_are_those_of_the_whole(stage: int, replicas: int | None) -> None:
+    """In lockstep; of a part, the ranks without elements of it send nothing."""
+    logical = mlp(dim=32, precision="bf16")
+    program = lowered(logical, stage, 4, replicas)
+    placed = places_to_run(program)
+    memories = [RankMemory(program, rank, torch.device("cpu"), placed=placed) for rank in range(4)]
+    values = initial_flats(logical)
+    initialise_flats(program, memories, values)
+    comm = LockstepComm(program)
+    generator = random.Random(stage)
+    for flat in program.flats:
+        for quantity, dtype in (("param", torch.bfloat16), ("master", torch.float32)):
+            buffers = flat_buffers(program, flat.name, (quantity,))
+            expected = torch.zeros(flat.padded_numel)
+            given = values[f"{flat.name}.param"]
+            expected[: given.numel()] = given
+            for _ in range(8 if buffers else 0):
+                start, stop = sorted(generator.choices(range(flat.padded_numel + 1), k=2))
+                parts = flat_part(program, memories, comm, buffers, dtype, range(start, stop))
+                assert all(torch.equal(part, expected[start:stop].to(dtype)) for part in parts)
+
+
+def test_parameters_alone_travel_where_they_are_less_than_half_of_their_flat() -> None:
+    """Of a flat of many parameters, one is broadcast by the ranks that hold elements of it."""
+    logical = mlp(dim=32)
+    (flat,) = [flat for flat in logical.flats if flat.unit == "blocks.0"]
+    assert [slot.name for slot in flat.slots] == ["blocks.0.weight", "blocks.0.bias"]
+    program = lowered(logical, 3, 4)
+    lockstep = Lockstep(program)
+    lockstep.initialise_flats(initial_flats(logical))
+    expected = lockstep.full_parameters()
+    memories = lockstep._memories
+    comm = CountingComm(LockstepComm(program))
+    for name, (gathers, broadcasts) in {
+        "blocks.0.weight": (1, 0),
+        "blocks.0.bias": (0, 1),
+        "post.weight": (1, 0),
+    }.items():
+        comm.gathers = comm.broadcasts = 0
+        ((slot, values),) = whole_parameters(program, memories, comm, {name}, masters=True)
+        assert slot.name == name
+        assert all(torch.equal(value, expected[name]) for value in values)
+        assert (comm.gathers, comm.broadcasts) == (gathers, broadcasts)
+
+
+class CountingComm:
+    """Counts the collectives that another comm carries out."""
+
+    def __init__(self, comm: Comm) -> None:
+        self.comm = comm
+        self.gathers = self.broadcasts = 0
+
+    def all_gather(self, tensors: CollectiveTensors) -> None:
+        self.gathers += 1
+        self.comm.all_gather(tensors)
+
+    def broadcast(self, tensors: CollectiveTensors, root: int) -> None:
+        self.broadcasts += 1
+        self.comm.broadcast(tensors, root)
+
+    def reduce_scatter(self, tensors: CollectiveTensors, reduction: Reduction) -> None:
+        self.comm.reduce_scatter(tensors, reduction)
+
+    def all_reduce(self, tensors: CollectiveTensors, reduction: Reduction) -> None:
+        self.comm.all_reduce(tensors, reduction)
+
+    def close(self) -> None:
+        self.comm.close()
