@@ -422,9 +422,7 @@ class CompileOptions(BaseModel):
         early = [name for name in _GATHERED_EARLY if self._asks_for(name)]
         if len(early) > 1:
             first, second, *_ = map(self._flag, early)
-            return (
-                f"{first} and {second} both set how early parameters are gathered; leave one of them out"
-            )
+            return f"{first} and {second} both set how early parameters are gathered; leave one of them out"
         for name in ("loss_scale", *_DYNAMIC_LOSS_SCALE):
             if self.precision != "fp16" and self._asks_for(name):
                 return f"{self._flag(name)} needs --precision fp16, but the precision is {self.precision}"
@@ -565,7 +563,7 @@ _SEPARATORS: Final = {"group": SEPARATOR}
 
 
 class GivenOptions(CompileOptions):
-    """Options from one of several places, such as the command line: each is valid in itself, not yet with the others."""
+    """Options from one of several places, such as the command line: each is valid in itself, not yet with others."""
 
     @model_validator(mode="after")
     def _mesh_fits_world_size(self) -> Self:
@@ -576,11 +574,15 @@ class GivenOptions(CompileOptions):
         return self
 
     @model_validator(mode="after")
-    def _groups_are_valid(self, info: ValidationInfo) -> Self:
+    def _groups_are_valid(self) -> Self:
         return self
 
     @model_validator(mode="after")
-    def _all_have_effect(self, info: ValidationInfo) -> Self:
+    def _loss_scale_is_above_minimum(self) -> Self:
+        return self
+
+    @model_validator(mode="after")
+    def _all_have_effect(self) -> Self:
         return self
 
     @property
