@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor, nn
@@ -80,6 +80,10 @@ class StepResult:
     def grad_norm(self) -> float | None:
         """Global L2 norm of the averaged gradient before clipping; None where the program computes none."""
         return None if self.rank.grad_norm is None else float(self.rank.grad_norm)
+
+
+_LESS: Final = "gather smaller modules, one after the other"
+"""The remedy if memory runs out for a lent module."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -353,7 +357,8 @@ class Engine:
         with self._executor.entered():
             self._executor.finish()
             loan = ExitStack()
-            module = loan.enter_context(self._lender.lent(name, masters=masters, ema=ema))
+            with memory_for(f"the parameters of {name or 'the whole model'} on each rank", _LESS):
+                module = loan.enter_context(self._lender.lent(name, masters=masters, ema=ema))
         with loan:
             yield module
 
