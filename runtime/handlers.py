@@ -201,7 +201,7 @@ def _prepare_locally(
         case ops.Fill():
             return partial(memory.region(op.destination).fill_, op.value)
         case ops.Scale():
-            return partial(memory.region(op.region).mul_, memory.region(op.by))
+            return partial(numerics.scale, memory.region(op.region), memory.region(op.by))
         case ops.GradNorm():
             sources = [memory.region(source) for source in op.sources]
             return partial(numerics.sum_of_squares, sources, memory.region(op.destination))
@@ -219,6 +219,7 @@ def _prepare_locally(
                 loss_scale=_region(memory, op.loss_scale),
                 skip=_region(memory, op.skip),
                 max_norm=op.max_norm,
+                weight=_region(memory, op.weight),
             )
         case ops.Direction():
             return _prepare_directions(op, memory, local_ranks.program)
@@ -243,6 +244,8 @@ def _prepare_locally(
                 factor=op.factor,
                 hysteresis=op.hysteresis,
                 minimum=op.minimum,
+                refill=op.refill,
+                weight=_region(memory, op.weight),
             )
         case ops.Transfer():
             return partial(

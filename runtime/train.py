@@ -67,24 +67,24 @@ def train(
     steps: int,
     report_step: ReportStep,
     log_every: int = 1,
+    micro_steps: int | None = None,
 ) -> list[float]:
     """Take ``steps`` training steps and return their losses, averaged over ranks.
 
-    Each step takes as many batches from the iterator as the program has micro-steps. ``report_step`` receives every
-    ``log_every``-th step and the last.
+    Each step takes ``micro_steps`` batches from the iterator, by default as many as the program was compiled with.
+    ``report_step`` receives every ``log_every``-th step and the last.
 
     Raises:
         UserError: on every rank, where the loss of any rank is not finite; where the batches fail, end or do not fit.
     """
-    micro_steps = int(engine.program.option.get("micro_steps", "1"))
+    if micro_steps is None:
+        micro_steps = int(engine.program.option.get("micro_steps", "1"))
     losses: list[float] = []
     numel, unit = throughput_unit(engine.program.inputs)
     unreported, start = 0, time.perf_counter()
     for step in range(1, steps + 1):
         result = engine.step([_next(batches, step) for _ in range(micro_steps)])
-        loss = result.mean_loss
-        if loss is None:
-            loss = engine.average(result.loss)
+        loss = engine.mean_loss(result)
         if not math.isfinite(loss) and not result.is_skipped:
             raise _loss_error(result.loss, loss, step)
         losses.append(loss)

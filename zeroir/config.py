@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Iterable, Mapping
 from itertools import compress
@@ -33,6 +34,7 @@ from zeroir.ir.amounts import parse_bytes
 from zeroir.ir.limits import MOST_BYTES, MOST_COUNT, MOST_RANKS
 from zeroir.ir.mesh import DATA_AXIS, REPLICATE_AXIS, SHARD_AXIS, Axis, Mesh
 from zeroir.ir.ops import Algorithm
+from zeroir.schedules import parse_schedule
 
 Precision = Literal["fp32", "bf16", "fp16"]
 _IS_WRITTEN: Final = {"is_written": True}
@@ -85,8 +87,20 @@ class CompileOptions(BaseModel):
     ] = "fp32"
     micro_steps: Annotated[
         int,
-        Field(ge=1, le=MOST_COUNT, description="Micro-steps over which a gradient accumulates."),
+        Field(
+            ge=1,
+            le=MOST_COUNT,
+            description="Micro-steps over which a gradient accumulates. With more than 1 a program is compiled for any "
+            "number of them.",
+        ),
     ] = 1
+    accumulate_locally: Annotated[
+        bool,
+        Field(
+            description="Add whole FP32 gradients on each rank and reduce them once, in the last micro-step: less "
+            "traffic, more memory (stages 2, 3 with --micro-steps above 1)."
+        ),
+    ] = False
 
     units: Annotated[
         str | None,
@@ -106,6 +120,13 @@ class CompileOptions(BaseModel):
         Algorithm, Field(description="The update rule, with the semantics of torch.optim.")
     ] = Algorithm.ADAMW
     lr: Annotated[float, Field(ge=0, description="Learning rate.")] = 1e-3
+    schedule: Annotated[
+        str | None,
+        Field(
+            description="Learning-rate schedule that `zeroir run` follows, such as cosine{warmup=100,total=1000} "
+            "(also constant, linear, and DeepSpeed's). [default: none]"
+        ),
+    ] = None
     momentum: Annotated[
         float | None,
         Field(
@@ -218,6 +239,15 @@ class CompileOptions(BaseModel):
             description="Number of units that parameters are gathered ahead of their use (stage 3).",
         ),
     ] = 1
+    prefetch_bytes: Annotated[
+        int | None,
+        Field(
+            ge=1,
+            le=MOST_BYTES,
+            description="Gather parameters ahead of their use while those ahead have at most this number of bytes, "
+            "instead of --prefetch units ahead (stage 3). [default: none]",
+        ),
+    ] = None
     prefetch_budget: Annotated[
         str | None,
         Field(
@@ -232,6 +262,15 @@ class CompileOptions(BaseModel):
             "patterns; * means all repeated units (stage 3)."
         ),
     ] = ()
+    unshard_bytes: Annotated[
+        int | None,
+        Field(
+            ge=1,
+            le=MOST_BYTES,
+            description="Keep the gathered parameters of a unit until its next use if the parameters used in between "
+            "have at most this number of bytes (stage 3). [default: none]",
+        ),
+    ] = None
     recompute: Annotated[
         tuple[str, ...],
         Field(
@@ -261,6 +300,14 @@ class CompileOptions(BaseModel):
             description="Merge neighbouring collectives up to this number of bytes; 0 merges none.",
         ),
     ] = 0
+    bucket_gathers: Annotated[
+        int | None,
+        Field(
+            ge=0,
+            le=MOST_BYTES,
+            description="Another limit than --bucket for gathers of parameters (stages 1 to 3). [default: --bucket]",
+        ),
+    ] = None
     overlap_update: Annotated[
         bool,
         Field(
@@ -281,6 +328,13 @@ class CompileOptions(BaseModel):
         ),
     ] = True
 
+    loss_scale: Annotated[
+        float | None,
+        Field(
+            gt=0,
+            description="Loss scale that never changes (fp16). An overflow still skips the step. [default: dynamic]",
+        ),
+    ] = None
     initial_loss_scale: Annotated[float, Field(gt=0, description="First loss scale (fp16).")] = (
         2.0**16
     )
@@ -289,13 +343,24 @@ class CompileOptions(BaseModel):
         Field(
             ge=1,
             le=MOST_COUNT,
-            description="Steps without overflow after which the loss scale doubles (fp16).",
+            description="Steps without overflow after which the loss scale grows (fp16).",
         ),
     ] = 1000
+    loss_scale_factor: Annotated[
+        float,
+        Field(gt=1, description="Factor by which the loss scale grows and shrinks (fp16)."),
+    ] = 2.0
     loss_scale_hysteresis: Annotated[
         int,
-        Field(ge=1, le=MOST_COUNT, description="Overflows before the loss scale halves (fp16)."),
+        Field(ge=1, le=MOST_COUNT, description="Overflows before the loss scale shrinks (fp16)."),
     ] = 2
+    consecutive_hysteresis: Annotated[
+        bool,
+        Field(
+            description="Count only consecutive overflows for the hysteresis, instead of all since the loss scale grew "
+            "last (fp16)."
+        ),
+    ] = False
     minimum_loss_scale: Annotated[float, Field(gt=0, description="Smallest loss scale (fp16).")] = (
         1.0
     )
@@ -341,6 +406,21 @@ class CompileOptions(BaseModel):
                     "amount", "an amount of memory, such as 80GB, 512MiB or 1e9"
                 ) from None
         return value
+
+    @field_validator("schedule")
+    @classmethod
+    def _is_a_schedule(cls, value: str | None) -> str | None:
+        if value is None:
+            return None
+        try:
+            return parse_schedule(value).text()
+        except UserError as error:
+            problem = str(error).removesuffix(".")
+            raise PydanticCustomError(
+                "schedule",
+                "a schedule such as {example}: {problem}",
+                {"example": "cosine{warmup=100}", "problem": problem},
+            ) from None
 
     @field_validator("mesh")
     @classmethod
@@ -395,14 +475,30 @@ class CompileOptions(BaseModel):
             if self.stage < least and self._asks_for(name) and not is_off:
                 stages = " or ".join(map(str, range(least, 4)))
                 return f"{self._flag(name)} needs --stage {stages}, but the stage is {self.stage}"
-        if self.prefetch_budget is not None and self._asks_for("prefetch"):
-            return (
-                f"{self._flag('prefetch')} and {self._flag('prefetch_budget')} both set how early parameters are "
-                "gathered; leave one of them out"
-            )
-        for name in _LOSS_SCALING:
+        early = [name for name in _GATHERED_EARLY if self._asks_for(name)]
+        if len(early) > 1:
+            first, second, *_ = map(self._flag, early)
+            return f"{first} and {second} both set how early parameters are gathered; leave one of them out"
+        for name in ("loss_scale", *_DYNAMIC_LOSS_SCALE):
             if self.precision != "fp16" and self._asks_for(name):
                 return f"{self._flag(name)} needs --precision fp16, but the precision is {self.precision}"
+        for name in _DYNAMIC_LOSS_SCALE:
+            if self.loss_scale is not None and self._asks_for(name):
+                return f"{self._flag(name)} is for a dynamic loss scale, but {self._flag('loss_scale')} fixes it"
+        if self.has_dynamic_loss_scale and self.initial_loss_scale < self.minimum_loss_scale:
+            return (
+                f"--minimum-loss-scale {self.minimum_loss_scale:g} would raise the loss scale, which begins with "
+                f"--initial-loss-scale {self.initial_loss_scale:g}"
+            )
+        if self.consecutive_hysteresis and self.loss_scale_hysteresis == 1:
+            return "--consecutive-hysteresis needs a --loss-scale-hysteresis above 1"
+        if self.accumulate_locally and self.micro_steps == 1:
+            return "--accumulate-locally needs --micro-steps above 1, but a step has one micro-step"
+        if self.accumulate_locally and self._asks_for("live_gradients"):
+            return (
+                f"{self._flag('live_gradients')} bounds the full gradients that wait for their reduction, but with "
+                "--accumulate-locally none waits"
+            )
         for name in hyper_parameters.NAMES:
             if name not in hyper_parameters.DEFAULTS[self.optimizer] and self._asks_for(name):
                 users = hyper_parameters.users(name)
@@ -453,6 +549,18 @@ class CompileOptions(BaseModel):
     def is_update_overlapped(self) -> bool:
         """Whether the update begins in the backward, which is possible if no decision waits for all gradients."""
         return self.overlap_update and self.clip is None and self.precision != "fp16"
+
+    @property
+    def has_dynamic_loss_scale(self) -> bool:
+        """Whether the loss scale follows overflows."""
+        return self.precision == "fp16" and self.loss_scale is None
+
+    @property
+    def first_loss_scale(self) -> float:
+        """The loss scale of the first step; 1 where there is none."""
+        if self.precision != "fp16":
+            return 1.0
+        return self.initial_loss_scale if self.loss_scale is None else self.loss_scale
 
     @property
     def prefetch_budget_bytes(self) -> int | None:
@@ -532,13 +640,57 @@ class CompileOptions(BaseModel):
 _SEPARATORS: Final = {"group": SEPARATOR}
 """Separators of options that are lists, where commas are part of an item."""
 
-_LEAST_STAGES: Final = {"live_gradients": 2, "prefetch": 3, "prefetch_budget": 3, "unshard": 3}
+
+class GivenOptions(CompileOptions):
+    """Options from one of several places, such as the command line: each is valid in itself, not yet with the others."""
+
+    @model_validator(mode="after")
+    def _mesh_fits_world_size(self) -> Self:
+        return self
+
+    @model_validator(mode="after")
+    def _nesterov_fits_momentum(self) -> Self:
+        return self
+
+    @model_validator(mode="after")
+    def _groups_are_valid(self, info: ValidationInfo) -> Self:
+        return self
+
+    @model_validator(mode="after")
+    def _all_have_effect(self, info: ValidationInfo) -> Self:
+        return self
+
+    @property
+    def given(self) -> dict[str, object]:
+        """The options that were set, by name."""
+        return {
+            name: getattr(self, name)
+            for name in type(self).model_fields
+            if name in self.model_fields_set
+        }
+
+
+_LEAST_STAGES: Final = {
+    "accumulate_locally": 2,
+    "bucket_gathers": 1,
+    "live_gradients": 2,
+    "prefetch": 3,
+    "prefetch_bytes": 3,
+    "prefetch_budget": 3,
+    "unshard": 3,
+    "unshard_bytes": 3,
+}
 """The lowest stage at which each of these options has an effect."""
 
-_LOSS_SCALING: Final = (
+_GATHERED_EARLY: Final = ("prefetch", "prefetch_bytes", "prefetch_budget")
+"""Options of which one sets how early parameters are gathered."""
+
+_DYNAMIC_LOSS_SCALE: Final = (
     "initial_loss_scale",
     "loss_scale_window",
+    "loss_scale_factor",
     "loss_scale_hysteresis",
+    "consecutive_hysteresis",
     "minimum_loss_scale",
 )
 
@@ -598,6 +750,14 @@ def make_options(
         raise UserError(explain_validation(error)) from None
 
 
+def make_given_options(values: Mapping[str, object]) -> GivenOptions:
+    """Validate each option by itself; UserError as for ``make_options``."""
+    try:
+        return GivenOptions.model_validate(dict(values))
+    except ValidationError as error:
+        raise UserError(explain_validation(error)) from None
+
+
 def options_from_pairs(pairs: Iterable[tuple[str, str]]) -> CompileOptions:
     """The inverse of ``CompileOptions.to_pairs``; UserError as for ``make_options``."""
     try:
@@ -616,7 +776,10 @@ def explain_validation(error: ValidationError, *, command: str = "compile") -> s
         return f"These options do not go together: {problem}."
     name = str(first["loc"][0]).replace("_", "-")
     if first["type"] == "extra_forbidden":
-        return f"There is no option --{name}; `zeroir {command} --help` lists them."
+        options = (option.replace("_", "-") for option in CompileOptions.model_fields)
+        nearest = difflib.get_close_matches(name, options, n=1)
+        hint = f" did you mean --{nearest[0]}?" if nearest and command == "compile" else ""
+        return f"There is no option --{name};{hint} `zeroir {command} --help` lists them."
     expected = first["msg"].removeprefix("Input should be ")
     return f"--{name} is {first['input']!s}, but should be {expected}."
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from zeroir.api.check import check_model
-from zeroir.api.compiled import compile_model
+from zeroir.api.compiled import compile_with
 from zeroir.config import make_options
 from zeroir.ir.ops import Algorithm
 
@@ -33,11 +33,8 @@ def batch():
     return (torch.randn(4, 6, generator=torch.Generator().manual_seed(5)),)
 """
 
-ADAMW = {
-    "weight_decay": 0.1,
-    "no_decay": True,
-    "group": ("blocks.*:lr=0.01,beta1=0.8", "head.bias:eps=1e-3,weight_decay=0.2"),
-}
+PATTERNS = ("blocks.*:lr=0.01,beta1=0.8", "head.bias:eps=1e-3,weight_decay=0.2")
+ADAMW = {"weight_decay": 0.1, "no_decay": True, "group": PATTERNS}
 MOMENTUM = {
     "optimizer": "momentum",
     "weight_decay": 0.1,
@@ -83,21 +80,21 @@ def test_each_setting_of_a_group_counts(model: str) -> None:
             {},
             ADAMW,
             {**ADAMW, "no_decay": False},
-            {**ADAMW, "group": ADAMW["group"][:1]},
-            {**ADAMW, "group": ADAMW["group"][::-1]},
+            {**ADAMW, "group": PATTERNS[:1]},
+            {**ADAMW, "group": PATTERNS[::-1]},
         )
     ]
     assert len(set(losses)) == len(losses) - 1  # these patterns have no parameter in common
 
 
 def test_flats_are_split_by_algorithm_alone(model: str) -> None:
-    whole = compile_model(model, world_size=2)
-    grouped = compile_model(model, world_size=2, **ADAMW)
+    whole = compile_with(model, make_options({"world_size": 2}))
+    grouped = compile_with(model, make_options({"world_size": 2, **ADAMW}))
     assert [f.name for f in grouped.program.flats] == [f.name for f in whole.program.flats]
     assert [len(s.body) for s in grouped.program.sections] == [
         len(s.body) for s in whole.program.sections
     ]
-    mixed = compile_model(model, world_size=2, **MIXED)
+    mixed = compile_with(model, make_options({"world_size": 2, **MIXED}))
     assert {f.name for f in mixed.program.flats} == {
         "blocks.0",
         "blocks.0.momentum",

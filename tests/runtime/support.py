@@ -19,7 +19,7 @@ from zeroir.ir.bindings import Binding
 from zeroir.ir.dtypes import DType
 from zeroir.ir.mesh import COMPUTE
 from zeroir.ir.ops import Mode
-from zeroir.ir.program import EVALUATE, LAST_MICRO_STEP, Program, Section
+from zeroir.ir.program import EVALUATE, LAST_MICRO_STEP, Flat, Program, Section
 from zeroir.ir.segment import Node, Ref, Segment, TensorType
 from zeroir.passes.pipelines import for_stage
 from zeroir.torch_ops.batches import Batch
@@ -85,6 +85,15 @@ def initial_flats(program: Program, seed: int = 0) -> dict[str, Tensor]:
             )
         found[f"{flat.name}.param"] = values
     return found
+
+
+def parameters_of(flat: Flat, values: Tensor) -> dict[str, Tensor]:
+    """The parameters of a flat by name, aliases included, as views of its elements."""
+    return {
+        name: values[slot.offset : slot.offset + slot.numel].view(slot.shape)
+        for slot in flat.slots
+        for name in (slot.name, *slot.aliases)
+    }
 
 
 def random_batches(

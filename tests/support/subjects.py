@@ -18,9 +18,8 @@ from zeroir.config import make_options
 from zeroir.frontend.entry import load_model_file
 from zeroir.ir.program import EVALUATE, Program
 from zeroir.passes.plan_memory import PlanMemory
-from zeroir.runtime.batch import flatten
 from zeroir.runtime.lockstep import Lockstep
-from zeroir.torch_ops.batches import Batch
+from zeroir.torch_ops.batches import Batch, flatten
 
 STEPS = 2
 
@@ -126,7 +125,7 @@ def _batches(name: str, program: Program) -> list[list[list[Batch]]]:
     """By step, rank and micro-step."""
     generator = torch.Generator().manual_seed(1)
     like: Mapping[str, Tensor] = (
-        flatten(load_model_file(_MODEL).batch()) if name in CAPTURED else {}
+        flatten(load_model_file(_MODEL).batch()).tensors if name in CAPTURED else {}
     )
 
     def drawn(path: str, shape: tuple[int, ...], at: int) -> Tensor:

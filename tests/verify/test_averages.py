@@ -53,8 +53,9 @@ def test_an_average_before_the_update_is_found(case: Case) -> None:
     (section, line), op = averages(case.scheduled)
 
     def first(body: list[Op]) -> None:
-        body.pop(line)
-        body.insert(1, replace(op, event=None))
+        average = body.pop(line)
+        assert isinstance(average, ops.Average)
+        body.insert(1, replace(average, event=None))
 
     findings = verify(edit(case.scheduled, section, first)).findings
     assert any("does not hold updated parameters" in finding.sentence for finding in findings)

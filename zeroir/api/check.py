@@ -130,7 +130,9 @@ def _compared(
 
     reference = EagerReplicas(source, options, seed=seed, seeds=seeds)
     backend = kernel_backend(kernels)
-    lockstep = Lockstep(program, seed=seed, schedule_seed=seed, kernels=backend)
+    lockstep = Lockstep(
+        program, seed=seed, schedule_seed=seed, kernels=backend, weight=source.weight
+    )
     lockstep.initialise(source.model, seed)
     streams = [
         _batches(source, rank, options.world_size, seed) for rank in range(options.world_size)
@@ -233,7 +235,8 @@ def _batches(source: ModelSource, rank: int, world_size: int, seed: int) -> Iter
         except (Exception, SystemExit) as error:
             raise model_error("batches()", error) from error
     import torch
-    from torch.utils import _pytree as pytree
+
+    from zeroir.torch_ops.batches import with_tensors
 
     generator = torch.Generator().manual_seed((seed * 1_000_003 + rank) % 2**63)
 
@@ -243,5 +246,4 @@ def _batches(source: ModelSource, rank: int, world_size: int, seed: int) -> Iter
         return tensor.flatten()[order].view(tensor.shape)
 
     while True:
-        example: Batch = pytree.tree_map_only(torch.Tensor, vary, source.batch())
-        yield example
+        yield with_tensors(source.batch(), vary)

@@ -29,6 +29,7 @@ class CompileKeywords(TypedDict, total=False):
     keep_fp32: str | Sequence[str]
     optimizer: Algorithm | OptimizerName
     lr: float
+    schedule: str | None
     momentum: float | None
     dampening: float
     nesterov: bool | None
@@ -47,12 +48,15 @@ class CompileKeywords(TypedDict, total=False):
     clip: float | None
     ema: float | None
     prefetch: int
+    prefetch_bytes: int | None
     prefetch_budget: str | None
     unshard: str | Sequence[str]
+    unshard_bytes: int | None
     recompute: str | Sequence[str]
     live_gradients: int
     select_saved: bool
     bucket: int
+    bucket_gathers: int | None
     overlap_update: bool
     memory_budget: str | None
     elide: bool

@@ -16,10 +16,11 @@ from zeroir.frontend.block_reuse import ReusePlan
 from zeroir.frontend.gradient_hooks import ParameterHooks
 from zeroir.frontend.module_tensors import substitute_buffers, write_back_buffers
 from zeroir.frontend.node_origins import OriginTracker
-from zeroir.frontend.precision import cast_floating
+from zeroir.frontend.precision import with_floats_cast
 from zeroir.frontend.python_state import PythonState
 from zeroir.frontend.source import ModelSource, capitalised
 from zeroir.frontend.units import find_units
+from zeroir.torch_ops.batches import with_tensors
 from zeroir.torch_ops.neutral import NeutralOps
 
 
@@ -124,7 +125,9 @@ class LossStep(nn.Module):
         self.tracker.restart()
         self.state.restore()
         copies = substitute_buffers(self.model)
-        batch = cast_floating(_rebuilt(self._example, list(tensors)), self._dtype)
+        remaining = iter(tensors)
+        example = with_tensors(self._example, lambda _: next(remaining))
+        batch = with_floats_cast(example, self._dtype)
         # A copy, because the model may return a parameter itself.
         loss = loss_of(self._source, self.model, batch).float().clone()
         write_back_buffers(copies)
@@ -184,18 +187,3 @@ def loss_of(source: ModelSource, model: nn.Module, batch: object) -> Tensor:
     if not loss.requires_grad:
         raise UserError("The model's loss does not depend on any trainable parameter.")
     return loss.reshape(())
-
-
-def _rebuilt(value: object, tensors: list[Tensor]) -> object:
-    """A batch of the same structure with other tensors, which are taken from the front of the list."""
-    if isinstance(value, Tensor):
-        return tensors.pop(0)
-    if isinstance(value, Mapping):
-        return {key: _rebuilt(item, tensors) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        items = [_rebuilt(item, tensors) for item in value]
-        if isinstance(value, list):
-            return items
-        make: Callable[..., object] | None = getattr(value, "_make", None)  # a named tuple's
-        return tuple(items) if make is None else make(items)
-    return value

@@ -1,4 +1,4 @@
-"""Emit the logical program: one device's training step on flat buffers, without ZeRO."""
+"""Emit the logical program: one device's training step of one micro-step on flat buffers, without ZeRO."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from zeroir.ir.mesh import Axis, Mesh
 from zeroir.ir.ops import Algorithm
 from zeroir.ir.program import (
     LAST_MICRO_STEP,
-    MICRO_STEP,
     UPDATE,
     Flat,
     Holding,
@@ -32,7 +31,6 @@ from zeroir.ir.program import (
     Slot,
     State,
 )
-from zeroir.workspace.segments import declared
 
 
 def lower(
@@ -59,13 +57,12 @@ def lower(
     trainable = tuple(flat for flat in flats if flat.is_trainable)
     if not trainable:
         raise UserError("The model's loss does not depend on any trainable parameter.")
-    micro_step = MicroStepBuilder(captured, calls, flats, options)
+    micro_step = MicroStepBuilder(captured, calls, flats)
     ops = tuple(micro_step.ops())
-    gradient = "grad_sum" if options.micro_steps > 1 else "grad"
     complete = State(
         holdings=tuple(
             Holding(
-                region=Region(buffer=f"{flat.name}.{gradient}", offset=0, numel=flat.padded_numel),
+                region=Region(buffer=f"{flat.name}.grad", offset=0, numel=flat.padded_numel),
                 content=FlatContent(quantity="grad", flat=flat.name, micro=Micro.ALL),
             )
             for flat in trainable
@@ -76,10 +73,8 @@ def lower(
         Section(name=LAST_MICRO_STEP, body=ops, exit=complete),
         Section(name=UPDATE, entry=complete, body=update_body(trainable, options, groups)),
     ]
-    if options.micro_steps > 1:
-        sections.insert(0, Section(name=MICRO_STEP, body=ops))
     segments = tuple({call.segment.name: call.segment for call in calls}.values())
-    program = Program(
+    return Program(
         mesh=Mesh(axes=(Axis(name="dp", size=1),)),
         flats=flats,
         buffers=(
@@ -95,6 +90,7 @@ def lower(
             )
             for info in captured.batch
         ),
+        batch_constants=captured.constants,
         module_buffers=tuple(micro_step.bindings.values()),
         scalars=scalar_bindings,
         groups=declared_groups(groups, trainable),
@@ -102,7 +98,6 @@ def lower(
         options=options.to_pairs(),
         fingerprint=_fingerprint(flats, calls),
     )
-    return declared(program)
 
 
 def _flats(
@@ -175,7 +170,7 @@ def _parameter(info: TensorInfo) -> Parameter:
 def _state_buffers(
     flats: Sequence[Flat], options: CompileOptions, algorithm_of: Mapping[str, Algorithm]
 ) -> list[Buffer]:
-    """Parameters, gradients, master weights and optimizer states and averages of one device."""
+    """Parameters, gradients, master weights, optimizer states and averages of one device."""
     buffers: list[Buffer] = []
 
     def add(
@@ -205,15 +200,10 @@ def _state_buffers(
         if not flat.is_trainable:
             continue
         is_low = flat.dtype.is_low_precision
-        if options.micro_steps == 1:
-            add(flat, "grad", flat.dtype, Role.GRAD, holds(flat, "grad", Micro.STALE))
-        else:
-            add(flat, "grad", flat.dtype, Role.GRAD, None)
-            add(flat, "grad_sum", DType.F32, Role.GRAD, holds(flat, "grad", Micro.PAST))
+        add(flat, "grad", flat.dtype, Role.GRAD, holds(flat, "grad", Micro.STALE))
         if is_low:
             add(flat, "master", DType.F32, Role.MASTER, holds(flat, "master"))
-            if options.micro_steps == 1:
-                add(flat, "grad32", DType.F32, Role.STAGING, None)
+            add(flat, "grad32", DType.F32, Role.STAGING, None)
         algorithm = algorithm_of[flat.slots[0].name]
         for state in algorithm.state_names:
             add(flat, state, DType.F32, Role.STATE, holds(flat, state))

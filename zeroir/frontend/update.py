@@ -19,11 +19,11 @@ from zeroir.ir.ops import (
     CheckFinite,
     Decide,
     Direction,
-    Fill,
     GradNorm,
     GroupSettings,
     Op,
     OptimizerStep,
+    Refill,
     Release,
     UpdateScale,
 )
@@ -35,8 +35,8 @@ def scalars(
 ) -> tuple[tuple[Buffer, ScalarBinding], ...]:
     """The scalar buffers that a program with these options needs, with their values before the first step."""
     is_scaling = options.precision == "fp16"
-    scale = options.initial_loss_scale if is_scaling else 1.0
-    hysteresis = float(options.loss_scale_hysteresis) if is_scaling else 0.0
+    scale = options.first_loss_scale
+    hysteresis = float(options.loss_scale_hysteresis) if options.has_dynamic_loss_scale else 0.0
     items = [
         _scalar("loss", (0.0,)),
         _scalar("loss_scale", (scale, 0.0, hysteresis)),
@@ -72,8 +72,7 @@ def update_body(
     flats: Sequence[Flat], options: CompileOptions, groups: Sequence[ParameterGroup]
 ) -> tuple[Op, ...]:
     """Decide whether the step is skipped, then update flat by flat; ``flats`` are the trainable ones."""
-    suffix = "grad_sum" if options.micro_steps > 1 else "grad"
-    gradients = tuple(_whole(flat, suffix) for flat in flats)
+    gradients = tuple(_whole(flat, "grad") for flat in flats)
     is_scaling = options.precision == "fp16"
     skip = _first("skip") if is_scaling else None
     ops: list[Op] = []
@@ -85,7 +84,7 @@ def update_body(
         Decide(
             step=_first("step"),
             gradient_divisor=_first("gradient_divisor"),
-            divisor=options.micro_steps,
+            divisor=1,
             overflow=_first("overflow") if is_scaling else None,
             norm=None if options.clip is None else _first("norm"),
             loss_scale=_first("loss_scale") if is_scaling else None,
@@ -98,19 +97,19 @@ def update_body(
         names = {slot.name for slot in flat.slots}
         own_groups = [group for group in groups if not names.isdisjoint(group.parameters)]
         ops += _update(flat, gradient, skip, options, own_groups)
-    if is_scaling:
+    if options.has_dynamic_loss_scale:
         ops.append(
             UpdateScale(
                 state=Region(buffer="loss_scale", offset=0, numel=3),
                 skip=_first("skip"),
                 stream=COMPUTE,
                 window=options.loss_scale_window,
+                factor=options.loss_scale_factor,
                 hysteresis=options.loss_scale_hysteresis,
                 minimum=options.minimum_loss_scale,
+                refill=Refill.STEP if options.consecutive_hysteresis else Refill.WINDOW,
             )
         )
-    if options.micro_steps > 1:
-        ops.append(Fill(destination=_first("loss"), value=0.0, stream=COMPUTE))
     return tuple(ops)
 
 
@@ -123,12 +122,10 @@ def _update(
 ) -> list[Op]:
     """The update of a flat, whose parameters are in these groups, all with one algorithm."""
     is_low = flat.dtype.is_low_precision
-    is_summed = options.micro_steps > 1
-    is_widened = is_low and not is_summed
     wide = _whole(flat, "grad32")
     trained = _whole(flat, MASTER if is_low else PARAM)
     ops: list[Op] = []
-    if is_widened:
+    if is_low:
         ops += [
             Alloc(buffer=wide.buffer, stream=COMPUTE),
             Cast(source=gradient, destination=wide, stream=COMPUTE),
@@ -142,7 +139,7 @@ def _update(
         for group in groups
     )
     algorithm = groups[0].options.optimizer
-    complete = wide if is_widened else gradient
+    complete = wide if is_low else gradient
     states = tuple(_whole(flat, state) for state in algorithm.state_names)
     direction = _whole(flat, DIRECTION)
     if algorithm.direction_dtype is not None:
@@ -194,13 +191,10 @@ def _update(
             )
         )
     if is_low:
-        ops.append(
-            Cast(source=_whole(flat, "master"), destination=_whole(flat, "param"), stream=COMPUTE)
-        )
-    if is_widened:
-        ops.append(Release(buffer=wide.buffer, stream=COMPUTE))
-    if is_summed:
-        ops.append(Fill(destination=gradient, value=0.0, stream=COMPUTE))
+        ops += [
+            Cast(source=_whole(flat, "master"), destination=_whole(flat, "param"), stream=COMPUTE),
+            Release(buffer=wide.buffer, stream=COMPUTE),
+        ]
     return ops
 
 

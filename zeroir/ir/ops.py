@@ -46,6 +46,17 @@ class Reduction(StrEnum):
     MAX = "max"
 
 
+class Refill(StrEnum):
+    """The moment at which the hysteresis of loss scaling is restored.
+
+    ``WINDOW``: when the scale grows. ``STEP``: after every step without overflow, so that only consecutive overflows
+    count (DeepSpeed's ``consecutive_hysteresis``).
+    """
+
+    WINDOW = "window"
+    STEP = "step"
+
+
 class Algorithm(StrEnum):
     """Optimizers, each with torch's semantics of the same name, and Lion (arXiv 2302.06675, algorithm 2)."""
 
@@ -337,7 +348,7 @@ class Fill(Elementwise):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale(Elementwise):
-    """Multiply the region, in place, by a one-element region of a scalar buffer."""
+    """Multiply the region, in place, by a one-element region of a scalar buffer; a factor of 0 clears NaN, too."""
 
     syntax = "{region} by {by}"
     participle = "scaled"
@@ -392,20 +403,22 @@ class Decide(Update):
     """Take the one decision of an update, alike on every rank, and advance the step count.
 
     ``overflow`` (f32[1], from check_finite) and ``norm`` (f32[1], a sum of squares of scaled, summed gradients) are
-    global by now, or None where the program does not need them. With S = ``divisor`` × the loss scale
-    (``loss_scale[0]``, 1 when None):
+    global by now, or None where the program does not need them. With S = ``divisor`` × ``weight`` × the loss scale
+    (``loss_scale[0]``; either is 1 when None):
 
-    * ``skip`` (f32[1], only with ``overflow``): 1 when overflow > 0, else 0;
+    * ``skip`` (f32[1], with ``overflow`` or ``weight`` alone): 1 when overflow > 0 or the weight is 0, else 0;
     * ``gradient_divisor`` (f32[1]): S / c, with c = min(1, max_norm / (sqrt(norm) / S + 1e-6)) when ``max_norm`` is
       given, as torch.nn.utils.clip_grad_norm_ has it, else 1;
     * ``step`` (f32[1]): + 1 − skip.
 
-    ``divisor`` = world size × micro-steps.
+    ``weight`` (f32[1]) is the sum of the weights of the step's micro-batches. ``divisor`` is the size of the mesh axes
+    that it is not summed over: the world size where each rank counts its own micro-steps, 1 where the weights of all
+    ranks are summed. Without ``weight``, ``divisor`` is the world size × the number of micro-steps.
     """
 
     syntax = (
         "step={step} gradient_divisor={gradient_divisor} divisor={divisor} [overflow={overflow}] [norm={norm}]"
-        " [loss_scale={loss_scale}] [skip={skip}] [max_norm={max_norm}]"
+        " [loss_scale={loss_scale}] [skip={skip}] [max_norm={max_norm}] [weight={weight}]"
     )
 
     step: Accumulated[Region]
@@ -417,6 +430,7 @@ class Decide(Update):
     loss_scale: Read[Region] | None = None
     skip: Written[Region] | None = None
     max_norm: Attribute[float] | None = None
+    weight: Read[Region] | None = None
     event: Signalled[str] | None = None
 
 
@@ -551,10 +565,14 @@ class UpdateScale(Update):
 
     On overflow (skip = 1): with hysteresis left ≤ 1 the scale becomes max(scale / factor, minimum), else the
     hysteresis drops by one; the step counter restarts. Otherwise after ``window`` steps without overflow the scale
-    grows by ``factor`` and the hysteresis is restored. These are DeepSpeed's semantics.
+    grows by ``factor`` and the hysteresis is restored, earlier where ``refill`` says so. These are DeepSpeed's
+    semantics. Where ``weight`` (f32[1]) is given and 0, the step was skipped because it has no data: nothing changes.
     """
 
-    syntax = "{state} skip={skip} window={window} factor={factor} hysteresis={hysteresis} minimum={minimum}"
+    syntax = (
+        "{state} skip={skip} window={window} factor={factor} hysteresis={hysteresis} minimum={minimum}"
+        " [refill={refill}] [weight={weight}]"
+    )
 
     state: Accumulated[Region]
     skip: Read[Region]
@@ -563,6 +581,8 @@ class UpdateScale(Update):
     factor: Attribute[float] = 2.0
     hysteresis: Attribute[int] = 2
     minimum: Attribute[float] = 1.0
+    refill: Attribute[Refill] = Refill.WINDOW
+    weight: Read[Region] | None = None
     event: Signalled[str] | None = None
 
 

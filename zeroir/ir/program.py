@@ -1,8 +1,8 @@
 """A program: one SPMD training step for every rank of a mesh, as plain data.
 
 A program is header (mesh, communicators, streams, bounds), flats (where each parameter stands), buffers, segments,
-sections, the bindings to the outside world (inputs, module buffers, optimizer groups, loss), and how it came about
-(options, pass specs, fingerprint of the model). The order of every tuple is part of the program, and its text is
+sections, the bindings to the outside world (inputs, module buffers, optimizer groups, loss, weight), and how it came
+about (options, pass specs, fingerprint of the model). The order of every tuple is part of the program, and its text is
 canonical.
 """
 
@@ -28,6 +28,9 @@ EVALUATE: Final = "evaluate"
 SECTION_NAMES: Final = (MICRO_STEP, LAST_MICRO_STEP, UPDATE, EVALUATE)
 """A training step is ``micro_step`` k − 1 times, ``last_micro_step``, ``update``. ``micro_step`` is absent when a
 program is made for k = 1; ``evaluate`` may run between steps."""
+
+BATCH_LOSS: Final = "batch_loss"
+"""The buffer of the loss of the last micro-batch, where ``Program.loss`` is a sum over micro-batches."""
 
 PARAMETER_ALIGNMENT_NUMEL: Final = 64
 """Each parameter starts on a multiple of this many elements of its flat, whatever the world size."""
@@ -100,6 +103,21 @@ class InputBinding:
     buffer: str
     dtype: DType
     shape: tuple[int, ...]
+
+
+Constant = bool | int | float | str | None
+"""A value in a batch that is no tensor."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConstantBinding:
+    """One constant of the batch that the model was traced with: where it stands, and its value.
+
+    The program computes what the model does with this value, so a batch with another one is refused.
+    """
+
+    path: str
+    value: Constant
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,7 +201,11 @@ class Section:
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """See the module's docstring. ``options`` and ``passes`` are for people and re-lowering, not for execution."""
+    """See the module's docstring. ``options`` and ``passes`` are for people and re-lowering, not for execution.
+
+    ``loss`` names the buffer of this rank's loss. ``weight`` names the one that receives the weight of each
+    micro-batch; without it every micro-batch has the weight 1.
+    """
 
     mesh: Mesh
     comms: tuple[Communicator, ...] = ()
@@ -194,10 +216,12 @@ class Program:
     segments: tuple[Segment, ...] = ()
     sections: tuple[Section, ...] = ()
     inputs: tuple[InputBinding, ...] = ()
+    batch_constants: tuple[ConstantBinding, ...] = ()
     module_buffers: tuple[ModuleBufferBinding, ...] = ()
     scalars: tuple[ScalarBinding, ...] = ()
     groups: tuple[OptimizerGroup, ...] = ()
     loss: str | None = None
+    weight: str | None = None
     options: tuple[tuple[str, str], ...] = ()
     passes: tuple[str, ...] = ()
     fingerprint: str = ""

@@ -10,7 +10,7 @@ from typing import Final
 from zeroir.ir.allowlist import refusal
 from zeroir.ir.bounds import AheadBound, BehindBound
 from zeroir.ir.buffers import Buffer, Region, whole
-from zeroir.ir.contents import FACTORS, GRAD, MASTER, Content, FlatContent
+from zeroir.ir.contents import FACTORS, GRAD, MASTER, Content, FlatContent, Micro, WeightContent
 from zeroir.ir.factors import factors_numel
 from zeroir.ir.mesh import HOST
 from zeroir.ir.program import (
@@ -146,6 +146,9 @@ def _offset_problem(buffer: Buffer) -> str | None:
 
 def _content_problem(program: Program, content: Content, numel: int) -> str | None:
     """Why a region of ``numel`` local elements cannot hold the content."""
+    if isinstance(content, WeightContent):
+        is_on_mesh = all(program.mesh.has_axis(axis) for axis in content.reduced)
+        return None if is_on_mesh else "is reduced over an undeclared axis"
     if not isinstance(content, FlatContent):
         return None
     flat = program.flat_by_name.get(content.flat)
@@ -204,6 +207,11 @@ def _bindings(program: Program) -> Problems:
     ]
     if program.loss is not None:
         bound.append(("the loss", program.loss))
+    if program.weight is not None:
+        bound.append(("the weight", program.weight))
+        weight = program.buffer_by_name.get(program.weight)
+        if weight is not None and weight.holds != WeightContent(micro=Micro.CURRENT):
+            yield "Z008", f"the weight is bound to %{weight.name}, which rests with another content"
     for what, name in bound:
         if name not in program.buffer_by_name:
             yield "Z001", f"{what} is bound to the undeclared buffer %{name}"

@@ -64,6 +64,7 @@ def _names(program: Program) -> Iterator[str]:
         ("a segment", (segment.name for segment in program.segments)),
         ("an operator", (node.op for segment in program.segments for node in segment.nodes)),
         ("an input", (binding.path for binding in program.inputs)),
+        ("a constant", (binding.path for binding in program.batch_constants)),
         ("a module buffer", (binding.name for binding in program.module_buffers)),
         ("a group", (group.name for group in program.groups)),
     )

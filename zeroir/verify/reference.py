@@ -77,6 +77,7 @@ def _bindings(program: Program, reference: Program) -> Iterator[Mismatch]:
     """The values from outside: inputs, module buffers and constants, first values of scalars."""
     for what, bound, expected in (
         ("input", _bound_inputs(program), _bound_inputs(reference)),
+        ("constant", _constants(program), _constants(reference)),
         ("module buffer", _bound_buffers(program), _bound_buffers(reference)),
     ):
         for name in sorted({*bound, *expected}):
@@ -99,6 +100,11 @@ def _bindings(program: Program, reference: Program) -> Iterator[Mismatch]:
 
 def _bound_inputs(program: Program) -> Mapping[str, Hashable]:
     return {b.path: (_held(program, b.buffer), b.dtype, b.shape) for b in program.inputs}
+
+
+def _constants(program: Program) -> Mapping[str, Hashable]:
+    """The constants by path, as their texts: True is not 1, and NaN is NaN."""
+    return {b.path: (type(b.value).__name__, repr(b.value)) for b in program.batch_constants}
 
 
 def _bound_buffers(program: Program) -> Mapping[str, Hashable]:

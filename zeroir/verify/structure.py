@@ -122,6 +122,7 @@ class _Checker:
                 yield from self._average(op)
             case ops.UpdateScale():
                 yield from self._scalar(op, "skip", op.skip, DType.F32)
+                yield from self._scalar(op, "weight", op.weight, DType.F32)
                 if self._numel(op.state) != 3 or self._dtype(op.state) is not DType.F32:
                     yield "Z004", f"update_scale needs f32[3] in {self._spell(op.state)}"
             case ops.Transfer():
@@ -397,12 +398,15 @@ class _Checker:
             ("overflow", op.overflow),
             ("norm", op.norm),
             ("skip", op.skip),
+            ("weight", op.weight),
         ):
             yield from self._scalar(op, name, region, DType.F32)
         if op.loss_scale is not None and self._dtype(op.loss_scale) is not DType.F32:
             yield "Z004", f"decide needs f32 as loss_scale, {self._spell(op.loss_scale)} is not"
-        if (op.skip is None) != (op.overflow is None):
-            yield "Z005", "decide needs overflow and skip together, or neither"
+        if op.skip is None and op.overflow is not None:
+            yield "Z005", "decide needs skip, because it is given overflow"
+        if op.skip is not None and op.overflow is None and op.weight is None:
+            yield "Z005", "decide needs overflow or weight, because it is given skip"
         if (op.norm is None) != (op.max_norm is None):
             yield "Z005", "decide needs norm and max_norm together, or neither"
         if op.divisor < 1:
