@@ -24,7 +24,7 @@ from zeroir.runtime.comm.job import (
     open_job,
 )
 from zeroir.runtime.construction import Factory
-from zeroir.runtime.executor import RankResult, StepExecutor
+from zeroir.runtime.executor import RankEvaluation, RankResult, StepExecutor
 from zeroir.runtime.handlers import LocalRanks
 from zeroir.runtime.kernels.choice import KernelBackend, open_kernels
 from zeroir.runtime.malloc import keep_freed_memory, return_freed_memory
@@ -63,6 +63,23 @@ class StepResult:
     def grad_norm(self) -> float | None:
         """Global L2 norm of the averaged gradient before clipping; None where the program computes none."""
         return None if self.rank.grad_norm is None else float(self.rank.grad_norm)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """The results of ``Engine.evaluate`` on this rank; see ``RankEvaluation``. Reading the loss waits for the device."""
+
+    rank: RankEvaluation
+
+    @property
+    def loss(self) -> float:
+        """The loss of this rank's batch (``Engine.average`` gives the mean over ranks)."""
+        return float(self.rank.loss)
+
+    @property
+    def outputs(self) -> object:
+        """The declared outputs in the user's structure, tensors on the engine's device; None where there are none."""
+        return self.rank.outputs
 
 
 class Engine:
@@ -171,10 +188,16 @@ class Engine:
         (result,) = self._executor.step([batches])
         return StepResult(rank=result)
 
-    def evaluate(self, batch: Batch) -> float:
-        """The loss of one batch by the program's ``evaluate`` section."""
-        (loss,) = self._executor.evaluate([batch])
-        return float(loss)
+    def evaluate(self, batch: Batch) -> Evaluation:
+        """Evaluate one batch of this rank as the model does under ``eval()``; training goes on as if it had not been.
+
+        All ranks call it together, before the first step or between two steps.
+
+        Raises:
+            UserError: where the program has no section ``evaluate``, or the batch does not fit.
+        """
+        (evaluation,) = self._executor.evaluate([batch])
+        return Evaluation(rank=evaluation)
 
     def buffer(self, name: str) -> Tensor:
         """A buffer of this rank; it is not a copy."""

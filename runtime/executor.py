@@ -25,6 +25,7 @@ from zeroir.errors import (
 from zeroir.ir import ops
 from zeroir.ir.buffers import Role
 from zeroir.ir.labels import labels
+from zeroir.ir.output_paths import structured
 from zeroir.ir.program import EVALUATE, LAST_MICRO_STEP, MICRO_STEP, UPDATE, OpPosition, Section
 from zeroir.runtime import state
 from zeroir.runtime.batch import Batch, write_inputs
@@ -56,6 +57,17 @@ class RankResult:
     mean_loss: Tensor | None
     is_skipped: Tensor | None
     grad_norm: Tensor | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankEvaluation:
+    """The results of an evaluation on one rank: the loss of its batch, f32[], and the declared outputs.
+
+    The tensors of the outputs are copies, which later evaluations leave as they are.
+    """
+
+    loss: Tensor
+    outputs: object
 
 
 class StepExecutor:
@@ -109,19 +121,32 @@ class StepExecutor:
             for memory, loss, scale in zip(self.local_ranks.memories, losses, scales, strict=True)
         ]
 
-    def evaluate(self, batches: Sequence[Batch]) -> list[Tensor]:
-        """The loss (f32[]) of one batch per local rank, by the program's ``evaluate`` section."""
+    def evaluate(self, batches: Sequence[Batch]) -> list[RankEvaluation]:
+        """Evaluate one batch per local rank by the program's ``evaluate`` section, which changes no state.
+
+        Raises:
+            UserError: where the program has no such section, or a batch does not fit.
+        """
         if EVALUATE not in self._program.section_by_name:
-            raise UserError("The program has no evaluate section; compile it with one.")
+            raise UserError(
+                "The program cannot evaluate, because it was compiled without a section `evaluate`: compile it "
+                "without --no-evaluate, and see the compiler's note if there is one."
+            )
         with self._streams.entered():
-            # The next step adds to the loss buffer, so it must hold the same value afterwards.
-            resting = self._losses(1)
             self._set_inputs(batches, 0)
             self._run(EVALUATE)
-            losses = self._losses(1)
-            for memory, loss in zip(self.local_ranks.memories, resting, strict=True):
-                memory.buffer(self._loss_name)[0] = loss
-            return losses
+            return [self._evaluation(memory) for memory in self.local_ranks.memories]
+
+    def _evaluation(self, memory: RankMemory) -> RankEvaluation:
+        program = self._program
+        assert program.eval_loss is not None
+        values = [
+            (output.path, memory.buffer(output.buffer).clone().view(output.shape))
+            for output in program.outputs
+        ]
+        return RankEvaluation(
+            loss=memory.buffer(program.eval_loss)[0].clone(), outputs=structured(values)
+        )
 
     def watch(self, step: int, watch: Watch) -> None:
         """Observe every op of that step alone, counting from 1. Ops stay bound to each ``watch`` that was given."""

@@ -34,19 +34,6 @@ COMPILING_SOURCES: tuple[Source, ...] = (compiling_zygote, *SOURCES[1:])
 """The same for ranks that trace models."""
 
 
-def with_evaluation(logical: Program) -> Program:
-    """A logical program that can be evaluated, too: its forward up to the loss, with every temporary released."""
-    body = logical.section_by_name[LAST_MICRO_STEP].body
-    stop = next(
-        i for i, op in enumerate(body) if isinstance(op, ops.Compute) and "back" in op.segment
-    )
-    forward = [replace(op) for op in body[:stop] if not isinstance(op, ops.Release)]
-    live = [op.buffer for op in forward if isinstance(op, ops.Alloc)]
-    released = (ops.Release(buffer=name, stream=COMPUTE) for name in live)
-    evaluation = Section(name=EVALUATE, body=(*forward, *released))
-    return replace(logical, sections=(*logical.sections, evaluation))
-
-
 def embedding_gradient(mode: Mode, padding: int) -> tuple[Segment, list[Binding]]:
     """A segment of one operator: the gradient (3, 4, 5) of a lookup (3, 4) in a table (6, 5)."""
     table = TensorType(dtype=DType.F32, shape=(6, 5), stride=(5, 1))

@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from tests.runtime.support import initial_flats, lowered, random_batches, with_evaluation
+from tests.runtime.support import initial_flats, lowered, random_batches
+from tests.support.evaluations import with_evaluation
 from tests.runtime.timelines import require_program_order
 from tests.support.programs import mlp
 from zeroir.ir import ops

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from zeroir.config import CompileOptions
 from zeroir.ir.buffers import Buffer, Region, Role, Space
@@ -23,14 +24,22 @@ from zeroir.ir.ops import (
 )
 from zeroir.ir.program import Flat, ScalarBinding
 
+LOSS: Final = "loss"
+"""The buffer of a micro-step's loss."""
 
-def scalars(options: CompileOptions) -> tuple[tuple[Buffer, ScalarBinding], ...]:
+EVAL_LOSS: Final = "eval_loss"
+"""The buffer of an evaluation's loss."""
+
+
+def scalars(
+    options: CompileOptions, *, has_evaluation: bool
+) -> tuple[tuple[Buffer, ScalarBinding], ...]:
     """The scalar buffers that a program with these options needs, with their values before the first step."""
     is_scaling = options.precision == "fp16"
     scale = options.initial_loss_scale if is_scaling else 1.0
     hysteresis = float(options.loss_scale_hysteresis) if is_scaling else 0.0
     items = [
-        _scalar("loss", (0.0,)),
+        _scalar(LOSS, (0.0,)),
         _scalar("loss_scale", (scale, 0.0, hysteresis)),
         _scalar("step", (0.0,)),
         _scalar("lr", (options.lr,), DType.F64),
@@ -41,6 +50,8 @@ def scalars(options: CompileOptions) -> tuple[tuple[Buffer, ScalarBinding], ...]
         items += [_scalar("overflow", (0.0,)), _scalar("skip", (0.0,))]
     if options.clip is not None:
         items.append(_scalar("norm", (0.0,)))
+    if has_evaluation:
+        items.append(_scalar(EVAL_LOSS, (0.0,)))
     return tuple(items)
 
 
@@ -95,7 +106,7 @@ def update_body(flats: Sequence[Flat], options: CompileOptions) -> tuple[Op, ...
             )
         )
     if options.micro_steps > 1:
-        ops.append(Fill(destination=_first("loss"), value=0.0, stream=COMPUTE))
+        ops.append(Fill(destination=_first(LOSS), value=0.0, stream=COMPUTE))
     return tuple(ops)
 
 

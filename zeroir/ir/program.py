@@ -1,7 +1,7 @@
 """A program: one SPMD training step for every rank of a mesh, as plain data.
 
 A program is header (mesh, communicators, streams, bounds), flats (where each parameter stands), buffers, segments,
-sections, the bindings to the outside world (inputs, module buffers, optimizer groups, loss), and how it came about
+sections, the bindings to the outside world (inputs, outputs, module buffers, optimizer groups, losses), and how it came about
 (options, pass specs, fingerprint of the model). The order of every tuple is part of the program, and its text is
 canonical.
 """
@@ -27,7 +27,7 @@ UPDATE: Final = "update"
 EVALUATE: Final = "evaluate"
 SECTION_NAMES: Final = (MICRO_STEP, LAST_MICRO_STEP, UPDATE, EVALUATE)
 """A training step is ``micro_step`` k − 1 times, ``last_micro_step``, ``update``. ``micro_step`` is absent when a
-program is made for k = 1; ``evaluate`` may run between steps."""
+program is made for k = 1; ``evaluate`` may run between steps, and leaves nothing behind but its loss and its outputs."""
 
 PARAMETER_ALIGNMENT_NUMEL: Final = 64
 """Each parameter starts on a multiple of this many elements of its flat, whatever the world size."""
@@ -89,6 +89,21 @@ class OptimizerGroup:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputBinding:
     """One tensor of a batch: where it stands in the user's tuple or dict, and the buffer that receives it."""
+
+    path: str
+    buffer: str
+    dtype: DType
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputBinding:
+    """One tensor that an evaluation yields beside its loss, and the buffer that holds it, row-major in ``shape``.
+
+    ``path`` says where it stands in the user's outputs: empty where it is all of them, otherwise the steps that lead to
+    it, ``['logits']`` for a key of a dict, ``[0]`` for an item of a list, ``(0)`` of a tuple, ``.logits`` for an
+    attribute.
+    """
 
     path: str
     buffer: str
@@ -177,7 +192,10 @@ class Section:
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """See the module's docstring. ``options`` and ``passes`` are for people and re-lowering, not for execution."""
+    """See the module's docstring. ``options`` and ``passes`` are for people and re-lowering, not for execution.
+
+    ``loss`` is the scalar that the micro-steps write or add to, ``eval_loss`` that which ``evaluate`` writes, f32[1].
+    """
 
     mesh: Mesh
     comms: tuple[Communicator, ...] = ()
@@ -188,10 +206,12 @@ class Program:
     segments: tuple[Segment, ...] = ()
     sections: tuple[Section, ...] = ()
     inputs: tuple[InputBinding, ...] = ()
+    outputs: tuple[OutputBinding, ...] = ()
     module_buffers: tuple[ModuleBufferBinding, ...] = ()
     scalars: tuple[ScalarBinding, ...] = ()
     groups: tuple[OptimizerGroup, ...] = ()
     loss: str | None = None
+    eval_loss: str | None = None
     options: tuple[tuple[str, str], ...] = ()
     passes: tuple[str, ...] = ()
     fingerprint: str = ""

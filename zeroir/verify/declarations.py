@@ -195,11 +195,14 @@ def _segments(program: Program) -> Problems:
 def _bindings(program: Program) -> Problems:
     bound = [
         *(("input " + b.path, b.buffer) for b in program.inputs),
+        *(("output " + b.path, b.buffer) for b in program.outputs),
         *(("module buffer " + b.name, b.buffer) for b in program.module_buffers),
         *(("an initial value", b.buffer) for b in program.scalars),
     ]
     if program.loss is not None:
         bound.append(("the loss", program.loss))
+    if program.eval_loss is not None:
+        bound.append(("the loss of an evaluation", program.eval_loss))
     for what, name in bound:
         if name not in program.buffer_by_name:
             yield "Z001", f"{what} is bound to the undeclared buffer %{name}"

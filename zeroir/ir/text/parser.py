@@ -16,6 +16,7 @@ from zeroir.ir.program import (
     InputBinding,
     ModuleBufferBinding,
     OptimizerGroup,
+    OutputBinding,
     Pending,
     Program,
     ScalarBinding,
@@ -52,6 +53,7 @@ class _ProgramParser:
         self.streams: tuple[Stream, ...] | None = None
         self.bounds: list[Bound] = []
         self.loss: str | None = None
+        self.eval_loss: str | None = None
         self.fingerprint: str | None = None
         self.passes: list[str] = []
         self.comms: list[Communicator] = []
@@ -60,6 +62,7 @@ class _ProgramParser:
         self.segments: list[Segment] = []
         self.sections: list[Section] = []
         self.inputs: list[InputBinding] = []
+        self.outputs: list[OutputBinding] = []
         self.module_buffers: list[ModuleBufferBinding] = []
         self.scalars: list[ScalarBinding] = []
         self.groups: list[OptimizerGroup] = []
@@ -88,10 +91,12 @@ class _ProgramParser:
             segments=tuple(self.segments),
             sections=tuple(self.sections),
             inputs=tuple(self.inputs),
+            outputs=tuple(self.outputs),
             module_buffers=tuple(self.module_buffers),
             scalars=tuple(self.scalars),
             groups=tuple(self.groups),
             loss=self.loss,
+            eval_loss=self.eval_loss,
             options=options,
             passes=tuple(self.passes),
             fingerprint=self.fingerprint or "",
@@ -143,12 +148,17 @@ class _ProgramParser:
             case "loss":
                 self._once(self.loss, keyword, start)
                 self.loss = self._buffer_name()
+            case "eval_loss":
+                self._once(self.eval_loss, keyword, start)
+                self.eval_loss = self._buffer_name()
             case "flat":
                 self.flats.append(self._flat())
             case "buffer":
                 self._buffer()
             case "input":
                 self.inputs.append(self._input())
+            case "output":
+                self.outputs.append(self._output())
             case "module_buffer":
                 self.module_buffers.append(self._module_buffer())
             case "scalar":
@@ -165,8 +175,8 @@ class _ProgramParser:
                 self.sections.append(self._section())
             case _:
                 scan.fail(
-                    "expected one of pass, fingerprint, mesh, comm, streams, bound, loss, flat, buffer, "
-                    f"input, module_buffer, scalar, group, segment, section, but found '{keyword}'.",
+                    "expected one of pass, fingerprint, mesh, comm, streams, bound, loss, eval_loss, flat, buffer, "
+                    f"input, output, module_buffer, scalar, group, segment, section, but found '{keyword}'.",
                     start,
                 )
 
@@ -269,6 +279,15 @@ class _ProgramParser:
         shape = self._shape()
         scan.expect("->")
         return InputBinding(path=path, buffer=self._buffer_name(), dtype=dtype, shape=shape)
+
+    def _output(self) -> OutputBinding:
+        scan = self.scanner
+        path = scan.string("the path of a tensor in the outputs, in double quotes")
+        scan.expect(":")
+        dtype = parse_dtype(scan)
+        shape = self._shape()
+        scan.expect("<-")
+        return OutputBinding(path=path, buffer=self._buffer_name(), dtype=dtype, shape=shape)
 
     def _module_buffer(self) -> ModuleBufferBinding:
         scan = self.scanner

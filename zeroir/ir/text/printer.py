@@ -68,6 +68,8 @@ def header_lines(program: Program) -> Iterator[str]:
     yield from (f"bound {bound_text(bound)}" for bound in program.bounds)
     if program.loss is not None:
         yield f"loss %{name(program.loss)}"
+    if program.eval_loss is not None:
+        yield f"eval_loss %{name(program.eval_loss)}"
     for flat in program.flats:
         yield from _flat_lines(flat)
     for buffer in program.buffers:
@@ -75,6 +77,9 @@ def header_lines(program: Program) -> Iterator[str]:
     for binding in program.inputs:
         kind = binding.dtype.value + _numbers(binding.shape)
         yield f"input {name(binding.path)} : {kind} -> %{name(binding.buffer)}"
+    for output in program.outputs:
+        kind = output.dtype.value + _numbers(output.shape)
+        yield f"output {quote(output.path)} : {kind} <- %{name(output.buffer)}"
     for held in program.module_buffers:
         line = f"module_buffer {name(held.name)} : {_numbers(held.shape)} -> %{name(held.buffer)}"
         if held.data is not None:
