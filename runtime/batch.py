@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from torch import Tensor
 
@@ -10,10 +10,7 @@ from zeroir.errors import UserError
 from zeroir.ir.program import InputBinding, Program
 from zeroir.runtime.rank_memory import RankMemory
 from zeroir.runtime.tensors import TORCH_DTYPE
-from zeroir.torch_ops.batches import undense_kind
-
-Batch = Tensor | Mapping[str, object] | Sequence[object]
-"""A tensor, or tuples, lists and dicts of tensors, nested as the model's forward takes them."""
+from zeroir.torch_ops.batches import Batch, undense_kind
 
 
 def flatten(batch: Batch) -> dict[str, Tensor]:

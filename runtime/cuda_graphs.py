@@ -68,16 +68,20 @@ def why_not(program: Program, section: Section, backend: Backend = Backend.LOCAL
 def _asks_for_the_step(program: Program, op: ops.OptimizerStep) -> bool:
     if op.algorithm is not ops.Algorithm.MOMENTUM:
         return False
-    values = next((s.values for s in program.scalars if s.buffer == op.hyper.buffer), ())
-    momentum, dampening, *_ = values[op.hyper.offset : op.hyper.stop] or (0.0, 0.0)
-    return momentum != 0.0 and dampening != 0.0
+    first_values = {scalar.buffer: scalar.values for scalar in program.scalars}
+    for settings in op.settings:
+        values = first_values.get(settings.hyper.buffer, ())
+        momentum, dampening, *_ = values[settings.hyper.offset : settings.hyper.stop] or (0.0, 0.0)
+        if momentum != 0.0 and dampening != 0.0:
+            return True
+    return False
 
 
 def _buffers(op: ops.Op) -> Iterator[str]:
     """The buffers that an op uses, begins or ends, except hyper-parameters, which are constants of a graph."""
     effect = effects(op)
     for region in (*effect.reads, *effect.writes, *effect.accumulates):
-        if not (isinstance(op, ops.OptimizerStep) and region == op.hyper):
+        if not (isinstance(op, ops.OptimizerStep) and any(region == s.hyper for s in op.settings)):
             yield region.buffer
     yield from effect.allocs
     yield from effect.frees
@@ -122,7 +126,12 @@ class SectionGraphs:
                 self._refused[section.name] = reason
         self._hyper_buffers = {
             section.name: sorted(
-                {op.hyper.buffer for op in section.body if isinstance(op, ops.OptimizerStep)}
+                {
+                    settings.hyper.buffer
+                    for op in section.body
+                    if isinstance(op, ops.OptimizerStep)
+                    for settings in op.settings
+                }
             )
             for section in program.sections
         }

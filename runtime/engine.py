@@ -16,7 +16,6 @@ from zeroir.errors import GraphWarning, ZeroirError, memory_for
 from zeroir.ir.program import Program
 from zeroir.ir.spans import Span
 from zeroir.runtime import initial, state
-from zeroir.runtime.batch import Batch
 from zeroir.runtime.comm.handout import ALONE, Handout
 from zeroir.runtime.comm.job import (
     DEFAULT_TIMEOUT,
@@ -33,6 +32,7 @@ from zeroir.runtime.rank_memory import RankMemory
 from zeroir.runtime.self_check import check_kernels
 from zeroir.runtime.streams import Streams, ThreadStreams
 from zeroir.runtime.trace import HostClock, SpanRecorder, StreamClock, aligned, to_bytes
+from zeroir.torch_ops.batches import Batch
 
 if TYPE_CHECKING:
     from zeroir.runtime.cuda_graphs import SectionGraphs

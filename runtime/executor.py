@@ -28,7 +28,7 @@ from zeroir.ir.labels import labels
 from zeroir.ir.output_paths import structured
 from zeroir.ir.program import EVALUATE, LAST_MICRO_STEP, MICRO_STEP, UPDATE, OpPosition, Section
 from zeroir.runtime import state
-from zeroir.runtime.batch import Batch, write_inputs
+from zeroir.runtime.batch import write_inputs
 from zeroir.runtime.comm.job import (
     LostPeersError,
     is_lost_connection,
@@ -38,6 +38,7 @@ from zeroir.runtime.rank_memory import RankMemory
 from zeroir.runtime.seeds import site_seed
 from zeroir.runtime.streams import Streams
 from zeroir.runtime.trace import Task, Watch
+from zeroir.torch_ops.batches import Batch
 
 RunSection = Callable[[Section, Callable[[], None]], None]
 """Carries out a section whose ops the function submits."""

@@ -222,18 +222,7 @@ def _prepare_locally(
                 max_norm=op.max_norm,
             )
         case ops.OptimizerStep():
-            operands = optim.Operands(
-                param=memory.region(op.param),
-                grad=memory.region(op.grad),
-                states=[memory.region(state) for state in op.states],
-                step=memory.region(op.step),
-                lr=memory.region(op.lr),
-                hyper=memory.region(op.hyper),
-                divisor=memory.region(op.gradient_divisor),
-                skip=_region(memory, op.skip),
-                padding=_padding(op.param, memory, local_ranks.program),
-            )
-            return partial(optim.update, op.algorithm, operands)
+            return _prepare_update(op, memory, local_ranks.program)
         case ops.UpdateScale():
             return partial(
                 numerics.update_scale,
@@ -254,6 +243,55 @@ def _prepare_locally(
 
 def _region(memory: RankMemory, region: Region | None) -> Tensor | None:
     return None if region is None else memory.region(region)
+
+
+def _prepare_update(op: ops.OptimizerStep, memory: RankMemory, program: Program) -> PreparedOp:
+    """One call of the optimizer for each group that has elements in the region on this rank."""
+    param, grad = memory.region(op.param), memory.region(op.grad)
+    states = [memory.region(state) for state in op.states]
+    padding = _padding(op.param, memory, program)
+    updates: list[PreparedOp] = []
+    for settings in op.settings:
+        pieces = _pieces(op.param, settings.group, memory, program)
+        operands = optim.Operands(
+            params=[param[piece] for piece in pieces],
+            grads=[grad[piece] for piece in pieces],
+            states=[[state[piece] for piece in pieces] for state in states],
+            step=memory.region(op.step),
+            lr=memory.region(settings.lr),
+            hyper=memory.region(settings.hyper),
+            divisor=memory.region(op.gradient_divisor),
+            skip=_region(memory, op.skip),
+            padding=padding,
+        )
+        if pieces:
+            updates.append(partial(optim.update, op.algorithm, operands))
+    if len(updates) == 1:
+        return updates[0]
+
+    def update_every_group() -> None:
+        for update in updates:
+            update()
+
+    return update_every_group
+
+
+def _pieces(region: Region, group: str, memory: RankMemory, program: Program) -> list[slice]:
+    """The parts of a region that belong to a group, on this rank, counted from the region's first local element."""
+    mesh = program.mesh
+    first, stop = region.local_range(mesh, mesh.coordinate(memory.rank))
+    buffer = program.buffer_by_name[region.buffer]
+    if not program.groups or not isinstance(buffer.holds, FlatContent):
+        return [slice(0, stop - first)]
+    start = flat_start(program, buffer, memory.rank) + first
+    flat = buffer.holds.flat
+    (intervals,) = (g.intervals for g in program.groups if g.name == group)
+    clipped = (
+        (max(a - start, 0), min(b - start, stop - first))
+        for name, a, b in sorted(intervals)
+        if name == flat
+    )
+    return [slice(a, b) for a, b in clipped if a < b]
 
 
 def _padding(region: Region, memory: RankMemory, program: Program) -> list[Tensor]:

@@ -26,7 +26,6 @@ from zeroir.ir.ops import Op
 from zeroir.ir.program import Program
 from zeroir.memory.placement import places_to_run
 from zeroir.runtime import initial, state
-from zeroir.runtime.batch import Batch
 from zeroir.runtime.comm.base import CollectiveTensors, TensorPair
 from zeroir.runtime.comm.lockstep import LockstepComm
 from zeroir.runtime.construction import Factory
@@ -37,6 +36,7 @@ from zeroir.runtime.rank_memory import RankMemory
 from zeroir.runtime.streams import OpEvent
 from zeroir.runtime.tensors import poison
 from zeroir.runtime.trace import Task, WatchOp
+from zeroir.torch_ops.batches import Batch
 
 CPU = torch.device("cpu")
 

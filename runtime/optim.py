@@ -1,6 +1,6 @@
 """Element-wise optimizers over flat shards: torch's fused kernels, which divide the gradient and can skip a step.
 
-One call updates one region. The kernels divide the gradient by their argument ``grad_scale``, so unscaling, averaging
+One call updates the elements of one group in a region, piece by piece. The kernels divide the gradient by their argument ``grad_scale``, so unscaling, averaging
 over ranks and clipping need no pass of their own; they also store the divided gradient. Where ``found_inf`` is 1 they
 change nothing.
 """
@@ -21,14 +21,14 @@ from zeroir.ir.ops import Algorithm
 class Operands:
     """Tensors of one update on one rank.
 
-    ``param``, ``grad`` and ``states`` are flat f32 of one length; ``step``, ``divisor`` and ``skip`` f32[1] and ``lr``
-    f64[1] on their device; ``hyper`` four f64 on the host. ``padding`` are the parts of ``param`` that belong to no
-    parameter.
+    ``params``, ``grads`` and each of ``states`` are pieces, flat f32, of which those at one index have one length.
+    ``step``, ``divisor`` and ``skip`` are f32[1] and ``lr`` f64[1] on their device; ``hyper`` is four f64 on the host.
+    ``padding`` are the parts of the flat that belong to no parameter.
     """
 
-    param: Tensor
-    grad: Tensor
-    states: Sequence[Tensor]
+    params: Sequence[Tensor]
+    grads: Sequence[Tensor]
+    states: Sequence[Sequence[Tensor]]
     step: Tensor
     lr: Tensor
     hyper: Tensor
@@ -53,14 +53,14 @@ def update(algorithm: Algorithm, operands: Operands) -> None:
 def _sgd(operands: Operands) -> None:
     momentum, dampening, nesterov, weight_decay = operands.hyper.tolist()
     # Without momentum there is no state, as in torch.optim; CUDA's kernel would refuse one.
-    states = operands.states if momentum else ()
+    states = operands.states[0] if momentum and operands.states else ()
     # The first step takes the gradient itself as momentum. A buffer of zeros gives the same without dampening, so only
     # with dampening must the host read the step count from the device.
     is_first_step = bool(states) and dampening != 0.0 and operands.step.item() == 1.0
     torch.ops.aten._fused_sgd_.tensor_lr(
-        [operands.param],
-        [operands.grad],
-        list(states),
+        operands.params,
+        operands.grads,
+        states,
         weight_decay=weight_decay,
         momentum=momentum if states else 0.0,
         lr=_learning_rate(operands),
@@ -75,14 +75,14 @@ def _sgd(operands: Operands) -> None:
 
 def _adam(kernel: torch._ops.OpOverload, operands: Operands) -> None:
     beta1, beta2, eps, weight_decay = operands.hyper.tolist()
-    exp_avg, exp_avg_sq = operands.states
+    exp_avgs, exp_avg_sqs = operands.states
     kernel(
-        [operands.param],
-        [operands.grad],
-        [exp_avg],
-        [exp_avg_sq],
+        operands.params,
+        operands.grads,
+        exp_avgs,
+        exp_avg_sqs,
         [],
-        [operands.step],
+        [operands.step] * len(operands.params),
         lr=_learning_rate(operands),
         beta1=beta1,
         beta2=beta2,

@@ -9,8 +9,8 @@ from statistics import median
 from typing import Final
 
 from zeroir.ir.spans import Span
-from zeroir.runtime.batch import Batch
 from zeroir.runtime.engine import Engine
+from zeroir.torch_ops.batches import Batch
 
 WARM_UP: Final = 3
 """Unmeasured steps at the beginning, in which kernels are made and memory is first touched."""

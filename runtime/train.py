@@ -15,9 +15,9 @@ from typing import NoReturn
 
 from zeroir.errors import UserError
 from zeroir.ir.program import InputBinding
-from zeroir.runtime.batch import Batch
 from zeroir.runtime.comm.job import PeerError
 from zeroir.runtime.engine import Engine
+from zeroir.torch_ops.batches import Batch
 
 _GRACE_S = 1.0
 

@@ -184,3 +184,10 @@ def test_another_number_of_ranks_makes_other_groups_of_one_size() -> None:
     plain = make_options({"world_size": 2})
     assert plain.for_world_size(3) == make_options({"world_size": 3})
     assert plain.replicas is None
+
+
+def test_the_default_world_size_is_that_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "6")
+    assert make_options({}).world_size == 6
+    assert make_options({"mesh": "replicate=2,shard=2"}).world_size == 4

@@ -111,9 +111,9 @@ def phases(arguments: argparse.Namespace, depth: int) -> dict[str, float]:
     compiled = artifact.Artifact(
         logical=logical,
         scheduled=program,
-        model_path=str(model_file.path),
-        model_factory=model_file.name,
-        model_sha256=model_file.sha256,
+        model_path=arguments.model,
+        model_factory=f"layers_{depth}",
+        model_sha256="0" * 64,
         torch_version=torch.__version__,
         zeroir_version=zeroir.__version__,
     )

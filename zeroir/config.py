@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Final, Literal, Self
 
@@ -28,11 +29,14 @@ _IS_WRITTEN: Final = {"is_written": True}
 
 
 def default_world_size(given: dict[str, object]) -> int:
-    """The number of ranks of the mesh if one is given, else the number of visible GPUs, or 2 without GPUs."""
+    """The ranks of the mesh if one is given, else of the torchrun job, else the visible GPUs, or 2 without GPUs."""
     # A factory that takes the given values is not called for a help text, where this slow import would be wasted.
     mesh = given.get("mesh")
     if isinstance(mesh, str):
         return _parse_mesh(mesh).world_size
+    ranks_of_job = os.environ.get("WORLD_SIZE", "")
+    if ranks_of_job.isdecimal() and "RANK" in os.environ:
+        return int(ranks_of_job)
     import torch
 
     return torch.cuda.device_count() or 2
@@ -62,7 +66,8 @@ class CompileOptions(BaseModel):
         ge=1,
         le=MOST_RANKS,
         default_factory=default_world_size,
-        description="Number of ranks. [default: the ranks of the mesh, else the visible GPUs, or 2 without GPUs]",
+        description="Number of ranks. [default: the ranks of the mesh, else of the torchrun job, else the visible "
+        "GPUs, or 2 without GPUs]",
     )
     precision: Annotated[
         Precision, Field(description="Dtype of parameters, activations and gradients.")

@@ -114,10 +114,10 @@ def test_a_bad_forward_is_refused(
 @pytest.mark.parametrize(
     ("batch", "sentence"),
     [
-        ("None", "must return a tuple or dict of tensors, but it is of type NoneType"),
+        ("None", "must be a tuple or dict of tensors, but it is of type NoneType"),
         ("(3,)", "but its element 0 is of type int"),
         ("{'x': {'y': 'text'}}", "but its element x.y is of type str"),
-        ("()", "returned no tensor"),
+        ("()", "has no tensor"),
         ("(torch.ones(3, 4), torch.ones(2))", "forward() takes 2 positional arguments but 3"),
         ("{'y': torch.ones(3, 4)}", "unexpected keyword argument 'y'"),
         ("(torch.ones(3, 4, dtype=torch.complex64),)", "input 0 is torch.complex64"),

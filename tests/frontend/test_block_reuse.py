@@ -16,7 +16,9 @@ from zeroir.config import make_options
 from zeroir.frontend import block_reuse, segments
 from zeroir.frontend.block_graph import make_block_graph
 from zeroir.frontend.capture import capture
-from zeroir.frontend.entry import ModelFile, load_model_file
+from zeroir.frontend.entry import load_model_file
+from zeroir.frontend.in_hand import source_of
+from zeroir.frontend.source import ModelSource
 from zeroir.frontend.tracing import program_of
 from zeroir.ir.segment import Segment
 from zeroir.ir.text import print_program
@@ -63,20 +65,12 @@ class Stack(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
 
 
-def model_file(make: Callable[[], nn.Module]) -> ModelFile:
-    return ModelFile(
-        path=Path(__file__),
-        name="model",
-        sha256="0" * 64,
-        build=make,
-        model=make,
-        batch=lambda: (torch.arange(6).reshape(2, 3),),
-        batches=None,
-    )
+def model_file(make: Callable[[], nn.Module]) -> ModelSource:
+    return source_of(make, (torch.arange(6).reshape(2, 3),), None, None)
 
 
 def reused_blocks_of(
-    file: ModelFile, precision: Literal["fp32", "bf16"] = "fp32", fewest: int = 3
+    file: ModelSource, precision: Literal["fp32", "bf16"] = "fp32", fewest: int = 3
 ) -> tuple[str, ...]:
     """The blocks that were not traced one by one, after a comparison of the program with that of a full trace."""
     options = make_options({"world_size": 1, "precision": precision})

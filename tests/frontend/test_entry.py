@@ -4,6 +4,7 @@ import hashlib
 import json
 import sys
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -37,7 +38,8 @@ def write(tmp_path: Path, text: str, name: str = "model.py") -> str:
 def test_a_file_is_loaded_with_its_hash(tmp_path: Path) -> None:
     spec = write(tmp_path, GOOD)
     model_file = load_model_file(spec)
-    assert model_file.sha256 == hashlib.sha256(GOOD.encode()).hexdigest()
+    assert model_file.file is not None
+    assert model_file.file.sha256 == hashlib.sha256(GOOD.encode()).hexdigest()
     assert isinstance(model_file.model(), torch.nn.Linear)
     assert model_file.batches is None
 
@@ -71,7 +73,7 @@ def test_devices_that_a_file_names_are_ignored(tmp_path: Path) -> None:
     )
     model_file = load_model_file(write(tmp_path, text))
     assert model_file.model().weight.device.type == "cpu"
-    (example,) = model_file.batch()
+    (example,) = cast("tuple[object]", model_file.batch())
     assert isinstance(example, Tensor)
     assert example.dtype == torch.float64
     with torch.device("meta"):

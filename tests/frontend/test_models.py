@@ -46,8 +46,9 @@ def test_training_in_bf16_equals_eager_replicas(name: str) -> None:
     "name", [pytest.param(name, marks=pytest.mark.slow) for name in HUGGING_FACE]
 )
 def test_every_stage_trains_and_with_the_same_losses(name: str) -> None:
-    model_file = load_model_file(str(MODELS / f"{name}.py"))
-    logical = traced(model_file.path, world_size=RANKS, lr=0.003)
+    path = MODELS / f"{name}.py"
+    model_file = load_model_file(str(path))
+    logical = traced(path, world_size=RANKS, lr=0.003)
     batches = [[model_file.batch()]] * RANKS
     losses: list[list[float]] = []
     for stage in range(4):

@@ -13,13 +13,14 @@ from torch import Tensor
 from examples import gpt
 from zeroir.api import compile_with
 from zeroir.config import make_options
-from zeroir.frontend.entry import ModelFile, load_model_file
+from zeroir.frontend.entry import load_model_file
+from zeroir.frontend.source import ModelSource
 from zeroir.ir.buffers import Buffer, Space
 from zeroir.ir.program import Program
 from zeroir.memory.placement import places_to_run
-from zeroir.runtime.batch import Batch
 from zeroir.runtime.engine import Engine
 from zeroir.runtime.lockstep import Lockstep
+from zeroir.torch_ops.batches import Batch
 
 ROOT = Path(__file__).parents[2]
 STEPS = 6
@@ -36,7 +37,7 @@ MLP_TOLERANCE = {"fp32": 1e-5, "bf16": 2**-6, "fp16": 2**-9}
 
 
 @cache
-def example_file() -> ModelFile:
+def example_file() -> ModelSource:
     """``examples/gpt.py``."""
     return load_model_file(str(ROOT / "examples" / "gpt.py"))
 
@@ -45,7 +46,7 @@ def example_file() -> ModelFile:
 def example(stage: int, world_size: int, precision: str) -> Program:
     """The scheduled program of ``examples/gpt.py``."""
     options = {"stage": stage, "world_size": world_size, "precision": precision}
-    return compile_with(example_file().path, make_options(options)).program
+    return compile_with(ROOT / "examples" / "gpt.py", make_options(options)).program
 
 
 def example_batches(steps: int = STEPS) -> list[tuple[Tensor, Tensor]]:

@@ -21,11 +21,11 @@ from tests.runtime.support import initial_flats, lowered, random_batches
 from tests.support.programs import mlp
 from zeroir.errors import GraphWarning
 from zeroir.ir.program import Program
-from zeroir.runtime.batch import Batch
 from zeroir.runtime.comm.job import Backend
 from zeroir.runtime.cuda_graphs import WARM_UP
 from zeroir.runtime.engine import Engine
 from zeroir.runtime.kernels.choice import KernelBackend
+from zeroir.torch_ops.batches import Batch
 
 pytestmark = pytest.mark.gpu
 

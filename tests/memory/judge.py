@@ -21,7 +21,6 @@ from zeroir.ir.labels import labels
 from zeroir.ir.program import Program
 from zeroir.runtime import state
 from zeroir.runtime.allocations import AllocatorEvent, allocations, by_range, left_bytes, peak_bytes
-from zeroir.runtime.batch import Batch
 from zeroir.runtime.comm import gloo
 from zeroir.runtime.comm.base import Comm
 from zeroir.runtime.comm.local import LocalComm
@@ -31,6 +30,7 @@ from zeroir.runtime.initial import initialise
 from zeroir.runtime.kernels.eager import EagerKernels
 from zeroir.runtime.rank_memory import RankMemory
 from zeroir.runtime.streams import ThreadStreams
+from zeroir.torch_ops.batches import Batch
 from zeroir.workspace.op_scratch import scratch_bytes
 from zeroir.workspace.segments import Workspace, eager_workspace
 

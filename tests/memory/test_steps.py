@@ -23,7 +23,7 @@ from zeroir.config import make_options
 from zeroir.cost.machine import MeasuredSegment, load_machine
 from zeroir.cost.measured_workspaces import with_measured_workspaces
 from zeroir.frontend import load_model_file, trace
-from zeroir.frontend.entry import ModelFile
+from zeroir.frontend.source import ModelSource
 from zeroir.ir import ops
 from zeroir.ir.buffers import Role
 from zeroir.ir.program import Program
@@ -67,7 +67,7 @@ TRACED = ("precision", "micro_steps", "optimizer", "keep_fp32", "clip")
 
 
 @cache
-def model_file(name: str) -> ModelFile:
+def model_file(name: str) -> ModelSource:
     path = ROOT / "examples" / "gpt.py"
     return load_model_file(
         str(path if name == "gpt" else ROOT / "tests" / "support" / "models" / f"{name}.py")

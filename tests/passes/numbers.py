@@ -11,7 +11,7 @@ from tests.support.examples import IS_THOROUGH
 from tests.support.lockstep import LockstepResult, run_lockstep
 from zeroir.ir.contents import FlatContent
 from zeroir.ir.program import Program
-from zeroir.runtime.batch import Batch
+from zeroir.torch_ops.batches import Batch
 
 STEPS = 3 if IS_THOROUGH else 2
 """The second begins with what the first has left."""

@@ -20,7 +20,7 @@ from tests.support.lowering import applied, proved
 from tests.support.programs import mlp
 from zeroir.config import make_options
 from zeroir.errors import UserError
-from zeroir.frontend import ModelFile, load_model_file
+from zeroir.frontend import ModelSource, load_model_file
 from zeroir.ir import ops
 from zeroir.ir.buffers import Role
 from zeroir.ir.program import LAST_MICRO_STEP, Program
@@ -465,9 +465,10 @@ def test_bits_of_real_models_do_not_change(
     name: str, precision: str, micro_steps: int, stages: tuple[int, ...]
 ) -> None:
     """Losses, parameters and running statistics, dropout included, are those without the pass at every stage."""
-    model_file = load_model_file(str(MODELS / f"{name}.py"))
+    path = MODELS / f"{name}.py"
+    model_file = load_model_file(str(path))
     choices = {"world_size": 3, "precision": precision, "micro_steps": micro_steps}
-    logical = traced(model_file.path, **choices)
+    logical = traced(path, **choices)
     without = lower(logical, make_options({**choices, "stage": stages[0]}))
     expected = _trained(model_file, without, micro_steps)
     for stage in stages:
@@ -481,7 +482,7 @@ def test_bits_of_real_models_do_not_change(
             assert torch.equal(mine, theirs)
 
 
-def _trained(model_file: ModelFile, program: Program, micro_steps: int) -> list[torch.Tensor]:
+def _trained(model_file: ModelSource, program: Program, micro_steps: int) -> list[torch.Tensor]:
     lockstep = Lockstep(program, seed=3, schedule_seed=1)
     lockstep.initialise(model_file.model, 3)
     found: list[torch.Tensor] = []

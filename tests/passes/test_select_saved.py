@@ -21,7 +21,7 @@ from tests.support.lowering import applied, proved
 from zeroir.api.check import check_model
 from zeroir.config import make_options
 from zeroir.errors import UserError
-from zeroir.frontend import ModelFile, load_model_file
+from zeroir.frontend import ModelSource, load_model_file
 from zeroir.ir import ops
 from zeroir.ir.buffers import Role
 from zeroir.ir.program import LAST_MICRO_STEP, Program
@@ -146,9 +146,10 @@ def test_no_more_is_saved_than_by_torch_compile(path: Path) -> None:
 def test_bits_do_not_change(name: str, precision: str, micro_steps: int) -> None:
     """Losses, parameters and module buffers, dropout included, are those without the pass at every stage."""
     expected: list[torch.Tensor] = []
-    model_file = load_model_file(str(MODELS / f"{name}.py"))
+    path = MODELS / f"{name}.py"
+    model_file = load_model_file(str(path))
     choices = {"world_size": 3, "precision": precision, "micro_steps": micro_steps}
-    logical = traced(model_file.path, **choices)
+    logical = traced(path, **choices)
     for stage in (0, 2, 3):
         for select in (False, True):
             made = make_options({**choices, "stage": stage, "select_saved": select})
@@ -161,7 +162,7 @@ def test_bits_do_not_change(name: str, precision: str, micro_steps: int) -> None
                 assert torch.equal(mine, theirs)
 
 
-def _trained(model_file: ModelFile, program: Program, micro_steps: int) -> list[torch.Tensor]:
+def _trained(model_file: ModelSource, program: Program, micro_steps: int) -> list[torch.Tensor]:
     lockstep = Lockstep(program, seed=3, schedule_seed=1)
     lockstep.initialise(model_file.model, 3)
     found: list[torch.Tensor] = []

@@ -22,7 +22,7 @@ from zeroir.ir.ops import Mode
 from zeroir.ir.program import EVALUATE, LAST_MICRO_STEP, Program, Section
 from zeroir.ir.segment import Node, Ref, Segment, TensorType
 from zeroir.passes.pipelines import for_stage
-from zeroir.runtime.batch import Batch
+from zeroir.torch_ops.batches import Batch
 
 ROOT = Path(__file__).parents[2]
 Source = Callable[[], Zygote]

@@ -26,7 +26,6 @@ from zeroir.ir.program import (
     Section,
     State,
 )
-from zeroir.runtime.batch import Batch
 from zeroir.runtime.comm.job import Backend, Job, open_job
 from zeroir.runtime.cuda_graphs import WARM_UP, SectionGraphs, why_not
 from zeroir.runtime.engine import Engine
@@ -36,6 +35,7 @@ from zeroir.runtime.kernels.choice import KernelBackend, open_kernels
 from zeroir.runtime.rank_memory import RankMemory
 from zeroir.runtime.state import initialise_flats
 from zeroir.runtime.streams import ThreadStreams
+from zeroir.torch_ops.batches import Batch
 
 CPU = torch.device("cpu")
 

@@ -32,9 +32,10 @@ from zeroir.ir.program import (
     State,
 )
 from zeroir.ir.segment import Node, Ref, Segment
-from zeroir.runtime.batch import Batch, flatten
+from zeroir.runtime.batch import flatten
 from zeroir.runtime.engine import Engine
 from zeroir.runtime.lockstep import Lockstep
+from zeroir.torch_ops.batches import Batch
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

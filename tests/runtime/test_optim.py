@@ -48,9 +48,9 @@ def torch_optimizer(
 
 def operands(algorithm: Algorithm, hyper: tuple[float, ...], param: Tensor) -> Operands:
     return Operands(
-        param=param.clone(),
-        grad=torch.zeros_like(param),
-        states=[torch.zeros_like(param) for _ in algorithm.state_names],
+        params=[param.clone()],
+        grads=[torch.zeros_like(param)],
+        states=[[torch.zeros_like(param)] for _ in algorithm.state_names],
         step=torch.zeros(1),
         lr=torch.tensor([0.0123], dtype=torch.float64),
         hyper=torch.tensor(hyper, dtype=torch.float64),
@@ -70,26 +70,26 @@ def test_five_steps_equal_torch_optim(algorithm: Algorithm, hyper: tuple[float, 
         gradient = torch.randn(NUMEL, generator=generator)
         parameter.grad = gradient / 3.0
         optimizer.step()
-        x.grad.copy_(gradient)
+        x.grads[0].copy_(gradient)
         x.step.add_(1)
         update(algorithm, x)
-        assert torch.equal(x.param, parameter.detach())
+        assert torch.equal(x.params[0], parameter.detach())
     for name, state in zip(algorithm.state_names, x.states, strict=True):
         # Without momentum torch keeps none, and ours stays as it was.
         kept = optimizer.state[parameter].get(name, torch.zeros(NUMEL))
-        assert torch.equal(state, kept)
+        assert torch.equal(state[0], kept)
 
 
 @pytest.mark.parametrize(("algorithm", "hyper"), CASES)
 def test_a_skipped_update_touches_nothing(algorithm: Algorithm, hyper: tuple[float, ...]) -> None:
     x = operands(algorithm, hyper, torch.randn(NUMEL, generator=torch.Generator().manual_seed(1)))
-    x.grad.fill_(float("inf"))
+    x.grads[0].fill_(float("inf"))
     x.step.fill_(1)
     assert x.skip is not None
     x.skip.fill_(1)
-    before = [x.param.clone(), *(state.clone() for state in x.states)]
+    before = [x.params[0].clone(), *(state[0].clone() for state in x.states)]
     update(algorithm, x)
-    assert all(torch.equal(a, b) for a, b in zip(before, [x.param, *x.states], strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(before, [x.params[0], *(s[0] for s in x.states)], strict=True))
 
 
 @pytest.mark.parametrize(("algorithm", "hyper"), CASES)
@@ -100,13 +100,13 @@ def test_the_bits_do_not_depend_on_how_a_flat_is_cut(
     generator = torch.Generator().manual_seed(2)
     param, grad = torch.randn(2, 1024, generator=generator)
     whole = operands(algorithm, hyper, param)
-    whole.grad.copy_(grad)
+    whole.grads[0].copy_(grad)
     whole.step.fill_(1)
     update(algorithm, whole)
     for piece in range(4):
         cut = slice(256 * piece, 256 * (piece + 1))
         part = operands(algorithm, hyper, param[cut])
-        part.grad.copy_(grad[cut])
+        part.grads[0].copy_(grad[cut])
         part.step.fill_(1)
         update(algorithm, part)
-        assert torch.equal(part.param, whole.param[cut])
+        assert torch.equal(part.params[0], whole.params[0][cut])

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from zeroir.config import CompileOptions, make_options
-from zeroir.runtime.batch import Batch
+from zeroir.torch_ops.batches import Batch
 
 STEPS = 20
 MODEL_STEPS = 4

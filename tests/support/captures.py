@@ -12,8 +12,9 @@ from pathlib import Path
 
 from zeroir.frontend import tracing
 from zeroir.frontend.capture import CapturedModel, capture
-from zeroir.frontend.entry import ModelFile, load_model_file
+from zeroir.frontend.entry import load_model_file
 from zeroir.frontend.precision import Precision
+from zeroir.frontend.source import ModelSource
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = (ROOT / "examples", ROOT / "tests" / "support" / "models")
@@ -21,15 +22,18 @@ FOLDERS = (ROOT / "examples", ROOT / "tests" / "support" / "models")
 
 
 def captured(
-    model_file: ModelFile, precision: Precision, keep_fp32: Sequence[str]
+    model_file: ModelSource, precision: Precision, keep_fp32: Sequence[str]
 ) -> CapturedModel:
     """What the frontend's ``capture`` returns; for a file of the repository, what it returned before."""
-    path = model_file.path.resolve()
+    file = model_file.file
+    if file is None:
+        return capture(model_file, precision, keep_fp32)
+    path = file.path.resolve()
     if path.parent not in FOLDERS:
         return capture(model_file, precision, keep_fp32)
     # The digest, lest an edited file is taken for what it was.
-    spec = f"{path}:{model_file.name}"
-    return _captured(spec, model_file.sha256, precision, tuple(keep_fp32))
+    spec = f"{path}:{file.factory}"
+    return _captured(spec, file.sha256, precision, tuple(keep_fp32))
 
 
 @lru_cache(maxsize=64)

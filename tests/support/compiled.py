@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from zeroir.frontend import entry
+from zeroir.frontend.loss_step import call_with
 
 
 def saved_bytes(path: Path) -> int:
@@ -63,7 +64,7 @@ def saved_bytes(path: Path) -> int:
         torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor),
     ):
         warnings.simplefilter("ignore")  # What the compiler says of itself is not ours to mend.
-        compiled(**batch) if isinstance(batch, dict) else compiled(*batch)
+        call_with(compiled, batch)
     return sum(found.values())
 
 

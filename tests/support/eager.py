@@ -12,7 +12,7 @@ from tests.support.evaluate import at_rest, fill_from, run_section
 from zeroir.config import make_options
 from zeroir.frontend import load_model_file
 from zeroir.frontend.capture import flatten_batch
-from zeroir.frontend.loss_step import call_with, loss_of
+from zeroir.frontend.loss_step import loss_of
 from zeroir.frontend.precision import apply_precision, cast_floating, compute_dtype
 from zeroir.frontend.tracing import program_of
 from zeroir.ir.program import LAST_MICRO_STEP, Program
@@ -37,7 +37,7 @@ def assert_equals_eager(path: str | Path, **choices: object) -> Program:
     apply_precision(model, options.precision, options.keep_fp32)
     batch = model_file.batch()
     memory = at_rest(program)
-    leaves = flatten_batch(batch, str(path))
+    leaves = flatten_batch(batch, "the batch")
     for each in program.inputs:
         memory[each.buffer].copy_(leaves[each.path].reshape(-1))
     seeds = torch.arange(7, 7 + len(memory.get("rng", ())))
@@ -47,7 +47,7 @@ def assert_equals_eager(path: str | Path, **choices: object) -> Program:
 
     with neutral_ops(seeds) as mode:
         cast = cast_floating(batch, compute_dtype(options.precision))
-        loss = loss_of(call_with(model, cast)).float()
+        loss = loss_of(model_file, model, cast).float()
         torch.autograd.backward(loss, memory["loss_scale"][0].clone())
     assert mode.sites == len(seeds)
     run_section(program, LAST_MICRO_STEP, memory)

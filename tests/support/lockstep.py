@@ -9,9 +9,9 @@ from torch import Tensor
 
 from zeroir.errors import InternalError
 from zeroir.ir.program import Program
-from zeroir.runtime.batch import Batch
 from zeroir.runtime.kernels.choice import KernelBackend
 from zeroir.runtime.lockstep import Lockstep
+from zeroir.torch_ops.batches import Batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

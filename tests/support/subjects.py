@@ -18,8 +18,9 @@ from zeroir.config import make_options
 from zeroir.frontend.entry import load_model_file
 from zeroir.ir.program import EVALUATE, Program
 from zeroir.passes.plan_memory import PlanMemory
-from zeroir.runtime.batch import Batch, flatten
+from zeroir.runtime.batch import flatten
 from zeroir.runtime.lockstep import Lockstep
+from zeroir.torch_ops.batches import Batch
 
 STEPS = 2
 

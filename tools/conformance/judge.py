@@ -16,7 +16,6 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +24,7 @@ from torch.utils import _pytree as pytree
 from tools.conformance.samples import OTHERWISE_DERIVED, UNDEFINED, Sample
 from zeroir.config import make_options
 from zeroir.errors import InternalError, UserError
-from zeroir.frontend.entry import ModelFile
+from zeroir.frontend.in_hand import source_of
 from zeroir.frontend.tracing import trace_model
 from zeroir.ir.program import Program
 from zeroir.passes.pipelines import lower_with_proof
@@ -248,16 +247,8 @@ def _compiled(sample: Sample) -> Program:
     def build() -> nn.Module:
         return ThreeUnitModel(sample)
 
-    file = ModelFile(
-        path=Path(__file__),
-        name="model",
-        sha256="",
-        build=build,
-        model=build,
-        batch=lambda: _batch(sample),
-        batches=None,
-    )
-    return lower_with_proof(trace_model(file, options), options).program
+    source = source_of(build, _batch(sample), None, None)
+    return lower_with_proof(trace_model(source, options), options).program
 
 
 def _batch(sample: Sample) -> tuple[Tensor, ...]:

@@ -15,7 +15,8 @@ from zeroir.report.names import counted
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from zeroir.frontend.entry import Batch, ModelFile
+    from zeroir.frontend.source import ModelSource
+    from zeroir.torch_ops.batches import Batch
 
 _ROUNDING = {"fp32": 64 * 2.0**-23, "bf16": 2.0**-8, "fp16": 2.0**-11}
 """The tolerance of one step where sums have another order: 64 roundings in FP32, or one in 16 bits."""
@@ -116,7 +117,7 @@ def _compared(
     from zeroir.runtime.seeds import site_seed
 
     compiled = compile_with(model, options)
-    model_file = load_model(compiled)
+    source = load_model(compiled)
     program = compiled.program
     rng = program.buffer_by_name.get("rng")
     sites = 0 if rng is None else rng.numel
@@ -127,12 +128,12 @@ def _compared(
             dtype=torch.int64,
         )
 
-    reference = EagerReplicas(model_file, options, seed=seed, seeds=seeds)
+    reference = EagerReplicas(source, options, seed=seed, seeds=seeds)
     backend = kernel_backend(kernels)
     lockstep = Lockstep(program, seed=seed, schedule_seed=seed, kernels=backend)
-    lockstep.initialise(model_file.model, seed)
+    lockstep.initialise(source.model, seed)
     streams = [
-        _batches(model_file, rank, options.world_size, seed) for rank in range(options.world_size)
+        _batches(source, rank, options.world_size, seed) for rank in range(options.world_size)
     ]
     is_exact = options.clip is None and kernels == "eager"
     tolerance = 0.0 if is_exact else steps * _ROUNDING[options.precision]
@@ -215,13 +216,13 @@ def _compare_tensors(
         )
 
 
-def _batches(model_file: ModelFile, rank: int, world_size: int, seed: int) -> Iterator[Batch]:
-    """The model file's batches, or variations of its example, different on every rank and step."""
+def _batches(source: ModelSource, rank: int, world_size: int, seed: int) -> Iterator[Batch]:
+    """The source's batches, or variations of its example, different on every rank and step."""
     from zeroir.runtime.train import model_error
 
-    if model_file.batches is not None:
+    if source.batches is not None:
         try:
-            yield from model_file.batches(rank, world_size, seed, 0)
+            yield from source.batches(rank, world_size, seed, 0)
         except UserError:
             raise
         except (Exception, SystemExit) as error:
@@ -237,5 +238,5 @@ def _batches(model_file: ModelFile, rank: int, world_size: int, seed: int) -> It
         return tensor.flatten()[order].view(tensor.shape)
 
     while True:
-        example: Batch = pytree.tree_map_only(torch.Tensor, vary, model_file.batch())
+        example: Batch = pytree.tree_map_only(torch.Tensor, vary, source.batch())
         yield example

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
@@ -22,20 +22,24 @@ from zeroir.verify import verify as verify_program
 
 if TYPE_CHECKING:
     from zeroir.cost.machine import Machine
+    from zeroir.frontend.source import LossFunction, Model, ModelSource, WeightFunction
     from zeroir.passes.manager import Proof
     from zeroir.runtime.engine import Engine
+    from zeroir.torch_ops.batches import Batch
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class CompiledProgram:
     """A scheduled program, the logical program that it was lowered from, and its verification report.
 
-    ``path`` is the file that it was read from, if any; the model file is also searched from there.
+    ``path`` is the file that it was read from, if any; the model file is also searched from there. ``source`` is the
+    module in hand or function that it was compiled from in this process, if any.
     """
 
     artifact: Artifact
     report: Report
     path: Path | None = None
+    source: ModelSource | None = field(default=None, compare=False)
 
     @property
     def program(self) -> Program:
@@ -98,7 +102,8 @@ class CompiledProgram:
             UserError: where the groups of its mesh do not divide the world size.
         """
         options = self.options.for_world_size(world_size)
-        return _with_proof(self.artifact, _lower(self.logical, options), self.path)
+        compiled = _with_proof(self.artifact, _lower(self.logical, options), self.path)
+        return replace(compiled, source=self.source)
 
     def after_pass(self, number: int) -> CompiledProgram:
         """The program after the first ``number`` passes; after 0 passes it is the program of one device.
@@ -132,17 +137,20 @@ class CompiledProgram:
         self,
         *,
         seed: int = 0,
-        model: str | Path | None = None,
+        model: Model | None = None,
         allow_model_change: bool = False,
         kernels: str = "eager",
         cuda_graphs: bool = False,
         self_check: bool = True,
     ) -> Engine:
-        """An engine for this process, its parameters initialised from the model file.
+        """An engine for this process, its parameters initialised from the module in hand or the model file.
 
         Under torchrun it is one rank of the job; elsewhere the program is lowered for a world size of 1. The batch of
-        ``engine.step(batch)`` has the structure, shapes and dtypes of the model file's ``batch()``. ``model`` names
-        the model file where it has been moved. ``kernels`` selects the kernels of segments: ``eager`` runs torch's
+        ``engine.step(batch)`` has the structure, shapes and dtypes of the example batch. ``model`` names the model file
+        where it has been moved, or is the module (or a function that makes it) whose values the engine takes. Without
+        it a program that was compiled from a module in this process takes the module's present values.
+
+        ``kernels`` selects the kernels of segments: ``eager`` runs torch's
         operators one by one, ``inductor`` compiles each distinct segment once and keeps it on disk. With
         ``cuda_graphs`` sections are launched as CUDA graphs where they can be captured; otherwise a warning says why
         not. With ``self_check`` each distinct segment is computed once on random numbers, by its kernel and by its
@@ -152,15 +160,15 @@ class CompiledProgram:
             UserError: where the model file is missing or is not the one that was compiled, or where a kernel and
                 its operators compute different results.
         """
-        from zeroir.api.run import fitted, load_model, open_engine
+        from zeroir.api.run import fitted, open_engine, source_for_engine
         from zeroir.runtime import rendezvous
 
-        model_file = load_model(self, model=model, allow_model_change=allow_model_change)
+        source = source_for_engine(self, model, allow_model_change=allow_model_change)
         job_rank = rendezvous.join_job()
         compiled, _ = fitted(self, job_rank.world_size)
         return open_engine(
             compiled,
-            model_file,
+            source,
             job_rank,
             seed,
             kernels,
@@ -169,18 +177,36 @@ class CompiledProgram:
         )
 
 
-def compile_model(model: str | Path, **options: Unpack[CompileKeywords]) -> CompiledProgram:
-    """Compile ``path/to/model.py`` (or ``model.py:factory``); the keywords are ``CompileOptions``' fields.
+def compile_model(
+    model: Model,
+    batch: Batch = None,
+    *,
+    loss: LossFunction | None = None,
+    weight: WeightFunction | None = None,
+    **options: Unpack[CompileKeywords],
+) -> CompiledProgram:
+    """Compile ``path/to/model.py`` (or ``model.py:factory``), a module, or a function that makes the module.
+
+    ``batch`` is an example micro-batch of one rank: needed, except for a model file, which has its own. The loss is
+    what the module's forward returns, or ``loss(module, batch)``, which returns it or a pair of it and outputs.
+    ``weight`` gives the weight of a batch. The other keywords are ``CompileOptions``' fields.
+
+    A module in hand stays as it is; its values enter when an engine is made.
 
     Raises:
-        UserError: if the file or an option is wrong.
+        UserError: if the file, the module, the batch or an option is wrong.
     """
-    return compile_with(model, make_options(options))
+    return compile_source(_source_of(model, batch, loss, weight), make_options(options))
 
 
 def compile_with(model: str | Path, options: CompileOptions) -> CompiledProgram:
     """Compile a model file with validated options."""
-    artifact = capture(model, options)
+    return compile_source(_file_source(model), options)
+
+
+def compile_source(source: ModelSource, options: CompileOptions) -> CompiledProgram:
+    """Compile a source with validated options."""
+    artifact = capture_source(source, options)
     try:
         # The program holds the options that the model itself sets, such as the units to recompute.
         proof = _lower(artifact.logical, options_from_pairs(artifact.logical.options))
@@ -191,30 +217,70 @@ def compile_with(model: str | Path, options: CompileOptions) -> CompiledProgram:
     problem = misdeclared(proof.program.segments)
     if problem is not None:
         raise InternalError(f"The program declares results that torch does not compute: {problem}.")
-    return _with_proof(artifact, proof, None)
+    compiled = _with_proof(artifact, proof, None)
+    return compiled if source.file is not None else replace(compiled, source=source)
 
 
 def capture(model: str | Path, options: CompileOptions) -> Artifact:
     """The logical program of a model file, scheduled for one device."""
+    return capture_source(_file_source(model), options)
+
+
+def capture_source(source: ModelSource, options: CompileOptions) -> Artifact:
+    """The logical program of a source, scheduled for one device."""
     import torch
 
     from zeroir import __version__
-    from zeroir.frontend import entry, trace
+    from zeroir.frontend import trace
     from zeroir.torch_ops.globals import torch_globals_kept
 
     with torch_globals_kept():
-        model_file = entry.load_model_file(str(model))
-        logical = trace(model_file, options)
+        logical = trace(source, options)
+    file = source.file
     return Artifact(
         logical=logical,
         scheduled=logical,
-        model_path=str(_from_here(model_file.path)),
-        model_factory=model_file.name,
-        model_sha256=model_file.sha256,
-        model_imports=tuple(sorted(model_file.imports.items())),
+        model_path=source.names.model if file is None else str(_from_here(file.path)),
+        model_factory="" if file is None else file.factory,
+        model_sha256="" if file is None else file.sha256,
+        model_imports=None if file is None else tuple(sorted(file.imports.items())),
         torch_version=torch.__version__,
         zeroir_version=__version__,
     )
+
+
+def _file_source(model: str | Path) -> ModelSource:
+    from zeroir.frontend import entry
+    from zeroir.torch_ops.globals import torch_globals_kept
+
+    with torch_globals_kept():
+        return entry.load_model_file(str(model))
+
+
+def _source_of(
+    model: Model, batch: Batch, loss: LossFunction | None, weight: WeightFunction | None
+) -> ModelSource:
+    """The source that the arguments of ``compile_model`` describe."""
+    if isinstance(model, str | Path):
+        given = {"batch": batch, "loss": loss, "weight": weight}
+        for name, value in given.items():
+            if value is not None:
+                raise UserError(
+                    f"{name}= has no effect on a model file: define `{name}` in {model} instead."
+                )
+        return _file_source(model)
+    if not callable(model):
+        raise UserError(
+            "zeroir.compile takes the path of a model file, a torch.nn.Module or a function that makes one, not "
+            f"{type(model).__name__}."
+        )
+    if batch is None:
+        raise UserError(
+            "zeroir.compile needs an example batch of one rank to trace a module with: pass it after the module."
+        )
+    from zeroir.frontend.in_hand import source_of
+
+    return source_of(model, batch, loss, weight)
 
 
 def _from_here(path: Path) -> Path:

@@ -65,14 +65,14 @@ def profile_program(
     with watched_job():
         base = load_machine(machine)
         compiled = load_program(path)
-        model_file = load_model(compiled, model=model, allow_model_change=allow_model_change)
+        source = load_model(compiled, model=model, allow_model_change=allow_model_change)
         with joined_job() as job_rank:
             from zeroir.runtime.profile import record
 
             compiled, _ = fitted(compiled, job_rank.world_size)
             with warnings_as_sentences():
-                engine = open_engine(compiled, model_file, job_rank, seed, kernels)
-            batches = open_batches(model_file, job_rank, seed)
+                engine = open_engine(compiled, source, job_rank, seed, kernels)
+            batches = open_batches(source, job_rank, seed)
             recording = record(engine, batches, rounds=rounds)
             engine.close()
             if recording is None:

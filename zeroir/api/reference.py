@@ -15,11 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from zeroir.config import CompileOptions
-from zeroir.frontend.entry import Batch, ModelFile
-from zeroir.frontend.loss_step import call_with, loss_of
+from zeroir.frontend.loss_step import loss_of
 from zeroir.frontend.precision import apply_precision, cast_floating, compute_dtype
+from zeroir.frontend.source import ModelSource
 from zeroir.ir.ops import Algorithm
 from zeroir.torch_ops import neutral_ops
+from zeroir.torch_ops.batches import Batch
 
 _ALIGNMENT_NUMEL = 64
 Seeds = Callable[[int, int, int], Tensor]
@@ -30,11 +31,12 @@ class EagerReplicas:
     """The reference. ``sites`` is the number of dropout calls in one forward."""
 
     def __init__(
-        self, model_file: ModelFile, options: CompileOptions, *, seed: int, seeds: Seeds
+        self, source: ModelSource, options: CompileOptions, *, seed: int, seeds: Seeds
     ) -> None:
         # The user's code makes each replica: a copy of one would lose hooks and other bindings to its tensors.
-        self.replicas = [_replica(model_file, seed) for _ in range(options.world_size)]
+        self.replicas = [_replica(source, seed) for _ in range(options.world_size)]
         module = self.replicas[0]
+        self._source = source
         self._options = options
         self._seeds = seeds
         mesh = options.device_mesh
@@ -96,7 +98,7 @@ class EagerReplicas:
     def _forward(self, replica: nn.Module, batch: Batch, micro_step: int, rank: int) -> Tensor:
         inputs = cast_floating(batch, compute_dtype(self._options.precision))
         with neutral_ops(self._seeds(self._step, micro_step, rank)):
-            loss = loss_of(call_with(replica, inputs)).float()
+            loss = loss_of(self._source, replica, inputs).float()
             torch.autograd.backward(loss, torch.full_like(loss, self._scale))
         return loss.detach()
 
@@ -173,9 +175,9 @@ class EagerReplicas:
             self._scale = max(self._scale / 2, options.minimum_loss_scale)
 
 
-def _replica(model_file: ModelFile, seed: int) -> nn.Module:
+def _replica(source: ModelSource, seed: int) -> nn.Module:
     torch.manual_seed(seed)
-    return model_file.model()
+    return source.model()
 
 
 def _sum(parts: Sequence[Tensor]) -> Tensor:

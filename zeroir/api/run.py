@@ -19,12 +19,13 @@ from zeroir.errors import UserError
 from zeroir.report.names import counted, format_bytes
 
 if TYPE_CHECKING:
-    from zeroir.frontend.entry import ModelFile, ModelSource
+    from zeroir.frontend.entry import ModelText
+    from zeroir.frontend.source import Model, ModelSource
     from zeroir.ir.program import Program
-    from zeroir.runtime.batch import Batch
     from zeroir.runtime.engine import Engine
     from zeroir.runtime.kernels.choice import KernelBackend
     from zeroir.runtime.rendezvous import JobRank
+    from zeroir.torch_ops.batches import Batch
 
 
 def run_program(
@@ -54,22 +55,22 @@ def run_program(
         if trace is not None and os.environ.get("RANK", "0") == "0":
             require_writable(trace, TIMELINE)
         compiled = load_program(path)
-        model_file = load_model(compiled, model=model, allow_model_change=allow_model_change)
+        source = load_model(compiled, model=model, allow_model_change=allow_model_change)
         with joined_job() as job_rank:
             compiled = _fit_and_report(compiled, job_rank)
             with warnings_as_sentences():
                 engine = open_engine(
                     compiled,
-                    model_file,
+                    source,
                     job_rank,
                     seed,
                     kernels,
                     cuda_graphs=cuda_graphs,
                     self_check=self_check,
                 )
-            if model_file.batches is None and job_rank.rank == 0:
-                say(f"{model_file.path} has no batches(): training on batch() again and again.")
-            batches = open_batches(model_file, job_rank, seed)
+            if source.batches is None and job_rank.rank == 0:
+                say(f"There is no batches(): training on {source.names.batch} again and again.")
+            batches = open_batches(source, job_rank, seed)
             if trace is not None:
                 engine.record(steps)
             _train(engine, batches, job_rank.rank, steps, log_every, as_json=as_json)
@@ -126,18 +127,18 @@ def _train(
         ) from error
 
 
-def open_batches(model_file: ModelFile, job_rank: JobRank, seed: int) -> Iterator[Batch]:
-    """This rank's batches: those of the model file's ``batches``, or its example batch again and again.
+def open_batches(source: ModelSource, job_rank: JobRank, seed: int) -> Iterator[Batch]:
+    """This rank's batches: those of the source's ``batches``, or its example batch again and again.
 
     Raises:
-        UserError: where the model file's ``batches`` fails.
+        UserError: where ``batches`` fails.
     """
     from zeroir.runtime import train
 
-    if model_file.batches is None:
-        return train.repeat_batch(model_file.batch)
+    if source.batches is None:
+        return train.repeat_batch(source.batch)
     try:
-        return model_file.batches(job_rank.rank, job_rank.world_size, seed, 0)
+        return source.batches(job_rank.rank, job_rank.world_size, seed, 0)
     except UserError:
         raise
     except (Exception, SystemExit) as error:
@@ -156,12 +157,29 @@ def _write_trace(path: Path, engine: Engine) -> None:
     say(f"Wrote {path}, the timeline of step {engine.step_count}: open it at ui.perfetto.dev.")
 
 
+def source_for_engine(
+    compiled: CompiledProgram, model: Model | None, *, allow_model_change: bool
+) -> ModelSource:
+    """The source whose values an engine takes: ``model``, or else what the program was compiled from.
+
+    Raises:
+        UserError: as ``load_model`` does.
+    """
+    from zeroir.frontend.in_hand import source_of
+
+    if model is None and compiled.source is not None:
+        return compiled.source
+    if model is None or isinstance(model, str | Path):
+        return load_model(compiled, model=model, allow_model_change=allow_model_change)
+    return source_of(model, None, None, None)
+
+
 def load_model(
     compiled: CompiledProgram,
     *,
     model: str | Path | None = None,
     allow_model_change: bool = False,
-) -> ModelFile:
+) -> ModelSource:
     """Execute the model file that a program was compiled from, or the file ``model``, and return its functions.
 
     Raises:
@@ -171,33 +189,38 @@ def load_model(
     from zeroir.frontend.entry import read_model_file, run_model_file
 
     artifact = compiled.artifact
+    if not artifact.has_model_file:
+        raise UserError(
+            f"The program was compiled from {artifact.model_path}, not from a model file: load and run it in Python, "
+            "with zeroir.load(path).engine(model=...)."
+        )
     path = find_model(compiled) if model is None else model
     has_factory = str(path).rpartition(":")[2].isidentifier() and not Path(path).exists()
-    source = read_model_file(str(path) if has_factory else f"{path}:{artifact.model_factory}")
-    changed = None if allow_model_change else _changed(source, artifact)
+    text = read_model_file(str(path) if has_factory else f"{path}:{artifact.model_factory}")
+    changed = None if allow_model_change else _changed(text, artifact)
     if changed is not None:
         raise UserError(
             f"{changed} since the program was compiled from it: compile it again, or pass "
             "--allow-model-change if the change leaves the computation alone."
         )
-    return run_model_file(source)
+    return run_model_file(text)
 
 
-def _changed(source: ModelSource, artifact: Artifact) -> str | None:
+def _changed(text: ModelText, artifact: Artifact) -> str | None:
     """The beginning of a sentence on a change of the model file or of a module that it imports; None without one."""
-    if source.sha256 != artifact.model_sha256:
-        return f"{source.path} changed"
+    if text.sha256 != artifact.model_sha256:
+        return f"{text.path} changed"
     if artifact.model_imports is None:
         return None
     compiled = dict(artifact.model_imports)
-    current = source.imports(compiled)
+    current = text.imports(compiled)
     for name in sorted({*compiled, *current}):
         if name not in current:
-            return f"The module {name}, which {source.path} imports, was removed"
+            return f"The module {name}, which {text.path} imports, was removed"
         if name not in compiled:
-            return f"The module {name}, which {source.path} imports, was added"
+            return f"The module {name}, which {text.path} imports, was added"
         if current[name] != compiled[name]:
-            return f"The module {name}, which {source.path} imports, changed"
+            return f"The module {name}, which {text.path} imports, changed"
     return None
 
 
@@ -251,7 +274,7 @@ def fitted(compiled: CompiledProgram, world_size: int) -> tuple[CompiledProgram,
 
 def open_engine(
     compiled: CompiledProgram,
-    model_file: ModelFile,
+    source: ModelSource,
     job_rank: JobRank,
     seed: int,
     kernels: str = "eager",
@@ -270,7 +293,7 @@ def open_engine(
         cuda_graphs=cuda_graphs,
         self_check=self_check,
     )
-    engine.initialise(model_file.model, seed)
+    engine.initialise(source.model, seed)
     return engine
 
 

@@ -39,7 +39,9 @@ class Artifact:
     ``logical`` is the program for one device, before any pass, so that the file can be lowered again for another world
     size or stage without the model. ``scheduled`` is the program that runs; it names its passes. ``model_path`` and
     ``model_factory`` name the source of the parameters' initial values, and ``model_sha256`` is the hash of that file.
-    ``model_imports`` are the user's modules that it imports, as pairs of name and SHA-256; None in files without them.
+    Where a module in hand or a function was compiled, there is no file: ``model_path`` is its name in words, and
+    ``model_factory`` and ``model_sha256`` are empty. ``model_imports`` are the user's modules that the file imports, as
+    pairs of name and SHA-256; None in files without them.
     """
 
     logical: Program
@@ -50,6 +52,11 @@ class Artifact:
     model_imports: tuple[tuple[str, str], ...] | None = None
     torch_version: str
     zeroir_version: str
+
+    @property
+    def has_model_file(self) -> bool:
+        """Whether the program was compiled from a model file."""
+        return bool(self.model_factory)
 
     @property
     def passes(self) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""From a model file to a logical program: load, capture, cut, lower. The only compile-time code that imports torch.
+"""From a model to a logical program: load, capture, cut, lower. The only compile-time code that imports torch.
 
 A run only loads a model file, so this package imports the compiler at the first trace.
 """
@@ -6,13 +6,14 @@ A run only loads a model file, so this package imports the compiler at the first
 from __future__ import annotations
 
 from zeroir.config import CompileOptions
-from zeroir.frontend.entry import ModelFile, load_model_file
+from zeroir.frontend.entry import load_model_file
+from zeroir.frontend.source import ModelSource
 from zeroir.ir.program import Program
 
-__all__ = ["ModelFile", "load_model_file", "trace"]
+__all__ = ["ModelSource", "load_model_file", "trace"]
 
 
-def trace(model_file: ModelFile, options: CompileOptions) -> Program:
+def trace(source: ModelSource, options: CompileOptions) -> Program:
     """The logical program of a model: one device's training step, without allocating a weight.
 
     Raises:
@@ -20,4 +21,4 @@ def trace(model_file: ModelFile, options: CompileOptions) -> Program:
     """
     from zeroir.frontend.tracing import trace_model
 
-    return trace_model(model_file, options)
+    return trace_model(source, options)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -35,13 +34,6 @@ from zeroir.frontend.code_contexts import (
     note_on_autocasts,
     noting_autocasts,
 )
-from zeroir.frontend.entry import (
-    ModelFile,
-    explain,
-    parameter_shapes,
-    require_same_parameters,
-    where,
-)
 from zeroir.frontend.gradient_hooks import ParameterHooks
 from zeroir.frontend.joint_graph import JointGraph
 from zeroir.frontend.loss_step import LossStep
@@ -55,6 +47,12 @@ from zeroir.frontend.precision import Precision, apply_precision, compute_dtype
 from zeroir.frontend.python_state import PythonState
 from zeroir.frontend.read_graph import read_graph
 from zeroir.frontend.shared_memory import overlapping_tensors, require_apart
+from zeroir.frontend.source import (
+    ModelSource,
+    capitalised,
+    parameter_shapes,
+    require_same_parameters,
+)
 from zeroir.frontend.state_check import note_on_state
 from zeroir.torch_ops.batches import undense_kind
 from zeroir.torch_ops.conditions import tracing_conditions
@@ -88,26 +86,27 @@ class CapturedModel:
 
 
 def capture(
-    model_file: ModelFile,
+    source: ModelSource,
     precision: Precision,
     keep_fp32: Sequence[str],
     *,
     fewest_equal_calls: int = FEWEST_EQUAL_CALLS,
 ) -> CapturedModel:
-    """Trace the model of a file.
+    """Trace the model of a source.
 
     Where at least ``fewest_equal_calls`` calls of blocks are equal, one of them is traced; the result is the same.
 
     Raises:
         UserError: where the model cannot be built or traced; it names the line and a remedy.
     """
-    example = model_file.batch()
-    tensors = flatten_batch(example, str(model_file.path))
+    names = source.names
+    example = source.batch()
+    tensors = flatten_batch(example, names.batch)
     batch = tuple(tensor_info(f"input {path}", path, x) for path, x in tensors.items())
-    autocasts = dict(model_file.autocasts)
-    folder = model_file.path.parent
+    autocasts = dict(source.autocasts)
+    folder = source.folder
     with noting_autocasts(autocasts, lambda: line_of_caller(folder)):
-        model = _built(model_file)
+        model = _built(source)
         hooks = ParameterHooks(model)
         register_plain_tensors(model)
         overlapping = overlapping_tensors(model)
@@ -115,24 +114,23 @@ def capture(
         mode = fake_mode()
         parameters, buffers = become_fake(model, mode)
         shapes = parameter_shapes(model)
-        state = PythonState.of(model, model_file.modules)
-        step = LossStep(model, example, folder, compute_dtype(precision), hooks, state)
+        state = PythonState.of(model, source.modules)
+        step = LossStep(model, source, example, compute_dtype(precision), hooks, state)
         with mode:
             inputs = [torch.empty(x.shape, dtype=x.dtype) for x in tensors.values()]
             inputs.append(torch.empty(MAX_DROPOUT_SITES, dtype=torch.int64))
 
         def joint_graph_of_a_step() -> tuple[JointGraph, tuple[str, ...]]:
-            return _joint_graph(model_file, mode, step, inputs, list(tensors), fewest_equal_calls)
+            return _joint_graph(source, mode, step, inputs, list(tensors), fewest_equal_calls)
 
         joint, reused_blocks = joint_graph_of_a_step()
-        forward = f"forward of {model_file.path}"
-        require_same_parameters(model, shapes, forward, f"{model_file.name}()")
+        require_same_parameters(model, shapes, f"forward of {names.model}", names.maker)
         # These are of the first forward, and checking the state runs another one.
         checkpoints, sites = tuple(step.tracker.checkpoints), step.sites
         notes = [note_on_autocasts(autocasts), hooks.note()]
         notes.append(
             note_on_state(
-                joint, model, mode, step, model_file.modules, lambda: joint_graph_of_a_step()[0]
+                joint, model, mode, step, source.modules, lambda: joint_graph_of_a_step()[0]
             )
         )
     require_apart(joint, overlapping)
@@ -150,7 +148,7 @@ def capture(
 
 
 def _joint_graph(
-    model_file: ModelFile,
+    source: ModelSource,
     mode: FakeTensorMode,
     step: LossStep,
     inputs: Sequence[Tensor],
@@ -163,7 +161,7 @@ def _joint_graph(
         if with_reuse is not None:
             return with_reuse
     step.plan = None
-    return read_graph(_traced(model_file, mode, step, inputs, paths), paths, LossStep.PREFIX), ()
+    return read_graph(_traced(source, mode, step, inputs, paths), paths, LossStep.PREFIX), ()
 
 
 def _with_reuse(
@@ -191,14 +189,14 @@ def _with_reuse(
     return None
 
 
-def _built(model_file: ModelFile) -> nn.Module:
+def _built(source: ModelSource) -> nn.Module:
     """The module on the meta device; on the CPU where its constructor needs the values of tensors."""
     try:
         with torch.device("meta"):
-            model = model_file.build()
+            model = source.build()
     except UserError:
-        model = model_file.build()
-    _check_trainable(model, f"{model_file.name}() in {model_file.path}")
+        model = source.build()
+    _check_trainable(model, capitalised(source.names.maker))
     return model
 
 
@@ -206,7 +204,7 @@ def _check_trainable(model: object, maker: str) -> None:
     """UserError where the object that the user's function returned is not a module that can be traced and trained."""
     if not isinstance(model, nn.Module):
         raise UserError(
-            f"{maker} returned {type(model).__name__}; it must return a torch.nn.Module whose forward returns the loss."
+            f"{maker} returned {type(model).__name__}; it must return a torch.nn.Module."
         )
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
@@ -226,7 +224,7 @@ def _check_trainable(model: object, maker: str) -> None:
         )
 
 
-def flatten_batch(batch: object, path: str) -> dict[str, Tensor]:
+def flatten_batch(batch: object, name: str) -> dict[str, Tensor]:
     """The tensors of a batch by their path in it: ``0`` in a tuple, ``tokens`` in a dict, ``images.0`` in both.
 
     Raises:
@@ -236,15 +234,15 @@ def flatten_batch(batch: object, path: str) -> dict[str, Tensor]:
     if isinstance(batch, Tensor):
         tensors["0"] = batch
     else:
-        _collect(batch, "", tensors, path)
+        _collect(batch, "", tensors, name)
     if not tensors:
         raise UserError(
-            f"batch() in {path} returned no tensor; it must return a tuple or dict of tensors."
+            f"{capitalised(name)} has no tensor; it must be a tuple or dict of tensors."
         )
-    for name, tensor in tensors.items():
+    for path, tensor in tensors.items():
         if (kind := undense_kind(tensor)) is not None:
             raise UserError(
-                f"The input {name} of batch() in {path} is {kind}; batches are dense tensors with values."
+                f"The input {path} of {name} is {kind}; batches are dense tensors with values."
             )
     return tensors
 
@@ -257,11 +255,11 @@ def _children(value: object) -> list[tuple[str, object]] | None:
     return None
 
 
-def _collect(value: object, at: str, tensors: dict[str, Tensor], path: str) -> None:
+def _collect(value: object, at: str, tensors: dict[str, Tensor], name: str) -> None:
     if isinstance(value, Tensor):
         if at in tensors:
             raise UserError(
-                f"batch() in {path} has two tensors at {at}; a key with a dot in it looks like nested keys."
+                f"{capitalised(name)} has two tensors at {at}; a key with a dot in it looks like nested keys."
             )
         tensors[at] = value
         return
@@ -269,59 +267,61 @@ def _collect(value: object, at: str, tensors: dict[str, Tensor], path: str) -> N
     if children is None:
         element = f"its element {at}" if at else "it"
         raise UserError(
-            f"batch() in {path} must return a tuple or dict of tensors, but {element} is of type "
+            f"{capitalised(name)} must be a tuple or dict of tensors, but {element} is of type "
             f"{type(value).__name__}; values that are not tensors belong in the model."
         )
     for key, item in children:
-        _collect(item, f"{at}.{key}" if at else key, tensors, path)
+        _collect(item, f"{at}.{key}" if at else key, tensors, name)
 
 
 def _traced(
-    model_file: ModelFile,
+    source: ModelSource,
     mode: FakeTensorMode,
     step: LossStep,
     inputs: Sequence[Tensor],
     paths: Sequence[str],
 ) -> TracedGraph:
-    path = model_file.path
+    model = capitalised(source.names.model)
     try:
         with tracing_conditions(step.checkpointing):
             return joint_graph(mode, step, inputs)
     except ZeroirError:
         raise
     except DATA_DEPENDENT as error:
-        raise _depends_on_values(error, path) from None
+        raise _depends_on_values(error, source) from None
     except UNREGISTERED as error:
-        line = where(error, path) or str(path)
         raise UserError(
-            f"{line} uses a tensor that is not a parameter or buffer of the model; keep modules in "
-            "nn.ModuleList or nn.ModuleDict and tensors with register_buffer, not in plain lists or dicts."
+            f"{capitalised(source.place_of(error))} uses a tensor that is not a parameter or buffer of the model; "
+            "keep modules in nn.ModuleList or nn.ModuleDict and tensors with register_buffer, not in plain lists or "
+            "dicts."
         ) from None
     except InputChangedError as error:
         raise UserError(
-            f"The model in {path} changes its input {paths[error.position]} in place; clone it first."
+            f"{model} changes its input {paths[error.position]} in place; clone it first."
         ) from None
     except ParameterChangedError as error:
         raise UserError(
-            f"The model in {path} changes its parameter {str(error).removeprefix(step.PREFIX)} in place "
+            f"{model} changes its parameter {str(error).removeprefix(step.PREFIX)} in place "
             "during forward, which only the optimizer may do."
         ) from None
     except UnknownDescriptorError as error:
-        raise InternalError(f"tracing {path} failed: {error}") from error
+        raise InternalError(f"tracing {source.names.model} failed: {error}") from error
     except (Exception, SystemExit) as error:  # noqa: BLE001 - any error of the model or of torch
         if is_higher_order(error):
             raise UserError(
-                f"{where(error, path) or path} uses a higher-order operator such as torch.cond or flex_attention, "
-                "which zeroir cannot trace; express it with tensor operations such as torch.where."
+                f"{capitalised(source.place_of(error))} uses a higher-order operator such as torch.cond or "
+                "flex_attention, which zeroir cannot trace; express it with tensor operations such as torch.where."
             ) from None
         if asks_for_data(error):
-            raise _depends_on_values(error, path) from None
-        raise UserError(explain(error, path, "The model's forward cannot be traced")) from None
+            raise _depends_on_values(error, source) from None
+        raise UserError(
+            source.explain(error, f"{capitalised(source.names.loss)} cannot be traced")
+        ) from None
 
 
-def _depends_on_values(error: BaseException, path: Path) -> UserError:
+def _depends_on_values(error: BaseException, source: ModelSource) -> UserError:
     return UserError(
-        f"{where(error, path) or path} uses the values of a tensor to decide what to do or what shape to make "
+        f"{capitalised(source.place_of(error))} uses the values of a tensor to decide what to do or what shape to make "
         f"({_operator(error)}); a program is compiled once for all values, so express it with tensor operations such "
         "as torch.where."
     )

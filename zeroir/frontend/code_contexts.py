@@ -14,7 +14,7 @@ from unittest import mock
 
 import torch
 
-from zeroir.frontend.imports import is_in_a_library
+from zeroir.frontend.imports import NOT_THE_USERS, is_in_a_library
 from zeroir.frontend.units import Units
 
 
@@ -94,9 +94,8 @@ def line_of_caller(folder: Path, *, in_libraries: bool = True) -> str:
 
     Empty where there is no such frame, or where it is in a library and ``in_libraries`` is False.
     """
-    skipped = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
     frame = sys._getframe(1)
-    while frame.f_code.co_filename.startswith(skipped):
+    while frame.f_code.co_filename.startswith(NOT_THE_USERS):
         if frame.f_back is None:
             return ""
         frame = frame.f_back

@@ -15,8 +15,13 @@ from functools import cache
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
+import torch
+
 _LIBRARIES = frozenset({"torch", "zeroir"})
 """Never the user's, in whatever folder: torch may be built in a checkout, and zeroir run from one."""
+
+NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
+"""The beginnings of the file names of torch's code, of zeroir's, and of code without a file."""
 
 
 def hashes_of_imports(source: bytes) -> dict[str, str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +18,7 @@ from zeroir.frontend.module_tensors import substitute_buffers, write_back_buffer
 from zeroir.frontend.node_origins import OriginTracker
 from zeroir.frontend.precision import cast_floating
 from zeroir.frontend.python_state import PythonState
+from zeroir.frontend.source import ModelSource, capitalised
 from zeroir.frontend.units import find_units
 from zeroir.torch_ops.neutral import NeutralOps
 
@@ -37,15 +37,15 @@ class LossStep(nn.Module):
     def __init__(
         self,
         model: nn.Module,
+        source: ModelSource,
         example: object,
-        folder: Path,
         dtype: torch.dtype,
         hooks: ParameterHooks,
         state: PythonState,
     ) -> None:
         super().__init__()
         # Tracked frames end at this file, since it calls the model.
-        self.tracker = OriginTracker(folder=folder, stop=__file__)
+        self.tracker = OriginTracker(folder=source.folder, stop=__file__)
         self.tracker.install(model)
         self.blocks = tuple(find_units(model, None).labels)
         for name in self.blocks:
@@ -57,6 +57,7 @@ class LossStep(nn.Module):
         self.sites = 0
         self.plan: ReusePlan | None = None
         self.state = state
+        self._source = source
         self._example = example
         self._dtype = dtype
         self._hooks = hooks
@@ -125,14 +126,14 @@ class LossStep(nn.Module):
         copies = substitute_buffers(self.model)
         batch = cast_floating(_rebuilt(self._example, list(tensors)), self._dtype)
         # A copy, because the model may return a parameter itself.
-        loss = loss_of(call_with(self.model, batch)).float().clone()
+        loss = loss_of(self._source, self.model, batch).float().clone()
         write_back_buffers(copies)
         self.sites = neutral.sites
         return loss
 
 
-def call_with(model: nn.Module, batch: object) -> object:
-    """Call a model on a batch: a dict gives keyword arguments, a tuple positional ones."""
+def call_with(model: Callable[..., object], batch: object) -> object:
+    """Call a module on a batch: a dict gives keyword arguments, a tuple positional ones."""
     if isinstance(batch, Mapping):
         return model(**batch)
     if isinstance(batch, list | tuple):
@@ -140,12 +141,22 @@ def call_with(model: nn.Module, batch: object) -> object:
     return model(batch)
 
 
-def loss_of(output: object) -> Tensor:
-    """The loss in the output of a forward: the output itself, or its attribute or key ``loss``.
+def loss_of(source: ModelSource, model: nn.Module, batch: object) -> Tensor:
+    """The loss of a module on a batch, a tensor without axes.
+
+    It is what the source's loss function returns, or what forward returns: the object itself, or its attribute or key
+    ``loss``. A loss function may return a pair of the loss and outputs.
 
     Raises:
         UserError: where there is none, or where it is not one floating-point number that depends on a parameter.
     """
+    name = capitalised(source.names.loss)
+    if source.loss is None:
+        output = call_with(model, batch)
+    else:
+        output = source.loss(model, batch)
+        if isinstance(output, tuple) and len(output) == 2:
+            output = output[0]
     loss = output
     if isinstance(output, Mapping):
         loss = output.get("loss")
@@ -153,8 +164,8 @@ def loss_of(output: object) -> Tensor:
         loss = getattr(output, "loss", None)
     if not isinstance(loss, Tensor):
         raise UserError(
-            "The model's forward must return the loss: a scalar tensor, or an object or dict with a tensor "
-            f"called loss; it returned {type(output).__name__}"
+            f"{name} must return the loss: a scalar tensor, or an object or dict with a tensor called loss; it "
+            f"returned {type(output).__name__}"
             + (
                 f" whose loss is {type(loss).__name__}."
                 if loss is not None
@@ -163,8 +174,8 @@ def loss_of(output: object) -> Tensor:
         )
     if loss.numel() != 1:
         raise UserError(
-            f"The model's loss must be one number, but it has the shape {tuple(loss.shape)}; take its mean or "
-            "sum in forward."
+            f"The model's loss must be one number, but it has the shape {tuple(loss.shape)}; return its mean or "
+            "sum."
         )
     if not loss.dtype.is_floating_point:
         raise UserError(

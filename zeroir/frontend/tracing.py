@@ -8,17 +8,17 @@ from zeroir.config import CompileOptions
 from zeroir.errors import ModelWarning, UserError
 from zeroir.frontend.capture import CapturedModel, capture
 from zeroir.frontend.code_contexts import note_on_small_checkpoints, recomputed_units
-from zeroir.frontend.entry import ModelFile
 from zeroir.frontend.lower import lower as lower_calls
 from zeroir.frontend.partition import UnitCall, partition
 from zeroir.frontend.segments import cut
+from zeroir.frontend.source import ModelSource
 from zeroir.frontend.units import ROOT, ROOT_PRE, Units, find_units
 from zeroir.ir.program import Program
 
 
-def trace_model(model_file: ModelFile, options: CompileOptions) -> Program:
+def trace_model(source: ModelSource, options: CompileOptions) -> Program:
     """See ``zeroir.frontend.trace``."""
-    captured = capture(model_file, options.precision, options.keep_fp32)
+    captured = capture(source, options.precision, options.keep_fp32)
     units = find_units(captured.module, options.units)
     notes = [*captured.notes]
     if captured.checkpoints and not options.recompute:

@@ -378,6 +378,17 @@ class Decide(Update):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GroupSettings:
+    """The learning rate and the hyper-parameters of one optimizer group; see ``OptimizerStep``."""
+
+    syntax: ClassVar[str] = "{group} lr={lr} hyper={hyper}"
+
+    group: Attribute[str]
+    lr: Read[Region]
+    hyper: Read[Region]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerStep(Update):
     """Update ``param`` (and ``states``) in place with ``grad`` / gradient_divisor, all of one numel and dtype.
 
@@ -387,11 +398,15 @@ class OptimizerStep(Update):
     ``hyper`` an f64 region on the host: (momentum, dampening, nesterov, weight_decay) for sgd and momentum,
     (beta1, beta2, eps, weight_decay) for adam and adamw. Where ``skip`` is 1 nothing changes. ``step`` is the count
     that ``decide`` advanced.
+
+    ``lr`` and ``hyper`` are those of ``group``, and ``others`` those of other groups. Each element is updated with the
+    settings of the group whose intervals (``Program.groups``) contain it; without groups, all with the first. An
+    element in no group, such as padding between parameters, may stay as it is.
     """
 
     syntax = (
         "{algorithm} param={param} grad={grad} states=({states}) step={step} lr={lr} hyper={hyper}"
-        " gradient_divisor={gradient_divisor} [skip={skip}] | group={group}"
+        " gradient_divisor={gradient_divisor} [skip={skip}] | group={group} [others=({others})]"
     )
     participle = "updated"
     same_elements = ("param", "grad", "states")
@@ -407,7 +422,14 @@ class OptimizerStep(Update):
     stream: StreamName[str]
     skip: Read[Region] | None = None
     group: Attribute[str] = "default"
+    others: tuple[GroupSettings, ...] = ()
     event: Signalled[str] | None = None
+
+    @property
+    def settings(self) -> tuple[GroupSettings, ...]:
+        """The settings of every group that the op names."""
+        own = GroupSettings(group=self.group, lr=self.lr, hyper=self.hyper)
+        return (own, *self.others)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

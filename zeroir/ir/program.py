@@ -79,11 +79,17 @@ class Flat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerGroup:
-    """Intervals of flats that share hyper-parameters, as ``(flat, start, stop)``."""
+    """Intervals of flats that share an algorithm and hyper-parameters, as ``(flat, start, stop)``.
+
+    ``lr`` and ``hyper`` are the scalar buffers that hold the settings, as ``OptimizerStep`` reads them. In files of
+    schema 1.3 and earlier they are None, and every step names the one pair of buffers that there is.
+    """
 
     name: str
     algorithm: Algorithm
     intervals: tuple[tuple[str, int, int], ...]
+    lr: str | None = None
+    hyper: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,9 +1,12 @@
-"""The tensors that a batch may hold."""
+"""Batches: the tensors that they may hold."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+Batch = object
+"""One rank's micro-batch: tensors, nested in tuples, lists and dicts, or one tensor."""
 
 
 def undense_kind(tensor: Tensor) -> str | None:

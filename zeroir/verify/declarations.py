@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Final
 
 from zeroir.ir.allowlist import refusal
@@ -37,6 +38,7 @@ def check_declarations(program: Program, findings: Findings) -> None:
         _buffers(program),
         _segments(program),
         _bindings(program),
+        _groups(program),
         provenance_problems(program),
         _states(program),
         _joints(program),
@@ -54,6 +56,7 @@ def _names(program: Program) -> Problems:
         "buffer": [buffer.name for buffer in program.buffers],
         "segment": [segment.name for segment in program.segments],
         "section": [section.name for section in program.sections],
+        "group": [group.name for group in program.groups],
         "bound on": [bound.kind.value for bound in program.bounds],
         "parameter": [
             name for flat in program.flats for s in flat.slots for name in (s.name, *s.aliases)
@@ -211,13 +214,33 @@ def _bindings(program: Program) -> Problems:
         if buffer is not None and len(binding.values) != buffer.numel:
             counts = f"{buffer.numel} elements and {len(binding.values)} initial values"
             yield "Z008", f"%{buffer.name} has {counts}"
+
+
+def _groups(program: Program) -> Problems:
+    """The intervals and the settings of optimizer groups."""
+    intervals: list[tuple[str, int, int, str]] = []
     for group in program.groups:
+        for buffer in (group.lr, group.hyper):
+            if buffer is not None and buffer not in program.buffer_by_name:
+                yield "Z001", f"group {group.name} has its settings in the undeclared %{buffer}"
         for name, start, stop in group.intervals:
             flat = program.flat_by_name.get(name)
             if flat is None:
                 yield "Z001", f"group {group.name} names the undeclared flat {name}"
             elif not 0 <= start <= stop <= flat.padded_numel:
                 yield "Z003", f"group {group.name} goes beyond flat {name}"
+            elif start % PARAMETER_ALIGNMENT_NUMEL or stop % PARAMETER_ALIGNMENT_NUMEL:
+                yield (
+                    "Z003",
+                    f"group {group.name} cuts {name}[{start}:{stop}] off the {PARAMETER_ALIGNMENT_NUMEL} elements "
+                    "that kernels take at a time, which changes the rounding",
+                )
+            intervals.append((name, start, stop, group.name))
+    intervals.sort()
+    for (name, _, stop, group_name), (next_name, start, _, next_group) in pairwise(intervals):
+        if name == next_name and start < stop:
+            twice = "twice" if group_name == next_group else f"and in group {next_group}"
+            yield "Z403", f"flat {name} from element {start} is in group {group_name} {twice}"
 
 
 def region_problem(program: Program, region: Region) -> tuple[str, str] | None:

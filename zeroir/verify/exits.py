@@ -258,7 +258,7 @@ def _check_scalars(run: SectionRun) -> None:
     for op in program.ops():
         match op:
             case ops.OptimizerStep():
-                kept |= {op.lr.buffer, op.hyper.buffer}
+                kept.update(region.buffer for s in op.settings for region in (s.lr, s.hyper))
             case ops.UpdateScale():
                 advancing.add(op.state.buffer)
             case ops.Decide():

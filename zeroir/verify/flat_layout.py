@@ -39,6 +39,7 @@ class FlatLayout:
     def __init__(self, program: Program) -> None:
         self._program = program
         self._slots: dict[str, IntervalMap[Slot | None]] = {}
+        self._groups: dict[str, IntervalMap[str | None]] = {}
         self.sizes = {axis.name: axis.size for axis in program.mesh.axes}
 
     def cuts(self, flat: str) -> list[tuple[int, int, Slot | None]]:
@@ -63,6 +64,24 @@ class FlatLayout:
             for a, b, slot in self.between(cover.flat, start, stop):
                 if slot is not None:
                     yield a, b, slot
+
+    def grouped(self, cover: Cover) -> Iterator[tuple[int, int, str | None, Slot]]:
+        """The parts of parameters among the covered elements, cut by group: ``(start, stop, group, slot)``.
+
+        The group is None where no group contains the elements.
+        """
+        for start, stop, slot in self.covered(cover):
+            for a, b, group in self._groups_of(cover.flat).read(start, stop):
+                yield a, b, group, slot
+
+    def _groups_of(self, flat: str) -> IntervalMap[str | None]:
+        if not self._groups:
+            for declared in self._program.flats:
+                self._groups[declared.name] = IntervalMap(declared.padded_numel, None)
+            for group in self._program.groups:
+                for name, start, stop in group.intervals:
+                    self._groups[name].write(start, stop, group.name)
+        return self._groups[flat]
 
     @cached_property
     def axes(self) -> tuple[str, ...]:

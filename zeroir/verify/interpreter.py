@@ -71,11 +71,6 @@ class Shared:
             for name, (flat, slot) in program.parameter_by_name.items()
         }
         self.groups = {group.name: group for group in program.groups}
-        self.group_intervals: dict[tuple[str, str], list[tuple[int, int]]] = {}
-        """The sorted intervals of a group in a flat."""
-        for group in program.groups:
-            for flat, start, stop in sorted(group.intervals):
-                self.group_intervals.setdefault((group.name, flat), []).append((start, stop))
         self.may_repeat = may_repeat
 
 

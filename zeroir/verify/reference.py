@@ -12,7 +12,6 @@ from zeroir.ir.contents import Content, NamedContent
 from zeroir.ir.effects import effects
 from zeroir.ir.program import LAST_MICRO_STEP, UPDATE, Program
 from zeroir.verify.domain import Elements, Zero
-from zeroir.verify.flat_layout import FlatLayout
 from zeroir.verify.interpreter import SectionRun
 from zeroir.verify.update import NORM_ORDER
 
@@ -41,7 +40,7 @@ def mismatches(
     yield from _sums(runs, expected)
     yield from _named_values(program, runs, reference, expected)
     yield from _settings(runs, expected)
-    yield from _optimizer_steps(program, runs, reference, expected)
+    yield from _optimizer_steps(runs, expected)
 
 
 def _header(program: Program, reference: Program) -> Iterator[Mismatch]:
@@ -61,6 +60,11 @@ def _header(program: Program, reference: Program) -> Iterator[Mismatch]:
         yield Mismatch(
             f"a step has {counts[0]} micro-steps, in the logical program {counts[1]}",
             advice=_CHANGE_BOTH,
+        )
+    groups = [[(g.name, g.algorithm, g.lr, g.hyper) for g in p.groups] for p in (program, reference)]
+    if groups[0] != groups[1]:
+        yield Mismatch(
+            "the optimizer has other groups than in the logical program", advice=_CHANGE_BOTH
         )
     seeds = [
         {(b.holds, b.numel) for b in p.buffers if b.role is Role.RNG} for p in (program, reference)
@@ -242,11 +246,9 @@ class _ParameterStep(NamedTuple):
     line: int
 
 
-def _optimizer_steps(
-    program: Program, runs: Runs, reference: Program, expected: Runs
-) -> Iterator[Mismatch]:
+def _optimizer_steps(runs: Runs, expected: Runs) -> Iterator[Mismatch]:
     """The algorithm and the hyper-parameters of each element's optimizer step."""
-    steps, expected_steps = _steps(program, runs), _steps(reference, expected)
+    steps, expected_steps = _steps(runs), _steps(expected)
     for name in sorted({*steps, *expected_steps}):
         own = steps.get(name, [])
         if [step[:3] for step in own] != [step[:3] for step in expected_steps.get(name, [])]:
@@ -258,16 +260,13 @@ def _optimizer_steps(
             )
 
 
-def _steps(program: Program, runs: Runs) -> dict[str, list[_ParameterStep]]:
+def _steps(runs: Runs) -> dict[str, list[_ParameterStep]]:
     """The optimizer steps of each parameter in the order of its elements; adjoining ones with one setting are one."""
-    layout = FlatLayout(program)
     steps: dict[str, list[_ParameterStep]] = {}
     for section, run in runs.items():
-        for step in run.steps:
-            for a, b, slot in layout.covered(step.elements):
-                start, stop = a - slot.offset, b - slot.offset
-                own = _ParameterStep(start, stop, step.setting, section, step.line)
-                steps.setdefault(slot.name, []).append(own)
+        for name, start, stop, setting, line in run.steps:
+            own = _ParameterStep(start, stop, setting, section, line)
+            steps.setdefault(name, []).append(own)
     return {name: _joined(sorted(own, key=lambda s: s[:2])) for name, own in steps.items()}
 
 

@@ -210,7 +210,7 @@ class _Checker:
     def _beside(self, op: ops.IssuedOp, region: Region, changed: Region) -> Iterator[Problem]:
         """The regions of an op are in one space, except hyper-parameters, which the host always reads."""
         is_judged_alone = isinstance(op, ops.Cast) or (
-            isinstance(op, ops.OptimizerStep) and region == op.hyper
+            isinstance(op, ops.OptimizerStep) and any(region == s.hyper for s in op.settings)
         )
         if not is_judged_alone and self._space(region) is not self._space(changed):
             used = f"uses {self._spell(region)} in {self._space(region)} memory"
@@ -423,12 +423,18 @@ class _Checker:
         if dtype is not DType.F32:
             yield "Z004", f"optimizer_step updates {self._spell(op.param)} of {dtype}: it needs f32"
         yield from self._in_memory(op, op.param)
-        yield from self._scalar(op, "lr", op.lr, DType.F64)
         yield from self._scalar(op, "step", op.step, DType.F32)
         yield from self._scalar(op, "gradient_divisor", op.gradient_divisor, DType.F32)
         yield from self._scalar(op, "skip", op.skip, DType.F32)
-        if self._dtype(op.hyper) is not DType.F64 or self._numel(op.hyper) != HYPER_NUMEL:
-            yield "Z004", f"optimizer_step needs f64[{HYPER_NUMEL}] in {self._spell(op.hyper)}"
+        named: set[str] = set()
+        for settings in op.settings:
+            yield from self._scalar(op, "lr", settings.lr, DType.F64)
+            hyper = settings.hyper
+            if self._dtype(hyper) is not DType.F64 or self._numel(hyper) != HYPER_NUMEL:
+                yield "Z004", f"optimizer_step needs f64[{HYPER_NUMEL}] in {self._spell(hyper)}"
+            if settings.group in named:
+                yield "Z403", f"optimizer_step has settings for group {settings.group} twice"
+            named.add(settings.group)
 
     def _transfer(self, op: ops.TransferOp) -> Iterator[Problem]:
         for region, space in ((op.source, op.from_space), (op.destination, op.to_space)):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from zeroir.ir import ops
-from zeroir.ir.buffers import Region
-from zeroir.ir.contents import MASTER, PARAM
+from zeroir.ir.buffers import Region, whole
+from zeroir.ir.contents import MASTER, PARAM, NamedContent
+from zeroir.ir.program import Slot
 from zeroir.verify import algebra
+from zeroir.verify.abstract_memory import AbstractMemory
 from zeroir.verify.context import spell
 from zeroir.verify.descriptions import describe
 from zeroir.verify.domain import (
@@ -37,9 +39,11 @@ NORM_ORDER: Final = "order of the norm"
 
 
 class Stepped(NamedTuple):
-    """Flat elements that an optimizer step updates, its algorithm and hyper-parameters, and its line."""
+    """Elements ``[start, stop)`` of a parameter that an optimizer step updates, with what settings, and its line."""
 
-    elements: Cover
+    parameter: str
+    start: int
+    stop: int
     setting: Hashable
     line: int
 
@@ -174,7 +178,8 @@ def _decision(run: SectionRun, region: Region, what: str) -> int | None:
 def optimizer_step(run: SectionRun, op: ops.OptimizerStep) -> None:
     """Move each element and its states to the next version, by its final gradient, after the decision."""
     _check_scalars(run, op)
-    setting = (op.algorithm, _held(run, op.step), _held(run, op.lr), _held(run, op.hyper))
+    settings = _settings(run, op)
+    resting = _resting(run, op.param) if op.others else None
     states = [run.take(region, "Z403") for region in op.states]
     gradient = run.take(op.grad, "Z402")
     written: list[list[tuple[int, int, Value]]] = [[] for _ in (op.param, *op.states)]
@@ -198,8 +203,9 @@ def optimizer_step(run: SectionRun, op: ops.OptimizerStep) -> None:
         if not run.program.flat_by_name[key.flat].is_trainable:
             run.fail("Z403", f"optimizer_step updates the frozen flat {key.flat}", op.param.buffer)
         elements = Cover(key.flat, value.shift + a, value.strides, b - a)
-        run.steps.append(Stepped(elements, setting, run.line))
-        _check_group(run, op, elements)
+        _apply_settings(run, op, elements, settings)
+        if resting is not None:
+            _check_places(run, op, (a, b), value, key.flat, resting)
         if key.version:
             run.fail(
                 "Z403",
@@ -220,32 +226,110 @@ def optimizer_step(run: SectionRun, op: ops.OptimizerStep) -> None:
         run.memory.write(region, updated)
 
 
-def _check_group(run: SectionRun, op: ops.OptimizerStep, elements: Cover) -> None:
-    """A step of a group updates only the group's elements, with the group's algorithm."""
-    group = run.shared.groups.get(op.group)
-    if group is None:
-        if run.shared.groups:
-            run.fail("Z403", f"optimizer_step names group {op.group}, which is not declared")
+def _settings(run: SectionRun, op: ops.OptimizerStep) -> Mapping[str, Hashable]:
+    """The values of each group's settings, by its name; they must be those that the group declares."""
+    values: dict[str, Hashable] = {}
+    for settings in op.settings:
+        group = run.shared.groups.get(settings.group)
+        if group is None:
+            if run.shared.groups:
+                what = f"optimizer_step names group {settings.group}, which is not declared"
+                run.fail("Z403", what)
+        else:
+            if group.algorithm is not op.algorithm:
+                what = f"but group {group.name} trains with {group.algorithm}"
+                run.fail("Z403", f"optimizer_step is {op.algorithm}, {what}")
+            for region, declared in ((settings.lr, group.lr), (settings.hyper, group.hyper)):
+                _check_declared(run, group.name, region, declared)
+        values[settings.group] = (
+            op.algorithm,
+            _held(run, op.step),
+            _held(run, settings.lr),
+            _held(run, settings.hyper),
+        )
+    return values
+
+
+def _check_declared(run: SectionRun, group: str, region: Region, declared: str | None) -> None:
+    """A setting must be the value that rests in the buffer that its group declares."""
+    buffer = None if declared is None else run.program.buffer_by_name[declared]
+    if buffer is None or not isinstance(buffer.holds, NamedContent):
         return
-    if group.algorithm is not op.algorithm:
+    expected = Elements(NamedKey(buffer.holds.name, buffer.holds.version))
+    held = run.memory.read(region)
+    if any(value != expected and not algebra.is_poisoned(value) for _, _, value in held):
         run.fail(
             "Z403",
-            f"optimizer_step is {op.algorithm}, but group {op.group} trains with {group.algorithm}",
+            f"optimizer_step takes {spell(region, run.program)} as a setting of group {group}, whose setting is "
+            f"%{buffer.name}",
+            region.buffer,
+            buffer.name,
+            advice=f"Give it %{buffer.name}.",
         )
-    own = run.shared.group_intervals.get((op.group, elements.flat), ())
-    for start, stop, slot in run.layout.covered(elements):
-        at = start
-        for low, high in own:
-            if low <= at < high:
-                at = high
-        if at < stop:
+
+
+def _apply_settings(
+    run: SectionRun, op: ops.OptimizerStep, elements: Cover, settings: Mapping[str, Hashable]
+) -> None:
+    """Record with which settings each element is updated: those of its group."""
+    if not run.shared.groups:
+        for start, stop, slot in run.layout.covered(elements):
+            _record(run, slot, start, stop, settings[op.group])
+        return
+    for start, stop, group, slot in run.layout.grouped(elements):
+        if group in settings:
+            _record(run, slot, start, stop, settings[group])
+            continue
+        run.fail(
+            "Z403",
+            f"optimizer_step updates {slot.name}, which is in no group"
+            if group is None
+            else f"optimizer_step updates {slot.name} of group {group}, but has no settings for that group",
+            op.param.buffer,
+            advice="Give the step the settings of every group that its elements are in.",
+        )
+        return
+
+
+def _resting(run: SectionRun, region: Region) -> PieceList:
+    """The values of a region of a buffer that is at rest."""
+    buffer = run.program.buffer_by_name[region.buffer]
+    memory = AbstractMemory({buffer.name: buffer}, run.program.mesh)
+    if buffer.holds is not None:
+        memory.write(whole(buffer), run.layout.pieces(buffer.holds, buffer.numel))
+    return memory.read(region)
+
+
+def _check_places(
+    run: SectionRun,
+    op: ops.OptimizerStep,
+    interval: tuple[int, int],
+    value: Elements,
+    flat: str,
+    resting: PieceList,
+) -> None:
+    """A step of several groups finds the group of an element by its place, so the buffer must hold what it rests with."""
+    for _, _, expected in cut(resting, *interval):
+        is_there = (
+            isinstance(expected, Elements)
+            and isinstance(expected.key, FlatKey)
+            and expected.key.flat == flat
+            and (expected.shift, expected.strides) == (value.shift, value.strides)
+        )
+        if not is_there:
             run.fail(
                 "Z403",
-                f"optimizer_step of group {op.group} updates {slot.name}, which is not in that group",
+                f"optimizer_step of several groups updates {spell(op.param, run.program)}, which does not hold the "
+                "elements that rest there",
                 op.param.buffer,
-                advice="Step the elements of each group by themselves, with the hyper-parameters of their group.",
+                advice="Step the elements of each group by themselves.",
             )
             return
+
+
+def _record(run: SectionRun, slot: Slot, start: int, stop: int, setting: Hashable) -> None:
+    own = Stepped(slot.name, start - slot.offset, stop - slot.offset, setting, run.line)
+    run.steps.append(own)
 
 
 def _check_state(
@@ -324,7 +408,7 @@ def _check_scalars(run: SectionRun, op: ops.OptimizerStep) -> None:
             f"it holds {describe(value)}",
             op.step.buffer,
         )
-    for region in (op.lr, op.hyper):
+    for region in (region for s in op.settings for region in (s.lr, s.hyper)):
         if not _is_version(run, region, 0):
             run.fail(
                 "Z405",

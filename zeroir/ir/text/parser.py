@@ -312,8 +312,11 @@ class _ProgramParser:
         scan = self.scanner
         name = scan.name("the name of an optimizer group")
         algorithm = self.scanner.member(Algorithm, "an optimizer")
+        intervals = scan.several(self._interval)
+        lr = self._buffer_name() if scan.accept("lr=") else None
+        hyper = self._buffer_name() if scan.accept("hyper=") else None
         return OptimizerGroup(
-            name=name, algorithm=algorithm, intervals=scan.several(self._interval)
+            name=name, algorithm=algorithm, intervals=intervals, lr=lr, hyper=hyper
         )
 
     def _interval(self) -> tuple[str, int, int]:

@@ -67,9 +67,15 @@ def _slot(kind: type, slot: SyntaxSlot) -> _Print:
     printed = _value(field)
     if field.is_tuple:
         opening, closing = ("(", ")") if slot.is_bracketed else ("", "")
-        return lambda op, names: (
-            f"{words}{opening}{', '.join([printed(item, names) for item in read(op)])}{closing}"
-        )
+        default_items = field.default if slot.is_left_out else None
+
+        def listed(op: object, names: Names) -> str:
+            items = read(op)
+            if items == default_items:
+                return ""
+            return f"{words}{opening}{', '.join([printed(item, names) for item in items])}{closing}"
+
+        return listed
     if not slot.is_left_out:
         if field.kind is Region:  # the most frequent by far
             return lambda op, names: words + names.region(read(op))

@@ -90,7 +90,9 @@ def header_lines(program: Program) -> Iterator[str]:
         yield f"scalar %{name(scalar.buffer)} = ({values})"
     for group in program.groups:
         intervals = ", ".join(f"{name(flat)}[{a}:{b}]" for flat, a, b in group.intervals)
-        yield f"group {name(group.name)} {group.algorithm.value} ({intervals})"
+        lr = "" if group.lr is None else f" lr=%{name(group.lr)}"
+        hyper = "" if group.hyper is None else f" hyper=%{name(group.hyper)}"
+        yield f"group {name(group.name)} {group.algorithm.value} ({intervals}){lr}{hyper}"
 
 
 def bound_text(bound: Bound) -> str:
