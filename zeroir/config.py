@@ -91,6 +91,20 @@ class CompileOptions(BaseModel):
         ),
     ] = ()
 
+    evaluate: Annotated[
+        bool,
+        Field(
+            description="Capture the model under eval(), too: the program can evaluate between training steps."
+        ),
+    ] = True
+    outputs: Annotated[
+        tuple[str, ...],
+        Field(
+            description="What an evaluation yields beside the loss: names in the object or dict that forward, or the "
+            "loss function, returns, separated by commas. [default: the second part of a pair (loss, outputs)]"
+        ),
+    ] = ()
+
     optimizer: Annotated[
         Algorithm, Field(description="The update rule, with the semantics of torch.optim.")
     ] = Algorithm.ADAMW
@@ -204,7 +218,7 @@ class CompileOptions(BaseModel):
         1.0
     )
 
-    @field_validator("keep_fp32", "unshard", "recompute", mode="before")
+    @field_validator("keep_fp32", "outputs", "unshard", "recompute", mode="before")
     @classmethod
     def _split_at_commas(cls, value: object) -> object:
         items = [value] if isinstance(value, str) else value

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -14,12 +13,10 @@ from torch import Tensor
 from tests.support.examples import IS_THOROUGH
 from tests.support.lowering import applied
 from tests.support.zygote import Forked, Zygote, compiling_zygote, zygote
-from zeroir.ir import ops
 from zeroir.ir.bindings import Binding
 from zeroir.ir.dtypes import DType
-from zeroir.ir.mesh import COMPUTE
 from zeroir.ir.ops import Mode
-from zeroir.ir.program import EVALUATE, LAST_MICRO_STEP, Program, Section
+from zeroir.ir.program import Program
 from zeroir.ir.segment import Node, Ref, Segment, TensorType
 from zeroir.passes.pipelines import for_stage
 from zeroir.torch_ops.batches import Batch

@@ -89,7 +89,10 @@ def test_a_skipped_update_touches_nothing(algorithm: Algorithm, hyper: tuple[flo
     x.skip.fill_(1)
     before = [x.params[0].clone(), *(state[0].clone() for state in x.states)]
     update(algorithm, x)
-    assert all(torch.equal(a, b) for a, b in zip(before, [x.params[0], *(s[0] for s in x.states)], strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(before, [x.params[0], *(s[0] for s in x.states)], strict=True)
+    )
 
 
 @pytest.mark.parametrize(("algorithm", "hyper"), CASES)

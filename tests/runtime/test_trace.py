@@ -7,8 +7,8 @@ import json
 import pytest
 
 from tests.runtime.support import initial_flats, lowered, random_batches
-from tests.support.evaluations import with_evaluation
 from tests.runtime.timelines import require_program_order
+from tests.support.evaluations import with_evaluation
 from tests.support.programs import mlp
 from zeroir.ir import ops
 from zeroir.ir.program import LAST_MICRO_STEP, MICRO_STEP, UPDATE

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from zeroir.config import CompileOptions
-from zeroir.frontend.loss_step import loss_of
 from zeroir.frontend.precision import apply_precision, cast_floating, compute_dtype
+from zeroir.frontend.results import loss_of
 from zeroir.frontend.source import ModelSource
 from zeroir.ir.ops import Algorithm
 from zeroir.torch_ops import neutral_ops

@@ -127,9 +127,7 @@ def _outputs(joint: JointGraph) -> tuple[OutputBinding, ...]:
         if kind is None:
             raise InternalError(f"the output {path} is undefined")
         bindings.append(
-            OutputBinding(
-                path=path, buffer=output_buffer(path), dtype=kind.dtype, shape=kind.shape
-            )
+            OutputBinding(path=path, buffer=output_buffer(path), dtype=kind.dtype, shape=kind.shape)
         )
     return tuple(bindings)
 

@@ -359,9 +359,7 @@ def _is_dense(kind: TensorType) -> bool:
     return True
 
 
-def _shared(
-    calls: tuple[SegmentCall, ...], existing: Iterable[Segment]
-) -> tuple[SegmentCall, ...]:
+def _shared(calls: tuple[SegmentCall, ...], existing: Iterable[Segment]) -> tuple[SegmentCall, ...]:
     """The calls with one object for all equal segments; different segments of one name get numbers."""
     by_digest = {segment.digest(): segment for segment in existing}
     digests: dict[int, str] = {}

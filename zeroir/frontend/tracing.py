@@ -10,6 +10,7 @@ from zeroir.frontend.capture import CapturedModel, capture
 from zeroir.frontend.code_contexts import note_on_small_checkpoints, recomputed_units
 from zeroir.frontend.lower import lower as lower_calls
 from zeroir.frontend.partition import UnitCall, partition
+from zeroir.frontend.segment_calls import SegmentCall
 from zeroir.frontend.segments import cut
 from zeroir.frontend.source import ModelSource
 from zeroir.frontend.units import ROOT, ROOT_PRE, Units, find_units
@@ -18,7 +19,13 @@ from zeroir.ir.program import Program
 
 def trace_model(source: ModelSource, options: CompileOptions) -> Program:
     """See ``zeroir.frontend.trace``."""
-    captured = capture(source, options.precision, options.keep_fp32)
+    captured = capture(
+        source,
+        options.precision,
+        options.keep_fp32,
+        evaluate=options.evaluate,
+        outputs=options.outputs,
+    )
     units = find_units(captured.module, options.units)
     notes = [*captured.notes]
     if captured.checkpoints and not options.recompute:
@@ -49,8 +56,18 @@ def program_of(captured: CapturedModel, options: CompileOptions) -> Program:
             "contain."
         )
     calls = cut(captured.joint, unit_calls, canonical)
+    evaluation_calls: tuple[SegmentCall, ...] = ()
+    if captured.evaluation is not None:
+        joint = captured.evaluation.joint
+        evaluation_calls = cut(
+            joint,
+            partition(joint, units, canonical),
+            canonical,
+            forward="evaluate",
+            existing={call.segment.name: call.segment for call in calls}.values(),
+        )
     owners = {info.name: _owner(info.name, units, unit_calls) for info in captured.parameters}
-    return lower_calls(captured, calls, owners, options)
+    return lower_calls(captured, calls, owners, options, evaluation_calls)
 
 
 def _owner(parameter: str, units: Units, unit_calls: list[UnitCall]) -> str:

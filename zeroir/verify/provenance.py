@@ -92,12 +92,21 @@ def _evaluation_problems(program: Program) -> Problems:
     if has_section and program.eval_loss is None:
         yield "Z008", "section evaluate has no loss: name its buffer by `eval_loss`"
     if not has_section and (program.eval_loss is not None or program.outputs):
-        yield "Z008", "the program names a loss or outputs of an evaluation, but has no section evaluate"
+        yield (
+            "Z008",
+            "the program names a loss or outputs of an evaluation, but has no section evaluate",
+        )
     loss = program.buffer_by_name.get(program.eval_loss or "")
     if loss is not None and (loss.role, loss.dtype, loss.numel) != (Role.SCALAR, DType.F32, 1):
-        yield "Z008", f"the loss of an evaluation is a scalar f32[1], and %{loss.name} is {loss.role} {loss.dtype}[{loss.numel}]"
+        yield (
+            "Z008",
+            f"the loss of an evaluation is a scalar f32[1], and %{loss.name} is {loss.role} {loss.dtype}[{loss.numel}]",
+        )
     if loss is not None and loss.name == program.loss:
-        yield "Z008", f"%{loss.name} is the loss of micro-steps and of evaluations: an evaluation would change a step"
+        yield (
+            "Z008",
+            f"%{loss.name} is the loss of micro-steps and of evaluations: an evaluation would change a step",
+        )
     try:
         structured([(output.path, None) for output in program.outputs])
     except OutputPathError as error:

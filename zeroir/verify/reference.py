@@ -61,7 +61,9 @@ def _header(program: Program, reference: Program) -> Iterator[Mismatch]:
             f"a step has {counts[0]} micro-steps, in the logical program {counts[1]}",
             advice=_CHANGE_BOTH,
         )
-    groups = [[(g.name, g.algorithm, g.lr, g.hyper) for g in p.groups] for p in (program, reference)]
+    groups = [
+        [(g.name, g.algorithm, g.lr, g.hyper) for g in p.groups] for p in (program, reference)
+    ]
     if groups[0] != groups[1]:
         yield Mismatch(
             "the optimizer has other groups than in the logical program", advice=_CHANGE_BOTH
@@ -176,7 +178,9 @@ def _named_values(
     if program.loss != reference.loss:
         yield Mismatch("the loss stands in another buffer than in the logical program")
     if program.eval_loss != reference.eval_loss:
-        yield Mismatch("the loss of an evaluation stands in another buffer than in the logical program")
+        yield Mismatch(
+            "the loss of an evaluation stands in another buffer than in the logical program"
+        )
     losses = (reference.loss, reference.eval_loss)
     named = [b.name for b in reference.buffers if isinstance(b.holds, NamedContent)]
     decided = {
