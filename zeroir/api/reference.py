@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from zeroir.config import CompileOptions
+from zeroir.frontend.module_tensors import put_back_buffers, substitute_buffers
 from zeroir.frontend.precision import apply_precision, cast_floating, compute_dtype
-from zeroir.frontend.results import loss_of
+from zeroir.frontend.results import evaluated, loss_of
 from zeroir.frontend.source import ModelSource
 from zeroir.ir.ops import Algorithm
 from zeroir.torch_ops import neutral_ops
@@ -79,6 +80,26 @@ class EagerReplicas:
         self._update(self._reduce(partial))
         self._step += 1
         return [float(loss / self._options.micro_steps) for loss in losses]
+
+    def evaluate(self, batches: Sequence[Batch]) -> list[float]:
+        """Each rank's loss under ``eval()``; the replicas and their buffers stay as they are."""
+        return [
+            self._evaluated(replica, batch, rank)
+            for rank, (replica, batch) in enumerate(zip(self.replicas, batches, strict=True))
+        ]
+
+    def _evaluated(self, replica: nn.Module, batch: Batch, rank: int) -> float:
+        is_training = {module: module.training for module in replica.modules()}
+        copies = substitute_buffers(replica)
+        inputs = cast_floating(batch, compute_dtype(self._options.precision))
+        replica.eval()
+        try:
+            with torch.no_grad(), neutral_ops(self._seeds(self._step, 0, rank)):
+                return float(evaluated(self._source, replica, inputs, ())[0].float())
+        finally:
+            put_back_buffers(copies)
+            for module, flag in is_training.items():
+                module.training = flag
 
     def parameters(self) -> dict[str, Tensor]:
         """The parameters by name: FP32 masters of trained ones, and the others in their own dtype.
