@@ -24,7 +24,7 @@ What ``shard-optimizer`` changes::
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -138,7 +138,7 @@ def _update_shards(
 
     def rewritten(op: Op) -> Op:
         match op:
-            case ops.Cast() | ops.OptimizerStep():
+            case ops.Cast() | ops.OptimizerStep() | ops.Average():
                 return rewrite.map_regions(op, change)
             case ops.Fill() if op.destination.buffer in shards:
                 return rewrite.map_regions(op, change)
@@ -156,10 +156,20 @@ def _update_shards(
                 comm=GATHER_COMM,
                 stream=GATHER,
             )
-            after.setdefault(writers[name][-1], []).append(gather)
+            after.setdefault(_last_update(body, name, writers[name][-1]), []).append(gather)
     return replace(
         section, entry=_own_slices(section.entry), body=rewrite.insert(body, after=after)
     )
+
+
+def _last_update(body: Sequence[Op], name: str, writer: int) -> int:
+    """The last op that makes the new parameters or averages them; ``writer`` is the last one that makes them."""
+    averages = (
+        index
+        for index, op in enumerate(body)
+        if isinstance(op, ops.Average) and op.param.buffer == name
+    )
+    return max((writer, *averages))
 
 
 def _slice(region: Region) -> Region:

@@ -2,33 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from torch import Tensor
 
 from zeroir.errors import UserError
-from zeroir.ir.program import InputBinding, Program
+from zeroir.ir.program import ConstantBinding, InputBinding, Program
 from zeroir.runtime.rank_memory import RankMemory
 from zeroir.runtime.tensors import TORCH_DTYPE
-from zeroir.torch_ops.batches import Batch, undense_kind
-
-
-def flatten(batch: Batch) -> dict[str, Tensor]:
-    """The tensors of a batch by path: positions and keys joined by dots, such as ``0`` or ``labels``."""
-    tensors: dict[str, Tensor] = {}
-    _collect(batch, "", tensors)
-    return tensors
-
-
-def _collect(value: object, path: str, tensors: dict[str, Tensor]) -> None:
-    if isinstance(value, Tensor):
-        tensors[path or "0"] = value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            _collect(item, f"{path}.{key}" if path else str(key), tensors)
-    elif isinstance(value, tuple | list):
-        for index, item in enumerate(value):
-            _collect(item, f"{path}.{index}" if path else str(index), tensors)
+from zeroir.torch_ops.batches import Batch, BatchLeaves, flatten, is_same_constant
 
 
 def write_inputs(program: Program, memory: RankMemory, batch: Batch) -> None:
@@ -41,38 +21,70 @@ def inputs_of(program: Program, batch: Batch) -> list[tuple[InputBinding, Tensor
     """The tensor of a batch for each input of the program.
 
     Raises:
-        UserError: where the structure, a shape or a dtype of the batch is not the compiled one, or a tensor has no
-            values to copy.
+        UserError: where the structure, a shape, a dtype or a constant of the batch is not the compiled one, or a tensor
+            has no values to copy.
     """
-    tensors = flatten(batch)
-    inputs: list[tuple[InputBinding, Tensor]] = []
-    for binding in program.inputs:
-        tensor = tensors.get(binding.path)
-        _check(binding, tensor)
-        assert tensor is not None
-        inputs.append((binding, tensor))
-    # Inputs that the model never reads have no buffer, so further tensors are no error.
+    leaves = flatten(batch)
+    for constant in program.batch_constants:
+        _check_constant(constant, leaves)
+    inputs = [(binding, _checked(binding, leaves)) for binding in program.inputs]
+    if len(leaves.tensors) > len(inputs) or len(leaves.constants) > len(program.batch_constants):
+        raise _unknown(program, leaves)
     return inputs
 
 
-def _check(binding: InputBinding, tensor: Tensor | None) -> None:
-    kind = None if tensor is None else undense_kind(tensor)
-    if kind is not None:
-        raise UserError(
-            f"The batch's '{binding.path}' is {kind}; yield dense tensors with values, like the model file's batch()."
-        )
+def _checked(binding: InputBinding, leaves: BatchLeaves) -> Tensor:
+    tensor = leaves.tensors.get(binding.path)
     expected = _describe(str(TORCH_DTYPE[binding.dtype]), binding.shape)
     if tensor is None:
+        found = (
+            f"has the constant {leaves.constants[binding.path]!r} at '{binding.path}'"
+            if binding.path in leaves.constants
+            else f"has no '{binding.path}'"
+        )
         raise UserError(
-            f"The batch has no '{binding.path}'; the program was compiled for {expected} there: "
-            "yield batches like the model file's batch()."
+            f"The batch {found}; the program was compiled for {expected} there: {_REMEDY}."
         )
     if tuple(tensor.shape) != binding.shape or tensor.dtype is not TORCH_DTYPE[binding.dtype]:
         actual = _describe(str(tensor.dtype), tuple(tensor.shape))
         raise UserError(
-            f"The batch's '{binding.path}' is {actual}, but the program was compiled for {expected}: "
-            "yield batches like the model file's batch(), or compile for the new ones."
+            f"The batch's '{binding.path}' is {actual}, but the program was compiled for {expected}: {_REMEDY}, or "
+            "compile for the new ones."
         )
+    return tensor
+
+
+def _check_constant(binding: ConstantBinding, leaves: BatchLeaves) -> None:
+    path = binding.path
+    if path in leaves.tensors:
+        tensor = leaves.tensors[path]
+        actual = _describe(str(tensor.dtype), tuple(tensor.shape))
+    elif path not in leaves.constants:
+        raise UserError(
+            f"The batch has no '{path}'; the program was compiled for the constant {binding.value!r} there: {_REMEDY}."
+        )
+    elif is_same_constant(leaves.constants[path], binding.value):
+        return
+    else:
+        actual = f"{leaves.constants[path]!r:.80}"
+    raise UserError(
+        f"The batch's '{path}' is {actual}, but the program was compiled for the constant {binding.value!r:.80} there: "
+        "compile for the new value, or make it a tensor."
+    )
+
+
+def _unknown(program: Program, leaves: BatchLeaves) -> UserError:
+    """The error on a tensor or constant for which the program has no place."""
+    bound = {binding.path for binding in program.inputs}
+    bound |= {binding.path for binding in program.batch_constants}
+    path = next(path for path in (*leaves.tensors, *leaves.constants) if path not in bound)
+    return UserError(
+        f"The batch has a '{path}', which the program was not compiled for and would ignore: {_REMEDY}, or compile for "
+        "the new ones."
+    )
+
+
+_REMEDY = "give batches like the example that it was compiled with"
 
 
 def _describe(dtype: str, shape: tuple[int, ...]) -> str:

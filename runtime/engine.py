@@ -4,34 +4,38 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from zeroir.errors import GraphWarning, ZeroirError, memory_for
+from zeroir.errors import GraphWarning, UserError, ZeroirError, memory_for
 from zeroir.ir.program import Program
 from zeroir.ir.spans import Span
-from zeroir.runtime import initial, state
+from zeroir.runtime import initial
+from zeroir.runtime import state as state_of_buffers
 from zeroir.runtime.comm.handout import ALONE, Handout
 from zeroir.runtime.comm.job import (
     DEFAULT_TIMEOUT,
     Backend,
     open_job,
 )
-from zeroir.runtime.construction import Factory
 from zeroir.runtime.executor import RankEvaluation, RankResult, StepExecutor
+from zeroir.runtime.gathered import Lender, module_maker
 from zeroir.runtime.handlers import LocalRanks
 from zeroir.runtime.kernels.choice import KernelBackend, open_kernels
 from zeroir.runtime.malloc import keep_freed_memory, return_freed_memory
 from zeroir.runtime.measured_workspaces import DeviceWatcher, on_host
+from zeroir.runtime.module_values import Factory, StateSource
 from zeroir.runtime.rank_memory import RankMemory
 from zeroir.runtime.self_check import check_kernels
 from zeroir.runtime.streams import Streams, ThreadStreams
 from zeroir.runtime.trace import HostClock, SpanRecorder, StreamClock, aligned, to_bytes
+from zeroir.runtime.whole_parameters import whole_parameters
 from zeroir.torch_ops.batches import Batch
 
 if TYPE_CHECKING:
@@ -67,7 +71,7 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """The results of ``Engine.evaluate`` on this rank; see ``RankEvaluation``. Reading the loss waits for the device."""
+    """The results of ``Engine.evaluate`` on this rank; see ``RankEvaluation``. Reading the loss waits for it."""
 
     rank: RankEvaluation
 
@@ -112,8 +116,7 @@ class Engine:
         self.job = open_job(program, backend, self.device, timeout)
         if self.device.type == "cpu":
             return_freed_memory()
-        with memory_for("the program's buffers"):
-            memory = RankMemory(program, self.job.rank, self.device)
+        memory = RankMemory(program, self.job.rank, self.device, is_deferred=True)
         local_ranks = LocalRanks(
             program=program,
             memories=[memory],
@@ -124,6 +127,7 @@ class Engine:
         if self_check:
             check_kernels(local_ranks, kernels)
         self._memory = memory
+        self._lender: Lender | None = None
         self._recorder = SpanRecorder()
         if cuda_graphs and self.device.type != "cuda" and self.rank == 0:
             warnings.warn(
@@ -154,27 +158,54 @@ class Engine:
         """Training steps that ``step`` has carried out, skipped ones included."""
         return self._executor.step_count
 
-    def initialise(self, factory: Factory, seed: int) -> None:
-        """Give every buffer its value before step 1. All ranks call this together; only rank 0 calls the factory.
+    def initialise(
+        self,
+        source: Factory | nn.Module,
+        seed: int = 0,
+        *,
+        state: StateSource | None = None,
+        keep_module: bool = False,
+        adapt: Callable[[nn.Module], None] | None = None,
+    ) -> None:
+        """Give every buffer its value before step 1, from the module on rank 0. All ranks call this together.
 
-        See ``initial``.
+        ``source`` is a function that builds the module under ``seed``, and only rank 0 calls it; or a module in hand,
+        which keeps its values. Its tensors become meta tensors of the same shape as their values move to the engine,
+        on all ranks, unless ``keep_module`` says otherwise. Parameters and persistent buffers that ``state`` has take
+        their values from it. ``adapt`` is called on the modules that ``gathered`` lends; see ``gathered.Lender``.
 
         Raises:
-            UserError: where the program was compiled from another module, or the values of a rank differ from the
-                module's.
+            UserError: where the program was compiled from another module, the state lacks a tensor, or the values of a
+                rank differ from those of rank 0. A note on an error says whether a module in hand has lost its values.
         """
         is_alone = self.job.is_alone
         handout = ALONE if is_alone else Handout(rank=self.rank, device=self.device)
-        with (
-            memory_for("the model's parameters while they get their first values"),
-            self._executor.entered(),
-        ):
-            initial.initialise(self.program, [self._memory], factory, seed, handout)
+        with self._executor.entered():
+            with memory_for("the model's parameters while they get their first values"):
+                others = initial.initialise(
+                    self.program,
+                    [self._memory],
+                    source,
+                    seed,
+                    handout,
+                    state=state,
+                    keep_module=keep_module,
+                )
+            self._allocate()
+        self._lender = Lender(
+            program=self.program,
+            memory=self._memory,
+            comm=self.job.comm,
+            make=module_maker(source),
+            others=others,
+            adapt=adapt,
+        )
 
     def initialise_flats(self, values: Mapping[str, Tensor]) -> None:
         """Give buffers values by name; see ``state.initialise_flats``."""
         with self._executor.entered():
-            state.initialise_flats(self.program, [self._memory], values)
+            state_of_buffers.initialise_flats(self.program, [self._memory], values)
+            self._allocate()
 
     def step(self, batch: Batch | list[Batch]) -> StepResult:
         """One training step on a batch, or on a list of as many batches as the program has micro-steps.
@@ -182,8 +213,11 @@ class Engine:
         Raises:
             UserError: where the shape or dtype of a batch is not the compiled one, or another rank is lost.
         """
-        if self.step_count == 0 and self.device.type == "cpu":
-            keep_freed_memory()
+        if self.step_count == 0:
+            if self.device.type == "cpu":
+                keep_freed_memory()
+            with self._executor.entered():
+                self._allocate()
         batches: list[Batch] = batch if isinstance(batch, list) else [batch]
         (result,) = self._executor.step([batches])
         return StepResult(rank=result)
@@ -203,17 +237,70 @@ class Engine:
         """A buffer of this rank; it is not a copy."""
         return self._memory.buffer(name)
 
-    def full_parameters(self) -> dict[str, Tensor]:
-        """Every parameter by name, whole, FP32 where the program has masters. All ranks call this together."""
+    @contextmanager
+    def gathered(
+        self, name: str = "", *, masters: bool = False, ema: bool = False
+    ) -> Iterator[nn.Module]:
+        """Lend a module of the model, or the whole, with the present values, for reading. All ranks call this together.
+
+        ``name`` is as in ``named_modules``. The module is the user's class on this rank's device; its parameters have
+        the dtypes that the program computes with, or FP32 with ``masters``, and with ``ema`` the values of the moving
+        averages of ``--ema``. Its buffers have this rank's values. A module in hand is lent in the mode, training or
+        evaluation, that the user left it in; another one as it is built. Parts of the model that are not lent stay on
+        the meta device. At the end of the block the module's memory is freed, and every use of its tensors raises a
+        UserError.
+
+        Raises:
+            UserError: where the model has no such module, the engine was initialised without a module, the program
+                keeps no averages, or the block changed a parameter in place.
+        """
+        if self._lender is None:
+            raise UserError(
+                "The engine was not initialised from a module, so there is none that it could lend."
+            )
         with self._executor.entered():
             self._executor.finish()
-            return state.full_parameters(self.program, [self._memory], self.job.comm)
+            loan = ExitStack()
+            module = loan.enter_context(self._lender.lent(name, masters=masters, ema=ema))
+        with loan:
+            yield module
+
+    def parameters(self, *, masters: bool = True) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter with its name, whole, one unit after the other, FP32 masters where there are some.
+
+        Each tensor is a copy. Tied parameters come under their first name. All ranks iterate together, to the end, and
+        do nothing else with the engine meanwhile.
+        """
+        with self._executor.entered():
+            self._executor.finish()
+        parameters = whole_parameters(self.program, [self._memory], self.job.comm, masters=masters)
+        while True:
+            with self._executor.entered():
+                following = next(parameters, None)
+            if following is None:
+                return
+            slot, (values,) = following
+            yield slot.name, values
+
+    def full_parameters(self, *, ema: bool = False) -> dict[str, Tensor]:
+        """Every parameter by name, whole, FP32 where the program has masters. All ranks call this together.
+
+        With ``ema`` these are the moving averages of ``--ema``; frozen parameters are themselves.
+
+        Raises:
+            UserError: with ``ema``, where the program keeps no averages.
+        """
+        with self._executor.entered():
+            self._executor.finish()
+            return state_of_buffers.full_parameters(
+                self.program, [self._memory], self.job.comm, ema=ema
+            )
 
     def full_state(self) -> dict[tuple[str, str], Tensor]:
         """Parameters, masters and optimizer states, whole, by (flat, quantity). All ranks call this together."""
         with self._executor.entered():
             self._executor.finish()
-            return state.full_state(self.program, [self._memory], self.job.comm)
+            return state_of_buffers.full_state(self.program, [self._memory], self.job.comm)
 
     def average(self, value: float) -> float:
         """The mean of every rank's value, added in rank order. All ranks call this together."""
@@ -262,6 +349,10 @@ class Engine:
             self._graphs.close()
         self._executor.close()
         self.job.comm.close()
+
+    def _allocate(self) -> None:
+        with memory_for("the program's buffers"):
+            self._memory.allocate()
 
     def _open_streams(self, *, cuda_graphs: bool) -> tuple[Streams, SectionGraphs | None]:
         if self.device.type != "cuda":

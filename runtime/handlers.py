@@ -220,9 +220,18 @@ def _prepare_locally(
                 loss_scale=_region(memory, op.loss_scale),
                 skip=_region(memory, op.skip),
                 max_norm=op.max_norm,
+                weight=_region(memory, op.weight),
             )
         case ops.OptimizerStep():
             return _prepare_update(op, memory, local_ranks.program)
+        case ops.Average():
+            return partial(
+                numerics.average,
+                memory.region(op.param),
+                memory.region(op.average),
+                op.decay,
+                _region(memory, op.skip),
+            )
         case ops.UpdateScale():
             return partial(
                 numerics.update_scale,
@@ -232,6 +241,8 @@ def _prepare_locally(
                 factor=op.factor,
                 hysteresis=op.hysteresis,
                 minimum=op.minimum,
+                refill=op.refill,
+                weight=_region(memory, op.weight),
             )
         case ops.Transfer():
             return partial(

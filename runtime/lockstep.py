@@ -28,10 +28,10 @@ from zeroir.memory.placement import places_to_run
 from zeroir.runtime import initial, state
 from zeroir.runtime.comm.base import CollectiveTensors, TensorPair
 from zeroir.runtime.comm.lockstep import LockstepComm
-from zeroir.runtime.construction import Factory
 from zeroir.runtime.executor import RankEvaluation, RankResult, StepExecutor
 from zeroir.runtime.handlers import LocalRanks, PreparedCollective, communicate
 from zeroir.runtime.kernels.choice import KernelBackend, open_kernels
+from zeroir.runtime.module_values import Factory
 from zeroir.runtime.rank_memory import RankMemory
 from zeroir.runtime.streams import OpEvent
 from zeroir.runtime.tensors import poison
@@ -94,10 +94,15 @@ class Lockstep:
         memory = self._memories[rank]
         return {b.name: memory.buffer(b.name) for b in self.program.buffers if b.is_persistent}
 
-    def full_parameters(self) -> dict[str, Tensor]:
-        """Every parameter by name, whole, FP32 masters where there are some."""
+    def full_parameters(self, *, ema: bool = False) -> dict[str, Tensor]:
+        """Every parameter by name, whole, FP32 masters where there are some; with ``ema`` the moving averages.
+
+        Raises:
+            UserError: with ``ema``, where the program keeps no averages.
+        """
         self._executor.finish()
-        return state.full_parameters(self.program, self._memories, self._local_ranks.comm)
+        comm = self._local_ranks.comm
+        return state.full_parameters(self.program, self._memories, comm, ema=ema)
 
     def full_state(self) -> dict[tuple[str, str], Tensor]:
         """Parameters, masters and optimizer states by (flat, quantity), whole, without the padding at the end.

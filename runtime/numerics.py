@@ -1,4 +1,4 @@
-"""The arithmetic of an update beside the optimizer: norms, overflow, the decision to skip, the loss scale.
+"""The arithmetic of an update beside the optimizer: norms, overflow, decisions, averages, the loss scale.
 
 Everything stays on the device; nothing waits for it.
 """
@@ -10,7 +10,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from zeroir.workspace.op_scratch import CONVERTED_CHUNK_NUMEL, SQUARES_CHUNK_NUMEL
+from zeroir.ir.ops import Refill
+from zeroir.workspace.op_scratch import (
+    AVERAGED_CHUNK_NUMEL,
+    CONVERTED_CHUNK_NUMEL,
+    SQUARES_CHUNK_NUMEL,
+)
 
 
 def sum_of_squares(sources: Sequence[Tensor], destination: Tensor) -> None:
@@ -56,9 +61,12 @@ def decide(
     loss_scale: Tensor | None,
     skip: Tensor | None,
     max_norm: float | None,
+    weight: Tensor | None = None,
 ) -> None:
     """Carry out ``ops.Decide``. Every tensor is f32[1]; of a longer ``loss_scale`` the first element counts."""
     scale = torch.full_like(gradient_divisor, float(divisor))
+    if weight is not None:
+        scale.mul_(weight)
     if loss_scale is not None:
         scale.mul_(loss_scale[:1])
     if max_norm is not None and norm is not None:
@@ -66,23 +74,52 @@ def decide(
         gradient_divisor.copy_(scale / clip.clamp(max=1.0))
     else:
         gradient_divisor.copy_(scale)
-    if overflow is None:
+    if skip is None:
         step.add_(1.0)
         return
-    is_skipped = (overflow > 0).to(step.dtype)
-    if skip is not None:
-        skip.copy_(is_skipped)
-    step.add_(1.0 - is_skipped)
+    is_skipped = torch.zeros_like(skip, dtype=torch.bool)
+    if overflow is not None:
+        is_skipped |= overflow > 0
+    if weight is not None:
+        is_skipped |= weight == 0
+    skip.copy_(is_skipped)
+    step.add_(1.0 - skip)
+
+
+def average(param: Tensor, mean: Tensor, decay: float, skip: Tensor | None) -> None:
+    """Carry out ``ops.Average`` on flat f32 tensors of one length, chunk by chunk."""
+    scratch = mean.new_empty(min(mean.numel(), AVERAGED_CHUNK_NUMEL))
+    moved = None if skip is None else torch.empty_like(scratch)
+    is_skipped = None if skip is None else skip > 0
+    for start in range(0, mean.numel(), AVERAGED_CHUNK_NUMEL):
+        old = mean[start : start + AVERAGED_CHUNK_NUMEL]
+        new = torch.mul(
+            param[start : start + AVERAGED_CHUNK_NUMEL], 1 - decay, out=scratch[: old.numel()]
+        )
+        if moved is None or is_skipped is None:
+            old.mul_(decay).add_(new)
+            continue
+        kept = torch.mul(old, decay, out=moved[: old.numel()]).add_(new)
+        torch.where(is_skipped, old, kept, out=old)
 
 
 def update_scale(
-    state: Tensor, skip: Tensor, *, window: int, factor: float, hysteresis: int, minimum: float
+    state: Tensor,
+    skip: Tensor,
+    *,
+    window: int,
+    factor: float,
+    hysteresis: int,
+    minimum: float,
+    refill: Refill = Refill.WINDOW,
+    weight: Tensor | None = None,
 ) -> None:
     """Carry out ``ops.UpdateScale`` on f32[3] = (scale, steps since the last change, hysteresis left)."""
     scale, good_steps, left = state.unbind()
     is_skipped = skip[0] > 0
     is_spent = left <= 1
     is_grown = ~is_skipped & (good_steps + 1 >= window)
+    is_refilled = ~is_skipped if refill is Refill.STEP else is_grown
     smaller = (scale / factor).clamp(min=minimum)
     changed = torch.stack(
         [
@@ -95,8 +132,10 @@ def update_scale(
             torch.where(
                 is_skipped,
                 torch.where(is_spent, left, left - 1),
-                torch.where(is_grown, float(hysteresis), left),
+                torch.where(is_refilled, float(hysteresis), left),
             ),
         ]
     )
+    if weight is not None:
+        torch.where(weight == 0, state, changed, out=changed)
     state.copy_(changed)

@@ -1,8 +1,8 @@
-"""Element-wise optimizers over flat shards: torch's fused kernels, which divide the gradient and can skip a step.
+"""Element-wise optimizers over flat shards: torch's fused kernels, and Lion, which torch does not have.
 
-One call updates the elements of one group in a region, piece by piece. The kernels divide the gradient by their argument ``grad_scale``, so unscaling, averaging
-over ranks and clipping need no pass of their own; they also store the divided gradient. Where ``found_inf`` is 1 they
-change nothing.
+One call updates the elements of one group in a region, piece by piece. torch's kernels divide the gradient by
+their argument ``grad_scale``, so unscaling, averaging over ranks and clipping need no pass of their own; they also store the
+divided gradient. Where ``found_inf`` is 1 they change nothing.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from zeroir.ir.ops import Algorithm
+from zeroir.workspace.op_scratch import STEPPED_CHUNK_NUMEL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +23,7 @@ class Operands:
     """Tensors of one update on one rank.
 
     ``params``, ``grads`` and each of ``states`` are pieces, flat f32, of which those at one index have one length.
-    ``step``, ``divisor`` and ``skip`` are f32[1] and ``lr`` f64[1] on their device; ``hyper`` is four f64 on the host.
+    ``step``, ``divisor`` and ``skip`` are f32[1] and ``lr`` f64[1] on their device; ``hyper`` is f64 on the host.
     ``padding`` are the parts of the flat that belong to no parameter.
     """
 
@@ -46,6 +47,8 @@ def update(algorithm: Algorithm, operands: Operands) -> None:
             _adam(torch.ops.aten._fused_adam_.tensor_lr, operands)
         case Algorithm.ADAMW:
             _adam(torch.ops.aten._fused_adamw_.tensor_lr, operands)
+        case Algorithm.LION:
+            _lion(operands)
         case _:
             assert_never(algorithm)
 
@@ -97,6 +100,35 @@ def _adam(kernel: torch._ops.OpOverload, operands: Operands) -> None:
         # Without eps the update of an element whose gradients were always zero is 0 / 0.
         for padding in operands.padding:
             padding.zero_()
+
+
+def _lion(operands: Operands) -> None:
+    """Algorithm 2 of Chen et al. 2023 (arXiv 2302.06675), chunk by chunk; each operation rounds by itself."""
+    beta1, beta2, weight_decay = operands.hyper.tolist()
+    lr = operands.lr.to(torch.float32)
+    kept = (1 - operands.lr * weight_decay).to(torch.float32)
+    is_skipped = None if operands.skip is None else operands.skip > 0
+    (averages,) = operands.states
+    most = max((param.numel() for param in operands.params), default=0)
+    scratch = lr.new_empty(2, min(most, STEPPED_CHUNK_NUMEL))
+    for pieces in zip(operands.params, operands.grads, averages, strict=True):
+        for chunks in zip(*(piece.split(STEPPED_CHUNK_NUMEL) for piece in pieces), strict=True):
+            param, grad, average = chunks
+            update, other = scratch[:, : param.numel()]
+            grad.div_(operands.divisor)
+            torch.mul(average, beta1, out=update).add_(torch.mul(grad, 1 - beta1, out=other))
+            update.sign_().mul_(lr)
+            torch.mul(param, kept, out=other).sub_(update)
+            _replace(param, other, is_skipped)
+            torch.mul(average, beta2, out=update).add_(torch.mul(grad, 1 - beta2, out=other))
+            _replace(average, update, is_skipped)
+
+
+def _replace(old: Tensor, new: Tensor, is_skipped: Tensor | None) -> None:
+    if is_skipped is None:
+        old.copy_(new)
+    else:
+        torch.where(is_skipped, old, new, out=old)
 
 
 def _learning_rate(operands: Operands) -> Tensor:

@@ -9,12 +9,13 @@ from torch import Tensor
 
 from zeroir.errors import InternalError, UserError
 from zeroir.ir.buffers import Buffer
-from zeroir.ir.contents import GRAD, MASTER, PARAM, FlatContent
+from zeroir.ir.contents import EMA, GRAD, MASTER, PARAM, FlatContent
 from zeroir.ir.layout import used_numel
 from zeroir.ir.program import Flat, Program, State
-from zeroir.runtime.comm.base import CollectiveTensors, Comm, TensorPair
+from zeroir.runtime.comm.base import Comm
 from zeroir.runtime.rank_memory import RankMemory
 from zeroir.runtime.tensors import TORCH_DTYPE
+from zeroir.runtime.whole_parameters import flat_buffers, flat_part, whole_parameters
 
 
 def initialise_flats(
@@ -23,8 +24,8 @@ def initialise_flats(
     """Fill the persistent buffers of the ranks from values by buffer name.
 
     For a buffer that holds part of a flat, the value is the whole flat, with any amount of padding at the end, and each
-    rank copies its part; for any other buffer it is the buffer's elements. Masters without a value equal the
-    parameters, scalars get the program's values, and everything else is zero.
+    rank copies its part; for any other buffer it is the buffer's elements. Masters and averages without a value
+    equal the parameters, scalars get the program's values, and everything else is zero.
 
     Raises:
         UserError: where the program has no buffer of such a name.
@@ -37,7 +38,7 @@ def initialise_flats(
     for buffer in program.buffers:
         value = initial.get(buffer.name)
         content = buffer.holds
-        if value is None and isinstance(content, FlatContent) and content.quantity == MASTER:
+        if value is None and isinstance(content, FlatContent) and content.quantity in (MASTER, EMA):
             params = flat_buffers(program, content.flat, (PARAM,))
             value = initial.get(params[0][0].name) if params else None
         if value is None:
@@ -60,19 +61,6 @@ def fill_scalars(program: Program, ranks: Iterable[RankMemory]) -> None:
             buffer.copy_(torch.tensor(scalar.values, dtype=torch.float64))
 
 
-def flat_buffers(
-    program: Program, flat: str, quantities: Sequence[str]
-) -> list[tuple[Buffer, FlatContent]]:
-    """The persistent buffers that hold a quantity of a flat between steps, with their contents."""
-    return [
-        (buffer, buffer.holds)
-        for buffer in program.buffers
-        if isinstance(buffer.holds, FlatContent)
-        and buffer.holds.flat == flat
-        and buffer.holds.quantity in quantities
-    ]
-
-
 def flat_start(program: Program, buffer: Buffer, rank: int) -> int:
     """The index in the flat of a buffer's first element on this rank."""
     content = buffer.holds
@@ -92,33 +80,8 @@ def full_flat(
     buffers = flat_buffers(program, flat.name, (quantity,))
     if not buffers:
         return None
-    full = [
-        torch.zeros(flat.padded_numel, dtype=TORCH_DTYPE[buffers[0][0].dtype], device=memory.device)
-        for memory in ranks
-    ]
-    for buffer, content in buffers:
-        if content.shard is None:
-            for memory, tensor in zip(ranks, full, strict=True):
-                start = content.offset
-                tensor[start : start + buffer.numel].copy_(memory.buffer(buffer.name))
-            continue
-        stop = content.offset + buffer.numel * program.mesh.size(content.shard)
-        pairs = []
-        for memory, tensor in zip(ranks, full, strict=True):
-            own = memory.buffer(buffer.name).to(memory.device, copy=True)
-            pairs.append([TensorPair(source=own, destination=tensor[content.offset : stop])])
-        name = next(c.name for c in program.comms if c.axis == content.shard)
-        comm.all_gather(CollectiveTensors(comm=name, pairs=pairs, staging=[None] * len(ranks)))
-    return full
-
-
-def parameters_of(flat: Flat, values: Tensor) -> Mapping[str, Tensor]:
-    """The parameters of a flat by name, aliases included, as views of its elements."""
-    return {
-        name: values[slot.offset : slot.offset + slot.numel].view(slot.shape)
-        for slot in flat.slots
-        for name in (slot.name, *slot.aliases)
-    }
+    dtype = TORCH_DTYPE[buffers[0][0].dtype]
+    return flat_part(program, ranks, comm, buffers, dtype, range(flat.padded_numel))
 
 
 def establish(program: Program, ranks: Sequence[RankMemory], comm: Comm, entry: State) -> None:
@@ -150,16 +113,21 @@ def establish(program: Program, ranks: Sequence[RankMemory], comm: Comm, entry: 
             target.copy_(values[start : start + target.numel()])
 
 
-def full_parameters(program: Program, ranks: Sequence[RankMemory], comm: Comm) -> dict[str, Tensor]:
-    """Every parameter by name, whole, FP32 where the program has masters. All ranks call this together."""
-    parameters: dict[str, Tensor] = {}
-    for flat in program.flats:
-        for quantity in (MASTER, PARAM):
-            full = full_flat(program, ranks, comm, flat, quantity)
-            if full is not None:
-                parameters.update(parameters_of(flat, full[0]))
-                break
-    return parameters
+def full_parameters(
+    program: Program, ranks: Sequence[RankMemory], comm: Comm, *, ema: bool = False
+) -> dict[str, Tensor]:
+    """Every parameter by name, whole, FP32 where the program has masters. All ranks call this together.
+
+    With ``ema`` these are the moving averages; frozen parameters, which have none, are themselves.
+
+    Raises:
+        UserError: with ``ema``, where the program keeps no averages.
+    """
+    return {
+        name: values[0]
+        for slot, values in whole_parameters(program, ranks, comm, masters=True, ema=ema)
+        for name in (slot.name, *slot.aliases)
+    }
 
 
 def full_state(

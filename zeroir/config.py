@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Iterable, Mapping
+from itertools import compress
 from typing import Annotated, Final, Literal, Self
 
 from pydantic import (
@@ -18,10 +20,19 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from zeroir.errors import UserError
+from zeroir.groups import (
+    GROUP_KEYS,
+    SEPARATOR,
+    GroupError,
+    GroupSpec,
+    group_text,
+    parse_groups,
+)
 from zeroir.ir.amounts import parse_bytes
 from zeroir.ir.limits import MOST_BYTES, MOST_COUNT, MOST_RANKS
 from zeroir.ir.mesh import DATA_AXIS, REPLICATE_AXIS, SHARD_AXIS, Axis, Mesh
 from zeroir.ir.ops import Algorithm
+from zeroir.schedules import parse_schedule
 
 Precision = Literal["fp32", "bf16", "fp16"]
 _IS_WRITTEN: Final = {"is_written": True}
@@ -74,8 +85,20 @@ class CompileOptions(BaseModel):
     ] = "fp32"
     micro_steps: Annotated[
         int,
-        Field(ge=1, le=MOST_COUNT, description="Micro-steps over which a gradient accumulates."),
+        Field(
+            ge=1,
+            le=MOST_COUNT,
+            description="Micro-steps over which a gradient accumulates. With more than 1 a program is compiled for any "
+            "number of them.",
+        ),
     ] = 1
+    accumulate_locally: Annotated[
+        bool,
+        Field(
+            description="Add whole FP32 gradients on each rank and reduce them once, in the last micro-step: less "
+            "traffic, more memory (stages 2, 3 with --micro-steps above 1)."
+        ),
+    ] = False
 
     units: Annotated[
         str | None,
@@ -109,6 +132,13 @@ class CompileOptions(BaseModel):
         Algorithm, Field(description="The update rule, with the semantics of torch.optim.")
     ] = Algorithm.ADAMW
     lr: Annotated[float, Field(ge=0, description="Learning rate.")] = 1e-3
+    schedule: Annotated[
+        str | None,
+        Field(
+            description="Learning-rate schedule that `zeroir run` follows, such as cosine{warmup=100,total=1000} "
+            "(also constant, linear, and DeepSpeed's). [default: none]"
+        ),
+    ] = None
     momentum: Annotated[
         float | None,
         Field(ge=0, lt=1, description="Momentum factor (momentum only). [default: 0.9]"),
@@ -123,9 +153,32 @@ class CompileOptions(BaseModel):
     weight_decay: Annotated[
         float | None, Field(ge=0, description="Weight decay. [default: 0.01 for adamw, else 0]")
     ] = None
+    group: Annotated[
+        tuple[str, ...],
+        Field(
+            description="Settings for some parameters: PATTERN:KEY=VALUE,..., such as head.*:lr=1e-4,weight_decay=0, "
+            "where the pattern is of names of parameters or modules and the keys are the options of the optimizer. "
+            "A parameter is in the first group that matches it."
+        ),
+    ] = ()
+    no_decay: Annotated[
+        bool,
+        Field(
+            description="No weight decay for parameters of fewer than two dimensions: norms and biases."
+        ),
+    ] = False
     clip: Annotated[
         float | None,
         Field(gt=0, description="Largest global L2 norm of the gradient. [default: no clipping]"),
+    ] = None
+    ema: Annotated[
+        float | None,
+        Field(
+            ge=0,
+            lt=1,
+            description="Decay of an exponential moving average of the weights, such as 0.999, which is kept beside "
+            "them. [default: no average]",
+        ),
     ] = None
 
     prefetch: Annotated[
@@ -136,6 +189,15 @@ class CompileOptions(BaseModel):
             description="Number of units that parameters are gathered ahead of their use (stage 3).",
         ),
     ] = 1
+    prefetch_bytes: Annotated[
+        int | None,
+        Field(
+            ge=1,
+            le=MOST_BYTES,
+            description="Gather parameters ahead of their use while those ahead have at most this number of bytes, "
+            "instead of --prefetch units ahead (stage 3). [default: none]",
+        ),
+    ] = None
     prefetch_budget: Annotated[
         str | None,
         Field(
@@ -150,6 +212,15 @@ class CompileOptions(BaseModel):
             "patterns; * means all repeated units (stage 3)."
         ),
     ] = ()
+    unshard_bytes: Annotated[
+        int | None,
+        Field(
+            ge=1,
+            le=MOST_BYTES,
+            description="Keep the gathered parameters of a unit until its next use if the parameters used in between "
+            "have at most this number of bytes (stage 3). [default: none]",
+        ),
+    ] = None
     recompute: Annotated[
         tuple[str, ...],
         Field(
@@ -179,6 +250,14 @@ class CompileOptions(BaseModel):
             description="Merge neighbouring collectives up to this number of bytes; 0 merges none.",
         ),
     ] = 0
+    bucket_gathers: Annotated[
+        int | None,
+        Field(
+            ge=0,
+            le=MOST_BYTES,
+            description="Another limit than --bucket for gathers of parameters (stages 1 to 3). [default: --bucket]",
+        ),
+    ] = None
     overlap_update: Annotated[
         bool,
         Field(
@@ -199,6 +278,13 @@ class CompileOptions(BaseModel):
         ),
     ] = True
 
+    loss_scale: Annotated[
+        float | None,
+        Field(
+            gt=0,
+            description="Loss scale that never changes (fp16). An overflow still skips the step. [default: dynamic]",
+        ),
+    ] = None
     initial_loss_scale: Annotated[float, Field(gt=0, description="First loss scale (fp16).")] = (
         2.0**16
     )
@@ -207,13 +293,24 @@ class CompileOptions(BaseModel):
         Field(
             ge=1,
             le=MOST_COUNT,
-            description="Steps without overflow after which the loss scale doubles (fp16).",
+            description="Steps without overflow after which the loss scale grows (fp16).",
         ),
     ] = 1000
+    loss_scale_factor: Annotated[
+        float,
+        Field(gt=1, description="Factor by which the loss scale grows and shrinks (fp16)."),
+    ] = 2.0
     loss_scale_hysteresis: Annotated[
         int,
-        Field(ge=1, le=MOST_COUNT, description="Overflows before the loss scale halves (fp16)."),
+        Field(ge=1, le=MOST_COUNT, description="Overflows before the loss scale shrinks (fp16)."),
     ] = 2
+    consecutive_hysteresis: Annotated[
+        bool,
+        Field(
+            description="Count only consecutive overflows for the hysteresis, instead of all since the loss scale grew "
+            "last (fp16)."
+        ),
+    ] = False
     minimum_loss_scale: Annotated[float, Field(gt=0, description="Smallest loss scale (fp16).")] = (
         1.0
     )
@@ -226,6 +323,23 @@ class CompileOptions(BaseModel):
             return value
         return tuple(part for item in items for part in item.split(",") if part)
 
+    @field_validator("group", mode="before")
+    @classmethod
+    def _as_texts(cls, value: object) -> object:
+        """A text with one or more groups, a list of such texts, or a mapping from patterns to settings."""
+        if isinstance(value, Mapping):
+            try:
+                return tuple(group_text(patterns, dict(s)) for patterns, s in value.items())
+            except GroupError as error:
+                raise PydanticCustomError(
+                    "group", "a group: {problem}", {"problem": str(error)}
+                ) from None
+        items = [value] if isinstance(value, str) else value
+        if not isinstance(items, list | tuple) or not all(isinstance(i, str) for i in items):
+            return value
+        texts = (part.strip() for item in items for part in item.split(SEPARATOR))
+        return tuple(text for text in texts if text)
+
     @field_validator("memory_budget", "prefetch_budget")
     @classmethod
     def _is_an_amount(cls, value: str | None) -> str | None:
@@ -237,6 +351,21 @@ class CompileOptions(BaseModel):
                     "amount", "an amount of memory, such as 80GB, 512MiB or 1e9"
                 ) from None
         return value
+
+    @field_validator("schedule")
+    @classmethod
+    def _is_a_schedule(cls, value: str | None) -> str | None:
+        if value is None:
+            return None
+        try:
+            return parse_schedule(value).text()
+        except UserError as error:
+            problem = str(error).removesuffix(".")
+            raise PydanticCustomError(
+                "schedule",
+                "a schedule such as {example}: {problem}",
+                {"example": "cosine{warmup=100}", "problem": problem},
+            ) from None
 
     @field_validator("mesh")
     @classmethod
@@ -265,6 +394,28 @@ class CompileOptions(BaseModel):
         return self
 
     @model_validator(mode="after")
+    def _groups_are_valid(self, info: ValidationInfo) -> Self:
+        try:
+            specs = parse_groups(self.group)
+        except GroupError as error:
+            raise ValueError(f"--group {error}") from None
+        for spec in specs:
+            try:
+                self._of_group(spec, info.context)
+            except ValidationError as error:
+                raise ValueError(f"--group {spec.text}: {_first_problem(error)}") from None
+        return self
+
+    @model_validator(mode="after")
+    def _loss_scale_is_above_minimum(self) -> Self:
+        if self.has_dynamic_loss_scale and self.initial_loss_scale < self.minimum_loss_scale:
+            raise ValueError(
+                f"--initial-loss-scale {self.initial_loss_scale:g} is below "
+                f"--minimum-loss-scale {self.minimum_loss_scale:g}"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _all_have_effect(self, info: ValidationInfo) -> Self:
         if not info.context and (problem := self.without_effect) is not None:
             raise ValueError(problem)
@@ -282,17 +433,31 @@ class CompileOptions(BaseModel):
             if self.stage < least and self._asks_for(name) and not is_off:
                 stages = " or ".join(map(str, range(least, 4)))
                 return f"{self._flag(name)} needs --stage {stages}, but the stage is {self.stage}"
-        if self.prefetch_budget is not None and self._asks_for("prefetch"):
-            return (
-                f"{self._flag('prefetch')} and {self._flag('prefetch_budget')} both set how early parameters are "
-                "gathered; leave one of them out"
-            )
-        for name in _LOSS_SCALING:
+        early = [name for name in _GATHERED_EARLY if self._asks_for(name)]
+        if len(early) > 1:
+            first, second, *_ = map(self._flag, early)
+            return f"{first} and {second} both set how early parameters are gathered; leave one of them out"
+        for name in ("loss_scale", *_DYNAMIC_LOSS_SCALE):
             if self.precision != "fp16" and self._asks_for(name):
                 return f"{self._flag(name)} needs --precision fp16, but the precision is {self.precision}"
+        for name in _DYNAMIC_LOSS_SCALE:
+            if self.loss_scale is not None and self._asks_for(name):
+                return f"{self._flag(name)} is for a dynamic loss scale, but {self._flag('loss_scale')} fixes it"
+        if self.consecutive_hysteresis and self.loss_scale_hysteresis == 1:
+            return "--consecutive-hysteresis needs a --loss-scale-hysteresis above 1"
+        if self.accumulate_locally and self.micro_steps == 1:
+            return "--accumulate-locally needs --micro-steps above 1, but a step has one micro-step"
+        if self.accumulate_locally and self._asks_for("live_gradients"):
+            return (
+                f"{self._flag('live_gradients')} bounds the full gradients that wait for their reduction, but with "
+                "--accumulate-locally none waits"
+            )
         for name in _ADAM:
             if self.optimizer in (Algorithm.SGD, Algorithm.MOMENTUM) and self._asks_for(name):
                 return f"{self._flag(name)} needs --optimizer adam or adamw, but the optimizer is {self.optimizer}"
+        decays = (o.effective_weight_decay for o in (self, *map(self.of_group, self.groups)))
+        if self.no_decay and not any(decays):
+            return "--no-decay needs a --weight-decay above 0"
         return None
 
     def _asks_for(self, name: str) -> bool:
@@ -338,6 +503,18 @@ class CompileOptions(BaseModel):
         return self.overlap_update and self.clip is None and self.precision != "fp16"
 
     @property
+    def has_dynamic_loss_scale(self) -> bool:
+        """Whether the loss scale follows overflows."""
+        return self.precision == "fp16" and self.loss_scale is None
+
+    @property
+    def first_loss_scale(self) -> float:
+        """The loss scale of the first step; 1 where there is none."""
+        if self.precision != "fp16":
+            return 1.0
+        return self.initial_loss_scale if self.loss_scale is None else self.loss_scale
+
+    @property
     def prefetch_budget_bytes(self) -> int | None:
         """The device memory that early gathers may fill; None if ``prefetch`` sets the distance instead."""
         return None if self.prefetch_budget is None else parse_bytes(self.prefetch_budget)
@@ -357,6 +534,29 @@ class CompileOptions(BaseModel):
         return 0.01 if self.optimizer is Algorithm.ADAMW else 0.0
 
     @property
+    def groups(self) -> tuple[GroupSpec, ...]:
+        """The groups of ``group``, which the parameters that match no other group are not in."""
+        return parse_groups(self.group)
+
+    def of_group(self, spec: GroupSpec) -> CompileOptions:
+        """The options of a group's parameters.
+
+        A group with another optimizer takes over the learning rate and the weight decay alone.
+        """
+        return self._of_group(spec, _IS_WRITTEN)
+
+    def without_decay(self) -> CompileOptions:
+        """The same options with a weight decay of 0."""
+        return self.model_copy(update={"weight_decay": 0.0})
+
+    def _of_group(self, spec: GroupSpec, context: Mapping[str, bool] | None) -> CompileOptions:
+        values = {name: getattr(self, name) for name in GROUP_KEYS}
+        if spec.settings.get("optimizer", self.optimizer) != self.optimizer:
+            values = {name: values[name] for name in ("lr", "weight_decay")}
+        update = {**values, **spec.settings, "world_size": 1}
+        return CompileOptions.model_validate(update, context=context)
+
+    @property
     def hyper(self) -> tuple[float, float, float, float]:
         """The contents of ``%hyper``, in the order that ``OptimizerStep`` documents."""
         if self.optimizer in (Algorithm.SGD, Algorithm.MOMENTUM):
@@ -367,16 +567,65 @@ class CompileOptions(BaseModel):
     def to_pairs(self) -> tuple[tuple[str, str], ...]:
         """The options as a program stores them: names and texts, sorted by name, without options that are not set."""
         values = sorted(self.model_dump().items())
-        return tuple((name, _text(value)) for name, value in values if value not in (None, ()))
+        texts = ((name, _text(value, _SEPARATORS.get(name, ","))) for name, value in values)
+        are_set = (value not in (None, ()) for _, value in values)
+        return tuple(compress(texts, are_set))
 
 
-_LEAST_STAGES: Final = {"live_gradients": 2, "prefetch": 3, "prefetch_budget": 3, "unshard": 3}
+_SEPARATORS: Final = {"group": SEPARATOR}
+"""Separators of options that are lists, where commas are part of an item."""
+
+
+class GivenOptions(CompileOptions):
+    """Options from one of several places, such as the command line: each is valid in itself, not yet with the others."""
+
+    @model_validator(mode="after")
+    def _mesh_fits_world_size(self) -> Self:
+        return self
+
+    @model_validator(mode="after")
+    def _momentum_fits_optimizer(self) -> Self:
+        return self
+
+    @model_validator(mode="after")
+    def _groups_are_valid(self, info: ValidationInfo) -> Self:
+        return self
+
+    @model_validator(mode="after")
+    def _all_have_effect(self, info: ValidationInfo) -> Self:
+        return self
+
+    @property
+    def given(self) -> dict[str, object]:
+        """The options that were set, by name."""
+        return {
+            name: getattr(self, name)
+            for name in type(self).model_fields
+            if name in self.model_fields_set
+        }
+
+
+_LEAST_STAGES: Final = {
+    "accumulate_locally": 2,
+    "bucket_gathers": 1,
+    "live_gradients": 2,
+    "prefetch": 3,
+    "prefetch_bytes": 3,
+    "prefetch_budget": 3,
+    "unshard": 3,
+    "unshard_bytes": 3,
+}
 """The lowest stage at which each of these options has an effect."""
 
-_LOSS_SCALING: Final = (
+_GATHERED_EARLY: Final = ("prefetch", "prefetch_bytes", "prefetch_budget")
+"""Options of which one sets how early parameters are gathered."""
+
+_DYNAMIC_LOSS_SCALE: Final = (
     "initial_loss_scale",
     "loss_scale_window",
+    "loss_scale_factor",
     "loss_scale_hysteresis",
+    "consecutive_hysteresis",
     "minimum_loss_scale",
 )
 _ADAM: Final = ("beta1", "beta2", "eps")
@@ -417,12 +666,12 @@ def _mesh_error(problem: str) -> PydanticCustomError:
     )
 
 
-def _text(value: object) -> str:
+def _text(value: object, separator: str = ",") -> str:
     match value:
         case bool():
             return str(value).lower()
         case tuple():
-            return ",".join(value)
+            return separator.join(value)
         case _:
             return str(value)
 
@@ -433,6 +682,14 @@ def make_options(
     """Validate options; a UserError names the first wrong one, its value and the expected values."""
     try:
         return CompileOptions.model_validate(dict(values), context=context)
+    except ValidationError as error:
+        raise UserError(explain_validation(error)) from None
+
+
+def make_given_options(values: Mapping[str, object]) -> GivenOptions:
+    """Validate each option by itself; UserError as for ``make_options``."""
+    try:
+        return GivenOptions.model_validate(dict(values))
     except ValidationError as error:
         raise UserError(explain_validation(error)) from None
 
@@ -449,9 +706,24 @@ def explain_validation(error: ValidationError, *, command: str = "compile") -> s
     """One sentence on the first wrong option: its name, its value and the expected values."""
     first = error.errors(include_url=False)[0]
     if not first["loc"]:
-        return f"These options do not go together: {first['msg'].removeprefix('Value error, ')}."
+        problem = first["msg"].removeprefix("Value error, ")
+        if problem.startswith("--group "):
+            return f"{problem}."
+        return f"These options do not go together: {problem}."
     name = str(first["loc"][0]).replace("_", "-")
     if first["type"] == "extra_forbidden":
-        return f"There is no option --{name}; `zeroir {command} --help` lists them."
+        options = (option.replace("_", "-") for option in CompileOptions.model_fields)
+        nearest = difflib.get_close_matches(name, options, n=1)
+        hint = f" did you mean --{nearest[0]}?" if nearest and command == "compile" else ""
+        return f"There is no option --{name};{hint} `zeroir {command} --help` lists them."
     expected = first["msg"].removeprefix("Input should be ")
     return f"--{name} is {first['input']!s}, but should be {expected}."
+
+
+def _first_problem(error: ValidationError) -> str:
+    """The first problem of a group's settings, as the end of a sentence."""
+    first = error.errors(include_url=False)[0]
+    if not first["loc"]:
+        return first["msg"].removeprefix("Value error, ")
+    expected = first["msg"].removeprefix("Input should be ")
+    return f"{first['loc'][0]} is {first['input']!s}, but should be {expected}"

@@ -187,6 +187,11 @@ def complete_gradients(section: Section) -> Mapping[str, FlatContent]:
     }
 
 
+def on_more_ranks(op: ops.Decide, times: int, program: Program) -> ops.Decide:
+    """The decision on ``times`` as many ranks; the weights of micro-batches are summed over ranks themselves."""
+    return op if program.weight is not None else replace(op, divisor=op.divisor * times)
+
+
 def flat_of_buffer(program: Program) -> Mapping[str, Flat]:
     """The flat whose coordinates each full-sized buffer uses: by what it holds, or by the ops that link it to one.
 

@@ -112,6 +112,7 @@ def test_the_states_of_optimizers() -> None:
         ({"optimizer": "adamw", "master": False}, 8),
         ({"optimizer": "adamw", "precision": "fp32"}, 8),
         ({"optimizer": "adam-fp32-master"}, 12),
+        ({"optimizer": "adamw", "ema": True}, 16),
         ({"optimizer": "adam-fp32-master", "precision": "fp32"}, 12),
         ({"optimizer": "adafactor"}, 8),
         ({"optimizer": "shampoo"}, 28),

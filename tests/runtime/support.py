@@ -16,7 +16,7 @@ from tests.support.zygote import Forked, Zygote, compiling_zygote, zygote
 from zeroir.ir.bindings import Binding
 from zeroir.ir.dtypes import DType
 from zeroir.ir.ops import Mode
-from zeroir.ir.program import Program
+from zeroir.ir.program import Flat, Program
 from zeroir.ir.segment import Node, Ref, Segment, TensorType
 from zeroir.passes.pipelines import for_stage
 from zeroir.torch_ops.batches import Batch
@@ -69,6 +69,15 @@ def initial_flats(program: Program, seed: int = 0) -> dict[str, Tensor]:
             )
         found[f"{flat.name}.param"] = values
     return found
+
+
+def parameters_of(flat: Flat, values: Tensor) -> dict[str, Tensor]:
+    """The parameters of a flat by name, aliases included, as views of its elements."""
+    return {
+        name: values[slot.offset : slot.offset + slot.numel].view(slot.shape)
+        for slot in flat.slots
+        for name in (slot.name, *slot.aliases)
+    }
 
 
 def random_batches(

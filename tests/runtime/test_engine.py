@@ -32,10 +32,9 @@ from zeroir.ir.program import (
     State,
 )
 from zeroir.ir.segment import Node, Ref, Segment
-from zeroir.runtime.batch import flatten
 from zeroir.runtime.engine import Engine
 from zeroir.runtime.lockstep import Lockstep
-from zeroir.torch_ops.batches import Batch
+from zeroir.torch_ops.batches import Batch, flatten
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -138,8 +137,9 @@ def test_too_few_micro_batches_are_refused() -> None:
 
 def test_paths_name_tensors_of_nested_batches() -> None:
     x = torch.zeros(1)
-    assert list(flatten({"a": (x, [x]), "b": {"c": x, "n": 3}})) == ["a.0", "a.1.0", "b.c"]
-    assert list(flatten((x, x))) == ["0", "1"]
+    leaves = flatten({"a": (x, [x]), "b": {"c": x, "n": 3}})
+    assert (list(leaves.tensors), leaves.constants) == (["a.0", "a.1.0", "b.c"], {"b.n": 3})
+    assert list(flatten((x, x)).tensors) == ["0", "1"]
 
 
 def test_one_rank_alone_equals_lockstep() -> None:

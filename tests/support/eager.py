@@ -11,12 +11,12 @@ from tests.support.captures import captured
 from tests.support.evaluate import at_rest, fill_from, run_section
 from zeroir.config import make_options
 from zeroir.frontend import load_model_file
-from zeroir.frontend.capture import flatten_batch
-from zeroir.frontend.precision import apply_precision, cast_floating, compute_dtype
+from zeroir.frontend.precision import apply_precision, compute_dtype, with_floats_cast
 from zeroir.frontend.results import loss_of
 from zeroir.frontend.tracing import program_of
 from zeroir.ir.program import LAST_MICRO_STEP, Program
 from zeroir.torch_ops import neutral_ops
+from zeroir.torch_ops.batches import flatten
 
 
 def traced(path: str | Path, **options: object) -> Program:
@@ -37,7 +37,7 @@ def assert_equals_eager(path: str | Path, **choices: object) -> Program:
     apply_precision(model, options.precision, options.keep_fp32)
     batch = model_file.batch()
     memory = at_rest(program)
-    leaves = flatten_batch(batch, "the batch")
+    leaves = flatten(batch).tensors
     for each in program.inputs:
         memory[each.buffer].copy_(leaves[each.path].reshape(-1))
     seeds = torch.arange(7, 7 + len(memory.get("rng", ())))
@@ -46,7 +46,7 @@ def assert_equals_eager(path: str | Path, **choices: object) -> Program:
     fill_from(program, memory, _state(model))
 
     with neutral_ops(seeds) as mode:
-        cast = cast_floating(batch, compute_dtype(options.precision))
+        cast = with_floats_cast(batch, compute_dtype(options.precision))
         loss = loss_of(model_file, model, cast).float()
         torch.autograd.backward(loss, memory["loss_scale"][0].clone())
     assert mode.sites == len(seeds)

@@ -217,7 +217,11 @@ def _forget_decision(op: Op, _program: Program, chance: Random) -> tuple[Op, ...
 
 
 def _no_skip(op: Op, _program: Program, _chance: Random) -> tuple[Op, ...] | None:
-    return (replace(op, skip=None),) if isinstance(op, ops.OptimizerStep) else None
+    return (replace(op, skip=None),) if isinstance(op, ops.OptimizerStep | ops.Average) else None
+
+
+def _decay(op: Op, _program: Program, _chance: Random) -> tuple[Op, ...] | None:
+    return (replace(op, decay=op.decay / 2),) if isinstance(op, ops.Average) else None
 
 
 def _fewer_sources(op: Op, _program: Program, chance: Random) -> tuple[Op, ...] | None:
@@ -435,7 +439,8 @@ MUTATIONS: Mapping[str, Mutation] = {
     "change-comm": _on(_is(*COLLECTIVES), _comm),
     "change-divisor": _on(_is(ops.Decide), _divisor),
     "forget-decision": _on(_is(ops.Decide), _forget_decision),
-    "forget-skip": _on(_is(ops.OptimizerStep), _no_skip),
+    "forget-skip": _on(_is(ops.OptimizerStep, ops.Average), _no_skip),
+    "change-decay": _on(_is(ops.Average), _decay),
     "change-sources": _on(_is(ops.GradNorm, ops.CheckFinite), _fewer_sources),
     "change-fill": _on(_is(ops.Fill), _fill),
     "scale": _on(_any, _scale),

@@ -21,6 +21,7 @@ from zeroir.ir.ops import (
     Algorithm,
     Alloc,
     Argument,
+    Average,
     Cast,
     CheckFinite,
     Compute,
@@ -153,6 +154,7 @@ class _Mlp:
     tied: bool
     keep_fp32: bool
     has_scaling: bool
+    ema: float | None
 
     def flats(self) -> tuple[Flat, ...]:
         aliases = {"pre.weight": ("post.weight",)} if self.tied else {}
@@ -479,6 +481,12 @@ class _Mlp:
                     stream=COMPUTE,
                 )
             )
+            if self.ema is not None:
+                mean = Region(buffer=f"{home.name}.ema", offset=0, numel=home.padded_numel)
+                trained = master if is_low else param
+                ops.append(
+                    Average(param=trained, average=mean, decay=self.ema, skip=skip, stream=COMPUTE)
+                )
             if is_low:
                 ops.append(Cast(source=master, destination=param, stream=COMPUTE))
             if is_cast:
@@ -537,7 +545,8 @@ class _Mlp:
                 )
                 if self.micro_steps == 1:
                     add(f"{name}.grad32", DType.F32, numel, Role.STAGING)
-            for state in self.algorithm.state_names:
+            averages = () if self.ema is None else ("ema",)
+            for state in (*self.algorithm.state_names, *averages):
                 add(
                     f"{name}.{state}",
                     DType.F32,
@@ -608,6 +617,7 @@ def mlp(
     clip: float | None = None,
     tied: bool = False,
     keep_fp32: bool = False,
+    ema: float | None = None,
 ) -> Program:
     """The logical program of the module's docstring; x is f32[batch, features] on every rank."""
     made = _Mlp(
@@ -622,6 +632,7 @@ def mlp(
         tied=tied,
         keep_fp32=keep_fp32,
         has_scaling=precision == "fp16",
+        ema=ema,
     )
     flats = made.flats()
     sum_name = "grad_sum" if micro_steps > 1 else "grad"
@@ -683,6 +694,8 @@ def mlp(
                 name="default",
                 algorithm=made.algorithm,
                 intervals=tuple((home.name, 0, home.padded_numel) for home in flats),
+                lr="lr",
+                hyper="hyper",
             ),
         ),
         loss="loss",

@@ -33,6 +33,7 @@ class Case:
     distance: int = 1
     bucket: int = 0
     overlap_update: bool = False
+    ema: float | None = None
     blocks: int = field(default=2)
 
     @property
@@ -56,6 +57,7 @@ def _logical(case: Case) -> Program:
         clip=case.clip,
         tied=case.tied,
         keep_fp32=case.keep_fp32,
+        ema=case.ema,
     )
 
 

@@ -18,9 +18,8 @@ from zeroir.config import make_options
 from zeroir.frontend.entry import load_model_file
 from zeroir.ir.program import EVALUATE, Program
 from zeroir.passes.plan_memory import PlanMemory
-from zeroir.runtime.batch import flatten
 from zeroir.runtime.lockstep import Lockstep
-from zeroir.torch_ops.batches import Batch
+from zeroir.torch_ops.batches import Batch, flatten
 
 STEPS = 2
 
@@ -31,6 +30,7 @@ CASES: Mapping[str, Case] = {
     "stage 2, tied sums": Case(stage=2, precision="bf16", micro_steps=2, tied=True, ranks=2),
     "stage 3": Case(stage=3, precision="fp16", clip=1.0, keep_fp32=True, distance=2),
     "stage 3, overlapped": Case(stage=3, precision="bf16", overlap_update=True),
+    "stage 1, averaged": Case(stage=1, precision="fp16", ema=0.5),
 }
 WRITTEN = ("hybrid", "paged", "offload", "evaluate", "carried", "crossing")
 CAPTURED: Mapping[str, Mapping[str, object]] = {
@@ -126,7 +126,7 @@ def _batches(name: str, program: Program) -> list[list[list[Batch]]]:
     """By step, rank and micro-step."""
     generator = torch.Generator().manual_seed(1)
     like: Mapping[str, Tensor] = (
-        flatten(load_model_file(_MODEL).batch()) if name in CAPTURED else {}
+        flatten(load_model_file(_MODEL).batch()).tensors if name in CAPTURED else {}
     )
 
     def drawn(path: str, shape: tuple[int, ...], at: int) -> Tensor:

@@ -278,9 +278,15 @@ def with_buffer(program: Program, like: str, name: str) -> Program:
     return replace(program, buffers=(*program.buffers, new))
 
 
-def test_a_learning_rate_that_comes_back_after_the_steps_was_still_another() -> None:
+@pytest.mark.parametrize(("is_declared", "code"), [(True, "Z403"), (False, "Z406")])
+def test_a_learning_rate_that_comes_back_after_the_steps_was_still_another(
+    is_declared: bool, code: str
+) -> None:
     case = Case(stage=2)
     program = with_buffer(case.scheduled, "lr", "kept")
+    if not is_declared:
+        groups = tuple(replace(group, lr=None, hyper=None) for group in program.groups)
+        program = replace(program, groups=groups)
     other = replace(program.buffer_by_name["lr"], name="other", holds=NamedContent(name="other"))
     program = replace(
         program,
@@ -301,7 +307,7 @@ def test_a_learning_rate_that_comes_back_after_the_steps_was_still_another() -> 
         ]
 
     at_update = [s.name for s in program.sections].index(UPDATE)
-    assert codes(verify(edit(program, at_update, restored), case.logical)) == {"Z406"}
+    assert codes(verify(edit(program, at_update, restored), case.logical)) == {code}
 
 
 # -------------------------------------------------------------------------------------------- scalars and bindings

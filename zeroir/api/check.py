@@ -92,12 +92,12 @@ def check_model(
 ) -> Comparison:
     """Compile a model, run it on lockstep and on eager replicas from the same initial state, and compare.
 
-    Compared are the losses of every rank and step, those of an evaluation before every step, and at the end the parameters and every rank's module buffers
-    (running statistics); they must be equal bit for bit. With clipping, whose norm the program adds up shard by shard,
-    they may differ by 64 roundings of FP32, or one of the 16-bit dtype, for each step. With other kernels than eager
-    ones only the losses are compared, with the same tolerance: an optimizer that uses signs turns the rounding of a
-    gradient near zero into a full update. The comparison ends, not equal, with the first step whose loss is infinite or
-    NaN in the reference.
+    Compared are the losses of every rank and step, those of an evaluation before every step, and at the end the
+    parameters, their moving averages and every rank's module buffers (running statistics); they must be equal bit for
+    bit. With clipping, whose norm the program adds up shard by shard, they may differ by 64 roundings of FP32, or one
+    of the 16-bit dtype, for each step. With other kernels than eager ones only the losses are compared, with the same
+    tolerance: an optimizer that uses signs turns the rounding of a gradient near zero into a full update. The
+    comparison ends, not equal, with the first step whose loss is infinite or NaN in the reference.
     """
     from zeroir.torch_ops.globals import torch_globals_kept
 
@@ -164,6 +164,11 @@ def _compared(
     parameters = lockstep.full_parameters() if is_state_compared else {}
     for name, wanted in reference.parameters().items() if parameters else ():
         differences += _compare_tensors(steps, name, parameters[name], wanted, tolerance)
+    averages = reference.averages() if is_state_compared else {}
+    averaged = lockstep.full_parameters(ema=True) if averages else {}
+    for name, wanted in averages.items():
+        what = f"the average of {name}"
+        differences += _compare_tensors(steps, what, averaged[name], wanted, tolerance)
     for rank, replica in enumerate(reference.replicas):
         ours, theirs = lockstep.buffers(rank), dict(replica.named_buffers(remove_duplicate=False))
         for binding in program.module_buffers:
@@ -237,7 +242,8 @@ def _batches(source: ModelSource, rank: int, world_size: int, seed: int) -> Iter
         except (Exception, SystemExit) as error:
             raise model_error("batches()", error) from error
     import torch
-    from torch.utils import _pytree as pytree
+
+    from zeroir.torch_ops.batches import with_tensors
 
     generator = torch.Generator().manual_seed((seed * 1_000_003 + rank) % 2**63)
 
@@ -247,5 +253,4 @@ def _batches(source: ModelSource, rank: int, world_size: int, seed: int) -> Iter
         return tensor.flatten()[order].view(tensor.shape)
 
     while True:
-        example: Batch = pytree.tree_map_only(torch.Tensor, vary, source.batch())
-        yield example
+        yield with_tensors(source.batch(), vary)

@@ -6,7 +6,7 @@ keyword accepts more than the field where a plain string or a list will do, too.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, TypedDict
 
 from zeroir.config import Precision
@@ -30,6 +30,7 @@ class CompileKeywords(TypedDict, total=False):
     outputs: str | Sequence[str]
     optimizer: Algorithm | OptimizerName
     lr: float
+    schedule: str | None
     momentum: float | None
     dampening: float
     nesterov: bool
@@ -37,14 +38,20 @@ class CompileKeywords(TypedDict, total=False):
     beta2: float
     eps: float
     weight_decay: float | None
+    group: str | Sequence[str] | Mapping[str, Mapping[str, object]]
+    no_decay: bool
     clip: float | None
+    ema: float | None
     prefetch: int
+    prefetch_bytes: int | None
     prefetch_budget: str | None
     unshard: str | Sequence[str]
+    unshard_bytes: int | None
     recompute: str | Sequence[str]
     live_gradients: int
     select_saved: bool
     bucket: int
+    bucket_gathers: int | None
     overlap_update: bool
     memory_budget: str | None
     elide: bool
@@ -61,6 +68,7 @@ class EstimateKeywords(TypedDict, total=False):
     optimizer: Optimizer
     precision: Precision
     master: bool
+    ema: bool
     layers: int | None
     hidden: int | None
     heads: int | None

@@ -9,16 +9,18 @@ update is torch.optim's, fused, on FP32 master weights.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from zeroir.config import CompileOptions
 from zeroir.frontend.module_tensors import put_back_buffers, substitute_buffers
-from zeroir.frontend.precision import apply_precision, cast_floating, compute_dtype
+from zeroir.frontend.parameter_groups import ParameterGroup, parameter_groups
+from zeroir.frontend.precision import apply_precision, compute_dtype, with_floats_cast
 from zeroir.frontend.results import evaluated, loss_of
 from zeroir.frontend.source import ModelSource
+from zeroir.ir.layout import Parameter
 from zeroir.ir.ops import Algorithm
 from zeroir.torch_ops import neutral_ops
 from zeroir.torch_ops.batches import Batch
@@ -53,6 +55,9 @@ class EagerReplicas:
             for name, parameter in module.named_parameters()
             if parameter.dtype.is_floating_point
         }
+        self._averages = {
+            name: values.clone() for name, values in self.masters.items() if options.ema is not None
+        }
         for replica in self.replicas:
             apply_precision(replica, options.precision, options.keep_fp32)
         self._shapes = {name: p.shape for name, p in module.named_parameters()}
@@ -60,8 +65,8 @@ class EagerReplicas:
             for name, parameter in replica.named_parameters():
                 if parameter.dtype == torch.float32:
                     parameter.data = self._master(name)
-        self._optimizer: torch.optim.Optimizer | None = None
-        self._trained: list[str] = []
+        self._parameters: dict[str, nn.Parameter] = {}
+        self._optimizers: list[torch.optim.Optimizer] = []
 
     def step(self, batches: Sequence[Sequence[Batch]]) -> list[float]:
         """One training step; ``batches[rank][micro_step]``. Returns each rank's loss, its mean over micro-steps."""
@@ -91,7 +96,7 @@ class EagerReplicas:
     def _evaluated(self, replica: nn.Module, batch: Batch, rank: int) -> float:
         is_training = {module: module.training for module in replica.modules()}
         copies = substitute_buffers(replica)
-        inputs = cast_floating(batch, compute_dtype(self._options.precision))
+        inputs = with_floats_cast(batch, compute_dtype(self._options.precision))
         replica.eval()
         try:
             with torch.no_grad(), neutral_ops(self._seeds(self._step, 0, rank)):
@@ -107,9 +112,17 @@ class EagerReplicas:
         Parameters without elements are left out.
         """
         return {
-            name: self._master(name) if name in self._trained else parameter.detach()
+            name: self._master(name) if name in self._parameters else parameter.detach()
             for name, parameter in self.replicas[0].named_parameters()
             if parameter.numel()
+        }
+
+    def averages(self) -> dict[str, Tensor]:
+        """The moving averages of the trained parameters by name; none without the option ``ema``."""
+        return {
+            name: average[: self._shapes[name].numel()].view(self._shapes[name])
+            for name, average in self._averages.items()
+            if name in self._parameters and self._shapes[name].numel()
         }
 
     def _master(self, name: str) -> Tensor:
@@ -117,7 +130,7 @@ class EagerReplicas:
         return self.masters[name][: shape.numel()].view(shape)
 
     def _forward(self, replica: nn.Module, batch: Batch, micro_step: int, rank: int) -> Tensor:
-        inputs = cast_floating(batch, compute_dtype(self._options.precision))
+        inputs = with_floats_cast(batch, compute_dtype(self._options.precision))
         with neutral_ops(self._seeds(self._step, micro_step, rank)):
             loss = loss_of(self._source, replica, inputs).float()
             torch.autograd.backward(loss, torch.full_like(loss, self._scale))
@@ -151,11 +164,10 @@ class EagerReplicas:
         return _sum([_sum([parts[rank] for rank in group]) for group in self._groups])
 
     def _update(self, gradients: Mapping[str, Tensor]) -> None:
-        if self._optimizer is None:
-            self._trained = list(gradients)
-            self._optimizer = _make_optimizer(
-                [nn.Parameter(self.masters[name]) for name in self._trained], self._options
-            )
+        if not self._optimizers:
+            self._parameters = {name: nn.Parameter(self.masters[name]) for name in gradients}
+            groups = parameter_groups(self._named_shapes(), self._options)
+            self._optimizers = _make_optimizers(groups, self._parameters)
         is_finite = all(bool(gradient.isfinite().all()) for gradient in gradients.values())
         scale = self._scale
         if self._options.precision == "fp16":
@@ -168,16 +180,28 @@ class EagerReplicas:
                 gradient.double().square().sum().item() for gradient in gradients.values()
             )
             divisor /= min(1.0, self._options.clip / (math.sqrt(squares) / divisor + 1e-6))
-        for name, parameter in zip(
-            self._trained, self._optimizer.param_groups[0]["params"], strict=True
-        ):
+        for name, parameter in self._parameters.items():
             parameter.grad = _padded(gradients[name].float() / divisor)
-        self._optimizer.step()
+        for optimizer in self._optimizers:
+            optimizer.step()
+        if self._options.ema is not None:
+            decay = self._options.ema
+            for name in self._parameters:
+                # As torch.optim.swa_utils.get_ema_avg_fn has it.
+                average = decay * self._averages[name] + (1 - decay) * self.masters[name]
+                self._averages[name] = average
         with torch.no_grad():
             for replica in self.replicas:
                 for name, parameter in replica.named_parameters():
                     if name in gradients and parameter.dtype != torch.float32:
                         parameter.copy_(self._master(name))
+
+    def _named_shapes(self) -> Iterator[Parameter]:
+        """The trained parameters with all their names."""
+        every_name = dict(self.replicas[0].named_parameters(remove_duplicate=False))
+        for name in self._parameters:
+            aliases = tuple(n for n, p in every_name.items() if p is every_name[name] and n != name)
+            yield Parameter(name=name, shape=tuple(self._shapes[name]), aliases=aliases)
 
     def _rescale(self, *, is_overflow: bool) -> None:
         """DeepSpeed's dynamic loss scaling."""
@@ -214,6 +238,16 @@ def _padded(tensor: Tensor) -> Tensor:
     padded = torch.zeros(numel, dtype=torch.float32)
     padded[: tensor.numel()] = tensor.flatten()
     return padded
+
+
+def _make_optimizers(
+    groups: Sequence[ParameterGroup], parameters: Mapping[str, nn.Parameter]
+) -> list[torch.optim.Optimizer]:
+    """One optimizer of torch for each group."""
+    return [
+        _make_optimizer([parameters[name] for name in group.parameters], group.options)
+        for group in groups
+    ]
 
 
 def _make_optimizer(

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from zeroir.ir.program import Program
     from zeroir.runtime.engine import Engine
     from zeroir.runtime.kernels.choice import KernelBackend
+    from zeroir.runtime.module_values import StateSource
     from zeroir.runtime.rendezvous import JobRank
     from zeroir.torch_ops.batches import Batch
 
@@ -281,8 +283,11 @@ def open_engine(
     *,
     cuda_graphs: bool = False,
     self_check: bool = False,
+    state: StateSource | None = None,
+    keep_module: bool = False,
 ) -> Engine:
-    """An initialised engine for this process's rank of the job."""
+    """An initialised engine for this process's rank of the job; see ``Engine.initialise``."""
+    from zeroir.frontend.precision import apply_precision
     from zeroir.runtime.engine import Engine
 
     engine = Engine(
@@ -293,7 +298,14 @@ def open_engine(
         cuda_graphs=cuda_graphs,
         self_check=self_check,
     )
-    engine.initialise(source.model, seed)
+    options = compiled.options
+    engine.initialise(
+        source.model() if source.is_in_hand else source.model,
+        seed,
+        state=state,
+        keep_module=keep_module,
+        adapt=partial(apply_precision, precision=options.precision, keep_fp32=options.keep_fp32),
+    )
     return engine
 
 

@@ -43,6 +43,9 @@ class EstimateOptions(BaseModel):
     master: Annotated[
         bool, Field(description="Whether the optimizer keeps an FP32 copy of 16-bit parameters.")
     ] = True
+    ema: Annotated[
+        bool, Field(description="Whether a moving average of the weights is kept, in FP32.")
+    ] = False
     layers: Annotated[int | None, Field(ge=1, description="Transformer layers.")] = None
     hidden: Annotated[int | None, Field(ge=1, description="Width of a layer.")] = None
     heads: Annotated[int | None, Field(ge=1, description="Attention heads.")] = None
@@ -107,10 +110,12 @@ def states_per_parameter(optimizer: Optimizer) -> tuple[int, int]:
 
 
 def optimizer_bytes_per_parameter(options: EstimateOptions) -> int:
-    """K of the ZeRO paper: bytes of optimizer state for each parameter, master weights included."""
+    """K of the ZeRO paper: bytes of optimizer state for each parameter, with master weights and averages."""
     numbers = states_per_parameter(options.optimizer)[1]
     is_low = options.itemsize_bytes < _STATE_BYTES
     if is_low and options.master and options.optimizer != "adam-fp32-master":
+        numbers += 1
+    if options.ema:
         numbers += 1
     return _STATE_BYTES * numbers
 

@@ -6,7 +6,7 @@ CPU device. The graph names no device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -55,7 +55,9 @@ from zeroir.frontend.source import (
     require_same_parameters,
 )
 from zeroir.frontend.state_check import note_on_state
-from zeroir.torch_ops.batches import undense_kind
+from zeroir.ir.limits import LONGEST_NAME, obeyed_character
+from zeroir.ir.program import ConstantBinding
+from zeroir.torch_ops.batches import Batch, BatchLeaves, flatten
 from zeroir.torch_ops.conditions import tracing_conditions
 
 MAX_DROPOUT_SITES = 65536
@@ -79,6 +81,7 @@ class CapturedEvaluation:
 class CapturedModel:
     """A traced model. ``module`` is the model itself, of fake tensors; ``sites`` counts its calls of dropout.
 
+    ``batch`` and ``constants`` are the tensors and constants of the example batch.
     ``reused_blocks`` names the blocks whose calls were not traced one by one, in the order of the calls.
     ``checkpoints`` are the model's activation checkpoints. ``notes`` are sentences on effects of the model's code that
     a program does not have.
@@ -89,6 +92,7 @@ class CapturedModel:
     parameters: tuple[TensorInfo, ...]
     buffers: tuple[TensorInfo, ...]
     batch: tuple[TensorInfo, ...]
+    constants: tuple[ConstantBinding, ...]
     sites: int
     reused_blocks: tuple[str, ...] = ()
     checkpoints: tuple[Checkpoint, ...] = ()
@@ -119,7 +123,8 @@ def capture(
     """
     names = source.names
     example = source.batch()
-    tensors = flatten_batch(example, names.batch)
+    leaves = _checked_leaves(example, names.batch)
+    tensors = leaves.tensors
     batch = tuple(tensor_info(f"input {path}", path, x) for path, x in tensors.items())
     autocasts = dict(source.autocasts)
     folder = source.folder
@@ -162,6 +167,9 @@ def capture(
         parameters=parameters,
         buffers=buffers,
         batch=batch,
+        constants=tuple(
+            ConstantBinding(path=path, value=value) for path, value in leaves.constants.items()
+        ),
         sites=sites,
         reused_blocks=reused_blocks,
         checkpoints=checkpoints,
@@ -275,54 +283,24 @@ def _check_trainable(model: object, maker: str) -> None:
         )
 
 
-def flatten_batch(batch: object, name: str) -> dict[str, Tensor]:
-    """The tensors of a batch by their path in it: ``0`` in a tuple, ``tokens`` in a dict, ``images.0`` in both.
-
-    Raises:
-        UserError: where something in it is not a dense tensor with values.
-    """
-    tensors: dict[str, Tensor] = {}
-    if isinstance(batch, Tensor):
-        tensors["0"] = batch
-    else:
-        _collect(batch, "", tensors, name)
-    if not tensors:
+def _checked_leaves(example: Batch, name: str) -> BatchLeaves:
+    """The tensors and constants of an example batch, which has at least one tensor; UserError where it is no batch."""
+    leaves = flatten(example, name)
+    if not leaves.tensors:
         raise UserError(
-            f"{capitalised(name)} has no tensor; it must be a tuple or dict of tensors."
+            f"{capitalised(name)} has no tensor; it must be a tensor, or a tuple, dict or dataclass with tensors in it."
         )
-    for path, tensor in tensors.items():
-        if (kind := undense_kind(tensor)) is not None:
+    for path, value in leaves.constants.items():
+        if isinstance(value, int) and not -(2**63) <= value < 2**63:
             raise UserError(
-                f"The input {path} of {name} is {kind}; batches are dense tensors with values."
+                f"The constant {path} of {name} is {value}, which needs more than 64 bits."
             )
-    return tensors
-
-
-def _children(value: object) -> list[tuple[str, object]] | None:
-    if isinstance(value, Mapping):
-        return [(str(key), item) for key, item in value.items()]
-    if isinstance(value, list | tuple):
-        return [(str(i), item) for i, item in enumerate(value)]
-    return None
-
-
-def _collect(value: object, at: str, tensors: dict[str, Tensor], name: str) -> None:
-    if isinstance(value, Tensor):
-        if at in tensors:
+        if isinstance(value, str) and (len(value) > LONGEST_NAME or obeyed_character(value)):
             raise UserError(
-                f"{capitalised(name)} has two tensors at {at}; a key with a dot in it looks like nested keys."
+                f"The constant {path} of {name} is a text that no program holds, because it is longer than "
+                f"{LONGEST_NAME} characters or has several lines: leave it out, or use a shorter one."
             )
-        tensors[at] = value
-        return
-    children = _children(value)
-    if children is None:
-        element = f"its element {at}" if at else "it"
-        raise UserError(
-            f"{capitalised(name)} must be a tuple or dict of tensors, but {element} is of type "
-            f"{type(value).__name__}; values that are not tensors belong in the model."
-        )
-    for key, item in children:
-        _collect(item, f"{at}.{key}" if at else key, tensors, name)
+    return leaves
 
 
 def _traced(

@@ -1,4 +1,6 @@
-"""The joint graph of one training step, or the graph of an evaluation, as plain data: capture yields it, and segments are cut from it.
+"""The joint graph of one training step, or the graph of an evaluation, as plain data.
+
+Capture yields it, and segments are cut from it.
 
 Values are numbered: first the inputs, then the results of the nodes in execution order, the forward's before the
 backward's. The result of a view op aliases a *root*: the value that owns the storage.

@@ -1,8 +1,8 @@
-"""The model as a function that a tracer can trace: from the tensors of a batch and the seeds to the loss and outputs."""
+"""The model as a function that a tracer can trace: from the tensors of a batch and the seeds to loss and outputs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 
@@ -15,11 +15,12 @@ from zeroir.frontend.block_reuse import ReusePlan
 from zeroir.frontend.gradient_hooks import ParameterHooks
 from zeroir.frontend.module_tensors import substitute_buffers, write_back_buffers
 from zeroir.frontend.node_origins import OriginTracker
-from zeroir.frontend.precision import cast_floating
+from zeroir.frontend.precision import with_floats_cast
 from zeroir.frontend.python_state import PythonState
 from zeroir.frontend.results import evaluated, loss_of
 from zeroir.frontend.source import ModelSource
 from zeroir.frontend.units import find_units
+from zeroir.torch_ops.batches import with_tensors
 from zeroir.torch_ops.neutral import NeutralOps
 
 
@@ -154,7 +155,9 @@ class LossStep(nn.Module):
         self.tracker.restart()
         self.state.restore()
         copies = substitute_buffers(self.model)
-        batch = cast_floating(_rebuilt(self._example, list(tensors)), self._dtype)
+        remaining = iter(tensors)
+        example = with_tensors(self._example, lambda _: next(remaining))
+        batch = with_floats_cast(example, self._dtype)
         if self._is_evaluating:
             loss, outputs = evaluated(self._source, self.model, batch, self._outputs)
         else:
@@ -165,18 +168,3 @@ class LossStep(nn.Module):
         write_back_buffers(copies)
         self.sites = neutral.sites
         return results
-
-
-def _rebuilt(value: object, tensors: list[Tensor]) -> object:
-    """A batch of the same structure with other tensors, which are taken from the front of the list."""
-    if isinstance(value, Tensor):
-        return tensors.pop(0)
-    if isinstance(value, Mapping):
-        return {key: _rebuilt(item, tensors) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        items = [_rebuilt(item, tensors) for item in value]
-        if isinstance(value, list):
-            return items
-        make: Callable[..., object] | None = getattr(value, "_make", None)  # a named tuple's
-        return tuple(items) if make is None else make(items)
-    return value

@@ -1,4 +1,4 @@
-"""Emit the logical program: one device's training step on flat buffers, without ZeRO."""
+"""Emit the logical program: one device's training step of one micro-step on flat buffers, without ZeRO."""
 
 from __future__ import annotations
 
@@ -11,29 +11,28 @@ from zeroir.frontend.capture import CapturedModel
 from zeroir.frontend.joint_graph import JointGraph
 from zeroir.frontend.micro_step import SegmentCallsBuilder, output_buffer
 from zeroir.frontend.module_tensors import TensorInfo
+from zeroir.frontend.parameter_groups import algorithms, declared_groups, parameter_groups
 from zeroir.frontend.segment_calls import GradientSink, SegmentCall
 from zeroir.frontend.update import EVAL_LOSS, LOSS, scalars, update_body
 from zeroir.ir.buffers import Buffer, Region, Role, Space
-from zeroir.ir.contents import FlatContent, Micro
+from zeroir.ir.contents import EMA, FlatContent, Micro
 from zeroir.ir.dtypes import DType
 from zeroir.ir.layout import Parameter, layout
 from zeroir.ir.mesh import Axis, Mesh
+from zeroir.ir.ops import Algorithm
 from zeroir.ir.program import (
     EVALUATE,
     LAST_MICRO_STEP,
-    MICRO_STEP,
     UPDATE,
     Flat,
     Holding,
     InputBinding,
-    OptimizerGroup,
     OutputBinding,
     Program,
     Section,
     Slot,
     State,
 )
-from zeroir.workspace.segments import declared
 
 
 def lower(
@@ -50,18 +49,24 @@ def lower(
     Raises:
         UserError: where no parameter is trained.
     """
-    flats = _flats(captured, calls, owners, options)
+    trained = {
+        sink.parameter for call in calls for sink in call.sinks if isinstance(sink, GradientSink)
+    }
+    groups = parameter_groups(
+        (_parameter(info) for info in captured.parameters if info.name in trained), options
+    )
+    algorithm_of = algorithms(groups)
+    flats = _flats(captured, calls, owners, options, algorithm_of)
     trainable = tuple(flat for flat in flats if flat.is_trainable)
     if not trainable:
         raise UserError("The model's loss does not depend on any trainable parameter.")
-    micro_step = SegmentCallsBuilder(captured, calls, flats, options)
+    micro_step = SegmentCallsBuilder(captured, calls, flats)
     ops = tuple(micro_step.ops())
     evaluation = captured.evaluation
-    gradient = "grad_sum" if options.micro_steps > 1 else "grad"
     complete = State(
         holdings=tuple(
             Holding(
-                region=Region(buffer=f"{flat.name}.{gradient}", offset=0, numel=flat.padded_numel),
+                region=Region(buffer=f"{flat.name}.grad", offset=0, numel=flat.padded_numel),
                 content=FlatContent(quantity="grad", flat=flat.name, micro=Micro.ALL),
             )
             for flat in trainable
@@ -69,20 +74,17 @@ def lower(
     )
     is_evaluated = evaluation is not None
     scalar_buffers, scalar_bindings = zip(
-        *scalars(options, has_evaluation=is_evaluated), strict=True
+        *scalars(options, groups, has_evaluation=is_evaluated), strict=True
     )
     sections = [
         Section(name=LAST_MICRO_STEP, body=ops, exit=complete),
-        Section(name=UPDATE, entry=complete, body=update_body(trainable, options)),
+        Section(name=UPDATE, entry=complete, body=update_body(trainable, options, groups)),
     ]
-    if options.micro_steps > 1:
-        sections.insert(0, Section(name=MICRO_STEP, body=ops))
     if evaluation is not None:
         builder = SegmentCallsBuilder(
             captured,
             evaluation_calls,
             flats,
-            options,
             evaluation,
             micro_step.buffers,
             micro_step.bindings,
@@ -90,10 +92,14 @@ def lower(
         sections.append(Section(name=EVALUATE, body=tuple(builder.ops())))
     all_calls = (*calls, *evaluation_calls)
     segments = tuple({call.segment.name: call.segment for call in all_calls}.values())
-    program = Program(
+    return Program(
         mesh=Mesh(axes=(Axis(name="dp", size=1),)),
         flats=flats,
-        buffers=(*_state_buffers(flats, options), *scalar_buffers, *micro_step.buffers.values()),
+        buffers=(
+            *_state_buffers(flats, options, algorithm_of),
+            *scalar_buffers,
+            *micro_step.buffers.values(),
+        ),
         segments=segments,
         sections=tuple(sections),
         inputs=tuple(
@@ -103,21 +109,15 @@ def lower(
             for info in captured.batch
         ),
         outputs=() if evaluation is None else _outputs(evaluation.joint),
+        batch_constants=captured.constants,
         module_buffers=tuple(micro_step.bindings.values()),
         scalars=scalar_bindings,
-        groups=(
-            OptimizerGroup(
-                name="default",
-                algorithm=options.optimizer,
-                intervals=tuple((flat.name, 0, flat.padded_numel) for flat in trainable),
-            ),
-        ),
+        groups=declared_groups(groups, trainable),
         loss=LOSS,
         eval_loss=EVAL_LOSS if is_evaluated else None,
         options=options.to_pairs(),
         fingerprint=_fingerprint(flats, calls),
     )
-    return declared(program)
 
 
 def _outputs(joint: JointGraph) -> tuple[OutputBinding, ...]:
@@ -137,12 +137,14 @@ def _flats(
     calls: Sequence[SegmentCall],
     owners: Mapping[str, str],
     options: CompileOptions,
+    algorithm_of: Mapping[str, Algorithm],
 ) -> tuple[Flat, ...]:
-    """The flats in the order of the units' first forwards; in each, parameters in the order of first use."""
+    """The flats in the order of the units' first forwards; in each, parameters in the order of first use.
+
+    ``algorithm_of`` are the optimizers of the trained parameters. Parameters with different ones have different states,
+    and so stand in different flats.
+    """
     infos = {info.name: info for info in captured.parameters}
-    trained = {
-        sink.parameter for call in calls for sink in call.sinks if isinstance(sink, GradientSink)
-    }
     unit_of: dict[str, str] = {}
     for call in calls:
         for source in call.sources:
@@ -156,17 +158,25 @@ def _flats(
     compute = {"fp32": DType.F32, "bf16": DType.BF16, "fp16": DType.F16}[options.precision]
     flats: list[Flat] = []
     for unit, names in names_of.items():
-        members: dict[tuple[bool, bool, DType], list[TensorInfo]] = {}
+        members: dict[tuple[bool, bool, DType, bool, Algorithm], list[TensorInfo]] = {}
         for name in names:
             info = infos[name]
-            key = (name not in trained, info.dtype is not compute, info.dtype)
+            algorithm = algorithm_of.get(name, options.optimizer)
+            key = (
+                name not in algorithm_of,
+                info.dtype is not compute,
+                info.dtype,
+                algorithm is not options.optimizer,
+                algorithm,
+            )
             members.setdefault(key, []).append(info)
-        for (is_frozen, has_other_dtype, dtype), group in sorted(
+        for (is_frozen, has_other_dtype, dtype, has_other_algorithm, algorithm), group in sorted(
             members.items(), key=lambda item: item[0]
         ):
             suffix = "fp32" if dtype is DType.F32 else str(dtype)
             name = f"{unit}.frozen" if is_frozen else unit
             name += f".{suffix}" if has_other_dtype else ""
+            name += f".{algorithm}" if has_other_algorithm else ""
             slots, padded_numel = _slots(group)
             flats.append(
                 Flat(
@@ -182,12 +192,17 @@ def _flats(
 
 
 def _slots(group: Sequence[TensorInfo]) -> tuple[tuple[Slot, ...], int]:
-    parameters = [Parameter(name=i.name, shape=i.shape, aliases=i.aliases) for i in group]
-    return layout(parameters, world_size=1)
+    return layout([_parameter(info) for info in group], world_size=1)
 
 
-def _state_buffers(flats: Sequence[Flat], options: CompileOptions) -> list[Buffer]:
-    """Parameters, gradients, master weights and optimizer states of one device."""
+def _parameter(info: TensorInfo) -> Parameter:
+    return Parameter(name=info.name, shape=info.shape, aliases=info.aliases)
+
+
+def _state_buffers(
+    flats: Sequence[Flat], options: CompileOptions, algorithm_of: Mapping[str, Algorithm]
+) -> list[Buffer]:
+    """Parameters, gradients, master weights, optimizer states and averages of one device."""
     buffers: list[Buffer] = []
 
     def add(flat: Flat, suffix: str, dtype: DType, role: Role, content: FlatContent | None) -> None:
@@ -210,17 +225,14 @@ def _state_buffers(flats: Sequence[Flat], options: CompileOptions) -> list[Buffe
         if not flat.is_trainable:
             continue
         is_low = flat.dtype.is_low_precision
-        if options.micro_steps == 1:
-            add(flat, "grad", flat.dtype, Role.GRAD, holds(flat, "grad", Micro.STALE))
-        else:
-            add(flat, "grad", flat.dtype, Role.GRAD, None)
-            add(flat, "grad_sum", DType.F32, Role.GRAD, holds(flat, "grad", Micro.PAST))
+        add(flat, "grad", flat.dtype, Role.GRAD, holds(flat, "grad", Micro.STALE))
         if is_low:
             add(flat, "master", DType.F32, Role.MASTER, holds(flat, "master"))
-            if options.micro_steps == 1:
-                add(flat, "grad32", DType.F32, Role.STAGING, None)
-        for state in options.optimizer.state_names:
+            add(flat, "grad32", DType.F32, Role.STAGING, None)
+        for state in algorithm_of[flat.slots[0].name].state_names:
             add(flat, state, DType.F32, Role.STATE, holds(flat, state))
+        if options.ema is not None:
+            add(flat, EMA, DType.F32, Role.STATE, holds(flat, EMA))
     return buffers
 
 

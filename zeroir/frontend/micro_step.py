@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
-from zeroir.config import CompileOptions
 from zeroir.frontend.capture import CapturedEvaluation, CapturedModel
 from zeroir.frontend.joint_graph import InputKind, JointInput
 from zeroir.frontend.module_tensors import TensorInfo
@@ -42,7 +41,6 @@ from zeroir.ir.ops import (
     Cast,
     Compute,
     Destination,
-    Fill,
     Mode,
     Op,
     Release,
@@ -62,7 +60,6 @@ class SegmentCallsBuilder:
     captured: CapturedModel
     calls: Sequence[SegmentCall]
     flats: Sequence[Flat]
-    options: CompileOptions
     evaluation: CapturedEvaluation | None = None
     buffers: dict[str, Buffer] = field(default_factory=dict)
     bindings: dict[str, ModuleBufferBinding] = field(default_factory=dict)
@@ -88,7 +85,6 @@ class SegmentCallsBuilder:
         }
         self._roots: dict[int, Buffer] = {}
         self._parameters_begun: set[str] = set()
-        self._flats_begun: set[str] = set()
         self._name_counts: Counter[str] = Counter()
         self._ops: list[Op] = []
         self._deferred: list[Op] = []
@@ -98,24 +94,15 @@ class SegmentCallsBuilder:
             sites = TensorInfo(name="rng", dtype=DType.I64, shape=(self.captured.most_sites,))
             self._persistent("rng", sites, Role.RNG, Space.HOST)
 
-    @property
-    def is_accumulating(self) -> bool:
-        """Whether gradients and losses accumulate over several micro-steps."""
-        return self.options.micro_steps > 1 and self.evaluation is None
-
     def ops(self) -> list[Op]:
         """Every segment call, with the allocs before it and the releases after it."""
         last_use: dict[int, int] = {}
         saved: set[int] = set()
-        last_gradient: dict[str, int] = {}
         for at, call in enumerate(self.calls):
             for source in call.sources:
                 last_use[source.root] = at
                 if call.is_backward:
                     saved.add(source.root)
-            for sink in call.sinks:
-                if isinstance(sink, GradientSink):
-                    last_gradient[self._slots[sink.parameter][0].name] = at
         for at, call in enumerate(self.calls):
             arguments = tuple(self._argument(source) for source in call.sources)
             destinations = tuple(
@@ -137,8 +124,6 @@ class SegmentCallsBuilder:
                 if root in self._roots and last_use[root] == at
             ]
             self._ops += [Release(buffer=name, stream=COMPUTE) for name in released]
-            if self.is_accumulating:
-                self._finish(flat for flat in self.flats if last_gradient.get(flat.name) == at)
         return self._ops + self._deferred
 
     def _destination(self, at: int, sink: Sink, kind: TensorType, saved: set[int]) -> Destination:
@@ -153,10 +138,8 @@ class SegmentCallsBuilder:
                 view = View(region=whole(buffer), shape=kind.shape, stride=kind.stride)
                 return Destination(view=view)
             case LossSink():
-                mode = Mode.ACCUMULATE if self.is_accumulating else Mode.WRITE
                 loss = LOSS if self.evaluation is None else EVAL_LOSS
-                view = View(region=_region(loss, 0, 1), shape=(), stride=())
-                return Destination(view=view, mode=mode)
+                return Destination(view=View(region=_region(loss, 0, 1), shape=(), stride=()))
             case OutputSink(path=path):
                 info = TensorInfo(name=path, dtype=kind.dtype, shape=kind.shape)
                 target = self._persistent(output_buffer(path), info, Role.OUTPUT)
@@ -170,7 +153,6 @@ class SegmentCallsBuilder:
                 view = View(region=whole(target), shape=kind.shape, stride=stride)
                 return Destination(view=view)
             case GradientSink(parameter=name):
-                self._begin(name)
                 return self._gradient(name)
 
     def _temporary_name(self, call: SegmentCall, *, is_saved: bool) -> str:
@@ -269,32 +251,6 @@ class SegmentCallsBuilder:
                 holds=NamedContent(name=name),
             )
         return self.buffers[name]
-
-    def _begin(self, parameter: str) -> None:
-        """With several micro-steps, allocate a flat's gradient and fill it with zeros before its first contribution."""
-        flat, _ = self._slots[parameter]
-        if not self.is_accumulating or flat.name in self._flats_begun:
-            return
-        self._flats_begun.add(flat.name)
-        name = f"{flat.name}.grad"
-        region = _region(name, 0, flat.padded_numel)
-        self._ops += [
-            Alloc(buffer=name, stream=COMPUTE),
-            Fill(destination=region, value=0.0, stream=COMPUTE),
-        ]
-
-    def _finish(self, flats: Iterable[Flat]) -> None:
-        """With several micro-steps, add complete gradients of flats to the FP32 sums and release them."""
-        for flat in flats:
-            self._ops += [
-                Cast(
-                    source=_region(f"{flat.name}.grad", 0, flat.padded_numel),
-                    destination=_region(f"{flat.name}.grad_sum", 0, flat.padded_numel),
-                    mode=Mode.ACCUMULATE,
-                    stream=COMPUTE,
-                ),
-                Release(buffer=f"{flat.name}.grad", stream=COMPUTE),
-            ]
 
     def _gradient(self, parameter: str) -> Destination:
         flat, slot = self._slots[parameter]

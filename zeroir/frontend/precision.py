@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from zeroir.errors import UserError
+from zeroir.torch_ops.batches import Batch, with_tensors
 
 T = TypeVar("T")
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -64,6 +65,11 @@ def cast_floating(value: T, dtype: torch.dtype) -> T:
         Tensor, lambda x: x.to(dtype) if x.dtype.is_floating_point else x, value
     )
     return result
+
+
+def with_floats_cast(batch: Batch, dtype: torch.dtype) -> Batch:
+    """A batch of the same types with all floating tensors cast to one dtype."""
+    return with_tensors(batch, lambda x: x.to(dtype) if x.dtype.is_floating_point else x)
 
 
 def _fp32_modules(module: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:

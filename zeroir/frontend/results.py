@@ -96,9 +96,7 @@ def _tensors(source: ModelSource, value: object, path: str) -> Iterator[tuple[st
     if isinstance(value, Tensor):
         kind = undense_kind(value)
         if kind is not None:
-            raise UserError(
-                f"{what} have {kind} at {path or 'the top'}; outputs are dense tensors."
-            )
+            raise UserError(f"{what} have {kind} at {path or 'their top'}: return dense tensors.")
         yield path, value
         return
     try:
@@ -107,8 +105,8 @@ def _tensors(source: ModelSource, value: object, path: str) -> Iterator[tuple[st
         raise UserError(f"{what} {error}.") from None
     if parts is None:
         raise UserError(
-            f"{what} have a {type(value).__name__} at {path or 'the top'}; outputs are tensors, in dicts, lists, tuples "
-            "or dataclasses."
+            f"{what} have a {type(value).__name__} at {path or 'their top'}: return tensors, in dicts, lists, tuples or "
+            "dataclasses."
         )
     for step, part in parts:
         yield from _tensors(source, part, path + step)

@@ -6,19 +6,22 @@ from collections.abc import Sequence
 from typing import Final
 
 from zeroir.config import CompileOptions
+from zeroir.frontend.parameter_groups import ParameterGroup
 from zeroir.ir.buffers import Buffer, Region, Role, Space
-from zeroir.ir.contents import NamedContent
+from zeroir.ir.contents import EMA, MASTER, PARAM, NamedContent
 from zeroir.ir.dtypes import DType
 from zeroir.ir.mesh import COMPUTE
 from zeroir.ir.ops import (
     Alloc,
+    Average,
     Cast,
     CheckFinite,
     Decide,
-    Fill,
     GradNorm,
+    GroupSettings,
     Op,
     OptimizerStep,
+    Refill,
     Release,
     UpdateScale,
 )
@@ -32,18 +35,21 @@ EVAL_LOSS: Final = "eval_loss"
 
 
 def scalars(
-    options: CompileOptions, *, has_evaluation: bool
+    options: CompileOptions, groups: Sequence[ParameterGroup], *, has_evaluation: bool
 ) -> tuple[tuple[Buffer, ScalarBinding], ...]:
     """The scalar buffers that a program with these options needs, with their values before the first step."""
     is_scaling = options.precision == "fp16"
-    scale = options.initial_loss_scale if is_scaling else 1.0
-    hysteresis = float(options.loss_scale_hysteresis) if is_scaling else 0.0
+    scale = options.first_loss_scale
+    hysteresis = float(options.loss_scale_hysteresis) if options.has_dynamic_loss_scale else 0.0
     items = [
         _scalar(LOSS, (0.0,)),
         _scalar("loss_scale", (scale, 0.0, hysteresis)),
         _scalar("step", (0.0,)),
-        _scalar("lr", (options.lr,), DType.F64),
-        _scalar("hyper", options.hyper, DType.F64, Space.HOST),
+        *(_scalar(group.lr_buffer, (group.options.lr,), DType.F64) for group in groups),
+        *(
+            _scalar(group.hyper_buffer, group.options.hyper, DType.F64, Space.HOST)
+            for group in groups
+        ),
         _scalar("gradient_divisor", (1.0,)),
     ]
     if is_scaling:
@@ -68,10 +74,11 @@ def _scalar(
     return buffer, ScalarBinding(buffer=name, values=values)
 
 
-def update_body(flats: Sequence[Flat], options: CompileOptions) -> tuple[Op, ...]:
+def update_body(
+    flats: Sequence[Flat], options: CompileOptions, groups: Sequence[ParameterGroup]
+) -> tuple[Op, ...]:
     """Decide whether the step is skipped, then update flat by flat; ``flats`` are the trainable ones."""
-    suffix = "grad_sum" if options.micro_steps > 1 else "grad"
-    gradients = tuple(_whole(flat, suffix) for flat in flats)
+    gradients = tuple(_whole(flat, "grad") for flat in flats)
     is_scaling = options.precision == "fp16"
     skip = _first("skip") if is_scaling else None
     ops: list[Op] = []
@@ -83,7 +90,7 @@ def update_body(flats: Sequence[Flat], options: CompileOptions) -> tuple[Op, ...
         Decide(
             step=_first("step"),
             gradient_divisor=_first("gradient_divisor"),
-            divisor=options.micro_steps,
+            divisor=1,
             overflow=_first("overflow") if is_scaling else None,
             norm=None if options.clip is None else _first("norm"),
             loss_scale=_first("loss_scale") if is_scaling else None,
@@ -93,56 +100,82 @@ def update_body(flats: Sequence[Flat], options: CompileOptions) -> tuple[Op, ...
         )
     )
     for flat, gradient in zip(flats, gradients, strict=True):
-        ops += _update(flat, gradient, skip, options)
-    if is_scaling:
+        names = {slot.name for slot in flat.slots}
+        own_groups = [group for group in groups if not names.isdisjoint(group.parameters)]
+        ops += _update(flat, gradient, skip, options, own_groups)
+    if options.has_dynamic_loss_scale:
         ops.append(
             UpdateScale(
                 state=Region(buffer="loss_scale", offset=0, numel=3),
                 skip=_first("skip"),
                 stream=COMPUTE,
                 window=options.loss_scale_window,
+                factor=options.loss_scale_factor,
                 hysteresis=options.loss_scale_hysteresis,
                 minimum=options.minimum_loss_scale,
+                refill=Refill.STEP if options.consecutive_hysteresis else Refill.WINDOW,
             )
         )
-    if options.micro_steps > 1:
-        ops.append(Fill(destination=_first(LOSS), value=0.0, stream=COMPUTE))
     return tuple(ops)
 
 
-def _update(flat: Flat, gradient: Region, skip: Region | None, options: CompileOptions) -> list[Op]:
+def _update(
+    flat: Flat,
+    gradient: Region,
+    skip: Region | None,
+    options: CompileOptions,
+    groups: Sequence[ParameterGroup],
+) -> list[Op]:
+    """The update of a flat, whose parameters are in these groups, all with one algorithm."""
     is_low = flat.dtype.is_low_precision
-    is_summed = options.micro_steps > 1
-    is_widened = is_low and not is_summed
     wide = _whole(flat, "grad32")
+    trained = _whole(flat, MASTER if is_low else PARAM)
     ops: list[Op] = []
-    if is_widened:
+    if is_low:
         ops += [
             Alloc(buffer=wide.buffer, stream=COMPUTE),
             Cast(source=gradient, destination=wide, stream=COMPUTE),
         ]
+    first, *others = (
+        GroupSettings(
+            group=group.name,
+            lr=_first(group.lr_buffer),
+            hyper=Region(buffer=group.hyper_buffer, offset=0, numel=len(group.options.hyper)),
+        )
+        for group in groups
+    )
+    algorithm = groups[0].options.optimizer
     ops.append(
         OptimizerStep(
-            algorithm=options.optimizer,
-            param=_whole(flat, "master" if is_low else "param"),
-            grad=wide if is_widened else gradient,
-            states=tuple(_whole(flat, state) for state in options.optimizer.state_names),
+            algorithm=algorithm,
+            param=trained,
+            grad=wide if is_low else gradient,
+            states=tuple(_whole(flat, state) for state in algorithm.state_names),
             step=_first("step"),
-            lr=_first("lr"),
-            hyper=Region(buffer="hyper", offset=0, numel=len(options.hyper)),
+            lr=first.lr,
+            hyper=first.hyper,
             gradient_divisor=_first("gradient_divisor"),
             skip=skip,
+            group=first.group,
+            others=tuple(others),
             stream=COMPUTE,
         )
     )
-    if is_low:
+    if options.ema is not None:
         ops.append(
-            Cast(source=_whole(flat, "master"), destination=_whole(flat, "param"), stream=COMPUTE)
+            Average(
+                param=trained,
+                average=_whole(flat, EMA),
+                decay=options.ema,
+                skip=skip,
+                stream=COMPUTE,
+            )
         )
-    if is_widened:
-        ops.append(Release(buffer=wide.buffer, stream=COMPUTE))
-    if is_summed:
-        ops.append(Fill(destination=gradient, value=0.0, stream=COMPUTE))
+    if is_low:
+        ops += [
+            Cast(source=_whole(flat, "master"), destination=_whole(flat, "param"), stream=COMPUTE),
+            Release(buffer=wide.buffer, stream=COMPUTE),
+        ]
     return ops
 
 

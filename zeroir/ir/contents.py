@@ -18,6 +18,8 @@ from enum import StrEnum
 PARAM = "param"
 MASTER = "master"
 GRAD = "grad"
+EMA = "ema"
+"""The exponential moving average of the parameters."""
 
 
 class Micro(StrEnum):
@@ -36,10 +38,10 @@ class Micro(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlatContent:
-    """Elements of a flat: parameters, master weights, gradients, or an optimizer state such as ``exp_avg``.
+    """Elements of a flat: parameters, master weights, gradients, averages, or an optimizer state such as ``exp_avg``.
 
-    ``version`` counts the updates since the step began (parameters, masters, states). ``reduced`` names the mesh
-    axes over which a gradient has been summed, in mesh order, and ``micro`` the micro-steps it holds. Padding, the
+    ``version`` counts the updates since the step began (parameters, masters, averages, states). ``reduced`` names the
+    mesh axes over which a gradient has been summed, in mesh order, and ``micro`` the micro-steps it holds. Padding, the
     elements of a flat that belong to no parameter, is zero in every quantity.
     """
 
@@ -68,4 +70,16 @@ class Zeros:
     """Every element is zero: a gradient to which nothing has contributed yet."""
 
 
-Content = FlatContent | NamedContent | Zeros
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightContent:
+    """One number: the sum of the weights of the micro-batches of some micro-steps, over the ranks of some mesh axes.
+
+    ``micro`` and ``reduced`` have the meaning that they have for a gradient: each gradient is the sum of one
+    contribution per micro-step, multiplied with its weight, so the sum of the same weights is its divisor.
+    """
+
+    micro: Micro
+    reduced: tuple[str, ...] = ()
+
+
+Content = FlatContent | NamedContent | Zeros | WeightContent

@@ -46,18 +46,35 @@ class Reduction(StrEnum):
     MAX = "max"
 
 
+class Refill(StrEnum):
+    """The moment at which the hysteresis of loss scaling is restored.
+
+    ``WINDOW``: when the scale grows. ``STEP``: after every step without overflow, so that only consecutive overflows
+    count (DeepSpeed's ``consecutive_hysteresis``).
+    """
+
+    WINDOW = "window"
+    STEP = "step"
+
+
 class Algorithm(StrEnum):
-    """Element-wise optimizers, each with torch's semantics of the same name."""
+    """Optimizers, each with torch's semantics of the same name, and Lion (arXiv 2302.06675, algorithm 2)."""
 
     SGD = "sgd"
     MOMENTUM = "momentum"
     ADAM = "adam"
     ADAMW = "adamw"
+    LION = "lion"
 
     @property
     def state_names(self) -> tuple[str, ...]:
         """The FP32 states kept per parameter, named as torch.optim names them."""
         return _STATE_NAMES[self]
+
+    @property
+    def hyper_names(self) -> tuple[str, ...]:
+        """The elements of ``OptimizerStep.hyper``, in order."""
+        return _HYPER_NAMES[self]
 
 
 _STATE_NAMES = {
@@ -65,6 +82,15 @@ _STATE_NAMES = {
     Algorithm.MOMENTUM: ("momentum_buffer",),
     Algorithm.ADAM: ("exp_avg", "exp_avg_sq"),
     Algorithm.ADAMW: ("exp_avg", "exp_avg_sq"),
+    Algorithm.LION: ("exp_avg",),
+}
+
+_HYPER_NAMES = {
+    Algorithm.SGD: ("momentum", "dampening", "nesterov", "weight_decay"),
+    Algorithm.MOMENTUM: ("momentum", "dampening", "nesterov", "weight_decay"),
+    Algorithm.ADAM: ("beta1", "beta2", "eps", "weight_decay"),
+    Algorithm.ADAMW: ("beta1", "beta2", "eps", "weight_decay"),
+    Algorithm.LION: ("beta1", "beta2", "weight_decay"),
 }
 
 
@@ -349,20 +375,22 @@ class Decide(Update):
     """Take the one decision of an update, alike on every rank, and advance the step count.
 
     ``overflow`` (f32[1], from check_finite) and ``norm`` (f32[1], a sum of squares of scaled, summed gradients) are
-    global by now, or None where the program does not need them. With S = ``divisor`` × the loss scale
-    (``loss_scale[0]``, 1 when None):
+    global by now, or None where the program does not need them. With S = ``divisor`` × ``weight`` × the loss scale
+    (``loss_scale[0]``; either is 1 when None):
 
-    * ``skip`` (f32[1], only with ``overflow``): 1 when overflow > 0, else 0;
+    * ``skip`` (f32[1], with ``overflow`` or ``weight`` alone): 1 when overflow > 0 or the weight is 0, else 0;
     * ``gradient_divisor`` (f32[1]): S / c, with c = min(1, max_norm / (sqrt(norm) / S + 1e-6)) when ``max_norm`` is
       given, as torch.nn.utils.clip_grad_norm_ has it, else 1;
     * ``step`` (f32[1]): + 1 − skip.
 
-    ``divisor`` = world size × micro-steps.
+    ``weight`` (f32[1]) is the sum of the weights of the step's micro-batches. ``divisor`` is the size of the mesh axes
+    that it is not summed over: the world size where each rank counts its own micro-steps, 1 where the weights of all
+    ranks are summed. Without ``weight``, ``divisor`` is the world size × the number of micro-steps.
     """
 
     syntax = (
         "step={step} gradient_divisor={gradient_divisor} divisor={divisor} [overflow={overflow}] [norm={norm}]"
-        " [loss_scale={loss_scale}] [skip={skip}] [max_norm={max_norm}]"
+        " [loss_scale={loss_scale}] [skip={skip}] [max_norm={max_norm}] [weight={weight}]"
     )
 
     step: Accumulated[Region]
@@ -374,6 +402,7 @@ class Decide(Update):
     loss_scale: Read[Region] | None = None
     skip: Written[Region] | None = None
     max_norm: Attribute[float] | None = None
+    weight: Read[Region] | None = None
     event: Signalled[str] | None = None
 
 
@@ -395,9 +424,8 @@ class OptimizerStep(Update):
     ``grad`` is used up: torch's fused kernels store the divided gradient there, and nothing may read it afterwards.
 
     ``states`` are in the order of ``algorithm.state_names``. ``lr`` is a one-element f64 region on the device,
-    ``hyper`` an f64 region on the host: (momentum, dampening, nesterov, weight_decay) for sgd and momentum,
-    (beta1, beta2, eps, weight_decay) for adam and adamw. Where ``skip`` is 1 nothing changes. ``step`` is the count
-    that ``decide`` advanced.
+    ``hyper`` an f64 region on the host with the values of ``algorithm.hyper_names``. Where ``skip`` is 1 nothing
+    changes. ``step`` is the count that ``decide`` advanced.
 
     ``lr`` and ``hyper`` are those of ``group``, and ``others`` those of other groups. Each element is updated with the
     settings of the group whose intervals (``Program.groups``) contain it; without groups, all with the first. An
@@ -433,15 +461,40 @@ class OptimizerStep(Update):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Average(Update):
+    """Move the moving average of parameters one step: ``average`` × decay + ``param`` × (1 − decay).
+
+    Both are f32 of one numel, and ``param`` are the parameters that this step's ``optimizer_step`` left. Each of the
+    three operations rounds by itself, as in ``torch.optim.swa_utils.get_ema_avg_fn``. Where ``skip`` is 1 nothing
+    changes.
+    """
+
+    syntax = "{param} -> {average} [skip={skip}] | decay={decay}"
+    participle = "averaged"
+    same_elements = ("param", "average")
+
+    param: Read[Region]
+    average: Accumulated[Region]
+    decay: Attribute[float]
+    stream: StreamName[str]
+    skip: Read[Region] | None = None
+    event: Signalled[str] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateScale(Update):
     """Dynamic loss scaling: ``state`` is f32[3] = (scale, steps since the last change, hysteresis left).
 
     On overflow (skip = 1): with hysteresis left ≤ 1 the scale becomes max(scale / factor, minimum), else the
     hysteresis drops by one; the step counter restarts. Otherwise after ``window`` steps without overflow the scale
-    grows by ``factor`` and the hysteresis is restored. These are DeepSpeed's semantics.
+    grows by ``factor`` and the hysteresis is restored, earlier where ``refill`` says so. These are DeepSpeed's
+    semantics. Where ``weight`` (f32[1]) is given and 0, the step was skipped because it has no data: nothing changes.
     """
 
-    syntax = "{state} skip={skip} window={window} factor={factor} hysteresis={hysteresis} minimum={minimum}"
+    syntax = (
+        "{state} skip={skip} window={window} factor={factor} hysteresis={hysteresis} minimum={minimum}"
+        " [refill={refill}] [weight={weight}]"
+    )
 
     state: Accumulated[Region]
     skip: Read[Region]
@@ -450,6 +503,8 @@ class UpdateScale(Update):
     factor: Attribute[float] = 2.0
     hysteresis: Attribute[int] = 2
     minimum: Attribute[float] = 1.0
+    refill: Attribute[Refill] = Refill.WINDOW
+    weight: Read[Region] | None = None
     event: Signalled[str] | None = None
 
 
@@ -512,7 +567,7 @@ class Store(Transfer):
 MemoryOp = Alloc | Release
 CollectiveOp = AllGather | Prefetch | ReduceScatter | AllReduce | Broadcast
 ElementwiseOp = Cast | Fill | Scale
-UpdateOp = GradNorm | CheckFinite | Decide | OptimizerStep | UpdateScale
+UpdateOp = GradNorm | CheckFinite | Decide | OptimizerStep | Average | UpdateScale
 TransferOp = ToHost | ToDevice | Load | Store
 Op = MemoryOp | CollectiveOp | Wait | Compute | ElementwiseOp | UpdateOp | TransferOp
 """Every op there is. Handle it with ``match`` over kinds or ops, and ``assert_never``."""

@@ -1,8 +1,8 @@
 """Where the tensors of an evaluation stand in the user's outputs, as text: ``['logits']``, ``(1)['hidden'][0]``.
 
-A path is a sequence of steps from the outside in, and says itself what each container is: ``['key']`` a dict, ``[0]`` a
-list, ``(0)`` a tuple and ``.name`` an object with attributes. So the paths alone give the outputs their structure again,
-without the user's classes. The empty path stands for outputs that are one tensor.
+A path is a sequence of steps from the outside in, and says itself what each container is: ``['key']`` a dict, ``[0]``
+a list, ``(0)`` a tuple and ``.name`` an object with attributes. So the paths alone give the outputs their structure
+again, without the user's classes. The empty path stands for outputs that are one tensor.
 """
 
 from __future__ import annotations

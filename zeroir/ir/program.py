@@ -1,9 +1,9 @@
 """A program: one SPMD training step for every rank of a mesh, as plain data.
 
 A program is header (mesh, communicators, streams, bounds), flats (where each parameter stands), buffers, segments,
-sections, the bindings to the outside world (inputs, outputs, module buffers, optimizer groups, losses), and how it came about
-(options, pass specs, fingerprint of the model). The order of every tuple is part of the program, and its text is
-canonical.
+sections, the bindings to the outside world (inputs, outputs, module buffers, optimizer groups, losses, weight), and how
+it came about (options, pass specs, fingerprint of the model). The order of every tuple is part of the program, and its
+text is canonical.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ UPDATE: Final = "update"
 EVALUATE: Final = "evaluate"
 SECTION_NAMES: Final = (MICRO_STEP, LAST_MICRO_STEP, UPDATE, EVALUATE)
 """A training step is ``micro_step`` k − 1 times, ``last_micro_step``, ``update``. ``micro_step`` is absent when a
-program is made for k = 1; ``evaluate`` may run between steps, and leaves nothing behind but its loss and its outputs."""
+program is made for k = 1; ``evaluate`` may run between steps, and leaves only its loss and its outputs behind."""
 
 PARAMETER_ALIGNMENT_NUMEL: Final = 64
 """Each parameter starts on a multiple of this many elements of its flat, whatever the world size."""
@@ -100,6 +100,21 @@ class InputBinding:
     buffer: str
     dtype: DType
     shape: tuple[int, ...]
+
+
+Constant = bool | int | float | str | None
+"""A value in a batch that is no tensor."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConstantBinding:
+    """One constant of the batch that the model was traced with: where it stands, and its value.
+
+    The program computes what the model does with this value, so a batch with another one is refused.
+    """
+
+    path: str
+    value: Constant
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,7 +215,8 @@ class Section:
 class Program:
     """See the module's docstring. ``options`` and ``passes`` are for people and re-lowering, not for execution.
 
-    ``loss`` is the scalar that the micro-steps write or add to, ``eval_loss`` that which ``evaluate`` writes, f32[1].
+    ``loss`` names the buffer of this rank's loss in a step, ``eval_loss`` that of an evaluation's, f32[1] both.
+    ``weight`` names the one that receives the weight of each micro-batch; without it each has the weight 1.
     """
 
     mesh: Mesh
@@ -213,11 +229,13 @@ class Program:
     sections: tuple[Section, ...] = ()
     inputs: tuple[InputBinding, ...] = ()
     outputs: tuple[OutputBinding, ...] = ()
+    batch_constants: tuple[ConstantBinding, ...] = ()
     module_buffers: tuple[ModuleBufferBinding, ...] = ()
     scalars: tuple[ScalarBinding, ...] = ()
     groups: tuple[OptimizerGroup, ...] = ()
     loss: str | None = None
     eval_loss: str | None = None
+    weight: str | None = None
     options: tuple[tuple[str, str], ...] = ()
     passes: tuple[str, ...] = ()
     fingerprint: str = ""

@@ -168,12 +168,15 @@ def render_estimate(estimate: Estimate) -> RenderableType:
     low, high = states_per_parameter(options.optimizer)
     per, optimizer = options.itemsize_bytes, estimate.optimizer_bytes_per_parameter
     states = f"{low}" if low == high else f"{low} to {high}"
-    # Bytes beyond the states of the optimizer are those of the master weight.
-    master = ", and the FP32 master weight" if optimizer > 4 * high else ""
+    # Bytes beyond the states of the optimizer and the average are those of the master weight.
+    kept = high + int(options.ema)
+    beside = ["the FP32 master weight"] if optimizer > 4 * kept else []
+    beside += ["an average"] if options.ema else []
+    also = "".join(f", and {what}" for what in beside)
     grid = facts_table()
     grid.add_row("parameters", f"{options.params:,.0f}, {options.precision}")
     grid.add_row("ranks", f"{options.world_size:,}")
-    grid.add_row("optimizer", f"{options.optimizer}: {states} FP32 numbers a parameter{master}")
+    grid.add_row("optimizer", f"{options.optimizer}: {states} FP32 numbers a parameter{also}")
     grid.add_row(
         "a parameter takes", f"{per} + {per} + {optimizer} bytes (weight, gradient, optimizer)"
     )

@@ -10,7 +10,7 @@ from typing import Final
 from zeroir.ir.allowlist import refusal
 from zeroir.ir.bounds import AheadBound, BehindBound
 from zeroir.ir.buffers import Buffer, Region, whole
-from zeroir.ir.contents import GRAD, MASTER, Content, FlatContent
+from zeroir.ir.contents import GRAD, MASTER, Content, FlatContent, Micro, WeightContent
 from zeroir.ir.mesh import HOST
 from zeroir.ir.program import (
     PARAMETER_ALIGNMENT_NUMEL,
@@ -145,6 +145,9 @@ def _offset_problem(buffer: Buffer) -> str | None:
 
 def _content_problem(program: Program, content: Content, numel: int) -> str | None:
     """Why a region of ``numel`` local elements cannot hold the content."""
+    if isinstance(content, WeightContent):
+        is_on_mesh = all(program.mesh.has_axis(axis) for axis in content.reduced)
+        return None if is_on_mesh else "is reduced over an undeclared axis"
     if not isinstance(content, FlatContent):
         return None
     flat = program.flat_by_name.get(content.flat)
@@ -206,6 +209,11 @@ def _bindings(program: Program) -> Problems:
         bound.append(("the loss", program.loss))
     if program.eval_loss is not None:
         bound.append(("the loss of an evaluation", program.eval_loss))
+    if program.weight is not None:
+        bound.append(("the weight", program.weight))
+        weight = program.buffer_by_name.get(program.weight)
+        if weight is not None and weight.holds != WeightContent(micro=Micro.CURRENT):
+            yield "Z008", f"the weight is bound to %{weight.name}, which rests with another content"
     for what, name in bound:
         if name not in program.buffer_by_name:
             yield "Z001", f"{what} is bound to the undeclared buffer %{name}"
@@ -230,11 +238,10 @@ def _groups(program: Program) -> Problems:
             elif not 0 <= start <= stop <= flat.padded_numel:
                 yield "Z003", f"group {group.name} goes beyond flat {name}"
             elif start % PARAMETER_ALIGNMENT_NUMEL or stop % PARAMETER_ALIGNMENT_NUMEL:
-                yield (
-                    "Z003",
-                    f"group {group.name} cuts {name}[{start}:{stop}] off the {PARAMETER_ALIGNMENT_NUMEL} elements "
-                    "that kernels take at a time, which changes the rounding",
-                )
+                cut = f"group {group.name} cuts {name}[{start}:{stop}] off the"
+                numel = PARAMETER_ALIGNMENT_NUMEL
+                what = f"{cut} {numel} elements that kernels take at a time"
+                yield "Z003", f"{what}, which changes the rounding"
             intervals.append((name, start, stop, group.name))
     intervals.sort()
     for (name, _, stop, group_name), (next_name, start, _, next_group) in pairwise(intervals):

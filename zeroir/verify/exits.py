@@ -11,7 +11,16 @@ from dataclasses import replace
 
 from zeroir.ir import ops
 from zeroir.ir.buffers import Buffer, Region, Role, whole
-from zeroir.ir.contents import GRAD, PARAM, Content, FlatContent, Micro, NamedContent, Zeros
+from zeroir.ir.contents import (
+    GRAD,
+    PARAM,
+    Content,
+    FlatContent,
+    Micro,
+    NamedContent,
+    WeightContent,
+    Zeros,
+)
 from zeroir.ir.program import EVALUATE, LAST_MICRO_STEP, MICRO_STEP, UPDATE, Holding
 from zeroir.verify import algebra
 from zeroir.verify.context import last_touch, spell
@@ -33,7 +42,7 @@ from zeroir.verify.domain import (
     spread,
     unpack,
 )
-from zeroir.verify.gradients import is_zero, measure
+from zeroir.verify.gradients import is_zero, measure, weight_problem
 from zeroir.verify.interpreter import SectionRun
 
 
@@ -124,6 +133,8 @@ def _check(
             _check_flat(run, region, pieces, content)
         case NamedContent():
             _check_named(run, region, pieces, content)
+        case WeightContent():
+            _check_weight(run, region, pieces, content)
         case Zeros():
             wrong = next(
                 (v for _, _, v in pieces if not is_zero(v) and not algebra.is_poisoned(v)), None
@@ -207,6 +218,25 @@ def _check_gradient(
     if problem is not None:
         sentence = f"breaks its contract: {problem.sentence}"
         _fail(run, problem.code, region, sentence, problem.advice)
+
+
+def _check_weight(
+    run: SectionRun, region: Region, pieces: PieceList, content: WeightContent
+) -> None:
+    micro, section = content.micro, run.section.name
+    if micro is Micro.STALE:
+        return
+    if section == UPDATE and micro is Micro.PAST:
+        if any(not isinstance(v, Zero | Poison) for _, _, v in pieces):
+            _fail(run, "Z402", region, "should be 0 again for the next step")
+        return
+    if section == MICRO_STEP and micro is Micro.PAST:
+        micro = Micro.ALL
+    for _, _, value in pieces:
+        problem = weight_problem(run, value, micro, run.layout.reduced(content))
+        if problem is not None:
+            sentence = f"breaks its contract: {problem.sentence}"
+            _fail(run, problem.code, region, sentence, problem.advice)
 
 
 def _check_stale(run: SectionRun, region: Region, on_flat: PieceList, flat: str) -> None:
@@ -296,7 +326,7 @@ def _check_scalars(run: SectionRun) -> None:
 
 
 def _check_reported(run: SectionRun) -> None:
-    """After the update the engine reports the decision's norm and skip flag, so nothing may overwrite these."""
+    """After the update the engine reports the decision's norm, weight and skip flag: nothing may overwrite these."""
     for region, decided in run.reported.items():
         now = run.memory.read(region)
         if now != decided and not any(algebra.is_poisoned(value) for *_, value in now):

@@ -66,6 +66,7 @@ def _names(program: Program) -> Iterator[str]:
         ("an operator", (node.op for segment in program.segments for node in segment.nodes)),
         ("an input", (binding.path for binding in program.inputs)),
         ("an output", (binding.path for binding in program.outputs)),
+        ("a constant", (binding.path for binding in program.batch_constants)),
         ("a module buffer", (binding.name for binding in program.module_buffers)),
         ("a group", (group.name for group in program.groups)),
     )

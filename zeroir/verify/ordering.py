@@ -310,8 +310,8 @@ class Ordering:
     def _leave_host(self, carried: Carried) -> None:
         """The host does not wait for ops that are under way at a joint, so these must not use its buffers.
 
-        The host reads scalars and outputs. Before a micro-step it writes inputs and seeds, and between steps the user may change
-        scalars, such as the learning rate.
+        The host reads scalars and outputs. Before a micro-step it writes inputs and seeds, and between steps the user
+        may change scalars, such as the learning rate.
         """
         op_effects, name = carried.effects, self.section.name
         written = (*op_effects.writes, *op_effects.accumulates)

@@ -19,7 +19,17 @@ from dataclasses import replace
 from typing import assert_never
 
 from zeroir.ir.buffers import Buffer, Role, whole
-from zeroir.ir.contents import GRAD, MASTER, PARAM, Content, FlatContent, Micro, NamedContent, Zeros
+from zeroir.ir.contents import (
+    GRAD,
+    MASTER,
+    PARAM,
+    Content,
+    FlatContent,
+    Micro,
+    NamedContent,
+    WeightContent,
+    Zeros,
+)
 from zeroir.ir.dtypes import DType
 from zeroir.ir.output_paths import OutputPathError, structured
 from zeroir.ir.program import (
@@ -44,7 +54,7 @@ _BOUND_TO = {
     Role.CONSTANT: MODULE_BUFFER,
     Role.SCALAR: INITIAL,
 }
-"""The binding of buffers of each role. The engine draws seeds for ``rng`` itself, and clears outputs and other scalars."""
+"""The binding of buffers of each role. The engine draws seeds for ``rng``, and clears outputs and other scalars."""
 
 
 Problems = Iterator[tuple[str, str]]
@@ -60,6 +70,10 @@ def provenance_problems(program: Program) -> Problems:
     for buffer in program.buffers:
         for sentence in _role_problems(buffer, kinds.get(buffer.name)):
             yield "Z008", f"buffer %{buffer.name} {sentence}"
+        if isinstance(buffer.holds, WeightContent) and buffer.holds.micro is Micro.CURRENT:
+            problem = _weight_problem(program, buffer)
+            if problem is not None:
+                yield "Z402", f"buffer %{buffer.name} {problem}"
         if isinstance(buffer.holds, NamedContent):
             home = homes.setdefault(buffer.holds.name, buffer.name)
             if home != buffer.name:
@@ -71,12 +85,12 @@ def provenance_problems(program: Program) -> Problems:
                 held = program.buffer_by_name.get(holding.region.buffer)
                 if held is None:
                     continue
-                problem = _holding_problem(
+                why = _holding_problem(
                     held, holding, is_between_steps=_is_between_steps(section, state)
                 )
-                if problem is not None:
+                if why is not None:
                     where = spell(holding.region, program)
-                    yield "Z008", f"in a state of {section.name} {where} {problem}"
+                    yield "Z008", f"in a state of {section.name} {where} {why}"
 
 
 def _is_between_steps(section: Section, state: State) -> bool:
@@ -132,7 +146,13 @@ def _binding_problems(program: Program) -> Problems:
             yield "Z002", f"{what} is bound to %{name}, which {filled[name]} fills already"
         filled.setdefault(name, what)
     for names, kind in (
-        ([given.path for given in program.inputs], "input"),
+        (
+            [
+                *(given.path for given in program.inputs),
+                *(constant.path for constant in program.batch_constants),
+            ],
+            "input",
+        ),
         ([held.name for held in program.module_buffers], "module buffer"),
     ):
         for name, count in Counter(names).items():
@@ -173,7 +193,14 @@ def _role_problems(buffer: Buffer, bound: str | None) -> Iterator[str]:
     if role is Role.RNG and buffer.dtype is not DType.I64:
         yield f"has the role {role}, whose seeds are i64, but elements of {buffer.dtype}"
     is_named = role is Role.RNG or wanted is not None
-    if is_named and not isinstance(holds, NamedContent):
+    if isinstance(holds, WeightContent):
+        if role is not Role.SCALAR:
+            yield f"rests with a weight, which only a scalar does, but has the role {role}"
+        if holds.micro is Micro.ALL or (holds.micro is Micro.CURRENT and holds.reduced):
+            yield "rests with a sum of weights that no micro-step has made yet"
+        if (buffer.dtype, buffer.numel) != (DType.F32, 1):
+            yield f"rests with a weight, which is f32[1], but is {buffer.dtype}[{buffer.numel}]"
+    elif is_named and not isinstance(holds, NamedContent):
         yield f"has the role {role}, but rests with no value of its own (`= value NAME`)"
     if isinstance(holds, NamedContent) and not is_named:
         yield f"rests with the value {holds.name}, but nothing gives a buffer of role {role} that value"
@@ -192,21 +219,38 @@ def _role_problems(buffer: Buffer, bound: str | None) -> Iterator[str]:
         yield f"rests with a gradient of {holds.micro} micro-steps: before a step there is none"
 
 
+def _weight_problem(program: Program, buffer: Buffer) -> str | None:
+    """Why a buffer does not rest with the weight of each micro-batch: the host writes it, or it is 1 for ever."""
+    if program.weight is not None:
+        if buffer.name == program.weight:
+            return None
+        return f"rests with the weight of a micro-batch, which the host writes to %{program.weight}"
+    values = next((s.values for s in program.scalars if s.buffer == buffer.name), (0.0,))
+    if values == (1.0,):
+        return None
+    return f"rests with the weight of a micro-batch, which is 1, but begins with {values[0]:g}"
+
+
 def _holding_problem(buffer: Buffer, holding: Holding, *, is_between_steps: bool) -> str | None:
     """Why no memory holds what a holding says."""
     content, rest = holding.content, buffer.holds
+    if isinstance(content, WeightContent) and content.micro is Micro.CURRENT and content != rest:
+        return "holds the weight of the present micro-batch, which only its own buffer holds"
     if isinstance(content, NamedContent):
         is_home = isinstance(rest, NamedContent) and rest.name == content.name
         if not is_home or holding.region != whole(buffer):
             return f"holds the value {content.name}, which only its own buffer holds"
     if not is_between_steps:
         return None
-    if not isinstance(content, Zeros) and content.version:
+    if isinstance(content, NamedContent | FlatContent) and content.version:
         return "holds a later version between two steps, where every version is 0"
     if _is_cleared(content):
         is_gradient = isinstance(rest, Zeros) or getattr(rest, "quantity", None) == GRAD
-        is_true = is_gradient or not buffer.is_persistent
+        is_sum = isinstance(rest, WeightContent) and rest.micro is not Micro.CURRENT
+        is_true = is_gradient or is_sum or not buffer.is_persistent
     else:
+        if isinstance(content, WeightContent) and content.micro is Micro.ALL:
+            return "holds the weight of a step between two steps, where there is none"
         if isinstance(content, FlatContent) and content.quantity == GRAD:
             return f"holds a gradient of {content.micro} micro-steps between two steps, where there is none"
         is_true = not buffer.is_persistent or _entails(buffer, holding)
@@ -220,6 +264,8 @@ def _is_cleared(content: Content) -> bool:
     match content:
         case Zeros():
             return True
+        case WeightContent(micro=micro):
+            return micro in (Micro.PAST, Micro.STALE)
         case FlatContent(quantity=quantity, micro=micro):
             return quantity == GRAD and micro in (Micro.PAST, Micro.STALE)
         case NamedContent():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ from zeroir.ir.effects import effects
 from zeroir.ir.program import LAST_MICRO_STEP, UPDATE, Program
 from zeroir.verify.domain import Elements, Zero
 from zeroir.verify.interpreter import SectionRun
-from zeroir.verify.update import NORM_ORDER
+from zeroir.verify.update import NORM_ORDER, Stepped
 
 Runs = Mapping[str, SectionRun]
 """The computation of each section, by its name."""
@@ -61,9 +61,7 @@ def _header(program: Program, reference: Program) -> Iterator[Mismatch]:
             f"a step has {counts[0]} micro-steps, in the logical program {counts[1]}",
             advice=_CHANGE_BOTH,
         )
-    groups = [
-        [(g.name, g.algorithm, g.lr, g.hyper) for g in p.groups] for p in (program, reference)
-    ]
+    groups = [[(group.name, group.algorithm) for group in p.groups] for p in (program, reference)]
     if groups[0] != groups[1]:
         yield Mismatch(
             "the optimizer has other groups than in the logical program", advice=_CHANGE_BOTH
@@ -80,6 +78,7 @@ def _bindings(program: Program, reference: Program) -> Iterator[Mismatch]:
     for what, bound, expected in (
         ("input", _bound_inputs(program), _bound_inputs(reference)),
         ("output", _bound_outputs(program), _bound_outputs(reference)),
+        ("constant", _constants(program), _constants(reference)),
         ("module buffer", _bound_buffers(program), _bound_buffers(reference)),
     ):
         for name in sorted({*bound, *expected}):
@@ -106,6 +105,11 @@ def _bound_inputs(program: Program) -> Mapping[str, Hashable]:
 
 def _bound_outputs(program: Program) -> Mapping[str, Hashable]:
     return {b.path: (_held(program, b.buffer), b.dtype, b.shape) for b in program.outputs}
+
+
+def _constants(program: Program) -> Mapping[str, Hashable]:
+    """The constants by path, as their texts: True is not 1, and NaN is NaN."""
+    return {b.path: (type(b.value).__name__, repr(b.value)) for b in program.batch_constants}
 
 
 def _bound_buffers(program: Program) -> Mapping[str, Hashable]:
@@ -250,25 +254,45 @@ class _ParameterStep(NamedTuple):
     line: int
 
 
+_Steps = Mapping[str, Sequence[_ParameterStep]]
+"""The steps of each parameter, by its name."""
+
+
 def _optimizer_steps(runs: Runs, expected: Runs) -> Iterator[Mismatch]:
-    """The algorithm and the hyper-parameters of each element's optimizer step."""
-    steps, expected_steps = _steps(runs), _steps(expected)
+    """The algorithm and the hyper-parameters of each element's optimizer step, and the decay of its average."""
+    yield from _differing(
+        _steps({name: run.steps for name, run in runs.items()}),
+        _steps({name: run.steps for name, run in expected.items()}),
+        "updated by another algorithm or other hyper-parameters",
+    )
+    yield from _differing(
+        _steps({name: run.averages for name, run in runs.items()}),
+        _steps({name: run.averages for name, run in expected.items()}),
+        "averaged with another decay",
+    )
+
+
+def _differing(steps: _Steps, expected_steps: _Steps, treated: str) -> Iterator[Mismatch]:
+    """The parameters that are ``treated`` otherwise than in the logical program."""
     for name in sorted({*steps, *expected_steps}):
         own = steps.get(name, [])
         if [step[:3] for step in own] != [step[:3] for step in expected_steps.get(name, [])]:
             yield Mismatch(
-                f"{name} is updated by another algorithm or other hyper-parameters than in the logical program",
+                f"{name} is {treated} than in the logical program",
                 own[0].section if own else UPDATE,
                 own[0].line if own else None,
                 _CHANGE_BOTH,
             )
 
 
-def _steps(runs: Runs) -> dict[str, list[_ParameterStep]]:
-    """The optimizer steps of each parameter in the order of its elements; adjoining ones with one setting are one."""
+def _steps(stepped: Mapping[str, Sequence[Stepped]]) -> _Steps:
+    """The steps of each parameter in the order of its elements; adjoining ones with one setting are one.
+
+    ``stepped`` are the steps of each section.
+    """
     steps: dict[str, list[_ParameterStep]] = {}
-    for section, run in runs.items():
-        for name, start, stop, setting, line in run.steps:
+    for section, section_steps in stepped.items():
+        for name, start, stop, setting, line in section_steps:
             own = _ParameterStep(start, stop, setting, section, line)
             steps.setdefault(name, []).append(own)
     return {name: _joined(sorted(own, key=lambda s: s[:2])) for name, own in steps.items()}

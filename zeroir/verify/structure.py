@@ -20,8 +20,6 @@ from zeroir.verify.declarations import region_problem
 
 Problem = tuple[str, str]
 
-HYPER_NUMEL = 4
-
 LANES_NUMEL = 64
 """Optimizer steps begin and end at multiples of this, as parameters do. A CPU's kernels take FP32 vectors of 4 to 16
 elements, and round the elements behind the last whole vector in another way."""
@@ -118,8 +116,11 @@ class _Checker:
                 yield from self._decide(op)
             case ops.OptimizerStep():
                 yield from self._optimizer_step(op)
+            case ops.Average():
+                yield from self._average(op)
             case ops.UpdateScale():
                 yield from self._scalar(op, "skip", op.skip, DType.F32)
+                yield from self._scalar(op, "weight", op.weight, DType.F32)
                 if self._numel(op.state) != 3 or self._dtype(op.state) is not DType.F32:
                     yield "Z004", f"update_scale needs f32[3] in {self._spell(op.state)}"
             case ops.Transfer():
@@ -394,12 +395,15 @@ class _Checker:
             ("overflow", op.overflow),
             ("norm", op.norm),
             ("skip", op.skip),
+            ("weight", op.weight),
         ):
             yield from self._scalar(op, name, region, DType.F32)
         if op.loss_scale is not None and self._dtype(op.loss_scale) is not DType.F32:
             yield "Z004", f"decide needs f32 as loss_scale, {self._spell(op.loss_scale)} is not"
-        if (op.skip is None) != (op.overflow is None):
-            yield "Z005", "decide needs overflow and skip together, or neither"
+        if op.skip is None and op.overflow is not None:
+            yield "Z005", "decide needs skip, because it is given overflow"
+        if op.skip is not None and op.overflow is None and op.weight is None:
+            yield "Z005", "decide needs overflow or weight, because it is given skip"
         if (op.norm is None) != (op.max_norm is None):
             yield "Z005", "decide needs norm and max_norm together, or neither"
         if op.divisor < 1:
@@ -429,12 +433,23 @@ class _Checker:
         named: set[str] = set()
         for settings in op.settings:
             yield from self._scalar(op, "lr", settings.lr, DType.F64)
-            hyper = settings.hyper
-            if self._dtype(hyper) is not DType.F64 or self._numel(hyper) != HYPER_NUMEL:
-                yield "Z004", f"optimizer_step needs f64[{HYPER_NUMEL}] in {self._spell(hyper)}"
+            hyper, numel = settings.hyper, len(op.algorithm.hyper_names)
+            if self._dtype(hyper) is not DType.F64 or self._numel(hyper) != numel:
+                what = f"{op.algorithm} needs f64[{numel}] in {self._spell(hyper)}"
+                yield "Z004", f"optimizer_step {what}: {', '.join(op.algorithm.hyper_names)}"
             if settings.group in named:
                 yield "Z403", f"optimizer_step has settings for group {settings.group} twice"
             named.add(settings.group)
+
+    def _average(self, op: ops.Average) -> Iterator[Problem]:
+        yield from self._alike(op, ("Z005", "Z004", "Z006"), op.param, op.average)
+        dtype = self._dtype(op.average)
+        if dtype is not DType.F32:
+            yield "Z004", f"average changes {self._spell(op.average)} of {dtype}: it needs f32"
+        yield from self._in_memory(op, op.param)
+        yield from self._scalar(op, "skip", op.skip, DType.F32)
+        if not 0 <= op.decay <= 1:
+            yield "Z005", f"average has a decay of {op.decay}, which is not from 0 to 1"
 
     def _transfer(self, op: ops.TransferOp) -> Iterator[Problem]:
         for region, space in ((op.source, op.from_space), (op.destination, op.to_space)):

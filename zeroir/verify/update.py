@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Mapping
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from zeroir.ir import ops
 from zeroir.ir.buffers import Region, whole
-from zeroir.ir.contents import MASTER, PARAM, NamedContent
+from zeroir.ir.contents import MASTER, PARAM, Micro, NamedContent
 from zeroir.ir.program import Slot
 from zeroir.verify import algebra
 from zeroir.verify.abstract_memory import AbstractMemory
@@ -24,10 +25,11 @@ from zeroir.verify.domain import (
     Poison,
     Statistic,
     Value,
+    Weight,
     cut,
     rebased,
 )
-from zeroir.verify.gradients import locate
+from zeroir.verify.gradients import locate, weight_problem
 from zeroir.verify.statistics import NORM, OVERFLOW, statistic_problem, use_gradient
 
 if TYPE_CHECKING:
@@ -75,11 +77,14 @@ def decide(run: SectionRun, op: ops.Decide) -> None:
         op.max_norm,
         _held(run, op.step),
         None if op.loss_scale is None else _held(run, op.loss_scale),
+        *(() if op.weight is None else ("weight",)),
     )
     run.settings.setdefault(setting, run.line)
     if op.norm is not None:
         run.settings.setdefault((NORM_ORDER, _order(run, op.norm)), run.line)
         run.reported[op.norm] = list(run.memory.read(op.norm))
+    if op.weight is not None:
+        run.reported[op.weight] = list(run.memory.read(op.weight))
     number = run.numbering.of(("decision", run.section.name, run.line))
     run.decided[number] = op.skip is not None
     run.memory.write(op.gradient_divisor, [(0, 1, Decision("divisor", number))])
@@ -93,7 +98,46 @@ def decide(run: SectionRun, op: ops.Decide) -> None:
 
 
 def _check_divisor(run: SectionRun, op: ops.Decide) -> None:
-    """Gradients are sums over ranks and micro-steps; the engine runs as many of these as ``micro_steps`` says."""
+    """Gradients are sums over ranks and micro-steps, so the divisor counts these, or adds up their weights."""
+    if op.weight is not None:
+        _check_weight(run, op, op.weight)
+    elif run.program.weight is not None:
+        run.fail("Z402", "decide ignores the weights of the micro-batches")
+    else:
+        _check_fixed_divisor(run, op)
+
+
+def _check_weight(run: SectionRun, op: ops.Decide, region: Region) -> None:
+    """The divisor is the weight of all micro-steps, summed over axes, times the sizes of the other axes."""
+    ((_, _, value),) = run.memory.read(region)
+    first = value.terms[0].summed if isinstance(value, Weight) and value.terms else ()
+    axes = run.layout.axes
+    summed = tuple(axis for axis in axes if axis in first)
+    problem = weight_problem(run, value, Micro.ALL, summed)
+    where = spell(region, run.program)
+    if problem is not None:
+        run.fail("Z402", f"decide divides by {where}: {problem.sentence}", region.buffer)
+        return
+    missing = [axis for axis in axes if axis not in summed]
+    if run.program.weight is not None and missing:
+        what = (
+            f"decide divides by {where}, this rank's weights: they are not summed over {missing[0]}"
+        )
+        run.fail("Z402", what, region.buffer)
+        return
+    divisor = math.prod(run.layout.sizes[axis] for axis in missing)
+    if op.divisor != divisor:
+        over = " and ".join(summed) or "no axis"
+        run.fail(
+            "Z402",
+            f"decide divides by {op.divisor} × {where}, whose weight is summed over {over}, instead of {divisor} × it",
+            region.buffer,
+            advice=f"Say divisor={divisor}: gradients are sums over ranks and micro-steps.",
+        )
+
+
+def _check_fixed_divisor(run: SectionRun, op: ops.Decide) -> None:
+    """The engine runs as many micro-steps as the option ``micro_steps`` says."""
     world_size = run.program.mesh.world_size
     given = run.program.option.get("micro_steps", "" if run.layout.has_past else "1")
     count = int(given) if given.isdecimal() else 0
@@ -161,7 +205,23 @@ def update_scale(run: SectionRun, op: ops.UpdateScale) -> None:
         run.fail("Z405", "update_scale does not follow this step's skip decision", op.skip.buffer)
     if not _is_version(run, op.state, 0):
         run.fail("Z405", "the loss scale is updated a second time", op.state.buffer)
-    setting = ("scale", _held(run, op.state), op.window, op.factor, op.hysteresis, op.minimum)
+    if op.weight is not None:
+        ((_, _, value),) = run.memory.read(op.weight)
+        problem = weight_problem(run, value, Micro.ALL, run.layout.axes)
+        if problem is not None:
+            run.fail(
+                "Z405", f"update_scale reads a wrong weight: {problem.sentence}", op.weight.buffer
+            )
+    setting = (
+        "scale",
+        _held(run, op.state),
+        op.window,
+        op.factor,
+        op.hysteresis,
+        op.minimum,
+        op.refill,
+        op.weight is not None,
+    )
     run.settings.setdefault(setting, run.line)
     _advance(run, op.state)
 
@@ -274,11 +334,11 @@ def _apply_settings(
     """Record with which settings each element is updated: those of its group."""
     if not run.shared.groups:
         for start, stop, slot in run.layout.covered(elements):
-            _record(run, slot, start, stop, settings[op.group])
+            run.steps.append(stepped(run, slot, start, stop, settings[op.group]))
         return
     for start, stop, group, slot in run.layout.grouped(elements):
-        if group in settings:
-            _record(run, slot, start, stop, settings[group])
+        if group is not None and group in settings:
+            run.steps.append(stepped(run, slot, start, stop, settings[group]))
             continue
         run.fail(
             "Z403",
@@ -308,7 +368,7 @@ def _check_places(
     flat: str,
     resting: PieceList,
 ) -> None:
-    """A step of several groups finds the group of an element by its place, so the buffer must hold what it rests with."""
+    """A step of several groups finds the group of an element by its place in the buffer at rest."""
     for _, _, expected in cut(resting, *interval):
         is_there = (
             isinstance(expected, Elements)
@@ -327,9 +387,9 @@ def _check_places(
             return
 
 
-def _record(run: SectionRun, slot: Slot, start: int, stop: int, setting: Hashable) -> None:
-    own = Stepped(slot.name, start - slot.offset, stop - slot.offset, setting, run.line)
-    run.steps.append(own)
+def stepped(run: SectionRun, slot: Slot, start: int, stop: int, setting: Hashable) -> Stepped:
+    """Flat elements ``[start, stop)`` of a parameter, as the present op changes them."""
+    return Stepped(slot.name, start - slot.offset, stop - slot.offset, setting, run.line)
 
 
 def _check_state(
@@ -415,12 +475,20 @@ def _check_scalars(run: SectionRun, op: ops.OptimizerStep) -> None:
                 f"optimizer_step reads {spell(region, run.program)}, which the step has overwritten",
                 region.buffer,
             )
-    if op.skip is None:
-        if run.decided.get(number, False):
-            run.fail("Z405", "optimizer_step ignores the decision to skip", op.param.buffer)
-    elif _decision(run, op.skip, "skip") != number:
+    check_skip(run, op, op.skip, number if run.decided.get(number, False) else None)
+
+
+def check_skip(
+    run: SectionRun, op: ops.OptimizerStep | ops.Average, skip: Region | None, decision: int | None
+) -> None:
+    """An op of the update follows the decision to skip, of this number, if one was taken."""
+    name = ops.op_name(type(op))
+    if skip is None:
+        if decision is not None:
+            run.fail("Z405", f"{name} ignores the decision to skip", op.param.buffer)
+    elif decision is None or _decision(run, skip, "skip") != decision:
         run.fail(
             "Z405",
-            f"optimizer_step reads {spell(op.skip, run.program)}, which is not this step's decision",
-            op.skip.buffer,
+            f"{name} reads {spell(skip, run.program)}, which is not this step's decision",
+            skip.buffer,
         )

@@ -10,7 +10,7 @@ from typing import Final, assert_never
 from zeroir.ir import ops
 from zeroir.ir.buffers import Region
 from zeroir.ir.dtypes import DType
-from zeroir.ir.ops import Mode, Op
+from zeroir.ir.ops import Algorithm, Mode, Op
 from zeroir.ir.program import Program
 from zeroir.workspace.segments import EAGER
 
@@ -22,6 +22,12 @@ So the bits depend on the region alone, and the scratch memory does not grow wit
 
 CONVERTED_CHUNK_NUMEL: Final = 1 << 18
 """Elements that are added in another dtype are converted in pieces of this number."""
+
+AVERAGED_CHUNK_NUMEL: Final = 1 << 20
+"""Elements whose moving average is computed together."""
+
+STEPPED_CHUNK_NUMEL: Final = 1 << 18
+"""Elements that an optimizer of ours, rather than a kernel of torch, updates together; they fit a cache."""
 
 SCALAR_BYTES: Final = 32
 """No op that decides over scalars has more of them at once than this."""
@@ -49,9 +55,24 @@ def scratch_bytes(program: Program, op: Op, *, kernels: str = EAGER) -> int:
         case ops.Collective() | ops.Memory() | ops.Wait() | ops.Elementwise() | ops.Transfer():
             return 0
         case ops.OptimizerStep():
-            return 0
+            return _step_bytes(program, op)
+        case ops.Average():
+            chunk = 4 * min(op.average.local_numel(program.mesh), AVERAGED_CHUNK_NUMEL)
+            return SCALAR_BYTES + (chunk if op.skip is None else 2 * chunk)
         case _:
             assert_never(op)
+
+
+def _step_bytes(program: Program, op: ops.OptimizerStep) -> int:
+    """Torch's fused kernels need nothing; for the others this is a bound."""
+    match op.algorithm:
+        case Algorithm.SGD | Algorithm.MOMENTUM | Algorithm.ADAM | Algorithm.ADAMW:
+            return 0
+        case Algorithm.LION:
+            numel = min(op.param.local_numel(program.mesh), STEPPED_CHUNK_NUMEL)
+            return 2 * 4 * numel + SCALAR_BYTES
+        case _:
+            assert_never(op.algorithm)
 
 
 def _dtype(program: Program, region: Region) -> DType:

@@ -7,12 +7,18 @@ from typing import Final
 
 from zeroir.ir.buffers import contiguous_stride
 from zeroir.ir.dtypes import DType
+from zeroir.ir.program import Constant
 from zeroir.ir.segment import Node, NodeArg, Ref, Segment, Symbol, TensorType
 from zeroir.ir.text.lexical import BARE_NAME, STRING
 from zeroir.ir.text.scanner import Scanner
 
 _DTYPES: Final = {dtype.value: dtype for dtype in DType}
-_KEYWORDS: Final[dict[str, NodeArg]] = {"none": None, "true": True, "false": False, **_DTYPES}
+_KEYWORDS: Final[dict[str, bool | DType | None]] = {
+    "none": None,
+    "true": True,
+    "false": False,
+    **_DTYPES,
+}
 _KEYWORD: Final = re.compile(r"[ \t]*([a-z][a-z0-9_]*)(?![A-Za-z0-9_.])")
 _KEY: Final = re.compile(rf"[ \t]*(?:({BARE_NAME})|({STRING}))[ \t]*=")
 _INTEGER: Final = re.compile(r"[ \t]*(-?[0-9]{1,1000})(?![A-Za-z0-9_.])")
@@ -182,7 +188,16 @@ def _arg(scan: Scanner, depth: int) -> NodeArg:
             return _constant(scan)
 
 
-def _constant(scan: Scanner) -> NodeArg:
+def parse_constant(scan: Scanner) -> Constant:
+    """``none``, ``true``, ``false``, a number or a string."""
+    position = scan.here()
+    value = scan.string() if scan.text[position : position + 1] == '"' else _constant(scan)
+    if isinstance(value, DType):
+        scan.fail("expected none, true, false, a number or a string.", position)
+    return value
+
+
+def _constant(scan: Scanner) -> Constant | DType:
     match = _INTEGER.match(scan.text, scan.position)
     if match is not None:
         scan.position = match.end()

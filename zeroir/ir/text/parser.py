@@ -7,10 +7,11 @@ import binascii
 
 from zeroir.ir.bounds import AheadBound, BehindBound, Bound, BoundKind
 from zeroir.ir.buffers import Buffer, Role, Space
-from zeroir.ir.contents import Content, FlatContent, Micro, NamedContent, Zeros
+from zeroir.ir.contents import Content, FlatContent, Micro, NamedContent, WeightContent, Zeros
 from zeroir.ir.mesh import STREAMS, Axis, Communicator, Executor, Mesh, Stream
 from zeroir.ir.ops import Algorithm, Op
 from zeroir.ir.program import (
+    ConstantBinding,
     Flat,
     Holding,
     InputBinding,
@@ -28,7 +29,7 @@ from zeroir.ir.segment import Segment, TensorType
 from zeroir.ir.text.lexical import RESERVED_QUANTITIES, VERSION
 from zeroir.ir.text.names import declared_outputs
 from zeroir.ir.text.parse_ops import OpParser
-from zeroir.ir.text.parse_segment import parse_dtype, parse_segment
+from zeroir.ir.text.parse_segment import parse_constant, parse_dtype, parse_segment
 from zeroir.ir.text.scanner import Scanner
 
 
@@ -54,6 +55,7 @@ class _ProgramParser:
         self.bounds: list[Bound] = []
         self.loss: str | None = None
         self.eval_loss: str | None = None
+        self.weight: str | None = None
         self.fingerprint: str | None = None
         self.passes: list[str] = []
         self.comms: list[Communicator] = []
@@ -63,6 +65,7 @@ class _ProgramParser:
         self.sections: list[Section] = []
         self.inputs: list[InputBinding] = []
         self.outputs: list[OutputBinding] = []
+        self.batch_constants: list[ConstantBinding] = []
         self.module_buffers: list[ModuleBufferBinding] = []
         self.scalars: list[ScalarBinding] = []
         self.groups: list[OptimizerGroup] = []
@@ -92,11 +95,13 @@ class _ProgramParser:
             sections=tuple(self.sections),
             inputs=tuple(self.inputs),
             outputs=tuple(self.outputs),
+            batch_constants=tuple(self.batch_constants),
             module_buffers=tuple(self.module_buffers),
             scalars=tuple(self.scalars),
             groups=tuple(self.groups),
             loss=self.loss,
             eval_loss=self.eval_loss,
+            weight=self.weight,
             options=options,
             passes=tuple(self.passes),
             fingerprint=self.fingerprint or "",
@@ -151,6 +156,9 @@ class _ProgramParser:
             case "eval_loss":
                 self._once(self.eval_loss, keyword, start)
                 self.eval_loss = self._buffer_name()
+            case "weight":
+                self._once(self.weight, keyword, start)
+                self.weight = self._buffer_name()
             case "flat":
                 self.flats.append(self._flat())
             case "buffer":
@@ -159,6 +167,10 @@ class _ProgramParser:
                 self.inputs.append(self._input())
             case "output":
                 self.outputs.append(self._output())
+            case "batch_constant":
+                path = scan.name("the path of a constant in the batch")
+                scan.expect("=")
+                self.batch_constants.append(ConstantBinding(path=path, value=parse_constant(scan)))
             case "module_buffer":
                 self.module_buffers.append(self._module_buffer())
             case "scalar":
@@ -175,8 +187,9 @@ class _ProgramParser:
                 self.sections.append(self._section())
             case _:
                 scan.fail(
-                    "expected one of pass, fingerprint, mesh, comm, streams, bound, loss, eval_loss, flat, buffer, "
-                    f"input, output, module_buffer, scalar, group, segment, section, but found '{keyword}'.",
+                    "expected one of pass, fingerprint, mesh, comm, streams, bound, loss, eval_loss, weight, flat, "
+                    "buffer, input, output, batch_constant, module_buffer, scalar, group, segment, section, but found "
+                    f"'{keyword}'.",
                     start,
                 )
 
@@ -337,6 +350,9 @@ class _ProgramParser:
         if is_bare and quantity in RESERVED_QUANTITIES:
             if quantity == "zeros":
                 return Zeros()
+            if quantity == "weight":
+                reduced = scan.several(scan.name) if scan.accept("reduced=") else ()
+                return WeightContent(reduced=reduced, micro=scan.attribute("micro", self._micro))
             name = scan.name("the name of a value")
             return NamedContent(name=name, version=scan.optional("version", scan.integer, 0))
         flat = scan.name("a flat's name")
@@ -344,7 +360,7 @@ class _ProgramParser:
         offset = scan.optional("offset", scan.integer, 0)
         version = scan.optional("version", scan.integer, 0)
         reduced = scan.several(scan.name) if scan.accept("reduced=") else ()
-        micro = self.scanner.member(Micro, "which micro-steps") if scan.accept("micro=") else None
+        micro = self._micro() if scan.accept("micro=") else None
         return FlatContent(
             quantity=quantity,
             flat=flat,
@@ -354,6 +370,9 @@ class _ProgramParser:
             reduced=reduced,
             micro=micro,
         )
+
+    def _micro(self) -> Micro:
+        return self.scanner.member(Micro, "which micro-steps")
 
     # ------------------------------------------------------------------------------------- sections
 

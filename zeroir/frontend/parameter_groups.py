@@ -1,0 +1,136 @@
+"""The optimizer groups of a model: the parameters of each group, and the options that they train with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from zeroir.config import CompileOptions
+from zeroir.errors import UserError
+from zeroir.groups import DEFAULT_GROUP, NO_DECAY
+from zeroir.ir.layout import Parameter
+from zeroir.ir.ops import Algorithm
+from zeroir.ir.program import Flat, OptimizerGroup
+
+FEWEST_DECAYED_DIMENSIONS = 2
+"""With ``no_decay``, parameters of fewer dimensions than this have no weight decay: norms and biases."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterGroup:
+    """A group that has parameters; ``options`` say how they are updated."""
+
+    name: str
+    options: CompileOptions
+    parameters: tuple[str, ...]
+
+    @property
+    def lr_buffer(self) -> str:
+        """The scalar buffer of the learning rate."""
+        return "lr" if self.name == DEFAULT_GROUP else f"lr.{self.name}"
+
+    @property
+    def hyper_buffer(self) -> str:
+        """The scalar buffer of the other hyper-parameters."""
+        return "hyper" if self.name == DEFAULT_GROUP else f"hyper.{self.name}"
+
+
+def parameter_groups(
+    parameters: Iterable[Parameter], options: CompileOptions
+) -> tuple[ParameterGroup, ...]:
+    """The groups that have parameters among these, the trained ones: first those in no group, then in the order given.
+
+    A parameter is in the first group that matches one of its names.
+
+    Raises:
+        UserError: where no parameter is in a group.
+    """
+    parameters = tuple(parameters)
+    specs = options.groups
+    members: dict[str, list[Parameter]] = {DEFAULT_GROUP: []}
+    members.update((spec.name, []) for spec in specs)
+    matched: set[str] = set()
+    for parameter in parameters:
+        names = (parameter.name, *parameter.aliases)
+        matching = [spec.name for spec in specs if spec.matches(names)]
+        matched.update(matching)
+        members[matching[0] if matching else DEFAULT_GROUP].append(parameter)
+    for spec in specs:
+        if not members[spec.name]:
+            raise UserError(_empty(spec.text, parameters, is_matched=spec.name in matched))
+    groups = _split_by_decay(
+        DEFAULT_GROUP, members[DEFAULT_GROUP], options, is_split=options.no_decay
+    )
+    for spec in specs:
+        is_split = options.no_decay and "weight_decay" not in spec.settings
+        own_options = options.of_group(spec)
+        groups += _split_by_decay(spec.name, members[spec.name], own_options, is_split=is_split)
+    return tuple(groups)
+
+
+def _split_by_decay(
+    name: str, parameters: Sequence[Parameter], options: CompileOptions, *, is_split: bool
+) -> list[ParameterGroup]:
+    """A group, or two where it is split into parameters with and without weight decay; empty ones are left out."""
+    undecayed: set[str] = set()
+    if is_split and options.effective_weight_decay:
+        undecayed.update(p.name for p in parameters if len(p.shape) < FEWEST_DECAYED_DIMENSIONS)
+    undecayed_name = NO_DECAY if name == DEFAULT_GROUP else f"{name}.{NO_DECAY}"
+    parts = (
+        ParameterGroup(
+            name=name,
+            options=options,
+            parameters=tuple(p.name for p in parameters if p.name not in undecayed),
+        ),
+        ParameterGroup(
+            name=undecayed_name,
+            options=options.without_decay(),
+            parameters=tuple(p.name for p in parameters if p.name in undecayed),
+        ),
+    )
+    return [part for part in parts if part.parameters]
+
+
+def _empty(text: str, parameters: Sequence[Parameter], *, is_matched: bool) -> str:
+    if is_matched:
+        return f"--group {text} has no parameters left: groups before it match all of them."
+    names = [parameter.name for parameter in parameters]
+    example = names[len(names) // 2] if names else "layers.0.weight"
+    return f"--group {text} matches no trained parameter or module with trained parameters; names look like {example}."
+
+
+def algorithms(groups: Iterable[ParameterGroup]) -> Mapping[str, Algorithm]:
+    """The optimizer of each parameter."""
+    return {name: group.options.optimizer for group in groups for name in group.parameters}
+
+
+def declared_groups(
+    groups: Sequence[ParameterGroup], flats: Iterable[Flat]
+) -> tuple[OptimizerGroup, ...]:
+    """The groups of a program with these trained flats.
+
+    Between parameters an interval ends where the next parameter begins, so that intervals cover the padding, too.
+    """
+    group_of = {name: group.name for group in groups for name in group.parameters}
+    intervals: dict[str, list[tuple[str, int, int]]] = {group.name: [] for group in groups}
+    for flat in flats:
+        slots = sorted(flat.slots, key=lambda slot: (slot.offset, slot.numel))
+        starts = [0, *(slot.offset for slot in slots[1:])]
+        for slot, start, stop in zip(slots, starts, (*starts[1:], flat.padded_numel), strict=True):
+            own = intervals[group_of[slot.name]]
+            if start == stop:
+                continue
+            if own and own[-1][0] == flat.name and own[-1][2] == start:
+                own[-1] = (flat.name, own[-1][1], stop)
+            else:
+                own.append((flat.name, start, stop))
+    return tuple(
+        OptimizerGroup(
+            name=group.name,
+            algorithm=group.options.optimizer,
+            intervals=tuple(intervals[group.name]),
+            lr=group.lr_buffer,
+            hyper=group.hyper_buffer,
+        )
+        for group in groups
+    )

@@ -1,0 +1,60 @@
+"""The moving averages of parameters in the abstract interpreter (Z403, Z405)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from zeroir.ir import ops
+from zeroir.ir.contents import EMA, MASTER, PARAM
+from zeroir.verify import algebra
+from zeroir.verify.context import spell
+from zeroir.verify.descriptions import describe
+from zeroir.verify.domain import POISON, Cover, Elements, FlatKey, Value, cut
+from zeroir.verify.update import check_skip, stepped
+
+if TYPE_CHECKING:
+    from zeroir.verify.interpreter import SectionRun
+
+
+def average(run: SectionRun, op: ops.Average) -> None:
+    """Move each average to the next version, by the parameter that this step has updated, once."""
+    decisions = [number for number, may_skip in run.decided.items() if may_skip]
+    check_skip(run, op, op.skip, decisions[0] if decisions else None)
+    averages = run.take(op.average, "Z403")
+    written: list[tuple[int, int, Value]] = []
+    for a, b, value in run.take(op.param, "Z403"):
+        key = value.key if isinstance(value, Elements) else None
+        if (
+            not isinstance(value, Elements)
+            or not isinstance(key, FlatKey)
+            or key.quantity not in (MASTER, PARAM)
+            or key.version != 1
+        ):
+            if not algebra.is_poisoned(value):
+                run.fail(
+                    "Z403",
+                    f"average reads {spell(op.param, run.program)}, which does not hold updated parameters: it holds "
+                    f"{describe(value)}",
+                    op.param.buffer,
+                    op.average.buffer,
+                    advice="Average parameters or master weights after their optimizer_step.",
+                )
+            written.append((a, b, POISON))
+            continue
+        expected = Elements(FlatKey(EMA, key.flat, 0), value.shift, value.strides)
+        for _, _, held in cut(averages, a, b):
+            if held != expected and not algebra.is_poisoned(held):
+                run.fail(
+                    "Z403",
+                    f"average adds {spell(op.param, run.program)} to {spell(op.average, run.program)}, which holds "
+                    f"{describe(held)}",
+                    op.param.buffer,
+                    op.average.buffer,
+                    advice=f"Give it {describe(expected)}.",
+                )
+        elements = Cover(key.flat, value.shift + a, value.strides, b - a)
+        for start, stop, slot in run.layout.covered(elements):
+            run.averages.append(stepped(run, slot, start, stop, (key.quantity, op.decay)))
+        new = FlatKey(EMA, key.flat, 1)
+        written.append((a, b, Elements(new, value.shift, value.strides)))
+    run.memory.write(op.average, written)
