@@ -26,7 +26,15 @@ from zeroir.ir import ops
 from zeroir.ir.buffers import Role
 from zeroir.ir.labels import labels
 from zeroir.ir.output_paths import structured
-from zeroir.ir.program import EVALUATE, LAST_MICRO_STEP, MICRO_STEP, UPDATE, OpPosition, Section
+from zeroir.ir.program import (
+    EVALUATE,
+    LAST_MICRO_STEP,
+    MICRO_STEP,
+    UPDATE,
+    OpPosition,
+    Section,
+    why_not_evaluate,
+)
 from zeroir.runtime import state
 from zeroir.runtime.batch import write_inputs
 from zeroir.runtime.comm.job import (
@@ -129,10 +137,7 @@ class StepExecutor:
             UserError: where the program has no such section, or a batch does not fit.
         """
         if EVALUATE not in self._program.section_by_name:
-            raise UserError(
-                "The program cannot evaluate, because it was compiled without a section `evaluate`: compile it "
-                "without --no-evaluate, and see the compiler's note if there is one."
-            )
+            raise UserError(why_not_evaluate(self._program))
         with self._streams.entered():
             self._set_inputs(batches, 0)
             self._run(EVALUATE)

@@ -17,6 +17,7 @@ from zeroir.errors import UserError
 from zeroir.ir.program import InputBinding
 from zeroir.runtime.comm.job import PeerError
 from zeroir.runtime.engine import Engine
+from zeroir.runtime.evaluations import EvaluationReport, Evaluations, evaluate
 from zeroir.torch_ops.batches import Batch
 
 _GRACE_S = 1.0
@@ -56,8 +57,8 @@ class StepReport:
     unit: str
 
 
-ReportStep = Callable[[StepReport], None]
-"""Receives the report of a step."""
+Report = Callable[[StepReport | EvaluationReport], None]
+"""Receives the report of a step or of an evaluation."""
 
 
 def train(
@@ -65,13 +66,14 @@ def train(
     batches: Iterator[Batch],
     *,
     steps: int,
-    report_step: ReportStep,
+    report: Report,
     log_every: int = 1,
+    evaluations: Evaluations | None = None,
 ) -> list[float]:
     """Take ``steps`` training steps and return their losses, averaged over ranks.
 
-    Each step takes as many batches from the iterator as the program has micro-steps. ``report_step`` receives every
-    ``log_every``-th step and the last.
+    Each step takes as many batches from the iterator as the program has micro-steps. ``report`` receives every
+    ``log_every``-th step and the last, and each of the evaluations.
 
     Raises:
         UserError: on every rank, where the loss of any rank is not finite; where the batches fail, end or do not fit.
@@ -92,7 +94,7 @@ def train(
         if step % log_every == 0 or step == steps:
             now = time.perf_counter()
             seconds = (now - start) / unreported
-            report_step(
+            report(
                 StepReport(
                     step=step,
                     loss=loss,
@@ -104,6 +106,10 @@ def train(
                 )
             )
             unreported, start = 0, now
+        if evaluations is not None and evaluations.is_due(step, steps):
+            evaluation = evaluate(engine, evaluations, step)
+            report(evaluation)
+            start += evaluation.seconds
     return losses
 
 

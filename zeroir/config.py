@@ -433,6 +433,8 @@ class CompileOptions(BaseModel):
             if self.stage < least and self._asks_for(name) and not is_off:
                 stages = " or ".join(map(str, range(least, 4)))
                 return f"{self._flag(name)} needs --stage {stages}, but the stage is {self.stage}"
+        if self.outputs and not self.evaluate:
+            return f"{self._flag('outputs')} needs evaluations, but --no-evaluate leaves them out"
         early = [name for name in _GATHERED_EARLY if self._asks_for(name)]
         if len(early) > 1:
             first, second, *_ = map(self._flag, early)

@@ -105,8 +105,8 @@ def _tensors(source: ModelSource, value: object, path: str) -> Iterator[tuple[st
         raise UserError(f"{what} {error}.") from None
     if parts is None:
         raise UserError(
-            f"{what} have a {type(value).__name__} at {path or 'their top'}: return tensors, in dicts, lists, tuples or "
-            "dataclasses."
+            f"{what} have a {type(value).__name__} at {path or 'their top'}: return tensors, in dicts, lists, tuples "
+            "or dataclasses."
         )
     for step, part in parts:
         yield from _tensors(source, part, path + step)

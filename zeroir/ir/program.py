@@ -25,7 +25,8 @@ MICRO_STEP: Final = "micro_step"
 LAST_MICRO_STEP: Final = "last_micro_step"
 UPDATE: Final = "update"
 EVALUATE: Final = "evaluate"
-SECTION_NAMES: Final = (MICRO_STEP, LAST_MICRO_STEP, UPDATE, EVALUATE)
+STEP_SECTIONS: Final = (MICRO_STEP, LAST_MICRO_STEP, UPDATE)
+SECTION_NAMES: Final = (*STEP_SECTIONS, EVALUATE)
 """A training step is ``micro_step`` k − 1 times, ``last_micro_step``, ``update``. ``micro_step`` is absent when a
 program is made for k = 1; ``evaluate`` may run between steps, and leaves only its loss and its outputs behind."""
 
@@ -299,7 +300,25 @@ class Program:
         for section in self.sections:
             yield from section.positioned_ops()
 
+    def step_ops(self) -> Iterator[Op]:
+        """Every op of a training step's sections, in order."""
+        for section in self.sections:
+            if section.name in STEP_SECTIONS:
+                yield from section.body
+
     @property
     def parameters_numel(self) -> int:
         """Number of parameters of the model, tied ones once, frozen ones included, padding excluded."""
         return sum(flat.numel for flat in self.flats)
+
+
+def why_not_evaluate(program: Program) -> str:
+    """Why a program has no section ``evaluate``, in one sentence."""
+    if program.option.get("evaluate") == "false":
+        return "The program cannot evaluate: it was compiled with --no-evaluate, so compile it without that."
+    if "evaluate" not in program.option:
+        return "The program cannot evaluate: it was made without a section `evaluate`, so compile it again."
+    return (
+        "The program cannot evaluate, because its model could not be captured under eval(): compiling it again says "
+        "why in a note."
+    )
