@@ -27,7 +27,7 @@ from zeroir.runtime.comm.job import (
     Backend,
     open_job,
 )
-from zeroir.runtime.executor import RankResult, StepExecutor
+from zeroir.runtime.executor import RankEvaluation, RankResult, StepExecutor
 from zeroir.runtime.gathered import Lender, module_maker
 from zeroir.runtime.handlers import LocalRanks
 from zeroir.runtime.kernels.choice import KernelBackend, open_kernels
@@ -97,6 +97,23 @@ class _Settings:
     cuda_graphs: bool
     self_check: bool
     weight: WeightFunction | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """The results of ``Engine.evaluate`` on this rank; see ``RankEvaluation``. Reading the loss waits for it."""
+
+    rank: RankEvaluation
+
+    @property
+    def loss(self) -> float:
+        """The loss of this rank's batch (``Engine.average`` gives the mean over ranks)."""
+        return float(self.rank.loss)
+
+    @property
+    def outputs(self) -> object:
+        """The declared outputs in the user's structure, tensors on the engine's device; None where there are none."""
+        return self.rank.outputs
 
 
 class Engine:
@@ -323,11 +340,17 @@ class Engine:
         (scale,) = self._executor.loss_scale()
         return scale
 
-    def evaluate(self, batch: Batch) -> float:
-        """The loss of one batch by the program's ``evaluate`` section."""
+    def evaluate(self, batch: Batch) -> Evaluation:
+        """Evaluate one batch of this rank as the model does under ``eval()``; training goes on as if it had not been.
+
+        All ranks call it together, before the first step or between two steps.
+
+        Raises:
+            UserError: where the program has no section ``evaluate``, or the batch does not fit.
+        """
         self._accumulation.require_none("evaluate")
-        (loss,) = self._executor.evaluate([batch])
-        return float(loss)
+        (evaluation,) = self._executor.evaluate([batch])
+        return Evaluation(rank=evaluation)
 
     def buffer(self, name: str) -> Tensor:
         """A buffer of this rank; it is not a copy."""
