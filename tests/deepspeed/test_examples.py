@@ -21,14 +21,10 @@ def test_an_example_is_translated_or_refused_by_name(example: dict[str, Any]) ->
     world_size, micro = example["world_size"], example["micro"]
     if "refused" in example:
         with pytest.raises(UserError) as caught:
-            translate(
-                example["config"], given={}, world_size=world_size, example_batch_size=micro
-            )
+            translate(example["config"], given={}, world_size=world_size, example_batch_size=micro)
         assert str(caught.value).startswith(f"{example['refused']} cannot be honoured: ")
         return
-    result = translate(
-        example["config"], given={}, world_size=world_size, example_batch_size=micro
-    )
+    result = translate(example["config"], given={}, world_size=world_size, example_batch_size=micro)
     assert result.micro_batch_size == micro
     assert result.options.items() >= example["options"].items()
     # They also go together.
