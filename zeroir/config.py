@@ -642,7 +642,7 @@ _SEPARATORS: Final = {"group": SEPARATOR}
 
 
 class GivenOptions(CompileOptions):
-    """Options from one of several places, such as the command line: each is valid in itself, not yet with the others."""
+    """Options from one of several places, such as the command line: each is valid in itself, not yet with others."""
 
     @model_validator(mode="after")
     def _mesh_fits_world_size(self) -> Self:
@@ -653,11 +653,15 @@ class GivenOptions(CompileOptions):
         return self
 
     @model_validator(mode="after")
-    def _groups_are_valid(self, info: ValidationInfo) -> Self:
+    def _groups_are_valid(self) -> Self:
         return self
 
     @model_validator(mode="after")
-    def _all_have_effect(self, info: ValidationInfo) -> Self:
+    def _loss_scale_is_above_minimum(self) -> Self:
+        return self
+
+    @model_validator(mode="after")
+    def _all_have_effect(self) -> Self:
         return self
 
     @property
