@@ -116,6 +116,20 @@ class CompileOptions(BaseModel):
         ),
     ] = ()
 
+    evaluate: Annotated[
+        bool,
+        Field(
+            description="Capture the model under eval(), too: the program can evaluate between training steps."
+        ),
+    ] = True
+    outputs: Annotated[
+        tuple[str, ...],
+        Field(
+            description="What an evaluation yields beside the loss: names in the object or dict that forward, or the "
+            "loss function, returns, separated by commas. [default: the second part of a pair (loss, outputs)]"
+        ),
+    ] = ()
+
     optimizer: Annotated[
         Algorithm, Field(description="The update rule, with the semantics of torch.optim.")
     ] = Algorithm.ADAMW
@@ -365,7 +379,7 @@ class CompileOptions(BaseModel):
         1.0
     )
 
-    @field_validator("keep_fp32", "unshard", "recompute", mode="before")
+    @field_validator("keep_fp32", "outputs", "unshard", "recompute", mode="before")
     @classmethod
     def _split_at_commas(cls, value: object) -> object:
         items = [value] if isinstance(value, str) else value
@@ -484,6 +498,8 @@ class CompileOptions(BaseModel):
             if self.stage < least and self._asks_for(name) and not is_off:
                 stages = " or ".join(map(str, range(least, 4)))
                 return f"{self._flag(name)} needs --stage {stages}, but the stage is {self.stage}"
+        if self.outputs and not self.evaluate:
+            return f"{self._flag('outputs')} needs evaluations, but --no-evaluate leaves them out"
         early = [name for name in _GATHERED_EARLY if self._asks_for(name)]
         if len(early) > 1:
             first, second, *_ = map(self._flag, early)

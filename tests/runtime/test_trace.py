@@ -6,8 +6,9 @@ import json
 
 import pytest
 
-from tests.runtime.support import initial_flats, lowered, random_batches, with_evaluation
+from tests.runtime.support import initial_flats, lowered, random_batches
 from tests.runtime.timelines import require_program_order
+from tests.support.evaluations import with_evaluation
 from tests.support.programs import mlp
 from zeroir.ir import ops
 from zeroir.ir.program import LAST_MICRO_STEP, MICRO_STEP, UPDATE

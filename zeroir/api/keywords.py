@@ -27,6 +27,8 @@ class CompileKeywords(TypedDict, total=False):
     micro_steps: int
     units: str | None
     keep_fp32: str | Sequence[str]
+    evaluate: bool
+    outputs: str | Sequence[str]
     optimizer: Algorithm | OptimizerName
     lr: float
     schedule: str | None

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 from zeroir.api.plain_lion import Lion
 from zeroir.config import CompileOptions
-from zeroir.frontend.loss_step import loss_of
+from zeroir.frontend.module_tensors import put_back_buffers, substitute_buffers
 from zeroir.frontend.parameter_groups import ParameterGroup, parameter_groups
 from zeroir.frontend.precision import apply_precision, compute_dtype, with_floats_cast
+from zeroir.frontend.results import evaluated, loss_of
 from zeroir.frontend.source import ModelSource
 from zeroir.ir.layout import Parameter
 from zeroir.ir.ops import Algorithm
@@ -99,6 +100,26 @@ class EagerReplicas:
 
     def _weight(self, batch: Batch) -> float:
         return 1.0 if self._weight_of is None else float(weight_of(self._weight_of, batch))
+
+    def evaluate(self, batches: Sequence[Batch]) -> list[float]:
+        """Each rank's loss under ``eval()``; the replicas and their buffers stay as they are."""
+        return [
+            self._evaluated(replica, batch, rank)
+            for rank, (replica, batch) in enumerate(zip(self.replicas, batches, strict=True))
+        ]
+
+    def _evaluated(self, replica: nn.Module, batch: Batch, rank: int) -> float:
+        is_training = {module: module.training for module in replica.modules()}
+        copies = substitute_buffers(replica)
+        inputs = with_floats_cast(batch, compute_dtype(self._options.precision))
+        replica.eval()
+        try:
+            with torch.no_grad(), neutral_ops(self._seeds(self._step, 0, rank)):
+                return float(evaluated(self._source, replica, inputs, ())[0].float())
+        finally:
+            put_back_buffers(copies)
+            for module, flag in is_training.items():
+                module.training = flag
 
     def parameters(self) -> dict[str, Tensor]:
         """The parameters by name: FP32 masters of trained ones, and the others in their own dtype.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from zeroir.config import CompileOptions
 from zeroir.frontend.parameter_groups import ParameterGroup
@@ -29,16 +30,22 @@ from zeroir.ir.ops import (
 )
 from zeroir.ir.program import Flat, ScalarBinding
 
+LOSS: Final = "loss"
+"""The buffer of a micro-step's loss."""
+
+EVAL_LOSS: Final = "eval_loss"
+"""The buffer of an evaluation's loss."""
+
 
 def scalars(
-    options: CompileOptions, groups: Sequence[ParameterGroup]
+    options: CompileOptions, groups: Sequence[ParameterGroup], *, has_evaluation: bool
 ) -> tuple[tuple[Buffer, ScalarBinding], ...]:
     """The scalar buffers that a program with these options needs, with their values before the first step."""
     is_scaling = options.precision == "fp16"
     scale = options.first_loss_scale
     hysteresis = float(options.loss_scale_hysteresis) if options.has_dynamic_loss_scale else 0.0
     items = [
-        _scalar("loss", (0.0,)),
+        _scalar(LOSS, (0.0,)),
         _scalar("loss_scale", (scale, 0.0, hysteresis)),
         _scalar("step", (0.0,)),
         *(_scalar(group.lr_buffer, (group.options.lr,), DType.F64) for group in groups),
@@ -52,6 +59,8 @@ def scalars(
         items += [_scalar("overflow", (0.0,)), _scalar("skip", (0.0,))]
     if options.clip is not None:
         items.append(_scalar("norm", (0.0,)))
+    if has_evaluation:
+        items.append(_scalar(EVAL_LOSS, (0.0,)))
     return tuple(items)
 
 

@@ -202,11 +202,14 @@ def _segments(program: Program) -> Problems:
 def _bindings(program: Program) -> Problems:
     bound = [
         *(("input " + b.path, b.buffer) for b in program.inputs),
+        *(("output " + b.path, b.buffer) for b in program.outputs),
         *(("module buffer " + b.name, b.buffer) for b in program.module_buffers),
         *(("an initial value", b.buffer) for b in program.scalars),
     ]
     if program.loss is not None:
         bound.append(("the loss", program.loss))
+    if program.eval_loss is not None:
+        bound.append(("the loss of an evaluation", program.eval_loss))
     if program.weight is not None:
         bound.append(("the weight", program.weight))
         weight = program.buffer_by_name.get(program.weight)
