@@ -7,13 +7,16 @@ keyword accepts more than the field where a plain string or a list will do, too.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal, TypedDict
+from typing import TYPE_CHECKING, Literal, TypedDict
 
 from zeroir.config import Precision
 from zeroir.cost.estimate import Offload, Optimizer
 from zeroir.ir.ops import Algorithm
 
-OptimizerName = Literal["sgd", "momentum", "adam", "adamw"]
+if TYPE_CHECKING:
+    from torch.optim import Optimizer as TorchOptimizer
+
+OptimizerName = Literal["sgd", "momentum", "adam", "adamw", "lion"]
 
 
 class CompileKeywords(TypedDict, total=False):
@@ -26,7 +29,7 @@ class CompileKeywords(TypedDict, total=False):
     micro_steps: int
     units: str | None
     keep_fp32: str | Sequence[str]
-    optimizer: Algorithm | OptimizerName
+    optimizer: Algorithm | OptimizerName | type[TorchOptimizer] | TorchOptimizer
     lr: float
     schedule: str | None
     momentum: float | None
