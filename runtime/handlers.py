@@ -202,7 +202,7 @@ def _prepare_locally(
         case ops.Fill():
             return partial(memory.region(op.destination).fill_, op.value)
         case ops.Scale():
-            return partial(memory.region(op.region).mul_, memory.region(op.by))
+            return partial(numerics.scale, memory.region(op.region), memory.region(op.by))
         case ops.GradNorm():
             sources = [memory.region(source) for source in op.sources]
             return partial(numerics.sum_of_squares, sources, memory.region(op.destination))

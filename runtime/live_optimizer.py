@@ -129,6 +129,10 @@ class LiveOptimizer(torch.optim.Optimizer):
                     memory.region(group.hyper).copy_(torch.tensor(new[1:], dtype=torch.float64))
         self._written = settings
 
+    def move(self, memories: Iterable[RankMemory]) -> None:
+        """Go on with the memories of another program with the same groups, which have their settings already."""
+        self._memories = list(memories)
+
     def forget_written(self) -> None:
         """Note that the scalar buffers have their first values again."""
         self._written = list(self._first)
@@ -204,7 +208,7 @@ class LiveOptimizer(torch.optim.Optimizer):
             ) from error
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SettingsOfRanks:
     """Writes the settings of an optimizer before each step of a rank, and compares them with those of other ranks.
 
@@ -214,16 +218,15 @@ class SettingsOfRanks:
 
     optimizer: LiveOptimizer
     job: Job
-    _updates: int = 0
 
-    def before_micro_step(self, *, is_last: bool) -> None:
-        """Write what changed.
+    def before_micro_step(self, step: int, *, is_last: bool) -> None:
+        """Write what changed, for a step that is counted from 1.
 
         Raises:
             UserError: where a setting is invalid, or where two ranks have different ones.
         """
         self.optimizer.write()
-        if is_last and not self.job.is_alone and _is_compared(self._updates + 1):
+        if is_last and not self.job.is_alone and _is_compared(step):
             settings = self.optimizer.settings()
             rows = self.job.exchange([value for group in settings for value in group])
             owners = [
@@ -234,8 +237,7 @@ class SettingsOfRanks:
             _require_same(owners, rows, self.job.rank)
 
     def after_update(self) -> None:
-        """Count the update, and report it to the optimizer."""
-        self._updates += 1
+        """Report the update to the optimizer."""
         self.optimizer.report_update()
 
 

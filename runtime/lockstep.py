@@ -39,6 +39,7 @@ from zeroir.runtime.rank_memory import RankMemory
 from zeroir.runtime.streams import OpEvent
 from zeroir.runtime.tensors import poison
 from zeroir.runtime.trace import Task, WatchOp
+from zeroir.runtime.weights import WeightFunction
 from zeroir.torch_ops.batches import Batch
 
 CPU = torch.device("cpu")
@@ -54,6 +55,7 @@ class Lockstep:
         seed: int = 0,
         schedule_seed: int = 0,
         kernels: KernelBackend = KernelBackend.EAGER,
+        weight: WeightFunction | None = None,
     ) -> None:
         self.program = program
         placed = places_to_run(program)
@@ -72,6 +74,7 @@ class Lockstep:
             self._local_ranks,
             SeededStreams(self._local_ranks, generator),
             seed=seed,
+            weight=weight,
         )
 
     def initialise(self, factory: Factory, seed: int) -> None:
@@ -103,6 +106,14 @@ class Lockstep:
     def step(self, batches: Sequence[Sequence[Batch]]) -> list[RankResult]:
         """One training step: ``batches[rank][micro_step]``; one result per rank."""
         return self._executor.step(batches)
+
+    def micro_step(self, batches: Sequence[Batch], *, is_last: bool) -> list[Tensor]:
+        """One micro-step on a batch per rank; the loss of each, f32[]."""
+        return self._executor.micro_step(batches, is_last=is_last)
+
+    def update(self) -> list[RankResult]:
+        """The update after the last micro-step; one result per rank."""
+        return self._executor.update()
 
     def evaluate(self, batches: Sequence[Batch]) -> list[Tensor]:
         """The loss of one batch per rank by the ``evaluate`` section: f32[] each."""

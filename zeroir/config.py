@@ -393,15 +393,6 @@ class CompileOptions(BaseModel):
         return self
 
     @model_validator(mode="after")
-    def _loss_scale_is_above_minimum(self) -> Self:
-        if self.has_dynamic_loss_scale and self.initial_loss_scale < self.minimum_loss_scale:
-            raise ValueError(
-                f"--initial-loss-scale {self.initial_loss_scale:g} is below "
-                f"--minimum-loss-scale {self.minimum_loss_scale:g}"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _all_have_effect(self, info: ValidationInfo) -> Self:
         if not info.context and (problem := self.without_effect) is not None:
             raise ValueError(problem)
@@ -429,6 +420,11 @@ class CompileOptions(BaseModel):
         for name in _DYNAMIC_LOSS_SCALE:
             if self.loss_scale is not None and self._asks_for(name):
                 return f"{self._flag(name)} is for a dynamic loss scale, but {self._flag('loss_scale')} fixes it"
+        if self.has_dynamic_loss_scale and self.initial_loss_scale < self.minimum_loss_scale:
+            return (
+                f"--minimum-loss-scale {self.minimum_loss_scale:g} would raise the loss scale, which begins with "
+                f"--initial-loss-scale {self.initial_loss_scale:g}"
+            )
         if self.consecutive_hysteresis and self.loss_scale_hysteresis == 1:
             return "--consecutive-hysteresis needs a --loss-scale-hysteresis above 1"
         if self.accumulate_locally and self.micro_steps == 1:
@@ -563,7 +559,7 @@ _SEPARATORS: Final = {"group": SEPARATOR}
 
 
 class GivenOptions(CompileOptions):
-    """Options from one of several places, such as the command line: each is valid in itself, not yet with the others."""
+    """Options from one of several places, such as the command line: each is valid in itself, not yet with others."""
 
     @model_validator(mode="after")
     def _mesh_fits_world_size(self) -> Self:
@@ -574,11 +570,15 @@ class GivenOptions(CompileOptions):
         return self
 
     @model_validator(mode="after")
-    def _groups_are_valid(self, info: ValidationInfo) -> Self:
+    def _groups_are_valid(self) -> Self:
         return self
 
     @model_validator(mode="after")
-    def _all_have_effect(self, info: ValidationInfo) -> Self:
+    def _loss_scale_is_above_minimum(self) -> Self:
+        return self
+
+    @model_validator(mode="after")
+    def _all_have_effect(self) -> Self:
         return self
 
     @property

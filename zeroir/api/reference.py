@@ -2,8 +2,9 @@
 
 The replicas share their parameters and each runs forward and backward in eager PyTorch on its own batch. Gradients
 follow one rounding rule: added in FP32 in rank order, rounded once to the gradient's dtype (on a mesh of two axes
-once within each group and once over the groups), divided once in FP32 by loss scale × world size × micro-steps. The
-update is torch.optim's, fused, on FP32 master weights.
+once within each group and once over the groups), divided once in FP32 by loss scale × world size × micro-steps. Where
+batches have weights, the backward begins with loss scale × weight, and the divisor is loss scale × the sum of all
+weights. The update is torch.optim's, fused, on FP32 master weights.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from zeroir.frontend.precision import apply_precision, compute_dtype, with_float
 from zeroir.frontend.source import ModelSource
 from zeroir.ir.layout import Parameter
 from zeroir.ir.ops import Algorithm
+from zeroir.runtime.weights import weight_of
 from zeroir.torch_ops import neutral_ops
 from zeroir.torch_ops.batches import Batch
 
@@ -44,7 +46,8 @@ class EagerReplicas:
         mesh = options.device_mesh
         self._groups = mesh.groups(mesh.axes[-1].name)
         self._step = 0
-        self._scale = options.initial_loss_scale if options.precision == "fp16" else 1.0
+        self._scale = options.first_loss_scale
+        self._weight_of = source.weight
         self._good_steps = 0
         self._hysteresis = options.loss_scale_hysteresis
         # torch's fused kernels compute the last elements of a tensor separately where its length is not a multiple of
@@ -70,20 +73,31 @@ class EagerReplicas:
     def step(self, batches: Sequence[Sequence[Batch]]) -> list[float]:
         """One training step; ``batches[rank][micro_step]``. Returns each rank's loss, its mean over micro-steps."""
         losses = [torch.zeros(()) for _ in self.replicas]
+        weights = [
+            torch.tensor([self._weight(batch) for batch in own], dtype=torch.float32)
+            for own in batches
+        ]
         partial: list[list[Mapping[str, Tensor]]] = []
         for micro_step in range(self._options.micro_steps):
             gradients: list[Mapping[str, Tensor]] = []
             for rank, replica in enumerate(self.replicas):
-                loss = self._forward(replica, batches[rank][micro_step], micro_step, rank)
-                losses[rank] = losses[rank] + loss
+                weight = weights[rank][micro_step]
+                loss = self._forward(replica, batches[rank][micro_step], micro_step, rank, weight)
+                losses[rank] = losses[rank] + (loss * weight if weight else 0.0)
                 gradients.append(
                     {n: p.grad for n, p in replica.named_parameters() if p.grad is not None}
                 )
                 replica.zero_grad(set_to_none=True)
             partial.append(gradients)
-        self._update(self._reduce(partial))
+        own_weights = [_sum(list(own)) for own in weights]
+        total = float(self._over_ranks(own_weights))
+        if total:  # without data, everything stays as it is
+            self._update(self._reduce(partial), total)
         self._step += 1
-        return [float(loss / self._options.micro_steps) for loss in losses]
+        return [float(loss / weight) for loss, weight in zip(losses, own_weights, strict=True)]
+
+    def _weight(self, batch: Batch) -> float:
+        return 1.0 if self._weight_of is None else float(weight_of(self._weight_of, batch))
 
     def parameters(self) -> dict[str, Tensor]:
         """The parameters by name: FP32 masters of trained ones, and the others in their own dtype.
@@ -108,11 +122,13 @@ class EagerReplicas:
         shape = self._shapes[name]
         return self.masters[name][: shape.numel()].view(shape)
 
-    def _forward(self, replica: nn.Module, batch: Batch, micro_step: int, rank: int) -> Tensor:
+    def _forward(
+        self, replica: nn.Module, batch: Batch, micro_step: int, rank: int, weight: Tensor
+    ) -> Tensor:
         inputs = with_floats_cast(batch, compute_dtype(self._options.precision))
         with neutral_ops(self._seeds(self._step, micro_step, rank)):
             loss = loss_of(self._source, replica, inputs).float()
-            torch.autograd.backward(loss, torch.full_like(loss, self._scale))
+            torch.autograd.backward(loss, self._scale * weight)
         return loss.detach()
 
     def _reduce(self, partial: Sequence[Sequence[Mapping[str, Tensor]]]) -> dict[str, Tensor]:
@@ -142,7 +158,7 @@ class EagerReplicas:
         """The sum within each group of ranks, then over the groups."""
         return _sum([_sum([parts[rank] for rank in group]) for group in self._groups])
 
-    def _update(self, gradients: Mapping[str, Tensor]) -> None:
+    def _update(self, gradients: Mapping[str, Tensor], total: float) -> None:
         if not self._optimizers:
             self._parameters = {name: nn.Parameter(self.masters[name]) for name in gradients}
             groups = parameter_groups(self._named_shapes(), self._options)
@@ -150,10 +166,11 @@ class EagerReplicas:
         is_finite = all(bool(gradient.isfinite().all()) for gradient in gradients.values())
         scale = self._scale
         if self._options.precision == "fp16":
-            self._rescale(is_overflow=not is_finite)
+            if self._options.has_dynamic_loss_scale:
+                self._rescale(is_overflow=not is_finite)
             if not is_finite:
                 return
-        divisor = scale * len(self.replicas) * self._options.micro_steps
+        divisor = scale * total
         if self._options.clip is not None:
             squares = sum(
                 gradient.double().square().sum().item() for gradient in gradients.values()
@@ -187,8 +204,10 @@ class EagerReplicas:
         options = self._options
         if not is_overflow:
             self._good_steps += 1
+            if options.consecutive_hysteresis:
+                self._hysteresis = options.loss_scale_hysteresis
             if self._good_steps >= options.loss_scale_window:
-                self._scale *= 2
+                self._scale *= options.loss_scale_factor
                 self._good_steps = 0
                 self._hysteresis = options.loss_scale_hysteresis
             return
@@ -196,7 +215,7 @@ class EagerReplicas:
         if self._hysteresis > 1:
             self._hysteresis -= 1
         else:
-            self._scale = max(self._scale / 2, options.minimum_loss_scale)
+            self._scale = max(self._scale / options.loss_scale_factor, options.minimum_loss_scale)
 
 
 def _replica(source: ModelSource, seed: int) -> nn.Module:

@@ -1,8 +1,8 @@
 """Optimizers of ``torch.optim`` as options of a compilation: a class, or an instance over the parameters of a module.
 
 A class gives the algorithm and its own defaults. An instance gives its groups, too: the first group's settings are the
-options, and each further group is one of ``CompileOptions.group``, which names its parameters. A parameter in no group is
-not trained, as torch would not train it.
+options, and each further group is one of ``CompileOptions.group``, which names its parameters. A parameter in no group
+is not trained, as torch would not train it.
 """
 
 from __future__ import annotations

@@ -32,7 +32,6 @@ from dataclasses import dataclass, replace
 
 from zeroir.errors import InternalError
 from zeroir.frontend.weigh import (
-    BATCH_LOSS,
     BATCH_WEIGHT,
     WEIGHT,
     cast,
@@ -47,6 +46,7 @@ from zeroir.ir.dtypes import DType
 from zeroir.ir.mesh import COMPUTE
 from zeroir.ir.ops import Mode, Op
 from zeroir.ir.program import (
+    BATCH_LOSS,
     LAST_MICRO_STEP,
     MICRO_STEP,
     UPDATE,

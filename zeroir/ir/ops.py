@@ -320,7 +320,7 @@ class Fill(Elementwise):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale(Elementwise):
-    """Multiply the region, in place, by a one-element region of a scalar buffer."""
+    """Multiply the region, in place, by a one-element region of a scalar buffer; a factor of 0 clears NaN, too."""
 
     syntax = "{region} by {by}"
     participle = "scaled"

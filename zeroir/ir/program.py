@@ -1,8 +1,8 @@
 """A program: one SPMD training step for every rank of a mesh, as plain data.
 
 A program is header (mesh, communicators, streams, bounds), flats (where each parameter stands), buffers, segments,
-sections, the bindings to the outside world (inputs, module buffers, optimizer groups, loss, weight), and how it came about
-(options, pass specs, fingerprint of the model). The order of every tuple is part of the program, and its text is
+sections, the bindings to the outside world (inputs, module buffers, optimizer groups, loss, weight), and how it came
+about (options, pass specs, fingerprint of the model). The order of every tuple is part of the program, and its text is
 canonical.
 """
 
@@ -28,6 +28,9 @@ EVALUATE: Final = "evaluate"
 SECTION_NAMES: Final = (MICRO_STEP, LAST_MICRO_STEP, UPDATE, EVALUATE)
 """A training step is ``micro_step`` k − 1 times, ``last_micro_step``, ``update``. ``micro_step`` is absent when a
 program is made for k = 1; ``evaluate`` may run between steps."""
+
+BATCH_LOSS: Final = "batch_loss"
+"""The buffer of the loss of the last micro-batch, where ``Program.loss`` is a sum over micro-batches."""
 
 PARAMETER_ALIGNMENT_NUMEL: Final = 64
 """Each parameter starts on a multiple of this many elements of its flat, whatever the world size."""

@@ -81,8 +81,8 @@ class SectionRun:
     ``settings`` is what decisions and the loss scaling are given, ``steps`` what each optimizer step does, ``averages``
     what each average does, ``roundings`` the gradients that lost digits, by flat and dtype, and ``sums`` which
     contributions were added to which; each with the line of its op. ``decided`` are the decisions so far, and whether
-    each may skip the update. ``reported`` is what the engine reports of the step, by region: the norm that a decision
-    read, and whether it skips.
+    each may skip the update. ``reported`` is what the engine reports of the step, by region: the norm and the weight
+    that a decision read, and whether it skips.
     """
 
     def __init__(

@@ -46,7 +46,7 @@ def scratch_bytes(program: Program, op: Op, *, kernels: str = EAGER) -> int:
             return max((_squares_bytes(program, source) for source in op.sources), default=0) + 4
         case ops.CheckFinite():
             return sum(_extremes_bytes(program, source) for source in op.sources) + SCALAR_BYTES
-        case ops.Decide() | ops.UpdateScale():
+        case ops.Decide() | ops.UpdateScale() | ops.Scale():
             return SCALAR_BYTES
         case ops.Cast() if op.mode is Mode.ACCUMULATE:
             own, wanted = _dtype(program, op.source), _dtype(program, op.destination)
