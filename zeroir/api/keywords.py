@@ -7,16 +7,25 @@ keyword accepts more than the field where a plain string or a list will do, too.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Literal, TypedDict
+from typing import Literal, Protocol, TypedDict
 
 from zeroir.config import Precision
 from zeroir.cost.estimate import Offload, Optimizer
 from zeroir.ir.ops import Algorithm
 
-if TYPE_CHECKING:
-    from torch.optim import Optimizer as TorchOptimizer
-
 OptimizerName = Literal["sgd", "momentum", "adam", "adamw", "lion"]
+
+
+class TorchOptimizer(Protocol):
+    """An optimizer of ``torch.optim``."""
+
+    param_groups: list[dict[str, object]]
+
+    def step(self) -> object:
+        """Update the parameters."""
+
+    def zero_grad(self) -> None:
+        """Forget the gradients."""
 
 
 class CompileKeywords(TypedDict, total=False):
