@@ -82,7 +82,8 @@ def _buffers(op: ops.Op) -> Iterator[str]:
     """The buffers that an op uses, begins or ends, except hyper-parameters, which are constants of a graph."""
     effect = effects(op)
     for region in (*effect.reads, *effect.writes, *effect.accumulates):
-        if not (isinstance(op, ops.OptimizerStep) and any(region == s.hyper for s in op.settings)):
+        settings = op.settings if isinstance(op, ops.Direction | ops.OptimizerStep) else ()
+        if not any(region == s.hyper for s in settings):
             yield region.buffer
     yield from effect.allocs
     yield from effect.frees
@@ -130,7 +131,7 @@ class SectionGraphs:
                 {
                     settings.hyper.buffer
                     for op in section.body
-                    if isinstance(op, ops.OptimizerStep)
+                    if isinstance(op, ops.Direction | ops.OptimizerStep)
                     for settings in op.settings
                 }
             )

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ from zeroir.runtime.comm.job import (
     Backend,
     open_job,
 )
-from zeroir.runtime.executor import RankResult, StepExecutor
+from zeroir.runtime.executor import RankEvaluation, RankResult, StepExecutor
 from zeroir.runtime.gathered import Lender, module_maker
 from zeroir.runtime.handlers import LocalRanks
 from zeroir.runtime.kernels.choice import KernelBackend, open_kernels
@@ -82,6 +82,10 @@ class StepResult:
         return None if self.rank.grad_norm is None else float(self.rank.grad_norm)
 
 
+_LESS: Final = "gather smaller modules, one after the other"
+"""The remedy if memory runs out for a lent module."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Settings:
     """The arguments of an engine that do not depend on its program."""
@@ -93,6 +97,23 @@ class _Settings:
     cuda_graphs: bool
     self_check: bool
     weight: WeightFunction | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """The results of ``Engine.evaluate`` on this rank; see ``RankEvaluation``. Reading the loss waits for it."""
+
+    rank: RankEvaluation
+
+    @property
+    def loss(self) -> float:
+        """The loss of this rank's batch (``Engine.average`` gives the mean over ranks)."""
+        return float(self.rank.loss)
+
+    @property
+    def outputs(self) -> object:
+        """The declared outputs in the user's structure, tensors on the engine's device; None where there are none."""
+        return self.rank.outputs
 
 
 class Engine:
@@ -175,11 +196,10 @@ class Engine:
             run_section=None if self._graphs is None else self._graphs.run,
             weight=settings.weight,
         )
-        if self._optimizer is None:
-            if any(isinstance(op, ops.OptimizerStep) for op in program.ops()):
-                self._optimizer = LiveOptimizer(program, [memory], self.update)
-        else:
-            self._optimizer.move([memory])
+        if self._optimizer is not None:
+            self._optimizer.write_to([memory])
+        elif any(isinstance(op, ops.OptimizerStep) for op in program.ops()):
+            self._optimizer = LiveOptimizer(program, [memory], self.update)
         if self._optimizer is not None:
             self._executor.settings = SettingsOfRanks(optimizer=self._optimizer, job=self.job)
 
@@ -320,11 +340,17 @@ class Engine:
         (scale,) = self._executor.loss_scale()
         return scale
 
-    def evaluate(self, batch: Batch) -> float:
-        """The loss of one batch by the program's ``evaluate`` section."""
+    def evaluate(self, batch: Batch) -> Evaluation:
+        """Evaluate one batch of this rank as the model does under ``eval()``; training goes on as if it had not been.
+
+        All ranks call it together, before the first step or between two steps.
+
+        Raises:
+            UserError: where the program has no section ``evaluate``, or the batch does not fit.
+        """
         self._accumulation.require_none("evaluate")
-        (loss,) = self._executor.evaluate([batch])
-        return float(loss)
+        (evaluation,) = self._executor.evaluate([batch])
+        return Evaluation(rank=evaluation)
 
     def buffer(self, name: str) -> Tensor:
         """A buffer of this rank; it is not a copy."""
@@ -354,7 +380,8 @@ class Engine:
         with self._executor.entered():
             self._executor.finish()
             loan = ExitStack()
-            module = loan.enter_context(self._lender.lent(name, masters=masters, ema=ema))
+            with memory_for(f"the parameters of {name or 'the whole model'} on each rank", _LESS):
+                module = loan.enter_context(self._lender.lent(name, masters=masters, ema=ema))
         with loan:
             yield module
 
@@ -457,10 +484,6 @@ class Engine:
         self._executor.close()
         self.job.comm.close()
 
-    def _forget_settings(self) -> None:
-        if self._optimizer is not None:
-            self._optimizer.forget_written()
-
     def _micro_step(self, batch: Batch, is_last: bool) -> Tensor:
         if not is_last and self._accumulating is not None:
             self._accumulate()
@@ -476,6 +499,10 @@ class Engine:
             keep_freed_memory()
         with self._executor.entered():
             self._allocate()
+
+    def _forget_settings(self) -> None:
+        if self._optimizer is not None:
+            self._optimizer.forget_written()
 
     def _allocate(self) -> None:
         with memory_for("the program's buffers"):

@@ -26,6 +26,7 @@ from zeroir.errors import (
 from zeroir.ir import ops
 from zeroir.ir.buffers import Role
 from zeroir.ir.labels import labels
+from zeroir.ir.output_paths import structured
 from zeroir.ir.program import (
     BATCH_LOSS,
     EVALUATE,
@@ -34,6 +35,7 @@ from zeroir.ir.program import (
     UPDATE,
     OpPosition,
     Section,
+    why_not_evaluate,
 )
 from zeroir.runtime import state
 from zeroir.runtime.batch import write_inputs
@@ -79,6 +81,17 @@ class StepSettings(Protocol):
 
     def after_update(self) -> None:
         """Take notice of an update."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankEvaluation:
+    """The results of an evaluation on one rank: the loss of its batch, f32[], and the declared outputs.
+
+    The tensors of the outputs are copies, which later evaluations leave as they are.
+    """
+
+    loss: Tensor
+    outputs: object
 
 
 class StepExecutor:
@@ -177,20 +190,29 @@ class StepExecutor:
             scales = [self._loss_scale(memory) for memory in self.local_ranks.memories]
             return [1.0 if scale is None else float(scale) for scale in scales]
 
-    def evaluate(self, batches: Sequence[Batch]) -> list[Tensor]:
-        """The loss (f32[]) of one batch per local rank, by the program's ``evaluate`` section."""
+    def evaluate(self, batches: Sequence[Batch]) -> list[RankEvaluation]:
+        """Evaluate one batch per local rank by the program's ``evaluate`` section, which changes no state.
+
+        Raises:
+            UserError: where the program has no such section, or a batch does not fit.
+        """
         if EVALUATE not in self._program.section_by_name:
-            raise UserError("The program has no evaluate section; compile it with one.")
+            raise UserError(why_not_evaluate(self._program))
         with self._streams.entered():
-            # The next step adds to the loss buffer, so it must hold the same value afterwards.
-            weights = [1.0 for _ in self.local_ranks.memories]
-            resting = self._losses(weights)
             self._set_inputs(batches, 0)
             self._run(EVALUATE)
-            losses = self._losses(weights)
-            for memory, loss in zip(self.local_ranks.memories, resting, strict=True):
-                memory.buffer(self._loss_name)[0] = loss
-            return losses
+            return [self._evaluation(memory) for memory in self.local_ranks.memories]
+
+    def _evaluation(self, memory: RankMemory) -> RankEvaluation:
+        program = self._program
+        assert program.eval_loss is not None
+        values = [
+            (output.path, memory.buffer(output.buffer).clone().view(output.shape))
+            for output in program.outputs
+        ]
+        return RankEvaluation(
+            loss=memory.buffer(program.eval_loss)[0].clone(), outputs=structured(values)
+        )
 
     def watch(self, step: int, watch: Watch) -> None:
         """Observe every op of that step alone, counting from 1. Ops stay bound to each ``watch`` that was given."""

@@ -129,9 +129,10 @@ class LiveOptimizer(torch.optim.Optimizer):
                     memory.region(group.hyper).copy_(torch.tensor(new[1:], dtype=torch.float64))
         self._written = settings
 
-    def move(self, memories: Iterable[RankMemory]) -> None:
-        """Go on with the memories of another program with the same groups, which have their settings already."""
+    def write_to(self, memories: Iterable[RankMemory]) -> None:
+        """Write to other memories from now on, and every setting at first."""
         self._memories = list(memories)
+        self._written = [(math.nan,) * len(settings) for settings in self._first]
 
     def forget_written(self) -> None:
         """Note that the scalar buffers have their first values again."""

@@ -30,7 +30,7 @@ from zeroir.runtime import initial, state
 from zeroir.runtime.comm.base import CollectiveTensors, TensorPair
 from zeroir.runtime.comm.job import Backend, Job
 from zeroir.runtime.comm.lockstep import LockstepComm
-from zeroir.runtime.executor import RankResult, StepExecutor
+from zeroir.runtime.executor import RankEvaluation, RankResult, StepExecutor
 from zeroir.runtime.handlers import LocalRanks, PreparedCollective, communicate
 from zeroir.runtime.kernels.choice import KernelBackend, open_kernels
 from zeroir.runtime.live_optimizer import LiveOptimizer, SettingsOfRanks
@@ -115,8 +115,8 @@ class Lockstep:
         """The update after the last micro-step; one result per rank."""
         return self._executor.update()
 
-    def evaluate(self, batches: Sequence[Batch]) -> list[Tensor]:
-        """The loss of one batch per rank by the ``evaluate`` section: f32[] each."""
+    def evaluate(self, batches: Sequence[Batch]) -> list[RankEvaluation]:
+        """Evaluate one batch per rank by the ``evaluate`` section."""
         return self._executor.evaluate(batches)
 
     def buffers(self, rank: int) -> Mapping[str, Tensor]:

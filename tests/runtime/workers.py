@@ -198,7 +198,7 @@ def nan_loss() -> None:
     batches = [step[RANK][0] for step in random_batches(5, WORLD_SIZE)]
     if RANK == 1:
         batches[2] = {"x": torch.full((4, 6), float("nan"))}
-    train.train(engine, iter(batches), steps=5, report_step=lambda _: None)
+    train.train(engine, iter(batches), steps=5, report=lambda _: None)
 
 
 def other_settings() -> None:
