@@ -209,7 +209,7 @@ class LiveOptimizer(torch.optim.Optimizer):
             ) from error
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SettingsOfRanks:
     """Writes the settings of an optimizer before each step of a rank, and compares them with those of other ranks.
 
@@ -219,16 +219,15 @@ class SettingsOfRanks:
 
     optimizer: LiveOptimizer
     job: Job
-    _updates: int = 0
 
-    def before_micro_step(self, *, is_last: bool) -> None:
-        """Write what changed.
+    def before_micro_step(self, step: int, *, is_last: bool) -> None:
+        """Write what changed, for a step that is counted from 1.
 
         Raises:
             UserError: where a setting is invalid, or where two ranks have different ones.
         """
         self.optimizer.write()
-        if is_last and not self.job.is_alone and _is_compared(self._updates + 1):
+        if is_last and not self.job.is_alone and _is_compared(step):
             settings = self.optimizer.settings()
             rows = self.job.exchange([value for group in settings for value in group])
             owners = [
@@ -239,8 +238,7 @@ class SettingsOfRanks:
             _require_same(owners, rows, self.job.rank)
 
     def after_update(self) -> None:
-        """Count the update, and report it to the optimizer."""
-        self._updates += 1
+        """Report the update to the optimizer."""
         self.optimizer.report_update()
 
 

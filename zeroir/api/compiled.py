@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -207,6 +208,8 @@ def compile_model(
     what the module's forward returns, or ``loss(module, batch)``, which returns it or a pair of it and outputs.
     ``weight`` gives the weight of a batch. ``config`` is DeepSpeed's configuration, as its file or its contents, or a
     TOML file of options. The other keywords are ``CompileOptions``' fields, and win over the configuration.
+    ``optimizer`` may also be a class of ``torch.optim``, or an instance of one over the parameters of a module in hand,
+    whose groups the program takes over.
 
     A module in hand stays as it is; its values enter when an engine is made.
 
@@ -214,7 +217,13 @@ def compile_model(
         UserError: if the file, the module, the batch or an option is wrong.
     """
     source = _source_of(model, batch, loss, weight)
-    resolved = resolve_options(config, options, lambda: source, giver="argument")
+    given: Mapping[str, object] = options
+    if not isinstance(options.get("optimizer", ""), str):
+        from zeroir.api.torch_optimizers import translated
+
+        translation = translated(options["optimizer"], model, options)
+        source, given = translation.source(source), translation.options
+    resolved = resolve_options(config, given, lambda: source, giver="argument")
     return compile_source(source, resolved.options, resolved.record)
 
 

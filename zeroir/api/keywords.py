@@ -7,7 +7,7 @@ keyword accepts more than the field where a plain string or a list will do, too.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal, TypedDict
+from typing import Literal, Protocol, TypedDict
 
 from zeroir.config import Precision
 from zeroir.cost.estimate import Offload, Optimizer
@@ -15,6 +15,18 @@ from zeroir.hyper_parameters import AdjustLr
 from zeroir.ir.ops import Algorithm
 
 OptimizerName = Literal["sgd", "momentum", "adam", "adamw", "lion", "muon", "adafactor"]
+
+
+class TorchOptimizer(Protocol):
+    """An optimizer of ``torch.optim``."""
+
+    param_groups: list[dict[str, object]]
+
+    def step(self) -> object:
+        """Update the parameters."""
+
+    def zero_grad(self) -> None:
+        """Forget the gradients."""
 
 
 class CompileKeywords(TypedDict, total=False):
@@ -29,7 +41,7 @@ class CompileKeywords(TypedDict, total=False):
     keep_fp32: str | Sequence[str]
     evaluate: bool
     outputs: str | Sequence[str]
-    optimizer: Algorithm | OptimizerName
+    optimizer: Algorithm | OptimizerName | type[TorchOptimizer] | TorchOptimizer
     lr: float
     schedule: str | None
     momentum: float | None
