@@ -3,8 +3,10 @@
 The program becomes one for ``dp`` ranks: flats are padded so that every rank has an equal slice. Each flat's gradient
 is all-reduced in place on a stream of its own as soon as its last contributor has run, so that the sum overlaps the
 rest of the backward. In the update, each rank tests its own slice of every gradient for overflow and computes its
-norm; before the decision, one all-reduce of scalars combines these results and the loss over all ranks. The
-optimizer's divisor is multiplied by ``dp``: gradients are summed, and only the optimizer step averages them.
+norm; before the decision, one all-reduce of scalars combines these results, the loss and, where micro-batches have
+weights, their sum over all ranks. Without such results the weights have an all-reduce of their own, which can be early.
+Without weights the optimizer's divisor is multiplied by ``dp``: gradients are summed, and only the optimizer step
+averages them.
 
 What ``all-reduce-gradients{dp=2}`` changes::
 
@@ -87,11 +89,16 @@ class AllReduceGradients(Pass):
                         replace(op, sources=tuple(replace(s, shard=AXIS) for s in op.sources))
                     )
                 case ops.Decide():
+                    if op.weight is not None and program.weight is not None:
+                        if partial:
+                            partial.append(op.weight)
+                        else:
+                            body.append(_all_reduce(op.weight))
                     if program.loss is not None:
                         partial.append(Region(buffer=program.loss, offset=0, numel=1))
                     if partial:
                         body.append(_all_reduce(*partial))
-                    body.append(replace(op, divisor=op.divisor * self.dp))
+                    body.append(rewrite.on_more_ranks(op, self.dp, program))
                 case _:
                     body.append(op)
         return replace(section, entry=_reduced(section.entry), body=tuple(body))

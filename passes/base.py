@@ -124,7 +124,7 @@ def build(kind: type[Pass], options: Mapping[str, str]) -> Pass:
 
 def _value(name: str, key: str, declared: object, text: str) -> OptionValue:
     """The value that ``text`` gives the option ``key`` of the pass ``name``, by the declared type of its field."""
-    if declared == tuple[str, ...]:
+    if declared in (tuple[str, ...], tuple[str, ...] | None):
         return tuple(part for item in text.split("|") if (part := item.strip()))
     if declared is bool:
         if text not in ("true", "false"):

@@ -4,7 +4,8 @@ A launch costs a latency that grows with the number of ranks and not with its si
 once cut for many ranks, are better moved together. Blocks of megabytes are not, since what travels together overlaps
 less computation and needs more memory at once; so nothing is merged unless asked for. Neighbouring collectives of one
 communicator in a section become one launch where they move at most ``bytes`` bytes together (of the full buffers, as
-they travel); larger ones stay alone. Bytes on the wire and results stay the same.
+they travel); larger ones stay alone. ``gathers`` is another limit for all-gathers. Bytes on the wire and results stay
+the same.
 
 A gather moves up to the one before it, and its allocs with it, unless its buffer's previous life ends only after the
 unit before the bucket has been gathered: the bucket would have to wait for it and come too late. Other collectives,
@@ -42,7 +43,7 @@ from zeroir.errors import UserError
 from zeroir.ir import ops
 from zeroir.ir.ops import Op
 from zeroir.ir.program import Program, Section
-from zeroir.ir.traffic import payloads
+from zeroir.ir.traffic import payload_bytes
 from zeroir.passes.base import NO_FACTS, Fact, Pass
 from zeroir.passes.common import rewrite
 from zeroir.passes.common.conflicts import Touched
@@ -52,7 +53,7 @@ _Mergeable = ops.AllGather | ops.ReduceScatter | ops.AllReduce
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket(Pass):
-    """Merge neighbouring collectives of together at most ``bytes`` bytes."""
+    """Merge neighbouring collectives of together at most ``bytes`` bytes, gathers of at most ``gathers`` if given."""
 
     name: ClassVar[str] = "bucket"
     requires: ClassVar[frozenset[Fact]] = frozenset(
@@ -62,12 +63,14 @@ class Bucket(Pass):
     destroys: ClassVar[frozenset[Fact]] = NO_FACTS
 
     bytes: int
+    gathers: int | None = None
 
     def __post_init__(self) -> None:
-        if self.bytes < 0:
-            raise UserError(
-                f"The option `bytes` of `{self.name}` is a number of bytes, at least 0, not {self.bytes}."
-            )
+        for option, value in (("bytes", self.bytes), ("gathers", self.gathers)):
+            if value is not None and value < 0:
+                raise UserError(
+                    f"The option `{option}` of `{self.name}` is a number of bytes, at least 0, not {value}."
+                )
 
     def __call__(self, program: Program) -> Program:
         """The program with its small collectives merged."""
@@ -114,12 +117,16 @@ class Bucket(Pass):
         """
         before, first, second = places
         merged = _as_one(body[first], body[second])
-        if merged is None or sum(size for _, size in payloads(merged, program)) > self.bytes:
+        if merged is None or payload_bytes(merged, program) > self._most_bytes(merged):
             return None
         moved = None
         if not _ends_a_life(body[before + 1 : first], body[second]):
             moved = _earlier(body, first, second, merged, program)
         return moved or _later(body, first, second, merged, program)
+
+    def _most_bytes(self, op: _Mergeable) -> int:
+        is_other = isinstance(op, ops.AllGather) and self.gathers is not None
+        return (self.gathers or 0) if is_other else self.bytes
 
 
 def _as_one(first: Op, second: Op) -> _Mergeable | None:

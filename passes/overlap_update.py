@@ -5,7 +5,8 @@ the step count and sets the divisor; it needs no gradient, so it moves to the be
 update of each flat (widening the gradient, the optimizer step, narrowing the master weights, clearing a sum over
 micro-steps, and in stages 1 and 2 gathering the new parameters) directly follows the reduction of the flat's gradient
 and the last op that reads the old parameters. It runs on its own stream, so it delays neither the compute stream nor
-the next reduction. Only the reduction of the loss remains in the update section.
+the next reduction. Only the reduction of the loss remains in the update section. The weights of the micro-batches, by
+which the decision divides, are known at the beginning of the last micro-step, so their sum over ranks moves there.
 
 At the joint, the states of parameters, master weights and optimizer states declare a version one above the version at
 rest, and the gradients are used. A program whose decision reads a norm, an overflow flag or a loss scale is
@@ -33,7 +34,7 @@ What ``overlap-update`` changes::
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import ClassVar
@@ -51,6 +52,7 @@ from zeroir.passes.common.conflicts import Touched
 
 _Movable = (
     ops.Decide
+    | ops.Direction
     | ops.OptimizerStep
     | ops.Average
     | ops.Alloc
@@ -58,6 +60,7 @@ _Movable = (
     | ops.Cast
     | ops.Fill
     | ops.AllGather
+    | ops.AllReduce
 )
 
 STREAM = Stream(name="update", executor=Executor.DEVICE)
@@ -101,8 +104,8 @@ def _is_free(update: Section) -> bool:
 
 
 def _is_global(decision: ops.Decide) -> bool:
-    """Whether the decision rests on anything that the micro-steps compute."""
-    rests_on = (decision.overflow, decision.norm, decision.loss_scale, decision.skip)
+    """Whether the decision rests on anything that the micro-steps compute, beside the weights that they count."""
+    rests_on = (decision.overflow, decision.norm, decision.loss_scale)
     return any(region is not None for region in rests_on)
 
 
@@ -111,8 +114,13 @@ def _divided(update: Section, program: Program) -> tuple[tuple[_Movable, ...], t
     moved: list[_Movable] = []
     left: list[Op] = []
     staying = Touched(program)
+    weights = [op.weight for op in update.body if isinstance(op, ops.Decide)]
     for index, op in enumerate(update.body):
-        if isinstance(op, _Movable) and _is_of_a_flat(op, program) and not staying.is_against(op):
+        if (
+            isinstance(op, _Movable)
+            and (_is_of_a_flat(op, program) or _is_alone(effects(op).writes, weights))
+            and not staying.is_against(op)
+        ):
             moved.append(op)
         else:
             left.append(op)
@@ -120,16 +128,21 @@ def _divided(update: Section, program: Program) -> tuple[tuple[_Movable, ...], t
     return tuple(moved), tuple(left)
 
 
+def _is_alone(written: tuple[Region, ...], weights: Sequence[Region | None]) -> bool:
+    """Whether an op writes one of these weights and nothing else."""
+    return len(written) == 1 and written[0] in weights
+
+
 def _is_of_a_flat(op: _Movable, program: Program) -> bool:
     """Whether the op is the decision or part of a flat's update; the loss stays for the engine to read."""
-    if isinstance(op, ops.Decide | ops.OptimizerStep):
+    if isinstance(op, ops.Decide | ops.Direction | ops.OptimizerStep):
         return True
     return all(program.buffer_by_name[name].role is not Role.SCALAR for name in _names(op))
 
 
 def _is_on_scalars(op: Op, program: Program) -> bool:
     """Whether the op concerns scalars alone, such as the loss."""
-    is_update = isinstance(op, ops.Decide | ops.OptimizerStep)
+    is_update = isinstance(op, ops.Decide | ops.Direction | ops.OptimizerStep)
     return not is_update and all(
         program.buffer_by_name[name].role is Role.SCALAR for name in _names(op)
     )
@@ -166,10 +179,11 @@ def _placed(last: Section, moved: Iterable[_Movable], program: Program) -> tuple
 
 
 def _state_after(state: State, moved: Iterable[Op], program: Program) -> State:
-    """The state at the joint after the moved ops: gradients are used up, versions advance."""
+    """The state at the joint after the moved ops: gradients and the weight are used up, versions advance."""
     held: dict[str, list[Holding]] = {}
+    used = [op.weight for op in moved if isinstance(op, ops.Decide)]
     for holding in state.holdings:
-        if rewrite.complete_gradient(holding) is None:
+        if rewrite.complete_gradient(holding) is None and holding.region not in used:
             held.setdefault(holding.region.buffer, []).append(holding)
     for op in moved:
         for region, content in _results(op, program):
@@ -184,8 +198,12 @@ def _results(op: Op, program: Program) -> Iterator[tuple[Region, Content]]:
     match op:
         case ops.Decide():
             yield from _advanced(op.step, program)
+        case ops.Direction():
+            for region in op.states:
+                yield from _advanced(region, program)
         case ops.OptimizerStep():
-            for region in (op.param, *op.states):
+            factors = () if op.factors is None else (op.factors,)
+            for region in (op.param, *op.states, *factors):
                 yield from _advanced(region, program)
         case ops.Average():
             yield from _advanced(op.average, program)

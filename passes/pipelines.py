@@ -1,4 +1,7 @@
-"""The ZeRO stages as pipelines: each is the stage below plus one pass, and stage 3 plus a few."""
+"""The ZeRO stages as pipelines: each is the stage below plus one pass, and stage 3 plus a few.
+
+With gradients that accumulate on each rank, stages 2 and 3 do without the pass that keeps them as shards.
+"""
 
 from __future__ import annotations
 
@@ -36,40 +39,53 @@ def for_stage(
     replicas: int | None = None,
     elide: bool = True,
     bucket: int = 0,
+    bucket_gathers: int | None = None,
     distance: int = 1,
+    ahead_bytes: int | None = None,
     live: int = 2,
     overlap_update: bool = False,
     select: bool = False,
     recompute: tuple[str, ...] = (),
     unshard: tuple[str, ...] = (),
+    unshard_bytes: int | None = None,
     budget: int | None = None,
+    accumulate_locally: bool = False,
 ) -> tuple[Pass, ...]:
     """The passes of a ZeRO stage, 0 to 3, on that many ranks.
 
     With ``replicas`` these are as many groups, each of which holds all shards. Collectives are merged up to
-    ``bucket`` bytes, and with ``overlap_update`` the update runs in the backward. With ``select`` the program is first
-    made to save less for its backward. The units that ``recompute`` names are computed once more before their backward,
-    and those of ``unshard`` are gathered once. With a ``budget`` in bytes parameters are gathered as early as it allows
-    instead of ``distance`` units ahead.
+    ``bucket`` bytes, gathers up to ``bucket_gathers`` if that is given, and with ``overlap_update`` the update runs in
+    the backward. With ``select`` the program is first made to save less for its backward. The units that
+    ``recompute`` names are computed once more before their backward, and those of ``unshard``, or with uses at most
+    ``unshard_bytes`` apart, are gathered once. With ``ahead_bytes`` at most these bytes are gathered ahead, and with a
+    ``budget`` in bytes as early as it allows, instead of ``distance`` units ahead. With
+    ``accumulate_locally`` whole gradients are added up, and reduced in the last micro-step.
     """
     if world_size % (replicas or 1):
         raise UserError(f"{world_size} ranks do not make {replicas} groups of equal size.")
     replicate: tuple[Pass, ...] = (AllReduceGradients(dp=world_size // (replicas or 1)),)
-    shard: tuple[Pass, ...] = (
-        ShardOptimizer(),
-        ShardGradients(),
-        ShardParameters(),
-    )
-    if not 0 <= stage <= len(shard):
+    if not 0 <= stage <= 3:
         raise UserError(f"There is no stage {stage}; the ZeRO stages are 0, 1, 2 and 3.")
+    has_gradient_shards = stage >= 2 and not accumulate_locally
+    shard: tuple[Pass, ...] = (
+        *((ShardOptimizer(),) if stage >= 1 else ()),
+        *((ShardGradients(),) if has_gradient_shards else ()),
+        *((ShardParameters(),) if stage == 3 else ()),
+    )
     gather: tuple[Pass, ...] = (
         InsertGathers(elide=elide),
-        *((Unshard(units=unshard),) if unshard else ()),
+        *(
+            (Unshard(units=unshard or None, within=unshard_bytes),)
+            if unshard or unshard_bytes is not None
+            else ()
+        ),
         InsertReleases(),
     )
     # Before gathers are issued ahead: a bucket is gathered as one.
-    merge: tuple[Pass, ...] = (Bucket(bytes=bucket),) if bucket else ()
-    ahead: tuple[Pass, ...] = (PrefetchGathers(distance=distance),) if budget is None else ()
+    is_merged = bucket or bucket_gathers
+    merge: tuple[Pass, ...] = (Bucket(bytes=bucket, gathers=bucket_gathers),) if is_merged else ()
+    at = PrefetchGathers(distance=distance if ahead_bytes is None else None, bytes=ahead_bytes)
+    ahead: tuple[Pass, ...] = (at,) if budget is None else ()
     bound: tuple[Pass, ...] = (BoundGradients(live=live),)
     # After the others, which work along one axis: it adds a second one.
     across: tuple[Pass, ...] = () if replicas is None else (ReplicateShards(replicas=replicas),)
@@ -80,14 +96,14 @@ def for_stage(
         # After it, so that only values that are still saved are recomputed.
         + ((Recompute(units=recompute),) if recompute else ())
         + replicate
-        + shard[:stage]
-        + (gather if stage == len(shard) else ())
+        + shard
+        + (gather if stage == 3 else ())
         + merge
-        + (ahead if stage == len(shard) else ())
-        + (bound if stage >= 2 else ())
+        + (ahead if stage == 3 else ())
+        + (bound if has_gradient_shards else ())
         + across
         + ((OverlapUpdate(),) if overlap_update else ())
-        + (early if stage == len(shard) else ())
+        + (early if stage == 3 else ())
     )
 
 
@@ -100,13 +116,17 @@ def for_options(options: CompileOptions) -> tuple[Pass, ...]:
             replicas=options.replicas,
             elide=options.elide,
             distance=options.prefetch,
+            ahead_bytes=options.prefetch_bytes,
             bucket=options.bucket,
+            bucket_gathers=options.bucket_gathers,
             live=options.live_gradients,
             overlap_update=options.is_update_overlapped,
             select=options.select_saved,
             recompute=options.recompute,
             unshard=options.unshard,
+            unshard_bytes=options.unshard_bytes,
             budget=options.prefetch_budget_bytes,
+            accumulate_locally=options.accumulate_locally,
         ),
         PlanMemory(),
     )

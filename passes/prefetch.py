@@ -7,6 +7,9 @@ are released above it have ended. However slow the compute stream is, at most ``
 ``distance=0`` gathers nothing ahead and still holds the gather stream back. Buffers of a bucket belong to the group of
 the one that is read first.
 
+With ``prefetch{bytes=BYTES}`` the distance varies: group g is gathered before the first use of the earliest group after
+which at most this number of bytes is gathered up to g. A group that is larger is gathered at its first use.
+
 With ``prefetch{budget=BYTES}`` no distance is fixed: each gather is issued as early as the device memory that buffers
 take stays within the budget (see ``gather_early``). It then stands after all passes that take memory. The bound
 ``full_parameters behind=compute`` makes a gather wait for the op of the compute stream behind which it was put.
@@ -30,6 +33,7 @@ What ``prefetch{distance=1}`` changes::
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -38,10 +42,11 @@ from zeroir.ir.bounds import AheadBound, BehindBound, BoundKind, with_bound
 from zeroir.ir.mesh import COMPUTE
 from zeroir.ir.ops import Op
 from zeroir.ir.program import Program, Section
+from zeroir.ir.traffic import payload_bytes
 from zeroir.passes.base import NO_FACTS, Fact, Pass
 from zeroir.passes.common import rewrite
 from zeroir.passes.common.gather_early import as_early_as_fits
-from zeroir.passes.common.gather_groups import ahead, find_groups
+from zeroir.passes.common.gather_groups import GatherGroup, ahead, find_groups
 from zeroir.passes.common.order import derive_waits
 
 _DEFAULT_DISTANCE = 1
@@ -49,7 +54,10 @@ _DEFAULT_DISTANCE = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefetchGathers(Pass):
-    """Gather ``distance`` groups ahead, by default 1, or as early as a ``budget`` of device memory in bytes allows."""
+    """Gather ``distance`` groups ahead, by default 1, at most ``bytes`` ahead, or as early as a ``budget`` allows.
+
+    ``bytes`` counts the full buffers that are gathered ahead; ``budget`` is that of the device memory, in bytes.
+    """
 
     name: ClassVar[str] = "prefetch"
     requires: ClassVar[frozenset[Fact]] = frozenset(
@@ -60,22 +68,23 @@ class PrefetchGathers(Pass):
 
     distance: int | None = None
     budget: int | None = None
+    bytes: int | None = None
 
     def __post_init__(self) -> None:
-        if self.distance is None and self.budget is None:
+        units = {"distance": "units", "budget": "bytes", "bytes": "bytes"}
+        given = {name: value for name in units if (value := getattr(self, name)) is not None}
+        if not given:
             object.__setattr__(self, "distance", _DEFAULT_DISTANCE)
-        if self.distance is not None and self.budget is not None:
+        if len(given) > 1:
             raise UserError(
-                f"The pass `{self.name}` takes a distance or a budget, not both; leave one of them out."
+                f"The pass `{self.name}` takes a distance, bytes or a budget, not {' and '.join(given)}; leave "
+                "one of them out."
             )
-        if self.distance is not None and self.distance < 0:
-            raise UserError(
-                f"The option `distance` of `{self.name}` is a number of units, at least 0, not {self.distance}."
-            )
-        if self.budget is not None and self.budget < 0:
-            raise UserError(
-                f"The option `budget` of `{self.name}` is a number of bytes, at least 0, not {self.budget}."
-            )
+        for option, value in given.items():
+            if value < 0:
+                raise UserError(
+                    f"The option `{option}` of `{self.name}` is a number of {units[option]}, at least 0, not {value}."
+                )
 
     def __call__(self, program: Program) -> Program:
         """The program with its gathers issued ahead, and the bound that holds them back."""
@@ -83,6 +92,8 @@ class PrefetchGathers(Pass):
         in_order = with_bound(program.bounds, AheadBound(kind=kind, ahead=0))
         if self.distance is not None:
             return replace(_at_distance(program, self.distance), bounds=in_order)
+        if self.bytes is not None:
+            return replace(_within_bytes(program, self.bytes), bounds=in_order)
         assert self.budget is not None  # One of the two is given.
         # How much is live depends on how far streams run ahead, so on waits.
         at_first_use = derive_waits(replace(_at_distance(program, 0), bounds=in_order))
@@ -91,18 +102,38 @@ class PrefetchGathers(Pass):
 
 
 def _at_distance(program: Program, distance: int) -> Program:
-    return rewrite.map_sections(program, lambda section: _moved(section, program, distance))
+    def issued_with(groups: Sequence[GatherGroup]) -> list[int]:
+        return [max(number - distance, 0) for number in range(len(groups))]
+
+    return rewrite.map_sections(program, lambda section: _moved(section, program, issued_with))
 
 
-def _moved(section: Section, program: Program, distance: int) -> Section:
+def _within_bytes(program: Program, most_bytes: int) -> Program:
+    def issued_with(groups: Sequence[GatherGroup]) -> list[int]:
+        sizes = [sum(payload_bytes(g.op, program) for g in group.gathers) for group in groups]
+        earliest, ahead_bytes, targets = 0, 0, []
+        for number, size in enumerate(sizes):
+            ahead_bytes += size if number else 0
+            while earliest < number and ahead_bytes > most_bytes:
+                earliest += 1
+                ahead_bytes -= sizes[earliest]
+            targets.append(earliest)
+        return targets
+
+    return rewrite.map_sections(program, lambda section: _moved(section, program, issued_with))
+
+
+def _moved(
+    section: Section, program: Program, issued_with: Callable[[Sequence[GatherGroup]], list[int]]
+) -> Section:
+    """The section with each group issued before the first use of the group that ``issued_with`` gives it, by number."""
     body = section.body
     groups = find_groups(body, program)
     before: dict[int, list[Op]] = {}
     at = 0
-    for number, group in enumerate(groups):
-        target = groups[max(number - distance, 0)].first_use
+    for group, target in zip(groups, issued_with(groups), strict=True):
         # Never before an earlier life of the same buffer has ended, and always in the order of use.
-        at = max(at, target, *(gather.earliest for gather in group.gathers))
+        at = max(at, groups[target].first_use, *(gather.earliest for gather in group.gathers))
         for gather in group.gathers:
             issued = gather.op if at == group.first_use else ahead(gather.op)
             before.setdefault(at, []).extend((*(body[alloc] for alloc in gather.allocs), issued))

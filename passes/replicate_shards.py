@@ -100,7 +100,7 @@ class ReplicateShards(Pass):
                     for across in _across([r for r in regions if r not in norms], op.stream):
                         body.add(across)
                 case ops.Decide():
-                    body.add(replace(op, divisor=op.divisor * self.replicas))
+                    body.add(rewrite.on_more_ranks(op, self.replicas, program))
                 case ops.ReduceScatter() | ops.Cast() if index in complete:
                     body.add(op)
                     body.hold(_across(complete[index], op.stream))

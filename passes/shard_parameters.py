@@ -44,7 +44,7 @@ class ShardParameters(Pass):
 
     name: ClassVar[str] = "shard-parameters"
     requires: ClassVar[frozenset[Fact]] = frozenset(
-        {Fact.GRADIENTS_SHARDED, Fact.ONE_AXIS, Fact.UPDATE_APART}
+        {Fact.OPTIMIZER_SHARDED, Fact.ONE_AXIS, Fact.UPDATE_APART}
     )
     establishes: ClassVar[frozenset[Fact]] = frozenset({Fact.PARAMETERS_SHARDED})
     destroys: ClassVar[frozenset[Fact]] = NO_FACTS

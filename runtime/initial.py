@@ -1,21 +1,24 @@
 """The initial values of persistent buffers.
 
-Rank 0 builds the user's module whole, on the CPU (see ``construction``), and sends its values to all ranks, tensor by
-tensor, in messages of a few MiB; every rank copies the elements of its own buffers. So the host of rank 0 holds the
-whole model once, until everything is sent, and no other rank ever does. The parameters are those of plain PyTorch,
-whatever the constructor does. Digests then prove that the ranks hold the values that rank 0 built.
+Rank 0 has the module: it builds it whole, on the CPU, or has it in hand (see ``module_values``). It sends the values to
+all ranks, tensor by tensor, in messages of a few MiB; every rank copies the elements of its own buffers. As soon as the
+values of a tensor are sent, rank 0 frees it, so it holds the model once. The parameters are those of plain PyTorch,
+whatever the constructor does. Digests then prove that the ranks hold the values of rank 0.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from zeroir.errors import UserError
+from zeroir.errors import ModelWarning, UserError
 from zeroir.ir.buffers import Buffer
 from zeroir.ir.contents import EMA, MASTER, PARAM
 from zeroir.ir.dtypes import DType
@@ -24,13 +27,23 @@ from zeroir.ir.mesh import Mesh
 from zeroir.ir.program import Program
 from zeroir.runtime.comm.handout import ALONE, Handout
 from zeroir.runtime.comm.job import PeerError
-from zeroir.runtime.construction import Factory, construct
 from zeroir.runtime.digests import Digester
+from zeroir.runtime.module_values import (
+    Factory,
+    ModuleValues,
+    StateSource,
+    built,
+    built_without_values,
+    free_module,
+)
 from zeroir.runtime.rank_memory import RankMemory
-from zeroir.runtime.state import fill_scalars, flat_buffers
-from zeroir.runtime.tensors import IR_DTYPE, TORCH_DTYPE
+from zeroir.runtime.state import fill_scalars
+from zeroir.runtime.tensors import IR_DTYPE, TORCH_DTYPE, common
+from zeroir.runtime.whole_parameters import flat_buffers
 
 MESSAGE_BYTES: Final = 4 << 20
+_BATCH_NUMEL: Final = 16 << 20
+"""Elements of the tensors that rank 0 reads from a state before it sends them; one tensor may have more."""
 _ALIGNMENT_BYTES: Final = 16
 _DTYPES: Final = tuple(DType)
 
@@ -38,18 +51,25 @@ _DTYPES: Final = tuple(DType)
 def initialise(
     program: Program,
     ranks: Iterable[RankMemory],
-    factory: Factory,
+    source: Factory | nn.Module,
     seed: int,
     handout: Handout = ALONE,
-) -> None:
+    *,
+    state: StateSource | None = None,
+    keep_module: bool = False,
+) -> Mapping[str, Tensor]:
     """Fill the persistent buffers of the ranks for step 0; in a job all ranks call this together.
 
-    Parameters, masters, averages and module buffers get the module's values (masters and averages without rounding to
-    16 bits), constants their data, and scalars the program's values. Everything else, padding included, is zero.
-    Without a ``handout`` this process builds the module itself.
+    Parameters, masters, averages and module buffers get the values of rank 0 (masters and averages without rounding to
+    16 bits), constants their data, and scalars the program's values. Everything else, padding included, is zero. Rank 0
+    calls the factory, or reads its module in hand; a ``state`` has precedence over their values. The tensors of a
+    module in hand are freed as their values move to the buffers, on the other ranks without being read, unless
+    ``keep_module`` says otherwise. Without a ``handout`` this process is rank 0. Returns the values of the module's
+    tensors that the program does not hold, on the CPU or where the module has them; they are those of rank 0, too.
 
     Raises:
-        UserError: where the program was compiled from another module, or the values of a rank differ from the module's.
+        UserError: where the program was compiled from another module, the state fails, or the values of a rank differ
+            from the module's. A note on the error says in which state the module in hand is left.
     """
     memories = list(ranks)
     for binding in program.module_buffers:
@@ -61,10 +81,58 @@ def initialise(
                 memory.buffer(buffer.name).copy_(data)
     fill_scalars(program, memories)
     tensors = _tensors(program)
-    if tensors:
-        with torch.no_grad():
-            built = _hand_out(program, tensors, memories, factory, seed, handout)
-            _require_agreement(program, tensors, memories, built, handout)
+    open_values = partial(_open, program, source, seed, state, keep_module=keep_module)
+    task = "use its module" if isinstance(source, nn.Module) else "build the model"
+    values = handout.make(open_values, task)
+    with torch.no_grad(), _noting(source, is_kept=keep_module):
+        if values is None and isinstance(source, nn.Module) and not keep_module:
+            free_module(program, source)
+        others = handout.send_tensors(None if values is None else values.others())
+        if tensors:
+            sent = _hand_out(program, tensors, memories, values, handout)
+            _require_agreement(program, tensors, memories, sent, handout)
+    return others
+
+
+def _open(
+    program: Program,
+    source: Factory | nn.Module,
+    seed: int,
+    state: StateSource | None,
+    *,
+    keep_module: bool,
+) -> ModuleValues:
+    """The values of rank 0."""
+    is_in_hand = isinstance(source, nn.Module)
+    if isinstance(source, nn.Module):
+        module = source
+    else:
+        module = built(source, seed) if state is None else built_without_values(source)
+    values = ModuleValues(program, module, state, is_kept=keep_module and is_in_hand)
+    shared = values.shared_storage()
+    if is_in_hand and shared is not None:
+        first, second, size_bytes = shared
+        warnings.warn(
+            f"'{first}' and '{second}' of the module share {size_bytes} bytes of memory, which are freed only when the "
+            "engine has the values of all tensors in them: until then this rank holds them twice.",
+            ModelWarning,
+            stacklevel=2,
+        )
+    return values
+
+
+@contextmanager
+def _noting(source: Factory | nn.Module, *, is_kept: bool) -> Iterator[None]:
+    """Say on an error what it leaves of a module in hand."""
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(source, nn.Module) and not is_kept:
+            error.add_note(
+                "The module is not whole any more: tensors whose values had moved to the engine are on the meta "
+                "device, and their values are lost; load the module again."
+            )
+        raise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +188,7 @@ def _tensors(program: Program) -> list[_ModuleTensor]:
                 for buffer, content in buffers
             ]
             everything = range(slot.numel)
-            held = [h for h in homes if _common(h.anywhere(program.mesh), everything)]
+            held = [h for h in homes if common(h.anywhere(program.mesh), everything)]
             if held:
                 tensors.append(_ModuleTensor(name=slot.name, numel=slot.numel, homes=held))
     for binding in program.module_buffers:
@@ -149,29 +217,60 @@ def _messages(numels: Sequence[int], dtypes: Sequence[torch.dtype]) -> Iterator[
         yield parts
 
 
+def _batches(tensors: Sequence[_ModuleTensor]) -> Iterator[range]:
+    """Positions of successive tensors that are read from a state together."""
+    start, numel = 0, 0
+    for index, tensor in enumerate(tensors):
+        if numel and numel + tensor.numel > _BATCH_NUMEL:
+            yield range(start, index)
+            start, numel = index, 0
+        numel += tensor.numel
+    yield range(start, len(tensors))
+
+
 def _hand_out(
     program: Program,
     tensors: Sequence[_ModuleTensor],
     memories: Sequence[RankMemory],
-    factory: Factory,
-    seed: int,
+    values: ModuleValues | None,
     handout: Handout,
 ) -> Tensor:
-    """Build the module on rank 0, and fill the buffers of all ranks.
+    """Fill the buffers of all ranks with the values, which rank 0 has.
 
-    Returns the digests of the values that rank 0 built (i64, one for each home of each tensor); zeros on other ranks.
+    Returns the digests of the values of rank 0 (i64, one for each home of each tensor); zeros on other ranks.
     """
-    mesh, digester = program.mesh, Digester()
-    source = handout.make(lambda: construct(program, factory, seed))
-    codes = torch.zeros(len(tensors), dtype=torch.uint8)
-    if source is not None:
-        for index, tensor in enumerate(tensors):
-            codes[index] = _DTYPES.index(IR_DTYPE[source.tensor(tensor.name).dtype])
-    codes = codes.to(handout.device)
-    handout.send(codes)
-    dtypes = [TORCH_DTYPE[_DTYPES[code]] for code in codes.tolist()]
-    built = [[torch.zeros((), dtype=torch.int64) for _ in tensor.homes] for tensor in tensors]
     message = torch.empty(MESSAGE_BYTES, dtype=torch.uint8, device=handout.device)
+    sent: list[Tensor] = []
+    for batch in _batches(tensors):
+        members = [tensors[index] for index in batch]
+        codes = handout.make(partial(_dtype_codes, members, values), "give the model's values")
+        codes = torch.zeros(len(members), dtype=torch.uint8) if codes is None else codes
+        codes = codes.to(handout.device)
+        handout.send(codes)
+        dtypes = [TORCH_DTYPE[_DTYPES[code]] for code in codes.tolist()]
+        sent += _hand_out_batch(program, members, dtypes, memories, values, handout, message)
+    return torch.stack(sent)
+
+
+def _dtype_codes(tensors: Sequence[_ModuleTensor], values: ModuleValues | None) -> Tensor:
+    """Read tensors; the dtypes of their values, as positions in ``_DTYPES``."""
+    assert values is not None  # on rank 0
+    codes = [_DTYPES.index(IR_DTYPE[values.fetch(tensor.name)]) for tensor in tensors]
+    return torch.tensor(codes, dtype=torch.uint8)
+
+
+def _hand_out_batch(
+    program: Program,
+    tensors: Sequence[_ModuleTensor],
+    dtypes: Sequence[torch.dtype],
+    memories: Sequence[RankMemory],
+    source: ModuleValues | None,
+    handout: Handout,
+    message: Tensor,
+) -> list[Tensor]:
+    """``_hand_out`` of tensors whose values have these dtypes."""
+    mesh, digester = program.mesh, Digester()
+    sent = [[torch.zeros((), dtype=torch.int64) for _ in tensor.homes] for tensor in tensors]
     for parts in _messages([tensor.numel for tensor in tensors], dtypes):
         contents = [
             message[part.offset_bytes :][: len(part.elements) * dtypes[part.index].itemsize].view(
@@ -183,45 +282,47 @@ def _hand_out(
             for part, values in zip(parts, contents, strict=True):
                 tensor = tensors[part.index]
                 values.copy_(_slice(source.elements(tensor.name), part.elements, 0))
+                if part.elements.stop == tensor.numel:
+                    source.free(tensor.name)
                 for number, home in enumerate(tensor.homes):
-                    whole = _common(home.anywhere(mesh), part.elements)
+                    whole = common(home.anywhere(mesh), part.elements)
                     rounded = _slice(values, whole, part.elements.start).to(
                         TORCH_DTYPE[home.buffer.dtype]
                     )
-                    built[part.index][number] += digester.digest(rounded, whole.start).cpu()
+                    sent[part.index][number] += digester.digest(rounded, whole.start).cpu()
         last = parts[-1]
         handout.send(message[: last.offset_bytes + contents[-1].numel() * contents[-1].itemsize])
         for part, values in zip(parts, contents, strict=True):
             for home in tensors[part.index].homes:
                 for memory in memories:
                     own = home.on(mesh, memory.rank)
-                    local = _common(own, part.elements)
+                    local = common(own, part.elements)
                     target = _slice(memory.buffer(home.buffer.name), local, own.start)
                     target.copy_(_slice(values, local, part.elements.start))
-    return torch.stack([total for totals in built for total in totals])
+    return [total for totals in sent for total in totals]
 
 
 def _require_agreement(
     program: Program,
     tensors: Sequence[_ModuleTensor],
     memories: Sequence[RankMemory],
-    built: Tensor,
+    sent: Tensor,
     handout: Handout,
 ) -> None:
-    """Raise a UserError unless the ranks, each or together, hold the values that rank 0 built."""
+    """Raise a UserError unless the ranks, each or together, hold the values of rank 0."""
     mesh, digester = program.mesh, Digester()
     homes = [(tensor, home) for tensor in tensors for home in tensor.homes]
     held = torch.zeros(len(memories), len(homes), dtype=torch.int64)
     for row, memory in zip(held, memories, strict=True):
         for column, (tensor, home) in enumerate(homes):
             own = home.on(mesh, memory.rank)
-            local = _common(own, range(tensor.numel))
+            local = common(own, range(tensor.numel))
             row[column] = digester.digest(
                 _slice(memory.buffer(home.buffer.name), local, own.start), local.start
             )
-    built = built.to(handout.device)
-    handout.send(built)
-    expected = built.cpu()
+    sent = sent.to(handout.device)
+    handout.send(sent)
+    expected = sent.cpu()
     by_rank = handout.gather(held)
     if len(by_rank) < mesh.world_size:
         return  # the other ranks are only simulated
@@ -236,7 +337,7 @@ def _require_agreement(
                 tensor, _ = homes[int(columns[int(differs.nonzero()[0])])]
                 is_reporter = any(memory.rank == group[0] for memory in memories)
                 raise (UserError if is_reporter else PeerError)(
-                    f"The values of '{tensor.name}' on {_named(group)} differ from those that rank 0 built: "
+                    f"The values of '{tensor.name}' on {_named(group)} differ from those of rank 0: "
                     "memory or a connection is faulty; start again, and use another machine if it happens again."
                 )
 
@@ -245,12 +346,6 @@ def _named(group: Sequence[int]) -> str:
     if len(group) == 1:
         return f"rank {group[0]}"
     return f"the {len(group)} ranks from {group[0]} to {group[-1]} together"
-
-
-def _common(a: range, b: range) -> range:
-    """The intersection of two ranges of elements."""
-    start = max(a.start, b.start)
-    return range(start, max(start, min(a.stop, b.stop)))
 
 
 def _slice(values: Tensor, elements: range, start: int) -> Tensor:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from zeroir.ir.ops import Refill
 from zeroir.workspace.op_scratch import (
     AVERAGED_CHUNK_NUMEL,
     CONVERTED_CHUNK_NUMEL,
@@ -39,6 +40,11 @@ def add(source: Tensor, destination: Tensor) -> None:
     destination.add_(source.to(destination.dtype) if is_wider else source)
 
 
+def scale(region: Tensor, by: Tensor) -> None:
+    """Multiply a floating vector by a vector of one element; where that is 0, infinities and NaN become 0, too."""
+    region.mul_(by).masked_fill_(by == 0, 0.0)
+
+
 def has_overflow(sources: Sequence[Tensor], destination: Tensor) -> None:
     """Write 1 to an f32[1] where any element is infinite or NaN, else 0."""
     # aminmax needs no scratch memory, and propagates NaN.
@@ -60,9 +66,12 @@ def decide(
     loss_scale: Tensor | None,
     skip: Tensor | None,
     max_norm: float | None,
+    weight: Tensor | None = None,
 ) -> None:
     """Carry out ``ops.Decide``. Every tensor is f32[1]; of a longer ``loss_scale`` the first element counts."""
     scale = torch.full_like(gradient_divisor, float(divisor))
+    if weight is not None:
+        scale.mul_(weight)
     if loss_scale is not None:
         scale.mul_(loss_scale[:1])
     if max_norm is not None and norm is not None:
@@ -70,13 +79,16 @@ def decide(
         gradient_divisor.copy_(scale / clip.clamp(max=1.0))
     else:
         gradient_divisor.copy_(scale)
-    if overflow is None:
+    if skip is None:
         step.add_(1.0)
         return
-    is_skipped = (overflow > 0).to(step.dtype)
-    if skip is not None:
-        skip.copy_(is_skipped)
-    step.add_(1.0 - is_skipped)
+    is_skipped = torch.zeros_like(skip, dtype=torch.bool)
+    if overflow is not None:
+        is_skipped |= overflow > 0
+    if weight is not None:
+        is_skipped |= weight == 0
+    skip.copy_(is_skipped)
+    step.add_(1.0 - skip)
 
 
 def average(param: Tensor, mean: Tensor, decay: float, skip: Tensor | None) -> None:
@@ -97,13 +109,22 @@ def average(param: Tensor, mean: Tensor, decay: float, skip: Tensor | None) -> N
 
 
 def update_scale(
-    state: Tensor, skip: Tensor, *, window: int, factor: float, hysteresis: int, minimum: float
+    state: Tensor,
+    skip: Tensor,
+    *,
+    window: int,
+    factor: float,
+    hysteresis: int,
+    minimum: float,
+    refill: Refill = Refill.WINDOW,
+    weight: Tensor | None = None,
 ) -> None:
     """Carry out ``ops.UpdateScale`` on f32[3] = (scale, steps since the last change, hysteresis left)."""
     scale, good_steps, left = state.unbind()
     is_skipped = skip[0] > 0
     is_spent = left <= 1
     is_grown = ~is_skipped & (good_steps + 1 >= window)
+    is_refilled = ~is_skipped if refill is Refill.STEP else is_grown
     smaller = (scale / factor).clamp(min=minimum)
     changed = torch.stack(
         [
@@ -116,8 +137,10 @@ def update_scale(
             torch.where(
                 is_skipped,
                 torch.where(is_spent, left, left - 1),
-                torch.where(is_grown, float(hysteresis), left),
+                torch.where(is_refilled, float(hysteresis), left),
             ),
         ]
     )
+    if weight is not None:
+        torch.where(weight == 0, state, changed, out=changed)
     state.copy_(changed)

@@ -79,7 +79,7 @@ def _distinct(local_ranks: LocalRanks, memory: RankMemory) -> Iterator[ops.Compu
             calls.setdefault((digests[op.segment], tuple(bindings(op))), []).append(op)
 
     def smallest_offset(op: ops.Compute) -> int:
-        return min((int(memory.view(a.view).storage_offset()) for a in op.arguments), default=0)
+        return min((memory.offset_numel(argument.view) for argument in op.arguments), default=0)
 
     for kernel_calls in calls.values():
         yield max(kernel_calls, key=smallest_offset)

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from zeroir.errors import InternalError, UserError
-from zeroir.ir import ops
 from zeroir.ir.buffers import Buffer
 from zeroir.ir.contents import EMA, GRAD, MASTER, PARAM, FlatContent
 from zeroir.ir.layout import used_numel
 from zeroir.ir.program import Flat, Program, State
-from zeroir.runtime.comm.base import CollectiveTensors, Comm, TensorPair
+from zeroir.runtime.comm.base import Comm
 from zeroir.runtime.rank_memory import RankMemory
 from zeroir.runtime.tensors import TORCH_DTYPE
+from zeroir.runtime.whole_parameters import flat_buffers, flat_part, whole_parameters
 
 
 def initialise_flats(
@@ -53,25 +53,22 @@ def initialise_flats(
             target[: values.numel()].copy_(values)
 
 
-def fill_scalars(program: Program, ranks: Iterable[RankMemory]) -> None:
-    """Give every scalar its value before the first step."""
+def take_over(program: Program, memory: RankMemory, earlier: RankMemory) -> None:
+    """Begin with the persistent buffers of another program's memory, and with first values of the other scalars."""
+    kept = memory.adopt(earlier)
+    fill_scalars(program, [memory], without=kept)
+
+
+def fill_scalars(
+    program: Program, ranks: Iterable[RankMemory], *, without: Collection[str] = ()
+) -> None:
+    """Give every scalar its value before the first step, but for those ``without``."""
     for memory in ranks:
         for scalar in program.scalars:
+            if scalar.buffer in without:
+                continue
             buffer = memory.buffer(scalar.buffer)
             buffer.copy_(torch.tensor(scalar.values, dtype=torch.float64))
-
-
-def flat_buffers(
-    program: Program, flat: str, quantities: Sequence[str]
-) -> list[tuple[Buffer, FlatContent]]:
-    """The persistent buffers that hold a quantity of a flat between steps, with their contents."""
-    return [
-        (buffer, buffer.holds)
-        for buffer in program.buffers
-        if isinstance(buffer.holds, FlatContent)
-        and buffer.holds.flat == flat
-        and buffer.holds.quantity in quantities
-    ]
 
 
 def flat_start(program: Program, buffer: Buffer, rank: int) -> int:
@@ -93,33 +90,8 @@ def full_flat(
     buffers = flat_buffers(program, flat.name, (quantity,))
     if not buffers:
         return None
-    full = [
-        torch.zeros(flat.padded_numel, dtype=TORCH_DTYPE[buffers[0][0].dtype], device=memory.device)
-        for memory in ranks
-    ]
-    for buffer, content in buffers:
-        if content.shard is None:
-            for memory, tensor in zip(ranks, full, strict=True):
-                start = content.offset
-                tensor[start : start + buffer.numel].copy_(memory.buffer(buffer.name))
-            continue
-        stop = content.offset + buffer.numel * program.mesh.size(content.shard)
-        pairs = []
-        for memory, tensor in zip(ranks, full, strict=True):
-            own = memory.buffer(buffer.name).to(memory.device, copy=True)
-            pairs.append([TensorPair(source=own, destination=tensor[content.offset : stop])])
-        name = next(c.name for c in program.comms if c.axis == content.shard)
-        comm.all_gather(CollectiveTensors(comm=name, pairs=pairs, staging=[None] * len(ranks)))
-    return full
-
-
-def parameters_of(flat: Flat, values: Tensor) -> Mapping[str, Tensor]:
-    """The parameters of a flat by name, aliases included, as views of its elements."""
-    return {
-        name: values[slot.offset : slot.offset + slot.numel].view(slot.shape)
-        for slot in flat.slots
-        for name in (slot.name, *slot.aliases)
-    }
+    dtype = TORCH_DTYPE[buffers[0][0].dtype]
+    return flat_part(program, ranks, comm, buffers, dtype, range(flat.padded_numel))
 
 
 def establish(program: Program, ranks: Sequence[RankMemory], comm: Comm, entry: State) -> None:
@@ -161,18 +133,11 @@ def full_parameters(
     Raises:
         UserError: with ``ema``, where the program keeps no averages.
     """
-    if ema and not any(isinstance(op, ops.Average) for op in program.ops()):
-        raise UserError(
-            "The program keeps no moving average of the weights: compile it with --ema 0.999, for example."
-        )
-    parameters: dict[str, Tensor] = {}
-    for flat in program.flats:
-        for quantity in (*((EMA,) if ema else ()), MASTER, PARAM):
-            full = full_flat(program, ranks, comm, flat, quantity)
-            if full is not None:
-                parameters.update(parameters_of(flat, full[0]))
-                break
-    return parameters
+    return {
+        name: values[0]
+        for slot, values in whole_parameters(program, ranks, comm, masters=True, ema=ema)
+        for name in (slot.name, *slot.aliases)
+    }
 
 
 def full_state(

@@ -44,3 +44,9 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which contributions are added: FP32 for narrower floating dtypes, otherwise the dtype itself."""
     is_narrow = dtype.is_floating_point and dtype.itemsize < 4
     return torch.float32 if is_narrow else dtype
+
+
+def common(a: range, b: range) -> range:
+    """The intersection of two ranges of elements."""
+    start = max(a.start, b.start)
+    return range(start, max(start, min(a.stop, b.stop)))

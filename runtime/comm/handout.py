@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Final, TypeVar
@@ -18,6 +19,7 @@ from zeroir.runtime.comm.job import PeerError, exchanged, explained
 T = TypeVar("T")
 _INTERVAL_S: Final = 20.0
 """Seconds between two messages of rank 0 that it is still working: well below the timeout of any collective."""
+_MESSAGE_BYTES: Final = 4 << 20
 
 
 class _WorkState(IntEnum):
@@ -41,10 +43,11 @@ class Handout:
     is_alone: bool = False
     interval_s: float = _INTERVAL_S
 
-    def make(self, act: Callable[[], T]) -> T | None:
+    def make(self, act: Callable[[], T], task: str) -> T | None:
         """Call ``act`` on rank 0 and return its result there; return None on the other ranks, after rank 0 is done.
 
-        It may last longer than the timeout of a collective: rank 0 sends signs of life.
+        ``task`` is a verb phrase for the message of the other ranks. The task may last longer than the timeout of a
+        collective: rank 0 sends signs of life.
 
         Raises:
             PeerError: on the other ranks, where ``act`` raises on rank 0.
@@ -52,7 +55,7 @@ class Handout:
         if self.is_alone:
             return act()
         if self.rank != 0:
-            self._wait()
+            self._wait(task)
             return None
         try:
             with self._signs_of_life():
@@ -69,16 +72,45 @@ class Handout:
             with explained():
                 dist.broadcast(message, src=0)
 
+    def send_tensors(self, tensors: Mapping[str, Tensor] | None) -> Mapping[str, Tensor]:
+        """Bring rank 0's tensors by name to every rank, in messages of bounded size; on other ranks to the CPU.
+
+        ``tensors`` is None on the other ranks.
+        """
+        if self.is_alone:
+            return tensors or {}
+        listed = [] if tensors is None else [_described(*item) for item in tensors.items()]
+        header = torch.frombuffer(bytearray(json.dumps(listed).encode()), dtype=torch.uint8)
+        size = torch.tensor([header.numel()], dtype=torch.int64, device=self.device)
+        self.send(size)
+        message = torch.zeros(int(size), dtype=torch.uint8, device=self.device)
+        if tensors is not None:
+            message.copy_(header)
+        self.send(message)
+        received: dict[str, Tensor] = {}
+        for name, dtype, shape in json.loads(bytes(message.tolist())):
+            own = None if tensors is None else tensors[name]
+            tensor = torch.empty(shape, dtype=getattr(torch, dtype)) if own is None else own
+            elements = tensor.contiguous().view(-1).view(torch.uint8)
+            for start in range(0, elements.numel(), _MESSAGE_BYTES):
+                part = elements[start : start + _MESSAGE_BYTES]
+                message = part.to(self.device)
+                self.send(message)
+                if own is None:
+                    part.copy_(message)
+            received[name] = tensor
+        return received
+
     def gather(self, own: Tensor) -> Tensor:
         """Stack the rows of all ranks, in rank order, on the CPU."""
         return own.cpu() if self.is_alone else exchanged(own.flatten(), self.device)
 
-    def _wait(self) -> None:
+    def _wait(self, task: str) -> None:
         state = torch.zeros(1, dtype=torch.uint8, device=self.device)
         while int(state) == _WorkState.UNDER_WAY:
             self.send(state)
         if int(state) == _WorkState.FAILED:
-            raise PeerError("Rank 0 could not build the model.")
+            raise PeerError(f"Rank 0 could not {task}.")
 
     def _tell(self, state: _WorkState) -> None:
         self.send(torch.tensor([state], dtype=torch.uint8, device=self.device))
@@ -101,6 +133,10 @@ class Handout:
         finally:
             is_over.set()
             thread.join()
+
+
+def _described(name: str, tensor: Tensor) -> tuple[str, str, list[int]]:
+    return name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
 
 
 ALONE: Final = Handout(is_alone=True)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
-from tests.runtime.support import initial_flats, lowered, random_batches
+from tests.runtime.support import initial_flats, lowered, parameters_of, random_batches
 from tests.support.lowering import applied, proved
 from tests.support.programs import mlp
 from zeroir.errors import UserError
@@ -18,7 +18,6 @@ from zeroir.ir.program import LAST_MICRO_STEP, Program
 from zeroir.passes.pipelines import for_stage
 from zeroir.runtime import numerics
 from zeroir.runtime.lockstep import Lockstep
-from zeroir.runtime.state import parameters_of
 from zeroir.workspace import op_scratch
 
 AVERAGED_MODEL: Callable[..., AveragedModel] = AveragedModel

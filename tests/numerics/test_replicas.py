@@ -7,11 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.runtime.support import initial_flats, lowered, random_batches
+from tests.runtime.support import initial_flats, lowered, parameters_of, random_batches
 from tests.support.lockstep import run_lockstep
 from tests.support.programs import mlp
 from zeroir.ir.program import Program
-from zeroir.runtime.state import parameters_of
 
 STEPS = 20
 

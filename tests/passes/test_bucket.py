@@ -249,3 +249,21 @@ def test_the_option_is_the_pass(stage: int) -> None:
 
     assert merging(0) == []
     assert merging(4096) == [Bucket(bytes=4096)]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_gathers_have_a_limit_of_their_own(stage: int) -> None:
+    """One limit of 0 and one without bound: only the other kind of collective is merged."""
+    logical = mlp(blocks=4)
+
+    def launches(bucket: int, gathers: int | None) -> tuple[int, int]:
+        passes = for_stage(stage, 2, bucket=bucket, bucket_gathers=gathers)
+        ops_of = list(applied(logical, passes).ops())
+        gathered = sum(isinstance(op, ops.Gather) for op in ops_of)
+        reduced = sum(isinstance(op, ops.ReduceScatter | ops.AllReduce) for op in ops_of)
+        return gathered, reduced
+
+    apart, together = launches(0, None), launches(10**9, None)
+    assert launches(10**9, 0) == (apart[0], together[1])
+    assert launches(0, 10**9) == (together[0], apart[1])
+    assert apart > together

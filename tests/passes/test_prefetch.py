@@ -8,11 +8,14 @@ from hypothesis import assume, given
 from tests.passes import happens
 from tests.passes.strategies import Case, cases
 from tests.support.examples import examples
+from tests.support.lowering import applied
 from tests.support.programs import mlp
+from zeroir.errors import UserError
 from zeroir.ir import ops
 from zeroir.ir.program import LAST_MICRO_STEP, Program
 from zeroir.passes.manager import apply
 from zeroir.passes.pipelines import for_stage
+from zeroir.passes.prefetch import PrefetchGathers
 
 
 def _lower(program: Program, distance: int, *, elide: bool = True) -> Program:
@@ -68,3 +71,27 @@ def test_without_the_pass_nothing_holds_it_back() -> None:
         program = apply(step, program)
     body = program.section_by_name[LAST_MICRO_STEP].body
     assert max(happens.groups_live(body, program)) == 5
+
+
+def test_bytes_ahead_set_the_distance() -> None:
+    """With the bytes of k equal blocks, k of them are ahead; with less than one, none is."""
+    logical = mlp(blocks=6)
+    flats = applied(logical, for_stage(3, 2)).flats
+    block = next(flat for flat in flats if flat.unit == "blocks.2")
+    size = block.padded_numel * block.dtype.itemsize_bytes
+
+    def units_ahead(limit: int) -> int:
+        """The blocks that are computed between the first gather of blocks.3 and its use."""
+        program = applied(logical, for_stage(3, 2, ahead_bytes=limit))
+        body = program.section_by_name[LAST_MICRO_STEP].body
+        life = next(x for x in happens.lives(body, program) if x.buffer == "blocks.3.full")
+        between = body[life.gather : life.readers[0]]
+        return len({op.unit for op in between if isinstance(op, ops.Compute)})
+
+    limits = (0, size - 1, size, 2 * size - 1, 2 * size, 3 * size)
+    assert [units_ahead(limit) for limit in limits] == [0, 0, 1, 1, 2, 3]
+
+
+def test_a_distance_and_bytes_exclude_each_other() -> None:
+    with pytest.raises(UserError, match="not distance and bytes"):
+        PrefetchGathers(distance=1, bytes=1)

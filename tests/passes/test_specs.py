@@ -21,6 +21,7 @@ _VALUES: Mapping[object, st.SearchStrategy[OptionValue | None]] = {
     int | None: st.none() | st.integers(0, 10**18 - 1),
     bool: st.booleans(),
     tuple[str, ...]: st.lists(_NAMES, min_size=1, max_size=3).map(tuple),
+    tuple[str, ...] | None: st.none() | st.lists(_NAMES, min_size=1, max_size=3).map(tuple),
 }
 
 
@@ -30,9 +31,10 @@ def any_pass(draw: st.DrawFn) -> Pass:
     kind = draw(st.sampled_from(PASSES))
     hints = get_type_hints(kind)
     options = {field.name: draw(_VALUES[hints[field.name]]) for field in fields(kind)}
-    # A distance and a budget exclude each other.
-    if kind is PrefetchGathers and options["budget"] is not None:
-        del options["distance"]
+    if kind is PrefetchGathers:
+        # They exclude one another.
+        options = {name: value for name, value in options.items() if value is not None}
+        options = dict(list(options.items())[:1])
     return kind(**options)
 
 
@@ -88,7 +90,7 @@ def test_every_pass_has_a_name_of_its_own_and_every_fact_a_source() -> None:
         ),
         (
             "prefetch{depth=1}",
-            "The pass `prefetch` has no option `depth`; its options are distance, budget.",
+            "The pass `prefetch` has no option `depth`; its options are distance, budget, bytes.",
         ),
         ("shard-optimizer{dp=2}", "The pass `shard-optimizer` has no option `dp`; it has none."),
         (

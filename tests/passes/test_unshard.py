@@ -17,6 +17,7 @@ from zeroir.errors import UserError
 from zeroir.ir.program import LAST_MICRO_STEP, Program
 from zeroir.ir.traffic import collective_bytes
 from zeroir.passes import manager
+from zeroir.passes.base import Pass
 from zeroir.passes.manager import apply
 from zeroir.passes.pipelines import for_stage
 from zeroir.passes.unshard import Unshard
@@ -114,3 +115,34 @@ def test_it_stands_before_what_bounds_memory() -> None:
 def test_a_name_of_no_unit_is_refused() -> None:
     with pytest.raises(UserError, match=r"`unshard\{units=layers\.\*\}` names no unit with"):
         manager.run(mlp(blocks=1), for_stage(3, 2, unshard=("layers.*",)))
+
+
+def test_units_that_are_used_again_soon_are_kept() -> None:
+    """Each block needs twice the bytes of the units behind it; with fewer it is gathered once more."""
+    logical = mlp(blocks=3)
+    psi = psi_bytes(applied(logical, for_stage(3, 4)))
+
+    def gathered(passes: tuple[Pass, ...]) -> int:
+        return collective_bytes(applied(logical, passes))["all_gather"]
+
+    totals = [
+        gathered(for_stage(3, 4, unshard_bytes=within)) for within in range(0, 2 * psi, psi // 12)
+    ]
+    assert totals[0] == gathered(for_stage(3, 4))
+    assert totals == sorted(totals, reverse=True)
+    assert totals[-1] == psi
+    assert len(set(totals)) == 4
+
+
+@pytest.mark.parametrize("within", [0, 3_000, 10**9])
+def test_distances_leave_the_numbers_alone(within: int) -> None:
+    logical = mlp(blocks=3)
+    batches = inputs(logical, 3, 1)
+    expected = run(applied(logical, for_stage(3, 3)), batches)
+    result = run(proved(logical, for_stage(3, 3, unshard_bytes=within)), batches, schedule_seed=7)
+    assert_equal(result, expected, range(3), "unsharded")
+
+
+def test_a_negative_distance_is_refused() -> None:
+    with pytest.raises(UserError, match="a number of bytes, at least 0, not -1"):
+        Unshard(within=-1)

@@ -87,7 +87,7 @@ def test_ranks_say_why_they_cannot_begin(tmp_path: Path) -> None:
     damaged, failed = zip(*(out.splitlines() for _, out, _ in results), strict=True)
     assert len(set(damaged)) == 2  # the rank with the other values raises a UserError itself
     assert re.match(
-        r"UserError: The values of 'pre.weight' on rank 1 differ from those that rank 0 built",
+        r"UserError: The values of 'pre.weight' on rank 1 differ from those of rank 0",
         damaged[1],
     )
     assert all(

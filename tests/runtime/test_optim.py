@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from zeroir.api.plain_lion import Lion
 from zeroir.ir.ops import Algorithm
+from zeroir.runtime import optim
 from zeroir.runtime.optim import Operands, update
 
 NUMEL = 1000
@@ -18,13 +20,14 @@ CASES = [
     (Algorithm.MOMENTUM, (0.0, 0.0, 0.0, 0.01)),
     (Algorithm.ADAM, (0.9, 0.99, 1e-6, 0.02)),
     (Algorithm.ADAMW, (0.9, 0.999, 1e-8, 0.01)),
+    (Algorithm.LION, (0.9, 0.99, 0.1)),
 ]
 
 
 def torch_optimizer(
     algorithm: Algorithm, hyper: tuple[float, ...], parameter: Tensor, lr: float
-) -> torch.optim.Optimizer:
-    a, b, c, weight_decay = hyper
+) -> torch.optim.Optimizer | Lion:
+    a, b, c, weight_decay = (*hyper[:-1], *(4 - len(hyper)) * (0.0,), hyper[-1])
     match algorithm:
         case Algorithm.SGD | Algorithm.MOMENTUM:
             return torch.optim.SGD(
@@ -44,6 +47,10 @@ def torch_optimizer(
             return torch.optim.AdamW(
                 [parameter], lr=lr, betas=(a, b), eps=c, weight_decay=weight_decay, fused=True
             )
+        case Algorithm.LION:
+            return Lion([parameter], lr, (a, b), weight_decay)
+        case _:
+            raise ValueError(algorithm)
 
 
 def operands(algorithm: Algorithm, hyper: tuple[float, ...], param: Tensor) -> Operands:
@@ -113,3 +120,17 @@ def test_the_bits_do_not_depend_on_how_a_flat_is_cut(
         part.step.fill_(1)
         update(algorithm, part)
         assert torch.equal(part.params[0], whole.params[0][cut])
+
+
+def test_lion_gives_the_same_bits_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(3)
+    param, grad = torch.randn(2, 1000, generator=generator)
+    found = []
+    for numel in (1 << 18, 96):
+        monkeypatch.setattr(optim, "STEPPED_CHUNK_NUMEL", numel)
+        x = operands(Algorithm.LION, (0.9, 0.99, 0.1), param)
+        x.grads[0].copy_(grad)
+        update(Algorithm.LION, x)
+        found.append((x.params[0], x.states[0][0]))
+    for whole, chunked in zip(*found, strict=True):
+        assert torch.equal(whole, chunked)

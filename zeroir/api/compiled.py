@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
 from zeroir import artifact as artifacts
+from zeroir.api.config_file import Config, resolve_options
 from zeroir.api.keywords import CompileKeywords
-from zeroir.artifact import Artifact
-from zeroir.config import CompileOptions, make_options, options_from_pairs
+from zeroir.artifact import Artifact, ConfigRecord
+from zeroir.config import CompileOptions, options_from_pairs
 from zeroir.errors import InternalError, UserError
 from zeroir.ir.amounts import parse_bytes
-from zeroir.ir.program import Program
+from zeroir.ir.program import EVALUATE, Program, why_not_evaluate
 from zeroir.ir.text import print_program, print_section
 from zeroir.report.names import counted, shortened
 from zeroir.report.summary import Summary, summarise
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from zeroir.frontend.source import LossFunction, Model, ModelSource, WeightFunction
     from zeroir.passes.manager import Proof
     from zeroir.runtime.engine import Engine
+    from zeroir.runtime.module_values import StateSource
     from zeroir.torch_ops.batches import Batch
 
 
@@ -122,6 +124,12 @@ class CompiledProgram:
         artifact = replace(self.artifact, scheduled=programs[number])
         return _require_valid(_verified(artifact, self.path))
 
+    def require_evaluation(self) -> None:
+        """Raise UserError where the program has no section ``evaluate``, saying why."""
+        if EVALUATE in self.program.section_by_name:
+            return
+        raise UserError(why_not_evaluate(self.program))
+
     def require(self, *, section: str | None = None, unit: str | None = None) -> None:
         """Raise UserError where a section or unit does not exist; the message names those that do."""
         sections = [each.name for each in self.program.sections]
@@ -142,13 +150,18 @@ class CompiledProgram:
         kernels: str = "eager",
         cuda_graphs: bool = False,
         self_check: bool = True,
+        state: StateSource | None = None,
+        keep_module: bool = False,
     ) -> Engine:
         """An engine for this process, its parameters initialised from the module in hand or the model file.
 
         Under torchrun it is one rank of the job; elsewhere the program is lowered for a world size of 1. The batch of
         ``engine.step(batch)`` has the structure, shapes and dtypes of the example batch. ``model`` names the model file
         where it has been moved, or is the module (or a function that makes it) whose values the engine takes. Without
-        it a program that was compiled from a module in this process takes the module's present values.
+        it a program that was compiled from a module in this process takes the module's present values, those of rank 0:
+        as they move to the engine, the module's tensors become meta tensors on all ranks, so that no rank holds them
+        twice. With ``keep_module`` they stay. ``state``, a mapping or a function from names to tensors, gives the
+        parameters and persistent buffers that it has their values: with it, the module may be on the meta device.
 
         ``kernels`` selects the kernels of segments: ``eager`` runs torch's
         operators one by one, ``inductor`` compiles each distinct segment once and keeps it on disk. With
@@ -174,6 +187,8 @@ class CompiledProgram:
             kernels,
             cuda_graphs=cuda_graphs,
             self_check=self_check,
+            state=state,
+            keep_module=keep_module,
         )
 
 
@@ -183,30 +198,36 @@ def compile_model(
     *,
     loss: LossFunction | None = None,
     weight: WeightFunction | None = None,
+    config: Config | None = None,
     **options: Unpack[CompileKeywords],
 ) -> CompiledProgram:
     """Compile ``path/to/model.py`` (or ``model.py:factory``), a module, or a function that makes the module.
 
     ``batch`` is an example micro-batch of one rank: needed, except for a model file, which has its own. The loss is
     what the module's forward returns, or ``loss(module, batch)``, which returns it or a pair of it and outputs.
-    ``weight`` gives the weight of a batch. The other keywords are ``CompileOptions``' fields.
+    ``weight`` gives the weight of a batch. ``config`` is DeepSpeed's configuration, as its file or its contents, or a
+    TOML file of options. The other keywords are ``CompileOptions``' fields, and win over the configuration.
 
     A module in hand stays as it is; its values enter when an engine is made.
 
     Raises:
         UserError: if the file, the module, the batch or an option is wrong.
     """
-    return compile_source(_source_of(model, batch, loss, weight), make_options(options))
+    source = _source_of(model, batch, loss, weight)
+    resolved = resolve_options(config, options, lambda: source, giver="argument")
+    return compile_source(source, resolved.options, resolved.record)
 
 
 def compile_with(model: str | Path, options: CompileOptions) -> CompiledProgram:
     """Compile a model file with validated options."""
-    return compile_source(_file_source(model), options)
+    return compile_source(file_source(model), options)
 
 
-def compile_source(source: ModelSource, options: CompileOptions) -> CompiledProgram:
-    """Compile a source with validated options."""
-    artifact = capture_source(source, options)
+def compile_source(
+    source: ModelSource, options: CompileOptions, config: ConfigRecord | None = None
+) -> CompiledProgram:
+    """Compile a source with validated options; ``config`` is the file that they come from, if they do."""
+    artifact = replace(capture_source(source, options), config=config)
     try:
         # The program holds the options that the model itself sets, such as the units to recompute.
         proof = _lower(artifact.logical, options_from_pairs(artifact.logical.options))
@@ -223,7 +244,7 @@ def compile_source(source: ModelSource, options: CompileOptions) -> CompiledProg
 
 def capture(model: str | Path, options: CompileOptions) -> Artifact:
     """The logical program of a model file, scheduled for one device."""
-    return capture_source(_file_source(model), options)
+    return capture_source(file_source(model), options)
 
 
 def capture_source(source: ModelSource, options: CompileOptions) -> Artifact:
@@ -249,7 +270,8 @@ def capture_source(source: ModelSource, options: CompileOptions) -> Artifact:
     )
 
 
-def _file_source(model: str | Path) -> ModelSource:
+def file_source(model: str | Path) -> ModelSource:
+    """The source of a model file, which is executed."""
     from zeroir.frontend import entry
     from zeroir.torch_ops.globals import torch_globals_kept
 
@@ -268,7 +290,7 @@ def _source_of(
                 raise UserError(
                     f"{name}= has no effect on a model file: define `{name}` in {model} instead."
                 )
-        return _file_source(model)
+        return file_source(model)
     if not callable(model):
         raise UserError(
             "zeroir.compile takes the path of a model file, a torch.nn.Module or a function that makes one, not "

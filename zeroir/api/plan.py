@@ -7,15 +7,16 @@ and simulates the step; the chosen program alone is verified, and the budget is 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Unpack
 
 from zeroir.api.candidates import Candidate, CandidateMeasurer
-from zeroir.api.compiled import CompiledProgram, capture, lowered
+from zeroir.api.compiled import CompiledProgram, capture, file_source, lowered
+from zeroir.api.config_file import Config, ResolvedOptions, resolve_options
 from zeroir.api.keywords import CompileKeywords
 from zeroir.api.search_space import Value, regions, words
-from zeroir.config import CompileOptions, make_options
+from zeroir.config import CompileOptions
 from zeroir.cost.machine import Machine, load_machine
 from zeroir.cost.search import Evaluation, Point, search
 from zeroir.errors import UserError
@@ -66,33 +67,36 @@ def plan(
     *,
     memory: str | None = None,
     most_tried: int = MOST_TRIED,
+    config: Config | None = None,
     **options: Unpack[CompileKeywords],
 ) -> Plan:
     """The options of ``zeroir.compile`` with which a model's step is shortest on a machine, within its memory.
 
     ``memory`` is the memory of a rank's device, such as ``80GB``, and that of the machine by default. The keywords are
-    the fields of ``CompileOptions``: given options are kept, and the search chooses the others that decide about speed
-    and memory.
+    the fields of ``CompileOptions``, and ``config`` is that of ``zeroir.compile``: given options are kept, and the
+    search chooses the others that decide about speed and memory.
 
     Raises:
         UserError: where the model, the machine or an option is wrong, or where nothing fits.
     """
-    return plan_with(model, machine, make_options(options), memory=memory, most_tried=most_tried)
+    resolved = resolve_options(config, options, lambda: file_source(model), giver="argument")
+    return plan_with(model, machine, resolved, memory=memory, most_tried=most_tried)
 
 
 def plan_with(
     model: str | Path,
     machine: Machine | str | Path,
-    options: CompileOptions,
+    resolved: ResolvedOptions,
     *,
     memory: str | None = None,
     most_tried: int = MOST_TRIED,
 ) -> Plan:
     """As ``plan``, with validated options, of which those that were set are kept."""
+    options = resolved.options
     machine = machine if isinstance(machine, Machine) else load_machine(machine)
     amount = memory or options.memory_budget
     budget_bytes = int(machine.memory.size_bytes.value) if amount is None else parse_bytes(amount)
-    captured = capture(model, options)
+    captured = replace(capture(model, options), config=resolved.record)
     planner = Planner(captured.logical, options, machine, budget_bytes)
     result = planner.search(most_tried)
     compiled = lowered(captured, planner.measurer.options(result.chosen.settings), machine)

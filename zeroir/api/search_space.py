@@ -214,13 +214,18 @@ def regions(options: CompileOptions, logical: Program) -> tuple[SearchRegion, ..
             dimension
             for dimension in _dimensions(stage, logical)
             if dimension.name not in is_set
-            and not (dimension.name == "prefetch" and options.prefetch_budget)
+            and not (dimension.name == "prefetch" and _is_prefetch_set(options))
         )
         made += [
             SearchRegion(stage=stage, mesh=mesh, units=units, dimensions=dimensions)
             for mesh in meshes
         ]
     return tuple(made)
+
+
+def _is_prefetch_set(options: CompileOptions) -> bool:
+    """Whether an option other than ``prefetch`` sets how early parameters are gathered."""
+    return options.prefetch_budget is not None or options.prefetch_bytes is not None
 
 
 def leaner_settings(options: CompileOptions, logical: Program) -> Iterator[Mapping[str, Value]]:
@@ -247,7 +252,7 @@ def leaner_settings(options: CompileOptions, logical: Program) -> Iterator[Mappi
     if options.live_gradients > 1:
         leanest["live_gradients"] = 1
     # A budget of its own says how early parameters are gathered, whatever the distance is.
-    if options.prefetch and options.prefetch_budget is None:
+    if options.prefetch and not _is_prefetch_set(options):
         if stage == 3:
             yield {**lean, "prefetch": 0}
         leanest["prefetch"] = 0

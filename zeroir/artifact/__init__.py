@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from zeroir.artifact.file import (
     Artifact,
+    ConfigRecord,
     envelope,
     from_bytes,
     load,
@@ -19,6 +20,7 @@ from zeroir.artifact.schema import SCHEMA_VERSION, program_digest
 __all__ = [
     "SCHEMA_VERSION",
     "Artifact",
+    "ConfigRecord",
     "envelope",
     "from_bytes",
     "load",

@@ -33,6 +33,19 @@ _CHUNK_BYTES: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ConfigRecord:
+    """The configuration file that options came from.
+
+    ``origins`` are pairs of an option and the place that set it: a key of the file, "command line" or "argument", or
+    a default of the file's format. ``notes`` are lines on keys that have no meaning.
+    """
+
+    name: str
+    origins: tuple[tuple[str, str], ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Artifact:
     """The contents of a ``.zir`` file.
 
@@ -41,7 +54,7 @@ class Artifact:
     ``model_factory`` name the source of the parameters' initial values, and ``model_sha256`` is the hash of that file.
     Where a module in hand or a function was compiled, there is no file: ``model_path`` is its name in words, and
     ``model_factory`` and ``model_sha256`` are empty. ``model_imports`` are the user's modules that the file imports, as
-    pairs of name and SHA-256; None in files without them.
+    pairs of name and SHA-256; None in files without them. ``config`` is the configuration file of the compilation.
     """
 
     logical: Program
@@ -52,6 +65,7 @@ class Artifact:
     model_imports: tuple[tuple[str, str], ...] | None = None
     torch_version: str
     zeroir_version: str
+    config: ConfigRecord | None = None
 
     @property
     def has_model_file(self) -> bool:

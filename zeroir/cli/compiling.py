@@ -2,16 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
+from zeroir.api.config_file import DEFAULT_FILE, ResolvedOptions, resolve_options
 from zeroir.cli.arguments import AsJson, AtLeastOne, InSeeds, Kernels, Model
-from zeroir.cli.console import out, print_json, progress
-from zeroir.config import CompileOptions
+from zeroir.cli.console import err, out, print_json, progress
+from zeroir.config import GivenOptions
 
-Options = Annotated[CompileOptions | None, Parameter(name="*")]
+if TYPE_CHECKING:
+    from zeroir.frontend.source import ModelSource
+
+Options = Annotated[GivenOptions | None, Parameter(name="*")]
+Config = Annotated[
+    Path | None,
+    Parameter(
+        help="DeepSpeed's configuration (JSON), or a TOML file of the options below, which win over it. "
+        "[default: zeroir.toml in the current folder, if there is one]"
+    ),
+]
+
+
+def resolved(
+    config: Path | None, options: GivenOptions | None, source: Callable[[], ModelSource]
+) -> ResolvedOptions:
+    """The options of the command line and of the configuration; one line says if that is found without being named."""
+    if config is None and Path(DEFAULT_FILE).is_file():
+        config = Path(DEFAULT_FILE)
+        err.print(f"Options come from {DEFAULT_FILE} in the current folder.", markup=False)
+    given = {} if options is None else options.given
+    return resolve_options(config, given, source, giver="command line")
 
 
 def compile(  # noqa: A001 - the command's name is the field's word
@@ -25,6 +48,7 @@ def compile(  # noqa: A001 - the command's name is the field's word
             help="The program file to write. [default: MODEL.zir in the current folder]",
         ),
     ] = None,
+    config: Config = None,
     options: Options = None,
     as_json: AsJson = False,
 ) -> int:
@@ -32,20 +56,24 @@ def compile(  # noqa: A001 - the command's name is the field's word
 
     Example: zeroir compile examples/gpt.py --stage 3 --world-size 4 -o gpt.zir
     """
-    from zeroir.api import compile_with
+    from zeroir.api.compiled import compile_source, file_source
     from zeroir.api.sentences import warnings_as_sentences
     from zeroir.artifact.outputs import PROGRAM, require_writable
+    from zeroir.report.config import config_json, render_config
     from zeroir.report.render import render_summary
 
-    source = Path(model.partition(":")[0])
-    path = Path(f"{source.stem}.zir") if output is None else output
+    path = Path(f"{Path(model.partition(':')[0]).stem}.zir") if output is None else output
     require_writable(path, PROGRAM)
     with progress(f"Compiling {model}"), warnings_as_sentences():
-        compiled = compile_with(model, options or CompileOptions())
+        source = file_source(model)
+        chosen = resolved(config, options, lambda: source)
+        compiled = compile_source(source, chosen.options, chosen.record)
         compiled.save(path)
     if as_json:
-        print_json({"path": str(path), **compiled.summary()})
+        print_json({"path": str(path), **config_json(compiled.artifact), **compiled.summary()})
     else:
+        if compiled.artifact.config is not None:
+            out.print(render_config(compiled.artifact.config, compiled.program))
         out.print(render_summary(compiled.summary()))
         out.print(f"Wrote {path}.", markup=False)
     return 0
@@ -55,6 +83,7 @@ def check(
     model: Model,
     /,
     *,
+    config: Config = None,
     options: Options = None,
     steps: Annotated[int, Parameter(validator=AtLeastOne, help="Training steps to compare.")] = 3,
     seed: Annotated[
@@ -69,12 +98,12 @@ def check(
     Example: zeroir check examples/gpt.py --stage 3 --world-size 4
     """
     from zeroir.api.check import check_model
+    from zeroir.api.compiled import file_source
     from zeroir.api.sentences import warnings_as_sentences
 
     with progress(f"Checking {model}"), warnings_as_sentences():
-        comparison = check_model(
-            model, options or CompileOptions(), steps=steps, seed=seed, kernels=kernels
-        )
+        chosen = resolved(config, options, lambda: file_source(model))
+        comparison = check_model(model, chosen.options, steps=steps, seed=seed, kernels=kernels)
     if as_json:
         print_json(comparison.to_json())
     else:

@@ -8,9 +8,8 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from zeroir.cli.arguments import DEFAULT_MACHINE, AsJson, AtLeastOne, Machine, Model
-from zeroir.cli.compiling import Options
+from zeroir.cli.compiling import Config, Options, resolved
 from zeroir.cli.console import out, print_json, progress
-from zeroir.config import CompileOptions
 from zeroir.errors import UserError
 
 
@@ -27,6 +26,7 @@ def plan(
         Path | None,
         Parameter(name=["-o", "--output"], help="The program file to write. [default: none]"),
     ] = None,
+    config: Config = None,
     options: Options = None,
     most_tried: Annotated[
         int, Parameter(validator=AtLeastOne, help="Largest number of choices to try.")
@@ -43,13 +43,14 @@ def plan(
 
     Example: zeroir plan examples/gpt.py --machine dgx-h100 --world-size 64 --memory 80GB -o gpt.zir
     """
+    from zeroir.api.compiled import file_source
     from zeroir.api.plan import plan_with
     from zeroir.api.sentences import warnings_as_sentences
     from zeroir.artifact.outputs import PROGRAM, require_writable
     from zeroir.cli.render_plan import plan_json, render_plan
 
-    chosen = options or CompileOptions()
-    if memory is not None and chosen.memory_budget is not None:
+    chosen = resolved(config, options, lambda: file_source(model))
+    if memory is not None and chosen.options.memory_budget is not None:
         raise UserError(
             "--memory and --memory-budget have the same meaning here; leave one of them out."
         )

@@ -1,25 +1,27 @@
-"""The ops of one micro-step: every segment call, on the buffers of its arguments and results."""
+"""The ops of one micro-step or evaluation: every segment call, on the buffers of its arguments and results."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import count
 
-from zeroir.config import CompileOptions
-from zeroir.frontend.capture import CapturedModel
+from zeroir.frontend.capture import CapturedEvaluation, CapturedModel
 from zeroir.frontend.joint_graph import InputKind, JointInput
 from zeroir.frontend.module_tensors import TensorInfo
 from zeroir.frontend.segment_calls import (
     BufferSink,
     GradientSink,
     LossSink,
+    OutputSink,
     SegmentCall,
     SegmentSource,
     Sink,
     StoredSink,
 )
+from zeroir.frontend.update import EVAL_LOSS, LOSS
 from zeroir.ir.buffers import (
     Buffer,
     Region,
@@ -39,7 +41,6 @@ from zeroir.ir.ops import (
     Cast,
     Compute,
     Destination,
-    Fill,
     Mode,
     Op,
     Release,
@@ -49,13 +50,17 @@ from zeroir.ir.segment import TensorType
 
 
 @dataclass
-class MicroStepBuilder:
-    """Builds the ops of one micro-step, and the ``buffers`` that they need beside those of the flats."""
+class SegmentCallsBuilder:
+    """Builds the ops of one micro-step, or of an evaluation.
+
+    It adds the buffers that they need beside those of the flats to ``buffers``, and those of module buffers and
+    constants to ``bindings``.
+    """
 
     captured: CapturedModel
     calls: Sequence[SegmentCall]
     flats: Sequence[Flat]
-    options: CompileOptions
+    evaluation: CapturedEvaluation | None = None
     buffers: dict[str, Buffer] = field(default_factory=dict)
     bindings: dict[str, ModuleBufferBinding] = field(default_factory=dict)
 
@@ -66,7 +71,8 @@ class MicroStepBuilder:
             for slot in flat.slots
             for name in (slot.name, *slot.aliases)
         }
-        self._inputs = {item.value: item for item in self.captured.joint.inputs}
+        self._joint = self.captured.joint if self.evaluation is None else self.evaluation.joint
+        self._inputs = {item.value: item for item in self._joint.inputs}
         self._module_buffers = {
             name: info for info in self.captured.buffers for name in (info.name, *info.aliases)
         }
@@ -79,34 +85,24 @@ class MicroStepBuilder:
         }
         self._roots: dict[int, Buffer] = {}
         self._parameters_begun: set[str] = set()
-        self._flats_begun: set[str] = set()
         self._name_counts: Counter[str] = Counter()
         self._ops: list[Op] = []
         self._deferred: list[Op] = []
         for info in self.captured.batch:
             self._persistent(f"input.{info.name}", info, Role.INPUT)
-        if self.captured.sites:
-            sites = TensorInfo(name="rng", dtype=DType.I64, shape=(self.captured.sites,))
+        if self.captured.most_sites:
+            sites = TensorInfo(name="rng", dtype=DType.I64, shape=(self.captured.most_sites,))
             self._persistent("rng", sites, Role.RNG, Space.HOST)
-
-    @property
-    def is_accumulating(self) -> bool:
-        """Whether a step has several micro-steps."""
-        return self.options.micro_steps > 1
 
     def ops(self) -> list[Op]:
         """Every segment call, with the allocs before it and the releases after it."""
         last_use: dict[int, int] = {}
         saved: set[int] = set()
-        last_gradient: dict[str, int] = {}
         for at, call in enumerate(self.calls):
             for source in call.sources:
                 last_use[source.root] = at
                 if call.is_backward:
                     saved.add(source.root)
-            for sink in call.sinks:
-                if isinstance(sink, GradientSink):
-                    last_gradient[self._slots[sink.parameter][0].name] = at
         for at, call in enumerate(self.calls):
             arguments = tuple(self._argument(source) for source in call.sources)
             destinations = tuple(
@@ -128,8 +124,6 @@ class MicroStepBuilder:
                 if root in self._roots and last_use[root] == at
             ]
             self._ops += [Release(buffer=name, stream=COMPUTE) for name in released]
-            if self.is_accumulating:
-                self._finish(flat for flat in self.flats if last_gradient.get(flat.name) == at)
         return self._ops + self._deferred
 
     def _destination(self, at: int, sink: Sink, kind: TensorType, saved: set[int]) -> Destination:
@@ -144,9 +138,13 @@ class MicroStepBuilder:
                 view = View(region=whole(buffer), shape=kind.shape, stride=kind.stride)
                 return Destination(view=view)
             case LossSink():
-                mode = Mode.ACCUMULATE if self.is_accumulating else Mode.WRITE
-                view = View(region=_region("loss", 0, 1), shape=(), stride=())
-                return Destination(view=view, mode=mode)
+                loss = LOSS if self.evaluation is None else EVAL_LOSS
+                return Destination(view=View(region=_region(loss, 0, 1), shape=(), stride=()))
+            case OutputSink(path=path):
+                info = TensorInfo(name=path, dtype=kind.dtype, shape=kind.shape)
+                target = self._persistent(output_buffer(path), info, Role.OUTPUT)
+                stride = contiguous_stride(kind.shape)
+                return Destination(view=View(region=whole(target), shape=kind.shape, stride=stride))
             case BufferSink(buffer=name):
                 target = self._module_buffer(name)
                 if self._last_read.get(self._module_buffers[name].name, at) > at:
@@ -155,12 +153,13 @@ class MicroStepBuilder:
                 view = View(region=whole(target), shape=kind.shape, stride=stride)
                 return Destination(view=view)
             case GradientSink(parameter=name):
-                self._begin(name)
                 return self._gradient(name)
 
     def _temporary_name(self, call: SegmentCall, *, is_saved: bool) -> str:
-        """The unit, ``saved``, ``h`` (forward) or ``d`` (backward), and a number."""
+        """The unit, ``saved``, ``h`` (forward), ``d`` (backward) or ``eval``, and a number."""
         kind = "d" if call.is_backward else "saved" if is_saved else "h"
+        if self.evaluation is not None:
+            kind = "eval"
         index = call.call_index
         stem = f"{call.unit}.call{index}.{kind}" if index else f"{call.unit}.{kind}"
         self._name_counts[stem] += 1
@@ -208,14 +207,25 @@ class MicroStepBuilder:
             case InputKind.BUFFER:
                 return self._module_buffer(item.name).name
             case InputKind.CONSTANT:
-                kind = self.captured.joint.types[item.value]
+                kind = self._joint.types[item.value]
                 if kind is None:
                     raise AssertionError("a constant has a type")
-                info = TensorInfo(name=item.name, dtype=kind.dtype, shape=kind.shape)
-                self._bind(item.name, info, item.data)
-                return self._persistent(item.name, info, Role.CONSTANT).name
+                name = item.name
+                if self.evaluation is not None:
+                    name = self._constant_name(kind, item.data)
+                info = TensorInfo(name=name, dtype=kind.dtype, shape=kind.shape)
+                self._bind(name, info, item.data)
+                return self._persistent(name, info, Role.CONSTANT).name
             case InputKind.PARAMETER:
                 raise AssertionError("parameters are bound by name")
+
+    def _constant_name(self, kind: TensorType, data: bytes | None) -> str:
+        """The name of the same constant in the micro-step, or a new one."""
+        for binding in self.bindings.values():
+            is_same = (binding.shape, binding.data) == (kind.shape, data)
+            if is_same and self.buffers[binding.buffer].dtype is kind.dtype:
+                return binding.name
+        return next(name for i in count() if (name := f"constant.{i}") not in self.bindings)
 
     def _module_buffer(self, name: str) -> Buffer:
         info = self._module_buffers[name]
@@ -242,38 +252,17 @@ class MicroStepBuilder:
             )
         return self.buffers[name]
 
-    def _begin(self, parameter: str) -> None:
-        """With several micro-steps, allocate a flat's gradient and fill it with zeros before its first contribution."""
-        flat, _ = self._slots[parameter]
-        if not self.is_accumulating or flat.name in self._flats_begun:
-            return
-        self._flats_begun.add(flat.name)
-        name = f"{flat.name}.grad"
-        region = _region(name, 0, flat.padded_numel)
-        self._ops += [
-            Alloc(buffer=name, stream=COMPUTE),
-            Fill(destination=region, value=0.0, stream=COMPUTE),
-        ]
-
-    def _finish(self, flats: Iterable[Flat]) -> None:
-        """With several micro-steps, add complete gradients of flats to the FP32 sums and release them."""
-        for flat in flats:
-            self._ops += [
-                Cast(
-                    source=_region(f"{flat.name}.grad", 0, flat.padded_numel),
-                    destination=_region(f"{flat.name}.grad_sum", 0, flat.padded_numel),
-                    mode=Mode.ACCUMULATE,
-                    stream=COMPUTE,
-                ),
-                Release(buffer=f"{flat.name}.grad", stream=COMPUTE),
-            ]
-
     def _gradient(self, parameter: str) -> Destination:
         flat, slot = self._slots[parameter]
         mode = Mode.ACCUMULATE if slot.name in self._parameters_begun else Mode.WRITE
         self._parameters_begun.add(slot.name)
         view = _dense(f"{flat.name}.grad", slot.shape, slot.offset)
         return Destination(view=view, mode=mode, gradient=slot.name)
+
+
+def output_buffer(path: str) -> str:
+    """The name of the buffer of an output of evaluations."""
+    return f"output{path}"
 
 
 def _region(buffer: str, offset: int, numel: int) -> Region:

@@ -58,6 +58,7 @@ class UsersCode:
 class PythonState:
     """The state at one moment. ``leaves`` are comparable values by the names that messages use."""
 
+    code: UsersCode
     leaves: dict[str, Leaf] = field(default_factory=dict)
     _restores: list[Callable[[], None]] = field(default_factory=list)
     # Alive for as long as the state, so that no two of them share an id.
@@ -66,7 +67,7 @@ class PythonState:
     @classmethod
     def of(cls, model: nn.Module, code: UsersCode) -> PythonState:
         """The state of a module and of the user's other code."""
-        state = cls()
+        state = cls(code)
         for name, module in model.named_modules():
             state._namespace(vars(module), f"{name}." if name else "", _OF_TORCH)
             for hooks in HOOKS_OF_MODULES:

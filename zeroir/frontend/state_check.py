@@ -24,7 +24,6 @@ from zeroir.frontend.joint_graph import JointGraph
 from zeroir.frontend.loss_step import LossStep
 from zeroir.frontend.python_state import (
     PythonState,
-    UsersCode,
     number_attributes,
     tensor_attributes,
 )
@@ -37,7 +36,6 @@ def note_on_state(
     model: nn.Module,
     mode: FakeTensorMode,
     step: LossStep,
-    code: UsersCode,
     capture: Callable[[], JointGraph],
 ) -> str | None:
     """A sentence on the state that forward changes and a program does not; None where the next forward is the same.
@@ -48,16 +46,16 @@ def note_on_state(
         UserError: where the next forward computes something else, or every forward leaves another state behind.
     """
     first = step.state
-    second = PythonState.of(model, code)
+    second = PythonState.of(model, step.state.code)
     changed = first.changed(second)
     if not changed:
         return None
     try:
         step.state = second
         if _is_captured_alike(joint, capture):
-            changed_again = second.changed(PythonState.of(model, code))
-            return _counter_note(joint, model, step, code, changed_again, capture)
-        return _kept_tensor_note(model, mode, step, code, changed, capture)
+            changed_again = second.changed(PythonState.of(model, step.state.code))
+            return _counter_note(joint, model, step, changed_again, capture)
+        return _kept_tensor_note(model, mode, step, changed, capture)
     finally:
         step.state = first
         first.restore()
@@ -80,7 +78,6 @@ def _counter_note(
     joint: JointGraph,
     model: nn.Module,
     step: LossStep,
-    code: UsersCode,
     names: Sequence[str],
     capture: Callable[[], JointGraph],
 ) -> str | None:
@@ -88,7 +85,7 @@ def _counter_note(
     if not names:
         return None
     counters = list(number_attributes(model, names))
-    if len(counters) == len(names) and _enter_nothing(joint, model, step, code, counters, capture):
+    if len(counters) == len(names) and _enter_nothing(joint, model, step, counters, capture):
         return (
             f"The model's forward changes {_listed(names)} at every call, and the program does not; no computation "
             "depends on it."
@@ -104,7 +101,6 @@ def _enter_nothing(
     joint: JointGraph,
     model: nn.Module,
     step: LossStep,
-    code: UsersCode,
     counters: Sequence[tuple[nn.Module, str, float]],
     capture: Callable[[], JointGraph],
 ) -> bool:
@@ -113,7 +109,7 @@ def _enter_nothing(
     try:
         for module, name, _ in counters:
             setattr(module, name, UnreadableNumber(reads))
-        step.state = PythonState.of(model, code)
+        step.state = PythonState.of(model, step.state.code)
         is_alike = _is_captured_alike(joint, capture)
         are_left = all(isinstance(vars(m)[name], UnreadableNumber) for m, name, _ in counters)
     finally:
@@ -157,7 +153,6 @@ def _kept_tensor_note(
     model: nn.Module,
     mode: FakeTensorMode,
     step: LossStep,
-    code: UsersCode,
     changed: Sequence[str],
     capture: Callable[[], JointGraph],
 ) -> str:
@@ -173,9 +168,9 @@ def _kept_tensor_note(
         with mode:
             module.register_buffer(name, torch.empty(tensor.shape, dtype=tensor.dtype), False)
     try:
-        step.state = second = PythonState.of(model, code)
+        step.state = second = PythonState.of(model, step.state.code)
         joint = capture()
-        is_settled = not second.changed(PythonState.of(model, code))
+        is_settled = not second.changed(PythonState.of(model, step.state.code))
     except Exception:  # noqa: BLE001 - as in _is_captured_alike
         raise refusal from None
     finally:

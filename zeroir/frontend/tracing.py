@@ -6,19 +6,29 @@ import warnings
 
 from zeroir.config import CompileOptions
 from zeroir.errors import ModelWarning, UserError
+from zeroir.frontend.accumulate import accumulate
 from zeroir.frontend.capture import CapturedModel, capture
 from zeroir.frontend.code_contexts import note_on_small_checkpoints, recomputed_units
 from zeroir.frontend.lower import lower as lower_calls
 from zeroir.frontend.partition import UnitCall, partition
+from zeroir.frontend.segment_calls import SegmentCall
 from zeroir.frontend.segments import cut
 from zeroir.frontend.source import ModelSource
 from zeroir.frontend.units import ROOT, ROOT_PRE, Units, find_units
+from zeroir.frontend.weigh import weigh
 from zeroir.ir.program import Program
+from zeroir.workspace.segments import declared
 
 
 def trace_model(source: ModelSource, options: CompileOptions) -> Program:
     """See ``zeroir.frontend.trace``."""
-    captured = capture(source, options.precision, options.keep_fp32)
+    captured = capture(
+        source,
+        options.precision,
+        options.keep_fp32,
+        evaluate=options.evaluate,
+        outputs=options.outputs,
+    )
     units = find_units(captured.module, options.units)
     notes = [*captured.notes]
     if captured.checkpoints and not options.recompute:
@@ -29,11 +39,13 @@ def trace_model(source: ModelSource, options: CompileOptions) -> Program:
         notes += [] if note is None else [note]
     for note in notes:
         warnings.warn(note, ModelWarning, stacklevel=2)
-    return program_of(captured, options)
+    return program_of(captured, options, is_weighted=source.weight is not None)
 
 
-def program_of(captured: CapturedModel, options: CompileOptions) -> Program:
-    """The logical program of a captured model."""
+def program_of(
+    captured: CapturedModel, options: CompileOptions, *, is_weighted: bool = False
+) -> Program:
+    """The logical program of a captured model, whose micro-batches have weights if it ``is_weighted``."""
     units = find_units(captured.module, options.units)
     canonical = {
         name: info.name for info in captured.parameters for name in (info.name, *info.aliases)
@@ -49,8 +61,23 @@ def program_of(captured: CapturedModel, options: CompileOptions) -> Program:
             "contain."
         )
     calls = cut(captured.joint, unit_calls, canonical)
+    evaluation_calls: tuple[SegmentCall, ...] = ()
+    if captured.evaluation is not None:
+        joint = captured.evaluation.joint
+        evaluation_calls = cut(
+            joint,
+            partition(joint, units, canonical),
+            canonical,
+            forward="evaluate",
+            existing={call.segment.name: call.segment for call in calls}.values(),
+        )
     owners = {info.name: _owner(info.name, units, unit_calls) for info in captured.parameters}
-    return lower_calls(captured, calls, owners, options)
+    program = lower_calls(captured, calls, owners, options, evaluation_calls)
+    if is_weighted:
+        program = weigh(program)
+    if options.micro_steps > 1:
+        program = accumulate(program)
+    return declared(program)
 
 
 def _owner(parameter: str, units: Units, unit_calls: list[UnitCall]) -> str:

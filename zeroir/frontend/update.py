@@ -3,39 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from zeroir.config import CompileOptions
 from zeroir.frontend.parameter_groups import ParameterGroup
 from zeroir.ir.buffers import Buffer, Region, Role, Space
-from zeroir.ir.contents import EMA, MASTER, PARAM, NamedContent
+from zeroir.ir.contents import DIRECTION, EMA, FACTORS, MASTER, PARAM, NamedContent
 from zeroir.ir.dtypes import DType
+from zeroir.ir.factors import factors_numel
 from zeroir.ir.mesh import COMPUTE
 from zeroir.ir.ops import (
+    Algorithm,
     Alloc,
     Average,
     Cast,
     CheckFinite,
     Decide,
-    Fill,
+    Direction,
     GradNorm,
     GroupSettings,
     Op,
     OptimizerStep,
+    Refill,
     Release,
     UpdateScale,
 )
 from zeroir.ir.program import Flat, ScalarBinding
 
+LOSS: Final = "loss"
+"""The buffer of a micro-step's loss."""
+
+EVAL_LOSS: Final = "eval_loss"
+"""The buffer of an evaluation's loss."""
+
 
 def scalars(
-    options: CompileOptions, groups: Sequence[ParameterGroup]
+    options: CompileOptions, groups: Sequence[ParameterGroup], *, has_evaluation: bool
 ) -> tuple[tuple[Buffer, ScalarBinding], ...]:
     """The scalar buffers that a program with these options needs, with their values before the first step."""
     is_scaling = options.precision == "fp16"
-    scale = options.initial_loss_scale if is_scaling else 1.0
-    hysteresis = float(options.loss_scale_hysteresis) if is_scaling else 0.0
+    scale = options.first_loss_scale
+    hysteresis = float(options.loss_scale_hysteresis) if options.has_dynamic_loss_scale else 0.0
     items = [
-        _scalar("loss", (0.0,)),
+        _scalar(LOSS, (0.0,)),
         _scalar("loss_scale", (scale, 0.0, hysteresis)),
         _scalar("step", (0.0,)),
         *(_scalar(group.lr_buffer, (group.options.lr,), DType.F64) for group in groups),
@@ -49,6 +59,8 @@ def scalars(
         items += [_scalar("overflow", (0.0,)), _scalar("skip", (0.0,))]
     if options.clip is not None:
         items.append(_scalar("norm", (0.0,)))
+    if has_evaluation:
+        items.append(_scalar(EVAL_LOSS, (0.0,)))
     return tuple(items)
 
 
@@ -69,8 +81,7 @@ def update_body(
     flats: Sequence[Flat], options: CompileOptions, groups: Sequence[ParameterGroup]
 ) -> tuple[Op, ...]:
     """Decide whether the step is skipped, then update flat by flat; ``flats`` are the trainable ones."""
-    suffix = "grad_sum" if options.micro_steps > 1 else "grad"
-    gradients = tuple(_whole(flat, suffix) for flat in flats)
+    gradients = tuple(_whole(flat, "grad") for flat in flats)
     is_scaling = options.precision == "fp16"
     skip = _first("skip") if is_scaling else None
     ops: list[Op] = []
@@ -82,7 +93,7 @@ def update_body(
         Decide(
             step=_first("step"),
             gradient_divisor=_first("gradient_divisor"),
-            divisor=options.micro_steps,
+            divisor=1,
             overflow=_first("overflow") if is_scaling else None,
             norm=None if options.clip is None else _first("norm"),
             loss_scale=_first("loss_scale") if is_scaling else None,
@@ -95,19 +106,19 @@ def update_body(
         names = {slot.name for slot in flat.slots}
         own_groups = [group for group in groups if not names.isdisjoint(group.parameters)]
         ops += _update(flat, gradient, skip, options, own_groups)
-    if is_scaling:
+    if options.has_dynamic_loss_scale:
         ops.append(
             UpdateScale(
                 state=Region(buffer="loss_scale", offset=0, numel=3),
                 skip=_first("skip"),
                 stream=COMPUTE,
                 window=options.loss_scale_window,
+                factor=options.loss_scale_factor,
                 hysteresis=options.loss_scale_hysteresis,
                 minimum=options.minimum_loss_scale,
+                refill=Refill.STEP if options.consecutive_hysteresis else Refill.WINDOW,
             )
         )
-    if options.micro_steps > 1:
-        ops.append(Fill(destination=_first("loss"), value=0.0, stream=COMPUTE))
     return tuple(ops)
 
 
@@ -120,12 +131,10 @@ def _update(
 ) -> list[Op]:
     """The update of a flat, whose parameters are in these groups, all with one algorithm."""
     is_low = flat.dtype.is_low_precision
-    is_summed = options.micro_steps > 1
-    is_widened = is_low and not is_summed
     wide = _whole(flat, "grad32")
     trained = _whole(flat, MASTER if is_low else PARAM)
     ops: list[Op] = []
-    if is_widened:
+    if is_low:
         ops += [
             Alloc(buffer=wide.buffer, stream=COMPUTE),
             Cast(source=gradient, destination=wide, stream=COMPUTE),
@@ -139,12 +148,34 @@ def _update(
         for group in groups
     )
     algorithm = groups[0].options.optimizer
+    complete = wide if is_low else gradient
+    states = tuple(_whole(flat, state) for state in algorithm.state_names)
+    direction = _whole(flat, DIRECTION)
+    if algorithm.direction_dtype is not None:
+        ops += [
+            Alloc(buffer=direction.buffer, stream=COMPUTE),
+            Direction(
+                algorithm=algorithm,
+                grad=complete,
+                states=states,
+                direction=direction,
+                step=_first("step"),
+                lr=first.lr,
+                hyper=first.hyper,
+                gradient_divisor=_first("gradient_divisor"),
+                skip=skip,
+                group=first.group,
+                others=tuple(others),
+                stream=COMPUTE,
+            ),
+        ]
+        complete, states = direction, ()
     ops.append(
         OptimizerStep(
             algorithm=algorithm,
             param=trained,
-            grad=wide if is_widened else gradient,
-            states=tuple(_whole(flat, state) for state in algorithm.state_names),
+            grad=complete,
+            states=states,
             step=_first("step"),
             lr=first.lr,
             hyper=first.hyper,
@@ -152,9 +183,12 @@ def _update(
             skip=skip,
             group=first.group,
             others=tuple(others),
+            factors=_factors(flat) if algorithm is Algorithm.ADAFACTOR else None,
             stream=COMPUTE,
         )
     )
+    if algorithm.direction_dtype is not None:
+        ops.append(Release(buffer=direction.buffer, stream=COMPUTE))
     if options.ema is not None:
         ops.append(
             Average(
@@ -166,18 +200,19 @@ def _update(
             )
         )
     if is_low:
-        ops.append(
-            Cast(source=_whole(flat, "master"), destination=_whole(flat, "param"), stream=COMPUTE)
-        )
-    if is_widened:
-        ops.append(Release(buffer=wide.buffer, stream=COMPUTE))
-    if is_summed:
-        ops.append(Fill(destination=gradient, value=0.0, stream=COMPUTE))
+        ops += [
+            Cast(source=_whole(flat, "master"), destination=_whole(flat, "param"), stream=COMPUTE),
+            Release(buffer=wide.buffer, stream=COMPUTE),
+        ]
     return ops
 
 
 def _whole(flat: Flat, suffix: str) -> Region:
     return Region(buffer=f"{flat.name}.{suffix}", offset=0, numel=flat.padded_numel)
+
+
+def _factors(flat: Flat) -> Region:
+    return Region(buffer=f"{flat.name}.{FACTORS}", offset=0, numel=factors_numel(flat))
 
 
 def _first(scalar: str) -> Region:

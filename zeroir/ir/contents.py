@@ -18,6 +18,10 @@ from enum import StrEnum
 PARAM = "param"
 MASTER = "master"
 GRAD = "grad"
+DIRECTION = "direction"
+"""The directions of an optimizer that works on whole parameters."""
+FACTORS = "factors"
+"""Second moments of whole parameters, in coordinates of their own: see ``zeroir/ir/factors.py``."""
 EMA = "ema"
 """The exponential moving average of the parameters."""
 
@@ -70,4 +74,16 @@ class Zeros:
     """Every element is zero: a gradient to which nothing has contributed yet."""
 
 
-Content = FlatContent | NamedContent | Zeros
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightContent:
+    """One number: the sum of the weights of the micro-batches of some micro-steps, over the ranks of some mesh axes.
+
+    ``micro`` and ``reduced`` have the meaning that they have for a gradient: each gradient is the sum of one
+    contribution per micro-step, multiplied with its weight, so the sum of the same weights is its divisor.
+    """
+
+    micro: Micro
+    reduced: tuple[str, ...] = ()
+
+
+Content = FlatContent | NamedContent | Zeros | WeightContent

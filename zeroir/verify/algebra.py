@@ -30,6 +30,7 @@ from zeroir.verify.domain import (
     Term,
     Undefined,
     Value,
+    Weight,
     Zero,
     aligned,
     leaves,
@@ -117,6 +118,8 @@ def add(left: Value, right: Value, how: Addition) -> Value:
     if isinstance(left, Gradient) or isinstance(right, Gradient):
         fail("Z402", "a value that no compute op names a gradient (`grad NAME: …`) is added to one")
         return POISON
+    if isinstance(left, Weight) and isinstance(right, Weight):
+        return Weight(merged(left.terms, right.terms))
     if isinstance(left, Elements) and isinstance(right, Elements):
         is_alike = left.summed == right.summed
         terms = [
@@ -206,7 +209,7 @@ def _computed(leaf: Value, numbering: Numbering, *how: Hashable) -> Value:
             return replace(leaf, key=numbering.of((*how, leaf.key)))
         case Gradient():
             return lost(leaf)
-        case Statistic() | Decision():
+        case Statistic() | Decision() | Weight():
             return Elements(numbering.of((*how, leaf)))
         case _:
             return leaf
@@ -293,6 +296,10 @@ def reduced(value: Value, how: Combination) -> Value:
             return replace(
                 value, terms=tuple(t._replace(summed=(*t.summed, axis)) for t in value.terms)
             )
+        case Weight() if is_sum:
+            return Weight(tuple(t._replace(summed=(*t.summed, axis)) for t in value.terms))
+        case Weight():
+            return Elements(how.numbering.of((how.reduction, axis, value)))
         case Statistic():
             summed = (*value.summed, axis)
             return replace(
@@ -330,7 +337,7 @@ def from_rank(value: Value, axis: str, rank: int, numbering: Numbering) -> Value
                 return inner
             case Elements() | Statistic() if axis in inner.summed:
                 return inner
-            case Gradient() if all(axis in term.summed for term in inner.terms):
+            case Gradient() | Weight() if all(axis in term.summed for term in inner.terms):
                 return inner
             case _:
                 return _computed(inner, numbering, "from", axis, rank)

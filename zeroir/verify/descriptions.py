@@ -16,6 +16,7 @@ from zeroir.verify.domain import (
     Statistic,
     Undefined,
     Value,
+    Weight,
     Zero,
 )
 
@@ -55,6 +56,8 @@ def describe(value: Value) -> str:
             return "the result of a computation"
         case Gradient():
             return f"gradients of flat {value.flat}"
+        case Weight():
+            return "a sum of weights of micro-batches"
         case Slice():
             parts = dict.fromkeys(describe(inner) for _, _, inner in value.array[:4])
             return "a slice of " + ", ".join(parts)

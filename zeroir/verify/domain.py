@@ -75,6 +75,8 @@ class Term(NamedTuple):
     times: int
 
 
+CURRENT_TERM: Final = -4
+"""The weight of the micro-batch of this micro-step."""
 PAST_TERM: Final = -1
 """The sum of all micro-steps before this one."""
 ALL_TERM: Final = -2
@@ -91,6 +93,13 @@ class Gradient:
     terms: tuple[Term, ...]
     shift: int = 0
     strides: Strides = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A sum of the weights of micro-batches; its terms are those of a gradient, with ``CURRENT_TERM`` as source."""
+
+    terms: tuple[Term, ...]
 
 
 class Cover(NamedTuple):
@@ -163,7 +172,9 @@ class Split:
     rest: Pieces
 
 
-Value = Undefined | Zero | Poison | Elements | Gradient | Statistic | Decision | Slice | Split
+Value = (
+    Undefined | Zero | Poison | Elements | Gradient | Weight | Statistic | Decision | Slice | Split
+)
 PieceList = Sequence[tuple[int, int, Value]]
 
 ZERO: Final = Zero()
@@ -203,7 +214,7 @@ def moved(value: Value, delta: int, strides: Strides = ()) -> Value:
             if strides:
                 return TORN
             return replace(value, start=value.start - delta, stop=value.stop - delta)
-        case Undefined() | Zero() | Poison() | Statistic() | Decision():
+        case Undefined() | Zero() | Poison() | Weight() | Statistic() | Decision():
             return value
         case _:
             assert_never(value)
@@ -226,7 +237,7 @@ def at_coordinate(value: Value, axis: str, coordinate: int) -> Value:
             return _placed(value, axis, coordinate)
         case Split():
             return TORN
-        case Undefined() | Zero() | Poison() | Statistic() | Decision():
+        case Undefined() | Zero() | Poison() | Weight() | Statistic() | Decision():
             return value
         case _:
             assert_never(value)

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
 
-from zeroir.ir.contents import GRAD, Content, FlatContent, Micro, NamedContent, Zeros
+from zeroir.ir.contents import GRAD, Content, FlatContent, Micro, NamedContent, WeightContent, Zeros
 from zeroir.ir.program import MICRO_STEP, Holding, Program, Slot
 from zeroir.verify.domain import (
     ALL_TERM,
+    CURRENT_TERM,
     PAST_TERM,
     STALE,
     ZERO,
@@ -24,6 +25,7 @@ from zeroir.verify.domain import (
     Strides,
     Term,
     Value,
+    Weight,
     opened,
     rebased,
     simplify,
@@ -105,6 +107,8 @@ class FlatLayout:
                 return [(0, numel, ZERO)]
             case NamedContent():
                 return [(0, numel, Elements(NamedKey(content.name, content.version)))]
+            case WeightContent():
+                return [(0, numel, self._weight(content))]
             case FlatContent():
                 strides = self.strides(content, numel)
                 if content.quantity == GRAD:
@@ -133,9 +137,21 @@ class FlatLayout:
             return ()
         return ((content.shard, numel),)
 
-    def reduced(self, content: FlatContent) -> tuple[str, ...]:
-        """The axes of more than one rank over which the gradient is summed, in that order."""
+    def reduced(self, content: FlatContent | WeightContent) -> tuple[str, ...]:
+        """The axes of more than one rank over which a gradient or a weight is summed, in that order."""
         return tuple(axis for axis in self.axes if axis in content.reduced)
+
+    def _weight(self, content: WeightContent) -> Value:
+        summed = self.reduced(content)
+        match content.micro:
+            case Micro.ALL:
+                return Weight((Term(ALL_TERM, summed, 1),))
+            case Micro.CURRENT:
+                return Weight((Term(CURRENT_TERM, summed, 1),))
+            case Micro.PAST:
+                return Weight((Term(PAST_TERM, summed, 1),)) if self.has_past else ZERO
+            case Micro.STALE:
+                return STALE
 
     def _gradients(self, content: FlatContent) -> Pieces:
         summed = self.reduced(content)

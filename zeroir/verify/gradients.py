@@ -11,6 +11,7 @@ from zeroir.ir.program import UPDATE
 from zeroir.verify.descriptions import CAUSES, describe
 from zeroir.verify.domain import (
     ALL_TERM,
+    CURRENT_TERM,
     LOST_TERM,
     PAST_TERM,
     Gradient,
@@ -21,6 +22,7 @@ from zeroir.verify.domain import (
     Term,
     Undefined,
     Value,
+    Weight,
     Zero,
 )
 
@@ -94,46 +96,63 @@ def _slot(
         return Problem(f"the gradient of {name} should stand where {describe(value)} stands")
     if value.shift or value.strides:
         return Problem(f"the gradient of {name} stands at the wrong elements")
-    return _terms(run, value.terms, sources, name, summed)
+    return _terms(run, value.terms, sources, f"the gradient of {name}", summed)
+
+
+def weight_problem(
+    run: SectionRun, value: Value, micro: Micro, summed: tuple[str, ...]
+) -> Problem | None:
+    """Why a value is not the sum of the weights of these micro-steps, over the axes ``summed`` in order."""
+    if isinstance(value, Poison):
+        return None
+    if run.section.name == UPDATE and micro is Micro.ALL:
+        sources = {ALL_TERM: 1}
+    else:
+        has_past = run.layout.has_past and micro in (Micro.PAST, Micro.ALL)
+        sources = {PAST_TERM: 1} if has_past else {}
+        sources |= {CURRENT_TERM: 1} if micro in (Micro.CURRENT, Micro.ALL) else {}
+    if isinstance(value, Zero) and not sources:
+        return None
+    if not isinstance(value, Weight):
+        return Problem(f"it should be the weight of the micro-steps, but is {describe(value)}")
+    return _terms(run, value.terms, sources, "the weight", summed)
 
 
 def _terms(
     run: SectionRun,
     terms: tuple[Term, ...],
     sources: Mapping[int, int],
-    name: str,
+    what: str,
     summed: tuple[str, ...],
 ) -> Problem | None:
-    """Compare a multiset of contributions with the wanted one; the reductions come last."""
+    """Compare a multiset of contributions with the wanted one; the reductions come last. ``what`` is their sum."""
     counts: Counter[int] = Counter()
     for term in terms:
         counts[term.source] += term.times
     if LOST_TERM in counts:
-        return Problem(f"the gradient of {name} was scaled, or is one rank's part, not the sum")
+        return Problem(f"{what} was scaled, or is one rank's part, not the sum")
     for source, count in sources.items():
         if counts[source] < count:
-            return Problem(f"the gradient of {name} lacks {run.term_name(source)}")
+            return Problem(f"{what} lacks {run.term_name(source)}")
         if counts[source] > count:
-            return Problem(
-                f"the gradient of {name} holds {run.term_name(source)} {counts[source]} times"
-            )
+            return Problem(f"{what} holds {run.term_name(source)} {counts[source]} times")
     extra = next((source for source in counts if source not in sources), None)
     if extra is not None:
-        return Problem(f"the gradient of {name} also holds {run.term_name(extra)}")
+        return Problem(f"{what} also holds {run.term_name(extra)}")
     for term in terms:
         for axis in summed:
             if axis not in term.summed:
-                return Problem(f"the gradient of {name} is not summed over {axis}", code="Z404")
+                return Problem(f"{what} is not summed over {axis}", code="Z404")
         if len(term.summed) > len(set(term.summed)):
             axis = next(a for a in term.summed if term.summed.count(a) > 1)
-            return Problem(f"the gradient of {name} is summed over {axis} more than once")
+            return Problem(f"{what} is summed over {axis} more than once")
         axis = next((a for a in term.summed if a not in summed), "")
         if axis:
-            return Problem(f"the gradient of {name} is summed over {axis} too early")
+            return Problem(f"{what} is summed over {axis} too early")
         if term.summed != summed:
             order = " and then ".join(term.summed)
             return Problem(
-                f"the gradient of {name} is summed over {order}, and not innermost first, over "
+                f"{what} is summed over {order}, and not innermost first, over "
                 f"{' and then '.join(summed)}: the order changes the rounding",
             )
     return None

@@ -12,7 +12,7 @@ from typing import assert_never
 
 from zeroir.ir import ops
 from zeroir.ir.buffers import Region, whole
-from zeroir.ir.contents import GRAD, PARAM, NamedContent
+from zeroir.ir.contents import GRAD, PARAM, NamedContent, WeightContent
 from zeroir.ir.dtypes import DType
 from zeroir.ir.ops import Mode, Op
 from zeroir.ir.program import Program, Section
@@ -22,6 +22,7 @@ from zeroir.verify.context import Findings, spell, title
 from zeroir.verify.descriptions import ADVICE, CAUSES, describe
 from zeroir.verify.domain import (
     ALL_TERM,
+    CURRENT_TERM,
     PAST_TERM,
     POISON,
     ZERO,
@@ -77,10 +78,11 @@ class Shared:
 class SectionRun:
     """The interpretation of one section: its computations.
 
-    ``settings`` is what decisions and the loss scaling are given, ``steps`` what each optimizer step does, ``averages``
-    what each average does, ``roundings`` the gradients that lost digits, by flat and dtype, and ``sums`` which
-    contributions were added to which; each with the line of its op. ``decided`` are the decisions so far, and whether each may skip the update.
-    ``reported`` is what the engine reports of the step, by region: the norm that a decision read, and whether it skips.
+    ``settings`` is what decisions and the loss scaling are given, ``steps`` what each optimizer step does,
+    ``directions`` and ``averages`` what each of those does, ``roundings`` the gradients that lost digits, by flat and
+    dtype, and ``sums`` which contributions were added to which; each with the line of its op. ``decided`` are the
+    decisions so far, and whether each may skip the update. ``reported`` is what the engine reports of the step, by
+    region: the norm and the weight that a decision read, and whether it skips.
     """
 
     def __init__(
@@ -104,6 +106,7 @@ class SectionRun:
         self.decisions = 0
         self.settings: dict[tuple[Hashable, ...], int] = {}
         self.steps: list[Stepped] = []
+        self.directions: list[Stepped] = []
         self.averages: list[Stepped] = []
         self.roundings: dict[tuple[str, DType], int] = {}
         self.sums: dict[algebra.Sum, int] = {}
@@ -131,6 +134,8 @@ class SectionRun:
             return "the sum of the micro-steps before"
         if source == ALL_TERM:
             return "the sum of the step's micro-steps"
+        if source == CURRENT_TERM:
+            return "the weight of this micro-step"
         line = self._lines.get(source)
         return "a contribution" if line is None else f"the contribution of op {line}"
 
@@ -168,6 +173,9 @@ class SectionRun:
                 pieces = before.memory.read(whole(buffer))
                 if any(isinstance(value, Statistic | Decision) for _, _, value in pieces):
                     self.memory.write(whole(buffer), pieces)
+        for region in before.reported:
+            if isinstance(self.program.buffer_by_name[region.buffer].holds, WeightContent):
+                self.memory.write(region, before.memory.read(region))
 
     # -------------------------------------------------------------------------------------------------- operations
 
@@ -193,6 +201,8 @@ class SectionRun:
                 statistics.statistic(self, op)
             case ops.Decide():
                 update.decide(self, op)
+            case ops.Direction():
+                update.direction(self, op)
             case ops.OptimizerStep():
                 update.optimizer_step(self, op)
             case ops.Average():

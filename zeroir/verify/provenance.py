@@ -19,27 +19,42 @@ from dataclasses import replace
 from typing import assert_never
 
 from zeroir.ir.buffers import Buffer, Role, whole
-from zeroir.ir.contents import GRAD, MASTER, PARAM, Content, FlatContent, Micro, NamedContent, Zeros
+from zeroir.ir.contents import (
+    GRAD,
+    MASTER,
+    PARAM,
+    Content,
+    FlatContent,
+    Micro,
+    NamedContent,
+    WeightContent,
+    Zeros,
+)
 from zeroir.ir.dtypes import DType
+from zeroir.ir.output_paths import OutputPathError, structured
 from zeroir.ir.program import (
     EVALUATE,
     LAST_MICRO_STEP,
     MICRO_STEP,
     Holding,
+    InputBinding,
+    OutputBinding,
     Program,
     Section,
     State,
 )
 from zeroir.verify.context import spell
 
-INPUT, MODULE_BUFFER, INITIAL = "an input", "a module buffer", "an initial value"
+INPUT, OUTPUT = "an input", "an output"
+MODULE_BUFFER, INITIAL = "a module buffer", "an initial value"
 _BOUND_TO = {
     Role.INPUT: INPUT,
+    Role.OUTPUT: OUTPUT,
     Role.MODULE_BUFFER: MODULE_BUFFER,
     Role.CONSTANT: MODULE_BUFFER,
     Role.SCALAR: INITIAL,
 }
-"""The source of the engine for buffers of each role. It draws seeds for ``rng`` itself, and clears other scalars."""
+"""The binding of buffers of each role. The engine draws seeds for ``rng``, and clears outputs and other scalars."""
 
 
 Problems = Iterator[tuple[str, str]]
@@ -49,11 +64,16 @@ Problems = Iterator[tuple[str, str]]
 def provenance_problems(program: Program) -> Problems:
     """Check bindings, roles, and the contents at rest and between two steps."""
     yield from _binding_problems(program)
+    yield from _evaluation_problems(program)
     kinds = {name: kind for _, name, kind in _bound(program)}
     homes: dict[str, str] = {}
     for buffer in program.buffers:
         for sentence in _role_problems(buffer, kinds.get(buffer.name)):
             yield "Z008", f"buffer %{buffer.name} {sentence}"
+        if isinstance(buffer.holds, WeightContent) and buffer.holds.micro is Micro.CURRENT:
+            problem = _weight_problem(program, buffer)
+            if problem is not None:
+                yield "Z402", f"buffer %{buffer.name} {problem}"
         if isinstance(buffer.holds, NamedContent):
             home = homes.setdefault(buffer.holds.name, buffer.name)
             if home != buffer.name:
@@ -65,12 +85,12 @@ def provenance_problems(program: Program) -> Problems:
                 held = program.buffer_by_name.get(holding.region.buffer)
                 if held is None:
                     continue
-                problem = _holding_problem(
+                why = _holding_problem(
                     held, holding, is_between_steps=_is_between_steps(section, state)
                 )
-                if problem is not None:
+                if why is not None:
                     where = spell(holding.region, program)
-                    yield "Z008", f"in a state of {section.name} {where} {problem}"
+                    yield "Z008", f"in a state of {section.name} {where} {why}"
 
 
 def _is_between_steps(section: Section, state: State) -> bool:
@@ -80,10 +100,39 @@ def _is_between_steps(section: Section, state: State) -> bool:
     return state is (section.entry if section.name == LAST_MICRO_STEP else section.exit)
 
 
+def _evaluation_problems(program: Program) -> Problems:
+    """The loss and the outputs of ``evaluate`` have buffers of their own, which it must have."""
+    has_section = EVALUATE in program.section_by_name
+    if has_section and program.eval_loss is None:
+        yield "Z008", "section evaluate has no loss: name its buffer by `eval_loss`"
+    if not has_section and (program.eval_loss is not None or program.outputs):
+        yield (
+            "Z008",
+            "the program names a loss or outputs of an evaluation, but has no section evaluate",
+        )
+    loss = program.buffer_by_name.get(program.eval_loss or "")
+    if loss is not None and (loss.role, loss.dtype, loss.numel) != (Role.SCALAR, DType.F32, 1):
+        yield (
+            "Z008",
+            f"the loss of an evaluation is a scalar f32[1], and %{loss.name} is {loss.role} {loss.dtype}[{loss.numel}]",
+        )
+    if loss is not None and loss.name == program.loss:
+        yield (
+            "Z008",
+            f"%{loss.name} is the loss of micro-steps and of evaluations: an evaluation would change a step",
+        )
+    try:
+        structured([(output.path, None) for output in program.outputs])
+    except OutputPathError as error:
+        yield "Z008", f"the outputs {error}"
+
+
 def _bound(program: Program) -> Iterator[tuple[str, str, str]]:
-    """The source that fills a buffer from outside: its name in a sentence, the buffer, and its kind."""
+    """What binds a buffer to the outside: its name in a sentence, the buffer, and its kind."""
     for given in program.inputs:
         yield f"input {given.path}", given.buffer, INPUT
+    for output in program.outputs:
+        yield f"output {output.path}", output.buffer, OUTPUT
     for held in program.module_buffers:
         yield f"module buffer {held.name}", held.buffer, MODULE_BUFFER
     for scalar in program.scalars:
@@ -109,13 +158,17 @@ def _binding_problems(program: Program) -> Problems:
         for name, count in Counter(names).items():
             if count > 1:
                 yield "Z002", f"{kind} {name} is bound twice"
-    for given in program.inputs:
-        buffer = program.buffer_by_name.get(given.buffer)
+    tensors: list[tuple[str, InputBinding | OutputBinding]] = [
+        (f"input {given.path}", given) for given in program.inputs
+    ]
+    tensors += [(f"output {output.path}", output) for output in program.outputs]
+    for what, binding in tensors:
+        buffer = program.buffer_by_name.get(binding.buffer)
         if buffer is None:
             continue
-        if (buffer.dtype, buffer.numel) != (given.dtype, math.prod(given.shape)):
-            what = f"input {given.path} is {given.dtype}{list(given.shape)}"
-            yield "Z008", f"{what}, and %{buffer.name} holds {buffer.dtype}[{buffer.numel}]"
+        if (buffer.dtype, buffer.numel) != (binding.dtype, math.prod(binding.shape)):
+            kind = f"{what} is {binding.dtype}{list(binding.shape)}"
+            yield "Z008", f"{kind}, and %{buffer.name} holds {buffer.dtype}[{buffer.numel}]"
     for held in program.module_buffers:
         buffer = program.buffer_by_name.get(held.buffer)
         if buffer is None:
@@ -140,7 +193,14 @@ def _role_problems(buffer: Buffer, bound: str | None) -> Iterator[str]:
     if role is Role.RNG and buffer.dtype is not DType.I64:
         yield f"has the role {role}, whose seeds are i64, but elements of {buffer.dtype}"
     is_named = role is Role.RNG or wanted is not None
-    if is_named and not isinstance(holds, NamedContent):
+    if isinstance(holds, WeightContent):
+        if role is not Role.SCALAR:
+            yield f"rests with a weight, which only a scalar does, but has the role {role}"
+        if holds.micro is Micro.ALL or (holds.micro is Micro.CURRENT and holds.reduced):
+            yield "rests with a sum of weights that no micro-step has made yet"
+        if (buffer.dtype, buffer.numel) != (DType.F32, 1):
+            yield f"rests with a weight, which is f32[1], but is {buffer.dtype}[{buffer.numel}]"
+    elif is_named and not isinstance(holds, NamedContent):
         yield f"has the role {role}, but rests with no value of its own (`= value NAME`)"
     if isinstance(holds, NamedContent) and not is_named:
         yield f"rests with the value {holds.name}, but nothing gives a buffer of role {role} that value"
@@ -159,21 +219,38 @@ def _role_problems(buffer: Buffer, bound: str | None) -> Iterator[str]:
         yield f"rests with a gradient of {holds.micro} micro-steps: before a step there is none"
 
 
+def _weight_problem(program: Program, buffer: Buffer) -> str | None:
+    """Why a buffer does not rest with the weight of each micro-batch: the host writes it, or it is 1 for ever."""
+    if program.weight is not None:
+        if buffer.name == program.weight:
+            return None
+        return f"rests with the weight of a micro-batch, which the host writes to %{program.weight}"
+    values = next((s.values for s in program.scalars if s.buffer == buffer.name), (0.0,))
+    if values == (1.0,):
+        return None
+    return f"rests with the weight of a micro-batch, which is 1, but begins with {values[0]:g}"
+
+
 def _holding_problem(buffer: Buffer, holding: Holding, *, is_between_steps: bool) -> str | None:
     """Why no memory holds what a holding says."""
     content, rest = holding.content, buffer.holds
+    if isinstance(content, WeightContent) and content.micro is Micro.CURRENT and content != rest:
+        return "holds the weight of the present micro-batch, which only its own buffer holds"
     if isinstance(content, NamedContent):
         is_home = isinstance(rest, NamedContent) and rest.name == content.name
         if not is_home or holding.region != whole(buffer):
             return f"holds the value {content.name}, which only its own buffer holds"
     if not is_between_steps:
         return None
-    if not isinstance(content, Zeros) and content.version:
+    if isinstance(content, NamedContent | FlatContent) and content.version:
         return "holds a later version between two steps, where every version is 0"
     if _is_cleared(content):
         is_gradient = isinstance(rest, Zeros) or getattr(rest, "quantity", None) == GRAD
-        is_true = is_gradient or not buffer.is_persistent
+        is_sum = isinstance(rest, WeightContent) and rest.micro is not Micro.CURRENT
+        is_true = is_gradient or is_sum or not buffer.is_persistent
     else:
+        if isinstance(content, WeightContent) and content.micro is Micro.ALL:
+            return "holds the weight of a step between two steps, where there is none"
         if isinstance(content, FlatContent) and content.quantity == GRAD:
             return f"holds a gradient of {content.micro} micro-steps between two steps, where there is none"
         is_true = not buffer.is_persistent or _entails(buffer, holding)
@@ -187,6 +264,8 @@ def _is_cleared(content: Content) -> bool:
     match content:
         case Zeros():
             return True
+        case WeightContent(micro=micro):
+            return micro in (Micro.PAST, Micro.STALE)
         case FlatContent(quantity=quantity, micro=micro):
             return quantity == GRAD and micro in (Micro.PAST, Micro.STALE)
         case NamedContent():

@@ -7,7 +7,7 @@ import binascii
 
 from zeroir.ir.bounds import AheadBound, BehindBound, Bound, BoundKind
 from zeroir.ir.buffers import Buffer, Role, Space
-from zeroir.ir.contents import Content, FlatContent, Micro, NamedContent, Zeros
+from zeroir.ir.contents import Content, FlatContent, Micro, NamedContent, WeightContent, Zeros
 from zeroir.ir.mesh import STREAMS, Axis, Communicator, Executor, Mesh, Stream
 from zeroir.ir.ops import Algorithm, Op
 from zeroir.ir.program import (
@@ -17,6 +17,7 @@ from zeroir.ir.program import (
     InputBinding,
     ModuleBufferBinding,
     OptimizerGroup,
+    OutputBinding,
     Pending,
     Program,
     ScalarBinding,
@@ -53,6 +54,8 @@ class _ProgramParser:
         self.streams: tuple[Stream, ...] | None = None
         self.bounds: list[Bound] = []
         self.loss: str | None = None
+        self.eval_loss: str | None = None
+        self.weight: str | None = None
         self.fingerprint: str | None = None
         self.passes: list[str] = []
         self.comms: list[Communicator] = []
@@ -61,6 +64,7 @@ class _ProgramParser:
         self.segments: list[Segment] = []
         self.sections: list[Section] = []
         self.inputs: list[InputBinding] = []
+        self.outputs: list[OutputBinding] = []
         self.batch_constants: list[ConstantBinding] = []
         self.module_buffers: list[ModuleBufferBinding] = []
         self.scalars: list[ScalarBinding] = []
@@ -90,11 +94,14 @@ class _ProgramParser:
             segments=tuple(self.segments),
             sections=tuple(self.sections),
             inputs=tuple(self.inputs),
+            outputs=tuple(self.outputs),
             batch_constants=tuple(self.batch_constants),
             module_buffers=tuple(self.module_buffers),
             scalars=tuple(self.scalars),
             groups=tuple(self.groups),
             loss=self.loss,
+            eval_loss=self.eval_loss,
+            weight=self.weight,
             options=options,
             passes=tuple(self.passes),
             fingerprint=self.fingerprint or "",
@@ -146,12 +153,20 @@ class _ProgramParser:
             case "loss":
                 self._once(self.loss, keyword, start)
                 self.loss = self._buffer_name()
+            case "eval_loss":
+                self._once(self.eval_loss, keyword, start)
+                self.eval_loss = self._buffer_name()
+            case "weight":
+                self._once(self.weight, keyword, start)
+                self.weight = self._buffer_name()
             case "flat":
                 self.flats.append(self._flat())
             case "buffer":
                 self._buffer()
             case "input":
                 self.inputs.append(self._input())
+            case "output":
+                self.outputs.append(self._output())
             case "batch_constant":
                 path = scan.name("the path of a constant in the batch")
                 scan.expect("=")
@@ -172,8 +187,9 @@ class _ProgramParser:
                 self.sections.append(self._section())
             case _:
                 scan.fail(
-                    "expected one of pass, fingerprint, mesh, comm, streams, bound, loss, flat, buffer, "
-                    f"input, batch_constant, module_buffer, scalar, group, segment, section, but found '{keyword}'.",
+                    "expected one of pass, fingerprint, mesh, comm, streams, bound, loss, eval_loss, weight, flat, "
+                    "buffer, input, output, batch_constant, module_buffer, scalar, group, segment, section, but found "
+                    f"'{keyword}'.",
                     start,
                 )
 
@@ -277,6 +293,15 @@ class _ProgramParser:
         scan.expect("->")
         return InputBinding(path=path, buffer=self._buffer_name(), dtype=dtype, shape=shape)
 
+    def _output(self) -> OutputBinding:
+        scan = self.scanner
+        path = scan.string("the path of a tensor in the outputs, in double quotes")
+        scan.expect(":")
+        dtype = parse_dtype(scan)
+        shape = self._shape()
+        scan.expect("<-")
+        return OutputBinding(path=path, buffer=self._buffer_name(), dtype=dtype, shape=shape)
+
     def _module_buffer(self) -> ModuleBufferBinding:
         scan = self.scanner
         name = scan.name("the name of a module's buffer")
@@ -325,6 +350,9 @@ class _ProgramParser:
         if is_bare and quantity in RESERVED_QUANTITIES:
             if quantity == "zeros":
                 return Zeros()
+            if quantity == "weight":
+                reduced = scan.several(scan.name) if scan.accept("reduced=") else ()
+                return WeightContent(reduced=reduced, micro=scan.attribute("micro", self._micro))
             name = scan.name("the name of a value")
             return NamedContent(name=name, version=scan.optional("version", scan.integer, 0))
         flat = scan.name("a flat's name")
@@ -332,7 +360,7 @@ class _ProgramParser:
         offset = scan.optional("offset", scan.integer, 0)
         version = scan.optional("version", scan.integer, 0)
         reduced = scan.several(scan.name) if scan.accept("reduced=") else ()
-        micro = self.scanner.member(Micro, "which micro-steps") if scan.accept("micro=") else None
+        micro = self._micro() if scan.accept("micro=") else None
         return FlatContent(
             quantity=quantity,
             flat=flat,
@@ -342,6 +370,9 @@ class _ProgramParser:
             reduced=reduced,
             micro=micro,
         )
+
+    def _micro(self) -> Micro:
+        return self.scanner.member(Micro, "which micro-steps")
 
     # ------------------------------------------------------------------------------------- sections
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from zeroir.ir.bounds import AheadBound, Bound
 from zeroir.ir.buffers import Buffer
-from zeroir.ir.contents import Content, FlatContent, NamedContent
+from zeroir.ir.contents import Content, FlatContent, NamedContent, WeightContent
 from zeroir.ir.dtypes import DType
 from zeroir.ir.ops import Op
 from zeroir.ir.program import Flat, Program, Section, State
@@ -68,6 +68,10 @@ def header_lines(program: Program) -> Iterator[str]:
     yield from (f"bound {bound_text(bound)}" for bound in program.bounds)
     if program.loss is not None:
         yield f"loss %{name(program.loss)}"
+    if program.eval_loss is not None:
+        yield f"eval_loss %{name(program.eval_loss)}"
+    if program.weight is not None:
+        yield f"weight %{name(program.weight)}"
     for flat in program.flats:
         yield from _flat_lines(flat)
     for buffer in program.buffers:
@@ -75,6 +79,9 @@ def header_lines(program: Program) -> Iterator[str]:
     for binding in program.inputs:
         kind = binding.dtype.value + _numbers(binding.shape)
         yield f"input {name(binding.path)} : {kind} -> %{name(binding.buffer)}"
+    for output in program.outputs:
+        kind = output.dtype.value + _numbers(output.shape)
+        yield f"output {quote(output.path)} : {kind} <- %{name(output.buffer)}"
     for constant in program.batch_constants:
         yield f"batch_constant {name(constant.path)} = {_arg_text(constant.value)}"
     for held in program.module_buffers:
@@ -125,10 +132,12 @@ def _buffer_line(buffer: Buffer, program: Program) -> str:
 
 
 def content_text(content: Content) -> str:
-    """The content of a region: ``param blocks.0 @dp``, ``value loss``, ``zeros``."""
+    """The content of a region: ``param blocks.0 @dp``, ``value loss``, ``weight micro=past``, ``zeros``."""
     if isinstance(content, NamedContent):
         version = f" version={content.version}" if content.version else ""
         return f"value {name(content.name)}{version}"
+    if isinstance(content, WeightContent):
+        return f"weight{_reduced(content.reduced)} micro={content.micro.value}"
     if not isinstance(content, FlatContent):
         return "zeros"
     quantity = content.quantity
@@ -140,11 +149,14 @@ def content_text(content: Content) -> str:
         text += f" offset={content.offset}"
     if content.version:
         text += f" version={content.version}"
-    if content.reduced:
-        text += f" reduced=({', '.join(map(name, content.reduced))})"
+    text += _reduced(content.reduced)
     if content.micro is not None:
         text += f" micro={content.micro.value}"
     return text
+
+
+def _reduced(axes: tuple[str, ...]) -> str:
+    return f" reduced=({', '.join(map(name, axes))})" if axes else ""
 
 
 # ----------------------------------------------------------------------------------------- segments

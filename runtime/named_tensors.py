@@ -1,0 +1,89 @@
+"""The tensors of a module by name, and their replacement wherever the module refers to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+from torch.utils import swap_tensors
+
+_swap: Final[Callable[[Tensor, Tensor], None]] = swap_tensors
+
+
+class NamedTensors:
+    """The parameters, buffers and plain attributes of a module that are tensors, by fully-qualified name.
+
+    A tensor with several names, such as a tied parameter, is one object. Names are those of the module when this object
+    is made.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        # The dictionaries of ``nn.Module`` hold values of several types, hence ``object``.
+        self._places: dict[str, tuple[dict[str, object], str]] = {}
+        self._non_persistent: set[str] = set()
+        for prefix, child in module.named_modules(remove_duplicate=False):
+            attributes = vars(child)
+            for container in (
+                child.__dict__["_parameters"],
+                child.__dict__["_buffers"],
+                attributes,
+            ):
+                for key, value in container.items():
+                    if isinstance(value, Tensor):
+                        name = f"{prefix}.{key}" if prefix else key
+                        self._places[name] = container, key
+                        if container is attributes or key in child._non_persistent_buffers_set:
+                            self._non_persistent.add(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._places
+
+    def __getitem__(self, name: str) -> Tensor:
+        """The tensor itself, not a copy; KeyError where there is none of that name."""
+        container, key = self._places[name]
+        value = container[key]
+        assert isinstance(value, Tensor)
+        return value
+
+    def is_saved(self, name: str) -> bool:
+        """Whether the module's ``state_dict`` has the tensor: a parameter or a persistent buffer."""
+        return name not in self._non_persistent
+
+    def names_by_tensor(self) -> list[tuple[Tensor, tuple[str, ...]]]:
+        """Every tensor with all its names, in the order of the first ones."""
+        names: dict[int, list[str]] = {}
+        tensors: dict[int, Tensor] = {}
+        for name in self._places:
+            tensor = self[name]
+            tensors[id(tensor)] = tensor
+            names.setdefault(id(tensor), []).append(name)
+        return [(tensors[key], tuple(group)) for key, group in names.items()]
+
+    def replace(self, old: Tensor, new: Tensor) -> None:
+        """Put ``new`` in the place of a tensor, under all its names; its attributes are kept.
+
+        The tensor's object itself becomes ``new``, so whoever refers to it, for instance an optimizer, does not keep
+        its old memory. Where torch forbids that, because of a weak reference to it or a graph of autograd with it, the
+        module alone changes.
+        """
+        vars(new).update(vars(old))
+        try:
+            _swap(old, new)
+        except RuntimeError:
+            for container, key in self._places.values():
+                if container.get(key) is old:
+                    container[key] = new
+
+
+def without_memory(tensor: Tensor) -> Tensor:
+    """A tensor on the meta device with the shape, dtype and strides of ``tensor``; a parameter where that is one."""
+    with torch.inference_mode(mode=False):
+        empty = torch.empty_like(tensor.detach(), device="meta")
+        if isinstance(tensor, nn.Parameter):
+            return nn.Parameter(empty, requires_grad=tensor.requires_grad)
+    return empty

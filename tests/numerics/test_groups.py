@@ -1,0 +1,111 @@
+"""Training in optimizer groups against torch.optim with the same groups on eager replicas, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from zeroir.api.check import check_model
+from zeroir.api.compiled import compile_with
+from zeroir.config import make_options
+from zeroir.ir.ops import Algorithm
+
+MODEL = """
+import torch
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(6, 6) for _ in range(2))
+        self.norm = torch.nn.LayerNorm(6)
+        self.head = torch.nn.Linear(6, 3)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return self.head(self.norm(x)).square().mean()
+
+def model():
+    return Net()
+
+def batch():
+    return (torch.randn(4, 6, generator=torch.Generator().manual_seed(5)),)
+"""
+
+PATTERNS = ("blocks.*:lr=0.01,beta1=0.8", "head.bias:eps=1e-3,weight_decay=0.2")
+ADAMW = {"weight_decay": 0.1, "no_decay": True, "group": PATTERNS}
+MOMENTUM = {
+    "optimizer": "momentum",
+    "weight_decay": 0.1,
+    "group": ("*.bias:momentum=0.5,weight_decay=0", "head:lr=0.1,nesterov=true"),
+}
+MIXED = {"group": ("norm:optimizer=sgd,lr=0.1", "*.bias:optimizer=momentum,momentum=0.7")}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    path = tmp_path / "net.py"
+    path.write_text(MODEL)
+    return str(path)
+
+
+@pytest.mark.parametrize("groups", [ADAMW, MOMENTUM, MIXED], ids=["adamw", "momentum", "mixed"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"stage": 0, "world_size": 1},
+        {"stage": 1, "world_size": 3},
+        {"stage": 2, "world_size": 4, "overlap_update": False},
+        {"stage": 3, "world_size": 3},
+        {"stage": 3, "mesh": "replicate=2,shard=2", "precision": "bf16"},
+        {"stage": 3, "world_size": 3, "precision": "fp16", "initial_loss_scale": 2.0**30},
+        {"stage": 2, "world_size": 3, "precision": "bf16", "micro_steps": 2},
+    ],
+    ids=lambda options: "-".join(map(str, options.values())),
+)
+def test_it_equals_torch_with_the_same_groups(
+    model: str, groups: dict[str, object], options: dict[str, object]
+) -> None:
+    comparison = check_model(model, make_options({**groups, **options}), steps=4, seed=1)
+    assert comparison.is_equal, str(comparison)
+    assert comparison.tolerance == 0
+
+
+def test_each_setting_of_a_group_counts(model: str) -> None:
+    """Otherwise the comparison above would hold for groups that nobody applies."""
+    losses = [
+        check_model(model, make_options({"world_size": 1, **changed}), steps=4, seed=1).losses[-1]
+        for changed in (
+            {},
+            ADAMW,
+            {**ADAMW, "no_decay": False},
+            {**ADAMW, "group": PATTERNS[:1]},
+            {**ADAMW, "group": PATTERNS[::-1]},
+        )
+    ]
+    assert len(set(losses)) == len(losses) - 1  # these patterns have no parameter in common
+
+
+def test_flats_are_split_by_algorithm_alone(model: str) -> None:
+    whole = compile_with(model, make_options({"world_size": 2}))
+    grouped = compile_with(model, make_options({"world_size": 2, **ADAMW}))
+    assert [f.name for f in grouped.program.flats] == [f.name for f in whole.program.flats]
+    assert [len(s.body) for s in grouped.program.sections] == [
+        len(s.body) for s in whole.program.sections
+    ]
+    mixed = compile_with(model, make_options({"world_size": 2, **MIXED}))
+    assert {f.name for f in mixed.program.flats} == {
+        "blocks.0",
+        "blocks.0.momentum",
+        "blocks.1",
+        "blocks.1.momentum",
+        "root.post.momentum",
+        "root.post.sgd",
+        "root.post",
+    }
+    assert {g.name: g.algorithm for g in mixed.program.groups} == {
+        "default": Algorithm.ADAMW,
+        "norm": Algorithm.SGD,
+        "bias": Algorithm.MOMENTUM,
+    }

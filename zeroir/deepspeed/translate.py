@@ -1,0 +1,284 @@
+"""A DeepSpeed configuration as options of zeroir, with the key that each comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from zeroir.deepspeed.batch_sizes import resolve_batch_sizes
+from zeroir.deepspeed.model import FP16, ZeroOptimization
+from zeroir.deepspeed.optimizers import translate_optimizer
+from zeroir.deepspeed.read import Reading, read
+from zeroir.errors import UserError
+from zeroir.ir.limits import MOST_BYTES
+from zeroir.schedules import DEEPSPEED_SCHEDULES, make_schedule
+
+_ELEMENT_BYTES: Final = {"fp32": 4, "bf16": 2, "fp16": 2}
+_DEFAULT: Final = "DeepSpeed's default"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Translation:
+    """Options by name, the place in the configuration that each comes from, and notes on keys without meaning.
+
+    ``micro_batch_size`` is the number of samples that the example batch must have.
+    """
+
+    options: Mapping[str, object]
+    origins: Mapping[str, str]
+    notes: tuple[str, ...]
+    micro_batch_size: int
+
+
+def translate(
+    data: Mapping[str, object],
+    *,
+    given: Mapping[str, object],
+    world_size: int,
+    example_batch_size: int,
+) -> Translation:
+    """The options that a configuration amounts to beside those that are ``given`` elsewhere, which win.
+
+    ``example_batch_size`` is the number of samples of the model's example batch.
+
+    Raises:
+        UserError: on an unknown key, a wrong value, or a key that cannot be honoured.
+    """
+    given_precision = given.get("precision")
+    reading = read(data, given_precision if isinstance(given_precision, str) else None)
+    translator = _Translator(reading=reading, given=given, options={}, origins={}, notes=[])
+    translator.precision()
+    stage = translator.stage_and_mesh(world_size)
+    translator.communication(stage)
+    translator.optimizer()
+    translator.schedule()
+    sizes = translator.batch_sizes(world_size, example_batch_size)
+    return Translation(
+        options=translator.options,
+        origins=translator.origins,
+        notes=(*_grouped(reading.notes), *translator.notes),
+        micro_batch_size=sizes,
+    )
+
+
+def _grouped(notes: tuple[tuple[str, str], ...]) -> list[str]:
+    """One line per reason, with all keys that it holds for."""
+    keys: dict[str, list[str]] = {}
+    for key, reason in notes:
+        keys.setdefault(reason, []).append(key)
+    return [f"{', '.join(names)}: no meaning here; {reason}." for reason, names in keys.items()]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Translator:
+    """Collects options; its methods each translate one part of the configuration."""
+
+    reading: Reading
+    given: Mapping[str, object]
+    options: dict[str, object]
+    origins: dict[str, str]
+    notes: list[str]
+
+    def set(self, option: str, value: object, key: str) -> None:
+        """Set an option unless it is given elsewhere; without ``key`` in the file the origin is a default."""
+        if option in self.given:
+            return
+        self.options[option] = value
+        is_there = key in self.reading.given
+        if not is_there and key.startswith("optimizer."):
+            is_there = key.removeprefix("optimizer.params.") in self.optimizer_params
+        origin = key if is_there else _DEFAULT
+        self.origins[option] = f'{key} "auto"' if key in self.reading.automatic else origin
+
+    @property
+    def optimizer_params(self) -> Mapping[str, object]:
+        block = self.reading.configuration.optimizer
+        return {} if block is None else block.params
+
+    @property
+    def zero(self) -> ZeroOptimization:
+        value = self.reading.configuration.zero_optimization
+        return value if isinstance(value, ZeroOptimization) else ZeroOptimization(stage=int(value))
+
+    def precision(self) -> None:
+        """``fp16`` and ``bf16``, and ``communication_data_type``, which must agree with them."""
+        configuration, precision = self.reading.configuration, self.reading.precision
+        enabled = {"fp16": "fp16.enabled", "bf16": "bf16.enabled", "fp32": "fp16.enabled"}
+        key = enabled[precision]
+        if precision == "bf16" and key not in self.reading.given:
+            key = "bfloat16.enabled"
+        self.set("precision", precision, key)
+        wire = configuration.communication_data_type
+        if wire is not None and wire != precision:
+            raise UserError(
+                f"communication_data_type cannot be honoured: gradients travel in {precision}, the dtype of the "
+                f"parameters, not in {wire}."
+            )
+        if precision == "fp16":
+            self.loss_scaling(configuration.fp16)
+
+    def loss_scaling(self, block: FP16) -> None:
+        """The scaler's keys, of which a static scale needs none but itself."""
+        if block.loss_scale or "loss_scale" in self.given:
+            self.set("loss_scale", block.loss_scale, "fp16.loss_scale")
+            return
+        self.set("initial_loss_scale", 2.0**block.initial_scale_power, "fp16.initial_scale_power")
+        self.set("loss_scale_window", block.loss_scale_window, "fp16.loss_scale_window")
+        self.set("loss_scale_hysteresis", block.hysteresis, "fp16.hysteresis")
+        if block.hysteresis > 1:
+            key = "fp16.consecutive_hysteresis"
+            self.set("consecutive_hysteresis", block.consecutive_hysteresis, key)
+        elif block.consecutive_hysteresis:
+            self.notes.append("fp16.consecutive_hysteresis: no meaning with fp16.hysteresis 1.")
+        self.set("minimum_loss_scale", block.min_loss_scale, "fp16.min_loss_scale")
+
+    def stage_and_mesh(self, world_size: int) -> int:
+        """``zero_optimization.stage``, and MiCS's groups of ranks."""
+        block = self.reading.configuration.zero_optimization
+        key = "zero_optimization" if isinstance(block, bool) else "zero_optimization.stage"
+        self.set("stage", self.zero.stage, key)
+        stage = self.given.get("stage", self.zero.stage)
+        group = self.zero.mics_shard_size
+        if group > 0 and "mesh" not in self.given:
+            if world_size % group:
+                raise UserError(
+                    f"zero_optimization.mics_shard_size is {group}, but {world_size} ranks are no multiple of it."
+                )
+            mesh = f"replicate={world_size // group},shard={group}"
+            self.set("mesh", mesh, "zero_optimization.mics_shard_size")
+        return stage if isinstance(stage, int) else self.zero.stage
+
+    def communication(self, stage: int) -> None:
+        """Bucket sizes, prefetching and overlap."""
+        zero = self.zero
+        self.bucket("bucket", "reduce_bucket_size", zero.reduce_bucket_size)
+        if 1 <= stage <= 2:
+            self.bucket("bucket_gathers", "allgather_bucket_size", zero.allgather_bucket_size)
+        elif self.is_given("allgather_bucket_size"):
+            self.notes.append(
+                f"zero_optimization.allgather_bucket_size: no meaning at stage {stage}, as in DeepSpeed."
+            )
+        if stage and "bucket" in self.options and "bucket_gathers" not in self.options:
+            self.set("bucket_gathers", 0, "zero_optimization.reduce_bucket_size")
+        if zero.overlap_comm is False:
+            self.set("overlap_update", False, "zero_optimization.overlap_comm")
+        if stage == 3:
+            self.parameters()
+            return
+        names = [name for name in _STAGE_3_KEYS if self.is_given(name)]
+        if names:
+            keys = ", ".join(f"zero_optimization.{name}" for name in names)
+            self.notes.append(f"{keys}: no meaning at stage {stage}, as in DeepSpeed.")
+
+    def bucket(self, option: str, name: str, numel: int) -> None:
+        """A limit in bytes from one in elements; an absent key leaves zeroir's default."""
+        if self.is_given(name):
+            size = _ELEMENT_BYTES[self.reading.precision]
+            self.set(option, min(numel * size, MOST_BYTES), f"zero_optimization.{name}")
+
+    def parameters(self) -> None:
+        """What stage 3 gathers ahead, and keeps."""
+        zero, size = self.zero, _ELEMENT_BYTES[self.reading.precision]
+        prefetch, most = "stage3_prefetch_bucket_size", "stage3_max_live_parameters"
+        ahead = {"prefetch", "prefetch_budget", "prefetch_bytes"} & self.given.keys()
+        if zero.overlap_comm is False and not ahead:
+            self.set("prefetch", 0, "zero_optimization.overlap_comm")
+        elif (self.is_given(prefetch) or self.is_given(most)) and not ahead:
+            numel = min(zero.stage3_prefetch_bucket_size, zero.stage3_max_live_parameters)
+            key = prefetch if numel == zero.stage3_prefetch_bucket_size else most
+            option, value = (
+                ("prefetch_bytes", min(numel * size, MOST_BYTES)) if numel else ("prefetch", 0)
+            )
+            self.set(option, value, f"zero_optimization.{key}")
+        if self.is_given("stage3_max_reuse_distance") and zero.stage3_max_reuse_distance:
+            self.set(
+                "unshard_bytes",
+                min(zero.stage3_max_reuse_distance * size, MOST_BYTES),
+                "zero_optimization.stage3_max_reuse_distance",
+            )
+
+    def is_given(self, name: str) -> bool:
+        """Whether a key of ``zero_optimization`` has a value."""
+        return f"zero_optimization.{name}" in self.reading.given
+
+    def optimizer(self) -> None:
+        """``optimizer`` and ``gradient_clipping``."""
+        block = self.reading.configuration.optimizer
+        if block is not None and "optimizer" in self.given:
+            self.notes.append(f"optimizer: replaced by optimizer={self.given['optimizer']}.")
+        elif block is not None:
+            translation = translate_optimizer(block.type, block.params)
+            for option, (value, key) in translation.options.items():
+                self.set(option, value, key)
+            self.notes.extend(_grouped(translation.notes))
+        clip = self.reading.configuration.gradient_clipping
+        if clip:
+            self.set("clip", clip, "gradient_clipping")
+
+    def schedule(self) -> None:
+        """``scheduler``."""
+        block = self.reading.configuration.scheduler
+        if block is None:
+            return
+        if block.type not in DEEPSPEED_SCHEDULES:
+            raise UserError(
+                f"scheduler.type cannot be honoured: zeroir has no schedule {block.type}; it has "
+                f"{', '.join(DEEPSPEED_SCHEDULES)}, and engine.optimizer takes those of torch.optim.lr_scheduler."
+            )
+        params = {
+            key: value[0] if isinstance(value, list) and len(value) == 1 else value
+            for key, value in block.params.items()
+        }
+        # As Hugging Face's integration fills them in.
+        automatic = {"warmup_min_lr": 0.0, "warmup_max_lr": self.lr(), "warmup_num_steps": 0}
+        for key, value in automatic.items():
+            if f"scheduler.params.{key}" in self.reading.automatic:
+                params[key] = value
+                self.notes.append(f'scheduler.params.{key}: "auto" is {value:g}.')
+        if "scheduler.params.total_num_steps" in self.reading.automatic:
+            self.notes.append(
+                'scheduler.params.total_num_steps: "auto" is --steps of `zeroir run`.'
+            )
+        elif "total_num_steps" not in params and block.type in ("WarmupDecayLR", "WarmupCosineLR"):
+            raise UserError(
+                f"scheduler.params.total_num_steps is missing, which {block.type} needs."
+            )
+        try:
+            schedule = make_schedule(block.type, params)
+        except UserError as error:
+            raise UserError(f"In scheduler.params, {error}") from None
+        self.set("schedule", schedule.text(), "scheduler.type")
+
+    def lr(self) -> float:
+        """The learning rate before any schedule."""
+        value = self.given.get("lr", self.options.get("lr", 1e-3))
+        return float(value) if isinstance(value, int | float) else 1e-3
+
+    def batch_sizes(self, world_size: int, example: int) -> int:
+        """The micro-batch size; sets the number of micro-steps."""
+        configuration = self.reading.configuration
+        is_automatic = "train_micro_batch_size_per_gpu" in self.reading.automatic
+        given_steps = self.given.get("micro_steps")
+        sizes = resolve_batch_sizes(
+            train=configuration.train_batch_size,
+            micro=example if is_automatic else configuration.train_micro_batch_size_per_gpu,
+            accumulation=given_steps
+            if isinstance(given_steps, int)
+            else configuration.gradient_accumulation_steps,
+            world_size=world_size,
+            example=example,
+        )
+        key = "gradient_accumulation_steps"
+        if key not in self.reading.given and "train_batch_size" in self.reading.given:
+            key = "train_batch_size"
+        self.set("micro_steps", sizes.accumulation, key)
+        return sizes.micro
+
+
+_STAGE_3_KEYS: Final = (
+    "stage3_prefetch_bucket_size",
+    "stage3_max_live_parameters",
+    "stage3_max_reuse_distance",
+    "mics_shard_size",
+)

@@ -1,0 +1,75 @@
+"""The treatment of a key of DeepSpeed's configuration: an annotation of its field."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from pydantic.fields import FieldInfo
+
+
+class Kind(StrEnum):
+    """What becomes of a key; the value is a word of the documentation's table."""
+
+    HONOURED = "honoured"
+    WITHOUT_MEANING = "no meaning"
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Treatment:
+    """A kind and its reason. ``asks`` tells whether a value of a refused key asks for anything at all."""
+
+    kind: Kind
+    reason: str
+    asks: Callable[[object], bool] = bool
+
+
+def treatment_of(field: FieldInfo) -> Treatment:
+    """The treatment in a field's annotation."""
+    return next(item for item in field.metadata if isinstance(item, Treatment))
+
+
+def honoured(reason: str) -> Treatment:
+    """The key sets an option; ``reason`` names it."""
+    return Treatment(kind=Kind.HONOURED, reason=reason)
+
+
+def meaningless(reason: str) -> Treatment:
+    """The key may have any value of its type; ``reason`` is printed after its name."""
+    return Treatment(kind=Kind.WITHOUT_MEANING, reason=reason)
+
+
+def refused(reason: str, asks: Callable[[object], bool] = bool) -> Treatment:
+    """The key may only have a value that asks for nothing; ``reason`` is the sentence for the others."""
+    return Treatment(kind=Kind.REFUSED, reason=reason, asks=asks)
+
+
+def is_enabled(value: object) -> bool:
+    """Whether a block is turned on by its key ``enabled``."""
+    return isinstance(value, dict) and value.get("enabled") is True
+
+
+def is_enabled_inside(value: object) -> bool:
+    """Whether a block, or one inside it, is turned on by its key ``enabled``."""
+    return is_enabled(value) or (
+        isinstance(value, dict) and any(is_enabled_inside(item) for item in value.values())
+    )
+
+
+def is_given(value: object) -> bool:
+    """Whether the value is not null."""
+    return value is not None
+
+
+def differs_from(*plain: object) -> Callable[[object], bool]:
+    """Whether a value is none of these."""
+    return lambda value: value is not None and value not in plain
+
+
+def offloads(value: object) -> bool:
+    """Whether a block of offloading names a device."""
+    if isinstance(value, dict):
+        return value.get("device", "none") not in ("none", None)
+    return bool(value)
