@@ -195,7 +195,8 @@ def test_the_models_code_runs_once(capsys: pytest.CaptureFixture[str]) -> None:
             print("called")
             return super().run(x)
 
-    captured = capture(model_file(lambda: Noticing(lambda _: Block())), "fp32", ())
+    source = model_file(lambda: Noticing(lambda _: Block()))
+    captured = capture(source, "fp32", (), evaluate=False)
     assert captured.reused_blocks == names(*range(LAYERS))
     assert capsys.readouterr().out == "called\n"
 

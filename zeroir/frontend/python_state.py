@@ -123,7 +123,7 @@ class PythonState:
                 if name not in without and not name.startswith("__") and name not in saved:
                     del values[name]
             for name, value in saved.items():
-                if not _is_same(values.get(name), value):
+                if name not in values or not _is_same(values[name], value):
                     values[name] = value
 
         self._restores.append(restore)
