@@ -14,6 +14,7 @@ from torch import nn
 
 from tests.runtime.constructors import Mlp
 from tests.runtime.support import (
+    COMPILING_SOURCES,
     Ranks,
     initial_flats,
     lowered,
@@ -209,6 +210,23 @@ def test_modules_are_gathered_from_all_ranks(
     tmp_path: Path, world_size: int, backend: Backend
 ) -> None:
     require_success(Ranks(world_size, tmp_path, "gathered", backend, module=MODULE).wait())
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [
+        ("llama", "fp32"),
+        pytest.param("llama", "bf16", marks=pytest.mark.slow),
+        pytest.param("gpt2", "fp32", marks=pytest.mark.slow),
+        pytest.param("gpt2", "bf16", marks=pytest.mark.slow),
+    ],
+)
+def test_a_lent_model_of_hugging_face_generates(tmp_path: Path, name: str, precision: str) -> None:
+    ranks = Ranks(
+        2, tmp_path, "generate", name, precision, module=MODULE, sources=COMPILING_SOURCES
+    )
+    require_success(ranks.wait())
 
 
 @pytest.mark.parametrize("replicas", [None, 2])
