@@ -17,6 +17,7 @@ from zeroir.errors import UserError
 from zeroir.ir.program import InputBinding
 from zeroir.runtime.comm.job import PeerError
 from zeroir.runtime.engine import Engine
+from zeroir.runtime.evaluations import EvaluationReport, Evaluations, evaluate
 from zeroir.runtime.scheduled import ScheduleDriver
 from zeroir.torch_ops.batches import Batch
 
@@ -60,8 +61,8 @@ class StepReport:
     unit: str
 
 
-ReportStep = Callable[[StepReport], None]
-"""Receives the report of a step."""
+Report = Callable[[StepReport | EvaluationReport], None]
+"""Receives the report of a step or of an evaluation."""
 
 
 def train(
@@ -69,19 +70,22 @@ def train(
     batches: Iterator[Batch],
     *,
     steps: int,
-    report_step: ReportStep,
+    report: Report,
     log_every: int = 1,
+    micro_steps: int | None = None,
+    evaluations: Evaluations | None = None,
 ) -> list[float]:
     """Take ``steps`` training steps and return their losses, averaged over ranks.
 
-    Each step takes as many batches from the iterator as the program has micro-steps, and the settings of the program's
-    schedule. ``report_step`` receives every
-    ``log_every``-th step and the last.
+    Each step takes ``micro_steps`` batches from the iterator, by default as many as the program was compiled with, and
+    the settings of the program's schedule. ``report`` receives every ``log_every``-th step and the last, and each of the
+    evaluations.
 
     Raises:
         UserError: on every rank, where the loss of any rank is not finite; where the batches fail, end or do not fit.
     """
-    micro_steps = int(engine.program.option.get("micro_steps", "1"))
+    if micro_steps is None:
+        micro_steps = int(engine.program.option.get("micro_steps", "1"))
     driver = ScheduleDriver(engine, steps)
     losses: list[float] = []
     numel, unit = throughput_unit(engine.program.inputs)
@@ -89,9 +93,7 @@ def train(
     for step in range(1, steps + 1):
         driver.before_step()
         result = engine.step([_next(batches, step) for _ in range(micro_steps)])
-        loss = result.mean_loss
-        if loss is None:
-            loss = engine.average(result.loss)
+        loss = engine.mean_loss(result)
         if not math.isfinite(loss) and not result.is_skipped:
             raise _loss_error(result.loss, loss, step)
         losses.append(loss)
@@ -100,7 +102,7 @@ def train(
         if step % log_every == 0 or step == steps:
             now = time.perf_counter()
             seconds = (now - start) / unreported
-            report_step(
+            report(
                 StepReport(
                     step=step,
                     loss=loss,
@@ -114,6 +116,10 @@ def train(
                 )
             )
             unreported, start = 0, now
+        if evaluations is not None and evaluations.is_due(step, steps):
+            evaluation = evaluate(engine, evaluations, step)
+            report(evaluation)
+            start += evaluation.seconds
     return losses
 
 

@@ -34,7 +34,8 @@ def test_every_schedule_of_deepspeed_has_cases() -> None:
 def test_they_are_deepspeeds_bit_for_bit(case: dict[str, object]) -> None:
     """The recorded settings come from DeepSpeed's code itself; see the file."""
     name, params, steps = case["type"], case["params"], case["steps"]
-    assert isinstance(name, str) and isinstance(params, dict) and isinstance(steps, list)
+    assert isinstance(name, str)
+    assert isinstance(params, dict) and isinstance(steps, list)
     schedule = make_schedule(name, params)
     settings = [
         schedule.settings(SchedulePoint(updates_done=step, lr=RECORDED["lr"], steps=1))
@@ -94,7 +95,8 @@ def test_after_its_end_a_schedule_stays_at_its_minimum(text: str) -> None:
 @given(st.sampled_from(CASES))
 def test_the_text_of_a_schedule_is_the_schedule(case: dict[str, object]) -> None:
     name, params = case["type"], case["params"]
-    assert isinstance(name, str) and isinstance(params, dict)
+    assert isinstance(name, str)
+    assert isinstance(params, dict)
     schedule = make_schedule(name, params)
     assert parse_schedule(schedule.text()) == schedule
     options = make_options({"world_size": 2, "schedule": schedule.text()})

@@ -198,7 +198,17 @@ def nan_loss() -> None:
     batches = [step[RANK][0] for step in random_batches(5, WORLD_SIZE)]
     if RANK == 1:
         batches[2] = {"x": torch.full((4, 6), float("nan"))}
-    train.train(engine, iter(batches), steps=5, report_step=lambda _: None)
+    train.train(engine, iter(batches), steps=5, report=lambda _: None)
+
+
+def other_settings() -> None:
+    """Rank 1 lowers its learning rate after the second step, alone."""
+    engine = Engine(lowered(mlp(), 2, WORLD_SIZE))
+    engine.initialise_flats(initial_flats(mlp()))
+    for step, batches in enumerate(random_batches(5, WORLD_SIZE)):
+        if RANK == 1 and step == 2:
+            engine.optimizer.param_groups[0]["lr"] = 0.001
+        engine.step(batches[RANK])
 
 
 def main() -> None:
@@ -235,6 +245,8 @@ def main() -> None:
                 other_program()
             case "nan-loss":
                 nan_loss()
+            case "other-settings":
+                other_settings()
             case _:
                 raise AssertionError(scenario)
     except ZeroirError as error:

@@ -92,12 +92,12 @@ def check_model(
 ) -> Comparison:
     """Compile a model, run it on lockstep and on eager replicas from the same initial state, and compare.
 
-    Compared are the losses of every rank and step, and at the end the parameters, their moving averages and every
-    rank's module buffers (running statistics); they must be equal bit for bit. With clipping, whose norm the program
-    adds up shard by shard, they may differ by 64 roundings of FP32, or one of the 16-bit dtype, for each step. With
-    other kernels than eager ones only the losses are compared, with the same tolerance: an optimizer that uses signs
-    turns the rounding of a gradient near zero into a full update. The comparison ends, not equal, with the first step
-    whose loss is infinite or NaN in the reference.
+    Compared are the losses of every rank and step, those of an evaluation before every step, and at the end the
+    parameters, their moving averages and every rank's module buffers (running statistics); they must be equal bit for
+    bit. With clipping, whose norm the program adds up shard by shard, they may differ by 64 roundings of FP32, or one
+    of the 16-bit dtype, for each step. With other kernels than eager ones only the losses are compared, with the same
+    tolerance: an optimizer that uses signs turns the rounding of a gradient near zero into a full update. The
+    comparison ends, not equal, with the first step whose loss is infinite or NaN in the reference.
     """
     from zeroir.torch_ops.globals import torch_globals_kept
 
@@ -130,7 +130,9 @@ def _compared(
 
     reference = EagerReplicas(source, options, seed=seed, seeds=seeds)
     backend = kernel_backend(kernels)
-    lockstep = Lockstep(program, seed=seed, schedule_seed=seed, kernels=backend)
+    lockstep = Lockstep(
+        program, seed=seed, schedule_seed=seed, kernels=backend, weight=source.weight
+    )
     lockstep.initialise(source.model, seed)
     streams = [
         _batches(source, rank, options.world_size, seed) for rank in range(options.world_size)
@@ -144,6 +146,15 @@ def _compared(
         batches = [[next(stream) for _ in range(options.micro_steps)] for stream in streams]
         for batch in (batch for stream in batches for batch in stream):
             inputs_of(program, batch)  # its error is clearer than that of eager PyTorch
+        if program.eval_loss is not None:
+            first = [micro_batches[0] for micro_batches in batches]
+            wanted_losses = reference.evaluate(first)
+            found_losses = [float(evaluation.loss) for evaluation in lockstep.evaluate(first)]
+            for rank, (loss, wanted_loss) in enumerate(
+                zip(found_losses, wanted_losses, strict=True)
+            ):
+                what = f"the evaluated loss of rank {rank}"
+                differences += _compare(step, what, loss, wanted_loss, tolerance)
         expected = reference.step(batches)
         computed = [float(result.loss) for result in lockstep.step(batches)]
         losses.append(tuple(computed))

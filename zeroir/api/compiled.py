@@ -14,7 +14,7 @@ from zeroir.artifact import Artifact, ConfigRecord
 from zeroir.config import CompileOptions, options_from_pairs
 from zeroir.errors import InternalError, UserError
 from zeroir.ir.amounts import parse_bytes
-from zeroir.ir.program import Program
+from zeroir.ir.program import EVALUATE, Program, why_not_evaluate
 from zeroir.ir.text import print_program, print_section
 from zeroir.report.names import counted, shortened
 from zeroir.report.summary import Summary, summarise
@@ -123,6 +123,12 @@ class CompiledProgram:
         programs = programs_after_passes(self.logical, self.program)
         artifact = replace(self.artifact, scheduled=programs[number])
         return _require_valid(_verified(artifact, self.path))
+
+    def require_evaluation(self) -> None:
+        """Raise UserError where the program has no section ``evaluate``, saying why."""
+        if EVALUATE in self.program.section_by_name:
+            return
+        raise UserError(why_not_evaluate(self.program))
 
     def require(self, *, section: str | None = None, unit: str | None = None) -> None:
         """Raise UserError where a section or unit does not exist; the message names those that do."""

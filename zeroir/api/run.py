@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from zeroir.frontend.source import Model, ModelSource
     from zeroir.ir.program import Program
     from zeroir.runtime.engine import Engine
+    from zeroir.runtime.evaluations import Evaluations
     from zeroir.runtime.kernels.choice import KernelBackend
     from zeroir.runtime.module_values import StateSource
     from zeroir.runtime.rendezvous import JobRank
@@ -36,6 +38,7 @@ def run_program(
     steps: int,
     seed: int,
     log_every: int,
+    eval_every: int | None,
     model: str | None,
     allow_model_change: bool,
     as_json: bool,
@@ -60,6 +63,7 @@ def run_program(
         source = load_model(compiled, model=model, allow_model_change=allow_model_change)
         with joined_job() as job_rank:
             compiled = _fit_and_report(compiled, job_rank)
+            evaluations = _evaluations(compiled, source, job_rank, seed, eval_every)
             with warnings_as_sentences():
                 engine = open_engine(
                     compiled,
@@ -75,7 +79,7 @@ def run_program(
             batches = open_batches(source, job_rank, seed)
             if trace is not None:
                 engine.record(steps)
-            _train(engine, batches, job_rank.rank, steps, log_every, as_json=as_json)
+            _train(engine, batches, evaluations, job_rank.rank, steps, log_every, as_json=as_json)
             if trace is not None:
                 _write_trace(trace, engine)
             engine.close()
@@ -83,24 +87,31 @@ def run_program(
 
 def _fit_and_report(compiled: CompiledProgram, job_rank: JobRank) -> CompiledProgram:
     """The program for the job's world size; rank 0 prints notes on it."""
-    from zeroir.runtime.comm.job import PeerError
-
-    try:
+    with _same_on_all_ranks(job_rank):
         compiled, note = fitted(compiled, job_rank.world_size)
-    except UserError as error:
-        # The error is the same on every rank, and one sentence is enough: rank 0's.
-        if job_rank.rank == 0:
-            raise
-        raise PeerError(str(error)) from error
     if job_rank.rank == 0:
         for sentence in filter(None, (note, construction_note(compiled.program))):
             say(sentence)
     return compiled
 
 
+@contextmanager
+def _same_on_all_ranks(job_rank: JobRank) -> Iterator[None]:
+    """A body whose errors are the same on every rank: one sentence is enough, rank 0's."""
+    from zeroir.runtime.comm.job import PeerError
+
+    try:
+        yield
+    except UserError as error:
+        if job_rank.rank == 0:
+            raise
+        raise PeerError(str(error)) from error
+
+
 def _train(
     engine: Engine,
     batches: Iterator[Batch],
+    evaluations: Evaluations | None,
     rank: int,
     steps: int,
     log_every: int,
@@ -113,10 +124,17 @@ def _train(
         with (
             progress.reporter(
                 rank, steps, as_json=as_json, out=sys.stdout, err=sys.stderr
-            ) as report_step,
+            ) as report,
             warnings_as_sentences(),
         ):
-            train.train(engine, batches, steps=steps, report_step=report_step, log_every=log_every)
+            train.train(
+                engine,
+                batches,
+                steps=steps,
+                report=report,
+                log_every=log_every,
+                evaluations=evaluations,
+            )
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise ClosedOutputError(
@@ -145,6 +163,31 @@ def open_batches(source: ModelSource, job_rank: JobRank, seed: int) -> Iterator[
         raise
     except (Exception, SystemExit) as error:
         raise train.model_error("batches()", error) from error
+
+
+def _evaluations(
+    compiled: CompiledProgram,
+    source: ModelSource,
+    job_rank: JobRank,
+    seed: int,
+    every: int | None,
+) -> Evaluations | None:
+    """The evaluations of a run, None without ``--eval-every``."""
+    from zeroir.runtime.evaluations import Evaluations
+
+    if every is None:
+        return None
+    eval_batches = source.eval_batches
+    with _same_on_all_ranks(job_rank):
+        compiled.require_evaluation()
+        if eval_batches is None:
+            raise UserError(
+                f"--eval-every needs a function eval_batches(rank, world_size, seed) beside {source.names.batch}, "
+                "which yields the batches of one evaluation."
+            )
+    return Evaluations(
+        every=every, batches=lambda: eval_batches(job_rank.rank, job_rank.world_size, seed)
+    )
 
 
 def _write_trace(path: Path, engine: Engine) -> None:
@@ -297,6 +340,7 @@ def open_engine(
         kernels=kernel_backend(kernels),
         cuda_graphs=cuda_graphs,
         self_check=self_check,
+        weight=source.weight,
     )
     options = compiled.options
     engine.initialise(

@@ -237,6 +237,13 @@ def run(
     log_every: Annotated[
         int, Parameter(validator=AtLeastOne, help="Number of steps between two printed losses.")
     ] = 10,
+    eval_every: Annotated[
+        int | None,
+        Parameter(
+            validator=AtLeastOne,
+            help="Number of steps between two evaluations on the model file's eval_batches(). [default: none]",
+        ),
+    ] = None,
     model: MovedModel = None,
     allow_model_change: AllowModelChange = False,
     trace: Annotated[
@@ -281,6 +288,7 @@ def run(
         }
         arguments = ["run", str(program)]
         arguments += [text for name, value in numbers.items() for text in (name, str(value))]
+        arguments += [] if eval_every is None else ["--eval-every", str(eval_every)]
         arguments += [] if model is None else ["--model", model]
         arguments += [] if trace is None else ["--trace", str(trace)]
         arguments += ["--kernels", kernels]
@@ -290,6 +298,7 @@ def run(
         steps=steps,
         seed=seed,
         log_every=log_every,
+        eval_every=eval_every,
         model=model,
         allow_model_change=allow_model_change,
         as_json=as_json,

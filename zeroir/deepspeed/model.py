@@ -12,7 +12,6 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from zeroir.deepspeed.treatment import (
-    Treatment,
     differs_from,
     honoured,
     is_enabled,
@@ -64,9 +63,7 @@ class OptimizerBlock(Block):
 
     type: Annotated[
         str,
-        honoured(
-            "`optimizer`: Adam (AdamW unless `adam_w_mode` is false), AdamW, SGD; else refused by name"
-        ),
+        honoured("`optimizer`: Adam, AdamW, Lion, SGD; others are refused by name"),
     ]
     params: Annotated[Free, honoured("the optimizer's options; see below")] = {}
     legacy_fusion: Annotated[bool, _INTERNAL] = False
@@ -78,7 +75,7 @@ class SchedulerBlock(Block):
     type: Annotated[
         str,
         honoured(
-            "`schedule`: WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest; else refused by name"
+            "`schedule`: WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest; others are refused by name"
         ),
     ]
     params: Annotated[Free, honoured("the options of the schedule; see below")] = {}
@@ -431,13 +428,3 @@ class DeepSpeedConfiguration(Block):
     comet: Annotated[Free, _MONITOR] = {}
     csv_monitor: Annotated[Free, _MONITOR] = {}
     vocabulary_size: Annotated[Whole | None, meaningless("DeepSpeed only warns of it")] = None
-
-
-__all__ = [
-    "Block",
-    "DeepSpeedConfiguration",
-    "Free",
-    "OptimizerBlock",
-    "Treatment",
-    "ZeroOptimization",
-]

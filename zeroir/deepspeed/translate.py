@@ -8,7 +8,7 @@ from typing import Final
 
 from zeroir.deepspeed.batch_sizes import resolve_batch_sizes
 from zeroir.deepspeed.model import FP16, ZeroOptimization
-from zeroir.deepspeed.optimizers import IMPLEMENTATION_PARAMS, optimizer_options
+from zeroir.deepspeed.optimizers import translate_optimizer
 from zeroir.deepspeed.read import Reading, read
 from zeroir.errors import UserError
 from zeroir.ir.limits import MOST_BYTES
@@ -208,12 +208,10 @@ class _Translator:
         if block is not None and "optimizer" in self.given:
             self.notes.append(f"optimizer: replaced by optimizer={self.given['optimizer']}.")
         elif block is not None:
-            for option, (value, key) in optimizer_options(block.type, block.params).items():
+            translation = translate_optimizer(block.type, block.params)
+            for option, (value, key) in translation.options.items():
                 self.set(option, value, key)
-            names = [key for key in block.params if key in IMPLEMENTATION_PARAMS]
-            if names:
-                keys = ", ".join(f"optimizer.params.{name}" for name in names)
-                self.notes.append(f"{keys}: no meaning here; zeroir has one implementation.")
+            self.notes.extend(_grouped(translation.notes))
         clip = self.reading.configuration.gradient_clipping
         if clip:
             self.set("clip", clip, "gradient_clipping")

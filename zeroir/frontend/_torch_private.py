@@ -88,11 +88,15 @@ class Placeholder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedGraph:
-    """A traced forward and backward: ``gradients`` by parameter name, ``mutations`` by buffer name."""
+    """A traced forward and backward: ``gradients`` by parameter name, ``mutations`` by buffer name.
+
+    ``outputs`` are those that the module returned after the loss. A module that runs without gradients has no backward.
+    """
 
     module: torch.fx.GraphModule
     placeholders: tuple[Placeholder, ...]
     loss: torch.fx.Node
+    outputs: tuple[torch.fx.Node, ...]
     gradients: tuple[tuple[str, torch.fx.Node], ...]
     mutations: tuple[tuple[str, torch.fx.Node], ...]
 
@@ -128,7 +132,7 @@ class ParameterChangedError(Exception):
 
 
 def joint_graph(mode: FakeTensorMode, module: nn.Module, inputs: Sequence[Tensor]) -> TracedGraph:
-    """Trace forward and backward of a module of fake parameters that returns one scalar."""
+    """Trace forward and backward of a module of fake parameters that returns one scalar, and outputs after it."""
     return _with_descriptors(_exported(mode, module, inputs))
 
 
@@ -288,14 +292,14 @@ def _with_descriptors(module: torch.fx.GraphModule) -> TracedGraph:
         if not isinstance(node.meta["desc"], d.ForwardTokenAOTInput | d.BackwardTokenAOTInput)
     )
     (output,) = module.graph.find_nodes(op="output")
-    loss: torch.fx.Node | None = None
+    results: dict[int, torch.fx.Node] = {}
     gradients: list[tuple[str, torch.fx.Node]] = []
     mutations: list[tuple[str, torch.fx.Node]] = []
     values: Any = output.args[0]
     for value, desc in zip(values, output.meta["desc"], strict=True):
         match desc:
-            case d.PlainAOTOutput():
-                loss = value
+            case d.PlainAOTOutput(idx=position):
+                results[position] = value
             case d.GradAOTOutput(grad_of=d.ParamAOTInput(target=name)):
                 if value is not None:
                     gradients.append((name, value))
@@ -309,12 +313,14 @@ def _with_descriptors(module: torch.fx.GraphModule) -> TracedGraph:
                 pass  # the unused gradient of a batch tensor, or the order of checks
             case _:
                 raise UnknownDescriptorError(f"an output of the joint graph is {desc}")
-    if loss is None:
+    if not results:
         raise UnknownDescriptorError("the joint graph has no output")
+    loss, *outputs = (results[position] for position in sorted(results))
     return TracedGraph(
         module=module,
         placeholders=placeholders,
         loss=loss,
+        outputs=tuple(outputs),
         gradients=tuple(gradients),
         mutations=tuple(mutations),
     )

@@ -32,7 +32,6 @@ from dataclasses import dataclass, replace
 
 from zeroir.errors import InternalError
 from zeroir.frontend.weigh import (
-    BATCH_LOSS,
     BATCH_WEIGHT,
     WEIGHT,
     cast,
@@ -47,6 +46,7 @@ from zeroir.ir.dtypes import DType
 from zeroir.ir.mesh import COMPUTE
 from zeroir.ir.ops import Mode, Op
 from zeroir.ir.program import (
+    BATCH_LOSS,
     LAST_MICRO_STEP,
     MICRO_STEP,
     UPDATE,
@@ -65,7 +65,9 @@ _WEIGHT_SUM = "weight_sum"
 def accumulate(program: Program) -> Program:
     """The program for any number of micro-steps; it must be a logical one for one micro-step, weighted or not."""
     if program.loss is None or MICRO_STEP in program.section_by_name:
-        raise InternalError("only a logical program for one micro-step, with a loss, can accumulate")
+        raise InternalError(
+            "only a logical program for one micro-step, with a loss, can accumulate"
+        )
     return _Accumulator.of(program).run()
 
 
@@ -106,9 +108,7 @@ class _Accumulator:
                 sections.append(replace(section, body=body, exit=self._complete(section.exit)))
             elif section.name == UPDATE:
                 body = tuple(self._update(section.body))
-                sections.append(
-                    replace(section, entry=self._complete(section.entry), body=body)
-                )
+                sections.append(replace(section, entry=self._complete(section.entry), body=body))
             else:
                 sections.append(section)
         bindings = self.program.scalars
@@ -191,9 +191,7 @@ class _Accumulator:
         for name in names:
             gradient = self._whole(name)
             total = replace(gradient, buffer=self.sums[name])
-            yield ops.Cast(
-                source=gradient, destination=total, mode=Mode.ACCUMULATE, stream=COMPUTE
-            )
+            yield ops.Cast(source=gradient, destination=total, mode=Mode.ACCUMULATE, stream=COMPUTE)
             yield ops.Release(buffer=name, stream=COMPUTE)
 
     def _whole(self, name: str) -> Region:

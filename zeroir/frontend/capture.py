@@ -6,8 +6,8 @@ CPU device. The graph names no device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +45,8 @@ from zeroir.frontend.module_tensors import (
 )
 from zeroir.frontend.precision import Precision, apply_precision, compute_dtype
 from zeroir.frontend.python_state import PythonState
-from zeroir.frontend.read_graph import read_graph
+from zeroir.frontend.read_graph import read_graph, without_dead_nodes
+from zeroir.frontend.results import UnknownOutputError
 from zeroir.frontend.shared_memory import overlapping_tensors, require_apart
 from zeroir.frontend.source import (
     ModelSource,
@@ -68,6 +69,15 @@ _MOST_ATTEMPTS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CapturedEvaluation:
+    """The graph of an evaluation; ``sites`` and ``reused_blocks`` as for a model."""
+
+    joint: JointGraph
+    sites: int
+    reused_blocks: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CapturedModel:
     """A traced model. ``module`` is the model itself, of fake tensors; ``sites`` counts its calls of dropout.
 
@@ -87,6 +97,12 @@ class CapturedModel:
     reused_blocks: tuple[str, ...] = ()
     checkpoints: tuple[Checkpoint, ...] = ()
     notes: tuple[str, ...] = ()
+    evaluation: CapturedEvaluation | None = None
+
+    @property
+    def most_sites(self) -> int:
+        """The number of seeds that a micro-step or an evaluation needs."""
+        return max(self.sites, 0 if self.evaluation is None else self.evaluation.sites)
 
 
 def capture(
@@ -94,9 +110,11 @@ def capture(
     precision: Precision,
     keep_fp32: Sequence[str],
     *,
+    evaluate: bool = True,
+    outputs: Sequence[str] = (),
     fewest_equal_calls: int = FEWEST_EQUAL_CALLS,
 ) -> CapturedModel:
-    """Trace the model of a source.
+    """Trace the model of a source: a step and, with ``evaluate``, an evaluation with the outputs of these names.
 
     Where at least ``fewest_equal_calls`` calls of blocks are equal, one of them is traced; the result is the same.
 
@@ -138,6 +156,10 @@ def capture(
                 joint, model, mode, step, source.modules, lambda: joint_graph_of_a_step()[0]
             )
         )
+        evaluation: CapturedEvaluation | None = None
+        if evaluate:
+            evaluation, why_not = _evaluation(step, outputs, joint_graph_of_a_step)
+            notes.append(why_not)
     require_apart(joint, overlapping)
     return CapturedModel(
         joint=joint,
@@ -152,7 +174,34 @@ def capture(
         reused_blocks=reused_blocks,
         checkpoints=checkpoints,
         notes=tuple(note for note in notes if note is not None),
+        evaluation=evaluation,
     )
+
+
+def _evaluation(
+    step: LossStep,
+    outputs: Sequence[str],
+    capture_graph: Callable[[], tuple[JointGraph, tuple[str, ...]]],
+) -> tuple[CapturedEvaluation | None, str | None]:
+    """The graph of an evaluation, or None and a sentence where the model cannot be captured under ``eval()``.
+
+    Raises:
+        UserError: where an output that the user asks for does not exist.
+    """
+    try:
+        with step.evaluating(outputs):
+            joint, reused_blocks = capture_graph()
+            sites = step.sites
+    except UnknownOutputError:
+        raise
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - the model's own eval() may raise any error
+        reason = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+        return None, (
+            f"The program cannot evaluate, because the model cannot be captured under eval(): {reason}"
+        )
+    # An evaluation leaves no trace.
+    joint = without_dead_nodes(replace(joint, mutations=()))
+    return CapturedEvaluation(joint=joint, sites=sites, reused_blocks=reused_blocks), None
 
 
 def _joint_graph(
@@ -169,7 +218,8 @@ def _joint_graph(
         if with_reuse is not None:
             return with_reuse
     step.plan = None
-    return read_graph(_traced(source, mode, step, inputs, paths), paths, LossStep.PREFIX), ()
+    graph = _traced(source, mode, step, inputs, paths)
+    return read_graph(graph, paths, LossStep.PREFIX, outputs=step.output_paths), ()
 
 
 def _with_reuse(
@@ -190,7 +240,8 @@ def _with_reuse(
                     return None
                 graph = joint_graph(mode, step, inputs)
                 if not plan.mismatches:
-                    return read_graph(graph, paths, LossStep.PREFIX, plan), plan.reused_blocks
+                    joint = read_graph(graph, paths, LossStep.PREFIX, plan, step.output_paths)
+                    return joint, plan.reused_blocks
                 plan.drop_mismatches()
     except (Exception, SystemExit):  # noqa: BLE001 - tracing without reuse raises any error of the model again
         return None

@@ -11,6 +11,7 @@ from zeroir.frontend.capture import CapturedModel, capture
 from zeroir.frontend.code_contexts import note_on_small_checkpoints, recomputed_units
 from zeroir.frontend.lower import lower as lower_calls
 from zeroir.frontend.partition import UnitCall, partition
+from zeroir.frontend.segment_calls import SegmentCall
 from zeroir.frontend.segments import cut
 from zeroir.frontend.source import ModelSource
 from zeroir.frontend.units import ROOT, ROOT_PRE, Units, find_units
@@ -21,7 +22,13 @@ from zeroir.workspace.segments import declared
 
 def trace_model(source: ModelSource, options: CompileOptions) -> Program:
     """See ``zeroir.frontend.trace``."""
-    captured = capture(source, options.precision, options.keep_fp32)
+    captured = capture(
+        source,
+        options.precision,
+        options.keep_fp32,
+        evaluate=options.evaluate,
+        outputs=options.outputs,
+    )
     units = find_units(captured.module, options.units)
     notes = [*captured.notes]
     if captured.checkpoints and not options.recompute:
@@ -54,8 +61,18 @@ def program_of(
             "contain."
         )
     calls = cut(captured.joint, unit_calls, canonical)
+    evaluation_calls: tuple[SegmentCall, ...] = ()
+    if captured.evaluation is not None:
+        joint = captured.evaluation.joint
+        evaluation_calls = cut(
+            joint,
+            partition(joint, units, canonical),
+            canonical,
+            forward="evaluate",
+            existing={call.segment.name: call.segment for call in calls}.values(),
+        )
     owners = {info.name: _owner(info.name, units, unit_calls) for info in captured.parameters}
-    program = lower_calls(captured, calls, owners, options)
+    program = lower_calls(captured, calls, owners, options, evaluation_calls)
     if is_weighted:
         program = weigh(program)
     if options.micro_steps > 1:

@@ -297,9 +297,7 @@ def reduced(value: Value, how: Combination) -> Value:
                 value, terms=tuple(t._replace(summed=(*t.summed, axis)) for t in value.terms)
             )
         case Weight() if is_sum:
-            return Weight(
-                tuple(t._replace(summed=(*t.summed, axis)) for t in value.terms)
-            )
+            return Weight(tuple(t._replace(summed=(*t.summed, axis)) for t in value.terms))
         case Weight():
             return Elements(how.numbering.of((how.reduction, axis, value)))
         case Statistic():

@@ -135,9 +135,7 @@ def _terms(
         if counts[source] < count:
             return Problem(f"{what} lacks {run.term_name(source)}")
         if counts[source] > count:
-            return Problem(
-                f"{what} holds {run.term_name(source)} {counts[source]} times"
-            )
+            return Problem(f"{what} holds {run.term_name(source)} {counts[source]} times")
     extra = next((source for source in counts if source not in sources), None)
     if extra is not None:
         return Problem(f"{what} also holds {run.term_name(extra)}")
