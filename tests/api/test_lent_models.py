@@ -133,9 +133,15 @@ def test_a_saved_program_takes_a_module_and_a_state(tmp_path: Path) -> None:
     loaded = zeroir.load(tmp_path / "net.zir")
     state = {name: value.clone() for name, value in source.state_dict().items()}
     del state["last.weight"]  # As a file of safetensors has tied parameters: once.
-    engine = loaded.engine(model=Net().to("meta"), state={**state, "offset": torch.tensor([3.0])})
+    others = {"table": torch.arange(4.0), "offset": torch.tensor([3.0])}
+    with pytest.raises(UserError, match=r"no 'table'.* no state_dict has it: pass a function"):
+        loaded.engine(model=Net().to("meta"), state=state)
+    engine = loaded.engine(model=Net().to("meta"), state={**state, **others})
     for name, value in engine.full_parameters().items():
         assert torch.equal(value, source.get_parameter(name)), name
+    built = loaded.engine(model=Net, state=state)
+    with built.gathered() as lent:
+        assert torch.equal(lent.get_buffer("table"), others["table"])
     kept = Net()
     loaded.engine(model=kept, keep_module=True)
     assert not kept.first.weight.is_meta
