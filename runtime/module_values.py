@@ -130,7 +130,7 @@ class ModuleValues:
         return None
 
     def others(self) -> dict[str, Tensor]:
-        """The values of the tensors that the program does not hold, by first name: no training step reads them."""
+        """The values of the tensors that the program does not hold, by first name: no section reads them."""
         values: dict[str, Tensor] = {}
         held = {name for tensor in self._held.values() for name in tensor.names}
         for tensor, names in self._tensors.names_by_tensor():

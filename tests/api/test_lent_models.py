@@ -149,11 +149,15 @@ def test_a_saved_program_takes_a_module_and_a_state(tmp_path: Path) -> None:
 
 def test_two_loans_of_one_module_in_hand_do_not_touch_it() -> None:
     module = Net()
-    engine = zeroir.compile(module, BATCH, stage=3).engine()
+    engine = zeroir.compile(module, BATCH, stage=3, evaluate=False).engine()
     table = module.table
     with engine.gathered() as outer, engine.gathered("first") as inner:
         assert inner.get_parameter("weight") is not outer.get_parameter("first.weight")
-        with torch.no_grad(), pytest.warns(ModelWarning, match="buffer 'table'"), engine.gathered() as lent:
+        with (
+            torch.no_grad(),
+            pytest.warns(ModelWarning, match="buffer 'table'"),
+            engine.gathered() as lent,
+        ):
             lent.get_buffer("table").zero_()
     assert module.table is table
     assert torch.equal(table, torch.arange(4.0))
