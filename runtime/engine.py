@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor, nn
 
 from zeroir.errors import GraphWarning, UserError, ZeroirError, memory_for
+from zeroir.ir import ops
 from zeroir.ir.program import Program
 from zeroir.ir.spans import Span
 from zeroir.runtime import initial
 from zeroir.runtime import state as state_of_buffers
+from zeroir.runtime.accumulation import Accumulation, MicroStepResult
 from zeroir.runtime.comm.handout import ALONE, Handout
 from zeroir.runtime.comm.job import (
     DEFAULT_TIMEOUT,
@@ -28,6 +31,7 @@ from zeroir.runtime.executor import RankEvaluation, RankResult, StepExecutor
 from zeroir.runtime.gathered import Lender, module_maker
 from zeroir.runtime.handlers import LocalRanks
 from zeroir.runtime.kernels.choice import KernelBackend, open_kernels
+from zeroir.runtime.live_optimizer import LiveOptimizer, SettingsOfRanks
 from zeroir.runtime.malloc import keep_freed_memory, return_freed_memory
 from zeroir.runtime.measured_workspaces import DeviceWatcher, on_host
 from zeroir.runtime.module_values import Factory, StateSource
@@ -35,6 +39,7 @@ from zeroir.runtime.rank_memory import RankMemory
 from zeroir.runtime.self_check import check_kernels
 from zeroir.runtime.streams import Streams, ThreadStreams
 from zeroir.runtime.trace import HostClock, SpanRecorder, StreamClock, aligned, to_bytes
+from zeroir.runtime.weights import WeightFunction
 from zeroir.runtime.whole_parameters import whole_parameters
 from zeroir.torch_ops.batches import Batch
 
@@ -50,23 +55,48 @@ class StepResult:
 
     @property
     def loss(self) -> float:
-        """Mean over the step's micro-batches of this rank."""
+        """Mean over the step's micro-batches of this rank, weighted by their weights; NaN where all of them are 0."""
         return float(self.rank.loss)
 
     @property
+    def weight(self) -> float:
+        """The sum of the weights of this rank's micro-batches, or their number where they have no weights."""
+        return float(self.rank.weight)
+
+    @property
     def mean_loss(self) -> float | None:
-        """Mean over all ranks; None where the program does not reduce the loss (``Engine.average`` does)."""
+        """Mean over all ranks, weighted as ``loss`` is; None where the program does not reduce the loss.
+
+        ``Engine.mean_loss`` does.
+        """
         return None if self.rank.mean_loss is None else float(self.rank.mean_loss)
 
     @property
     def is_skipped(self) -> bool:
-        """Whether an overflow on any rank left everything as it was."""
+        """Whether an overflow on any rank, or a weight of 0 on all ranks, left everything as it was."""
         return self.rank.is_skipped is not None and bool(self.rank.is_skipped > 0)
 
     @property
     def grad_norm(self) -> float | None:
         """Global L2 norm of the averaged gradient before clipping; None where the program computes none."""
         return None if self.rank.grad_norm is None else float(self.rank.grad_norm)
+
+
+_LESS: Final = "gather smaller modules, one after the other"
+"""The remedy if memory runs out for a lent module."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Settings:
+    """The arguments of an engine that do not depend on its program."""
+
+    backend: Backend | None
+    kernels: KernelBackend
+    seed: int
+    timeout: timedelta
+    cuda_graphs: bool
+    self_check: bool
+    weight: WeightFunction | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +122,9 @@ class Engine:
     The default process group must exist (``rendezvous.join_job``), unless the program is for one rank or the backend
     is ``fake``. All ranks construct their engines and call their methods together, in one order. With ``cuda_graphs``
     sections are launched as CUDA graphs where possible; see ``cuda_graphs``. With ``self_check`` every distinct kernel
-    is first compared with its operators; see ``self_check``.
+    is first compared with its operators; see ``self_check``. ``weight`` gives the weight of a batch where the program
+    takes weights. ``accumulating`` makes the program for steps of several batches; the engine goes on with it when it
+    first gets several.
 
     Raises:
         UserError: where the programs of two ranks differ, the world size of the job is not the program's, or the result
@@ -110,38 +142,92 @@ class Engine:
         timeout: timedelta = DEFAULT_TIMEOUT,
         cuda_graphs: bool = False,
         self_check: bool = False,
+        weight: WeightFunction | None = None,
+        accumulating: Callable[[], Program] | None = None,
     ) -> None:
-        self.program = program
         self.device = device or torch.device("cpu")
-        self.job = open_job(program, backend, self.device, timeout)
+        self._settings = _Settings(
+            backend=backend,
+            kernels=kernels,
+            seed=seed,
+            timeout=timeout,
+            cuda_graphs=cuda_graphs,
+            self_check=self_check,
+            weight=weight,
+        )
+        self._accumulating = accumulating
         if self.device.type == "cpu":
             return_freed_memory()
-        memory = RankMemory(program, self.job.rank, self.device, is_deferred=True)
-        local_ranks = LocalRanks(
-            program=program,
-            memories=[memory],
-            comm=self.job.comm,
-            kernels=open_kernels(kernels, self.device),
-        )
-        local_ranks.compile()
-        if self_check:
-            check_kernels(local_ranks, kernels)
-        self._memory = memory
         self._lender: Lender | None = None
+        self._optimizer: LiveOptimizer | None = None
         self._recorder = SpanRecorder()
+        self._accumulation = Accumulation(self._micro_step)
+        self._open(program)
         if cuda_graphs and self.device.type != "cuda" and self.rank == 0:
             warnings.warn(
                 f"There are no CUDA graphs on the device {self.device}: ops are issued one by one.",
                 GraphWarning,
                 stacklevel=2,
             )
-        streams, self._graphs = self._open_streams(cuda_graphs=cuda_graphs)
+
+    def _open(self, program: Program, kept: RankMemory | None = None) -> None:
+        """Make everything that runs a program, with the contents of the memory ``kept`` of another one."""
+        settings = self._settings
+        self.program = program
+        self.job = open_job(program, settings.backend, self.device, settings.timeout)
+        memory = RankMemory(program, self.job.rank, self.device, is_deferred=True)
+        if kept is not None:
+            state_of_buffers.take_over(program, memory, kept)
+        local_ranks = LocalRanks(
+            program=program,
+            memories=[memory],
+            comm=self.job.comm,
+            kernels=open_kernels(settings.kernels, self.device),
+        )
+        local_ranks.compile()
+        if settings.self_check:
+            check_kernels(local_ranks, settings.kernels)
+        self._memory = memory
+        streams, self._graphs = self._open_streams(cuda_graphs=settings.cuda_graphs)
         self._executor = StepExecutor(
             local_ranks,
             streams,
-            seed=seed,
+            seed=settings.seed,
             run_section=None if self._graphs is None else self._graphs.run,
+            weight=settings.weight,
         )
+        if self._optimizer is not None:
+            self._optimizer.write_to([memory])
+        elif any(isinstance(op, ops.OptimizerStep) for op in program.ops()):
+            self._optimizer = LiveOptimizer(program, [memory], self.update)
+        if self._optimizer is not None:
+            self._executor.settings = SettingsOfRanks(optimizer=self._optimizer, job=self.job)
+
+    @property
+    def optimizer(self) -> LiveOptimizer:
+        """The settings of the optimizer groups; changes count from the next update. All ranks change them alike.
+
+        Raises:
+            UserError: where the program updates nothing.
+        """
+        if self._optimizer is None:
+            raise UserError("The program updates no parameter, so it has no optimizer.")
+        return self._optimizer
+
+    def _accumulate(self) -> None:
+        """Go on with the program for accumulation: parameters, master weights and states keep their tensors."""
+        assert self._accumulating is not None
+        program, step_count = self._accumulating(), self.step_count
+        self._accumulating = None
+        self._end()
+        self._open(program, kept=self._memory)
+        self._executor.step_count = step_count
+        if self._lender is not None:
+            self._lender = replace(
+                self._lender, program=program, memory=self._memory, comm=self.job.comm
+            )
+        with self._executor.entered():
+            self._allocate()
 
     @property
     def rank(self) -> int:
@@ -192,6 +278,7 @@ class Engine:
                     keep_module=keep_module,
                 )
             self._allocate()
+        self._forget_settings()
         self._lender = Lender(
             program=self.program,
             memory=self._memory,
@@ -206,21 +293,52 @@ class Engine:
         with self._executor.entered():
             state_of_buffers.initialise_flats(self.program, [self._memory], values)
             self._allocate()
+        self._forget_settings()
 
     def step(self, batch: Batch | list[Batch]) -> StepResult:
-        """One training step on a batch, or on a list of as many batches as the program has micro-steps.
+        """One training step on a batch, or on a list of batches, over which the gradient accumulates.
+
+        A program that was compiled for accumulation takes any number of them, the same on every rank.
 
         Raises:
-            UserError: where the shape or dtype of a batch is not the compiled one, or another rank is lost.
+            UserError: where the shape or dtype of a batch is not the compiled one, where the program was compiled for
+                one batch and gets several, or where another rank is lost.
         """
-        if self.step_count == 0:
-            if self.device.type == "cpu":
-                keep_freed_memory()
-            with self._executor.entered():
-                self._allocate()
+        self._accumulation.require_none("step")
         batches: list[Batch] = batch if isinstance(batch, list) else [batch]
+        if len(batches) > 1 and self._accumulating is not None:
+            self._accumulate()
+        self._allocate_once()
         (result,) = self._executor.step([batches])
         return StepResult(rank=result)
+
+    def micro_step(self, batch: Batch, is_last: bool | None = None) -> MicroStepResult:
+        """Add the gradient of one batch to those of the step; ``update`` ends the step.
+
+        The last micro-step differs from the others: it reduces gradients, and may update parameters as they get ready.
+        So a micro-step runs with the next call of ``micro_step`` or ``update``, which shows whether it was the last,
+        unless ``is_last`` says so at once; the batch must stay as it is until then. All ranks call this together.
+
+        Raises:
+            UserError: as ``step``; where the step's last micro-step has run already.
+        """
+        return self._accumulation.micro_step(batch, is_last)
+
+    def update(self) -> StepResult:
+        """Update the parameters by the gradients of the micro-steps since the last update.
+
+        Raises:
+            UserError: as ``step``; where no micro-step precedes it, or the last one was said not to be the last.
+        """
+        self._accumulation.finish()
+        (result,) = self._executor.update()
+        return StepResult(rank=result)
+
+    @property
+    def loss_scale(self) -> float:
+        """The loss scale of the next step; 1 without loss scaling. Reading it waits for the device."""
+        (scale,) = self._executor.loss_scale()
+        return scale
 
     def evaluate(self, batch: Batch) -> Evaluation:
         """Evaluate one batch of this rank as the model does under ``eval()``; training goes on as if it had not been.
@@ -230,6 +348,7 @@ class Engine:
         Raises:
             UserError: where the program has no section ``evaluate``, or the batch does not fit.
         """
+        self._accumulation.require_none("evaluate")
         (evaluation,) = self._executor.evaluate([batch])
         return Evaluation(rank=evaluation)
 
@@ -261,7 +380,8 @@ class Engine:
         with self._executor.entered():
             self._executor.finish()
             loan = ExitStack()
-            module = loan.enter_context(self._lender.lent(name, masters=masters, ema=ema))
+            with memory_for(f"the parameters of {name or 'the whole model'} on each rank", _LESS):
+                module = loan.enter_context(self._lender.lent(name, masters=masters, ema=ema))
         with loan:
             yield module
 
@@ -306,6 +426,17 @@ class Engine:
         """The mean of every rank's value, added in rank order. All ranks call this together."""
         return self.job.average(value)
 
+    def mean_loss(self, result: StepResult) -> float:
+        """The mean of a step's losses over all ranks, weighted as they are. All ranks call this together."""
+        if result.mean_loss is not None:
+            return result.mean_loss
+        if self.program.weight is None:
+            return self.average(result.loss)
+        loss = result.loss * result.weight if result.weight else 0.0
+        total = self.average(loss)
+        weight = self.average(result.weight)
+        return total / weight if weight else math.nan
+
     def record(self, step: int) -> None:
         """Record the beginning and end of every op of that step, counting from 1, for ``timelines``."""
         clock: StreamClock = HostClock()
@@ -343,12 +474,35 @@ class Engine:
 
         After a failure this waits for nothing, because a stream may hang in a collective with a lost peer.
         """
+        self._end()
+
+    def _end(self) -> None:
         with contextlib.suppress(ZeroirError):
             self.finish()
         if self._graphs is not None:
             self._graphs.close()
         self._executor.close()
         self.job.comm.close()
+
+    def _micro_step(self, batch: Batch, is_last: bool) -> Tensor:
+        if not is_last and self._accumulating is not None:
+            self._accumulate()
+        self._allocate_once()
+        (loss,) = self._executor.micro_step([batch], is_last=is_last)
+        return loss
+
+    def _allocate_once(self) -> None:
+        """Before the first step, allocate what is not allocated yet."""
+        if self.step_count:
+            return
+        if self.device.type == "cpu":
+            keep_freed_memory()
+        with self._executor.entered():
+            self._allocate()
+
+    def _forget_settings(self) -> None:
+        if self._optimizer is not None:
+            self._optimizer.forget_written()
 
     def _allocate(self) -> None:
         with memory_for("the program's buffers"):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ from zeroir.ir.buffers import Role
 from zeroir.ir.labels import labels
 from zeroir.ir.output_paths import structured
 from zeroir.ir.program import (
+    BATCH_LOSS,
     EVALUATE,
     LAST_MICRO_STEP,
     MICRO_STEP,
@@ -46,6 +48,7 @@ from zeroir.runtime.rank_memory import RankMemory
 from zeroir.runtime.seeds import site_seed
 from zeroir.runtime.streams import Streams
 from zeroir.runtime.trace import Task, Watch
+from zeroir.runtime.weights import RankWeights, WeightFunction
 from zeroir.torch_ops.batches import Batch
 
 RunSection = Callable[[Section, Callable[[], None]], None]
@@ -56,16 +59,28 @@ RunSection = Callable[[Section, Callable[[], None]], None]
 class RankResult:
     """The results of a step on one rank.
 
-    ``loss`` is f32[]: the mean over the step's micro-batches of this rank; ``mean_loss`` that over all ranks, or None
-    where the program does not reduce it. ``is_skipped`` and ``grad_norm`` are f32[], or None where the program
-    computes neither; the norm is of the averaged, unscaled gradient, before clipping. Reading a value waits for the
-    device.
+    ``loss`` is f32[]: the mean over the step's micro-batches of this rank, weighted where they have weights;
+    ``mean_loss`` that over all ranks, or None where the program does not reduce it. ``weight`` is the sum of this
+    rank's weights, f32[] or the number of micro-batches. ``is_skipped`` and ``grad_norm`` are f32[], or None where the
+    program computes neither; the norm is of the averaged, unscaled gradient, before clipping. Reading a value waits for
+    the device.
     """
 
     loss: Tensor
+    weight: Tensor | float
     mean_loss: Tensor | None
     is_skipped: Tensor | None
     grad_norm: Tensor | None
+
+
+class StepSettings(Protocol):
+    """Writes what the host may change between steps, such as learning rates."""
+
+    def before_micro_step(self, *, is_last: bool) -> None:
+        """Write it. No op that uses it is under way; with ``is_last``, the update follows."""
+
+    def after_update(self) -> None:
+        """Take notice of an update."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,14 +104,22 @@ class StepExecutor:
         *,
         seed: int = 0,
         run_section: RunSection | None = None,
+        weight: WeightFunction | None = None,
     ) -> None:
         self.local_ranks = local_ranks
         self.step_count = 0
+        self.micro_steps_done = 0
+        """Micro-steps of the step that has begun."""
         self.seed = seed
+        self._weight = weight
+        self._weights = [
+            RankWeights(memory, local_ranks.program.weight) for memory in local_ranks.memories
+        ]
         self._program = local_ranks.program
         self._streams = streams
         self._run_section = run_section
         self._rng_buffers = [b.name for b in self._program.buffers if b.role is Role.RNG]
+        self.settings: StepSettings | None = None
         self._to_watch: tuple[int, Watch] | None = None
         self._is_begun = False
         self._prepared: dict[str, list[Task]] = {}
@@ -106,29 +129,61 @@ class StepExecutor:
         """One training step: ``batches[rank][micro_step]`` for the local ranks; one result per local rank."""
         counts = {len(micro_batches) for micro_batches in batches}
         (micro_steps,) = counts
-        self._require_micro_steps(micro_steps)
-        watch: Watch | None = None
-        if self._to_watch is not None and self._to_watch[0] == self.step_count + 1:
-            watch = self._to_watch[1]
+        self.require_micro_steps(micro_steps)
         with self._streams.entered():
-            return self._step(batches, micro_steps, watch)
+            for index in range(micro_steps):
+                micro_batches = [own[index] for own in batches]
+                self._micro_step(micro_batches, is_last=index == micro_steps - 1)
+            return self._update()
 
-    def _step(
-        self, batches: Sequence[Sequence[Batch]], micro_steps: int, watch: Watch | None
-    ) -> list[RankResult]:
-        for index in range(micro_steps):
-            is_last = index == micro_steps - 1
-            self._set_inputs([micro_batches[index] for micro_batches in batches], index)
-            self._run(LAST_MICRO_STEP if is_last else MICRO_STEP, watch)
+    def micro_step(self, batches: Sequence[Batch], *, is_last: bool) -> list[Tensor]:
+        """One micro-step on a batch per local rank; returns the loss of each batch, f32[], unweighted."""
+        if not is_last:
+            self.require_micro_steps(self.micro_steps_done + 2)
+        with self._streams.entered():
+            self._micro_step(batches, is_last=is_last)
+            name = BATCH_LOSS if BATCH_LOSS in self._program.buffer_by_name else self._loss_name
+            return [memory.buffer(name)[0].clone() for memory in self.local_ranks.memories]
+
+    def update(self) -> list[RankResult]:
+        """The update after the last micro-step; one result per local rank."""
+        self.require_micro_steps(self.micro_steps_done)
+        with self._streams.entered():
+            return self._update()
+
+    def _micro_step(self, batches: Sequence[Batch], *, is_last: bool) -> None:
+        self._set_inputs(batches, self.micro_steps_done)
+        for weights, batch in zip(self._weights, batches, strict=True):
+            weights.add(batch, self._weight)
+        self._run(LAST_MICRO_STEP if is_last else MICRO_STEP, self._watch())
+        self.micro_steps_done += 1
+
+    def _update(self) -> list[RankResult]:
+        weights = [weights.take() for weights in self._weights]
         # The update may reduce the loss over ranks, or clear it for the next step.
-        losses = self._losses(micro_steps)
+        losses = self._losses(weights)
         scales = [self._loss_scale(memory) for memory in self.local_ranks.memories]
-        self._run(UPDATE, watch)
+        self._run(UPDATE, self._watch())
         self.step_count += 1
+        self.micro_steps_done = 0
         return [
-            self._result(memory, loss, scale)
-            for memory, loss, scale in zip(self.local_ranks.memories, losses, scales, strict=True)
+            self._result(memory, loss, weight, scale)
+            for memory, loss, weight, scale in zip(
+                self.local_ranks.memories, losses, weights, scales, strict=True
+            )
         ]
+
+    def _watch(self) -> Watch | None:
+        """The observer of the present step, if there is one."""
+        if self._to_watch is None or self._to_watch[0] != self.step_count + 1:
+            return None
+        return self._to_watch[1]
+
+    def loss_scale(self) -> list[float]:
+        """The loss scale of the next step on each local rank, 1 where the program has none; waits for the device."""
+        with self._streams.entered():
+            scales = [self._loss_scale(memory) for memory in self.local_ranks.memories]
+            return [1.0 if scale is None else float(scale) for scale in scales]
 
     def evaluate(self, batches: Sequence[Batch]) -> list[RankEvaluation]:
         """Evaluate one batch per local rank by the program's ``evaluate`` section, which changes no state.
@@ -177,6 +232,8 @@ class StepExecutor:
                 f"The program has no {name} section; compile it for this many micro-steps."
             )
         with torch.no_grad():
+            if self.settings is not None and name in (MICRO_STEP, LAST_MICRO_STEP):
+                self.settings.before_micro_step(is_last=name == LAST_MICRO_STEP)
             if not self._is_begun:
                 self._begin(section)
             self._streams.join([pending.event for pending in section.entry.pending])
@@ -186,6 +243,8 @@ class StepExecutor:
             else:
                 self._run_section(section, partial(self._issue, section, None))
             self._streams.join([pending.event for pending in section.exit.pending])
+            if self.settings is not None and name == UPDATE:
+                self.settings.after_update()
 
     def _issue(self, section: Section, watch: Watch | None) -> None:
         if watch is None and torch.autograd.profiler._is_profiler_enabled:
@@ -269,12 +328,25 @@ class StepExecutor:
                 ]
                 sites.copy_(torch.tensor(seeds, dtype=sites.dtype))
 
-    def _require_micro_steps(self, micro_steps: int) -> None:
+    def require_micro_steps(self, micro_steps: int) -> None:
+        """Raise UserError where the program cannot make a step of this many micro-steps."""
+        if micro_steps < 1:
+            raise UserError("A step needs at least one batch.")
+        if MICRO_STEP not in self._program.section_by_name:
+            if micro_steps > 1:
+                raise UserError(
+                    "Compile with --micro-steps 2 (micro_steps=2) for steps of any number of batches: this program is "
+                    f"for steps of one batch, but got {micro_steps}."
+                )
+            return
+        if self._decision is not None and self._decision.weight is not None:
+            return
+        # Programs of earlier versions contain the number of micro-steps.
         compiled = int(self._program.option.get("micro_steps", micro_steps))
         if micro_steps != compiled:
             raise UserError(
                 f"A step of this program takes {compiled} micro-batches, but got {micro_steps}; "
-                "pass a list of as many batches, or compile with another --micro-steps."
+                "pass a list of as many batches, or compile it again, for any number of them."
             )
 
     @property
@@ -283,10 +355,12 @@ class StepExecutor:
             raise UserError("The program names no loss; compile it again.")
         return self._program.loss
 
-    def _losses(self, micro_steps: int) -> list[Tensor]:
+    def _losses(self, weights: Sequence[Tensor | float]) -> list[Tensor]:
+        """Each local rank's loss, f32[]: the sum in the loss buffer divided by the sum of the weights."""
         name = self._loss_name
         return [
-            memory.buffer(name)[0].clone() / micro_steps for memory in self.local_ranks.memories
+            memory.buffer(name)[0].clone() / weight
+            for memory, weight in zip(self.local_ranks.memories, weights, strict=True)
         ]
 
     def _loss_scale(self, memory: RankMemory) -> Tensor | None:
@@ -296,19 +370,29 @@ class StepExecutor:
             return None
         return memory.region(decide.loss_scale)[0].clone()
 
-    def _result(self, memory: RankMemory, loss: Tensor, scale: Tensor | None) -> RankResult:
+    def _result(
+        self, memory: RankMemory, loss: Tensor, weight: Tensor | float, scale: Tensor | None
+    ) -> RankResult:
         decide = self._decision
+        total: Tensor | int = self._program.mesh.world_size
+        if decide is not None and decide.weight is not None:
+            total = decide.divisor * memory.region(decide.weight)[0]
         mean_loss = None
         if self._is_loss_reduced and self._program.loss is not None:
-            mean_loss = memory.buffer(self._program.loss)[0] / self._program.mesh.world_size
+            mean_loss = memory.buffer(self._program.loss)[0] / total
         if decide is None:
-            return RankResult(loss=loss, mean_loss=mean_loss, is_skipped=None, grad_norm=None)
+            return RankResult(
+                loss=loss, weight=weight, mean_loss=mean_loss, is_skipped=None, grad_norm=None
+            )
         skip, norm = decide.skip, None
         if decide.norm is not None:
-            divisor = decide.divisor if scale is None else decide.divisor * scale
-            norm = memory.region(decide.norm)[0].sqrt() / divisor
+            divisor = total if decide.weight is not None else decide.divisor
+            norm = memory.region(decide.norm)[0].sqrt() / (
+                divisor if scale is None else divisor * scale
+            )
         return RankResult(
             loss=loss,
+            weight=weight,
             mean_loss=mean_loss,
             is_skipped=None if skip is None else memory.region(skip)[0].clone(),
             grad_norm=norm,

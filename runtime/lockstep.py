@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -27,15 +28,18 @@ from zeroir.ir.program import Program
 from zeroir.memory.placement import places_to_run
 from zeroir.runtime import initial, state
 from zeroir.runtime.comm.base import CollectiveTensors, TensorPair
+from zeroir.runtime.comm.job import Backend, Job
 from zeroir.runtime.comm.lockstep import LockstepComm
 from zeroir.runtime.executor import RankEvaluation, RankResult, StepExecutor
 from zeroir.runtime.handlers import LocalRanks, PreparedCollective, communicate
 from zeroir.runtime.kernels.choice import KernelBackend, open_kernels
+from zeroir.runtime.live_optimizer import LiveOptimizer, SettingsOfRanks
 from zeroir.runtime.module_values import Factory
 from zeroir.runtime.rank_memory import RankMemory
 from zeroir.runtime.streams import OpEvent
 from zeroir.runtime.tensors import poison
 from zeroir.runtime.trace import Task, WatchOp
+from zeroir.runtime.weights import WeightFunction
 from zeroir.torch_ops.batches import Batch
 
 CPU = torch.device("cpu")
@@ -51,6 +55,7 @@ class Lockstep:
         seed: int = 0,
         schedule_seed: int = 0,
         kernels: KernelBackend = KernelBackend.EAGER,
+        weight: WeightFunction | None = None,
     ) -> None:
         self.program = program
         placed = places_to_run(program)
@@ -69,6 +74,7 @@ class Lockstep:
             self._local_ranks,
             SeededStreams(self._local_ranks, generator),
             seed=seed,
+            weight=weight,
         )
 
     def initialise(self, factory: Factory, seed: int) -> None:
@@ -81,9 +87,33 @@ class Lockstep:
         state.initialise_flats(self.program, self._memories, values)
         self._poison_stale_gradients()
 
+    @cached_property
+    def optimizer(self) -> LiveOptimizer:
+        """The settings of the optimizer groups of all ranks; changes count from the next update."""
+        optimizer = LiveOptimizer(self.program, self._memories, self._executor.finish)
+        self._executor.settings = SettingsOfRanks(
+            optimizer=optimizer,
+            job=Job(
+                rank=0,
+                backend=Backend.LOCAL,
+                comm=self._local_ranks.comm,
+                is_alone=True,
+                device=CPU,
+            ),
+        )
+        return optimizer
+
     def step(self, batches: Sequence[Sequence[Batch]]) -> list[RankResult]:
         """One training step: ``batches[rank][micro_step]``; one result per rank."""
         return self._executor.step(batches)
+
+    def micro_step(self, batches: Sequence[Batch], *, is_last: bool) -> list[Tensor]:
+        """One micro-step on a batch per rank; the loss of each, f32[]."""
+        return self._executor.micro_step(batches, is_last=is_last)
+
+    def update(self) -> list[RankResult]:
+        """The update after the last micro-step; one result per rank."""
+        return self._executor.update()
 
     def evaluate(self, batches: Sequence[Batch]) -> list[RankEvaluation]:
         """Evaluate one batch per rank by the ``evaluate`` section."""

@@ -164,11 +164,15 @@ class ModuleValues:
             raise UserError(
                 f"The state has no '{name}', which is on the meta device{self._near(name)}."
             )
-        if own.is_meta or own.dtype not in IR_DTYPE:
-            reason = "is on the meta device" if own.is_meta else f"has the dtype {own.dtype}"
+        if own.is_meta:
             raise UserError(
-                f"The model's '{name}' {reason}, so the program has no values to begin with; let the model make it on "
-                "a device, in a dtype that it was compiled with, or pass the values with state=."
+                f"The model's '{name}' is on the meta device, so the program has no values to begin with: pass them "
+                "with state=, or give the model values. An engine takes a module's values, unless keep_module=True."
+            )
+        if own.dtype not in IR_DTYPE:
+            raise UserError(
+                f"The model's '{name}' has the dtype {own.dtype}, which programs do not have; compile it again from "
+                "this model."
             )
 
     def _is_in_state(self, names: tuple[str, ...]) -> bool:

@@ -40,6 +40,11 @@ def add(source: Tensor, destination: Tensor) -> None:
     destination.add_(source.to(destination.dtype) if is_wider else source)
 
 
+def scale(region: Tensor, by: Tensor) -> None:
+    """Multiply a floating vector by a vector of one element; where that is 0, infinities and NaN become 0, too."""
+    region.mul_(by).masked_fill_(by == 0, 0.0)
+
+
 def has_overflow(sources: Sequence[Tensor], destination: Tensor) -> None:
     """Write 1 to an f32[1] where any element is infinite or NaN, else 0."""
     # aminmax needs no scratch memory, and propagates NaN.

@@ -66,6 +66,19 @@ class RankMemory:
                 self._tensor(name)
         self._allocate_blocks()
 
+    def adopt(self, other: RankMemory) -> frozenset[str]:
+        """Take the persistent buffers of another program's memory that are like this one's, with their contents.
+
+        Alike are buffers of one name, space, dtype and number of elements; their names are returned.
+        """
+        names: set[str] = set()
+        for name in self._persistent & other._persistent:
+            own, theirs = self._buffer_by_name[name], other._buffer_by_name[name]
+            if (own.space, own.dtype, own.numel) == (theirs.space, theirs.dtype, theirs.numel):
+                self._tensors[name] = other.buffer(name)
+                names.add(name)
+        return frozenset(names)
+
     def is_live(self, name: str) -> bool:
         """Whether the buffer is allocated now."""
         return name in self._live

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -53,10 +53,20 @@ def initialise_flats(
             target[: values.numel()].copy_(values)
 
 
-def fill_scalars(program: Program, ranks: Iterable[RankMemory]) -> None:
-    """Give every scalar its value before the first step."""
+def take_over(program: Program, memory: RankMemory, earlier: RankMemory) -> None:
+    """Begin with the persistent buffers of another program's memory, and with first values of the other scalars."""
+    kept = memory.adopt(earlier)
+    fill_scalars(program, [memory], without=kept)
+
+
+def fill_scalars(
+    program: Program, ranks: Iterable[RankMemory], *, without: Collection[str] = ()
+) -> None:
+    """Give every scalar its value before the first step, but for those ``without``."""
     for memory in ranks:
         for scalar in program.scalars:
+            if scalar.buffer in without:
+                continue
             buffer = memory.buffer(scalar.buffer)
             buffer.copy_(torch.tensor(scalar.values, dtype=torch.float64))
 

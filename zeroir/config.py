@@ -19,6 +19,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from zeroir import hyper_parameters
 from zeroir.errors import UserError
 from zeroir.groups import (
     GROUP_KEYS,
@@ -28,6 +29,7 @@ from zeroir.groups import (
     group_text,
     parse_groups,
 )
+from zeroir.hyper_parameters import AdjustLr
 from zeroir.ir.amounts import parse_bytes
 from zeroir.ir.limits import MOST_BYTES, MOST_COUNT, MOST_RANKS
 from zeroir.ir.mesh import DATA_AXIS, REPLICATE_AXIS, SHARD_AXIS, Axis, Mesh
@@ -141,17 +143,79 @@ class CompileOptions(BaseModel):
     ] = None
     momentum: Annotated[
         float | None,
-        Field(ge=0, lt=1, description="Momentum factor (momentum only). [default: 0.9]"),
+        Field(
+            ge=0,
+            lt=1,
+            description="Momentum factor (momentum, muon). [default: 0.9, muon 0.95]",
+        ),
     ] = None
     dampening: Annotated[float, Field(ge=0, description="Dampening (momentum only).")] = 0.0
-    nesterov: Annotated[bool, Field(description="Nesterov momentum (momentum only).")] = False
-    beta1: Annotated[float, Field(ge=0, lt=1, description="Decay of exp_avg (adam, adamw).")] = 0.9
-    beta2: Annotated[float, Field(ge=0, lt=1, description="Decay of exp_avg_sq (adam, adamw).")] = (
-        0.999
-    )
-    eps: Annotated[float, Field(ge=0, description="Added to the denominator (adam, adamw).")] = 1e-8
+    nesterov: Annotated[
+        bool | None,
+        Field(
+            description="Nesterov momentum (momentum, muon). [default: for muon alone]",
+        ),
+    ] = None
+    beta1: Annotated[
+        float, Field(ge=0, lt=1, description="Decay of exp_avg (adam, adamw, lion).")
+    ] = 0.9
+    beta2: Annotated[
+        float | None,
+        Field(
+            ge=0,
+            lt=1,
+            description="Decay of exp_avg_sq (adam, adamw), or of exp_avg (lion). [default: 0.999, lion 0.99]",
+        ),
+    ] = None
+    eps: Annotated[
+        float | None,
+        Field(
+            ge=0,
+            description="Added to the denominator (adam, adamw), or its least value (muon, adafactor). "
+            "[default: 1e-8, muon 1e-7, adafactor 2⁻²³]",
+        ),
+    ] = None
     weight_decay: Annotated[
-        float | None, Field(ge=0, description="Weight decay. [default: 0.01 for adamw, else 0]")
+        float | None,
+        Field(ge=0, description="Weight decay. [default: 0.01 for adamw, 0.1 for muon, else 0]"),
+    ] = None
+    ns_steps: Annotated[
+        int | None,
+        Field(ge=0, lt=100, description="Newton-Schulz iterations (muon). [default: 5]"),
+    ] = None
+    ns_coefficients: Annotated[
+        tuple[float, float, float] | None,
+        Field(
+            description="Coefficients of a Newton-Schulz iteration (muon). [default: 3.4445,-4.775,2.0315]"
+        ),
+    ] = None
+    adjust_lr_fn: Annotated[
+        AdjustLr | None,
+        Field(
+            description="How the learning rate depends on the shape of a parameter (muon). [default: original]"
+        ),
+    ] = None
+    beta2_decay: Annotated[
+        float | None,
+        Field(
+            le=0,
+            description="Exponent of the decay of the second moment (adafactor). [default: -0.8]",
+        ),
+    ] = None
+    eps2: Annotated[
+        float | None,
+        Field(
+            ge=0,
+            description="Least root mean square of a parameter by which its steps are scaled (adafactor). "
+            "[default: 1e-3]",
+        ),
+    ] = None
+    d: Annotated[
+        float | None,
+        Field(
+            ge=1,
+            description="Largest root mean square of an unscaled step (adafactor). [default: 1]",
+        ),
     ] = None
     group: Annotated[
         tuple[str, ...],
@@ -323,6 +387,19 @@ class CompileOptions(BaseModel):
             return value
         return tuple(part for item in items for part in item.split(",") if part)
 
+    @field_validator("ns_coefficients", mode="before")
+    @classmethod
+    def _three_numbers(cls, value: object) -> object:
+        if value is None:
+            return None
+        items = value.split(",") if isinstance(value, str) else value
+        try:
+            a, b, c = map(float, items if isinstance(items, list | tuple) else ())
+        except (TypeError, ValueError):
+            example = "three numbers, such as 3.4445,-4.775,2.0315"
+            raise PydanticCustomError("coefficients", example) from None
+        return a, b, c
+
     @field_validator("group", mode="before")
     @classmethod
     def _as_texts(cls, value: object) -> object:
@@ -384,12 +461,9 @@ class CompileOptions(BaseModel):
         return self
 
     @model_validator(mode="after")
-    def _momentum_fits_optimizer(self) -> Self:
-        if self.optimizer is not Algorithm.MOMENTUM and (
-            self.momentum is not None or self.dampening or self.nesterov
-        ):
-            raise ValueError("momentum, dampening and nesterov need --optimizer momentum")
-        if self.nesterov and (self.dampening or not self.effective_momentum):
+    def _nesterov_fits_momentum(self) -> Self:
+        has_momentum = "momentum" in hyper_parameters.DEFAULTS[self.optimizer]
+        if self.nesterov and has_momentum and (self.dampening or not self.effective_momentum):
             raise ValueError("nesterov needs a momentum above 0 and no dampening")
         return self
 
@@ -404,15 +478,6 @@ class CompileOptions(BaseModel):
                 self._of_group(spec, info.context)
             except ValidationError as error:
                 raise ValueError(f"--group {spec.text}: {_first_problem(error)}") from None
-        return self
-
-    @model_validator(mode="after")
-    def _loss_scale_is_above_minimum(self) -> Self:
-        if self.has_dynamic_loss_scale and self.initial_loss_scale < self.minimum_loss_scale:
-            raise ValueError(
-                f"--initial-loss-scale {self.initial_loss_scale:g} is below "
-                f"--minimum-loss-scale {self.minimum_loss_scale:g}"
-            )
         return self
 
     @model_validator(mode="after")
@@ -445,6 +510,11 @@ class CompileOptions(BaseModel):
         for name in _DYNAMIC_LOSS_SCALE:
             if self.loss_scale is not None and self._asks_for(name):
                 return f"{self._flag(name)} is for a dynamic loss scale, but {self._flag('loss_scale')} fixes it"
+        if self.has_dynamic_loss_scale and self.initial_loss_scale < self.minimum_loss_scale:
+            return (
+                f"--minimum-loss-scale {self.minimum_loss_scale:g} would raise the loss scale, which begins with "
+                f"--initial-loss-scale {self.initial_loss_scale:g}"
+            )
         if self.consecutive_hysteresis and self.loss_scale_hysteresis == 1:
             return "--consecutive-hysteresis needs a --loss-scale-hysteresis above 1"
         if self.accumulate_locally and self.micro_steps == 1:
@@ -454,9 +524,10 @@ class CompileOptions(BaseModel):
                 f"{self._flag('live_gradients')} bounds the full gradients that wait for their reduction, but with "
                 "--accumulate-locally none waits"
             )
-        for name in _ADAM:
-            if self.optimizer in (Algorithm.SGD, Algorithm.MOMENTUM) and self._asks_for(name):
-                return f"{self._flag(name)} needs --optimizer adam or adamw, but the optimizer is {self.optimizer}"
+        for name in hyper_parameters.NAMES:
+            if name not in hyper_parameters.DEFAULTS[self.optimizer] and self._asks_for(name):
+                users = hyper_parameters.users(name)
+                return f"{self._flag(name)} needs --optimizer {users}, but the optimizer is {self.optimizer}"
         decays = (o.effective_weight_decay for o in (self, *map(self.of_group, self.groups)))
         if self.no_decay and not any(decays):
             return "--no-decay needs a --weight-decay above 0"
@@ -521,19 +592,31 @@ class CompileOptions(BaseModel):
         """The device memory that early gathers may fill; None if ``prefetch`` sets the distance instead."""
         return None if self.prefetch_budget is None else parse_bytes(self.prefetch_budget)
 
+    def hyper_parameter(self, name: str) -> hyper_parameters.Value:
+        """The value of a hyper-parameter of the optimizer, torch's default unless given; 0 where it has none."""
+        defaults = hyper_parameters.DEFAULTS[self.optimizer]
+        if name not in defaults:
+            return 0.0
+        given: hyper_parameters.Value | None = getattr(self, name)
+        return defaults[name] if given is None else given
+
     @property
     def effective_momentum(self) -> float:
-        """The momentum factor: 0.9 unless given for ``momentum``, 0 for every other optimizer."""
-        if self.optimizer is not Algorithm.MOMENTUM:
-            return 0.0
-        return 0.9 if self.momentum is None else self.momentum
+        """The momentum factor; 0 for an optimizer that has none."""
+        return self._number("momentum")
 
     @property
     def effective_weight_decay(self) -> float:
-        """The weight decay: torch's default of the optimizer unless given (adamw 0.01, others 0)."""
-        if self.weight_decay is not None:
-            return self.weight_decay
-        return 0.01 if self.optimizer is Algorithm.ADAMW else 0.0
+        """The weight decay: torch's default of the optimizer unless given."""
+        return self._number("weight_decay")
+
+    def _number(self, name: str) -> float:
+        """A hyper-parameter as ``%hyper`` holds it."""
+        option, _, index = name.partition(".")
+        value = self.hyper_parameter(option)
+        if isinstance(value, tuple):
+            return value[int(index)]
+        return hyper_parameters.ADJUST_LR_FNS[value] if isinstance(value, str) else float(value)
 
     @property
     def groups(self) -> tuple[GroupSpec, ...]:
@@ -547,6 +630,14 @@ class CompileOptions(BaseModel):
         """
         return self._of_group(spec, _IS_WRITTEN)
 
+    def with_adamw(self) -> CompileOptions:
+        """The options of parameters that another optimizer does not take: AdamW's, and the same learning rate.
+
+        The weight decay is the same, too, where it is given.
+        """
+        values = {"lr": self.lr, "weight_decay": self.weight_decay, "world_size": 1}
+        return CompileOptions.model_validate(values, context=_IS_WRITTEN)
+
     def without_decay(self) -> CompileOptions:
         """The same options with a weight decay of 0."""
         return self.model_copy(update={"weight_decay": 0.0})
@@ -559,12 +650,9 @@ class CompileOptions(BaseModel):
         return CompileOptions.model_validate(update, context=context)
 
     @property
-    def hyper(self) -> tuple[float, float, float, float]:
-        """The contents of ``%hyper``, in the order that ``OptimizerStep`` documents."""
-        if self.optimizer in (Algorithm.SGD, Algorithm.MOMENTUM):
-            momentum, nesterov = self.effective_momentum, float(self.nesterov)
-            return (momentum, self.dampening, nesterov, self.effective_weight_decay)
-        return (self.beta1, self.beta2, self.eps, self.effective_weight_decay)
+    def hyper(self) -> tuple[float, ...]:
+        """The contents of ``%hyper``, in the order of ``Algorithm.hyper_names``."""
+        return tuple(self._number(name) for name in self.optimizer.hyper_names)
 
     def to_pairs(self) -> tuple[tuple[str, str], ...]:
         """The options as a program stores them: names and texts, sorted by name, without options that are not set."""
@@ -579,22 +667,26 @@ _SEPARATORS: Final = {"group": SEPARATOR}
 
 
 class GivenOptions(CompileOptions):
-    """Options from one of several places, such as the command line: each is valid in itself, not yet with the others."""
+    """Options from one of several places, such as the command line: each is valid in itself, not yet with others."""
 
     @model_validator(mode="after")
     def _mesh_fits_world_size(self) -> Self:
         return self
 
     @model_validator(mode="after")
-    def _momentum_fits_optimizer(self) -> Self:
+    def _nesterov_fits_momentum(self) -> Self:
         return self
 
     @model_validator(mode="after")
-    def _groups_are_valid(self, info: ValidationInfo) -> Self:
+    def _groups_are_valid(self) -> Self:
         return self
 
     @model_validator(mode="after")
-    def _all_have_effect(self, info: ValidationInfo) -> Self:
+    def _loss_scale_is_above_minimum(self) -> Self:
+        return self
+
+    @model_validator(mode="after")
+    def _all_have_effect(self) -> Self:
         return self
 
     @property
@@ -630,7 +722,6 @@ _DYNAMIC_LOSS_SCALE: Final = (
     "consecutive_hysteresis",
     "minimum_loss_scale",
 )
-_ADAM: Final = ("beta1", "beta2", "eps")
 
 
 def _parse_mesh(text: str) -> Mesh:
@@ -673,7 +764,7 @@ def _text(value: object, separator: str = ",") -> str:
         case bool():
             return str(value).lower()
         case tuple():
-            return separator.join(value)
+            return separator.join(map(str, value))
         case _:
             return str(value)
 

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.support.examples import IS_THOROUGH
 from tests.support.lowering import applied
@@ -78,6 +78,18 @@ def parameters_of(flat: Flat, values: Tensor) -> dict[str, Tensor]:
         for slot in flat.slots
         for name in (slot.name, *slot.aliases)
     }
+
+
+def require_parameters(
+    module: nn.Module, name: str, expected: Mapping[str, Tensor], dtype: torch.dtype
+) -> None:
+    """Fail unless the parameters of a module are the expected ones, converted to a dtype."""
+    compared = 0
+    for key, parameter in module.named_parameters(prefix=name):
+        assert parameter.dtype == dtype
+        assert torch.equal(parameter, expected[key].to(dtype)), key
+        compared += 1
+    assert compared
 
 
 def random_batches(

@@ -15,7 +15,8 @@ from zeroir.ir.program import LAST_MICRO_STEP, MICRO_STEP, UPDATE
 from zeroir.ir.spans import Span
 from zeroir.report.trace import chrome_trace
 from zeroir.runtime.engine import Engine
-from zeroir.runtime.handlers import LocalRanks, PreparedOp
+from zeroir.runtime.handlers import LocalRanks
+from zeroir.runtime.prepared_op import PreparedOp
 from zeroir.runtime.trace import aligned, to_bytes
 
 

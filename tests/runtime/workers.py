@@ -224,6 +224,16 @@ def nan_loss() -> None:
     train.train(engine, iter(batches), steps=5, report=lambda _: None)
 
 
+def other_settings() -> None:
+    """Rank 1 lowers its learning rate after the second step, alone."""
+    engine = Engine(lowered(mlp(), 2, WORLD_SIZE))
+    engine.initialise_flats(initial_flats(mlp()))
+    for step, batches in enumerate(random_batches(5, WORLD_SIZE)):
+        if RANK == 1 and step == 2:
+            engine.optimizer.param_groups[0]["lr"] = 0.001
+        engine.step(batches[RANK])
+
+
 def main() -> None:
     scenario, *args = sys.argv[1:]
     dist.init_process_group(
@@ -260,6 +270,8 @@ def main() -> None:
                 other_program()
             case "nan-loss":
                 nan_loss()
+            case "other-settings":
+                other_settings()
             case _:
                 raise AssertionError(scenario)
     except ZeroirError as error:

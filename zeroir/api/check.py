@@ -130,7 +130,9 @@ def _compared(
 
     reference = EagerReplicas(source, options, seed=seed, seeds=seeds)
     backend = kernel_backend(kernels)
-    lockstep = Lockstep(program, seed=seed, schedule_seed=seed, kernels=backend)
+    lockstep = Lockstep(
+        program, seed=seed, schedule_seed=seed, kernels=backend, weight=source.weight
+    )
     lockstep.initialise(source.model, seed)
     streams = [
         _batches(source, rank, options.world_size, seed) for rank in range(options.world_size)

@@ -11,9 +11,10 @@ from typing import Literal, TypedDict
 
 from zeroir.config import Precision
 from zeroir.cost.estimate import Offload, Optimizer
+from zeroir.hyper_parameters import AdjustLr
 from zeroir.ir.ops import Algorithm
 
-OptimizerName = Literal["sgd", "momentum", "adam", "adamw"]
+OptimizerName = Literal["sgd", "momentum", "adam", "adamw", "lion", "muon", "adafactor"]
 
 
 class CompileKeywords(TypedDict, total=False):
@@ -33,11 +34,17 @@ class CompileKeywords(TypedDict, total=False):
     schedule: str | None
     momentum: float | None
     dampening: float
-    nesterov: bool
+    nesterov: bool | None
     beta1: float
-    beta2: float
-    eps: float
+    beta2: float | None
+    eps: float | None
     weight_decay: float | None
+    ns_steps: int | None
+    ns_coefficients: tuple[float, float, float] | None
+    adjust_lr_fn: AdjustLr | None
+    beta2_decay: float | None
+    eps2: float | None
+    d: float | None
     group: str | Sequence[str] | Mapping[str, Mapping[str, object]]
     no_decay: bool
     clip: float | None

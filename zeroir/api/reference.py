@@ -2,8 +2,9 @@
 
 The replicas share their parameters and each runs forward and backward in eager PyTorch on its own batch. Gradients
 follow one rounding rule: added in FP32 in rank order, rounded once to the gradient's dtype (on a mesh of two axes
-once within each group and once over the groups), divided once in FP32 by loss scale × world size × micro-steps. The
-update is torch.optim's, fused, on FP32 master weights.
+once within each group and once over the groups), divided once in FP32 by loss scale × world size × micro-steps. Where
+batches have weights, the backward begins with loss scale × weight, and the divisor is loss scale × the sum of all
+weights. The update is torch.optim's, fused, on FP32 master weights.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from zeroir.api.plain_lion import Lion
 from zeroir.config import CompileOptions
 from zeroir.frontend.module_tensors import put_back_buffers, substitute_buffers
 from zeroir.frontend.parameter_groups import ParameterGroup, parameter_groups
@@ -22,6 +24,7 @@ from zeroir.frontend.results import evaluated, loss_of
 from zeroir.frontend.source import ModelSource
 from zeroir.ir.layout import Parameter
 from zeroir.ir.ops import Algorithm
+from zeroir.runtime.weights import weight_of
 from zeroir.torch_ops import neutral_ops
 from zeroir.torch_ops.batches import Batch
 
@@ -45,7 +48,8 @@ class EagerReplicas:
         mesh = options.device_mesh
         self._groups = mesh.groups(mesh.axes[-1].name)
         self._step = 0
-        self._scale = options.initial_loss_scale if options.precision == "fp16" else 1.0
+        self._scale = options.first_loss_scale
+        self._weight_of = source.weight
         self._good_steps = 0
         self._hysteresis = options.loss_scale_hysteresis
         # torch's fused kernels compute the last elements of a tensor separately where its length is not a multiple of
@@ -66,25 +70,36 @@ class EagerReplicas:
                 if parameter.dtype == torch.float32:
                     parameter.data = self._master(name)
         self._parameters: dict[str, nn.Parameter] = {}
-        self._optimizers: list[torch.optim.Optimizer] = []
+        self._optimizers: list[torch.optim.Optimizer | Lion] = []
 
     def step(self, batches: Sequence[Sequence[Batch]]) -> list[float]:
         """One training step; ``batches[rank][micro_step]``. Returns each rank's loss, its mean over micro-steps."""
         losses = [torch.zeros(()) for _ in self.replicas]
+        weights = [
+            torch.tensor([self._weight(batch) for batch in own], dtype=torch.float32)
+            for own in batches
+        ]
         partial: list[list[Mapping[str, Tensor]]] = []
         for micro_step in range(self._options.micro_steps):
             gradients: list[Mapping[str, Tensor]] = []
             for rank, replica in enumerate(self.replicas):
-                loss = self._forward(replica, batches[rank][micro_step], micro_step, rank)
-                losses[rank] = losses[rank] + loss
+                weight = weights[rank][micro_step]
+                loss = self._forward(replica, batches[rank][micro_step], micro_step, rank, weight)
+                losses[rank] = losses[rank] + (loss * weight if weight else 0.0)
                 gradients.append(
                     {n: p.grad for n, p in replica.named_parameters() if p.grad is not None}
                 )
                 replica.zero_grad(set_to_none=True)
             partial.append(gradients)
-        self._update(self._reduce(partial))
+        own_weights = [_sum(list(own)) for own in weights]
+        total = float(self._over_ranks(own_weights))
+        if total:  # without data, everything stays as it is
+            self._update(self._reduce(partial), total)
         self._step += 1
-        return [float(loss / self._options.micro_steps) for loss in losses]
+        return [float(loss / weight) for loss, weight in zip(losses, own_weights, strict=True)]
+
+    def _weight(self, batch: Batch) -> float:
+        return 1.0 if self._weight_of is None else float(weight_of(self._weight_of, batch))
 
     def evaluate(self, batches: Sequence[Batch]) -> list[float]:
         """Each rank's loss under ``eval()``; the replicas and their buffers stay as they are."""
@@ -129,11 +144,13 @@ class EagerReplicas:
         shape = self._shapes[name]
         return self.masters[name][: shape.numel()].view(shape)
 
-    def _forward(self, replica: nn.Module, batch: Batch, micro_step: int, rank: int) -> Tensor:
+    def _forward(
+        self, replica: nn.Module, batch: Batch, micro_step: int, rank: int, weight: Tensor
+    ) -> Tensor:
         inputs = with_floats_cast(batch, compute_dtype(self._options.precision))
         with neutral_ops(self._seeds(self._step, micro_step, rank)):
             loss = loss_of(self._source, replica, inputs).float()
-            torch.autograd.backward(loss, torch.full_like(loss, self._scale))
+            torch.autograd.backward(loss, self._scale * weight)
         return loss.detach()
 
     def _reduce(self, partial: Sequence[Sequence[Mapping[str, Tensor]]]) -> dict[str, Tensor]:
@@ -163,25 +180,28 @@ class EagerReplicas:
         """The sum within each group of ranks, then over the groups."""
         return _sum([_sum([parts[rank] for rank in group]) for group in self._groups])
 
-    def _update(self, gradients: Mapping[str, Tensor]) -> None:
+    def _update(self, gradients: Mapping[str, Tensor], total: float) -> None:
         if not self._optimizers:
             self._parameters = {name: nn.Parameter(self.masters[name]) for name in gradients}
             groups = parameter_groups(self._named_shapes(), self._options)
-            self._optimizers = _make_optimizers(groups, self._parameters)
+            self._optimizers = _make_optimizers(groups, self._parameters, self._shapes)
         is_finite = all(bool(gradient.isfinite().all()) for gradient in gradients.values())
         scale = self._scale
         if self._options.precision == "fp16":
-            self._rescale(is_overflow=not is_finite)
+            if self._options.has_dynamic_loss_scale:
+                self._rescale(is_overflow=not is_finite)
             if not is_finite:
                 return
-        divisor = scale * len(self.replicas) * self._options.micro_steps
+        divisor = scale * total
         if self._options.clip is not None:
             squares = sum(
                 gradient.double().square().sum().item() for gradient in gradients.values()
             )
             divisor /= min(1.0, self._options.clip / (math.sqrt(squares) / divisor + 1e-6))
         for name, parameter in self._parameters.items():
-            parameter.grad = _padded(gradients[name].float() / divisor)
+            gradient = gradients[name].float() / divisor
+            is_padded = parameter.shape != gradient.shape
+            parameter.grad = _padded(gradient) if is_padded else gradient
         for optimizer in self._optimizers:
             optimizer.step()
         if self._options.ema is not None:
@@ -208,8 +228,10 @@ class EagerReplicas:
         options = self._options
         if not is_overflow:
             self._good_steps += 1
+            if options.consecutive_hysteresis:
+                self._hysteresis = options.loss_scale_hysteresis
             if self._good_steps >= options.loss_scale_window:
-                self._scale *= 2
+                self._scale *= options.loss_scale_factor
                 self._good_steps = 0
                 self._hysteresis = options.loss_scale_hysteresis
             return
@@ -217,7 +239,7 @@ class EagerReplicas:
         if self._hysteresis > 1:
             self._hysteresis -= 1
         else:
-            self._scale = max(self._scale / 2, options.minimum_loss_scale)
+            self._scale = max(self._scale / options.loss_scale_factor, options.minimum_loss_scale)
 
 
 def _replica(source: ModelSource, seed: int) -> nn.Module:
@@ -241,37 +263,70 @@ def _padded(tensor: Tensor) -> Tensor:
 
 
 def _make_optimizers(
-    groups: Sequence[ParameterGroup], parameters: Mapping[str, nn.Parameter]
-) -> list[torch.optim.Optimizer]:
-    """One optimizer of torch for each group."""
-    return [
-        _make_optimizer([parameters[name] for name in group.parameters], group.options)
-        for group in groups
-    ]
+    groups: Sequence[ParameterGroup],
+    parameters: Mapping[str, nn.Parameter],
+    shapes: Mapping[str, torch.Size],
+) -> list[torch.optim.Optimizer | Lion]:
+    """One optimizer of torch for each group; those that work on whole parameters take them in their shape."""
+    optimizers: list[torch.optim.Optimizer | Lion] = []
+    for group in groups:
+        own = [parameters[name] for name in group.parameters]
+        if group.options.optimizer.direction_dtype is not None:
+            for name, parameter in zip(group.parameters, own, strict=True):
+                parameter.data = parameter.data[: shapes[name].numel()].view(shapes[name])
+        optimizers.append(_make_optimizer(own, group.options))
+    return optimizers
 
 
 def _make_optimizer(
     parameters: list[nn.Parameter], options: CompileOptions
-) -> torch.optim.Optimizer:
-    decay = options.effective_weight_decay
+) -> torch.optim.Optimizer | Lion:
+    names = options.optimizer.hyper_names
+    hyper = dict(zip(names, options.hyper, strict=True))
+    lr, weight_decay = options.lr, options.effective_weight_decay
     match options.optimizer:
         case Algorithm.SGD | Algorithm.MOMENTUM:
             return torch.optim.SGD(
                 parameters,
-                lr=options.lr,
-                momentum=options.effective_momentum,
-                dampening=options.dampening,
-                nesterov=options.nesterov,
-                weight_decay=decay,
+                momentum=hyper["momentum"],
+                dampening=hyper["dampening"],
+                nesterov=bool(hyper["nesterov"]),
                 fused=True,
+                lr=lr,
+                weight_decay=weight_decay,
             )
         case Algorithm.ADAM | Algorithm.ADAMW:
             kind = torch.optim.Adam if options.optimizer is Algorithm.ADAM else torch.optim.AdamW
+            betas = (hyper["beta1"], hyper["beta2"])
             return kind(
                 parameters,
-                lr=options.lr,
-                betas=(options.beta1, options.beta2),
-                eps=options.eps,
-                weight_decay=decay,
+                lr=lr,
+                betas=betas,
+                eps=hyper["eps"],
+                weight_decay=weight_decay,
                 fused=True,
+            )
+        case Algorithm.LION:
+            return Lion(parameters, lr, (hyper["beta1"], hyper["beta2"]), weight_decay)
+        case Algorithm.MUON:
+            a, b, c = (hyper[f"ns_coefficients.{i}"] for i in range(3))
+            return torch.optim.Muon(
+                parameters,
+                momentum=hyper["momentum"],
+                nesterov=bool(hyper["nesterov"]),
+                ns_coefficients=(a, b, c),
+                eps=hyper["eps"],
+                ns_steps=int(hyper["ns_steps"]),
+                adjust_lr_fn=options.adjust_lr_fn,
+                lr=lr,
+                weight_decay=weight_decay,
+            )
+        case Algorithm.ADAFACTOR:
+            return torch.optim.Adafactor(
+                parameters,
+                beta2_decay=hyper["beta2_decay"],
+                eps=(hyper["eps"], hyper["eps2"]),
+                d=hyper["d"],
+                lr=lr,
+                weight_decay=weight_decay,
             )

@@ -340,6 +340,7 @@ def open_engine(
         kernels=kernel_backend(kernels),
         cuda_graphs=cuda_graphs,
         self_check=self_check,
+        weight=source.weight,
     )
     options = compiled.options
     engine.initialise(

@@ -15,8 +15,9 @@ from zeroir.frontend.parameter_groups import algorithms, declared_groups, parame
 from zeroir.frontend.segment_calls import GradientSink, SegmentCall
 from zeroir.frontend.update import EVAL_LOSS, LOSS, scalars, update_body
 from zeroir.ir.buffers import Buffer, Region, Role, Space
-from zeroir.ir.contents import EMA, FlatContent, Micro
+from zeroir.ir.contents import DIRECTION, EMA, FACTORS, FlatContent, Micro
 from zeroir.ir.dtypes import DType
+from zeroir.ir.factors import factors_numel
 from zeroir.ir.layout import Parameter, layout
 from zeroir.ir.mesh import Axis, Mesh
 from zeroir.ir.ops import Algorithm
@@ -206,12 +207,19 @@ def _state_buffers(
     """Parameters, gradients, master weights, optimizer states and averages of one device."""
     buffers: list[Buffer] = []
 
-    def add(flat: Flat, suffix: str, dtype: DType, role: Role, content: FlatContent | None) -> None:
+    def add(
+        flat: Flat,
+        suffix: str,
+        dtype: DType,
+        role: Role,
+        content: FlatContent | None,
+        numel: int | None = None,
+    ) -> None:
         buffers.append(
             Buffer(
                 name=f"{flat.name}.{suffix}",
                 dtype=dtype,
-                numel=flat.padded_numel,
+                numel=flat.padded_numel if numel is None else numel,
                 space=Space.DEVICE,
                 role=role,
                 holds=content,
@@ -230,8 +238,14 @@ def _state_buffers(
         if is_low:
             add(flat, "master", DType.F32, Role.MASTER, holds(flat, "master"))
             add(flat, "grad32", DType.F32, Role.STAGING, None)
-        for state in algorithm_of[flat.slots[0].name].state_names:
+        algorithm = algorithm_of[flat.slots[0].name]
+        for state in algorithm.state_names:
             add(flat, state, DType.F32, Role.STATE, holds(flat, state))
+        if algorithm is Algorithm.ADAFACTOR:
+            numel = factors_numel(flat)
+            add(flat, FACTORS, DType.F32, Role.STATE, holds(flat, FACTORS), numel)
+        if algorithm.direction_dtype is not None:
+            add(flat, DIRECTION, algorithm.direction_dtype, Role.STAGING, None)
         if options.ema is not None:
             add(flat, EMA, DType.F32, Role.STATE, holds(flat, EMA))
     return buffers

@@ -8,15 +8,18 @@ from typing import Final
 from zeroir.config import CompileOptions
 from zeroir.frontend.parameter_groups import ParameterGroup
 from zeroir.ir.buffers import Buffer, Region, Role, Space
-from zeroir.ir.contents import EMA, MASTER, PARAM, NamedContent
+from zeroir.ir.contents import DIRECTION, EMA, FACTORS, MASTER, PARAM, NamedContent
 from zeroir.ir.dtypes import DType
+from zeroir.ir.factors import factors_numel
 from zeroir.ir.mesh import COMPUTE
 from zeroir.ir.ops import (
+    Algorithm,
     Alloc,
     Average,
     Cast,
     CheckFinite,
     Decide,
+    Direction,
     GradNorm,
     GroupSettings,
     Op,
@@ -145,12 +148,34 @@ def _update(
         for group in groups
     )
     algorithm = groups[0].options.optimizer
+    complete = wide if is_low else gradient
+    states = tuple(_whole(flat, state) for state in algorithm.state_names)
+    direction = _whole(flat, DIRECTION)
+    if algorithm.direction_dtype is not None:
+        ops += [
+            Alloc(buffer=direction.buffer, stream=COMPUTE),
+            Direction(
+                algorithm=algorithm,
+                grad=complete,
+                states=states,
+                direction=direction,
+                step=_first("step"),
+                lr=first.lr,
+                hyper=first.hyper,
+                gradient_divisor=_first("gradient_divisor"),
+                skip=skip,
+                group=first.group,
+                others=tuple(others),
+                stream=COMPUTE,
+            ),
+        ]
+        complete, states = direction, ()
     ops.append(
         OptimizerStep(
             algorithm=algorithm,
             param=trained,
-            grad=wide if is_low else gradient,
-            states=tuple(_whole(flat, state) for state in algorithm.state_names),
+            grad=complete,
+            states=states,
             step=_first("step"),
             lr=first.lr,
             hyper=first.hyper,
@@ -158,9 +183,12 @@ def _update(
             skip=skip,
             group=first.group,
             others=tuple(others),
+            factors=_factors(flat) if algorithm is Algorithm.ADAFACTOR else None,
             stream=COMPUTE,
         )
     )
+    if algorithm.direction_dtype is not None:
+        ops.append(Release(buffer=direction.buffer, stream=COMPUTE))
     if options.ema is not None:
         ops.append(
             Average(
@@ -181,6 +209,10 @@ def _update(
 
 def _whole(flat: Flat, suffix: str) -> Region:
     return Region(buffer=f"{flat.name}.{suffix}", offset=0, numel=flat.padded_numel)
+
+
+def _factors(flat: Flat) -> Region:
+    return Region(buffer=f"{flat.name}.{FACTORS}", offset=0, numel=factors_numel(flat))
 
 
 def _first(scalar: str) -> Region:

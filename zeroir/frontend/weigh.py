@@ -35,6 +35,7 @@ from zeroir.ir.dtypes import DType
 from zeroir.ir.mesh import COMPUTE
 from zeroir.ir.ops import Op
 from zeroir.ir.program import (
+    BATCH_LOSS,
     LAST_MICRO_STEP,
     MICRO_STEP,
     UPDATE,
@@ -49,8 +50,6 @@ BATCH_WEIGHT = "batch_weight"
 """The weight of the present micro-batch."""
 WEIGHT = "weight"
 """The sum of the weights of the step's micro-batches."""
-BATCH_LOSS = "batch_loss"
-"""The loss of the present micro-batch."""
 SKIP = "skip"
 _LOSS_SCALE = "loss_scale"
 _TANGENT = "tangent"

@@ -30,6 +30,9 @@ SECTION_NAMES: Final = (*STEP_SECTIONS, EVALUATE)
 """A training step is ``micro_step`` k − 1 times, ``last_micro_step``, ``update``. ``micro_step`` is absent when a
 program is made for k = 1; ``evaluate`` may run between steps, and leaves only its loss and its outputs behind."""
 
+BATCH_LOSS: Final = "batch_loss"
+"""The buffer of the loss of the last micro-batch, where ``Program.loss`` is a sum over micro-batches."""
+
 PARAMETER_ALIGNMENT_NUMEL: Final = 64
 """Each parameter starts on a multiple of this many elements of its flat, whatever the world size."""
 

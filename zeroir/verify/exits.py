@@ -287,7 +287,7 @@ def _check_scalars(run: SectionRun) -> None:
     written: set[str] = set()
     for op in program.ops():
         match op:
-            case ops.OptimizerStep():
+            case ops.Direction() | ops.OptimizerStep():
                 kept.update(region.buffer for s in op.settings for region in (s.lr, s.hyper))
             case ops.UpdateScale():
                 advancing.add(op.state.buffer)

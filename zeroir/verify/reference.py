@@ -266,6 +266,11 @@ def _optimizer_steps(runs: Runs, expected: Runs) -> Iterator[Mismatch]:
         "updated by another algorithm or other hyper-parameters",
     )
     yield from _differing(
+        _steps({name: run.directions for name, run in runs.items()}),
+        _steps({name: run.directions for name, run in expected.items()}),
+        "given a direction by another algorithm or other hyper-parameters",
+    )
+    yield from _differing(
         _steps({name: run.averages for name, run in runs.items()}),
         _steps({name: run.averages for name, run in expected.items()}),
         "averaged with another decay",

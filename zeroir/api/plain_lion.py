@@ -22,6 +22,7 @@ class Lion:
 
     @torch.no_grad()
     def step(self) -> None:
+        """Update every parameter with its gradient."""
         beta1, beta2 = self.betas
         for parameter in self.parameters:
             average, gradient = self.state[parameter]["exp_avg"], parameter.grad
