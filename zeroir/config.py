@@ -413,9 +413,7 @@ class CompileOptions(BaseModel):
         early = [name for name in _GATHERED_EARLY if self._asks_for(name)]
         if len(early) > 1:
             first, second, *_ = map(self._flag, early)
-            return (
-                f"{first} and {second} both set how early parameters are gathered; leave one of them out"
-            )
+            return f"{first} and {second} both set how early parameters are gathered; leave one of them out"
         for name in ("loss_scale", *_DYNAMIC_LOSS_SCALE):
             if self.precision != "fp16" and self._asks_for(name):
                 return f"{self._flag(name)} needs --precision fp16, but the precision is {self.precision}"
@@ -479,6 +477,11 @@ class CompileOptions(BaseModel):
                 )
             mesh = f"{REPLICATE_AXIS}={world_size // shard},{SHARD_AXIS}={shard}"
         values = {**self.model_dump(), "world_size": world_size, "mesh": mesh}
+        return make_options(values, context=_IS_WRITTEN)
+
+    def for_micro_steps(self, micro_steps: int) -> CompileOptions:
+        """The options for another number of micro-steps."""
+        values = {**self.model_dump(), "micro_steps": micro_steps}
         return make_options(values, context=_IS_WRITTEN)
 
     @property

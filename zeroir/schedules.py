@@ -330,7 +330,9 @@ def make_schedule(name: str, options: Mapping[str, object]) -> Schedule:
     if kind is None:
         nearest = difflib.get_close_matches(name, SCHEDULES, n=1)
         hint = f"did you mean {nearest[0]}? The" if nearest else "the"
-        raise UserError(f"there is no schedule {name}; {hint} schedules are {', '.join(SCHEDULES)}.")
+        raise UserError(
+            f"there is no schedule {name}; {hint} schedules are {', '.join(SCHEDULES)}."
+        )
     is_text = all(isinstance(value, str) for value in options.values())
     try:
         return kind.model_validate_strings(options) if is_text else kind.model_validate(options)

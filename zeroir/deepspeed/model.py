@@ -64,7 +64,9 @@ class OptimizerBlock(Block):
 
     type: Annotated[
         str,
-        honoured("`optimizer`: Adam (AdamW unless `adam_w_mode` is false), AdamW, SGD; else refused by name"),
+        honoured(
+            "`optimizer`: Adam (AdamW unless `adam_w_mode` is false), AdamW, SGD; else refused by name"
+        ),
     ]
     params: Annotated[Free, honoured("the optimizer's options; see below")] = {}
     legacy_fusion: Annotated[bool, _INTERNAL] = False
@@ -75,7 +77,9 @@ class SchedulerBlock(Block):
 
     type: Annotated[
         str,
-        honoured("`schedule`: WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest; else refused by name"),
+        honoured(
+            "`schedule`: WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest; else refused by name"
+        ),
     ]
     params: Annotated[Free, honoured("the options of the schedule; see below")] = {}
 
@@ -146,7 +150,8 @@ class ZeroOptimization(Block):
         honoured("`bucket_gathers` at stages 1 and 2: updated parameters, converted likewise"),
     ] = 500_000_000
     overlap_comm: Annotated[
-        bool | None, honoured("false: `prefetch` 0 and `overlap_update` off; true: zeroir's defaults")
+        bool | None,
+        honoured("false: `prefetch` 0 and `overlap_update` off; true: zeroir's defaults"),
     ] = None
     load_from_fp32_weights: Annotated[bool, _NO_CHECKPOINTS] = True
     grad_hooks: Annotated[bool, _INTERNAL] = True
@@ -249,7 +254,8 @@ class CompileBlock(Block):
     """``compile``."""
 
     deepcompile: Annotated[
-        bool, refused("zeroir compiles the whole step itself; --kernels of `zeroir run` chooses kernels")
+        bool,
+        refused("zeroir compiles the whole step itself; --kernels of `zeroir run` chooses kernels"),
     ] = False
     free_activation: Annotated[bool, _INTERNAL] = False
     free_activation_threshold: Annotated[Whole, _INTERNAL] = 10 * 1024 * 1024
@@ -273,9 +279,7 @@ class CheckpointBlock(Block):
     """``checkpoint``."""
 
     tag_validation: Annotated[str, _NO_CHECKPOINTS] = "WARN"
-    load_universal: Annotated[
-        bool, refused("zeroir does not read DeepSpeed's checkpoints")
-    ] = False
+    load_universal: Annotated[bool, refused("zeroir does not read DeepSpeed's checkpoints")] = False
     use_node_local_storage: Annotated[bool, _NO_CHECKPOINTS] = False
     parallel_write: Annotated[Free | None, _NO_CHECKPOINTS] = None
     checkpoint_serialization: Annotated[bool, _NO_CHECKPOINTS] = True
@@ -283,7 +287,9 @@ class CheckpointBlock(Block):
 
 
 def _asks_for_tensor_parallelism(value: object) -> bool:
-    sizes = [value.get(key) for key in ("autotp_size", "tp_size")] if isinstance(value, dict) else []
+    sizes = (
+        [value.get(key) for key in ("autotp_size", "tp_size")] if isinstance(value, dict) else []
+    )
     return any(isinstance(size, int) and size > 1 for size in sizes)
 
 
@@ -291,7 +297,8 @@ class DeepSpeedConfiguration(Block):
     """The whole file."""
 
     train_batch_size: Annotated[
-        Count | None, honoured("micro-batch × accumulation × ranks; two of the three give the third")
+        Count | None,
+        honoured("micro-batch × accumulation × ranks; two of the three give the third"),
     ] = None
     train_micro_batch_size_per_gpu: Annotated[
         Count | None, honoured("must be the leading dimension of the example batch")
@@ -322,7 +329,9 @@ class DeepSpeedConfiguration(Block):
     gradient_predivide_factor: Annotated[float, _DIVIDED_ONCE] = 1.0
     gradient_allreduce_op: Annotated[
         Literal["mean", "sum"],
-        refused("gradients are averaged in zeroir; multiply the loss instead", differs_from("mean")),
+        refused(
+            "gradients are averaged in zeroir; multiply the loss instead", differs_from("mean")
+        ),
     ] = "mean"
     sparse_gradients: Annotated[
         bool, meaningless("gradients of embeddings are dense, with equal results")
@@ -354,9 +363,7 @@ class DeepSpeedConfiguration(Block):
     tensor_parallel: Annotated[
         Free, refused("zeroir has no tensor parallelism", _asks_for_tensor_parallelism)
     ] = {}
-    expert_parallel: Annotated[
-        Free, refused("zeroir has no expert parallelism", is_enabled)
-    ] = {}
+    expert_parallel: Annotated[Free, refused("zeroir has no expert parallelism", is_enabled)] = {}
     sequence_parallel_size: Annotated[
         Whole, refused("zeroir has no sequence parallelism", differs_from(0, 1))
     ] = 1
@@ -368,7 +375,9 @@ class DeepSpeedConfiguration(Block):
     ] = {}
     elasticity: Annotated[
         Free,
-        refused("`zeroir run` adapts a program to the number of ranks, not the batch size", is_enabled),
+        refused(
+            "`zeroir run` adapts a program to the number of ranks, not the batch size", is_enabled
+        ),
     ] = {}
     autotuning: Annotated[Free, refused("use `zeroir plan` instead", is_enabled)] = {}
     data_efficiency: Annotated[Free, _DATA] = {}
@@ -405,14 +414,17 @@ class DeepSpeedConfiguration(Block):
     memory_breakdown: Annotated[
         bool, meaningless("`zeroir report` shows the memory of every moment of a step")
     ] = False
-    dump_state: Annotated[bool, meaningless("`zeroir show` prints a program and its options")] = False
+    dump_state: Annotated[bool, meaningless("`zeroir show` prints a program and its options")] = (
+        False
+    )
     log_level: Annotated[str | None, _RUN_LOG] = None
     timers: Annotated[Free, _RUN_LOG] = {}
     flops_profiler: Annotated[
         Free, meaningless("`zeroir simulate` and `zeroir report` show the FLOP of every segment")
     ] = {}
     comms_logger: Annotated[
-        Free, meaningless("`zeroir show` prints every collective, and `zeroir run --trace` times it")
+        Free,
+        meaningless("`zeroir show` prints every collective, and `zeroir run --trace` times it"),
     ] = {}
     tensorboard: Annotated[Free, _MONITOR] = {}
     wandb: Annotated[Free, _MONITOR] = {}
@@ -421,4 +433,11 @@ class DeepSpeedConfiguration(Block):
     vocabulary_size: Annotated[Whole | None, meaningless("DeepSpeed only warns of it")] = None
 
 
-__all__ = ["Block", "DeepSpeedConfiguration", "Free", "OptimizerBlock", "Treatment", "ZeroOptimization"]
+__all__ = [
+    "Block",
+    "DeepSpeedConfiguration",
+    "Free",
+    "OptimizerBlock",
+    "Treatment",
+    "ZeroOptimization",
+]

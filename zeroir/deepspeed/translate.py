@@ -187,7 +187,9 @@ class _Translator:
         elif (self.is_given(prefetch) or self.is_given(most)) and not ahead:
             numel = min(zero.stage3_prefetch_bucket_size, zero.stage3_max_live_parameters)
             key = prefetch if numel == zero.stage3_prefetch_bucket_size else most
-            option, value = ("prefetch_bytes", min(numel * size, MOST_BYTES)) if numel else ("prefetch", 0)
+            option, value = (
+                ("prefetch_bytes", min(numel * size, MOST_BYTES)) if numel else ("prefetch", 0)
+            )
             self.set(option, value, f"zero_optimization.{key}")
         if self.is_given("stage3_max_reuse_distance") and zero.stage3_max_reuse_distance:
             self.set(
@@ -237,9 +239,13 @@ class _Translator:
                 params[key] = value
                 self.notes.append(f'scheduler.params.{key}: "auto" is {value:g}.')
         if "scheduler.params.total_num_steps" in self.reading.automatic:
-            self.notes.append('scheduler.params.total_num_steps: "auto" is --steps of `zeroir run`.')
+            self.notes.append(
+                'scheduler.params.total_num_steps: "auto" is --steps of `zeroir run`.'
+            )
         elif "total_num_steps" not in params and block.type in ("WarmupDecayLR", "WarmupCosineLR"):
-            raise UserError(f"scheduler.params.total_num_steps is missing, which {block.type} needs.")
+            raise UserError(
+                f"scheduler.params.total_num_steps is missing, which {block.type} needs."
+            )
         try:
             schedule = make_schedule(block.type, params)
         except UserError as error:
