@@ -290,7 +290,7 @@ class CompileOptions(BaseModel):
         int,
         Field(ge=1, le=MOST_COUNT, description="Overflows before the loss scale shrinks (fp16)."),
     ] = 2
-    consecutive_hysteresis: Annotated[
+    loss_scale_consecutive_hysteresis: Annotated[
         bool,
         Field(
             description="Count only consecutive overflows for the hysteresis, instead of all since the loss scale grew "
@@ -425,8 +425,8 @@ class CompileOptions(BaseModel):
                 f"--minimum-loss-scale {self.minimum_loss_scale:g} would raise the loss scale, which begins with "
                 f"--initial-loss-scale {self.initial_loss_scale:g}"
             )
-        if self.consecutive_hysteresis and self.loss_scale_hysteresis == 1:
-            return "--consecutive-hysteresis needs a --loss-scale-hysteresis above 1"
+        if self.loss_scale_consecutive_hysteresis and self.loss_scale_hysteresis == 1:
+            return "--loss-scale-consecutive-hysteresis needs a --loss-scale-hysteresis above 1"
         if self.accumulate_locally and self.micro_steps == 1:
             return "--accumulate-locally needs --micro-steps above 1, but a step has one micro-step"
         if self.accumulate_locally and self._asks_for("live_gradients"):
@@ -612,7 +612,7 @@ _DYNAMIC_LOSS_SCALE: Final = (
     "loss_scale_window",
     "loss_scale_factor",
     "loss_scale_hysteresis",
-    "consecutive_hysteresis",
+    "loss_scale_consecutive_hysteresis",
     "minimum_loss_scale",
 )
 _ADAM: Final = ("beta1", "beta2", "eps")

@@ -59,7 +59,7 @@ class CompileKeywords(TypedDict, total=False):
     loss_scale_window: int
     loss_scale_factor: float
     loss_scale_hysteresis: int
-    consecutive_hysteresis: bool
+    loss_scale_consecutive_hysteresis: bool
     minimum_loss_scale: float
 
 
