@@ -176,8 +176,6 @@ class Engine:
         self.program = program
         self.job = open_job(program, settings.backend, self.device, settings.timeout)
         memory = RankMemory(program, self.job.rank, self.device, is_deferred=True)
-        if kept is not None:
-            state_of_buffers.take_over(program, memory, kept)
         local_ranks = LocalRanks(
             program=program,
             memories=[memory],
@@ -187,6 +185,8 @@ class Engine:
         local_ranks.compile()
         if settings.self_check:
             check_kernels(local_ranks, settings.kernels)
+        if kept is not None:  # only now, because the self-check overwrites the buffers
+            state_of_buffers.take_over(program, memory, kept)
         self._memory = memory
         streams, self._graphs = self._open_streams(cuda_graphs=settings.cuda_graphs)
         self._executor = StepExecutor(

@@ -196,7 +196,7 @@ class StepExecutor:
         Raises:
             UserError: where the program has no such section, or a batch does not fit.
         """
-        if EVALUATE not in self._program.section_by_name:
+        if EVALUATE not in self._program.section_by_name or self._program.eval_loss is None:
             raise UserError(why_not_evaluate(self._program))
         with self._streams.entered():
             self._set_inputs(batches, 0)

@@ -388,8 +388,16 @@ class CompileOptions(BaseModel):
 
     @field_validator("ns_coefficients", mode="before")
     @classmethod
-    def _numbers(cls, value: object) -> object:
-        return tuple(value.split(",")) if isinstance(value, str) else value
+    def _three_numbers(cls, value: object) -> object:
+        if value is None:
+            return None
+        items = value.split(",") if isinstance(value, str) else value
+        try:
+            a, b, c = map(float, items if isinstance(items, list | tuple) else ())
+        except (TypeError, ValueError):
+            example = "three numbers, such as 3.4445,-4.775,2.0315"
+            raise PydanticCustomError("coefficients", example) from None
+        return a, b, c
 
     @field_validator("group", mode="before")
     @classmethod
@@ -453,7 +461,8 @@ class CompileOptions(BaseModel):
 
     @model_validator(mode="after")
     def _nesterov_fits_momentum(self) -> Self:
-        if self.nesterov and (self.dampening or not self.effective_momentum):
+        has_momentum = "momentum" in hyper_parameters.DEFAULTS[self.optimizer]
+        if self.nesterov and has_momentum and (self.dampening or not self.effective_momentum):
             raise ValueError("nesterov needs a momentum above 0 and no dampening")
         return self
 

@@ -78,6 +78,7 @@ def show(
     Example: zeroir show gpt.zir --section last_micro_step --unit blocks.0
     """
     from zeroir.api import load_program
+    from zeroir.report.config import config_json, render_config
     from zeroir.report.render import render_schedule, render_summary, schedule_json
 
     compiled = load_program(program)
@@ -96,10 +97,13 @@ def show(
         sys.stdout.write(compiled.text(section=section))
     elif as_json:
         rows = schedule_json(compiled.program, section=section, unit=unit)
-        print_json({**compiled.summary(), "schedule": rows})
+        facts = {**config_json(compiled.artifact), **compiled.summary()}
+        print_json({**facts, "schedule": rows})
     else:
         if after_pass is not None:
             print_pass(compiled)
+        if compiled.artifact.config is not None:
+            out.print(render_config(compiled.artifact.config, compiled.program))
         out.print(render_summary(compiled.summary()))
         out.print(render_schedule(compiled.program, section=section, unit=unit, is_unfolded=unfold))
     return 0
