@@ -22,7 +22,6 @@ from pydantic_core import PydanticCustomError
 from zeroir import hyper_parameters
 from zeroir.errors import UserError
 from zeroir.groups import (
-    GROUP_KEYS,
     SEPARATOR,
     GroupError,
     GroupSpec,
@@ -648,7 +647,8 @@ class CompileOptions(BaseModel):
         return self.model_copy(update={"weight_decay": 0.0})
 
     def _of_group(self, spec: GroupSpec, context: Mapping[str, bool] | None) -> CompileOptions:
-        values = {name: getattr(self, name) for name in GROUP_KEYS}
+        names = ("optimizer", "lr", *hyper_parameters.NAMES)
+        values = {name: getattr(self, name) for name in names}
         if spec.settings.get("optimizer", self.optimizer) != self.optimizer:
             values = {name: values[name] for name in ("lr", "weight_decay")}
         update = {**values, **spec.settings, "world_size": 1}

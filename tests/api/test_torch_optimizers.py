@@ -90,6 +90,19 @@ def head_alone(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(module.head.parameters(), lr=0.01, fused=True)
 
 
+def muon_and_adamw(module: nn.Module) -> list[torch.optim.Optimizer]:
+    matrices = [p for n, p in module.named_parameters() if p.ndim == 2 and "head" not in n]
+    others = [p for n, p in module.named_parameters() if p.ndim < 2 or "head" in n]
+    return [
+        torch.optim.Muon(matrices, lr=0.02, momentum=0.9, ns_steps=4, weight_decay=0.05),
+        torch.optim.AdamW(others, lr=0.01, betas=(0.8, 0.99), fused=True),
+    ]
+
+
+def adafactor(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor(module.parameters(), lr=0.05, eps=(1e-4, 1e-2), d=2.0)
+
+
 INSTANCES = [adamw, adam, decoupled, momentum, sgd, head_alone]
 
 
@@ -183,6 +196,52 @@ def test_what_the_instance_does_not_hold_is_not_trained() -> None:
     assert {
         slot.name for flat in compiled.program.flats if flat.is_trainable for slot in flat.slots
     } == {"head.weight", "head.bias"}
+
+
+def test_several_instances_are_the_groups_of_one_program() -> None:
+    module = a_module()
+    compiled = compile_model(module, BATCH, optimizer=muon_and_adamw(module), world_size=1)
+    muon, adamw = Lockstep(compiled.program).optimizer.param_groups
+    assert muon["param_names"] == ["blocks.0.weight", "blocks.1.weight"]
+    theirs = torch.optim.Muon([torch.zeros(2, 2)]).param_groups[0]
+    assert muon.keys() - {"name", "param_names"} == theirs.keys()
+    assert (muon["lr"], muon["momentum"], muon["nesterov"], muon["ns_steps"]) == (
+        0.02,
+        0.9,
+        True,
+        4,
+    )
+    assert muon["ns_coefficients"] == theirs["ns_coefficients"]
+    assert type(muon["ns_steps"]) is int
+    assert (adamw["name"], adamw["lr"], adamw["betas"]) == ("group1", 0.01, (0.8, 0.99))
+    assert [g.algorithm for g in compiled.program.groups] == [Algorithm.MUON, Algorithm.ADAMW]
+
+
+def test_the_settings_of_adafactor_are_as_torch_has_them() -> None:
+    module = a_module()
+    compiled = compile_model(module, BATCH, optimizer=adafactor(module), world_size=1)
+    (ours,) = Lockstep(compiled.program).optimizer.param_groups
+    (theirs,) = adafactor(module).param_groups
+    assert {key: ours[key] for key in theirs.keys() - {"params", "foreach", "maximize"}} == {
+        key: theirs[key] for key in theirs.keys() - {"params", "foreach", "maximize"}
+    }
+
+
+def test_a_parameter_of_two_instances_is_refused() -> None:
+    module = a_module()
+    with pytest.raises(UserError, match="Group 0 of the Adam has blocks.0.bias, which another"):
+        translated([adamw(module), adam(module)], module, {})
+
+
+def test_coefficients_of_muon_are_those_of_all_groups() -> None:
+    module = a_module()
+    weights = [p for p in module.parameters() if p.ndim == 2]
+    groups: list[dict[str, object]] = [
+        {"params": weights[:1]},
+        {"params": weights[1:], "ns_coefficients": (3.0, -4.0, 2.0)},
+    ]
+    with pytest.raises(UserError, match="Group 1 of the Muon has other ns_coefficients"):
+        translated(torch.optim.Muon(groups), module, {})
 
 
 @pytest.mark.parametrize(

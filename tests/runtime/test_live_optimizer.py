@@ -268,9 +268,9 @@ def test_what_did_not_change_is_not_written(engine: Engine) -> None:
         (
             "betas",
             0.9,
-            "betas of group default of engine.optimizer is 0.9, but should be two numbers.",
+            "betas of group default of engine.optimizer is 0.9, but should be 2 numbers.",
         ),
-        ("betas", (0.9, None), "but should be two numbers."),
+        ("betas", (0.9, None), "but should be 2 numbers."),
         ("eps", -1e-8, "eps of group default"),
         ("weight_decay", -0.1, "weight_decay of group default"),
     ],

@@ -42,7 +42,9 @@ class CompileKeywords(TypedDict, total=False):
     keep_fp32: str | Sequence[str]
     evaluate: bool
     outputs: str | Sequence[str]
-    optimizer: Algorithm | OptimizerName | type[TorchOptimizer] | TorchOptimizer
+    optimizer: (
+        Algorithm | OptimizerName | type[TorchOptimizer] | TorchOptimizer | Sequence[TorchOptimizer]
+    )
     lr: float
     schedule: str | None
     momentum: float | None

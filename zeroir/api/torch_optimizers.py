@@ -1,8 +1,9 @@
 """Optimizers of ``torch.optim`` as options of a compilation: a class, or an instance over the parameters of a module.
 
-A class gives the algorithm and its own defaults. An instance gives its groups, too: the first group's settings are the
-options, and each further group is one of ``CompileOptions.group``, which names its parameters. A parameter in no group
-is not trained, as torch would not train it.
+A class gives the algorithm and its own defaults. An instance gives its groups, too, and a list of instances the groups
+of each, such as those of a Muon and an AdamW: the first group's settings are the options, and each further group is one
+of ``CompileOptions.group``, which names its parameters. A parameter in no group is not trained, as torch would not train
+it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from zeroir.errors import UserError
 from zeroir.frontend.source import ModelSource
 from zeroir.groups import GROUP_KEYS, GroupError, group_text, parse_groups
+from zeroir.hyper_parameters import DEFAULTS, NAMES
 from zeroir.ir.ops import Algorithm
 
 if TYPE_CHECKING:
@@ -30,6 +32,8 @@ _IMPLEMENTATIONS: Final = frozenset({"foreach", "fused", "capturable"})
 _NOT_SETTINGS: Final = frozenset({"params", "param_names", "name", "decoupled_weight_decay"})
 
 _OF_MOMENTUM: Final = ("momentum", "dampening", "nesterov")
+_PAIRS: Final = {"betas": ("beta1", "beta2"), "eps": ("eps", "eps2")}
+"""Pairs of torch's optimizers, and the options that they are; most have a single ``eps``."""
 
 _PATTERN_CHARACTERS: Final = re.compile(r"[*?\[\]|;:,]")
 """Characters of a name that mean something else in a group; a question mark matches each of them."""
@@ -63,22 +67,25 @@ def translated(
     if isinstance(optimizer, type):
         algorithm = _algorithm(optimizer)
         return TranslatedOptimizer(options=_of_class(optimizer, algorithm, given))
-    if not isinstance(optimizer, torch.optim.Optimizer):
+    instances = list(optimizer) if isinstance(optimizer, tuple | list) else [optimizer]
+    optimizers = [each for each in instances if isinstance(each, torch.optim.Optimizer)]
+    if not optimizers or len(optimizers) < len(instances):
         raise UserError(
             f"optimizer is {optimizer!r}, but should be a name ({', '.join(Algorithm)}), or a class or an instance of "
-            "torch.optim."
+            "torch.optim, or a list of instances."
         )
+    kind = type(optimizers[0]).__name__
     if not isinstance(model, nn.Module):
         raise UserError(
-            f"An instance of {type(optimizer).__name__} has the parameters of a module: compile that module, or pass "
-            "the class as optimizer= and groups as group=."
+            f"An instance of {kind} has the parameters of a module: compile that module, or pass the class as "
+            "optimizer= and groups as group=."
         )
-    for name in (*GROUP_KEYS, "group", "no_decay"):
+    for name in ("lr", *NAMES, "group", "no_decay"):
         if name in given:
             raise UserError(
-                f"{name}= has no effect beside an instance of {type(optimizer).__name__}: set it in the instance."
+                f"{name}= has no effect beside an instance of {kind}: set it in the instance."
             )
-    return _of_instance(optimizer, model, given)
+    return _of_instances(optimizers, model, given)
 
 
 # --------------------------------------------------------------------------------------------------------- a class
@@ -106,33 +113,71 @@ def _of_class(kind: type, algorithm: Algorithm, given: Mapping[str, object]) -> 
     values = dict(given)
     if algorithm is Algorithm.SGD and not values.get("momentum", 1):
         del values["momentum"]
-    names = {"lr", *algorithm.hyper_names} - set(_OF_MOMENTUM)
-    for name, value in _defaults(kind).items():
-        if name in names & set(GROUP_KEYS):
+    for name, value in _as_options(_defaults(kind)).items():
+        if name in _option_names(algorithm) - set(_OF_MOMENTUM):
             values.setdefault(name, value)
     return {**values, "optimizer": algorithm}
 
 
+def _option_names(algorithm: Algorithm) -> frozenset[str]:
+    """The options that have an effect with an algorithm."""
+    return frozenset(("lr", *DEFAULTS[algorithm]))
+
+
 def _defaults(kind: type) -> dict[str, object]:
-    """The defaults of a class's settings, under the names of options."""
+    """The defaults of a class's settings."""
     parameters = inspect.signature(kind).parameters.values()
-    return _split_betas({p.name: p.default for p in parameters if p.default is not p.empty})
+    return {p.name: p.default for p in parameters if p.default is not p.empty}
 
 
-def _split_betas(settings: Mapping[str, object]) -> dict[str, object]:
+def _as_options(settings: Mapping[str, object]) -> dict[str, object]:
+    """Settings of torch's optimizers under the names of options; None, torch's choice, is left out."""
     values = dict(settings)
-    betas = values.pop("betas", None)
-    if isinstance(betas, Sequence):
-        values["beta1"], values["beta2"] = betas
-    return values
+    for key, names in _PAIRS.items():
+        pair = values.get(key)
+        if isinstance(pair, tuple | list):
+            del values[key]
+            values.update(zip(names, pair, strict=True))
+    return {name: value for name, value in values.items() if value is not None}
 
 
 # ------------------------------------------------------------------------------------------------------ an instance
 
 
-def _of_instance(
-    optimizer: Optimizer, module: nn.Module, given: Mapping[str, object]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Group:
+    """A group of an instance: the names of its parameters, and its options."""
+
+    label: str
+    name: str | None
+    algorithm: Algorithm
+    members: tuple[str, ...]
+    options: Mapping[str, object]
+
+
+def _of_instances(
+    optimizers: Sequence[Optimizer], module: nn.Module, given: Mapping[str, object]
 ) -> TranslatedOptimizer:
+    module = _uncompiled(module)
+    groups = [group for optimizer in optimizers for group in _groups(optimizer, module)]
+    trained: set[str] = set()
+    for group in groups:
+        twice = trained & set(group.members)
+        if twice:
+            raise UserError(f"{group.label} has {min(twice)}, which another optimizer has, too.")
+        trained |= set(group.members)
+    untrained = {
+        name for name, parameter in module.named_parameters() if parameter.requires_grad
+    } - trained
+    first = groups[0]
+    options = {**given, **first.options, "optimizer": first.algorithm}
+    if len(groups) > 1:
+        options["group"] = _group_texts(groups, _aliases(module))
+    return TranslatedOptimizer(options=options, untrained=frozenset(untrained))
+
+
+def _groups(optimizer: Optimizer, module: nn.Module) -> list[_Group]:
+    """The groups of one instance."""
     kind = type(optimizer)
     algorithm = _algorithm(kind)
     groups = optimizer.param_groups
@@ -147,45 +192,41 @@ def _of_instance(
         algorithm = Algorithm.ADAMW
         if not all(group["decoupled_weight_decay"] for group in groups):
             raise UserError(
-                "Only some groups of the Adam have decoupled_weight_decay: give these to an AdamW in a program of "
-                "their own, or set it everywhere."
+                "Only some groups of the Adam have decoupled_weight_decay: give these to an AdamW, and pass both."
             )
-    module = _uncompiled(module)
-    members = _members(optimizer, module)
-    settings = [_settings(kind, algorithm, number, group) for number, group in enumerate(groups)]
-    trained = {name for names in members for name in names}
-    untrained = {
-        name for name, parameter in module.named_parameters() if parameter.requires_grad
-    } - trained
-    options = {**given, **settings[0], "optimizer": algorithm}
-    if len(groups) > 1:
-        options["group"] = _group_texts(groups, members, settings, _aliases(module))
-    return TranslatedOptimizer(options=options, untrained=frozenset(untrained))
-
-
-def _members(optimizer: Optimizer, module: nn.Module) -> list[list[str]]:
-    """The names of the trained parameters of each group."""
     names = {id(parameter): name for name, parameter in module.named_parameters()}
-    members: list[list[str]] = []
-    for number, group in enumerate(optimizer.param_groups):
-        own: list[str] = []
-        for parameter in group["params"]:
-            name = names.get(id(parameter))
-            if name is None:
-                raise UserError(
-                    f"Group {number} of the {type(optimizer).__name__} has a parameter of shape "
-                    f"{list(parameter.shape)} that is not one of the module {type(module).__name__}: make the "
-                    "optimizer from the parameters of the module that is compiled."
-                )
-            if parameter.requires_grad:
-                own.append(name)
-        if not own:
-            raise UserError(
-                f"Group {number} of the {type(optimizer).__name__} has no parameter that requires a gradient: leave "
-                "it out."
+    found: list[_Group] = []
+    for number, group in enumerate(groups):
+        label = f"Group {number} of the {kind.__name__}"
+        given = group.get("name")
+        is_name = isinstance(given, str) and re.fullmatch(r"[A-Za-z0-9_]+", given) is not None
+        found.append(
+            _Group(
+                label=label,
+                name=given if is_name else None,
+                algorithm=algorithm,
+                members=_members(label, group["params"], names),
+                options=_settings(kind, algorithm, label, group),
             )
-        members.append(own)
-    return members
+        )
+    return found
+
+
+def _members(label: str, parameters: Sequence[Tensor], names: Mapping[int, str]) -> tuple[str, ...]:
+    """The names of the trained parameters of a group."""
+    own: list[str] = []
+    for parameter in parameters:
+        name = names.get(id(parameter))
+        if name is None:
+            raise UserError(
+                f"{label} has a parameter of shape {list(parameter.shape)} that is not one of the module: make the "
+                "optimizer from the parameters of the module that is compiled."
+            )
+        if parameter.requires_grad:
+            own.append(name)
+    if not own:
+        raise UserError(f"{label} has no parameter that requires a gradient: leave it out.")
+    return tuple(own)
 
 
 def _aliases(module: nn.Module) -> Mapping[str, Sequence[str]]:
@@ -197,55 +238,53 @@ def _aliases(module: nn.Module) -> Mapping[str, Sequence[str]]:
 
 
 def _settings(
-    kind: type, algorithm: Algorithm, number: int, group: Mapping[str, object]
+    kind: type, algorithm: Algorithm, label: str, group: Mapping[str, object]
 ) -> dict[str, object]:
     """The options of one group.
 
     Raises:
         UserError: where a setting is not supported.
     """
-    defaults = _defaults(kind)
-    names = {"lr", *algorithm.hyper_names}
-    if algorithm is Algorithm.SGD:
-        names -= set(_OF_MOMENTUM)
     if "initial_lr" in group:
         raise UserError(
             f"A scheduler drives the {kind.__name__}, and would go on to drive it instead of the program: make the "
             "scheduler from engine.optimizer."
         )
+    names = _option_names(algorithm)
     values: dict[str, object] = {}
-    for name, value in _split_betas(group).items():
-        if name in names and name in GROUP_KEYS:
+    for name, value in _as_options(group).items():
+        if name in names:
             values[name] = value.item() if isinstance(value, Tensor) else value
-        elif name in _IMPLEMENTATIONS | _NOT_SETTINGS | set(_OF_MOMENTUM) or name not in defaults:
-            continue
-        elif value:
-            raise UserError(
-                f"Group {number} of the {kind.__name__} has {name}={value}, which zeroir does not support."
-            )
+    defaults = _defaults(kind)
+    ignored = names | _IMPLEMENTATIONS | _NOT_SETTINGS | {*_OF_MOMENTUM, *_PAIRS}
+    for name in sorted(defaults.keys() & group.keys() - ignored):
+        if group[name] and group[name] != defaults[name]:
+            raise UserError(f"{label} has {name}={group[name]}, which zeroir does not support.")
     return values
 
 
-def _group_texts(
-    groups: Sequence[Mapping[str, object]],
-    members: Sequence[Sequence[str]],
-    settings: Sequence[Mapping[str, object]],
-    aliases: Mapping[str, Sequence[str]],
-) -> tuple[str, ...]:
+def _group_texts(groups: Sequence[_Group], aliases: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
     """All groups but the first, as texts."""
+    first = groups[0]
     texts: list[str] = []
-    for number, (group, names, values) in enumerate(zip(groups, members, settings, strict=True)):
-        if number == 0:
-            continue
-        others = [alias for own in members if own is not names for n in own for alias in aliases[n]]
-        patterns = _patterns(names, others)
-        given = group.get("name")
-        name = given if isinstance(given, str) and re.fullmatch(r"\w+", given, re.ASCII) else None
+    for number, group in enumerate(groups[1:], start=1):
+        others = [
+            alias for g in groups if g is not group for name in g.members for alias in aliases[name]
+        ]
+        settings = dict(group.options)
+        inherited = (
+            first.options if group.algorithm is first.algorithm else DEFAULTS[group.algorithm]
+        )
+        for name in settings.keys() - set(GROUP_KEYS):
+            if settings.pop(name) != inherited[name]:
+                raise UserError(f"{group.label} has other {name} than the first group.")
+        if group.algorithm is not first.algorithm:
+            settings = {"optimizer": str(group.algorithm), **settings}
+        settings["name"] = group.name or f"group{number}"
         try:
-            own_name = {"name": name or f"group{number}"}
-            texts.append(group_text("|".join(patterns), {**values, **own_name}))
+            texts.append(group_text("|".join(_patterns(group.members, others)), settings))
         except GroupError as error:
-            raise UserError(f"Group {number} of the optimizer cannot be read: {error}.") from None
+            raise UserError(f"{group.label} cannot be read: {error}.") from None
     return tuple(texts)
 
 
