@@ -159,9 +159,9 @@ class Engine:
         if self.device.type == "cpu":
             return_freed_memory()
         self._lender: Lender | None = None
-        self._optimizer: LiveOptimizer | None = None
         self._recorder = SpanRecorder()
         self._accumulation = Accumulation(self._micro_step)
+        self._optimizer: LiveOptimizer | None = None
         self._open(program)
         if cuda_graphs and self.device.type != "cuda" and self.rank == 0:
             warnings.warn(
@@ -176,8 +176,6 @@ class Engine:
         self.program = program
         self.job = open_job(program, settings.backend, self.device, settings.timeout)
         memory = RankMemory(program, self.job.rank, self.device, is_deferred=True)
-        if kept is not None:
-            state_of_buffers.take_over(program, memory, kept)
         local_ranks = LocalRanks(
             program=program,
             memories=[memory],
@@ -187,6 +185,8 @@ class Engine:
         local_ranks.compile()
         if settings.self_check:
             check_kernels(local_ranks, settings.kernels)
+        if kept is not None:  # only now, because the self-check overwrites the buffers
+            state_of_buffers.take_over(program, memory, kept)
         self._memory = memory
         streams, self._graphs = self._open_streams(cuda_graphs=settings.cuda_graphs)
         self._executor = StepExecutor(
