@@ -365,7 +365,10 @@ WRONG: list[tuple[dict[str, object], str]] = [
         {"zero_optimization": {"reduce_buket_size": 5}},
         "DeepSpeed has no key zero_optimization.reduce_buket_size; did you mean reduce_bucket_size?",
     ),
-    ({"train_batchsize": 5}, "DeepSpeed has no key train_batchsize; did you mean train_batch_size?"),
+    (
+        {"train_batchsize": 5},
+        "DeepSpeed has no key train_batchsize; did you mean train_batch_size?",
+    ),
     ({"zzz": 5}, "DeepSpeed has no key zzz."),
     (
         {"zero_optimization": {"stage": 7}},
@@ -384,7 +387,10 @@ WRONG: list[tuple[dict[str, object], str]] = [
         "communication_data_type cannot be honoured: gradients travel in fp32",
     ),
     ({"optimizer": {"params": {}}}, "optimizer.type is missing."),
-    ({"optimizer": {"type": "Lamb"}}, "zeroir has no optimizer Lamb; from this file it takes Adam,"),
+    (
+        {"optimizer": {"type": "Lamb"}},
+        "zeroir has no optimizer Lamb; from this file it takes Adam,",
+    ),
     ({"optimizer": {"type": "sgd"}}, "zeroir has no optimizer sgd"),
     (
         {"optimizer": {"type": "Adam", "params": {"lrr": 1}}},
