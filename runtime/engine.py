@@ -159,9 +159,9 @@ class Engine:
         if self.device.type == "cpu":
             return_freed_memory()
         self._lender: Lender | None = None
-        self._optimizer: LiveOptimizer | None = None
         self._recorder = SpanRecorder()
         self._accumulation = Accumulation(self._micro_step)
+        self._optimizer: LiveOptimizer | None = None
         self._open(program)
         if cuda_graphs and self.device.type != "cuda" and self.rank == 0:
             warnings.warn(

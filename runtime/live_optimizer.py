@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from zeroir.errors import UserError
+from zeroir.hyper_parameters import ADJUST_LR_FNS
 from zeroir.ir import ops
 from zeroir.ir.buffers import Region
 from zeroir.ir.ops import Algorithm
@@ -28,17 +29,22 @@ from zeroir.runtime.rank_memory import RankMemory
 _BETAS: Final = ("beta1", "beta2")
 """Two settings of programs that torch's optimizers have as one pair, ``betas``."""
 
+_EPSILONS: Final = ("eps", "eps2")
+"""Two settings of Adafactor that torch has as one pair, ``eps``."""
+
 _SWITCHES: Final = frozenset({"nesterov"})
+_WHOLE: Final = frozenset({"ns_steps"})
+_ADJUST: Final = "adjust_lr_fn"
 
 _FRACTIONS: Final = frozenset({"momentum", *_BETAS})
 """Settings that must be at least 0 and below 1."""
 
-_NOT_NEGATIVE: Final = frozenset({"lr", "eps", "weight_decay"})
+_NOT_NEGATIVE: Final = frozenset({"lr", "eps", "eps2", "weight_decay"})
 
 Settings = tuple[float, ...]
 """The learning rate of a group, and then the hyper-parameters of its algorithm."""
 
-_Value = float | tuple[float, ...]
+_Value = float | str | tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,7 +215,7 @@ class LiveOptimizer(torch.optim.Optimizer):
             ) from error
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SettingsOfRanks:
     """Writes the settings of an optimizer before each step of a rank, and compares them with those of other ranks.
 
@@ -219,16 +225,15 @@ class SettingsOfRanks:
 
     optimizer: LiveOptimizer
     job: Job
-    _updates: int = 0
 
-    def before_micro_step(self, *, is_last: bool) -> None:
-        """Write what changed.
+    def before_micro_step(self, step: int, *, is_last: bool) -> None:
+        """Write what changed, for a step that is counted from 1.
 
         Raises:
             UserError: where a setting is invalid, or where two ranks have different ones.
         """
         self.optimizer.write()
-        if is_last and not self.job.is_alone and _is_compared(self._updates + 1):
+        if is_last and not self.job.is_alone and _is_compared(step):
             settings = self.optimizer.settings()
             rows = self.job.exchange([value for group in settings for value in group])
             owners = [
@@ -239,8 +244,7 @@ class SettingsOfRanks:
             _require_same(owners, rows, self.job.rank)
 
     def after_update(self) -> None:
-        """Count the update, and report it to the optimizer."""
-        self._updates += 1
+        """Report the update to the optimizer."""
         self.optimizer.report_update()
 
 
@@ -313,16 +317,33 @@ def _first_settings(group: _Group, first: Mapping[str, tuple[float, ...]]) -> Se
     return tuple(values)
 
 
+def _place(algorithm: Algorithm, name: str) -> tuple[str, int | None]:
+    """The key of a setting in torch's groups, and its index there if the key has several numbers."""
+    if name in _BETAS:
+        return "betas", _BETAS.index(name)
+    if algorithm is Algorithm.ADAFACTOR and name in _EPSILONS:
+        return "eps", _EPSILONS.index(name)
+    key, dot, index = name.partition(".")
+    return key, int(index) if dot else None
+
+
 def _as_torch_has_them(group: _Group, settings: Settings) -> Mapping[str, _Value]:
     """The settings of a group under the keys of torch's optimizers."""
     values: dict[str, _Value] = {"lr": settings[0]}
-    betas: list[float] = []
+    several: dict[str, list[float]] = {}
     for name, value in zip(group.algorithm.hyper_names, settings[1:], strict=True):
-        if name in _BETAS:
-            betas.append(value)
-            values["betas"] = tuple(betas)
+        key, index = _place(group.algorithm, name)
+        if index is not None:
+            several.setdefault(key, []).append(value)
+            values[key] = tuple(several[key])
+        elif name in _SWITCHES:
+            values[key] = bool(value)
+        elif name in _WHOLE:
+            values[key] = int(value)
+        elif name == _ADJUST:
+            values[key] = next(text for text, n in ADJUST_LR_FNS.items() if n == value)
         else:
-            values[name] = bool(value) if name in _SWITCHES else value
+            values[key] = value
     return values
 
 
@@ -332,24 +353,23 @@ def _settings(group: _Group, param_group: Mapping[str, object]) -> Settings:
     Raises:
         UserError: where one is missing or no number.
     """
-    values = dict(param_group)
-    pair = values.get("betas")
-    if isinstance(pair, tuple | list) and len(pair) == len(_BETAS):
-        values.update(zip(_BETAS, pair, strict=True))
     numbers: list[float] = []
     for name in ("lr", *group.algorithm.hyper_names):
-        value = values.get(name)
+        key, index = _place(group.algorithm, name)
+        given = value = param_group.get(key)
+        if index is not None:
+            is_long_enough = isinstance(given, tuple | list) and len(given) > index
+            value = given[index] if is_long_enough and isinstance(given, tuple | list) else None
+        elif name == _ADJUST:
+            value = ADJUST_LR_FNS.get("original" if given is None else str(given))
         if isinstance(value, Tensor):
-            raise _invalid(group, name, "a tensor", "a number, which needs no wait for the device")
+            expected = "a number, which needs no wait for the device"
+            raise _invalid(group, key, "a tensor", expected)
         if not isinstance(value, Real):
-            is_of_pair = name in _BETAS
-            found = pair if is_of_pair else value
-            raise _invalid(
-                group,
-                "betas" if is_of_pair else name,
-                repr(found),
-                "two numbers" if is_of_pair else "a number",
-            )
+            count = sum(_place(group.algorithm, n)[0] == key for n in group.algorithm.hyper_names)
+            expected = "a number" if index is None else f"{count} numbers"
+            expected = " or ".join(ADJUST_LR_FNS) if name == _ADJUST else expected
+            raise _invalid(group, key, repr(given), expected)
         numbers.append(float(value))
     return tuple(numbers)
 
@@ -362,6 +382,8 @@ def _require_valid(group: _Group, settings: Settings) -> None:
             raise _invalid(group, name, repr(value), "at least 0 and below 1")
         if name in _NOT_NEGATIVE and not 0 <= value < math.inf:
             raise _invalid(group, name, repr(value), "a number of at least 0")
+        if name in _WHOLE and not (value >= 1 and value.is_integer()):
+            raise _invalid(group, name, repr(value), "a whole number of at least 1")
         if not math.isfinite(value):
             raise _invalid(group, name, repr(value), "finite")
     momentum = values.get("momentum", 0.0)

@@ -1,51 +1,48 @@
-"""A learning-rate schedule that drives the settings of an engine's optimizer, step by step."""
+"""A learning-rate schedule that drives the settings of optimizer groups, step by step."""
 
 from __future__ import annotations
 
-from zeroir.runtime.engine import Engine
-from zeroir.schedules import Schedule, ScheduledSettings, SchedulePoint, parse_schedule
+from collections.abc import MutableMapping, Sequence
+
+from zeroir.schedules import SchedulePoint, parse_schedule
 
 
 class ScheduleDriver:
-    """Writes the settings of a program's schedule before each step; without a schedule the first settings stay.
+    """Gives optimizer groups the settings of a schedule before each step.
 
-    ``steps`` is the number of steps of the run. The factors of a schedule multiply the learning rate of each optimizer
-    group; its absolute values are those of all groups.
+    ``schedule`` is the text of a schedule, ``groups`` are ``param_groups`` like those of torch's optimizers, and
+    ``steps`` is the number of steps of the run. The factors of a schedule multiply the learning rate that each group
+    has at first; its absolute values are those of all groups. Betas are set in the groups that have them.
     """
 
-    def __init__(self, engine: Engine, steps: int) -> None:
-        text = engine.program.option.get("schedule")
-        self.schedule: Schedule | None = None if text is None else parse_schedule(text)
-        self._engine = engine
+    def __init__(
+        self, schedule: str, groups: Sequence[MutableMapping[str, object]], steps: int
+    ) -> None:
+        self._schedule = parse_schedule(schedule)
+        self._groups = groups
+        self._lrs = [_number(group["lr"]) for group in groups]
         self._steps = steps
-        self._lrs = {
-            scalar.buffer: scalar.values[0]
-            for scalar in engine.program.scalars
-            if scalar.buffer == "lr" or scalar.buffer.startswith("lr.")
-        }
         self._updates_done = 0
-        self.lr = self._lrs.get("lr", 0.0)
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the first group."""
+        return _number(self._groups[0]["lr"])
 
     def before_step(self) -> None:
-        """Write the settings of the next step; ``lr`` is then the learning rate of the first group."""
-        if self.schedule is None:
-            return
-        self._engine.finish()
-        for buffer, lr in self._lrs.items():
-            settings = self.schedule.settings(
-                SchedulePoint(updates_done=self._updates_done, lr=lr, steps=self._steps)
-            )
-            self._write(buffer, settings)
-            if buffer == "lr":
-                self.lr = settings.lr
+        """Set the settings of the next step."""
+        for group, lr in zip(self._groups, self._lrs, strict=True):
+            point = SchedulePoint(updates_done=self._updates_done, lr=lr, steps=self._steps)
+            settings = self._schedule.settings(point)
+            group["lr"] = settings.lr
+            if settings.betas is not None and "betas" in group:
+                group["betas"] = settings.betas
 
     def after_step(self, *, is_skipped: bool) -> None:
         """Count an update, unless an overflow skipped it."""
         self._updates_done += not is_skipped
 
-    def _write(self, buffer: str, settings: ScheduledSettings) -> None:
-        self._engine.buffer(buffer).fill_(settings.lr)
-        algorithm = self._engine.program.option.get("optimizer")
-        if settings.betas is not None and algorithm in ("adam", "adamw"):
-            hyper = self._engine.buffer(buffer.replace("lr", "hyper", 1))
-            hyper[0], hyper[1] = settings.betas
+
+def _number(value: object) -> float:
+    assert isinstance(value, int | float)
+    return float(value)

@@ -111,7 +111,8 @@ def orthogonalise(matrix: Tensor, coefficients: Sequence[float], steps: int, eps
 
 def _adafactor(operands: WholeOperands) -> None:
     beta2_decay, eps1, eps2, largest, weight_decay = operands.hyper.tolist()
-    lr, count = _number(operands.lr), _number(operands.step)
+    # Before the first step that is not skipped the count is 0, and the result is never used.
+    lr, count = _number(operands.lr), _largest(_number(operands.step), 1.0)
     weight = count**beta2_decay
     rate = _least(lr, 1 / count**0.5)
     for parameter in operands.parameters:
@@ -120,7 +121,7 @@ def _adafactor(operands: WholeOperands) -> None:
         assert rows is not None
         size = _largest(_norm(whole) / whole.numel() ** 0.5, eps2) * rate
         variance = _variance(parameter, rows, weight, eps1, operands.skip)
-        if not parameter.param.numel():
+        if variance is None:
             continue
         update = variance.clamp_(min=eps1 * eps1).rsqrt_().mul_(gradient)
         length = _largest(_norm(update) / (update.numel() ** 0.5 * largest), 1.0)
@@ -129,17 +130,17 @@ def _adafactor(operands: WholeOperands) -> None:
 
 def _variance(
     parameter: WholeParameter, rows: Tensor, weight: Number, eps1: float, skip: Tensor | None
-) -> Tensor:
-    """Move the second moments, and return those of the elements; nothing where this rank updates none."""
+) -> Tensor | None:
+    """Move the second moments, and return those of the elements; None where this rank updates none."""
     gradient, columns = parameter.direction, parameter.columns
     if columns is None:
         _move(rows, gradient * gradient, weight, skip)
-        return rows.clone() if parameter.param.numel() else rows[:0]
+        return rows.clone() if parameter.param.numel() else None
     for moments, dim in ((rows, -1), (columns, -2)):
         means = torch.linalg.vector_norm(gradient, dim=dim, keepdim=True)
         _move(moments, means.square_().div_(gradient.size(dim)), weight, skip)
     if not parameter.param.numel():
-        return rows[:0]
+        return None
     return (rows @ columns).div_(rows.mean(dim=-2, keepdim=True).clamp_(min=eps1))
 
 
@@ -177,7 +178,7 @@ def _replace(old: Tensor, new: Tensor, skip: Tensor | None) -> None:
     if skip is None:
         old.copy_(new)
     else:
-        torch.where(skip > 0, old, new, out=old)
+        torch.where(skip.reshape(()) > 0, old, new, out=old)
 
 
 def _number(value: Tensor) -> Number:

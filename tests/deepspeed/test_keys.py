@@ -237,7 +237,8 @@ def test_a_key_without_meaning_is_one_line_and_changes_nothing(key: str) -> None
     data = nested(key, value)
     for name, block in base.items():
         own = data.setdefault(name, {})
-        assert isinstance(own, dict) and isinstance(block, dict)
+        assert isinstance(own, dict)
+        assert isinstance(block, dict)
         own.update(block)
     with_key, without = translated(data), translated(base)
     assert with_key.options == without.options
