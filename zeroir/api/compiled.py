@@ -15,7 +15,7 @@ from zeroir.artifact import Artifact, ConfigRecord
 from zeroir.config import CompileOptions, options_from_pairs
 from zeroir.errors import InternalError, UserError
 from zeroir.ir.amounts import parse_bytes
-from zeroir.ir.program import EVALUATE, Program, why_not_evaluate
+from zeroir.ir.program import EVALUATE, MICRO_STEP, Program, why_not_evaluate
 from zeroir.ir.text import print_program, print_section
 from zeroir.report.names import counted, shortened
 from zeroir.report.summary import Summary, summarise
@@ -108,6 +108,25 @@ class CompiledProgram:
         compiled = _with_proof(self.artifact, _lower(self.logical, options), self.path)
         return replace(compiled, source=self.source)
 
+    @property
+    def accumulates(self) -> bool:
+        """Whether its steps take any number of batches."""
+        return MICRO_STEP in self.program.section_by_name
+
+    def for_accumulation(self, micro_steps: int) -> CompiledProgram:
+        """A program for steps of one batch lowered again, from its logical program, for steps of any number.
+
+        ``micro_steps``, at least 2, is the number that ``zeroir run`` takes unless told otherwise.
+        """
+        from zeroir.frontend.accumulate import accumulate
+        from zeroir.workspace.segments import declared
+
+        options = self.options.for_micro_steps(micro_steps)
+        logical = declared(replace(accumulate(self.logical), options=options.to_pairs()))
+        artifact = replace(self.artifact, logical=logical)
+        compiled = _with_proof(artifact, _lower(logical, options), self.path)
+        return replace(compiled, source=self.source)
+
     def after_pass(self, number: int) -> CompiledProgram:
         """The program after the first ``number`` passes; after 0 passes it is the program of one device.
 
@@ -153,6 +172,7 @@ class CompiledProgram:
         self_check: bool = True,
         state: StateSource | None = None,
         keep_module: bool = False,
+        weight: WeightFunction | None = None,
     ) -> Engine:
         """An engine for this process, its parameters initialised from the module in hand or the model file.
 
@@ -163,6 +183,8 @@ class CompiledProgram:
         as they move to the engine, the module's tensors become meta tensors on all ranks, so that no rank holds them
         twice. With ``keep_module`` they stay. ``state``, a mapping or a function from names to tensors, gives the
         parameters and persistent buffers that it has their values: with it, the module may be on the meta device.
+
+        ``weight`` gives the weights of batches where the program takes them and was compiled elsewhere, from a module.
 
         ``kernels`` selects the kernels of segments: ``eager`` runs torch's
         operators one by one, ``inductor`` compiles each distinct segment once and keeps it on disk. With
@@ -178,6 +200,8 @@ class CompiledProgram:
         from zeroir.runtime import rendezvous
 
         source = source_for_engine(self, model, allow_model_change=allow_model_change)
+        if weight is not None:
+            source = replace(source, weight=weight)
         job_rank = rendezvous.join_job()
         compiled, _ = fitted(self, job_rank.world_size)
         return open_engine(

@@ -37,6 +37,7 @@ class CompileKeywords(TypedDict, total=False):
     world_size: int
     precision: Precision
     micro_steps: int
+    accumulate_locally: bool
     units: str | None
     keep_fp32: str | Sequence[str]
     evaluate: bool
@@ -76,9 +77,12 @@ class CompileKeywords(TypedDict, total=False):
     overlap_update: bool
     memory_budget: str | None
     elide: bool
+    loss_scale: float | None
     initial_loss_scale: float
     loss_scale_window: int
+    loss_scale_factor: float
     loss_scale_hysteresis: int
+    loss_scale_consecutive_hysteresis: bool
     minimum_loss_scale: float
 
 

@@ -237,7 +237,7 @@ class EagerReplicas:
         options = self._options
         if not is_overflow:
             self._good_steps += 1
-            if options.consecutive_hysteresis:
+            if options.loss_scale_consecutive_hysteresis:
                 self._hysteresis = options.loss_scale_hysteresis
             if self._good_steps >= options.loss_scale_window:
                 self._scale *= options.loss_scale_factor

@@ -237,6 +237,13 @@ def run(
     *,
     steps: Annotated[int, Parameter(validator=AtLeastOne, help="Training steps.")] = 100,
     nproc: Ranks = None,
+    micro_steps: Annotated[
+        int | None,
+        Parameter(
+            validator=AtLeastOne,
+            help="Batches of a step. [default: as many as the program was compiled with]",
+        ),
+    ] = None,
     seed: Seed = 0,
     log_every: Annotated[
         int, Parameter(validator=AtLeastOne, help="Number of steps between two printed losses.")
@@ -293,6 +300,7 @@ def run(
         arguments = ["run", str(program)]
         arguments += [text for name, value in numbers.items() for text in (name, str(value))]
         arguments += [] if eval_every is None else ["--eval-every", str(eval_every)]
+        arguments += [] if micro_steps is None else ["--micro-steps", str(micro_steps)]
         arguments += [] if model is None else ["--model", model]
         arguments += [] if trace is None else ["--trace", str(trace)]
         arguments += ["--kernels", kernels]
@@ -300,6 +308,7 @@ def run(
     run_program(
         program,
         steps=steps,
+        micro_steps=micro_steps,
         seed=seed,
         log_every=log_every,
         eval_every=eval_every,
