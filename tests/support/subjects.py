@@ -88,9 +88,8 @@ class Subject:
 
 def weight_of_values(batch: Batch) -> float:
     """Another weight for each batch, a whole number, so that sums of them are exact."""
-    return float(
-        1 + int(sum(float(x.double().sum()) for x in flatten(batch).tensors.values()) * 7) % 5
-    )
+    total = sum(float(x.double().sum()) for x in flatten(batch).tensors.values())
+    return 1.0 + int(7 * total) % 5
 
 
 def _is_equal(one: Tensor, other: Tensor) -> bool:
