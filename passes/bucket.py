@@ -53,7 +53,7 @@ _Mergeable = ops.AllGather | ops.ReduceScatter | ops.AllReduce
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket(Pass):
-    """Merge neighbouring collectives of together at most ``bytes`` bytes; all-gathers of at most ``gathers``, if given."""
+    """Merge neighbouring collectives of together at most ``bytes`` bytes, gathers of at most ``gathers`` if given."""
 
     name: ClassVar[str] = "bucket"
     requires: ClassVar[frozenset[Fact]] = frozenset(

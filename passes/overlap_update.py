@@ -52,6 +52,7 @@ from zeroir.passes.common.conflicts import Touched
 
 _Movable = (
     ops.Decide
+    | ops.Direction
     | ops.OptimizerStep
     | ops.Average
     | ops.Alloc
@@ -134,14 +135,14 @@ def _is_alone(written: tuple[Region, ...], weights: Sequence[Region | None]) -> 
 
 def _is_of_a_flat(op: _Movable, program: Program) -> bool:
     """Whether the op is the decision or part of a flat's update; the loss stays for the engine to read."""
-    if isinstance(op, ops.Decide | ops.OptimizerStep):
+    if isinstance(op, ops.Decide | ops.Direction | ops.OptimizerStep):
         return True
     return all(program.buffer_by_name[name].role is not Role.SCALAR for name in _names(op))
 
 
 def _is_on_scalars(op: Op, program: Program) -> bool:
     """Whether the op concerns scalars alone, such as the loss."""
-    is_update = isinstance(op, ops.Decide | ops.OptimizerStep)
+    is_update = isinstance(op, ops.Decide | ops.Direction | ops.OptimizerStep)
     return not is_update and all(
         program.buffer_by_name[name].role is Role.SCALAR for name in _names(op)
     )
@@ -197,8 +198,12 @@ def _results(op: Op, program: Program) -> Iterator[tuple[Region, Content]]:
     match op:
         case ops.Decide():
             yield from _advanced(op.step, program)
+        case ops.Direction():
+            for region in op.states:
+                yield from _advanced(region, program)
         case ops.OptimizerStep():
-            for region in (op.param, *op.states):
+            factors = () if op.factors is None else (op.factors,)
+            for region in (op.param, *op.states, *factors):
                 yield from _advanced(region, program)
         case ops.Average():
             yield from _advanced(op.average, program)

@@ -54,13 +54,12 @@ def for_stage(
     """The passes of a ZeRO stage, 0 to 3, on that many ranks.
 
     With ``replicas`` these are as many groups, each of which holds all shards. Collectives are merged up to
-    ``bucket`` bytes, gathers up to ``bucket_gathers`` where that is given, and with ``overlap_update`` the update runs
-    in the backward. With ``select`` the program is first
-    made to save less for its backward. The units that ``recompute`` names are computed once more before their backward,
-    and those of ``unshard``, or with uses at most ``unshard_bytes`` apart, are gathered once. With ``ahead_bytes``
-    parameters are gathered at most these bytes ahead, and with a ``budget`` in bytes as early as it allows, instead of
-    ``distance`` units ahead. With ``accumulate_locally`` whole gradients are added up, and reduced in the last
-    micro-step.
+    ``bucket`` bytes, gathers up to ``bucket_gathers`` if that is given, and with ``overlap_update`` the update runs in
+    the backward. With ``select`` the program is first made to save less for its backward. The units that
+    ``recompute`` names are computed once more before their backward, and those of ``unshard``, or with uses at most
+    ``unshard_bytes`` apart, are gathered once. With ``ahead_bytes`` at most these bytes are gathered ahead, and with a
+    ``budget`` in bytes as early as it allows, instead of ``distance`` units ahead. With
+    ``accumulate_locally`` whole gradients are added up, and reduced in the last micro-step.
     """
     if world_size % (replicas or 1):
         raise UserError(f"{world_size} ranks do not make {replicas} groups of equal size.")

@@ -5,6 +5,10 @@ rank's own contributions, which no op reads. Master weights and optimizer states
 updates slices. Each flat's new parameters are gathered on a separate stream right after their update, during the
 update of the next flat.
 
+An optimizer that works on whole parameters computes directions slice by slice. They are gathered, during the step of
+the flat before, and each rank computes the steps of the parameters that meet its slice. Adafactor needs the parameters
+of the whole flat, too, so the same launch gathers them.
+
 What ``shard-optimizer`` changes::
 
     + comm gather axis=dp
@@ -24,13 +28,15 @@ What ``shard-optimizer`` changes::
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import ClassVar
 
 from zeroir.errors import UserError
 from zeroir.ir import ops
-from zeroir.ir.buffers import Region, Role
+from zeroir.ir.buffers import Buffer, Region, Role, Space
+from zeroir.ir.contents import DIRECTION
 from zeroir.ir.mesh import GATHER, Communicator
 from zeroir.ir.ops import Op
 from zeroir.ir.program import LAST_MICRO_STEP, UPDATE, Flat, Program, Section, State
@@ -38,6 +44,7 @@ from zeroir.ir.section_view import SectionView
 from zeroir.passes.all_reduce_gradients import AXIS
 from zeroir.passes.base import NO_FACTS, Fact, Pass
 from zeroir.passes.common import rewrite
+from zeroir.passes.common.conflicts import Touched
 
 GATHER_COMM = "gather"
 
@@ -57,13 +64,16 @@ class ShardOptimizer(Pass):
         """The program with the optimizer sharded over the data-parallel axis."""
         size = program.mesh.size(AXIS)
         homes = rewrite.flat_of_buffer(program)
+        wholes = _wholes(program)
+        beside = {name: (program.buffer_by_name[name], buffer) for name, buffer in wholes.items()}
+        program = rewrite.replace_buffers(program, beside)
         shards = _shards(program, homes)
 
         def rewritten(section: Section) -> Section:
             if section.name == LAST_MICRO_STEP:
                 return _scatter_gradients(section)
             if section.name == UPDATE:
-                return _update_shards(section, program, homes, shards)
+                return _update_shards(section, program, homes, shards, wholes)
             return section
 
         program = replace(
@@ -77,15 +87,33 @@ class ShardOptimizer(Pass):
 
 
 def _shards(program: Program, homes: Mapping[str, Flat]) -> frozenset[str]:
-    """The buffers that shrink: masters, states, and the temporaries of the update that go with them."""
-    temporaries = {
-        op.buffer for op in program.section_by_name[UPDATE].body if isinstance(op, ops.Alloc)
-    }
+    """The buffers that shrink: masters, states, and the temporaries of the update that go with them.
+
+    Directions are gathered in place, so their buffers stay whole.
+    """
+    update = program.section_by_name[UPDATE].body
+    temporaries = {op.buffer for op in update if isinstance(op, ops.Alloc)}
+    temporaries -= {op.direction.buffer for op in update if isinstance(op, ops.Direction)}
     return frozenset(
         name
         for name in homes
         if name in temporaries or program.buffer_by_name[name].role in (Role.MASTER, Role.STATE)
     )
+
+
+def _wholes(program: Program) -> Mapping[str, Buffer]:
+    """New buffers for the parameters of whole flats, by the directions' buffers, where a step needs both."""
+    return {
+        op.grad.buffer: Buffer(
+            name=f"{op.grad.buffer.removesuffix(f'.{DIRECTION}')}.whole",
+            dtype=program.buffer_by_name[op.param.buffer].dtype,
+            numel=op.grad.numel,
+            space=Space.DEVICE,
+            role=Role.STAGING,
+        )
+        for op in program.ops()
+        if isinstance(op, ops.OptimizerStep) and op.factors is not None
+    }
 
 
 def _own_slices(state: State) -> State:
@@ -122,7 +150,11 @@ def _scatter_gradients(section: Section) -> Section:
 
 
 def _update_shards(
-    section: Section, program: Program, homes: Mapping[str, Flat], shards: frozenset[str]
+    section: Section,
+    program: Program,
+    homes: Mapping[str, Flat],
+    shards: frozenset[str],
+    wholes: Mapping[str, Buffer],
 ) -> Section:
     size = program.mesh.size(AXIS)
 
@@ -136,16 +168,19 @@ def _update_shards(
             )
         return rewrite.as_shard(region, size) if region.buffer in shards else _slice(region)
 
-    def rewritten(op: Op) -> Op:
+    def rewritten(op: Op) -> tuple[Op, ...]:
         match op:
-            case ops.Cast() | ops.OptimizerStep() | ops.Average():
-                return rewrite.map_regions(op, change)
+            case ops.OptimizerStep() if op.algorithm.direction_dtype is not None:
+                sliced = replace(op, param=change(op.param))
+                return tuple(_gather_whole(sliced, wholes.get(op.grad.buffer)))
+            case ops.Cast() | ops.Direction() | ops.OptimizerStep() | ops.Average():
+                return (rewrite.map_regions(op, change),)
             case ops.Fill() if op.destination.buffer in shards:
-                return rewrite.map_regions(op, change)
+                return (rewrite.map_regions(op, change),)
             case _:
-                return op
+                return (op,)
 
-    body = tuple(rewritten(op) for op in section.body)
+    body = _gathered_ahead(chain.from_iterable(map(rewritten, section.body)), program)
     writers = SectionView(program, body).writers
     after: dict[int, list[Op]] = {}
     for name in rewrite.param_buffers(program):
@@ -160,6 +195,39 @@ def _update_shards(
     return replace(
         section, entry=_own_slices(section.entry), body=rewrite.insert(body, after=after)
     )
+
+
+def _gather_whole(step: ops.OptimizerStep, whole: Buffer | None) -> Iterator[Op]:
+    """The directions of all ranks, and the parameters where the step needs them, before a step on a slice."""
+    pairs = [ops.Pair(source=_slice(step.grad), destination=step.grad)]
+    if whole is None:
+        yield ops.AllGather(pairs=tuple(pairs), comm=GATHER_COMM, stream=GATHER)
+        yield step
+        return
+    region = Region(buffer=whole.name, offset=0, numel=whole.numel)
+    pairs.append(ops.Pair(source=step.param, destination=region))
+    yield ops.Alloc(buffer=whole.name, stream=GATHER)
+    yield ops.AllGather(pairs=tuple(pairs), comm=GATHER_COMM, stream=GATHER)
+    yield replace(step, whole=region)
+    yield ops.Release(buffer=whole.name, stream=step.stream)
+
+
+def _gathered_ahead(body: Iterable[Op], program: Program) -> tuple[Op, ...]:
+    """The update with each step on whole parameters behind the next gather of directions, which it overlaps."""
+    ordered: list[Op] = []
+    held: list[Op] = []
+    touched = Touched(program)
+    for op in body:
+        is_step = isinstance(op, ops.OptimizerStep) and op.algorithm.direction_dtype is not None
+        if not is_step and not touched.is_against(op):
+            ordered.append(op)
+            if isinstance(op, ops.AllGather):
+                ordered += held
+                held, touched = [], Touched(program)
+            continue
+        touched.add(op, len(held))
+        held.append(op)
+    return (*ordered, *held)
 
 
 def _last_update(body: Sequence[Op], name: str, writer: int) -> int:

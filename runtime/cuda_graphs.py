@@ -6,7 +6,8 @@ A graph repeats the work of the device that was captured, at the same addresses,
 * Buffers stay where they are, temporary ones too. Batches are copied into their buffers before a launch, and losses
   are read after it. Other memory of kernels comes from a pool that the graphs of an engine share; no two run at once.
 * Every launch reads learning rate, loss scale and step count on the device. The optimizer's other hyper-parameters are
-  read on the host: when they change, the section is captured anew, which takes as long as several steps.
+  read on the host. While they change, the section is issued op by op, and once they have stayed the same for a step it
+  is captured anew, which takes as long as several steps.
 * A step that is recorded (``Engine.record``) is issued op by op. Profilers show a graph's kernels without the names of
   their ops. Torch's watchdog does not see a graph's collectives, so only the heartbeat notices a lost rank.
 * When the capture of a section fails, nothing was carried out. From then on every rank issues that section op by op,
@@ -81,7 +82,8 @@ def _buffers(op: ops.Op) -> Iterator[str]:
     """The buffers that an op uses, begins or ends, except hyper-parameters, which are constants of a graph."""
     effect = effects(op)
     for region in (*effect.reads, *effect.writes, *effect.accumulates):
-        if not (isinstance(op, ops.OptimizerStep) and any(region == s.hyper for s in op.settings)):
+        settings = op.settings if isinstance(op, ops.Direction | ops.OptimizerStep) else ()
+        if not any(region == s.hyper for s in settings):
             yield region.buffer
     yield from effect.allocs
     yield from effect.frees
@@ -129,13 +131,14 @@ class SectionGraphs:
                 {
                     settings.hyper.buffer
                     for op in section.body
-                    if isinstance(op, ops.OptimizerStep)
+                    if isinstance(op, ops.Direction | ops.OptimizerStep)
                     for settings in op.settings
                 }
             )
             for section in program.sections
         }
         self._issued: dict[str, int] = {}
+        self._last_hyper: dict[str, tuple[float, ...]] = {}
         self._captured: dict[str, _CapturedSection] = {}
         # An empty section needs no graph.
         worth_a_warning = {
@@ -158,12 +161,14 @@ class SectionGraphs:
             issue()
             return
         hyper = self._hyper_parameters(name)
+        is_settled = self._last_hyper.get(name, hyper) == hyper
+        self._last_hyper[name] = hyper
         captured = self._captured.get(name)
-        if captured is None and self._issued.get(name, 0) < WARM_UP:
-            self._issued[name] = self._issued.get(name, 0) + 1
-            issue()
-            return
         if captured is None or captured.hyper != hyper:
+            if not is_settled or self._issued.get(name, 0) < WARM_UP:
+                self._issued[name] = self._issued.get(name, 0) + 1
+                issue()
+                return
             captured = self._capture(section, issue, hyper)
         if captured is None:
             issue()
@@ -195,6 +200,8 @@ class SectionGraphs:
         # Some libraries set collectives up during the capture, so either all ranks capture or none does.
         is_captured = self._job.average(0.0 if graph is None else 1.0) == 1.0
         if is_captured and graph is not None:
+            if name in self._captured:
+                self._captured[name].graph.reset()
             captured = self._captured[name] = _CapturedSection(graph=graph, hyper=hyper)
             return captured
         self._memory.settle(section.entry.live)

@@ -9,12 +9,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor, nn
 
 from zeroir.errors import GraphWarning, UserError, ZeroirError, memory_for
+from zeroir.ir import ops
 from zeroir.ir.program import Program
 from zeroir.ir.spans import Span
 from zeroir.runtime import initial
@@ -26,10 +27,11 @@ from zeroir.runtime.comm.job import (
     Backend,
     open_job,
 )
-from zeroir.runtime.executor import RankResult, StepExecutor
+from zeroir.runtime.executor import RankEvaluation, RankResult, StepExecutor
 from zeroir.runtime.gathered import Lender, module_maker
 from zeroir.runtime.handlers import LocalRanks
 from zeroir.runtime.kernels.choice import KernelBackend, open_kernels
+from zeroir.runtime.live_optimizer import LiveOptimizer, SettingsOfRanks
 from zeroir.runtime.malloc import keep_freed_memory, return_freed_memory
 from zeroir.runtime.measured_workspaces import DeviceWatcher, on_host
 from zeroir.runtime.module_values import Factory, StateSource
@@ -80,6 +82,10 @@ class StepResult:
         return None if self.rank.grad_norm is None else float(self.rank.grad_norm)
 
 
+_LESS: Final = "gather smaller modules, one after the other"
+"""The remedy if memory runs out for a lent module."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Settings:
     """The arguments of an engine that do not depend on its program."""
@@ -91,6 +97,23 @@ class _Settings:
     cuda_graphs: bool
     self_check: bool
     weight: WeightFunction | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """The results of ``Engine.evaluate`` on this rank; see ``RankEvaluation``. Reading the loss waits for it."""
+
+    rank: RankEvaluation
+
+    @property
+    def loss(self) -> float:
+        """The loss of this rank's batch (``Engine.average`` gives the mean over ranks)."""
+        return float(self.rank.loss)
+
+    @property
+    def outputs(self) -> object:
+        """The declared outputs in the user's structure, tensors on the engine's device; None where there are none."""
+        return self.rank.outputs
 
 
 class Engine:
@@ -138,6 +161,7 @@ class Engine:
         self._lender: Lender | None = None
         self._recorder = SpanRecorder()
         self._accumulation = Accumulation(self._micro_step)
+        self._optimizer: LiveOptimizer | None = None
         self._open(program)
         if cuda_graphs and self.device.type != "cuda" and self.rank == 0:
             warnings.warn(
@@ -152,8 +176,6 @@ class Engine:
         self.program = program
         self.job = open_job(program, settings.backend, self.device, settings.timeout)
         memory = RankMemory(program, self.job.rank, self.device, is_deferred=True)
-        if kept is not None:
-            state_of_buffers.take_over(program, memory, kept)
         local_ranks = LocalRanks(
             program=program,
             memories=[memory],
@@ -163,6 +185,8 @@ class Engine:
         local_ranks.compile()
         if settings.self_check:
             check_kernels(local_ranks, settings.kernels)
+        if kept is not None:  # only now, because the self-check overwrites the buffers
+            state_of_buffers.take_over(program, memory, kept)
         self._memory = memory
         streams, self._graphs = self._open_streams(cuda_graphs=settings.cuda_graphs)
         self._executor = StepExecutor(
@@ -172,6 +196,23 @@ class Engine:
             run_section=None if self._graphs is None else self._graphs.run,
             weight=settings.weight,
         )
+        if self._optimizer is not None:
+            self._optimizer.write_to([memory])
+        elif any(isinstance(op, ops.OptimizerStep) for op in program.ops()):
+            self._optimizer = LiveOptimizer(program, [memory], self.update)
+        if self._optimizer is not None:
+            self._executor.settings = SettingsOfRanks(optimizer=self._optimizer, job=self.job)
+
+    @property
+    def optimizer(self) -> LiveOptimizer:
+        """The settings of the optimizer groups; changes count from the next update. All ranks change them alike.
+
+        Raises:
+            UserError: where the program updates nothing.
+        """
+        if self._optimizer is None:
+            raise UserError("The program updates no parameter, so it has no optimizer.")
+        return self._optimizer
 
     def _accumulate(self) -> None:
         """Go on with the program for accumulation: parameters, master weights and states keep their tensors."""
@@ -237,6 +278,7 @@ class Engine:
                     keep_module=keep_module,
                 )
             self._allocate()
+        self._forget_settings()
         self._lender = Lender(
             program=self.program,
             memory=self._memory,
@@ -251,6 +293,7 @@ class Engine:
         with self._executor.entered():
             state_of_buffers.initialise_flats(self.program, [self._memory], values)
             self._allocate()
+        self._forget_settings()
 
     def step(self, batch: Batch | list[Batch]) -> StepResult:
         """One training step on a batch, or on a list of batches, over which the gradient accumulates.
@@ -297,11 +340,17 @@ class Engine:
         (scale,) = self._executor.loss_scale()
         return scale
 
-    def evaluate(self, batch: Batch) -> float:
-        """The loss of one batch by the program's ``evaluate`` section."""
+    def evaluate(self, batch: Batch) -> Evaluation:
+        """Evaluate one batch of this rank as the model does under ``eval()``; training goes on as if it had not been.
+
+        All ranks call it together, before the first step or between two steps.
+
+        Raises:
+            UserError: where the program has no section ``evaluate``, or the batch does not fit.
+        """
         self._accumulation.require_none("evaluate")
-        (loss,) = self._executor.evaluate([batch])
-        return float(loss)
+        (evaluation,) = self._executor.evaluate([batch])
+        return Evaluation(rank=evaluation)
 
     def buffer(self, name: str) -> Tensor:
         """A buffer of this rank; it is not a copy."""
@@ -331,7 +380,8 @@ class Engine:
         with self._executor.entered():
             self._executor.finish()
             loan = ExitStack()
-            module = loan.enter_context(self._lender.lent(name, masters=masters, ema=ema))
+            with memory_for(f"the parameters of {name or 'the whole model'} on each rank", _LESS):
+                module = loan.enter_context(self._lender.lent(name, masters=masters, ema=ema))
         with loan:
             yield module
 
@@ -449,6 +499,10 @@ class Engine:
             keep_freed_memory()
         with self._executor.entered():
             self._allocate()
+
+    def _forget_settings(self) -> None:
+        if self._optimizer is not None:
+            self._optimizer.forget_written()
 
     def _allocate(self) -> None:
         with memory_for("the program's buffers"):

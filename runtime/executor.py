@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from zeroir.errors import (
 from zeroir.ir import ops
 from zeroir.ir.buffers import Role
 from zeroir.ir.labels import labels
+from zeroir.ir.output_paths import structured
 from zeroir.ir.program import (
     BATCH_LOSS,
     EVALUATE,
@@ -33,6 +35,7 @@ from zeroir.ir.program import (
     UPDATE,
     OpPosition,
     Section,
+    why_not_evaluate,
 )
 from zeroir.runtime import state
 from zeroir.runtime.batch import write_inputs
@@ -70,6 +73,27 @@ class RankResult:
     grad_norm: Tensor | None
 
 
+class StepSettings(Protocol):
+    """Writes what the host may change between steps, such as learning rates."""
+
+    def before_micro_step(self, step: int, *, is_last: bool) -> None:
+        """Write it for a step, counted from 1. No op that uses it is under way. The update follows if ``is_last``."""
+
+    def after_update(self) -> None:
+        """Take notice of an update."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankEvaluation:
+    """The results of an evaluation on one rank: the loss of its batch, f32[], and the declared outputs.
+
+    The tensors of the outputs are copies, which later evaluations leave as they are.
+    """
+
+    loss: Tensor
+    outputs: object
+
+
 class StepExecutor:
     """Runs the sections of a program for the local ranks; the engine and lockstep share it."""
 
@@ -95,6 +119,7 @@ class StepExecutor:
         self._streams = streams
         self._run_section = run_section
         self._rng_buffers = [b.name for b in self._program.buffers if b.role is Role.RNG]
+        self.settings: StepSettings | None = None
         self._to_watch: tuple[int, Watch] | None = None
         self._is_begun = False
         self._prepared: dict[str, list[Task]] = {}
@@ -127,6 +152,8 @@ class StepExecutor:
             return self._update()
 
     def _micro_step(self, batches: Sequence[Batch], *, is_last: bool) -> None:
+        if self.settings is not None:
+            self.settings.before_micro_step(self.step_count + 1, is_last=is_last)
         self._set_inputs(batches, self.micro_steps_done)
         for weights, batch in zip(self._weights, batches, strict=True):
             weights.add(batch, self._weight)
@@ -141,12 +168,15 @@ class StepExecutor:
         self._run(UPDATE, self._watch())
         self.step_count += 1
         self.micro_steps_done = 0
-        return [
+        results = [
             self._result(memory, loss, weight, scale)
             for memory, loss, weight, scale in zip(
                 self.local_ranks.memories, losses, weights, scales, strict=True
             )
         ]
+        if self.settings is not None:
+            self.settings.after_update()
+        return results
 
     def _watch(self) -> Watch | None:
         """The observer of the present step, if there is one."""
@@ -160,20 +190,29 @@ class StepExecutor:
             scales = [self._loss_scale(memory) for memory in self.local_ranks.memories]
             return [1.0 if scale is None else float(scale) for scale in scales]
 
-    def evaluate(self, batches: Sequence[Batch]) -> list[Tensor]:
-        """The loss (f32[]) of one batch per local rank, by the program's ``evaluate`` section."""
-        if EVALUATE not in self._program.section_by_name:
-            raise UserError("The program has no evaluate section; compile it with one.")
+    def evaluate(self, batches: Sequence[Batch]) -> list[RankEvaluation]:
+        """Evaluate one batch per local rank by the program's ``evaluate`` section, which changes no state.
+
+        Raises:
+            UserError: where the program has no such section, or a batch does not fit.
+        """
+        if EVALUATE not in self._program.section_by_name or self._program.eval_loss is None:
+            raise UserError(why_not_evaluate(self._program))
         with self._streams.entered():
-            # The next step adds to the loss buffer, so it must hold the same value afterwards.
-            weights = [1.0 for _ in self.local_ranks.memories]
-            resting = self._losses(weights)
             self._set_inputs(batches, 0)
             self._run(EVALUATE)
-            losses = self._losses(weights)
-            for memory, loss in zip(self.local_ranks.memories, resting, strict=True):
-                memory.buffer(self._loss_name)[0] = loss
-            return losses
+            return [self._evaluation(memory) for memory in self.local_ranks.memories]
+
+    def _evaluation(self, memory: RankMemory) -> RankEvaluation:
+        program = self._program
+        assert program.eval_loss is not None
+        values = [
+            (output.path, memory.buffer(output.buffer).clone().view(output.shape))
+            for output in program.outputs
+        ]
+        return RankEvaluation(
+            loss=memory.buffer(program.eval_loss)[0].clone(), outputs=structured(values)
+        )
 
     def watch(self, step: int, watch: Watch) -> None:
         """Observe every op of that step alone, counting from 1. Ops stay bound to each ``watch`` that was given."""

@@ -110,7 +110,7 @@ class Lender:
         try:
             yield module
             changed = [
-                (names[0], isinstance(tensor, nn.Parameter))
+                (_name_in(name, names), isinstance(tensor, nn.Parameter))
                 for (tensor, names), version in zip(lent, versions, strict=True)
                 if tensor._version != version
             ]
@@ -163,6 +163,11 @@ def _put(tensors: NamedTensors, tensor: Tensor, values: Tensor) -> None:
 def _first(values: Mapping[str, T], names: Sequence[str]) -> T | None:
     """The value of the first name that has one."""
     return next((values[name] for name in names if name in values), None)
+
+
+def _name_in(module: str, names: Sequence[str]) -> str:
+    """That of a tensor's names by which a module has it."""
+    return next((name for name in names if name.startswith(module)), names[0])
 
 
 def _submodule(whole: nn.Module, name: str) -> nn.Module:

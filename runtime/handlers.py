@@ -5,7 +5,7 @@ An op is prepared once: its tensors are looked up, its views made, its kernel fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import assert_never
@@ -24,12 +24,11 @@ from zeroir.runtime import numerics, optim
 from zeroir.runtime.comm.base import CollectiveTensors, Comm, TensorPair
 from zeroir.runtime.kernels.base import Kernel, Kernels
 from zeroir.runtime.kernels.declared import misdeclared
+from zeroir.runtime.prepared_op import PreparedOp, one_after_the_other
 from zeroir.runtime.rank_memory import RankMemory
 from zeroir.runtime.state import flat_start
 from zeroir.runtime.tensors import TORCH_DTYPE
-
-PreparedOp = Callable[[], object]
-"""An op with its tensors and its kernel, ready to run in every step."""
+from zeroir.runtime.whole_operands import prepare_whole_step
 
 
 @dataclass(slots=True, kw_only=True)
@@ -222,7 +221,11 @@ def _prepare_locally(
                 max_norm=op.max_norm,
                 weight=_region(memory, op.weight),
             )
+        case ops.Direction():
+            return _prepare_directions(op, memory, local_ranks.program)
         case ops.OptimizerStep():
+            if op.algorithm.direction_dtype is not None:
+                return prepare_whole_step(op, memory, local_ranks.program)
             return _prepare_update(op, memory, local_ranks.program)
         case ops.Average():
             return partial(
@@ -277,14 +280,31 @@ def _prepare_update(op: ops.OptimizerStep, memory: RankMemory, program: Program)
         )
         if pieces:
             updates.append(partial(optim.update, op.algorithm, operands))
-    if len(updates) == 1:
-        return updates[0]
+    return one_after_the_other(updates)
 
-    def update_every_group() -> None:
-        for update in updates:
-            update()
 
-    return update_every_group
+def _prepare_directions(op: ops.Direction, memory: RankMemory, program: Program) -> PreparedOp:
+    """One call for each group that has elements in the region on this rank."""
+    direction, grad = memory.region(op.direction), memory.region(op.grad)
+    states = [memory.region(state) for state in op.states]
+    updates: list[PreparedOp] = []
+    # Without states a direction does not depend on settings.
+    for settings in op.settings if op.states else op.settings[:1]:
+        pieces = [slice(None)]
+        if op.states:
+            pieces = _pieces(op.states[0], settings.group, memory, program)
+        operands = optim.Operands(
+            params=[direction[piece] for piece in pieces],
+            grads=[grad[piece] for piece in pieces],
+            states=[[state[piece] for piece in pieces] for state in states],
+            step=memory.region(op.step),
+            lr=memory.region(settings.lr),
+            hyper=memory.region(settings.hyper),
+            divisor=memory.region(op.gradient_divisor),
+            skip=_region(memory, op.skip),
+        )
+        updates.append(partial(optim.compute_directions, op.algorithm, operands))
+    return one_after_the_other(updates)
 
 
 def _pieces(region: Region, group: str, memory: RankMemory, program: Program) -> list[slice]:

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -27,10 +28,12 @@ from zeroir.ir.program import Program
 from zeroir.memory.placement import places_to_run
 from zeroir.runtime import initial, state
 from zeroir.runtime.comm.base import CollectiveTensors, TensorPair
+from zeroir.runtime.comm.job import Backend, Job
 from zeroir.runtime.comm.lockstep import LockstepComm
-from zeroir.runtime.executor import RankResult, StepExecutor
+from zeroir.runtime.executor import RankEvaluation, RankResult, StepExecutor
 from zeroir.runtime.handlers import LocalRanks, PreparedCollective, communicate
 from zeroir.runtime.kernels.choice import KernelBackend, open_kernels
+from zeroir.runtime.live_optimizer import LiveOptimizer, SettingsOfRanks
 from zeroir.runtime.module_values import Factory
 from zeroir.runtime.rank_memory import RankMemory
 from zeroir.runtime.streams import OpEvent
@@ -84,6 +87,22 @@ class Lockstep:
         state.initialise_flats(self.program, self._memories, values)
         self._poison_stale_gradients()
 
+    @cached_property
+    def optimizer(self) -> LiveOptimizer:
+        """The settings of the optimizer groups of all ranks; changes count from the next update."""
+        optimizer = LiveOptimizer(self.program, self._memories, self._executor.finish)
+        self._executor.settings = SettingsOfRanks(
+            optimizer=optimizer,
+            job=Job(
+                rank=0,
+                backend=Backend.LOCAL,
+                comm=self._local_ranks.comm,
+                is_alone=True,
+                device=CPU,
+            ),
+        )
+        return optimizer
+
     def step(self, batches: Sequence[Sequence[Batch]]) -> list[RankResult]:
         """One training step: ``batches[rank][micro_step]``; one result per rank."""
         return self._executor.step(batches)
@@ -96,8 +115,8 @@ class Lockstep:
         """The update after the last micro-step; one result per rank."""
         return self._executor.update()
 
-    def evaluate(self, batches: Sequence[Batch]) -> list[Tensor]:
-        """The loss of one batch per rank by the ``evaluate`` section: f32[] each."""
+    def evaluate(self, batches: Sequence[Batch]) -> list[RankEvaluation]:
+        """Evaluate one batch per rank by the ``evaluate`` section."""
         return self._executor.evaluate(batches)
 
     def buffers(self, rank: int) -> Mapping[str, Tensor]:

@@ -22,6 +22,7 @@ from zeroir.errors import UserError
 from zeroir.ir.program import Program
 from zeroir.runtime.named_tensors import NamedTensors, without_memory
 from zeroir.runtime.tensors import IR_DTYPE
+from zeroir.torch_ops.batches import undense_kind
 from zeroir.torch_ops.globals import torch_globals_kept
 
 Factory = Callable[[], nn.Module]
@@ -129,13 +130,13 @@ class ModuleValues:
         return None
 
     def others(self) -> dict[str, Tensor]:
-        """The values of the tensors that the program does not hold, by first name: no training step reads them."""
+        """The values of the tensors that the program does not hold, by first name: no section reads them."""
         values: dict[str, Tensor] = {}
         held = {name for tensor in self._held.values() for name in tensor.names}
         for tensor, names in self._tensors.names_by_tensor():
             if held.isdisjoint(names) and tensor.grad_fn is None:
                 value = self._from_mapping(names) if tensor.is_meta else tensor
-                if value is not None and not value.is_meta:
+                if value is not None and undense_kind(value) is None:
                     values[names[0]] = value.detach()
         return values
 
@@ -161,14 +162,19 @@ class ModuleValues:
                     "compile it again from this model."
                 )
         if own.is_meta and self._state is not None:
+            advice = self._near(name)
+            if not self._tensors.is_saved(name):
+                advice = ", and no state_dict has it: pass a function that makes the module, which gives it its value"
+            raise UserError(f"The state has no '{name}', which is on the meta device{advice}.")
+        if own.is_meta:
             raise UserError(
-                f"The state has no '{name}', which is on the meta device{self._near(name)}."
+                f"The model's '{name}' is on the meta device, so the program has no values to begin with: pass them "
+                "with state=, or give the model values. An engine takes a module's values, unless keep_module=True."
             )
-        if own.is_meta or own.dtype not in IR_DTYPE:
-            reason = "is on the meta device" if own.is_meta else f"has the dtype {own.dtype}"
+        if own.dtype not in IR_DTYPE:
             raise UserError(
-                f"The model's '{name}' {reason}, so the program has no values to begin with; let the model make it on "
-                "a device, in a dtype that it was compiled with, or pass the values with state=."
+                f"The model's '{name}' has the dtype {own.dtype}, which programs do not have; compile it again from "
+                "this model."
             )
 
     def _is_in_state(self, names: tuple[str, ...]) -> bool:

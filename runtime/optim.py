@@ -1,13 +1,14 @@
 """Element-wise optimizers over flat shards: torch's fused kernels, and Lion, which torch does not have.
 
-One call updates the elements of one group in a region, piece by piece. torch's kernels divide the gradient by
-their argument ``grad_scale``, so unscaling, averaging over ranks and clipping need no pass of their own; they also store the
-divided gradient. Where ``found_inf`` is 1 they change nothing.
+One call updates the elements of one group in a region, piece by piece. torch's kernels divide the gradient by their
+argument ``grad_scale``, so unscaling, averaging over ranks and clipping need no pass of their own; they also store
+the divided gradient. Where ``found_inf`` is 1 they change nothing. Optimizers that work on whole parameters have their
+element-wise half here, and the other half in ``whole_steps``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import assert_never
 
@@ -49,8 +50,45 @@ def update(algorithm: Algorithm, operands: Operands) -> None:
             _adam(torch.ops.aten._fused_adamw_.tensor_lr, operands)
         case Algorithm.LION:
             _lion(operands)
+        case Algorithm.MUON | Algorithm.ADAFACTOR:
+            raise ValueError(f"{algorithm} works on whole parameters")
         case _:
             assert_never(algorithm)
+
+
+def compute_directions(algorithm: Algorithm, operands: Operands) -> None:
+    """Carry out ``ops.Direction``; ``params`` are the directions, of the dtype that the algorithm gives them."""
+    if algorithm is Algorithm.MUON:
+        _momentum(operands)
+        return
+    for direction, grad in zip(operands.params, operands.grads, strict=True):
+        direction.copy_(grad.div_(operands.divisor))
+
+
+def _momentum(operands: Operands) -> None:
+    """Muon's momentum, as torch.optim.Muon computes it, chunk by chunk."""
+    momentum, nesterov, *_ = operands.hyper.tolist()
+    (buffers,) = operands.states
+    is_skipped = None if operands.skip is None else operands.skip > 0
+    most = max((grad.numel() for grad in operands.grads), default=0)
+    scratch = operands.divisor.new_empty(
+        min(most, STEPPED_CHUNK_NUMEL) if operands.skip is not None else 0
+    )
+    for pieces in zip(operands.params, operands.grads, buffers, strict=True):
+        for direction, grad, buffer in _chunks(pieces):
+            grad.div_(operands.divisor)
+            if is_skipped is None:
+                buffer.lerp_(grad, 1 - momentum)
+            else:
+                moved = torch.lerp(buffer, grad, 1 - momentum, out=scratch[: grad.numel()])
+                torch.where(is_skipped, buffer, moved, out=buffer)
+            direction.copy_(grad.lerp_(buffer, momentum) if nesterov else buffer)
+
+
+def _chunks(pieces: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
+    """The elements at one place in each of several flat tensors of one length, chunk by chunk."""
+    for start in range(0, pieces[0].numel(), STEPPED_CHUNK_NUMEL):
+        yield tuple(piece[start : start + STEPPED_CHUNK_NUMEL] for piece in pieces)
 
 
 def _sgd(operands: Operands) -> None:
@@ -112,8 +150,7 @@ def _lion(operands: Operands) -> None:
     most = max((param.numel() for param in operands.params), default=0)
     scratch = lr.new_empty(2, min(most, STEPPED_CHUNK_NUMEL))
     for pieces in zip(operands.params, operands.grads, averages, strict=True):
-        for chunks in zip(*(piece.split(STEPPED_CHUNK_NUMEL) for piece in pieces), strict=True):
-            param, grad, average = chunks
+        for param, grad, average in _chunks(pieces):
             update, other = scratch[:, : param.numel()]
             grad.div_(operands.divisor)
             torch.mul(average, beta1, out=update).add_(torch.mul(grad, 1 - beta1, out=other))

@@ -11,7 +11,8 @@ from typing import TextIO
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from zeroir.runtime.train import ReportStep, StepReport
+from zeroir.runtime.evaluations import EvaluationReport
+from zeroir.runtime.train import Report, StepReport
 
 
 class _TrainingConsole(Console):
@@ -21,9 +22,7 @@ class _TrainingConsole(Console):
 
 
 @contextmanager
-def reporter(
-    rank: int, steps: int, *, as_json: bool, out: TextIO, err: TextIO
-) -> Iterator[ReportStep]:
+def reporter(rank: int, steps: int, *, as_json: bool, out: TextIO, err: TextIO) -> Iterator[Report]:
     """A function that prints the reports of one rank; only rank 0 prints."""
     if rank != 0:
         yield lambda _: None
@@ -35,22 +34,33 @@ def reporter(
             yield report
 
 
-def _print_json(out: TextIO, report: StepReport) -> None:
+def _print_json(out: TextIO, report: StepReport | EvaluationReport) -> None:
     """Write one JSON object on a line."""
-    facts = {
+    out.write(json.dumps(_facts(report)) + "\n")
+    out.flush()
+
+
+def _facts(report: StepReport | EvaluationReport) -> dict[str, object]:
+    if isinstance(report, EvaluationReport):
+        return {
+            "step": report.step,
+            "eval_loss": report.loss,
+            "eval_batches": report.batches,
+            "eval_seconds": round(report.seconds, 6),
+        }
+    return {
         "step": report.step,
         "loss": report.loss,
+        **({} if report.lr is None else {"lr": report.lr}),
         "is_skipped": report.is_skipped,
         "grad_norm": report.grad_norm,
         "seconds_per_step": round(report.seconds, 6),
         f"{report.unit}_per_second": round(report.per_second, 1),
     }
-    out.write(json.dumps(facts) + "\n")
-    out.flush()
 
 
 @contextmanager
-def _text_reports(out: Console, err: Console, steps: int) -> Iterator[ReportStep]:
+def _text_reports(out: Console, err: Console, steps: int) -> Iterator[Report]:
     """Print one line per report on ``out``, and a progress bar on ``err`` where that is a terminal.
 
     Where both are terminals, the lines go to ``err``, above the bar.
@@ -67,15 +77,23 @@ def _text_reports(out: Console, err: Console, steps: int) -> Iterator[ReportStep
     # While the bar is shown, only its own console knows the position of the cursor.
     lines = err if err.is_terminal and out.is_terminal else out
 
-    def report_step(report: StepReport) -> None:
+    def show(report: StepReport | EvaluationReport) -> None:
+        if isinstance(report, EvaluationReport):
+            lines.print(
+                f"step {report.step:>5}  eval loss {report.loss:.4f}  {report.batches} batches per rank  "
+                f"{report.seconds * 1000:.0f} ms",
+                markup=False,
+            )
+            return
         skipped = "  (skipped: overflow)" if report.is_skipped else ""
         norm = "" if report.grad_norm is None else f"  norm {report.grad_norm:.3g}"
+        lr = "" if report.lr is None else f"  lr {report.lr:.3e}"
         lines.print(
-            f"step {report.step:>5}  loss {report.loss:.4f}{norm}  {report.seconds * 1000:.0f} ms  "
+            f"step {report.step:>5}  loss {report.loss:.4f}{lr}{norm}  {report.seconds * 1000:.0f} ms  "
             f"{report.per_second:,.0f} {report.unit}/s{skipped}",
             markup=False,
         )
         bar.update(task, completed=report.step)
 
     with bar if err.is_terminal else nullcontext():
-        yield report_step
+        yield show

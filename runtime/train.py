@@ -17,6 +17,8 @@ from zeroir.errors import UserError
 from zeroir.ir.program import InputBinding
 from zeroir.runtime.comm.job import PeerError
 from zeroir.runtime.engine import Engine
+from zeroir.runtime.evaluations import EvaluationReport, Evaluations, evaluate
+from zeroir.runtime.scheduled import ScheduleDriver
 from zeroir.torch_ops.batches import Batch
 
 _GRACE_S = 1.0
@@ -43,12 +45,14 @@ def abandon_job(exit_code: int) -> NoReturn:
 class StepReport:
     """One training step; the values are the same on every rank, except for times.
 
-    ``step`` counts from 1; ``loss`` is averaged over ranks; ``seconds`` is the mean time of the steps since the last
+    ``step`` counts from 1; ``loss`` is averaged over ranks; ``lr`` is the learning rate that a schedule gave
+    the step (its first optimizer group); ``seconds`` is the mean time of the steps since the last
     report; ``per_second`` is the throughput of all ranks together, in ``unit`` (tokens or samples).
     """
 
     step: int
     loss: float
+    lr: float | None
     is_skipped: bool
     grad_norm: float | None
     seconds: float
@@ -56,8 +60,8 @@ class StepReport:
     unit: str
 
 
-ReportStep = Callable[[StepReport], None]
-"""Receives the report of a step."""
+Report = Callable[[StepReport | EvaluationReport], None]
+"""Receives the report of a step or of an evaluation."""
 
 
 def train(
@@ -65,37 +69,48 @@ def train(
     batches: Iterator[Batch],
     *,
     steps: int,
-    report_step: ReportStep,
+    report: Report,
     log_every: int = 1,
     micro_steps: int | None = None,
+    evaluations: Evaluations | None = None,
 ) -> list[float]:
     """Take ``steps`` training steps and return their losses, averaged over ranks.
 
-    Each step takes ``micro_steps`` batches from the iterator, by default as many as the program was compiled with.
-    ``report_step`` receives every ``log_every``-th step and the last.
+    Each step takes ``micro_steps`` batches from the iterator, by default as many as the program was compiled with, and
+    the settings of the program's schedule. ``report`` receives every ``log_every``-th step and the last, and each
+    of the evaluations.
 
     Raises:
         UserError: on every rank, where the loss of any rank is not finite; where the batches fail, end or do not fit.
     """
     if micro_steps is None:
         micro_steps = int(engine.program.option.get("micro_steps", "1"))
+    schedule = engine.program.option.get("schedule")
+    driver: ScheduleDriver | None = None
+    if schedule is not None:
+        driver = ScheduleDriver(schedule, engine.optimizer.param_groups, steps)
     losses: list[float] = []
     numel, unit = throughput_unit(engine.program.inputs)
     unreported, start = 0, time.perf_counter()
     for step in range(1, steps + 1):
+        if driver is not None:
+            driver.before_step()
         result = engine.step([_next(batches, step) for _ in range(micro_steps)])
         loss = engine.mean_loss(result)
         if not math.isfinite(loss) and not result.is_skipped:
             raise _loss_error(result.loss, loss, step)
         losses.append(loss)
+        if driver is not None:
+            driver.after_step(is_skipped=result.is_skipped)
         unreported += 1
         if step % log_every == 0 or step == steps:
             now = time.perf_counter()
             seconds = (now - start) / unreported
-            report_step(
+            report(
                 StepReport(
                     step=step,
                     loss=loss,
+                    lr=None if driver is None else driver.lr,
                     is_skipped=result.is_skipped,
                     grad_norm=result.grad_norm,
                     seconds=seconds,
@@ -104,6 +119,10 @@ def train(
                 )
             )
             unreported, start = 0, now
+        if evaluations is not None and evaluations.is_due(step, steps):
+            evaluation = evaluate(engine, evaluations, step)
+            report(evaluation)
+            start += evaluation.seconds
     return losses
 
 

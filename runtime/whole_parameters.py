@@ -45,7 +45,7 @@ def whole_parameters(
         if not slots:
             continue
         buffers, dtype = _source(program, flat, masters=masters, ema=ema)
-        if 2 * sum(slot.numel for slot in slots) >= flat.padded_numel:
+        if 2 * sum(slot.numel for slot in slots) >= flat.numel:
             whole = flat_part(program, ranks, comm, buffers, dtype, range(flat.padded_numel))
             for slot in slots:
                 stop = slot.offset + slot.numel

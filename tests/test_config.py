@@ -80,9 +80,20 @@ IN_VAIN: list[tuple[dict[str, object], str]] = [
     ({"precision": "bf16", "loss_scale_window": 4}, "--loss-scale-window 4 needs --precision fp16"),
     ({"loss_scale_hysteresis": 4}, "--loss-scale-hysteresis 4 needs --precision fp16"),
     ({"minimum_loss_scale": 4}, "--minimum-loss-scale 4.0 needs --precision fp16"),
-    ({"optimizer": "sgd", "beta1": 0.5}, "--beta1 0.5 needs --optimizer adam or adamw"),
-    ({"optimizer": "momentum", "beta2": 0.5}, "--beta2 0.5 needs --optimizer adam or adamw"),
-    ({"optimizer": "sgd", "eps": 0.5}, "--eps 0.5 needs --optimizer adam or adamw"),
+    ({"optimizer": "sgd", "beta1": 0.5}, "--beta1 0.5 needs --optimizer adam, adamw or lion"),
+    ({"optimizer": "momentum", "beta2": 0.5}, "--beta2 0.5 needs --optimizer adam, adamw or lion"),
+    (
+        {"optimizer": "lion", "eps": 0.5},
+        "--eps 0.5 needs --optimizer adam, adamw, muon or adafactor",
+    ),
+    ({"nesterov": True}, "--nesterov true needs --optimizer momentum or muon"),
+    (
+        {"optimizer": "adafactor", "momentum": 0.5},
+        "--momentum 0.5 needs --optimizer momentum or muon",
+    ),
+    ({"optimizer": "muon", "dampening": 0.5}, "--dampening 0.5 needs --optimizer momentum"),
+    ({"ns_steps": 3}, "--ns-steps 3 needs --optimizer muon"),
+    ({"d": 2.0}, "--d 2.0 needs --optimizer adafactor"),
 ]
 
 
@@ -139,7 +150,8 @@ def test_patterns_may_come_one_by_one_or_together() -> None:
         ({"precision": "int8"}, "'fp32', 'bf16' or 'fp16'"),
         ({"keep_fp32": 3}, "--keep-fp32 is 3"),
         ({"sparkle": 1}, "no option --sparkle"),
-        ({"nesterov": True}, "need --optimizer momentum"),
+        ({"optimizer": "muon", "ns_coefficients": "1,2"}, "--ns-coefficients is 1,2"),
+        ({"optimizer": "muon", "adjust_lr_fn": "other"}, "'original' or 'match_rms_adamw'"),
         ({"optimizer": "momentum", "nesterov": True, "dampening": 0.5}, "no dampening"),
     ],
 )
@@ -157,6 +169,13 @@ def test_what_is_wrong_is_named(values: dict[str, object], words: str) -> None:
         ({"optimizer": "sgd", "weight_decay": 0.5}, (0.0, 0.0, 0.0, 0.5)),
         ({"optimizer": "momentum"}, (0.9, 0.0, 0.0, 0.0)),
         ({"optimizer": Algorithm.MOMENTUM, "momentum": 0.5, "nesterov": True}, (0.5, 0, 1, 0)),
+        ({"optimizer": "lion"}, (0.9, 0.99, 0.0)),
+        ({"optimizer": "muon"}, (0.95, 1, 0.1, 1e-7, 5, 3.4445, -4.775, 2.0315, 0)),
+        (
+            {"optimizer": "muon", "ns_coefficients": "1,2,3", "adjust_lr_fn": "match_rms_adamw"},
+            (0.95, 1, 0.1, 1e-7, 5, 1, 2, 3, 1),
+        ),
+        ({"optimizer": "adafactor"}, (-0.8, 2.0**-23, 1e-3, 1.0, 0.0)),
     ],
 )
 def test_defaults_are_torchs(values: dict[str, object], hyper: tuple[float, ...]) -> None:

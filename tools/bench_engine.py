@@ -26,11 +26,12 @@ from zeroir.ir.program import LAST_MICRO_STEP, UPDATE, Program
 from zeroir.ir.segment import Segment
 from zeroir.runtime.comm.local import LocalComm
 from zeroir.runtime.executor import StepExecutor
-from zeroir.runtime.handlers import LocalRanks, PreparedOp
+from zeroir.runtime.handlers import LocalRanks
 from zeroir.runtime.initial import initialise
 from zeroir.runtime.kernels.base import Kernel, Kernels
 from zeroir.runtime.kernels.choice import KernelBackend, open_kernels
 from zeroir.runtime.module_values import Factory
+from zeroir.runtime.prepared_op import PreparedOp
 from zeroir.runtime.rank_memory import RankMemory
 from zeroir.runtime.streams import ThreadStreams
 from zeroir.torch_ops.batches import Batch

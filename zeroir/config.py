@@ -19,15 +19,16 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from zeroir import hyper_parameters
 from zeroir.errors import UserError
 from zeroir.groups import (
-    GROUP_KEYS,
     SEPARATOR,
     GroupError,
     GroupSpec,
     group_text,
     parse_groups,
 )
+from zeroir.hyper_parameters import AdjustLr
 from zeroir.ir.amounts import parse_bytes
 from zeroir.ir.limits import MOST_BYTES, MOST_COUNT, MOST_RANKS
 from zeroir.ir.mesh import DATA_AXIS, REPLICATE_AXIS, SHARD_AXIS, Axis, Mesh
@@ -114,6 +115,20 @@ class CompileOptions(BaseModel):
         ),
     ] = ()
 
+    evaluate: Annotated[
+        bool,
+        Field(
+            description="Capture the model under eval(), too: the program can evaluate between training steps."
+        ),
+    ] = True
+    outputs: Annotated[
+        tuple[str, ...],
+        Field(
+            description="What an evaluation yields beside the loss: names in the object or dict that forward, or the "
+            "loss function, returns, separated by commas. [default: the second part of a pair (loss, outputs)]"
+        ),
+    ] = ()
+
     optimizer: Annotated[
         Algorithm, Field(description="The update rule, with the semantics of torch.optim.")
     ] = Algorithm.ADAMW
@@ -127,17 +142,79 @@ class CompileOptions(BaseModel):
     ] = None
     momentum: Annotated[
         float | None,
-        Field(ge=0, lt=1, description="Momentum factor (momentum only). [default: 0.9]"),
+        Field(
+            ge=0,
+            lt=1,
+            description="Momentum factor (momentum, muon). [default: 0.9, muon 0.95]",
+        ),
     ] = None
     dampening: Annotated[float, Field(ge=0, description="Dampening (momentum only).")] = 0.0
-    nesterov: Annotated[bool, Field(description="Nesterov momentum (momentum only).")] = False
-    beta1: Annotated[float, Field(ge=0, lt=1, description="Decay of exp_avg (adam, adamw).")] = 0.9
-    beta2: Annotated[float, Field(ge=0, lt=1, description="Decay of exp_avg_sq (adam, adamw).")] = (
-        0.999
-    )
-    eps: Annotated[float, Field(ge=0, description="Added to the denominator (adam, adamw).")] = 1e-8
+    nesterov: Annotated[
+        bool | None,
+        Field(
+            description="Nesterov momentum (momentum, muon). [default: for muon alone]",
+        ),
+    ] = None
+    beta1: Annotated[
+        float, Field(ge=0, lt=1, description="Decay of exp_avg (adam, adamw, lion).")
+    ] = 0.9
+    beta2: Annotated[
+        float | None,
+        Field(
+            ge=0,
+            lt=1,
+            description="Decay of exp_avg_sq (adam, adamw), or of exp_avg (lion). [default: 0.999, lion 0.99]",
+        ),
+    ] = None
+    eps: Annotated[
+        float | None,
+        Field(
+            ge=0,
+            description="Added to the denominator (adam, adamw), or its least value (muon, adafactor). "
+            "[default: 1e-8, muon 1e-7, adafactor 2⁻²³]",
+        ),
+    ] = None
     weight_decay: Annotated[
-        float | None, Field(ge=0, description="Weight decay. [default: 0.01 for adamw, else 0]")
+        float | None,
+        Field(ge=0, description="Weight decay. [default: 0.01 for adamw, 0.1 for muon, else 0]"),
+    ] = None
+    ns_steps: Annotated[
+        int | None,
+        Field(ge=0, lt=100, description="Newton-Schulz iterations (muon). [default: 5]"),
+    ] = None
+    ns_coefficients: Annotated[
+        tuple[float, float, float] | None,
+        Field(
+            description="Coefficients of a Newton-Schulz iteration (muon). [default: 3.4445,-4.775,2.0315]"
+        ),
+    ] = None
+    adjust_lr_fn: Annotated[
+        AdjustLr | None,
+        Field(
+            description="How the learning rate depends on the shape of a parameter (muon). [default: original]"
+        ),
+    ] = None
+    beta2_decay: Annotated[
+        float | None,
+        Field(
+            le=0,
+            description="Exponent of the decay of the second moment (adafactor). [default: -0.8]",
+        ),
+    ] = None
+    eps2: Annotated[
+        float | None,
+        Field(
+            ge=0,
+            description="Least root mean square of a parameter by which its steps are scaled (adafactor). "
+            "[default: 1e-3]",
+        ),
+    ] = None
+    d: Annotated[
+        float | None,
+        Field(
+            ge=1,
+            description="Largest root mean square of an unscaled step (adafactor). [default: 1]",
+        ),
     ] = None
     group: Annotated[
         tuple[str, ...],
@@ -301,13 +378,26 @@ class CompileOptions(BaseModel):
         1.0
     )
 
-    @field_validator("keep_fp32", "unshard", "recompute", mode="before")
+    @field_validator("keep_fp32", "outputs", "unshard", "recompute", mode="before")
     @classmethod
     def _split_at_commas(cls, value: object) -> object:
         items = [value] if isinstance(value, str) else value
         if not isinstance(items, list | tuple) or not all(isinstance(i, str) for i in items):
             return value
         return tuple(part for item in items for part in item.split(",") if part)
+
+    @field_validator("ns_coefficients", mode="before")
+    @classmethod
+    def _three_numbers(cls, value: object) -> object:
+        if value is None:
+            return None
+        items = value.split(",") if isinstance(value, str) else value
+        try:
+            a, b, c = map(float, items if isinstance(items, list | tuple) else ())
+        except (TypeError, ValueError):
+            example = "three numbers, such as 3.4445,-4.775,2.0315"
+            raise PydanticCustomError("coefficients", example) from None
+        return a, b, c
 
     @field_validator("group", mode="before")
     @classmethod
@@ -370,12 +460,9 @@ class CompileOptions(BaseModel):
         return self
 
     @model_validator(mode="after")
-    def _momentum_fits_optimizer(self) -> Self:
-        if self.optimizer is not Algorithm.MOMENTUM and (
-            self.momentum is not None or self.dampening or self.nesterov
-        ):
-            raise ValueError("momentum, dampening and nesterov need --optimizer momentum")
-        if self.nesterov and (self.dampening or not self.effective_momentum):
+    def _nesterov_fits_momentum(self) -> Self:
+        has_momentum = "momentum" in hyper_parameters.DEFAULTS[self.optimizer]
+        if self.nesterov and has_momentum and (self.dampening or not self.effective_momentum):
             raise ValueError("nesterov needs a momentum above 0 and no dampening")
         return self
 
@@ -410,6 +497,8 @@ class CompileOptions(BaseModel):
             if self.stage < least and self._asks_for(name) and not is_off:
                 stages = " or ".join(map(str, range(least, 4)))
                 return f"{self._flag(name)} needs --stage {stages}, but the stage is {self.stage}"
+        if self.outputs and not self.evaluate:
+            return f"{self._flag('outputs')} needs evaluations, but --no-evaluate leaves them out"
         early = [name for name in _GATHERED_EARLY if self._asks_for(name)]
         if len(early) > 1:
             first, second, *_ = map(self._flag, early)
@@ -434,9 +523,10 @@ class CompileOptions(BaseModel):
                 f"{self._flag('live_gradients')} bounds the full gradients that wait for their reduction, but with "
                 "--accumulate-locally none waits"
             )
-        for name in _ADAM:
-            if self.optimizer in (Algorithm.SGD, Algorithm.MOMENTUM) and self._asks_for(name):
-                return f"{self._flag(name)} needs --optimizer adam or adamw, but the optimizer is {self.optimizer}"
+        for name in hyper_parameters.NAMES:
+            if name not in hyper_parameters.DEFAULTS[self.optimizer] and self._asks_for(name):
+                users = hyper_parameters.users(name)
+                return f"{self._flag(name)} needs --optimizer {users}, but the optimizer is {self.optimizer}"
         decays = (o.effective_weight_decay for o in (self, *map(self.of_group, self.groups)))
         if self.no_decay and not any(decays):
             return "--no-decay needs a --weight-decay above 0"
@@ -506,19 +596,31 @@ class CompileOptions(BaseModel):
         """The device memory that early gathers may fill; None if ``prefetch`` sets the distance instead."""
         return None if self.prefetch_budget is None else parse_bytes(self.prefetch_budget)
 
+    def hyper_parameter(self, name: str) -> hyper_parameters.Value:
+        """The value of a hyper-parameter of the optimizer, torch's default unless given; 0 where it has none."""
+        defaults = hyper_parameters.DEFAULTS[self.optimizer]
+        if name not in defaults:
+            return 0.0
+        given: hyper_parameters.Value | None = getattr(self, name)
+        return defaults[name] if given is None else given
+
     @property
     def effective_momentum(self) -> float:
-        """The momentum factor: 0.9 unless given for ``momentum``, 0 for every other optimizer."""
-        if self.optimizer is not Algorithm.MOMENTUM:
-            return 0.0
-        return 0.9 if self.momentum is None else self.momentum
+        """The momentum factor; 0 for an optimizer that has none."""
+        return self._number("momentum")
 
     @property
     def effective_weight_decay(self) -> float:
-        """The weight decay: torch's default of the optimizer unless given (adamw 0.01, others 0)."""
-        if self.weight_decay is not None:
-            return self.weight_decay
-        return 0.01 if self.optimizer is Algorithm.ADAMW else 0.0
+        """The weight decay: torch's default of the optimizer unless given."""
+        return self._number("weight_decay")
+
+    def _number(self, name: str) -> float:
+        """A hyper-parameter as ``%hyper`` holds it."""
+        option, _, index = name.partition(".")
+        value = self.hyper_parameter(option)
+        if isinstance(value, tuple):
+            return value[int(index)]
+        return hyper_parameters.ADJUST_LR_FNS[value] if isinstance(value, str) else float(value)
 
     @property
     def groups(self) -> tuple[GroupSpec, ...]:
@@ -532,24 +634,30 @@ class CompileOptions(BaseModel):
         """
         return self._of_group(spec, _IS_WRITTEN)
 
+    def with_adamw(self) -> CompileOptions:
+        """The options of parameters that another optimizer does not take: AdamW's, and the same learning rate.
+
+        The weight decay is the same, too, where it is given.
+        """
+        values = {"lr": self.lr, "weight_decay": self.weight_decay, "world_size": 1}
+        return CompileOptions.model_validate(values, context=_IS_WRITTEN)
+
     def without_decay(self) -> CompileOptions:
         """The same options with a weight decay of 0."""
         return self.model_copy(update={"weight_decay": 0.0})
 
     def _of_group(self, spec: GroupSpec, context: Mapping[str, bool] | None) -> CompileOptions:
-        values = {name: getattr(self, name) for name in GROUP_KEYS}
+        names = ("optimizer", "lr", *hyper_parameters.NAMES)
+        values = {name: getattr(self, name) for name in names}
         if spec.settings.get("optimizer", self.optimizer) != self.optimizer:
             values = {name: values[name] for name in ("lr", "weight_decay")}
         update = {**values, **spec.settings, "world_size": 1}
         return CompileOptions.model_validate(update, context=context)
 
     @property
-    def hyper(self) -> tuple[float, float, float, float]:
-        """The contents of ``%hyper``, in the order that ``OptimizerStep`` documents."""
-        if self.optimizer in (Algorithm.SGD, Algorithm.MOMENTUM):
-            momentum, nesterov = self.effective_momentum, float(self.nesterov)
-            return (momentum, self.dampening, nesterov, self.effective_weight_decay)
-        return (self.beta1, self.beta2, self.eps, self.effective_weight_decay)
+    def hyper(self) -> tuple[float, ...]:
+        """The contents of ``%hyper``, in the order of ``Algorithm.hyper_names``."""
+        return tuple(self._number(name) for name in self.optimizer.hyper_names)
 
     def to_pairs(self) -> tuple[tuple[str, str], ...]:
         """The options as a program stores them: names and texts, sorted by name, without options that are not set."""
@@ -564,22 +672,26 @@ _SEPARATORS: Final = {"group": SEPARATOR}
 
 
 class GivenOptions(CompileOptions):
-    """Options from one of several places, such as the command line: each is valid in itself, not yet with the others."""
+    """Options from one of several places, such as the command line: each is valid in itself, not yet with others."""
 
     @model_validator(mode="after")
     def _mesh_fits_world_size(self) -> Self:
         return self
 
     @model_validator(mode="after")
-    def _momentum_fits_optimizer(self) -> Self:
+    def _nesterov_fits_momentum(self) -> Self:
         return self
 
     @model_validator(mode="after")
-    def _groups_are_valid(self, info: ValidationInfo) -> Self:
+    def _groups_are_valid(self) -> Self:
         return self
 
     @model_validator(mode="after")
-    def _all_have_effect(self, info: ValidationInfo) -> Self:
+    def _loss_scale_is_above_minimum(self) -> Self:
+        return self
+
+    @model_validator(mode="after")
+    def _all_have_effect(self) -> Self:
         return self
 
     @property
@@ -615,7 +727,6 @@ _DYNAMIC_LOSS_SCALE: Final = (
     "loss_scale_consecutive_hysteresis",
     "minimum_loss_scale",
 )
-_ADAM: Final = ("beta1", "beta2", "eps")
 
 
 def _parse_mesh(text: str) -> Mesh:
@@ -658,7 +769,7 @@ def _text(value: object, separator: str = ",") -> str:
         case bool():
             return str(value).lower()
         case tuple():
-            return separator.join(value)
+            return separator.join(map(str, value))
         case _:
             return str(value)
 

@@ -60,8 +60,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 @contextlib.contextmanager
-def memory_for(what: str) -> Iterator[None]:
-    """Turn a lack of memory in the body into a UserError; ``what`` names the use of the memory, in the plural."""
+def memory_for(what: str, remedy: str = MEMORY_REMEDY) -> Iterator[None]:
+    """Turn a lack of memory in the body into a UserError; ``what`` names the use of the memory."""
     try:
         yield
     except ZeroirError:
@@ -69,4 +69,4 @@ def memory_for(what: str) -> Iterator[None]:
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        raise UserError(f"There is not enough memory for {what}: {MEMORY_REMEDY}.") from error
+        raise UserError(f"There is not enough memory for {what}: {remedy}.") from error

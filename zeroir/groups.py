@@ -24,6 +24,11 @@ GROUP_KEYS: Final = (
     "beta2",
     "eps",
     "weight_decay",
+    "ns_steps",
+    "adjust_lr_fn",
+    "beta2_decay",
+    "eps2",
+    "d",
 )
 """The options of the optimizer that a group may set."""
 
@@ -32,6 +37,9 @@ DEFAULT_GROUP: Final = "default"
 
 NO_DECAY: Final = "no_decay"
 """The name, or the last part of the name, of a group without weight decay."""
+
+_LEFT_NAMES: Final = ("adamw", f"adamw.{NO_DECAY}")
+"""The names, or their last parts, of the groups of parameters that muon does not take."""
 
 SEPARATOR: Final = ";"
 """Stands between groups where several are one text."""
@@ -71,7 +79,7 @@ def parse_groups(texts: Sequence[str]) -> tuple[GroupSpec, ...]:
         GroupError: where a text is no group, sets an unknown key, or repeats the name of another group.
     """
     specs: list[GroupSpec] = []
-    taken = {DEFAULT_GROUP, NO_DECAY}
+    taken = {DEFAULT_GROUP, NO_DECAY, *_LEFT_NAMES}
     for text in texts:
         selector, colon, settings = text.rpartition(":")
         patterns = tuple(pattern.strip() for pattern in selector.split("|"))
@@ -90,7 +98,7 @@ def parse_groups(texts: Sequence[str]) -> tuple[GroupSpec, ...]:
         while name in taken:
             name = f"{name.removesuffix(f'_{number - 1}')}_{number}"
             number += 1
-        taken |= {name, f"{name}.{NO_DECAY}"}
+        taken |= {name, *(f"{name}.{ending}" for ending in (NO_DECAY, *_LEFT_NAMES))}
         specs.append(GroupSpec(text=text, name=name, patterns=patterns, settings=values))
     return tuple(specs)
 

@@ -2,8 +2,8 @@
 
 A schedule gives the settings of a step from the number of updates before it. Steps that an overflow skipped do not
 count, in DeepSpeed and in torch alike. ``constant``, ``linear`` and ``cosine`` multiply the learning rate of the
-optimizer with the factors of Hugging Face's ``get_scheduler`` (``transformers/optimization.py``), except that the cosine
-stays at its minimum after its last step. The others are DeepSpeed's, with its names, options and defaults
+optimizer with the factors of Hugging Face's ``get_scheduler`` (``transformers/optimization.py``), except that the
+cosine stays at its minimum after its last step. The others are DeepSpeed's, with its names, options and defaults
 (``deepspeed/runtime/lr_schedules.py`` of version 0.19.6): DeepSpeed makes step 1 with a first value, and every later
 step t with the formula at iteration t - 2.
 """
@@ -38,6 +38,19 @@ class ScheduledSettings:
     betas: tuple[float, float] | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulePoint:
+    """A step, after ``updates_done`` updates.
+
+    ``lr`` is the learning rate that the optimizer was given, and ``steps`` the number of steps of the run, which counts
+    where a schedule has no total of its own.
+    """
+
+    updates_done: int
+    lr: float
+    steps: int
+
+
 class Schedule(BaseModel):
     """A schedule; its fields are the options of its text. ``name`` begins the text."""
 
@@ -46,12 +59,8 @@ class Schedule(BaseModel):
     name: ClassVar[str]
 
     @abstractmethod
-    def settings(self, updates_done: int, *, lr: float, steps: int) -> ScheduledSettings:
-        """The settings of the step after ``updates_done`` updates.
-
-        ``lr`` is the learning rate that the optimizer was given, and ``steps`` the number of steps of the run, which
-        counts where the schedule has no total of its own.
-        """
+    def settings(self, at: SchedulePoint) -> ScheduledSettings:
+        """The settings of the step at this point."""
 
     def text(self) -> str:
         """The schedule as text, with the options that were set."""
@@ -71,9 +80,9 @@ class Constant(Schedule):
 
     warmup: Count = 0
 
-    def settings(self, updates_done: int, *, lr: float, steps: int) -> ScheduledSettings:
+    def settings(self, at: SchedulePoint) -> ScheduledSettings:
         """See ``Schedule.settings``."""
-        return ScheduledSettings(lr=lr * _warmed_up(updates_done, self.warmup))
+        return ScheduledSettings(lr=at.lr * _warmed_up(at.updates_done, self.warmup))
 
 
 class Linear(Schedule):
@@ -85,13 +94,13 @@ class Linear(Schedule):
     total: Positive | None = None
     minimum: Ratio = 0.0
 
-    def settings(self, updates_done: int, *, lr: float, steps: int) -> ScheduledSettings:
+    def settings(self, at: SchedulePoint) -> ScheduledSettings:
         """See ``Schedule.settings``."""
-        if updates_done < self.warmup:
-            return ScheduledSettings(lr=lr * _warmed_up(updates_done, self.warmup))
-        total = self.total or steps
-        left = max(0.0, (total - updates_done) / max(1, total - self.warmup))
-        return ScheduledSettings(lr=lr * (left * (1 - self.minimum) + self.minimum))
+        if at.updates_done < self.warmup:
+            return ScheduledSettings(lr=at.lr * _warmed_up(at.updates_done, self.warmup))
+        total = self.total or at.steps
+        left = max(0.0, (total - at.updates_done) / max(1, total - self.warmup))
+        return ScheduledSettings(lr=at.lr * (left * (1 - self.minimum) + self.minimum))
 
 
 class Cosine(Schedule):
@@ -103,13 +112,13 @@ class Cosine(Schedule):
     total: Positive | None = None
     minimum: Ratio = 0.0
 
-    def settings(self, updates_done: int, *, lr: float, steps: int) -> ScheduledSettings:
+    def settings(self, at: SchedulePoint) -> ScheduledSettings:
         """See ``Schedule.settings``."""
-        if updates_done < self.warmup:
-            return ScheduledSettings(lr=lr * _warmed_up(updates_done, self.warmup))
-        progress = (updates_done - self.warmup) / max(1, (self.total or steps) - self.warmup)
+        if at.updates_done < self.warmup:
+            return ScheduledSettings(lr=at.lr * _warmed_up(at.updates_done, self.warmup))
+        progress = (at.updates_done - self.warmup) / max(1, (self.total or at.steps) - self.warmup)
         left = 0.5 * (1.0 + math.cos(math.pi * min(1.0, progress)))
-        return ScheduledSettings(lr=lr * (left * (1 - self.minimum) + self.minimum))
+        return ScheduledSettings(lr=at.lr * (left * (1 - self.minimum) + self.minimum))
 
 
 def _warmed_up(updates_done: int, warmup: int) -> float:
@@ -126,16 +135,16 @@ class WarmupLR(Schedule):
     warmup_num_steps: Count = 1000
     warmup_type: Literal["log", "linear"] = "log"
 
-    def settings(self, updates_done: int, *, lr: float, steps: int) -> ScheduledSettings:
+    def settings(self, at: SchedulePoint) -> ScheduledSettings:
         """See ``Schedule.settings``. Without ``warmup_max_lr`` the optimizer's learning rate is the largest."""
-        largest = lr if self.warmup_max_lr is None else self.warmup_max_lr
-        if updates_done == 0:
+        largest = at.lr if self.warmup_max_lr is None else self.warmup_max_lr
+        if at.updates_done == 0:
             return ScheduledSettings(lr=self.warmup_min_lr)
-        factor = self._factor(updates_done - 1, steps)
+        factor = self._factor(at)
         return ScheduledSettings(lr=self.warmup_min_lr + (largest - self.warmup_min_lr) * factor)
 
-    def _factor(self, iteration: int, steps: int) -> float:
-        factor = _warmup_factor(iteration, self.warmup_num_steps, self.warmup_type)
+    def _factor(self, at: SchedulePoint) -> float:
+        factor = _warmup_factor(at.updates_done - 1, self.warmup_num_steps, self.warmup_type)
         return 1.0 if factor is None else factor
 
 
@@ -147,11 +156,12 @@ class WarmupDecayLR(WarmupLR):
     total_num_steps: Positive | None = None
     warmup_max_lr: Rate | None = 0.001
 
-    def _factor(self, iteration: int, steps: int) -> float:
+    def _factor(self, at: SchedulePoint) -> float:
+        iteration = at.updates_done - 1
         factor = _warmup_factor(iteration, self.warmup_num_steps, self.warmup_type)
         if factor is not None:
             return factor
-        total = self.total_num_steps or steps
+        total = self.total_num_steps or at.steps
         return max(0.0, (total - iteration) / max(1.0, total - max(2, self.warmup_num_steps)))
 
 
@@ -166,22 +176,22 @@ class WarmupCosineLR(Schedule):
     cos_min_ratio: Ratio = 0.0001
     warmup_type: Literal["log", "linear"] = "log"
 
-    def settings(self, updates_done: int, *, lr: float, steps: int) -> ScheduledSettings:
+    def settings(self, at: SchedulePoint) -> ScheduledSettings:
         """See ``Schedule.settings``. Step 1 has the learning rate 0."""
-        if updates_done == 0:
+        if at.updates_done == 0:
             return ScheduledSettings(lr=0.0)
-        iteration = updates_done - 1
+        iteration = at.updates_done - 1
         factor = _warmup_factor(iteration, self.warmup_num_steps, self.warmup_type)
         if factor is not None:
             return ScheduledSettings(
-                lr=lr * (self.warmup_min_ratio + factor * (1.0 - self.warmup_min_ratio))
+                lr=at.lr * (self.warmup_min_ratio + factor * (1.0 - self.warmup_min_ratio))
             )
         warmup = max(2, self.warmup_num_steps)
-        decay = max(1, (self.total_num_steps or steps) - warmup)
+        decay = max(1, (self.total_num_steps or at.steps) - warmup)
         progress = min(1.0, (iteration - warmup + 1) / decay)
         left = (1 + math.cos(math.pi * progress)) / 2
         return ScheduledSettings(
-            lr=lr * max(0.0, self.cos_min_ratio + (1.0 - self.cos_min_ratio) * left)
+            lr=at.lr * max(0.0, self.cos_min_ratio + (1.0 - self.cos_min_ratio) * left)
         )
 
 
@@ -213,14 +223,14 @@ class OneCycle(Schedule):
     cycle_max_mom: Momentum = 0.9
     decay_mom_rate: Rate = 0.0
 
-    def settings(self, updates_done: int, *, lr: float, steps: int) -> ScheduledSettings:
+    def settings(self, at: SchedulePoint) -> ScheduledSettings:
         """See ``Schedule.settings``. While ``cycle_momentum`` is true, the second beta is 0.99, as in DeepSpeed."""
-        if updates_done == 0:
+        if at.updates_done == 0:
             return self._both(self.cycle_min_lr, self.cycle_min_mom)
-        iteration = updates_done - 1
+        iteration = at.updates_done - 1
         size = self._second_step_size + self.cycle_first_step_size
         if iteration < size:
-            height = self._height(updates_done)
+            height = self._height(at.updates_done)
             return self._both(
                 self.cycle_min_lr + (self.cycle_max_lr - self.cycle_min_lr) * height,
                 self.cycle_max_mom - (self.cycle_max_mom - self.cycle_min_mom) * height,
@@ -268,11 +278,11 @@ class LRRangeTest(Schedule):
     lr_range_test_step_rate: Rate = 1.0
     lr_range_test_staircase: bool = False
 
-    def settings(self, updates_done: int, *, lr: float, steps: int) -> ScheduledSettings:
+    def settings(self, at: SchedulePoint) -> ScheduledSettings:
         """See ``Schedule.settings``."""
-        interval = updates_done / self.lr_range_test_step_size
+        interval = at.updates_done / self.lr_range_test_step_size
         if self.lr_range_test_staircase:
-            interval = math.floor(interval)
+            interval = float(math.floor(interval))
         return ScheduledSettings(
             lr=self.lr_range_test_min_lr * (1 + self.lr_range_test_step_rate * interval)
         )

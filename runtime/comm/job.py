@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import StrEnum
@@ -66,11 +66,15 @@ class Job:
 
     def average(self, value: float) -> float:
         """The mean of every rank's value, added in rank order."""
+        rows = self.exchange([value])
+        return sum(row[0] for row in rows) / len(rows)
+
+    def exchange(self, values: Sequence[float]) -> list[list[float]]:
+        """Every rank's values, in rank order; their number is the same on each rank. All ranks call this together."""
         if self.is_alone:
-            return value
-        values = exchanged(torch.tensor([value], dtype=torch.float64), self.device)
-        total = sum(float(contribution) for contribution in values.view(-1))
-        return total / len(values)
+            return [list(values)]
+        rows = exchanged(torch.tensor(values, dtype=torch.float64), self.device)
+        return [[float(value) for value in row] for row in rows.tolist()]
 
     def gather(self, own: bytes) -> list[bytes] | None:
         """Every rank's bytes, in rank order, on rank 0; None on the others. All ranks call this together."""

@@ -26,6 +26,7 @@ OF_THE_VERIFIER = {
     "zeroir.ir.definitions",
     "zeroir.ir.dtypes",
     "zeroir.ir.effects",
+    "zeroir.ir.factors",
     "zeroir.ir.mesh",
     "zeroir.ir.ops",
     "zeroir.ir.program",

@@ -14,11 +14,12 @@ import torch
 
 from tests.passes.example_programs import LOGICAL
 from tests.passes.numbers import assert_equal, initial, inputs, run
+from tests.support.evaluations import with_evaluation
 from tests.support.lowering import applied
 from tests.support.programs import mlp
 from zeroir.ir import ops
 from zeroir.ir.buffers import Role, Space
-from zeroir.ir.program import EVALUATE, Program
+from zeroir.ir.program import Program
 from zeroir.ir.text import parse, print_program
 from zeroir.passes import manager
 from zeroir.passes.pipelines import for_stage
@@ -38,12 +39,7 @@ def gate_logical(name: str) -> Program:
     if name == "offload":
         return OFFLOADED
     if name == "evaluate":
-        # What it evaluates is its training forward.
-        (training, _) = LOGICAL.sections
-        last = next(i for i, op in enumerate(training.body) if isinstance(op, ops.Release))
-        body = (*training.body[:3], training.body[last])
-        section = replace(training, name=EVALUATE, body=body, exit=training.entry)
-        return replace(LOGICAL, sections=(*LOGICAL.sections, section))
+        return with_evaluation(LOGICAL)
     return LOGICAL
 
 
@@ -128,7 +124,7 @@ def test_evaluation_gives_the_loss_and_leaves_no_trace() -> None:
     lockstep = Lockstep(program, schedule_seed=5)
     lockstep.initialise_flats(initial(program))
     for step, of_ranks in enumerate(batches):
-        losses = [float(x) for x in lockstep.evaluate([of_rank[0] for of_rank in of_ranks])]
+        losses = [float(x.loss) for x in lockstep.evaluate([of_rank[0] for of_rank in of_ranks])]
         assert losses == expected.losses[step]
         lockstep.step(of_ranks)
     for key, value in lockstep.full_state().items():

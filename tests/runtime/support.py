@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.support.examples import IS_THOROUGH
 from tests.support.lowering import applied
 from tests.support.zygote import Forked, Zygote, compiling_zygote, zygote
-from zeroir.ir import ops
 from zeroir.ir.bindings import Binding
 from zeroir.ir.dtypes import DType
-from zeroir.ir.mesh import COMPUTE
 from zeroir.ir.ops import Mode
-from zeroir.ir.program import EVALUATE, LAST_MICRO_STEP, Flat, Program, Section
+from zeroir.ir.program import Flat, Program
 from zeroir.ir.segment import Node, Ref, Segment, TensorType
 from zeroir.passes.pipelines import for_stage
 from zeroir.torch_ops.batches import Batch
@@ -32,19 +29,6 @@ SOURCES: tuple[Source, ...] = tuple(
 """What ranks are forked from."""
 COMPILING_SOURCES: tuple[Source, ...] = (compiling_zygote, *SOURCES[1:])
 """The same for ranks that trace models."""
-
-
-def with_evaluation(logical: Program) -> Program:
-    """A logical program that can be evaluated, too: its forward up to the loss, with every temporary released."""
-    body = logical.section_by_name[LAST_MICRO_STEP].body
-    stop = next(
-        i for i, op in enumerate(body) if isinstance(op, ops.Compute) and "back" in op.segment
-    )
-    forward = [replace(op) for op in body[:stop] if not isinstance(op, ops.Release)]
-    live = [op.buffer for op in forward if isinstance(op, ops.Alloc)]
-    released = (ops.Release(buffer=name, stream=COMPUTE) for name in live)
-    evaluation = Section(name=EVALUATE, body=(*forward, *released))
-    return replace(logical, sections=(*logical.sections, evaluation))
 
 
 def embedding_gradient(mode: Mode, padding: int) -> tuple[Segment, list[Binding]]:
@@ -94,6 +78,18 @@ def parameters_of(flat: Flat, values: Tensor) -> dict[str, Tensor]:
         for slot in flat.slots
         for name in (slot.name, *slot.aliases)
     }
+
+
+def require_parameters(
+    module: nn.Module, name: str, expected: Mapping[str, Tensor], dtype: torch.dtype
+) -> None:
+    """Fail unless the parameters of a module are the expected ones, converted to a dtype."""
+    compared = 0
+    for key, parameter in module.named_parameters(prefix=name):
+        assert parameter.dtype == dtype
+        assert torch.equal(parameter, expected[key].to(dtype)), key
+        compared += 1
+    assert compared
 
 
 def random_batches(

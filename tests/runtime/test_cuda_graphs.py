@@ -247,6 +247,23 @@ def test_changed_hyper_parameters_are_captured_anew_and_a_learning_rate_is_not()
         run.memory.buffer("hyper")[3] = 0.5
         run.steps(batches_of(2))
         assert len(run.device.graphs) == before + 1
+        assert sum(graph.is_reset for graph in run.device.graphs) == 1
+
+
+def test_while_hyper_parameters_change_nothing_is_captured() -> None:
+    """As when a schedule cycles the momentum: capturing takes longer than issuing."""
+    program = lowered(mlp(), 1, 1)
+    with training(program) as run:
+        run.steps(batches_of(WARM_UP + 1))
+        before = len(run.device.graphs)
+        kept = run.memory.buffer("hyper").tolist()
+        for step in range(4):
+            run.memory.buffer("hyper")[0] = 0.8 + 0.01 * step
+            run.steps(batches_of(1))
+            assert len(run.device.graphs) == before
+        run.memory.buffer("hyper")[0] = kept[0]
+        run.steps(batches_of(3))
+        assert len(run.device.graphs) == before  # The first graph is of these.
 
 
 def test_a_section_that_fails_while_it_is_captured_runs_op_by_op() -> None:

@@ -12,7 +12,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from tests.runtime.constructors import Mlp
-from tests.runtime.support import ROOT, initial_flats, lowered, random_batches, with_evaluation
+from tests.runtime.support import ROOT, initial_flats, lowered, random_batches
+from tests.support.evaluations import with_evaluation
 from tests.support.programs import dense, mlp, tensor
 from zeroir.errors import UserError
 from zeroir.ir import ops
@@ -300,13 +301,14 @@ def test_a_job_may_begin_with_an_evaluation(content: Content, expected: float | 
     loss = Region(buffer="loss", offset=0, numel=1)
     body = (ops.Cast(source=one, destination=loss, stream="compute"),)
     sections = (Section(name=EVALUATE, entry=state, body=body, exit=state),)
-    lockstep = Lockstep(replace(program, buffers=(*program.buffers, buffer), sections=sections))
+    program = replace(program, buffers=(*program.buffers, buffer), sections=sections)
+    lockstep = Lockstep(replace(program, eval_loss="loss"))
     values = initial_flats(logical)
     lockstep.initialise_flats(values)
     ((batch,), (other,)) = random_batches(1, 2)[0]
     wanted = float(values["blocks.0.param"][3]) if expected is None else expected
     for _ in range(2):
-        assert [float(found) for found in lockstep.evaluate([batch, other])] == [wanted] * 2
+        assert [float(found.loss) for found in lockstep.evaluate([batch, other])] == [wanted] * 2
 
 
 def test_what_is_read_back_waits_for_ops_that_cross_the_joint() -> None:

@@ -41,8 +41,9 @@ def test_a_killed_rank_stops_the_others(tmp_path: Path, delay_s: str, backend: s
         code, out, err = results[rank]
         assert code == 2, err
         assert out == ""
-        place = r"(last_micro_step|update):\d+ \w+"
-        assert re.match(rf"Error: Rank {rank} lost its peers in {place}", err), err
+        # Between some steps the ranks compare their settings.
+        place = r"(in (last_micro_step|update):\d+ \w+|between steps)"
+        assert re.match(rf"Error: Rank {rank} lost its peers {place}", err), err
         assert err.count("\n") == 1, err
 
 
@@ -76,3 +77,11 @@ def test_a_loss_that_is_no_number_stops_all(tmp_path: Path) -> None:
         knows = "is nan" if rank == 1 else "of another rank is not finite"
         assert err.startswith(f"Error: The loss {knows} at step 3")
         assert err.count("\n") == 1
+
+
+@pytest.mark.dist
+def test_ranks_with_different_settings_stop_with_a_sentence(tmp_path: Path) -> None:
+    for rank, (code, _, err) in enumerate(Ranks(WORLD_SIZE, tmp_path, "other-settings").wait(60.0)):
+        assert code == 2, err
+        assert "Rank 1 has another setting of the optimizer's group default than rank 0" in err
+        assert "0.001 instead of 0.01" in err, rank

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.runtime.support import initial_flats, lowered, random_batches, with_evaluation
+from tests.runtime.support import initial_flats, lowered, random_batches
+from tests.support.evaluations import with_evaluation
 from tests.support.examples import examples
 from tests.support.lockstep import LockstepResult, run_lockstep
 from tests.support.programs import mlp
@@ -224,13 +225,13 @@ def test_evaluation_gives_the_loss_and_changes_nothing() -> None:
     lockstep.initialise_flats(INITIAL)
     ((batch,),) = random_batches(1, 1)[0]
     before = lockstep.full_state()
-    (loss,) = lockstep.evaluate([batch])
+    (first,) = lockstep.evaluate([batch])
     (again,) = lockstep.evaluate([batch])
     after = lockstep.full_state()
     assert all(torch.equal(before[key], after[key]) for key in before)
     (result,) = lockstep.step([[batch]])
-    assert float(loss) == float(again) == float(result.loss)
-    with pytest.raises(UserError, match="no evaluate section"):
+    assert float(first.loss) == float(again.loss) == float(result.loss)
+    with pytest.raises(UserError, match="compiled without a section `evaluate`"):
         Lockstep(LOGICAL).evaluate([batch])
 
 

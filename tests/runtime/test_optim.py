@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.lion import Lion
+from zeroir.api.plain_lion import Lion
 from zeroir.ir.ops import Algorithm
 from zeroir.runtime import optim
 from zeroir.runtime.optim import Operands, update
@@ -49,6 +49,8 @@ def torch_optimizer(
             )
         case Algorithm.LION:
             return Lion([parameter], lr, (a, b), weight_decay)
+        case _:
+            raise ValueError(algorithm)
 
 
 def operands(algorithm: Algorithm, hyper: tuple[float, ...], param: Tensor) -> Operands:

@@ -6,15 +6,17 @@ import json
 
 import pytest
 
-from tests.runtime.support import initial_flats, lowered, random_batches, with_evaluation
+from tests.runtime.support import initial_flats, lowered, random_batches
 from tests.runtime.timelines import require_program_order
+from tests.support.evaluations import with_evaluation
 from tests.support.programs import mlp
 from zeroir.ir import ops
 from zeroir.ir.program import LAST_MICRO_STEP, MICRO_STEP, UPDATE
 from zeroir.ir.spans import Span
 from zeroir.report.trace import chrome_trace
 from zeroir.runtime.engine import Engine
-from zeroir.runtime.handlers import LocalRanks, PreparedOp
+from zeroir.runtime.handlers import LocalRanks
+from zeroir.runtime.prepared_op import PreparedOp
 from zeroir.runtime.trace import aligned, to_bytes
 
 

@@ -22,25 +22,33 @@ FOLDERS = (ROOT / "examples", ROOT / "tests" / "support" / "models")
 
 
 def captured(
-    model_file: ModelSource, precision: Precision, keep_fp32: Sequence[str]
+    model_file: ModelSource,
+    precision: Precision,
+    keep_fp32: Sequence[str],
+    *,
+    evaluate: bool = True,
+    outputs: Sequence[str] = (),
 ) -> CapturedModel:
     """What the frontend's ``capture`` returns; for a file of the repository, what it returned before."""
     file = model_file.file
-    if file is None:
-        return capture(model_file, precision, keep_fp32)
-    path = file.path.resolve()
-    if path.parent not in FOLDERS:
-        return capture(model_file, precision, keep_fp32)
+    path = None if file is None else file.path.resolve()
+    if file is None or path is None or path.parent not in FOLDERS:
+        return capture(model_file, precision, keep_fp32, evaluate=evaluate, outputs=outputs)
     # The digest, lest an edited file is taken for what it was.
     spec = f"{path}:{file.factory}"
-    return _captured(spec, file.sha256, precision, tuple(keep_fp32))
+    return _captured(spec, file.sha256, precision, tuple(keep_fp32), evaluate, tuple(outputs))
 
 
 @lru_cache(maxsize=64)
 def _captured(
-    spec: str, _sha256: str, precision: Precision, keep_fp32: tuple[str, ...]
+    spec: str,
+    _sha256: str,
+    precision: Precision,
+    keep_fp32: tuple[str, ...],
+    evaluate: bool,
+    outputs: tuple[str, ...],
 ) -> CapturedModel:
-    return capture(load_model_file(spec), precision, keep_fp32)
+    return capture(load_model_file(spec), precision, keep_fp32, evaluate=evaluate, outputs=outputs)
 
 
 def share() -> None:

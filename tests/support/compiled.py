@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from zeroir.frontend import entry
-from zeroir.frontend.loss_step import call_with
+from zeroir.frontend.results import call_with
 
 
 def saved_bytes(path: Path) -> int:

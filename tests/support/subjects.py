@@ -67,7 +67,8 @@ class Subject:
         found: list[Tensor] = []
         for batches in self.batches:
             if EVALUATE in program.section_by_name:
-                found += lockstep.evaluate([of_rank[0] for of_rank in batches])
+                results = lockstep.evaluate([of_rank[0] for of_rank in batches])
+                found += [result.loss for result in results]
             for result in lockstep.step(batches):
                 told = (result.loss, result.is_skipped, result.grad_norm)
                 found += [value for value in told if value is not None]

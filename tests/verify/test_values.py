@@ -532,11 +532,16 @@ def test_an_evaluation_leaves_sums_alone() -> None:
     dirty = ops.Fill(
         destination=Region(buffer=name, offset=0, numel=numel), value=1.0, stream=COMPUTE
     )
+    loss = replace(
+        program.buffer_by_name["loss"], name="eval_loss", holds=NamedContent(name="eval_loss")
+    )
     for sections in (program.sections, tuple(s for s in program.sections if s.name != MICRO_STEP)):
         evaluate = Section(name=EVALUATE, body=(dirty,))
         found = replace(
             program,
             sections=(*sections, evaluate),
+            eval_loss="eval_loss",
+            buffers=(*program.buffers, loss),
             options=(("micro_steps", "2" if len(sections) == 3 else "1"),),
         )
         report = verify(found)

@@ -92,12 +92,12 @@ def check_model(
 ) -> Comparison:
     """Compile a model, run it on lockstep and on eager replicas from the same initial state, and compare.
 
-    Compared are the losses of every rank and step, and at the end the parameters, their moving averages and every
-    rank's module buffers (running statistics); they must be equal bit for bit. With clipping, whose norm the program
-    adds up shard by shard, they may differ by 64 roundings of FP32, or one of the 16-bit dtype, for each step. With
-    other kernels than eager ones only the losses are compared, with the same tolerance: an optimizer that uses signs
-    turns the rounding of a gradient near zero into a full update. The comparison ends, not equal, with the first step
-    whose loss is infinite or NaN in the reference.
+    Compared are the losses of every rank and step, those of an evaluation before every step, and at the end the
+    parameters, their moving averages and every rank's module buffers (running statistics); they must be equal bit for
+    bit. With clipping, whose norm the program adds up shard by shard, they may differ by 64 roundings of FP32, or one
+    of the 16-bit dtype, for each step. With other kernels than eager ones only the losses are compared, with the same
+    tolerance: an optimizer that uses signs turns the rounding of a gradient near zero into a full update. The
+    comparison ends, not equal, with the first step whose loss is infinite or NaN in the reference.
     """
     from zeroir.torch_ops.globals import torch_globals_kept
 
@@ -114,6 +114,7 @@ def _compared(
     from zeroir.api.run import kernel_backend, load_model
     from zeroir.runtime.batch import inputs_of
     from zeroir.runtime.lockstep import Lockstep
+    from zeroir.runtime.scheduled import ScheduleDriver
     from zeroir.runtime.seeds import site_seed
 
     compiled = compile_with(model, options)
@@ -128,12 +129,15 @@ def _compared(
             dtype=torch.int64,
         )
 
-    reference = EagerReplicas(source, options, seed=seed, seeds=seeds)
+    reference = EagerReplicas(source, options, seed=seed, seeds=seeds, steps=steps)
     backend = kernel_backend(kernels)
     lockstep = Lockstep(
         program, seed=seed, schedule_seed=seed, kernels=backend, weight=source.weight
     )
     lockstep.initialise(source.model, seed)
+    driver: ScheduleDriver | None = None
+    if options.schedule is not None:
+        driver = ScheduleDriver(options.schedule, lockstep.optimizer.param_groups, steps)
     streams = [
         _batches(source, rank, options.world_size, seed) for rank in range(options.world_size)
     ]
@@ -146,8 +150,23 @@ def _compared(
         batches = [[next(stream) for _ in range(options.micro_steps)] for stream in streams]
         for batch in (batch for stream in batches for batch in stream):
             inputs_of(program, batch)  # its error is clearer than that of eager PyTorch
+        if program.eval_loss is not None:
+            first = [micro_batches[0] for micro_batches in batches]
+            wanted_losses = reference.evaluate(first)
+            found_losses = [float(evaluation.loss) for evaluation in lockstep.evaluate(first)]
+            for rank, (loss, wanted_loss) in enumerate(
+                zip(found_losses, wanted_losses, strict=True)
+            ):
+                what = f"the evaluated loss of rank {rank}"
+                differences += _compare(step, what, loss, wanted_loss, tolerance)
         expected = reference.step(batches)
-        computed = [float(result.loss) for result in lockstep.step(batches)]
+        if driver is not None:
+            driver.before_step()
+        results = lockstep.step(batches)
+        if driver is not None:
+            skipped = results[0].is_skipped
+            driver.after_step(is_skipped=skipped is not None and bool(skipped > 0))
+        computed = [float(result.loss) for result in results]
         losses.append(tuple(computed))
         for rank, (loss, wanted_loss) in enumerate(zip(computed, expected, strict=True)):
             differences += _compare(step, f"the loss of rank {rank}", loss, wanted_loss, tolerance)

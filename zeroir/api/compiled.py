@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +15,7 @@ from zeroir.artifact import Artifact, ConfigRecord
 from zeroir.config import CompileOptions, options_from_pairs
 from zeroir.errors import InternalError, UserError
 from zeroir.ir.amounts import parse_bytes
-from zeroir.ir.program import MICRO_STEP, Program
+from zeroir.ir.program import EVALUATE, MICRO_STEP, Program, why_not_evaluate
 from zeroir.ir.text import print_program, print_section
 from zeroir.report.names import counted, shortened
 from zeroir.report.summary import Summary, summarise
@@ -143,6 +144,12 @@ class CompiledProgram:
         artifact = replace(self.artifact, scheduled=programs[number])
         return _require_valid(_verified(artifact, self.path))
 
+    def require_evaluation(self) -> None:
+        """Raise UserError where the program has no section ``evaluate``, saying why."""
+        if EVALUATE in self.program.section_by_name:
+            return
+        raise UserError(why_not_evaluate(self.program))
+
     def require(self, *, section: str | None = None, unit: str | None = None) -> None:
         """Raise UserError where a section or unit does not exist; the message names those that do."""
         sections = [each.name for each in self.program.sections]
@@ -225,6 +232,8 @@ def compile_model(
     what the module's forward returns, or ``loss(module, batch)``, which returns it or a pair of it and outputs.
     ``weight`` gives the weight of a batch. ``config`` is DeepSpeed's configuration, as its file or its contents, or a
     TOML file of options. The other keywords are ``CompileOptions``' fields, and win over the configuration.
+    ``optimizer`` may also be a class of ``torch.optim``, or an instance of one over the parameters of a module in hand,
+    whose groups the program takes over.
 
     A module in hand stays as it is; its values enter when an engine is made.
 
@@ -232,7 +241,13 @@ def compile_model(
         UserError: if the file, the module, the batch or an option is wrong.
     """
     source = _source_of(model, batch, loss, weight)
-    resolved = resolve_options(config, options, lambda: source, giver="argument")
+    given: Mapping[str, object] = options
+    if not isinstance(options.get("optimizer", ""), str):
+        from zeroir.api.torch_optimizers import translated
+
+        translation = translated(options["optimizer"], model, options)
+        source, given = translation.source(source), translation.options
+    resolved = resolve_options(config, given, lambda: source, giver="argument")
     return compile_source(source, resolved.options, resolved.record)
 
 

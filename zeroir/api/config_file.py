@@ -111,9 +111,9 @@ def _deepspeed_options(
 
 
 def _example_batch_size(source: ModelSource) -> int:
-    from zeroir.runtime.batch import flatten
+    from zeroir.torch_ops.batches import flatten
 
-    for tensor in flatten(source.batch()).values():
+    for tensor in flatten(source.batch(), source.names.batch).tensors.values():
         if tensor.dim():
             return int(tensor.shape[0])
     raise UserError(f"{source.names.batch} has no tensor with a dimension for samples.")

@@ -7,13 +7,26 @@ keyword accepts more than the field where a plain string or a list will do, too.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal, TypedDict
+from typing import Literal, Protocol, TypedDict
 
 from zeroir.config import Precision
 from zeroir.cost.estimate import Offload, Optimizer
+from zeroir.hyper_parameters import AdjustLr
 from zeroir.ir.ops import Algorithm
 
-OptimizerName = Literal["sgd", "momentum", "adam", "adamw"]
+OptimizerName = Literal["sgd", "momentum", "adam", "adamw", "lion", "muon", "adafactor"]
+
+
+class TorchOptimizer(Protocol):
+    """An optimizer of ``torch.optim``."""
+
+    param_groups: list[dict[str, object]]
+
+    def step(self) -> object:
+        """Update the parameters."""
+
+    def zero_grad(self) -> None:
+        """Forget the gradients."""
 
 
 class CompileKeywords(TypedDict, total=False):
@@ -27,16 +40,26 @@ class CompileKeywords(TypedDict, total=False):
     accumulate_locally: bool
     units: str | None
     keep_fp32: str | Sequence[str]
-    optimizer: Algorithm | OptimizerName
+    evaluate: bool
+    outputs: str | Sequence[str]
+    optimizer: (
+        Algorithm | OptimizerName | type[TorchOptimizer] | TorchOptimizer | Sequence[TorchOptimizer]
+    )
     lr: float
     schedule: str | None
     momentum: float | None
     dampening: float
-    nesterov: bool
+    nesterov: bool | None
     beta1: float
-    beta2: float
-    eps: float
+    beta2: float | None
+    eps: float | None
     weight_decay: float | None
+    ns_steps: int | None
+    ns_coefficients: tuple[float, float, float] | None
+    adjust_lr_fn: AdjustLr | None
+    beta2_decay: float | None
+    eps2: float | None
+    d: float | None
     group: str | Sequence[str] | Mapping[str, Mapping[str, object]]
     no_decay: bool
     clip: float | None

@@ -15,13 +15,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from zeroir.api.plain_lion import Lion
 from zeroir.config import CompileOptions
-from zeroir.frontend.loss_step import loss_of
+from zeroir.frontend.module_tensors import put_back_buffers, substitute_buffers
 from zeroir.frontend.parameter_groups import ParameterGroup, parameter_groups
 from zeroir.frontend.precision import apply_precision, compute_dtype, with_floats_cast
+from zeroir.frontend.results import evaluated, loss_of
 from zeroir.frontend.source import ModelSource
 from zeroir.ir.layout import Parameter
 from zeroir.ir.ops import Algorithm
+from zeroir.runtime.scheduled import ScheduleDriver
 from zeroir.runtime.weights import weight_of
 from zeroir.torch_ops import neutral_ops
 from zeroir.torch_ops.batches import Batch
@@ -32,10 +35,10 @@ Seeds = Callable[[int, int, int], Tensor]
 
 
 class EagerReplicas:
-    """The reference. ``sites`` is the number of dropout calls in one forward."""
+    """The reference. ``sites`` is the number of dropout calls in one forward; ``steps`` is for schedules."""
 
     def __init__(
-        self, source: ModelSource, options: CompileOptions, *, seed: int, seeds: Seeds
+        self, source: ModelSource, options: CompileOptions, *, seed: int, seeds: Seeds, steps: int
     ) -> None:
         # The user's code makes each replica: a copy of one would lose hooks and other bindings to its tensors.
         self.replicas = [_replica(source, seed) for _ in range(options.world_size)]
@@ -43,6 +46,7 @@ class EagerReplicas:
         self._source = source
         self._options = options
         self._seeds = seeds
+        self._steps = steps
         mesh = options.device_mesh
         self._groups = mesh.groups(mesh.axes[-1].name)
         self._step = 0
@@ -68,7 +72,8 @@ class EagerReplicas:
                 if parameter.dtype == torch.float32:
                     parameter.data = self._master(name)
         self._parameters: dict[str, nn.Parameter] = {}
-        self._optimizers: list[torch.optim.Optimizer] = []
+        self._optimizers: list[torch.optim.Optimizer | Lion] = []
+        self._driver: ScheduleDriver | None = None
 
     def step(self, batches: Sequence[Sequence[Batch]]) -> list[float]:
         """One training step; ``batches[rank][micro_step]``. Returns each rank's loss, its mean over micro-steps."""
@@ -98,6 +103,26 @@ class EagerReplicas:
 
     def _weight(self, batch: Batch) -> float:
         return 1.0 if self._weight_of is None else float(weight_of(self._weight_of, batch))
+
+    def evaluate(self, batches: Sequence[Batch]) -> list[float]:
+        """Each rank's loss under ``eval()``; the replicas and their buffers stay as they are."""
+        return [
+            self._evaluated(replica, batch, rank)
+            for rank, (replica, batch) in enumerate(zip(self.replicas, batches, strict=True))
+        ]
+
+    def _evaluated(self, replica: nn.Module, batch: Batch, rank: int) -> float:
+        is_training = {module: module.training for module in replica.modules()}
+        copies = substitute_buffers(replica)
+        inputs = with_floats_cast(batch, compute_dtype(self._options.precision))
+        replica.eval()
+        try:
+            with torch.no_grad(), neutral_ops(self._seeds(self._step, 0, rank)):
+                return float(evaluated(self._source, replica, inputs, ())[0].float())
+        finally:
+            put_back_buffers(copies)
+            for module, flag in is_training.items():
+                module.training = flag
 
     def parameters(self) -> dict[str, Tensor]:
         """The parameters by name: FP32 masters of trained ones, and the others in their own dtype.
@@ -162,7 +187,10 @@ class EagerReplicas:
         if not self._optimizers:
             self._parameters = {name: nn.Parameter(self.masters[name]) for name in gradients}
             groups = parameter_groups(self._named_shapes(), self._options)
-            self._optimizers = _make_optimizers(groups, self._parameters)
+            self._optimizers = _make_optimizers(groups, self._parameters, self._shapes)
+            if self._options.schedule is not None:
+                settings = [group for each in self._optimizers for group in each.param_groups]
+                self._driver = ScheduleDriver(self._options.schedule, settings, self._steps)
         is_finite = all(bool(gradient.isfinite().all()) for gradient in gradients.values())
         scale = self._scale
         if self._options.precision == "fp16":
@@ -177,7 +205,12 @@ class EagerReplicas:
             )
             divisor /= min(1.0, self._options.clip / (math.sqrt(squares) / divisor + 1e-6))
         for name, parameter in self._parameters.items():
-            parameter.grad = _padded(gradients[name].float() / divisor)
+            gradient = gradients[name].float() / divisor
+            is_padded = parameter.shape != gradient.shape
+            parameter.grad = _padded(gradient) if is_padded else gradient
+        if self._driver is not None:
+            self._driver.before_step()
+            self._driver.after_step(is_skipped=False)
         for optimizer in self._optimizers:
             optimizer.step()
         if self._options.ema is not None:
@@ -239,37 +272,70 @@ def _padded(tensor: Tensor) -> Tensor:
 
 
 def _make_optimizers(
-    groups: Sequence[ParameterGroup], parameters: Mapping[str, nn.Parameter]
-) -> list[torch.optim.Optimizer]:
-    """One optimizer of torch for each group."""
-    return [
-        _make_optimizer([parameters[name] for name in group.parameters], group.options)
-        for group in groups
-    ]
+    groups: Sequence[ParameterGroup],
+    parameters: Mapping[str, nn.Parameter],
+    shapes: Mapping[str, torch.Size],
+) -> list[torch.optim.Optimizer | Lion]:
+    """One optimizer of torch for each group; those that work on whole parameters take them in their shape."""
+    optimizers: list[torch.optim.Optimizer | Lion] = []
+    for group in groups:
+        own = [parameters[name] for name in group.parameters]
+        if group.options.optimizer.direction_dtype is not None:
+            for name, parameter in zip(group.parameters, own, strict=True):
+                parameter.data = parameter.data[: shapes[name].numel()].view(shapes[name])
+        optimizers.append(_make_optimizer(own, group.options))
+    return optimizers
 
 
 def _make_optimizer(
     parameters: list[nn.Parameter], options: CompileOptions
-) -> torch.optim.Optimizer:
-    decay = options.effective_weight_decay
+) -> torch.optim.Optimizer | Lion:
+    names = options.optimizer.hyper_names
+    hyper = dict(zip(names, options.hyper, strict=True))
+    lr, weight_decay = options.lr, options.effective_weight_decay
     match options.optimizer:
         case Algorithm.SGD | Algorithm.MOMENTUM:
             return torch.optim.SGD(
                 parameters,
-                lr=options.lr,
-                momentum=options.effective_momentum,
-                dampening=options.dampening,
-                nesterov=options.nesterov,
-                weight_decay=decay,
+                momentum=hyper["momentum"],
+                dampening=hyper["dampening"],
+                nesterov=bool(hyper["nesterov"]),
                 fused=True,
+                lr=lr,
+                weight_decay=weight_decay,
             )
         case Algorithm.ADAM | Algorithm.ADAMW:
             kind = torch.optim.Adam if options.optimizer is Algorithm.ADAM else torch.optim.AdamW
+            betas = (hyper["beta1"], hyper["beta2"])
             return kind(
                 parameters,
-                lr=options.lr,
-                betas=(options.beta1, options.beta2),
-                eps=options.eps,
-                weight_decay=decay,
+                lr=lr,
+                betas=betas,
+                eps=hyper["eps"],
+                weight_decay=weight_decay,
                 fused=True,
+            )
+        case Algorithm.LION:
+            return Lion(parameters, lr, (hyper["beta1"], hyper["beta2"]), weight_decay)
+        case Algorithm.MUON:
+            a, b, c = (hyper[f"ns_coefficients.{i}"] for i in range(3))
+            return torch.optim.Muon(
+                parameters,
+                momentum=hyper["momentum"],
+                nesterov=bool(hyper["nesterov"]),
+                ns_coefficients=(a, b, c),
+                eps=hyper["eps"],
+                ns_steps=int(hyper["ns_steps"]),
+                adjust_lr_fn=options.adjust_lr_fn,
+                lr=lr,
+                weight_decay=weight_decay,
+            )
+        case Algorithm.ADAFACTOR:
+            return torch.optim.Adafactor(
+                parameters,
+                beta2_decay=hyper["beta2_decay"],
+                eps=(hyper["eps"], hyper["eps2"]),
+                d=hyper["d"],
+                lr=lr,
+                weight_decay=weight_decay,
             )

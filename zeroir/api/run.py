@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from zeroir.frontend.source import Model, ModelSource
     from zeroir.ir.program import Program
     from zeroir.runtime.engine import Engine
+    from zeroir.runtime.evaluations import Evaluations
     from zeroir.runtime.kernels.choice import KernelBackend
     from zeroir.runtime.module_values import StateSource
     from zeroir.runtime.rendezvous import JobRank
@@ -36,6 +38,7 @@ def run_program(
     steps: int,
     seed: int,
     log_every: int,
+    eval_every: int | None,
     model: str | None,
     allow_model_change: bool,
     as_json: bool,
@@ -63,6 +66,7 @@ def run_program(
         source = load_model(compiled, model=model, allow_model_change=allow_model_change)
         with joined_job() as job_rank:
             compiled = _fit_and_report(compiled, job_rank)
+            evaluations = _evaluations(compiled, source, job_rank, seed, eval_every)
             if micro_steps is not None and micro_steps > 1 and not compiled.accumulates:
                 compiled = compiled.for_accumulation(micro_steps)
             with warnings_as_sentences():
@@ -83,6 +87,7 @@ def run_program(
             _train(
                 engine,
                 batches,
+                evaluations,
                 job_rank.rank,
                 steps,
                 log_every,
@@ -96,24 +101,31 @@ def run_program(
 
 def _fit_and_report(compiled: CompiledProgram, job_rank: JobRank) -> CompiledProgram:
     """The program for the job's world size; rank 0 prints notes on it."""
-    from zeroir.runtime.comm.job import PeerError
-
-    try:
+    with _same_on_all_ranks(job_rank):
         compiled, note = fitted(compiled, job_rank.world_size)
-    except UserError as error:
-        # The error is the same on every rank, and one sentence is enough: rank 0's.
-        if job_rank.rank == 0:
-            raise
-        raise PeerError(str(error)) from error
     if job_rank.rank == 0:
         for sentence in filter(None, (note, construction_note(compiled.program))):
             say(sentence)
     return compiled
 
 
+@contextmanager
+def _same_on_all_ranks(job_rank: JobRank) -> Iterator[None]:
+    """A body whose errors are the same on every rank: one sentence is enough, rank 0's."""
+    from zeroir.runtime.comm.job import PeerError
+
+    try:
+        yield
+    except UserError as error:
+        if job_rank.rank == 0:
+            raise
+        raise PeerError(str(error)) from error
+
+
 def _train(
     engine: Engine,
     batches: Iterator[Batch],
+    evaluations: Evaluations | None,
     rank: int,
     steps: int,
     log_every: int,
@@ -127,16 +139,17 @@ def _train(
         with (
             progress.reporter(
                 rank, steps, as_json=as_json, out=sys.stdout, err=sys.stderr
-            ) as report_step,
+            ) as report,
             warnings_as_sentences(),
         ):
             train.train(
                 engine,
                 batches,
                 steps=steps,
-                report_step=report_step,
+                report=report,
                 log_every=log_every,
                 micro_steps=micro_steps,
+                evaluations=evaluations,
             )
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -166,6 +179,31 @@ def open_batches(source: ModelSource, job_rank: JobRank, seed: int) -> Iterator[
         raise
     except (Exception, SystemExit) as error:
         raise train.model_error("batches()", error) from error
+
+
+def _evaluations(
+    compiled: CompiledProgram,
+    source: ModelSource,
+    job_rank: JobRank,
+    seed: int,
+    every: int | None,
+) -> Evaluations | None:
+    """The evaluations of a run, None without ``--eval-every``."""
+    from zeroir.runtime.evaluations import Evaluations
+
+    if every is None:
+        return None
+    eval_batches = source.eval_batches
+    with _same_on_all_ranks(job_rank):
+        compiled.require_evaluation()
+        if eval_batches is None:
+            raise UserError(
+                f"--eval-every needs a function eval_batches(rank, world_size, seed) beside {source.names.batch}, "
+                "which yields the batches of one evaluation."
+            )
+    return Evaluations(
+        every=every, batches=lambda: eval_batches(job_rank.rank, job_rank.world_size, seed)
+    )
 
 
 def _write_trace(path: Path, engine: Engine) -> None:

@@ -33,7 +33,7 @@ class UnitClass:
 
 def repeated_units(program: Program) -> tuple[str, ...]:
     """The units that a model repeats, such as its blocks, in the order of their first use."""
-    units = dict.fromkeys(op.unit for op in program.ops() if isinstance(op, ops.Compute))
+    units = dict.fromkeys(op.unit for op in program.step_ops() if isinstance(op, ops.Compute))
     return tuple(unit for unit in units if unit.partition(".")[0] != _ROOT)
 
 

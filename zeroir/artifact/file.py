@@ -65,6 +65,7 @@ class Artifact:
     model_imports: tuple[tuple[str, str], ...] | None = None
     torch_version: str
     zeroir_version: str
+    config: ConfigRecord | None = None
 
     @property
     def has_model_file(self) -> bool:

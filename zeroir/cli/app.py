@@ -78,6 +78,7 @@ def show(
     Example: zeroir show gpt.zir --section last_micro_step --unit blocks.0
     """
     from zeroir.api import load_program
+    from zeroir.report.config import config_json, render_config
     from zeroir.report.render import render_schedule, render_summary, schedule_json
 
     compiled = load_program(program)
@@ -96,10 +97,13 @@ def show(
         sys.stdout.write(compiled.text(section=section))
     elif as_json:
         rows = schedule_json(compiled.program, section=section, unit=unit)
-        print_json({**compiled.summary(), "schedule": rows})
+        facts = {**config_json(compiled.artifact), **compiled.summary()}
+        print_json({**facts, "schedule": rows})
     else:
         if after_pass is not None:
             print_pass(compiled)
+        if compiled.artifact.config is not None:
+            out.print(render_config(compiled.artifact.config, compiled.program))
         out.print(render_summary(compiled.summary()))
         out.print(render_schedule(compiled.program, section=section, unit=unit, is_unfolded=unfold))
     return 0
@@ -244,6 +248,13 @@ def run(
     log_every: Annotated[
         int, Parameter(validator=AtLeastOne, help="Number of steps between two printed losses.")
     ] = 10,
+    eval_every: Annotated[
+        int | None,
+        Parameter(
+            validator=AtLeastOne,
+            help="Number of steps between two evaluations on the model file's eval_batches(). [default: none]",
+        ),
+    ] = None,
     model: MovedModel = None,
     allow_model_change: AllowModelChange = False,
     trace: Annotated[
@@ -288,6 +299,7 @@ def run(
         }
         arguments = ["run", str(program)]
         arguments += [text for name, value in numbers.items() for text in (name, str(value))]
+        arguments += [] if eval_every is None else ["--eval-every", str(eval_every)]
         arguments += [] if micro_steps is None else ["--micro-steps", str(micro_steps)]
         arguments += [] if model is None else ["--model", model]
         arguments += [] if trace is None else ["--trace", str(trace)]
@@ -299,6 +311,7 @@ def run(
         micro_steps=micro_steps,
         seed=seed,
         log_every=log_every,
+        eval_every=eval_every,
         model=model,
         allow_model_change=allow_model_change,
         as_json=as_json,

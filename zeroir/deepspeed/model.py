@@ -1,8 +1,8 @@
 """The keys of DeepSpeed's configuration, their types and their treatments.
 
-Sources: ``docs/_pages/config-json.md``, ``deepspeed/runtime/config.py``, ``zero/config.py``, ``zero/offload_config.py``,
-``precision_config.py``, ``constants.py`` and the modules that they import, all of DeepSpeed 0.19.6. A default is
-DeepSpeed's. Inside blocks of the type ``Free`` no key has a treatment of its own: the block has one for all of them.
+Sources: ``docs/_pages/config-json.md``, ``deepspeed/runtime/config.py``, ``zero/config.py``, ``precision_config.py``,
+``constants.py`` and the modules that they import, all of DeepSpeed 0.19.6. A default is DeepSpeed's. Inside blocks of
+the type ``Free`` no key has a treatment of its own: the block has one for all of them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from zeroir.deepspeed.treatment import (
-    Treatment,
     differs_from,
     honoured,
     is_enabled,
@@ -64,9 +63,7 @@ class OptimizerBlock(Block):
 
     type: Annotated[
         str,
-        honoured(
-            "`optimizer`: Adam (AdamW unless `adam_w_mode` is false), AdamW, SGD; else refused by name"
-        ),
+        honoured("`optimizer`: Adam, AdamW, Lion, SGD; others are refused by name"),
     ]
     params: Annotated[Free, honoured("the optimizer's options; see below")] = {}
     legacy_fusion: Annotated[bool, _INTERNAL] = False
@@ -78,7 +75,7 @@ class SchedulerBlock(Block):
     type: Annotated[
         str,
         honoured(
-            "`schedule`: WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest; else refused by name"
+            "`schedule`: WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest; others are refused by name"
         ),
     ]
     params: Annotated[Free, honoured("the options of the schedule; see below")] = {}
@@ -99,7 +96,7 @@ class FP16(Block):
     ] = 16
     loss_scale_window: Annotated[Count, honoured("`loss_scale_window`")] = 1000
     hysteresis: Annotated[Count, honoured("`loss_scale_hysteresis`")] = 2
-    consecutive_hysteresis: Annotated[bool, honoured("`loss_scale_consecutive_hysteresis`")] = False
+    consecutive_hysteresis: Annotated[bool, honoured("`consecutive_hysteresis`")] = False
     min_loss_scale: Annotated[float, Field(gt=0), honoured("`minimum_loss_scale`")] = 1.0
     fp16_master_weights_and_grads: Annotated[
         bool, refused("master weights, and the gradients that the update reads, are FP32 in zeroir")
@@ -431,13 +428,3 @@ class DeepSpeedConfiguration(Block):
     comet: Annotated[Free, _MONITOR] = {}
     csv_monitor: Annotated[Free, _MONITOR] = {}
     vocabulary_size: Annotated[Whole | None, meaningless("DeepSpeed only warns of it")] = None
-
-
-__all__ = [
-    "Block",
-    "DeepSpeedConfiguration",
-    "Free",
-    "OptimizerBlock",
-    "Treatment",
-    "ZeroOptimization",
-]

@@ -1,133 +1,190 @@
 """DeepSpeed's block ``optimizer`` as options.
 
-Sources: ``DeepSpeedEngine._configure_basic_optimizer``, ``ops/adam/fused_adam.py`` of DeepSpeed 0.19.6, and
-``torch.optim``, from which DeepSpeed takes every optimizer that it has not itself. A type is compared without case
-where DeepSpeed has it itself.
+Sources: ``DeepSpeedEngine._configure_basic_optimizer``, ``ops/adam/fused_adam.py`` and ``ops/lion/fused_lion.py`` of
+DeepSpeed 0.19.6, and ``torch.optim``, from which DeepSpeed takes the optimizers that it does not have. As in DeepSpeed,
+the case of a type counts for those of torch alone.
 """
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from typing import Annotated, Final, Literal, TypeVar
+from dataclasses import dataclass
+from typing import Annotated, Final, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from zeroir.deepspeed.treatment import (
+    Kind,
+    differs_from,
+    honoured,
+    meaningless,
+    refused,
+    treatment_of,
+)
 from zeroir.errors import UserError
 
 Rate = Annotated[float, Field(ge=0)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
+_IMPLEMENTATION: Final = meaningless("zeroir has one implementation of each optimizer")
+_WEIGHT_DECAY: Final = honoured("`weight_decay`; absent it is DeepSpeed's default")
+_BETAS: Final = honoured("`beta1` and `beta2`")
+
 
 class OptimizerParams(BaseModel):
-    """``optimizer.params``; a default is that of DeepSpeed's constructor."""
+    """``optimizer.params``, the arguments of the optimizer's constructor; a default is DeepSpeed's."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    lr: Rate = 1e-3
-    maximize: Literal[False] = False
-    # These choose among implementations of equal results.
-    foreach: bool | None = None
-    fused: bool | None = None
-    capturable: bool = False
-    differentiable: Literal[False] = False
+    lr: Annotated[Rate, honoured("`lr`")] = 1e-3
+    max_grad_norm: Annotated[
+        float, refused("DeepSpeed refuses it, too; use gradient_clipping", lambda _: True)
+    ] = 0.0
+    maximize: Annotated[bool, refused("zeroir minimises the loss")] = False
+    differentiable: Annotated[bool, refused("zeroir does not differentiate an update")] = False
+    foreach: Annotated[bool | None, _IMPLEMENTATION] = None
+    fused: Annotated[bool | None, _IMPLEMENTATION] = None
+    capturable: Annotated[bool, _IMPLEMENTATION] = False
+    set_grad_none: Annotated[bool, _IMPLEMENTATION] = True
 
 
 class AdamParams(OptimizerParams):
     """Of ``Adam`` and ``AdamW``."""
 
-    betas: tuple[Beta, Beta] = (0.9, 0.999)
-    eps: Rate = 1e-8
-    weight_decay: Rate | None = None
-    bias_correction: Literal[True] = True
-    amsgrad: Literal[False] = False
-    adam_w_mode: bool = True
-    torch_adam: bool = False
-    set_grad_none: bool = True
-    fp32_optimizer_states: Literal[True] = True
+    betas: Annotated[tuple[Beta, Beta], _BETAS] = (0.9, 0.999)
+    eps: Annotated[Rate, honoured("`eps`")] = 1e-8
+    weight_decay: Annotated[Rate | None, _WEIGHT_DECAY] = None
+    adam_w_mode: Annotated[bool, honoured("`optimizer`: Adam is adamw unless this is false")] = True
+    torch_adam: Annotated[
+        bool,
+        honoured("without a meaning but for the default of AdamW's weight_decay, 0.01 in torch"),
+    ] = False
+    bias_correction: Annotated[
+        bool, refused("zeroir's Adam corrects the bias", differs_from(True))
+    ] = True
+    amsgrad: Annotated[bool, refused("zeroir has no AMSGrad")] = False
+    fp32_optimizer_states: Annotated[
+        bool, refused("optimizer states are FP32 in zeroir", differs_from(True))
+    ] = True
+
+
+class LionParams(OptimizerParams):
+    """Of ``Lion``."""
+
+    betas: Annotated[tuple[Beta, Beta], _BETAS] = (0.9, 0.999)
+    weight_decay: Annotated[Rate, _WEIGHT_DECAY] = 0.0
 
 
 class SGDParams(OptimizerParams):
-    """Of ``SGD``."""
+    """Of ``SGD``, which is torch's."""
 
-    momentum: Beta = 0.0
-    dampening: Rate = 0.0
-    weight_decay: Rate = 0.0
-    nesterov: bool = False
+    momentum: Annotated[Beta, honoured("`momentum`; above 0 it makes `optimizer` momentum")] = 0.0
+    dampening: Annotated[Rate, honoured("`dampening`")] = 0.0
+    weight_decay: Annotated[Rate, _WEIGHT_DECAY] = 0.0
+    nesterov: Annotated[bool, honoured("`nesterov`")] = False
+
+
+OPTIMIZERS: Final[Mapping[str, type[OptimizerParams]]] = {
+    "Adam": AdamParams,
+    "AdamW": AdamParams,
+    "Lion": LionParams,
+    "SGD": SGDParams,
+}
+_OF_DEEPSPEED: Final = ("Adam", "AdamW", "Lion")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerTranslation:
+    """Options by name, each with the key that it comes from; and pairs of a key without meaning and the reason."""
+
+    options: Mapping[str, tuple[object, str]]
+    notes: tuple[tuple[str, str], ...]
 
 
 _Params = TypeVar("_Params", bound=OptimizerParams)
 
 
-def optimizer_options(kind: str, params: Mapping[str, object]) -> dict[str, tuple[object, str]]:
-    """Options by name, each with the key of ``optimizer`` that it comes from.
+def translate_optimizer(kind: str, params: Mapping[str, object]) -> OptimizerTranslation:
+    """The block as options.
 
     Raises:
         UserError: where zeroir lacks the optimizer, or a parameter of it; it is named.
     """
-    if "max_grad_norm" in params:
+    own = {name.lower(): name for name in _OF_DEEPSPEED}
+    name = own.get(kind.lower(), kind)
+    if name not in OPTIMIZERS:
         raise UserError(
-            "optimizer.params.max_grad_norm cannot be honoured: DeepSpeed refuses it, too; use gradient_clipping."
+            f"optimizer.type cannot be honoured: zeroir has no optimizer {kind}; from this file it takes "
+            f"{', '.join(OPTIMIZERS)}."
         )
-    if kind.lower() in ("adam", "adamw"):
-        return _adam(kind.lower(), _validated(AdamParams, kind, params))
-    if kind == "SGD":
-        return _sgd(_validated(SGDParams, kind, params))
-    raise UserError(
-        f"optimizer.type cannot be honoured: zeroir has no optimizer {kind}; it has Adam, AdamW and SGD."
+    read: OptimizerParams
+    match name:
+        case "SGD":
+            read = _validated(SGDParams, kind, params)
+            options = _sgd(read)
+        case "Lion":
+            read = _validated(LionParams, kind, params)
+            options = {"optimizer": ("lion", "type"), **_betas(read.betas)}
+            options["weight_decay"] = (read.weight_decay, "params.weight_decay")
+        case _:
+            read = _validated(AdamParams, kind, params)
+            options = _adam(name, read)
+    options["lr"] = (read.lr, "params.lr")
+    notes = [
+        (f"optimizer.params.{key}", treatment_of(type(read).model_fields[key]).reason)
+        for key in params
+        if treatment_of(type(read).model_fields[key]).kind is Kind.WITHOUT_MEANING
+    ]
+    return OptimizerTranslation(
+        options={option: (value, f"optimizer.{key}") for option, (value, key) in options.items()},
+        notes=tuple(notes),
     )
 
 
-def _adam(kind: str, params: AdamParams) -> dict[str, tuple[object, str]]:
-    is_adamw = kind == "adamw" or params.adam_w_mode
-    # FusedAdam decays nothing by default; torch's AdamW does.
-    default_decay = 0.01 if params.torch_adam and is_adamw else 0.0
-    is_given = params.weight_decay is not None
+def _betas(betas: tuple[float, float]) -> dict[str, tuple[object, str]]:
+    return {"beta1": (betas[0], "params.betas"), "beta2": (betas[1], "params.betas")}
+
+
+def _adam(name: str, params: AdamParams) -> dict[str, tuple[object, str]]:
+    is_adamw = name == "AdamW" or params.adam_w_mode
+    decay = params.weight_decay
+    if decay is None:
+        # FusedAdam decays nothing by default; torch's AdamW does.
+        decay = 0.01 if params.torch_adam and is_adamw else 0.0
     return {
-        "optimizer": ("adamw" if is_adamw else "adam", "optimizer.type"),
-        "lr": (params.lr, "optimizer.params.lr"),
-        "beta1": (params.betas[0], "optimizer.params.betas"),
-        "beta2": (params.betas[1], "optimizer.params.betas"),
-        "eps": (params.eps, "optimizer.params.eps"),
-        "weight_decay": (
-            params.weight_decay if is_given else default_decay,
-            "optimizer.params.weight_decay",
-        ),
+        "optimizer": ("adamw" if is_adamw else "adam", "type"),
+        **_betas(params.betas),
+        "eps": (params.eps, "params.eps"),
+        "weight_decay": (decay, "params.weight_decay"),
     }
 
 
 def _sgd(params: SGDParams) -> dict[str, tuple[object, str]]:
     options: dict[str, tuple[object, str]] = {
-        "optimizer": ("momentum" if params.momentum else "sgd", "optimizer.type"),
-        "lr": (params.lr, "optimizer.params.lr"),
-        "weight_decay": (params.weight_decay, "optimizer.params.weight_decay"),
+        "optimizer": ("momentum" if params.momentum else "sgd", "type"),
+        "weight_decay": (params.weight_decay, "params.weight_decay"),
     }
     if params.momentum:
-        options["momentum"] = (params.momentum, "optimizer.params.momentum")
-        options["dampening"] = (params.dampening, "optimizer.params.dampening")
-        options["nesterov"] = (params.nesterov, "optimizer.params.nesterov")
+        options["momentum"] = (params.momentum, "params.momentum")
+        options["dampening"] = (params.dampening, "params.dampening")
+        options["nesterov"] = (params.nesterov, "params.nesterov")
     elif params.nesterov:
         raise UserError("optimizer.params.nesterov needs a momentum above 0.")
     return options
 
 
-IMPLEMENTATION_PARAMS: Final = {
-    "foreach",
-    "fused",
-    "capturable",
-    "torch_adam",
-    "set_grad_none",
-    "fp32_optimizer_states",
-}
-"""Parameters that choose among implementations of equal results, so that they have no meaning here."""
-
-
 def _validated(model: type[_Params], kind: str, params: Mapping[str, object]) -> _Params:
-    for key in params:
-        if key not in model.model_fields:
+    """The parameters; no refused one asks for anything."""
+    for key, value in params.items():
+        field = model.model_fields.get(key)
+        if field is None:
             nearest = difflib.get_close_matches(key, model.model_fields, n=1)
             hint = f"; did you mean {nearest[0]}?" if nearest else "."
             raise UserError(f"{kind} has no parameter optimizer.params.{key}{hint}")
+        treatment = treatment_of(field)
+        if treatment.kind is Kind.REFUSED and treatment.asks(value):
+            raise UserError(f"optimizer.params.{key} cannot be honoured: {treatment.reason}.")
     try:
         return model.model_validate(params)
     except ValidationError as error:
@@ -135,7 +192,5 @@ def _validated(model: type[_Params], kind: str, params: Mapping[str, object]) ->
         key = ".".join(map(str, first["loc"]))
         expected = first["msg"].removeprefix("Input should be ")
         raise UserError(
-            f"optimizer.params.{key} is {first['input']!r}, but zeroir's {kind} has only {expected}."
-            if first["type"] == "literal_error"
-            else f"optimizer.params.{key} is {first['input']!r}, but should be {expected}."
+            f"optimizer.params.{key} is {first['input']!r}, but should be {expected}."
         ) from None

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from zeroir.deepspeed.model import Block, DeepSpeedConfiguration
-from zeroir.deepspeed.treatment import Kind, Treatment
+from zeroir.deepspeed.treatment import Kind, Treatment, treatment_of
 from zeroir.errors import UserError
 
 AUTO: Final = "auto"
@@ -74,11 +74,6 @@ def _enabled_precision(configuration: DeepSpeedConfiguration) -> str:
     if configuration.fp16.enabled and is_bf16:
         raise UserError("fp16.enabled and bf16.enabled are both true; leave one of them out.")
     return "fp16" if configuration.fp16.enabled else "bf16" if is_bf16 else "fp32"
-
-
-def treatment_of(field: FieldInfo) -> Treatment:
-    """The treatment in a field's annotation."""
-    return next(item for item in field.metadata if isinstance(item, Treatment))
 
 
 def block_of(field: FieldInfo) -> type[Block] | None:

@@ -8,7 +8,7 @@ from typing import Final
 
 from zeroir.deepspeed.batch_sizes import resolve_batch_sizes
 from zeroir.deepspeed.model import FP16, ZeroOptimization
-from zeroir.deepspeed.optimizers import IMPLEMENTATION_PARAMS, optimizer_options
+from zeroir.deepspeed.optimizers import translate_optimizer
 from zeroir.deepspeed.read import Reading, read
 from zeroir.errors import UserError
 from zeroir.ir.limits import MOST_BYTES
@@ -126,11 +126,11 @@ class _Translator:
         self.set("initial_loss_scale", 2.0**block.initial_scale_power, "fp16.initial_scale_power")
         self.set("loss_scale_window", block.loss_scale_window, "fp16.loss_scale_window")
         self.set("loss_scale_hysteresis", block.hysteresis, "fp16.hysteresis")
-        self.set(
-            "loss_scale_consecutive_hysteresis",
-            block.consecutive_hysteresis,
-            "fp16.consecutive_hysteresis",
-        )
+        if block.hysteresis > 1:
+            key = "fp16.consecutive_hysteresis"
+            self.set("consecutive_hysteresis", block.consecutive_hysteresis, key)
+        elif block.consecutive_hysteresis:
+            self.notes.append("fp16.consecutive_hysteresis: no meaning with fp16.hysteresis 1.")
         self.set("minimum_loss_scale", block.min_loss_scale, "fp16.min_loss_scale")
 
     def stage_and_mesh(self, world_size: int) -> int:
@@ -208,12 +208,10 @@ class _Translator:
         if block is not None and "optimizer" in self.given:
             self.notes.append(f"optimizer: replaced by optimizer={self.given['optimizer']}.")
         elif block is not None:
-            for option, (value, key) in optimizer_options(block.type, block.params).items():
+            translation = translate_optimizer(block.type, block.params)
+            for option, (value, key) in translation.options.items():
                 self.set(option, value, key)
-            names = [key for key in block.params if key in IMPLEMENTATION_PARAMS]
-            if names:
-                keys = ", ".join(f"optimizer.params.{name}" for name in names)
-                self.notes.append(f"{keys}: no meaning here; zeroir has one implementation.")
+            self.notes.extend(_grouped(translation.notes))
         clip = self.reading.configuration.gradient_clipping
         if clip:
             self.set("clip", clip, "gradient_clipping")

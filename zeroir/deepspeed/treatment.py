@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
+from pydantic.fields import FieldInfo
+
 
 class Kind(StrEnum):
     """What becomes of a key; the value is a word of the documentation's table."""
@@ -22,6 +24,11 @@ class Treatment:
     kind: Kind
     reason: str
     asks: Callable[[object], bool] = bool
+
+
+def treatment_of(field: FieldInfo) -> Treatment:
+    """The treatment in a field's annotation."""
+    return next(item for item in field.metadata if isinstance(item, Treatment))
 
 
 def honoured(reason: str) -> Treatment:

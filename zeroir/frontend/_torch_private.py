@@ -36,6 +36,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.nn.modules import module as nn_module
 from torch.nn.utils import stateless
 
 from zeroir.frontend.storage_views import rewrite_storage_views
@@ -88,11 +89,15 @@ class Placeholder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedGraph:
-    """A traced forward and backward: ``gradients`` by parameter name, ``mutations`` by buffer name."""
+    """A traced forward and backward: ``gradients`` by parameter name, ``mutations`` by buffer name.
+
+    ``outputs`` are those that the module returned after the loss. A module that runs without gradients has no backward.
+    """
 
     module: torch.fx.GraphModule
     placeholders: tuple[Placeholder, ...]
     loss: torch.fx.Node
+    outputs: tuple[torch.fx.Node, ...]
     gradients: tuple[tuple[str, torch.fx.Node], ...]
     mutations: tuple[tuple[str, torch.fx.Node], ...]
 
@@ -128,7 +133,7 @@ class ParameterChangedError(Exception):
 
 
 def joint_graph(mode: FakeTensorMode, module: nn.Module, inputs: Sequence[Tensor]) -> TracedGraph:
-    """Trace forward and backward of a module of fake parameters that returns one scalar."""
+    """Trace forward and backward of a module of fake parameters that returns one scalar, and outputs after it."""
     return _with_descriptors(_exported(mode, module, inputs))
 
 
@@ -196,9 +201,47 @@ def tensors_replaced(
     return stateless._reparametrize_module(module, dict(tensors))
 
 
+HOOKS_OF_MODULES = (
+    "_forward_pre_hooks",
+    "_forward_hooks",
+    "_backward_pre_hooks",
+    "_backward_hooks",
+)
+"""The attributes of a module that hold its hooks: dicts from handles to functions."""
+
+
+def has_partial_backward_hooks(module: nn.Module) -> bool:
+    """Whether the user's code called the deprecated ``register_backward_hook`` of this module."""
+    return bool(module._backward_hooks) and module._is_full_backward_hook is False
+
+
+def global_hooks() -> tuple[Callable[..., object], ...]:
+    """The hooks that the user's code registered for all modules of the process."""
+    hooks = (
+        nn_module._global_forward_pre_hooks,
+        nn_module._global_forward_hooks,
+        nn_module._global_backward_pre_hooks,
+        nn_module._global_backward_hooks,
+    )
+    return tuple(hook for by_handle in hooks for hook in by_handle.values())
+
+
+def storage_address(tensor: Tensor) -> int:
+    """The address of a tensor's storage, which tells storages apart that exist at the same time, on meta too."""
+    address: int = tensor.untyped_storage()._cdata
+    return address
+
+
 def gradient_hooks(tensor: Tensor) -> tuple[GradientHook, ...]:
     """The hooks that the user's code registered with ``register_hook``, in order."""
     return tuple((tensor._backward_hooks or {}).values())
+
+
+def copy_gradient_hooks(source: Tensor, target: Tensor) -> None:
+    """Register the hooks of one tensor on another one."""
+    register: Callable[[GradientHook], object] = target.register_hook
+    for hook in gradient_hooks(source):
+        register(hook)
 
 
 def has_accumulation_hooks(tensor: Tensor) -> bool:
@@ -288,14 +331,14 @@ def _with_descriptors(module: torch.fx.GraphModule) -> TracedGraph:
         if not isinstance(node.meta["desc"], d.ForwardTokenAOTInput | d.BackwardTokenAOTInput)
     )
     (output,) = module.graph.find_nodes(op="output")
-    loss: torch.fx.Node | None = None
+    results: dict[int, torch.fx.Node] = {}
     gradients: list[tuple[str, torch.fx.Node]] = []
     mutations: list[tuple[str, torch.fx.Node]] = []
     values: Any = output.args[0]
     for value, desc in zip(values, output.meta["desc"], strict=True):
         match desc:
-            case d.PlainAOTOutput():
-                loss = value
+            case d.PlainAOTOutput(idx=position):
+                results[position] = value
             case d.GradAOTOutput(grad_of=d.ParamAOTInput(target=name)):
                 if value is not None:
                     gradients.append((name, value))
@@ -309,12 +352,14 @@ def _with_descriptors(module: torch.fx.GraphModule) -> TracedGraph:
                 pass  # the unused gradient of a batch tensor, or the order of checks
             case _:
                 raise UnknownDescriptorError(f"an output of the joint graph is {desc}")
-    if loss is None:
+    if not results:
         raise UnknownDescriptorError("the joint graph has no output")
+    loss, *outputs = (results[position] for position in sorted(results))
     return TracedGraph(
         module=module,
         placeholders=placeholders,
         loss=loss,
+        outputs=tuple(outputs),
         gradients=tuple(gradients),
         mutations=tuple(mutations),
     )

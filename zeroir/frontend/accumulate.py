@@ -203,7 +203,7 @@ class _Accumulator:
         """The update on the sums. Each is cleared behind the ops of its flat, before the next optimizer step."""
         used: list[Region] = []
         for op in body:
-            if isinstance(op, ops.OptimizerStep | ops.UpdateScale):
+            if isinstance(op, ops.Direction | ops.OptimizerStep | ops.UpdateScale):
                 yield from _clear(used)
             match op:
                 case ops.Alloc() | ops.Release() if op.buffer in self.sums:
@@ -215,7 +215,7 @@ class _Accumulator:
                 case ops.Decide():
                     yield cast(_WEIGHT_SUM, WEIGHT)
                     yield replace(op, weight=first(WEIGHT))
-                case ops.OptimizerStep():
+                case ops.Direction() | ops.OptimizerStep() if op.grad.buffer in self.sums:
                     used.append(self._summed(op.grad))
                     yield replace(op, grad=used[-1])
                 case _:

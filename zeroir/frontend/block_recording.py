@@ -62,15 +62,15 @@ class ForwardRecording:
     """The calls of torch functions in one forward.
 
     Tensors from outside count down from -1: the inputs of the forward and the model's tensors, then ``constants``,
-    which are real tensors that the model holds otherwise. ``kinds`` describe the results, and ``loss`` is the number of
-    the forward's result.
+    which are real tensors that the model holds otherwise. ``kinds`` describe the results of calls, and ``results`` are
+    the numbers of those that the forward returns.
     """
 
     calls: list[TorchCall]
     kinds: list[TensorKind]
     constants: list[Tensor]
     block_calls: list[BlockCall]
-    loss: int
+    results: tuple[int, ...]
 
 
 @dataclass(slots=True)
@@ -109,8 +109,8 @@ class ForwardRecorder(TorchFunctionMode):
         self._is_inside = False
         self._is_repeatable = True
 
-    def recording(self, loss: Tensor) -> ForwardRecording:
-        """The recorded forward, whose result is ``loss``.
+    def recording(self, results: Sequence[Tensor]) -> ForwardRecording:
+        """The recorded forward, which returned ``results``.
 
         Raises:
             UnrecordableError: where the calls cannot be made again.
@@ -123,12 +123,14 @@ class ForwardRecorder(TorchFunctionMode):
             for at, call in enumerate(self._calls)
             for number in refs_in((call.args, call.kwargs))
         }
+        returned = tuple(self._numbers[id(tensor)] for tensor in results)
+        last_use.update(dict.fromkeys(returned, len(self._calls)))
         return ForwardRecording(
             calls=self._calls,
             kinds=self._kinds,
             constants=self._constants,
             block_calls=[self._finished(call, last_use) for call in self._blocks],
-            loss=self._numbers[id(loss)],
+            results=returned,
         )
 
     def enter(self, block: str) -> None:

@@ -51,8 +51,10 @@ class ReusePlan:
             del self.graphs[index]
         self.mismatches.clear()
 
-    def repeat(self, outside: Sequence[Tensor], seeds: Tensor, tracker: OriginTracker) -> Tensor:
-        """The loss, from other inputs and tensors of the model.
+    def repeat(
+        self, outside: Sequence[Tensor], seeds: Tensor, tracker: OriginTracker
+    ) -> tuple[Tensor, ...]:
+        """What the forward returns, from other inputs and tensors of the model.
 
         Raises:
             UnrecordableError: where a call does something else than when it was recorded.
@@ -75,7 +77,7 @@ class ReusePlan:
                 else:
                     self._add_block(index, values, neutral)
                     self._at = recording.block_calls[index].stop
-        return values[recording.loss]
+        return tuple(values[number] for number in recording.results)
 
     def _add_block(self, index: int, values: dict[int, Tensor], neutral: NeutralOps) -> None:
         """One node for a call of a block that has a block graph."""

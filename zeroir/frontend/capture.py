@@ -6,8 +6,8 @@ CPU device. The graph names no device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -44,9 +44,15 @@ from zeroir.frontend.module_tensors import (
     tensor_info,
 )
 from zeroir.frontend.precision import Precision, apply_precision, compute_dtype
-from zeroir.frontend.python_state import PythonState
-from zeroir.frontend.read_graph import read_graph
-from zeroir.frontend.shared_memory import overlapping_tensors, require_apart
+from zeroir.frontend.python_state import PythonState, UsersCode
+from zeroir.frontend.read_graph import read_graph, without_dead_nodes
+from zeroir.frontend.results import UnknownOutputError
+from zeroir.frontend.shared_memory import (
+    note_on_ties,
+    overlapping_tensors,
+    require_apart,
+    tie_equal_tensors,
+)
 from zeroir.frontend.source import (
     ModelSource,
     capitalised,
@@ -54,6 +60,7 @@ from zeroir.frontend.source import (
     require_same_parameters,
 )
 from zeroir.frontend.state_check import note_on_state
+from zeroir.frontend.unsupported import require_supported
 from zeroir.ir.limits import LONGEST_NAME, obeyed_character
 from zeroir.ir.program import ConstantBinding
 from zeroir.torch_ops.batches import Batch, BatchLeaves, flatten
@@ -65,6 +72,15 @@ FEWEST_EQUAL_CALLS = 4
 """With fewer equal calls of blocks, tracing one of them separately saves no time."""
 
 _MOST_ATTEMPTS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CapturedEvaluation:
+    """The graph of an evaluation; ``sites`` and ``reused_blocks`` as for a model."""
+
+    joint: JointGraph
+    sites: int
+    reused_blocks: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +103,12 @@ class CapturedModel:
     reused_blocks: tuple[str, ...] = ()
     checkpoints: tuple[Checkpoint, ...] = ()
     notes: tuple[str, ...] = ()
+    evaluation: CapturedEvaluation | None = None
+
+    @property
+    def most_sites(self) -> int:
+        """The number of seeds that a micro-step or an evaluation needs."""
+        return max(self.sites, 0 if self.evaluation is None else self.evaluation.sites)
 
 
 def capture(
@@ -94,9 +116,11 @@ def capture(
     precision: Precision,
     keep_fp32: Sequence[str],
     *,
+    evaluate: bool = True,
+    outputs: Sequence[str] = (),
     fewest_equal_calls: int = FEWEST_EQUAL_CALLS,
 ) -> CapturedModel:
-    """Trace the model of a source.
+    """Trace the model of a source: a step and, with ``evaluate``, an evaluation with the outputs of these names.
 
     Where at least ``fewest_equal_calls`` calls of blocks are equal, one of them is traced; the result is the same.
 
@@ -112,6 +136,7 @@ def capture(
     folder = source.folder
     with noting_autocasts(autocasts, lambda: line_of_caller(folder)):
         model = _built(source)
+        ties = tie_equal_tensors(model)
         hooks = ParameterHooks(model)
         register_plain_tensors(model)
         overlapping = overlapping_tensors(model)
@@ -119,7 +144,9 @@ def capture(
         mode = fake_mode()
         parameters, buffers = become_fake(model, mode)
         shapes = parameter_shapes(model)
-        state = PythonState.of(model, source.modules)
+        functions = (source.loss, source.weight, *hooks.functions)
+        code = UsersCode(modules=source.modules, functions=functions)
+        state = PythonState.of(model, code)
         step = LossStep(model, source, example, compute_dtype(precision), hooks, state)
         with mode:
             inputs = [torch.empty(x.shape, dtype=x.dtype) for x in tensors.values()]
@@ -132,12 +159,17 @@ def capture(
         require_same_parameters(model, shapes, f"forward of {names.model}", names.maker)
         # These are of the first forward, and checking the state runs another one.
         checkpoints, sites = tuple(step.tracker.checkpoints), step.sites
-        notes = [note_on_autocasts(autocasts), hooks.note()]
-        notes.append(
-            note_on_state(
-                joint, model, mode, step, source.modules, lambda: joint_graph_of_a_step()[0]
-            )
-        )
+        notes = [
+            _note_on_eval_mode(source, model),
+            note_on_ties(ties),
+            note_on_autocasts(autocasts),
+            hooks.note(),
+        ]
+        notes.append(note_on_state(joint, model, mode, step, lambda: joint_graph_of_a_step()[0]))
+        evaluation: CapturedEvaluation | None = None
+        if evaluate:
+            evaluation, why_not = _evaluation(step, outputs, joint_graph_of_a_step)
+            notes.append(why_not)
     require_apart(joint, overlapping)
     return CapturedModel(
         joint=joint,
@@ -152,7 +184,34 @@ def capture(
         reused_blocks=reused_blocks,
         checkpoints=checkpoints,
         notes=tuple(note for note in notes if note is not None),
+        evaluation=evaluation,
     )
+
+
+def _evaluation(
+    step: LossStep,
+    outputs: Sequence[str],
+    capture_graph: Callable[[], tuple[JointGraph, tuple[str, ...]]],
+) -> tuple[CapturedEvaluation | None, str | None]:
+    """The graph of an evaluation, or None and a sentence where the model cannot be captured under ``eval()``.
+
+    Raises:
+        UserError: where an output that the user asks for does not exist.
+    """
+    try:
+        with step.evaluating(outputs):
+            joint, reused_blocks = capture_graph()
+            sites = step.sites
+    except UnknownOutputError:
+        raise
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - the model's own eval() may raise any error
+        reason = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+        return None, (
+            f"The program cannot evaluate, because the model cannot be captured under eval(): {reason}"
+        )
+    # An evaluation leaves no trace.
+    joint = without_dead_nodes(replace(joint, mutations=()))
+    return CapturedEvaluation(joint=joint, sites=sites, reused_blocks=reused_blocks), None
 
 
 def _joint_graph(
@@ -169,7 +228,8 @@ def _joint_graph(
         if with_reuse is not None:
             return with_reuse
     step.plan = None
-    return read_graph(_traced(source, mode, step, inputs, paths), paths, LossStep.PREFIX), ()
+    graph = _traced(source, mode, step, inputs, paths)
+    return read_graph(graph, paths, LossStep.PREFIX, outputs=step.output_paths), ()
 
 
 def _with_reuse(
@@ -190,7 +250,8 @@ def _with_reuse(
                     return None
                 graph = joint_graph(mode, step, inputs)
                 if not plan.mismatches:
-                    return read_graph(graph, paths, LossStep.PREFIX, plan), plan.reused_blocks
+                    joint = read_graph(graph, paths, LossStep.PREFIX, plan, step.output_paths)
+                    return joint, plan.reused_blocks
                 plan.drop_mismatches()
     except (Exception, SystemExit):  # noqa: BLE001 - tracing without reuse raises any error of the model again
         return None
@@ -204,32 +265,17 @@ def _built(source: ModelSource) -> nn.Module:
             model = source.build()
     except UserError:
         model = source.build()
-    _check_trainable(model, capitalised(source.names.maker))
-    return model
+    return require_supported(model, source.names)
 
 
-def _check_trainable(model: object, maker: str) -> None:
-    """UserError where the object that the user's function returned is not a module that can be traced and trained."""
-    if not isinstance(model, nn.Module):
-        raise UserError(
-            f"{maker} returned {type(model).__name__}; it must return a torch.nn.Module."
-        )
-    for name, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            raise UserError(
-                f"{maker} returned a model with TorchScript in it ({name or 'the whole'}), which cannot be traced; "
-                "use the Python module that was compiled to it."
-            )
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, nn.UninitializedParameter):
-            raise UserError(
-                f"The parameter {name} of the model has no shape yet; use a module with given sizes instead of a "
-                "lazy one."
-            )
-    if not any(p.requires_grad and p.numel() for p in model.parameters()):
-        raise UserError(
-            f"{maker} returned a model without a trainable parameter: none of its parameters requires a gradient."
-        )
+def _note_on_eval_mode(source: ModelSource, model: nn.Module) -> str | None:
+    """A sentence on a model that is wholly in evaluation mode, as Hugging Face's from_pretrained returns it."""
+    if any(module.training for module in model.modules()):
+        return None
+    return (
+        f"{capitalised(source.names.model)} is in evaluation mode, and so is the program: dropout is off, and running "
+        "statistics stay as they are; call its train() before compiling unless this is meant."
+    )
 
 
 def _checked_leaves(example: Batch, name: str) -> BatchLeaves:

@@ -1,4 +1,6 @@
-"""The joint graph of one training step as plain data: capture yields it, and segments are cut from it.
+"""The joint graph of one training step, or the graph of an evaluation, as plain data.
+
+Capture yields it, and segments are cut from it.
 
 Values are numbered: first the inputs, then the results of the nodes in execution order, the forward's before the
 backward's. The result of a view op aliases a *root*: the value that owns the storage.
@@ -85,7 +87,7 @@ class JointGraph:
     """The joint graph. ``types`` and ``aliases`` are by value number; a root aliases itself at offset 0.
 
     ``gradients`` pairs parameter names (a tied parameter under each of its names) with values; ``mutations`` pairs
-    module buffers with their new values.
+    module buffers with their new values. An evaluation has neither; its ``outputs`` pair paths with values.
     """
 
     inputs: tuple[JointInput, ...]
@@ -95,6 +97,7 @@ class JointGraph:
     loss: int
     gradients: tuple[tuple[str, int], ...]
     mutations: tuple[tuple[str, int], ...]
+    outputs: tuple[tuple[str, int], ...] = ()
 
 
 def _refs(arg: NodeArg) -> Iterator[int]:

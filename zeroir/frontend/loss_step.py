@@ -1,15 +1,14 @@
-"""The model as a function that a tracer can trace: from the tensors of a batch and the seeds to the loss."""
+"""The model as a function that a tracer can trace: from the tensors of a batch and the seeds to loss and outputs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from zeroir.errors import UserError
 from zeroir.frontend._torch_private import tensors_replaced, whole_operators
 from zeroir.frontend.block_recording import ForwardRecorder, ForwardRecording
 from zeroir.frontend.block_reuse import ReusePlan
@@ -18,7 +17,8 @@ from zeroir.frontend.module_tensors import substitute_buffers, write_back_buffer
 from zeroir.frontend.node_origins import OriginTracker
 from zeroir.frontend.precision import with_floats_cast
 from zeroir.frontend.python_state import PythonState
-from zeroir.frontend.source import ModelSource, capitalised
+from zeroir.frontend.results import evaluated, loss_of
+from zeroir.frontend.source import ModelSource
 from zeroir.frontend.units import find_units
 from zeroir.torch_ops.batches import with_tensors
 from zeroir.torch_ops.neutral import NeutralOps
@@ -26,6 +26,9 @@ from zeroir.torch_ops.neutral import NeutralOps
 
 class LossStep(nn.Module):
     """The model as a function from the tensors of a batch and the seeds, i64, to the loss, an FP32 scalar.
+
+    While it is ``evaluating``, the model runs under ``eval()`` and without gradients, and its outputs follow the loss;
+    ``output_paths`` are those of the last forward.
 
     Each forward of the model begins with the Python state ``state``. With a ``plan`` the forward is that which was
     recorded, and the model's code does not run. ``blocks`` names the repeated blocks, ``sites`` counts the calls of
@@ -58,24 +61,50 @@ class LossStep(nn.Module):
         self.sites = 0
         self.plan: ReusePlan | None = None
         self.state = state
+        self.output_paths: tuple[str, ...] = ()
+        self._is_evaluating = False
+        self._outputs: tuple[str, ...] = ()
         self._source = source
         self._example = example
         self._dtype = dtype
         self._hooks = hooks
         self._recorder: ForwardRecorder | None = None
 
-    def forward(self, *inputs: Tensor) -> Tensor:
-        """The loss, from the tensors of a batch and then the seeds."""
+    @contextmanager
+    def evaluating(self, outputs: Sequence[str]) -> Iterator[None]:
+        """A body in which the step is an evaluation with the outputs of these names, or with all of a loss function's.
+
+        Afterwards every module is in training mode or not as it was before.
+
+        Raises:
+            Exception: any error of the model's own ``eval()``.
+        """
+        training = self.state
+        training.restore()
+        try:
+            self.model.eval()
+            self.state = PythonState.of(self.model, training.code)
+            self._is_evaluating, self._outputs = True, tuple(outputs)
+            yield
+        finally:
+            self._is_evaluating = False
+            self.plan = None
+            self.state = training
+            training.restore()
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """The loss and the outputs, from the tensors of a batch and then the seeds."""
         *tensors, seeds = inputs
-        # The parameters are now tensors of the tracer, which have no hooks.
-        self._hooks.attach(self.model)
-        with whole_operators():
+        if not self._is_evaluating:
+            # The parameters are now tensors of the tracer, which have no hooks.
+            self._hooks.attach(self.model)
+        with whole_operators(), torch.set_grad_enabled(not self._is_evaluating):
             if self.plan is not None:
                 return self.plan.repeat(
                     [*inputs, *self._model_tensors().values()], seeds, self.tracker
                 )
             with NeutralOps(seeds, self.tracker.around) as neutral:
-                return self._loss(tensors, neutral)
+                return self._results(tensors, neutral)
 
     def record(self, inputs: Sequence[Tensor]) -> ForwardRecording:
         """Run the model once, leave its buffers as they are, and return the recorded calls.
@@ -90,17 +119,18 @@ class LossStep(nn.Module):
             name: torch.empty_like(tensor).requires_grad_(tensor.requires_grad)
             for name, tensor in self._model_tensors().items()
         }
-        with tensors_replaced(self, own), whole_operators(), NeutralOps(seeds) as neutral:
+        has_grad = torch.set_grad_enabled(not self._is_evaluating)
+        with tensors_replaced(self, own), whole_operators(), has_grad, NeutralOps(seeds) as neutral:
             recorder = ForwardRecorder(
                 neutral, self.tracker, [*inputs, *self._model_tensors().values()]
             )
             self._recorder = recorder
             try:
                 with recorder.autograd_functions(), recorder:
-                    loss = self._loss(tensors, neutral)
+                    results = self._results(tensors, neutral)
             finally:
                 self._recorder = None
-        return recorder.recording(loss)
+        return recorder.recording(results)
 
     def _model_tensors(self) -> dict[str, Tensor]:
         """The model's present parameters and buffers by each of their names."""
@@ -121,69 +151,20 @@ class LossStep(nn.Module):
         """The context in which the model's code runs under an activation checkpoint."""
         return self.tracker.checkpoint()
 
-    def _loss(self, tensors: Sequence[Tensor], neutral: NeutralOps) -> Tensor:
+    def _results(self, tensors: Sequence[Tensor], neutral: NeutralOps) -> tuple[Tensor, ...]:
         self.tracker.restart()
         self.state.restore()
         copies = substitute_buffers(self.model)
         remaining = iter(tensors)
         example = with_tensors(self._example, lambda _: next(remaining))
         batch = with_floats_cast(example, self._dtype)
-        # A copy, because the model may return a parameter itself.
-        loss = loss_of(self._source, self.model, batch).float().clone()
+        if self._is_evaluating:
+            loss, outputs = evaluated(self._source, self.model, batch, self._outputs)
+        else:
+            loss, outputs = loss_of(self._source, self.model, batch), ()
+        # Copies, because the model may return a parameter itself.
+        results = (loss.float().clone(), *(output.clone() for _, output in outputs))
+        self.output_paths = tuple(path for path, _ in outputs)
         write_back_buffers(copies)
         self.sites = neutral.sites
-        return loss
-
-
-def call_with(model: Callable[..., object], batch: object) -> object:
-    """Call a module on a batch: a dict gives keyword arguments, a tuple positional ones."""
-    if isinstance(batch, Mapping):
-        return model(**batch)
-    if isinstance(batch, list | tuple):
-        return model(*batch)
-    return model(batch)
-
-
-def loss_of(source: ModelSource, model: nn.Module, batch: object) -> Tensor:
-    """The loss of a module on a batch, a tensor without axes.
-
-    It is what the source's loss function returns, or what forward returns: the object itself, or its attribute or key
-    ``loss``. A loss function may return a pair of the loss and outputs.
-
-    Raises:
-        UserError: where there is none, or where it is not one floating-point number that depends on a parameter.
-    """
-    name = capitalised(source.names.loss)
-    if source.loss is None:
-        output = call_with(model, batch)
-    else:
-        output = source.loss(model, batch)
-        if isinstance(output, tuple) and len(output) == 2:
-            output = output[0]
-    loss = output
-    if isinstance(output, Mapping):
-        loss = output.get("loss")
-    elif not isinstance(output, Tensor):
-        loss = getattr(output, "loss", None)
-    if not isinstance(loss, Tensor):
-        raise UserError(
-            f"{name} must return the loss: a scalar tensor, or an object or dict with a tensor called loss; it "
-            f"returned {type(output).__name__}"
-            + (
-                f" whose loss is {type(loss).__name__}."
-                if loss is not None
-                else ", which has none."
-            )
-        )
-    if loss.numel() != 1:
-        raise UserError(
-            f"The model's loss must be one number, but it has the shape {tuple(loss.shape)}; return its mean or "
-            "sum."
-        )
-    if not loss.dtype.is_floating_point:
-        raise UserError(
-            f"The model's loss must be a floating-point number, but it is {loss.dtype}."
-        )
-    if not loss.requires_grad:
-        raise UserError("The model's loss does not depend on any trainable parameter.")
-    return loss.reshape(())
+        return results

@@ -6,25 +6,29 @@ import hashlib
 from collections.abc import Mapping, Sequence
 
 from zeroir.config import CompileOptions
-from zeroir.errors import UserError
+from zeroir.errors import InternalError, UserError
 from zeroir.frontend.capture import CapturedModel
-from zeroir.frontend.micro_step import MicroStepBuilder
+from zeroir.frontend.joint_graph import JointGraph
+from zeroir.frontend.micro_step import SegmentCallsBuilder, output_buffers
 from zeroir.frontend.module_tensors import TensorInfo
 from zeroir.frontend.parameter_groups import algorithms, declared_groups, parameter_groups
 from zeroir.frontend.segment_calls import GradientSink, SegmentCall
-from zeroir.frontend.update import scalars, update_body
+from zeroir.frontend.update import EVAL_LOSS, LOSS, scalars, update_body
 from zeroir.ir.buffers import Buffer, Region, Role, Space
-from zeroir.ir.contents import EMA, FlatContent, Micro
+from zeroir.ir.contents import DIRECTION, EMA, FACTORS, FlatContent, Micro
 from zeroir.ir.dtypes import DType
+from zeroir.ir.factors import factors_numel
 from zeroir.ir.layout import Parameter, layout
 from zeroir.ir.mesh import Axis, Mesh
 from zeroir.ir.ops import Algorithm
 from zeroir.ir.program import (
+    EVALUATE,
     LAST_MICRO_STEP,
     UPDATE,
     Flat,
     Holding,
     InputBinding,
+    OutputBinding,
     Program,
     Section,
     Slot,
@@ -37,10 +41,11 @@ def lower(
     calls: Sequence[SegmentCall],
     owners: Mapping[str, str],
     options: CompileOptions,
+    evaluation_calls: Sequence[SegmentCall] = (),
 ) -> Program:
-    """The logical program of segment calls in execution order.
+    """The logical program of the segment calls of a step, and of an evaluation if one was captured, in execution order.
 
-    ``owners`` gives the unit of every parameter that no segment uses.
+    ``owners`` gives the unit of every parameter that no segment of the step uses.
 
     Raises:
         UserError: where no parameter is trained.
@@ -56,8 +61,9 @@ def lower(
     trainable = tuple(flat for flat in flats if flat.is_trainable)
     if not trainable:
         raise UserError("The model's loss does not depend on any trainable parameter.")
-    micro_step = MicroStepBuilder(captured, calls, flats)
+    micro_step = SegmentCallsBuilder(captured, calls, flats)
     ops = tuple(micro_step.ops())
+    evaluation = captured.evaluation
     complete = State(
         holdings=tuple(
             Holding(
@@ -67,12 +73,26 @@ def lower(
             for flat in trainable
         )
     )
-    scalar_buffers, scalar_bindings = zip(*scalars(options, groups), strict=True)
+    is_evaluated = evaluation is not None
+    scalar_buffers, scalar_bindings = zip(
+        *scalars(options, groups, has_evaluation=is_evaluated), strict=True
+    )
     sections = [
         Section(name=LAST_MICRO_STEP, body=ops, exit=complete),
         Section(name=UPDATE, entry=complete, body=update_body(trainable, options, groups)),
     ]
-    segments = tuple({call.segment.name: call.segment for call in calls}.values())
+    if evaluation is not None:
+        builder = SegmentCallsBuilder(
+            captured,
+            evaluation_calls,
+            flats,
+            evaluation,
+            micro_step.buffers,
+            micro_step.bindings,
+        )
+        sections.append(Section(name=EVALUATE, body=tuple(builder.ops())))
+    all_calls = (*calls, *evaluation_calls)
+    segments = tuple({call.segment.name: call.segment for call in all_calls}.values())
     return Program(
         mesh=Mesh(axes=(Axis(name="dp", size=1),)),
         flats=flats,
@@ -89,14 +109,29 @@ def lower(
             )
             for info in captured.batch
         ),
+        outputs=() if evaluation is None else _outputs(evaluation.joint),
         batch_constants=captured.constants,
         module_buffers=tuple(micro_step.bindings.values()),
         scalars=scalar_bindings,
         groups=declared_groups(groups, trainable),
-        loss="loss",
+        loss=LOSS,
+        eval_loss=EVAL_LOSS if is_evaluated else None,
         options=options.to_pairs(),
         fingerprint=_fingerprint(flats, calls),
     )
+
+
+def _outputs(joint: JointGraph) -> tuple[OutputBinding, ...]:
+    bindings: list[OutputBinding] = []
+    buffers = output_buffers(joint)
+    for path, value in joint.outputs:
+        kind = joint.types[value]
+        if kind is None:
+            raise InternalError(f"the output {path} is undefined")
+        bindings.append(
+            OutputBinding(path=path, buffer=buffers[path], dtype=kind.dtype, shape=kind.shape)
+        )
+    return tuple(bindings)
 
 
 def _flats(
@@ -172,12 +207,19 @@ def _state_buffers(
     """Parameters, gradients, master weights, optimizer states and averages of one device."""
     buffers: list[Buffer] = []
 
-    def add(flat: Flat, suffix: str, dtype: DType, role: Role, content: FlatContent | None) -> None:
+    def add(
+        flat: Flat,
+        suffix: str,
+        dtype: DType,
+        role: Role,
+        content: FlatContent | None,
+        numel: int | None = None,
+    ) -> None:
         buffers.append(
             Buffer(
                 name=f"{flat.name}.{suffix}",
                 dtype=dtype,
-                numel=flat.padded_numel,
+                numel=flat.padded_numel if numel is None else numel,
                 space=Space.DEVICE,
                 role=role,
                 holds=content,
@@ -196,8 +238,14 @@ def _state_buffers(
         if is_low:
             add(flat, "master", DType.F32, Role.MASTER, holds(flat, "master"))
             add(flat, "grad32", DType.F32, Role.STAGING, None)
-        for state in algorithm_of[flat.slots[0].name].state_names:
+        algorithm = algorithm_of[flat.slots[0].name]
+        for state in algorithm.state_names:
             add(flat, state, DType.F32, Role.STATE, holds(flat, state))
+        if algorithm is Algorithm.ADAFACTOR:
+            numel = factors_numel(flat)
+            add(flat, FACTORS, DType.F32, Role.STATE, holds(flat, FACTORS), numel)
+        if algorithm.direction_dtype is not None:
+            add(flat, DIRECTION, algorithm.direction_dtype, Role.STAGING, None)
         if options.ema is not None:
             add(flat, EMA, DType.F32, Role.STATE, holds(flat, EMA))
     return buffers

@@ -1,24 +1,28 @@
-"""The ops of one micro-step: every segment call, on the buffers of its arguments and results."""
+"""The ops of one micro-step or evaluation: every segment call, on the buffers of its arguments and results."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import count
 
-from zeroir.frontend.capture import CapturedModel
-from zeroir.frontend.joint_graph import InputKind, JointInput
+from zeroir.frontend.capture import CapturedEvaluation, CapturedModel
+from zeroir.frontend.joint_graph import InputKind, JointGraph, JointInput
 from zeroir.frontend.module_tensors import TensorInfo
 from zeroir.frontend.segment_calls import (
     BufferSink,
     GradientSink,
     LossSink,
+    OutputSink,
     SegmentCall,
     SegmentSource,
     Sink,
     StoredSink,
 )
+from zeroir.frontend.update import EVAL_LOSS, LOSS
 from zeroir.ir.buffers import (
     Buffer,
     Region,
@@ -47,12 +51,17 @@ from zeroir.ir.segment import TensorType
 
 
 @dataclass
-class MicroStepBuilder:
-    """Builds the ops of one micro-step, and the ``buffers`` that they need beside those of the flats."""
+class SegmentCallsBuilder:
+    """Builds the ops of one micro-step, or of an evaluation.
+
+    It adds the buffers that they need beside those of the flats to ``buffers``, and those of module buffers and
+    constants to ``bindings``.
+    """
 
     captured: CapturedModel
     calls: Sequence[SegmentCall]
     flats: Sequence[Flat]
+    evaluation: CapturedEvaluation | None = None
     buffers: dict[str, Buffer] = field(default_factory=dict)
     bindings: dict[str, ModuleBufferBinding] = field(default_factory=dict)
 
@@ -63,7 +72,8 @@ class MicroStepBuilder:
             for slot in flat.slots
             for name in (slot.name, *slot.aliases)
         }
-        self._inputs = {item.value: item for item in self.captured.joint.inputs}
+        self._joint = self.captured.joint if self.evaluation is None else self.evaluation.joint
+        self._inputs = {item.value: item for item in self._joint.inputs}
         self._module_buffers = {
             name: info for info in self.captured.buffers for name in (info.name, *info.aliases)
         }
@@ -74,6 +84,7 @@ class MicroStepBuilder:
             for source in call.sources
             if (item := self._inputs.get(source.root)) is not None and item.kind is InputKind.BUFFER
         }
+        self._outputs = output_buffers(self._joint)
         self._roots: dict[int, Buffer] = {}
         self._parameters_begun: set[str] = set()
         self._name_counts: Counter[str] = Counter()
@@ -81,8 +92,8 @@ class MicroStepBuilder:
         self._deferred: list[Op] = []
         for info in self.captured.batch:
             self._persistent(f"input.{info.name}", info, Role.INPUT)
-        if self.captured.sites:
-            sites = TensorInfo(name="rng", dtype=DType.I64, shape=(self.captured.sites,))
+        if self.captured.most_sites:
+            sites = TensorInfo(name="rng", dtype=DType.I64, shape=(self.captured.most_sites,))
             self._persistent("rng", sites, Role.RNG, Space.HOST)
 
     def ops(self) -> list[Op]:
@@ -129,8 +140,13 @@ class MicroStepBuilder:
                 view = View(region=whole(buffer), shape=kind.shape, stride=kind.stride)
                 return Destination(view=view)
             case LossSink():
-                view = View(region=_region("loss", 0, 1), shape=(), stride=())
-                return Destination(view=view)
+                loss = LOSS if self.evaluation is None else EVAL_LOSS
+                return Destination(view=View(region=_region(loss, 0, 1), shape=(), stride=()))
+            case OutputSink(path=path):
+                info = TensorInfo(name=path, dtype=kind.dtype, shape=kind.shape)
+                target = self._persistent(self._outputs[path], info, Role.OUTPUT)
+                stride = contiguous_stride(kind.shape)
+                return Destination(view=View(region=whole(target), shape=kind.shape, stride=stride))
             case BufferSink(buffer=name):
                 target = self._module_buffer(name)
                 if self._last_read.get(self._module_buffers[name].name, at) > at:
@@ -142,8 +158,10 @@ class MicroStepBuilder:
                 return self._gradient(name)
 
     def _temporary_name(self, call: SegmentCall, *, is_saved: bool) -> str:
-        """The unit, ``saved``, ``h`` (forward) or ``d`` (backward), and a number."""
+        """The unit, ``saved``, ``h`` (forward), ``d`` (backward) or ``eval``, and a number."""
         kind = "d" if call.is_backward else "saved" if is_saved else "h"
+        if self.evaluation is not None:
+            kind = "eval"
         index = call.call_index
         stem = f"{call.unit}.call{index}.{kind}" if index else f"{call.unit}.{kind}"
         self._name_counts[stem] += 1
@@ -191,14 +209,25 @@ class MicroStepBuilder:
             case InputKind.BUFFER:
                 return self._module_buffer(item.name).name
             case InputKind.CONSTANT:
-                kind = self.captured.joint.types[item.value]
+                kind = self._joint.types[item.value]
                 if kind is None:
                     raise AssertionError("a constant has a type")
-                info = TensorInfo(name=item.name, dtype=kind.dtype, shape=kind.shape)
-                self._bind(item.name, info, item.data)
-                return self._persistent(item.name, info, Role.CONSTANT).name
+                name = item.name
+                if self.evaluation is not None:
+                    name = self._constant_name(kind, item.data)
+                info = TensorInfo(name=name, dtype=kind.dtype, shape=kind.shape)
+                self._bind(name, info, item.data)
+                return self._persistent(name, info, Role.CONSTANT).name
             case InputKind.PARAMETER:
                 raise AssertionError("parameters are bound by name")
+
+    def _constant_name(self, kind: TensorType, data: bytes | None) -> str:
+        """The name of the same constant in the micro-step, or a new one."""
+        for binding in self.bindings.values():
+            is_same = (binding.shape, binding.data) == (kind.shape, data)
+            if is_same and self.buffers[binding.buffer].dtype is kind.dtype:
+                return binding.name
+        return next(name for i in count() if (name := f"constant.{i}") not in self.bindings)
 
     def _module_buffer(self, name: str) -> Buffer:
         info = self._module_buffers[name]
@@ -231,6 +260,20 @@ class MicroStepBuilder:
         self._parameters_begun.add(slot.name)
         view = _dense(f"{flat.name}.grad", slot.shape, slot.offset)
         return Destination(view=view, mode=mode, gradient=slot.name)
+
+
+def output_buffers(joint: JointGraph) -> dict[str, str]:
+    """The names of the buffers of an evaluation's outputs, by path: the words of the path, and a number if need be."""
+    names: dict[str, str] = {}
+    for path, _ in joint.outputs:
+        stem = ".".join(("output", *re.findall(r"\w+", path)))
+        taken = set(names.values())
+        names[path] = next(
+            name
+            for number in count()
+            if (name := f"{stem}.{number}" if number else stem) not in taken
+        )
+    return names
 
 
 def _region(buffer: str, offset: int, numel: int) -> Region:

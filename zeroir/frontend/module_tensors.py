@@ -128,6 +128,12 @@ def substitute_buffers(model: nn.Module) -> list[BufferCopy]:
     return substituted
 
 
+def put_back_buffers(substituted: Sequence[BufferCopy]) -> None:
+    """Put the buffers back as they were."""
+    for item in substituted:
+        item.module._buffers[item.name] = item.buffer
+
+
 def write_back_buffers(substituted: Sequence[BufferCopy]) -> None:
     """Put the buffers back, and copy the new value to each whose copy was changed or replaced."""
     for item in substituted:

@@ -12,6 +12,9 @@ from zeroir.ir.layout import Parameter
 from zeroir.ir.ops import Algorithm
 from zeroir.ir.program import Flat, OptimizerGroup
 
+MUON_DIMENSIONS = 2
+"""Muon takes matrices alone."""
+
 FEWEST_DECAYED_DIMENSIONS = 2
 """With ``no_decay``, parameters of fewer dimensions than this have no weight decay: norms and biases."""
 
@@ -58,14 +61,28 @@ def parameter_groups(
     for spec in specs:
         if not members[spec.name]:
             raise UserError(_empty(spec.text, parameters, is_matched=spec.name in matched))
-    groups = _split_by_decay(
-        DEFAULT_GROUP, members[DEFAULT_GROUP], options, is_split=options.no_decay
-    )
+    groups = _split(DEFAULT_GROUP, members[DEFAULT_GROUP], options, no_decay=options.no_decay)
     for spec in specs:
-        is_split = options.no_decay and "weight_decay" not in spec.settings
+        no_decay = options.no_decay and "weight_decay" not in spec.settings
         own_options = options.of_group(spec)
-        groups += _split_by_decay(spec.name, members[spec.name], own_options, is_split=is_split)
+        groups += _split(spec.name, members[spec.name], own_options, no_decay=no_decay)
     return tuple(groups)
+
+
+def _split(
+    name: str, parameters: Sequence[Parameter], options: CompileOptions, *, no_decay: bool
+) -> list[ParameterGroup]:
+    """A group, without the parameters that its optimizer does not take: AdamW updates those, with its own defaults."""
+    taken = list(parameters)
+    if options.optimizer is Algorithm.MUON:
+        taken = [p for p in parameters if len(p.shape) == MUON_DIMENSIONS]
+    groups = _split_by_decay(name, taken, options, is_split=no_decay)
+    left = [p for p in parameters if p not in taken]
+    if left:
+        adamw = str(Algorithm.ADAMW)
+        left_name = adamw if name == DEFAULT_GROUP else f"{name}.{adamw}"
+        groups += _split_by_decay(left_name, left, options.with_adamw(), is_split=no_decay)
+    return groups
 
 
 def _split_by_decay(

@@ -45,10 +45,12 @@ def read_graph(
     batch: Sequence[str],
     prefix: str,
     plan: ReusePlan | None = None,
+    outputs: Sequence[str] = (),
 ) -> JointGraph:
     """The joint graph as plain data. ``batch`` are the paths of the batch's tensors, after which come the seeds.
 
-    ``prefix`` is removed from the names of parameters and buffers. A node for the call of a whole block is replaced by
+    ``outputs`` are the paths of what the graph yields after the loss. ``prefix`` is removed from the names of
+    parameters and buffers. A node for the call of a whole block is replaced by
     the nodes of its block graph in ``plan``.
 
     Raises:
@@ -81,8 +83,11 @@ def read_graph(
         mutations=tuple(
             (name.removeprefix(prefix), reader.value(node)) for name, node in graph.mutations
         ),
+        outputs=tuple(
+            (path, reader.value(node)) for path, node in zip(outputs, graph.outputs, strict=True)
+        ),
     )
-    return _without_dead_nodes(joint)
+    return without_dead_nodes(joint)
 
 
 @dataclass
@@ -131,6 +136,12 @@ class _Reader:
             raise UserError(
                 f"{self._origin(node).source or 'The model'} uses a tensor of shape {tuple(tensor.shape)} that is "
                 "not a registered buffer of a module; register it with register_buffer."
+            )
+        if tensor.requires_grad:
+            raise UserError(
+                f"{self._origin(node).source or 'The model'} uses a tensor of shape {tuple(tensor.shape)} that "
+                "requires a gradient and is no parameter of the traced module: in a loss function or hook use the "
+                "module that it is given, and make what is to be trained a parameter of it."
             )
         dense = tensor.detach().contiguous()
         data = dense.reshape(-1).view(torch.uint8).numpy().tobytes() if dense.numel() else b""
@@ -342,8 +353,10 @@ def _attribute(module: object, name: str) -> object:
     return module
 
 
-def _without_dead_nodes(joint: JointGraph) -> JointGraph:
-    needed = {joint.loss, *(v for _, v in joint.gradients), *(v for _, v in joint.mutations)}
+def without_dead_nodes(joint: JointGraph) -> JointGraph:
+    """The graph with only the nodes on which its results depend."""
+    results = (*joint.gradients, *joint.mutations, *joint.outputs)
+    needed = {joint.loss, *(value for _, value in results)}
     live: list[JointNode] = []
     for node in reversed(joint.nodes):
         if needed.intersection(node.results):

@@ -46,7 +46,14 @@ class LossSink:
     """The output that is the loss."""
 
 
-Sink = StoredSink | GradientSink | BufferSink | LossSink
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputSink:
+    """An output that an evaluation yields at this path of the user's outputs."""
+
+    path: str
+
+
+Sink = StoredSink | GradientSink | BufferSink | LossSink | OutputSink
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

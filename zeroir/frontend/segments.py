@@ -17,6 +17,7 @@ from zeroir.frontend.segment_calls import (
     BufferSink,
     GradientSink,
     LossSink,
+    OutputSink,
     SegmentCall,
     SegmentSource,
     Sink,
@@ -37,20 +38,31 @@ class _UnfinishedSegment:
 
 
 def cut(
-    joint: JointGraph, unit_calls: Sequence[UnitCall], canonical: Mapping[str, str]
+    joint: JointGraph,
+    unit_calls: Sequence[UnitCall],
+    canonical: Mapping[str, str],
+    *,
+    forward: str = "forward",
+    existing: Iterable[Segment] = (),
 ) -> tuple[SegmentCall, ...]:
     """The segment calls in execution order: forwards, then backwards. Equal segments are one object.
 
-    ``canonical`` maps every name of a parameter to its first.
+    ``canonical`` maps every name of a parameter to its first. ``forward`` is what the names of segments before the loss
+    end in. A segment that is equal to one of ``existing``, which have other names, is that one.
     """
-    return _Cutter(joint, unit_calls, canonical).cut()
+    return _shared(_Cutter(joint, unit_calls, canonical, forward).cut(), existing)
 
 
 class _Cutter:
     def __init__(
-        self, joint: JointGraph, unit_calls: Sequence[UnitCall], canonical: Mapping[str, str]
+        self,
+        joint: JointGraph,
+        unit_calls: Sequence[UnitCall],
+        canonical: Mapping[str, str],
+        forward: str,
     ) -> None:
         self.joint = joint
+        self.forward = forward
         self.types = list(joint.types)
         self.aliases = list(joint.aliases)
         self.canonical = canonical
@@ -75,6 +87,8 @@ class _Cutter:
         self._add_sink(self.joint.loss, LossSink())
         for name, value in self.joint.mutations:
             self._add_sink(value, BufferSink(buffer=name))
+        for path, value in self.joint.outputs:
+            self._add_sink(value, OutputSink(path=path))
         self._add_gradients()
         calls: list[SegmentCall] = []
         # In reverse order, so that the outputs that later segments read are known.
@@ -82,7 +96,7 @@ class _Cutter:
             call = self._finish(at)
             if call is not None:
                 calls.append(call)
-        return _shared(tuple(reversed(calls)))
+        return tuple(reversed(calls))
 
     def _register(self, node: JointNode, at: int) -> None:
         for result in node.results:
@@ -95,7 +109,7 @@ class _Cutter:
             value = self._copied(
                 value, len(self.segments) // 2 if isinstance(sink, GradientSink) else 0
             )
-        elif isinstance(sink, GradientSink | BufferSink) and not _is_contiguous(
+        elif isinstance(sink, GradientSink | BufferSink | OutputSink) and not _is_contiguous(
             self.defined(value)
         ):
             # Its destination is contiguous; a gradient may be an expanded number, or have another order of dimensions.
@@ -166,7 +180,7 @@ class _Cutter:
             builder.add(node)
         order = {value: i for i, value in enumerate(builder.numbers)}
         sinks = sorted(unfinished.sinks, key=lambda item: (order[item[0]], _rank(item[1])))
-        kind = "backward" if unfinished.is_backward else "forward"
+        kind = "backward" if unfinished.is_backward else self.forward
         segment = builder.build(
             f"{unfinished.unit_call.label}.{kind}", [value for value, _ in sinks]
         )
@@ -319,6 +333,8 @@ def _rank(sink: Sink) -> tuple[int, str]:
             return 2, name
         case GradientSink(parameter=name):
             return 3, name
+        case OutputSink(path=path):
+            return 4, path
 
 
 def _is_contiguous(kind: TensorType) -> bool:
@@ -343,9 +359,9 @@ def _is_dense(kind: TensorType) -> bool:
     return True
 
 
-def _shared(calls: tuple[SegmentCall, ...]) -> tuple[SegmentCall, ...]:
+def _shared(calls: tuple[SegmentCall, ...], existing: Iterable[Segment]) -> tuple[SegmentCall, ...]:
     """The calls with one object for all equal segments; different segments of one name get numbers."""
-    by_digest: dict[str, Segment] = {}
+    by_digest = {segment.digest(): segment for segment in existing}
     digests: dict[int, str] = {}
     counts: dict[str, int] = {}
     shared: list[SegmentCall] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 
 from zeroir.config import CompileOptions
 from zeroir.errors import ModelWarning, UserError
@@ -11,6 +12,7 @@ from zeroir.frontend.capture import CapturedModel, capture
 from zeroir.frontend.code_contexts import note_on_small_checkpoints, recomputed_units
 from zeroir.frontend.lower import lower as lower_calls
 from zeroir.frontend.partition import UnitCall, partition
+from zeroir.frontend.segment_calls import SegmentCall
 from zeroir.frontend.segments import cut
 from zeroir.frontend.source import ModelSource
 from zeroir.frontend.units import ROOT, ROOT_PRE, Units, find_units
@@ -21,7 +23,13 @@ from zeroir.workspace.segments import declared
 
 def trace_model(source: ModelSource, options: CompileOptions) -> Program:
     """See ``zeroir.frontend.trace``."""
-    captured = capture(source, options.precision, options.keep_fp32)
+    captured = capture(
+        source,
+        options.precision,
+        options.keep_fp32,
+        evaluate=options.evaluate,
+        outputs=options.outputs,
+    )
     units = find_units(captured.module, options.units)
     notes = [*captured.notes]
     if captured.checkpoints and not options.recompute:
@@ -39,6 +47,8 @@ def program_of(
     captured: CapturedModel, options: CompileOptions, *, is_weighted: bool = False
 ) -> Program:
     """The logical program of a captured model, whose micro-batches have weights if it ``is_weighted``."""
+    if not options.evaluate:
+        captured = replace(captured, evaluation=None)
     units = find_units(captured.module, options.units)
     canonical = {
         name: info.name for info in captured.parameters for name in (info.name, *info.aliases)
@@ -54,8 +64,18 @@ def program_of(
             "contain."
         )
     calls = cut(captured.joint, unit_calls, canonical)
+    evaluation_calls: tuple[SegmentCall, ...] = ()
+    if captured.evaluation is not None:
+        joint = captured.evaluation.joint
+        evaluation_calls = cut(
+            joint,
+            partition(joint, units, canonical),
+            canonical,
+            forward="evaluate",
+            existing={call.segment.name: call.segment for call in calls}.values(),
+        )
     owners = {info.name: _owner(info.name, units, unit_calls) for info in captured.parameters}
-    program = lower_calls(captured, calls, owners, options)
+    program = lower_calls(captured, calls, owners, options, evaluation_calls)
     if is_weighted:
         program = weigh(program)
     if options.micro_steps > 1:

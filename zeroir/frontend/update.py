@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from zeroir.config import CompileOptions
 from zeroir.frontend.parameter_groups import ParameterGroup
 from zeroir.ir.buffers import Buffer, Region, Role, Space
-from zeroir.ir.contents import EMA, MASTER, PARAM, NamedContent
+from zeroir.ir.contents import DIRECTION, EMA, FACTORS, MASTER, PARAM, NamedContent
 from zeroir.ir.dtypes import DType
+from zeroir.ir.factors import factors_numel
 from zeroir.ir.mesh import COMPUTE
 from zeroir.ir.ops import (
+    Algorithm,
     Alloc,
     Average,
     Cast,
     CheckFinite,
     Decide,
+    Direction,
     GradNorm,
     GroupSettings,
     Op,
@@ -26,16 +30,22 @@ from zeroir.ir.ops import (
 )
 from zeroir.ir.program import Flat, ScalarBinding
 
+LOSS: Final = "loss"
+"""The buffer of a micro-step's loss."""
+
+EVAL_LOSS: Final = "eval_loss"
+"""The buffer of an evaluation's loss."""
+
 
 def scalars(
-    options: CompileOptions, groups: Sequence[ParameterGroup]
+    options: CompileOptions, groups: Sequence[ParameterGroup], *, has_evaluation: bool
 ) -> tuple[tuple[Buffer, ScalarBinding], ...]:
     """The scalar buffers that a program with these options needs, with their values before the first step."""
     is_scaling = options.precision == "fp16"
     scale = options.first_loss_scale
     hysteresis = float(options.loss_scale_hysteresis) if options.has_dynamic_loss_scale else 0.0
     items = [
-        _scalar("loss", (0.0,)),
+        _scalar(LOSS, (0.0,)),
         _scalar("loss_scale", (scale, 0.0, hysteresis)),
         _scalar("step", (0.0,)),
         *(_scalar(group.lr_buffer, (group.options.lr,), DType.F64) for group in groups),
@@ -49,6 +59,8 @@ def scalars(
         items += [_scalar("overflow", (0.0,)), _scalar("skip", (0.0,))]
     if options.clip is not None:
         items.append(_scalar("norm", (0.0,)))
+    if has_evaluation:
+        items.append(_scalar(EVAL_LOSS, (0.0,)))
     return tuple(items)
 
 
@@ -136,12 +148,34 @@ def _update(
         for group in groups
     )
     algorithm = groups[0].options.optimizer
+    complete = wide if is_low else gradient
+    states = tuple(_whole(flat, state) for state in algorithm.state_names)
+    direction = _whole(flat, DIRECTION)
+    if algorithm.direction_dtype is not None:
+        ops += [
+            Alloc(buffer=direction.buffer, stream=COMPUTE),
+            Direction(
+                algorithm=algorithm,
+                grad=complete,
+                states=states,
+                direction=direction,
+                step=_first("step"),
+                lr=first.lr,
+                hyper=first.hyper,
+                gradient_divisor=_first("gradient_divisor"),
+                skip=skip,
+                group=first.group,
+                others=tuple(others),
+                stream=COMPUTE,
+            ),
+        ]
+        complete, states = direction, ()
     ops.append(
         OptimizerStep(
             algorithm=algorithm,
             param=trained,
-            grad=wide if is_low else gradient,
-            states=tuple(_whole(flat, state) for state in algorithm.state_names),
+            grad=complete,
+            states=states,
             step=_first("step"),
             lr=first.lr,
             hyper=first.hyper,
@@ -149,9 +183,12 @@ def _update(
             skip=skip,
             group=first.group,
             others=tuple(others),
+            factors=_factors(flat) if algorithm is Algorithm.ADAFACTOR else None,
             stream=COMPUTE,
         )
     )
+    if algorithm.direction_dtype is not None:
+        ops.append(Release(buffer=direction.buffer, stream=COMPUTE))
     if options.ema is not None:
         ops.append(
             Average(
@@ -172,6 +209,10 @@ def _update(
 
 def _whole(flat: Flat, suffix: str) -> Region:
     return Region(buffer=f"{flat.name}.{suffix}", offset=0, numel=flat.padded_numel)
+
+
+def _factors(flat: Flat) -> Region:
+    return Region(buffer=f"{flat.name}.{FACTORS}", offset=0, numel=factors_numel(flat))
 
 
 def _first(scalar: str) -> Region:

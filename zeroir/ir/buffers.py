@@ -34,6 +34,7 @@ class Role(StrEnum):
     MODULE_BUFFER = "module_buffer"
     CONSTANT = "constant"
     RNG = "rng"
+    OUTPUT = "output"
     STAGING = "staging"
     WORKSPACE = "workspace"
 

@@ -18,6 +18,10 @@ from enum import StrEnum
 PARAM = "param"
 MASTER = "master"
 GRAD = "grad"
+DIRECTION = "direction"
+"""The directions of an optimizer that works on whole parameters."""
+FACTORS = "factors"
+"""Second moments of whole parameters, in coordinates of their own: see ``zeroir/ir/factors.py``."""
 EMA = "ema"
 """The exponential moving average of the parameters."""
 

@@ -65,11 +65,22 @@ class Algorithm(StrEnum):
     ADAM = "adam"
     ADAMW = "adamw"
     LION = "lion"
+    MUON = "muon"
+    ADAFACTOR = "adafactor"
 
     @property
     def state_names(self) -> tuple[str, ...]:
         """The FP32 states kept per parameter, named as torch.optim names them."""
         return _STATE_NAMES[self]
+
+    @property
+    def direction_dtype(self) -> DType | None:
+        """The dtype of the directions of an optimizer that works on whole parameters; None for the others.
+
+        Its step is two ops: ``direction`` computes an element's direction from that element's gradient and states, and
+        ``optimizer_step`` reads the directions of the whole flat.
+        """
+        return _DIRECTION_DTYPES.get(self)
 
     @property
     def hyper_names(self) -> tuple[str, ...]:
@@ -83,7 +94,12 @@ _STATE_NAMES = {
     Algorithm.ADAM: ("exp_avg", "exp_avg_sq"),
     Algorithm.ADAMW: ("exp_avg", "exp_avg_sq"),
     Algorithm.LION: ("exp_avg",),
+    Algorithm.MUON: ("momentum_buffer",),
+    Algorithm.ADAFACTOR: (),
 }
+
+# Muon's iteration begins by rounding to BF16, so no more is gathered.
+_DIRECTION_DTYPES = {Algorithm.MUON: DType.BF16, Algorithm.ADAFACTOR: DType.F32}
 
 _HYPER_NAMES = {
     Algorithm.SGD: ("momentum", "dampening", "nesterov", "weight_decay"),
@@ -91,6 +107,18 @@ _HYPER_NAMES = {
     Algorithm.ADAM: ("beta1", "beta2", "eps", "weight_decay"),
     Algorithm.ADAMW: ("beta1", "beta2", "eps", "weight_decay"),
     Algorithm.LION: ("beta1", "beta2", "weight_decay"),
+    Algorithm.MUON: (
+        "momentum",
+        "nesterov",
+        "weight_decay",
+        "eps",
+        "ns_steps",
+        "ns_coefficients.0",
+        "ns_coefficients.1",
+        "ns_coefficients.2",
+        "adjust_lr_fn",
+    ),
+    Algorithm.ADAFACTOR: ("beta2_decay", "eps", "eps2", "d", "weight_decay"),
 }
 
 
@@ -418,6 +446,48 @@ class GroupSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Direction(Update):
+    """Compute the direction of each element from its ``grad`` / gradient_divisor, and move its ``states``.
+
+    It is the element-wise half of the step of an optimizer that works on whole parameters; ``optimizer_step`` is the
+    other half. ``grad`` and ``states`` are f32, ``direction`` has ``algorithm.direction_dtype``, all with one numel.
+
+    * muon: momentum_buffer × momentum + gradient × (1 − momentum), and once more in that way with ``nesterov``;
+    * adafactor: the gradient itself.
+
+    ``grad`` is used up. Where ``skip`` is 1 the states stay as they are, and the direction is never applied. Settings
+    and the other fields are those of ``OptimizerStep``.
+    """
+
+    syntax = (
+        "{algorithm} grad={grad} states=({states}) -> {direction} step={step} lr={lr} hyper={hyper}"
+        " gradient_divisor={gradient_divisor} [skip={skip}] | group={group} [others=({others})]"
+    )
+    participle = "updated"
+    same_elements = ("grad", "states", "direction")
+
+    algorithm: Attribute[Algorithm]
+    grad: Accumulated[Region]
+    states: tuple[Accumulated[Region], ...]
+    direction: Written[Region]
+    step: Read[Region]
+    lr: Read[Region]
+    hyper: Read[Region]
+    gradient_divisor: Read[Region]
+    stream: StreamName[str]
+    skip: Read[Region] | None = None
+    group: Attribute[str] = "default"
+    others: tuple[GroupSettings, ...] = ()
+    event: Signalled[str] | None = None
+
+    @property
+    def settings(self) -> tuple[GroupSettings, ...]:
+        """The settings of every group that the op names."""
+        own = GroupSettings(group=self.group, lr=self.lr, hyper=self.hyper)
+        return (own, *self.others)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerStep(Update):
     """Update ``param`` (and ``states``) in place with ``grad`` / gradient_divisor, all of one numel and dtype.
 
@@ -430,11 +500,17 @@ class OptimizerStep(Update):
     ``lr`` and ``hyper`` are those of ``group``, and ``others`` those of other groups. Each element is updated with the
     settings of the group whose intervals (``Program.groups``) contain it; without groups, all with the first. An
     element in no group, such as padding between parameters, may stay as it is.
+
+    With an optimizer that works on whole parameters (``algorithm.direction_dtype``) ``grad`` are the directions of the
+    whole flat, although ``param`` may be a slice, and ``states`` are those of ``direction``, so none are here. Each
+    rank computes the steps of the parameters that meet its slice. Adafactor also reads the parameters as they were:
+    ``whole``, the whole flat, unless ``param`` is that already. ``factors`` are its second moments, alike on all ranks.
     """
 
     syntax = (
         "{algorithm} param={param} grad={grad} states=({states}) step={step} lr={lr} hyper={hyper}"
-        " gradient_divisor={gradient_divisor} [skip={skip}] | group={group} [others=({others})]"
+        " gradient_divisor={gradient_divisor} [skip={skip}] [whole={whole}] [factors={factors}]"
+        " | group={group} [others=({others})]"
     )
     participle = "updated"
     same_elements = ("param", "grad", "states")
@@ -451,6 +527,8 @@ class OptimizerStep(Update):
     skip: Read[Region] | None = None
     group: Attribute[str] = "default"
     others: tuple[GroupSettings, ...] = ()
+    whole: Read[Region] | None = None
+    factors: Accumulated[Region] | None = None
     event: Signalled[str] | None = None
 
     @property
@@ -567,7 +645,7 @@ class Store(Transfer):
 MemoryOp = Alloc | Release
 CollectiveOp = AllGather | Prefetch | ReduceScatter | AllReduce | Broadcast
 ElementwiseOp = Cast | Fill | Scale
-UpdateOp = GradNorm | CheckFinite | Decide | OptimizerStep | Average | UpdateScale
+UpdateOp = GradNorm | CheckFinite | Decide | Direction | OptimizerStep | Average | UpdateScale
 TransferOp = ToHost | ToDevice | Load | Store
 Op = MemoryOp | CollectiveOp | Wait | Compute | ElementwiseOp | UpdateOp | TransferOp
 """Every op there is. Handle it with ``match`` over kinds or ops, and ``assert_never``."""

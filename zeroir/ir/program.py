@@ -1,9 +1,9 @@
 """A program: one SPMD training step for every rank of a mesh, as plain data.
 
 A program is header (mesh, communicators, streams, bounds), flats (where each parameter stands), buffers, segments,
-sections, the bindings to the outside world (inputs, module buffers, optimizer groups, loss, weight), and how it came
-about (options, pass specs, fingerprint of the model). The order of every tuple is part of the program, and its text is
-canonical.
+sections, the bindings to the outside world (inputs, outputs, module buffers, optimizer groups, losses, weight), and how
+it came about (options, pass specs, fingerprint of the model). The order of every tuple is part of the program, and its
+text is canonical.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ MICRO_STEP: Final = "micro_step"
 LAST_MICRO_STEP: Final = "last_micro_step"
 UPDATE: Final = "update"
 EVALUATE: Final = "evaluate"
-SECTION_NAMES: Final = (MICRO_STEP, LAST_MICRO_STEP, UPDATE, EVALUATE)
+STEP_SECTIONS: Final = (MICRO_STEP, LAST_MICRO_STEP, UPDATE)
+SECTION_NAMES: Final = (*STEP_SECTIONS, EVALUATE)
 """A training step is ``micro_step`` k − 1 times, ``last_micro_step``, ``update``. ``micro_step`` is absent when a
-program is made for k = 1; ``evaluate`` may run between steps."""
+program is made for k = 1; ``evaluate`` may run between steps, and leaves only its loss and its outputs behind."""
 
 BATCH_LOSS: Final = "batch_loss"
 """The buffer of the loss of the last micro-batch, where ``Program.loss`` is a sum over micro-batches."""
@@ -121,6 +122,21 @@ class ConstantBinding:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OutputBinding:
+    """One tensor that an evaluation yields beside its loss, and the buffer that holds it, row-major in ``shape``.
+
+    ``path`` says where it stands in the user's outputs: empty where it is all of them, otherwise the steps that lead to
+    it, ``['logits']`` for a key of a dict, ``[0]`` for an item of a list, ``(0)`` of a tuple, ``.logits`` for an
+    attribute.
+    """
+
+    path: str
+    buffer: str
+    dtype: DType
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleBufferBinding:
     """A registered buffer or lifted constant of the model and the program's buffer that holds it.
 
@@ -203,8 +219,8 @@ class Section:
 class Program:
     """See the module's docstring. ``options`` and ``passes`` are for people and re-lowering, not for execution.
 
-    ``loss`` names the buffer of this rank's loss. ``weight`` names the one that receives the weight of each
-    micro-batch; without it every micro-batch has the weight 1.
+    ``loss`` names the buffer of this rank's loss in a step, ``eval_loss`` that of an evaluation's, f32[1] both.
+    ``weight`` names the one that receives the weight of each micro-batch; without it each has the weight 1.
     """
 
     mesh: Mesh
@@ -216,11 +232,13 @@ class Program:
     segments: tuple[Segment, ...] = ()
     sections: tuple[Section, ...] = ()
     inputs: tuple[InputBinding, ...] = ()
+    outputs: tuple[OutputBinding, ...] = ()
     batch_constants: tuple[ConstantBinding, ...] = ()
     module_buffers: tuple[ModuleBufferBinding, ...] = ()
     scalars: tuple[ScalarBinding, ...] = ()
     groups: tuple[OptimizerGroup, ...] = ()
     loss: str | None = None
+    eval_loss: str | None = None
     weight: str | None = None
     options: tuple[tuple[str, str], ...] = ()
     passes: tuple[str, ...] = ()
@@ -285,7 +303,25 @@ class Program:
         for section in self.sections:
             yield from section.positioned_ops()
 
+    def step_ops(self) -> Iterator[Op]:
+        """Every op of a training step's sections, in order."""
+        for section in self.sections:
+            if section.name in STEP_SECTIONS:
+                yield from section.body
+
     @property
     def parameters_numel(self) -> int:
         """Number of parameters of the model, tied ones once, frozen ones included, padding excluded."""
         return sum(flat.numel for flat in self.flats)
+
+
+def why_not_evaluate(program: Program) -> str:
+    """Why a program has no section ``evaluate``, in one sentence."""
+    if program.option.get("evaluate") == "false":
+        return "The program cannot evaluate: it was compiled with --no-evaluate, so compile it without that."
+    if "evaluate" not in program.option:
+        return "The program cannot evaluate: it was made without a section `evaluate`, so compile it again."
+    return (
+        "The program cannot evaluate, because its model could not be captured under eval(): compiling it again says "
+        "why in a note."
+    )

@@ -6,7 +6,7 @@ each collective gathers or reduces.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Final, assert_never
 
 from zeroir.ir import ops
@@ -26,8 +26,13 @@ COLLECTIVE_KEYS: Final = (
 """The keys of :func:`collective_bytes`."""
 
 
-def collective_bytes(program: Program, *, axis: str | None = None) -> Mapping[str, int]:
-    """Bytes of the full buffers that the collectives of one step with one micro-step handle, by op.
+def collective_bytes(
+    program: Program,
+    *,
+    axis: str | None = None,
+    sections: Collection[str] = (LAST_MICRO_STEP, UPDATE),
+) -> Mapping[str, int]:
+    """Bytes of the full buffers that the collectives of some sections handle, by op; of a step with one micro-step.
 
     With ``axis``, of those over that mesh axis alone.
 
@@ -38,7 +43,7 @@ def collective_bytes(program: Program, *, axis: str | None = None) -> Mapping[st
     """
     totals = dict.fromkeys(COLLECTIVE_KEYS, 0)
     for section in program.sections:
-        if section.name not in (LAST_MICRO_STEP, UPDATE):
+        if section.name not in sections:
             continue
         for op in section.body:
             if not isinstance(op, ops.Collective):

@@ -6,13 +6,13 @@ wait orders may make more live at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 from zeroir.ir.buffers import Role, Space
 from zeroir.ir.effects import effects
-from zeroir.ir.program import Program, Section
+from zeroir.ir.program import SECTION_NAMES, Program, Section
 from zeroir.workspace.op_scratch import scratch_bytes
 
 
@@ -95,10 +95,17 @@ class Peak:
         return sum(self.role_bytes.values())
 
 
-def peak(program: Program, *, space: Space = Space.DEVICE) -> Peak:
-    """The first of the highest points of the curves of a program's sections, without what ops take beside buffers."""
+def peak(
+    program: Program,
+    *,
+    space: Space = Space.DEVICE,
+    sections: Collection[str] = SECTION_NAMES,
+) -> Peak:
+    """The first of the highest points of the curves of these sections, without what ops take beside buffers."""
     fullest = Peak(section="", index=-1, role_bytes={})
     for section in program.sections:
+        if section.name not in sections:
+            continue
         curve = live_bytes(program, section, space=space)
         buffers = curve.buffers
         most = max(buffers)

@@ -45,8 +45,9 @@ def config_json(artifact: Artifact) -> ConfigFacts:
 
 def render_config(record: ConfigRecord, program: Program) -> RenderableType:
     """A line per option: its name, its value, the place that set it; then the notes."""
-    table = columns_table("option", "value", "from", title=f"options of {record.name}")
+    table = columns_table("option", "value", "from")
     for option, origin in record.origins:
         table.add_row(option, program.option.get(option, "none"), origin)
     notes = [Text(note) for note in record.notes]
-    return Group(Lines(table=table, is_foldable=False), *notes, Text())
+    title = Text(f"Options with {record.name}", style="bold")
+    return Group(title, Lines(table=table, is_foldable=False), *notes, Text())

@@ -54,7 +54,7 @@ def programs_after_passes(logical: Program, scheduled: Program) -> list[Program]
 
 def pass_rows(programs: Sequence[Program]) -> list[PassRow]:
     """A row for each of ``programs_after_passes``."""
-    counts = [Counter(op_name(type(op)) for op in program.ops()) for program in programs]
+    counts = [Counter(op_name(type(op)) for op in program.step_ops()) for program in programs]
     before = [counts[0], *counts]
     return [
         PassRow(

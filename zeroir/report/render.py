@@ -77,6 +77,14 @@ def render_summary(summary: Summary) -> RenderableType:
     for axis, own in summary["collective_bytes_by_axis"].items():
         if len(summary["mesh"]) > 1:
             grid.add_row(f"… over {axis}", f"{_amounts(on_the_wire(own))} {per_step}")
+    evaluation = summary["evaluation"]
+    if evaluation is not None:
+        most = sum(evaluation["peak_bytes_per_rank"].values())
+        sent = sum(on_the_wire(evaluation["collective_bytes"]).values())
+        grid.add_row(
+            "evaluation",
+            f"peak buffers {format_bytes(most)} per rank, {format_bytes(sent)} on the wire",
+        )
     if summary["bounds"]:
         grid.add_row("bounds", ", ".join(summary["bounds"]))
     grid.add_row("laws", Text(laws, style="red" if broken else "green"))

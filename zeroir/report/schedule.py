@@ -165,6 +165,10 @@ def _row(program: Program, owners: dict[str, str], line: int, op: ops.Op) -> Row
         case ops.OptimizerStep():
             numel = op.param.local_numel(program.mesh)
             return row(units_of(op.param.buffer), f"{op.algorithm} on {counted(numel, 'element')}")
+        case ops.Direction():
+            numel = op.grad.local_numel(program.mesh)
+            detail = f"{op.algorithm} on {counted(numel, 'element')}"
+            return row(units_of(op.direction.buffer), detail)
         case ops.Average():
             numel = op.param.local_numel(program.mesh)
             return row(units_of(op.param.buffer), f"{op.decay:g} on {counted(numel, 'element')}")

@@ -7,7 +7,7 @@ from typing import TypedDict
 
 from zeroir.ir.buffers import Space
 from zeroir.ir.ops import op_name
-from zeroir.ir.program import Program
+from zeroir.ir.program import EVALUATE, STEP_SECTIONS, Program
 from zeroir.ir.text.printer import bound_text
 from zeroir.ir.traffic import collective_bytes
 from zeroir.memory.curve import peak
@@ -26,11 +26,19 @@ class TemporaryBytes(TypedDict):
     live: int
 
 
+class EvaluationFigures(TypedDict):
+    """Bytes of an evaluation: of the collectives by op, and of the device's buffers at the peak by role, per rank."""
+
+    collective_bytes: dict[str, int]
+    peak_bytes_per_rank: dict[str, int]
+
+
 class Summary(TypedDict):
     """Facts of a scheduled program; bytes are per step (collectives) or per rank, by role (model states and peak).
 
     The peak is that of the buffers on the device, in program order and without the workspaces of segments. ``bounds``
-    are spelled as in the program's text.
+    are spelled as in the program's text. ``ops`` counts those of training steps. ``evaluation`` has the figures of one
+    evaluation; None where the program has none.
     """
 
     stage: int
@@ -48,13 +56,14 @@ class Summary(TypedDict):
     model_state_bytes_per_rank: dict[str, int]
     peak_bytes_per_rank: dict[str, int]
     temporary_bytes_per_rank: TemporaryBytes
+    evaluation: EvaluationFigures | None
     laws: dict[str, str]
     fingerprint: str
 
 
 def summarise(program: Program, report: Report, *, stage: int, precision: str) -> Summary:
     """Collect the facts of a program that ``report`` verified."""
-    names = Counter(op_name(type(op)) for op in program.ops())
+    names = Counter(op_name(type(op)) for op in program.step_ops())
     return Summary(
         stage=stage,
         world_size=program.mesh.world_size,
@@ -71,10 +80,21 @@ def summarise(program: Program, report: Report, *, stage: int, precision: str) -
             axis.name: dict(collective_bytes(program, axis=axis.name)) for axis in program.mesh.axes
         },
         model_state_bytes_per_rank=dict(model_state_bytes(program)),
-        peak_bytes_per_rank=dict(peak(program).role_bytes),
+        peak_bytes_per_rank=dict(peak(program, sections=STEP_SECTIONS).role_bytes),
         temporary_bytes_per_rank=_temporary(program),
+        evaluation=_evaluation(program),
         laws=dict(report.laws),
         fingerprint=program.fingerprint,
+    )
+
+
+def _evaluation(program: Program) -> EvaluationFigures | None:
+    section = program.section_by_name.get(EVALUATE)
+    if section is None:
+        return None
+    return EvaluationFigures(
+        collective_bytes=dict(collective_bytes(program, sections=(EVALUATE,))),
+        peak_bytes_per_rank=dict(peak(program, sections=(EVALUATE,)).role_bytes),
     )
 
 

@@ -10,7 +10,8 @@ from typing import Final
 from zeroir.ir.allowlist import refusal
 from zeroir.ir.bounds import AheadBound, BehindBound
 from zeroir.ir.buffers import Buffer, Region, whole
-from zeroir.ir.contents import GRAD, MASTER, Content, FlatContent, Micro, WeightContent
+from zeroir.ir.contents import FACTORS, GRAD, MASTER, Content, FlatContent, Micro, WeightContent
+from zeroir.ir.factors import factors_numel
 from zeroir.ir.mesh import HOST
 from zeroir.ir.program import (
     PARAMETER_ALIGNMENT_NUMEL,
@@ -159,11 +160,11 @@ def _content_problem(program: Program, content: Content, numel: int) -> str | No
             return f"is cut along the undeclared axis {content.shard}"
         count = program.mesh.size(content.shard)
     stop = content.offset + numel * count
-    if content.offset < 0 or stop > flat.padded_numel:
-        return (
-            f"holds elements [{content.offset}:{stop}] of flat {flat.name}, "
-            f"which has {flat.padded_numel}"
-        )
+    length = factors_numel(flat) if content.quantity == FACTORS else flat.padded_numel
+    if content.offset < 0 or stop > length:
+        return f"holds elements [{content.offset}:{stop}] of flat {flat.name}, which has {length}"
+    if content.quantity == FACTORS and content.shard is not None:
+        return f"holds a slice of the factors of flat {flat.name}, which each rank keeps whole"
     if content.quantity == GRAD and content.micro is None:
         return "holds a gradient, but does not say of which micro-steps"
     if content.quantity != GRAD and (content.micro is not None or content.reduced):
@@ -201,11 +202,14 @@ def _segments(program: Program) -> Problems:
 def _bindings(program: Program) -> Problems:
     bound = [
         *(("input " + b.path, b.buffer) for b in program.inputs),
+        *(("output " + b.path, b.buffer) for b in program.outputs),
         *(("module buffer " + b.name, b.buffer) for b in program.module_buffers),
         *(("an initial value", b.buffer) for b in program.scalars),
     ]
     if program.loss is not None:
         bound.append(("the loss", program.loss))
+    if program.eval_loss is not None:
+        bound.append(("the loss of an evaluation", program.eval_loss))
     if program.weight is not None:
         bound.append(("the weight", program.weight))
         weight = program.buffer_by_name.get(program.weight)

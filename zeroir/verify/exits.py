@@ -67,6 +67,8 @@ def check_exit(run: SectionRun) -> None:
     _check_scalars(run)
     if run.section.name == UPDATE:
         _check_reported(run)
+    if run.section.name == EVALUATE:
+        _check_evaluated(run)
 
 
 def _check_rest(run: SectionRun, buffer: Buffer, content: Content, holdings: list[Holding]) -> None:
@@ -251,9 +253,11 @@ def _check_stale(run: SectionRun, region: Region, on_flat: PieceList, flat: str)
 def _check_named(run: SectionRun, region: Region, pieces: PieceList, content: NamedContent) -> None:
     buffer = run.program.buffer_by_name[region.buffer]
     is_kept = buffer.role is Role.CONSTANT or _is_elsewhere(run, region, content)
-    # An evaluation must leave nothing to training but its loss.
-    is_evaluated = run.section.name == EVALUATE and buffer.role in (Role.SCALAR, Role.MODULE_BUFFER)
-    is_kept |= is_evaluated and buffer.name != run.program.loss
+    # An evaluation leaves nothing behind but its loss and its outputs, and nothing else changes these.
+    if buffer.role is Role.OUTPUT or buffer.name == run.program.eval_loss:
+        is_kept |= run.section.name != EVALUATE
+    elif run.section.name == EVALUATE:
+        is_kept |= buffer.role in (Role.SCALAR, Role.MODULE_BUFFER)
     own = Elements(NamedKey(content.name, content.version))
     for _, _, value in pieces:
         hole = algebra.undefined_in(value)
@@ -283,7 +287,7 @@ def _check_scalars(run: SectionRun) -> None:
     written: set[str] = set()
     for op in program.ops():
         match op:
-            case ops.OptimizerStep():
+            case ops.Direction() | ops.OptimizerStep():
                 kept.update(region.buffer for s in op.settings for region in (s.lr, s.hyper))
             case ops.UpdateScale():
                 advancing.add(op.state.buffer)
@@ -328,6 +332,25 @@ def _check_reported(run: SectionRun) -> None:
         if now != decided and not any(algebra.is_poisoned(value) for *_, value in now):
             what = "no longer holds the decision's value, which the engine reports after the step"
             _fail(run, "Z405", region, what)
+
+
+def _check_evaluated(run: SectionRun) -> None:
+    """An evaluation writes its loss and every output, each from this rank's batch alone."""
+    names = [run.program.eval_loss, *(output.buffer for output in run.program.outputs)]
+    for name in names:
+        if name is None:
+            continue
+        buffer = run.program.buffer_by_name[name]
+        region, old = whole(buffer), buffer.holds
+        for _, _, value in run.memory.read(region):
+            if not isinstance(value, Elements):
+                continue
+            if value.summed:
+                _fail(run, "Z402", region, "is summed over ranks: it is to be of this rank's batch")
+                break
+            if isinstance(old, NamedContent) and value.key == NamedKey(old.name, old.version):
+                _fail(run, "Z103", region, "still holds what it held before the evaluation")
+                break
 
 
 def _declared_version(run: SectionRun, buffer: Buffer, content: NamedContent) -> int:

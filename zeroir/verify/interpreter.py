@@ -78,11 +78,11 @@ class Shared:
 class SectionRun:
     """The interpretation of one section: its computations.
 
-    ``settings`` is what decisions and the loss scaling are given, ``steps`` what each optimizer step does, ``averages``
-    what each average does, ``roundings`` the gradients that lost digits, by flat and dtype, and ``sums`` which
-    contributions were added to which; each with the line of its op. ``decided`` are the decisions so far, and whether
-    each may skip the update. ``reported`` is what the engine reports of the step, by region: the norm and the weight
-    that a decision read, and whether it skips.
+    ``settings`` is what decisions and the loss scaling are given, ``steps`` what each optimizer step does,
+    ``directions`` and ``averages`` what each of those does, ``roundings`` the gradients that lost digits, by flat and
+    dtype, and ``sums`` which contributions were added to which; each with the line of its op. ``decided`` are the
+    decisions so far, and whether each may skip the update. ``reported`` is what the engine reports of the step, by
+    region: the norm and the weight that a decision read, and whether it skips.
     """
 
     def __init__(
@@ -106,6 +106,7 @@ class SectionRun:
         self.decisions = 0
         self.settings: dict[tuple[Hashable, ...], int] = {}
         self.steps: list[Stepped] = []
+        self.directions: list[Stepped] = []
         self.averages: list[Stepped] = []
         self.roundings: dict[tuple[str, DType], int] = {}
         self.sums: dict[algebra.Sum, int] = {}
@@ -200,6 +201,8 @@ class SectionRun:
                 statistics.statistic(self, op)
             case ops.Decide():
                 update.decide(self, op)
+            case ops.Direction():
+                update.direction(self, op)
             case ops.OptimizerStep():
                 update.optimizer_step(self, op)
             case ops.Average():

@@ -34,6 +34,7 @@ def _counts(program: Program) -> Iterator[str]:
         ("segments", len(program.segments), limits.MOST_ITEMS),
         ("nodes", nodes, limits.MOST_ITEMS),
         ("ops", ops_, limits.MOST_ITEMS),
+        ("outputs", len(program.outputs), limits.MOST_ITEMS),
         ("holdings", sum(len(state.holdings) for state in states), limits.MOST_ITEMS),
         ("groups", len(program.groups), limits.MOST_ITEMS),
     )
@@ -64,6 +65,7 @@ def _names(program: Program) -> Iterator[str]:
         ("a segment", (segment.name for segment in program.segments)),
         ("an operator", (node.op for segment in program.segments for node in segment.nodes)),
         ("an input", (binding.path for binding in program.inputs)),
+        ("an output", (binding.path for binding in program.outputs)),
         ("a constant", (binding.path for binding in program.batch_constants)),
         ("a module buffer", (binding.name for binding in program.module_buffers)),
         ("a group", (group.name for group in program.groups)),
@@ -89,6 +91,7 @@ def _sizes(program: Program) -> Iterator[str]:
         if isinstance(bound, AheadBound) and bound.ahead > limits.MOST_ITEMS:
             yield f"the bound on {bound.kind.value} lets more than {limits.MOST_ITEMS:,} groups run ahead"
     bindings = [(binding.buffer, binding.shape) for binding in program.inputs]
+    bindings += [(binding.buffer, binding.shape) for binding in program.outputs]
     bindings += [(binding.buffer, binding.shape) for binding in program.module_buffers]
     for name, shape in bindings:
         yield from _shape(f"what is bound to %{name}", shape)

@@ -310,8 +310,8 @@ class Ordering:
     def _leave_host(self, carried: Carried) -> None:
         """The host does not wait for ops that are under way at a joint, so these must not use its buffers.
 
-        The host reads scalars. Before a micro-step it writes inputs, weights and seeds, and between steps the user may change
-        scalars, such as the learning rate.
+        The host reads scalars and outputs. Before a micro-step it writes inputs, weights and seeds, and between steps
+        the user may change scalars, such as the learning rate.
         """
         op_effects, name = carried.effects, self.section.name
         written = (*op_effects.writes, *op_effects.accumulates)
@@ -325,7 +325,7 @@ class Ordering:
                 if self._role(r) in (Role.INPUT, Role.RNG) or r.buffer == self.program.weight
             ]
         reads = "which the host reads after the section"
-        hit += [(r.buffer, reads) for r in written if self._role(r) is Role.SCALAR]
+        hit += [(r.buffer, reads) for r in written if self._role(r) in (Role.SCALAR, Role.OUTPUT)]
         if name in (UPDATE, EVALUATE):
             changes = "which the host may change between steps"
             hit += [(r.buffer, changes) for r in op_effects.reads if self._role(r) is Role.SCALAR]

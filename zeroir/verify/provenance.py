@@ -31,25 +31,30 @@ from zeroir.ir.contents import (
     Zeros,
 )
 from zeroir.ir.dtypes import DType
+from zeroir.ir.output_paths import OutputPathError, structured
 from zeroir.ir.program import (
     EVALUATE,
     LAST_MICRO_STEP,
     MICRO_STEP,
     Holding,
+    InputBinding,
+    OutputBinding,
     Program,
     Section,
     State,
 )
 from zeroir.verify.context import spell
 
-INPUT, MODULE_BUFFER, INITIAL = "an input", "a module buffer", "an initial value"
+INPUT, OUTPUT = "an input", "an output"
+MODULE_BUFFER, INITIAL = "a module buffer", "an initial value"
 _BOUND_TO = {
     Role.INPUT: INPUT,
+    Role.OUTPUT: OUTPUT,
     Role.MODULE_BUFFER: MODULE_BUFFER,
     Role.CONSTANT: MODULE_BUFFER,
     Role.SCALAR: INITIAL,
 }
-"""The source of the engine for buffers of each role. It draws seeds for ``rng`` itself, and clears other scalars."""
+"""The binding of buffers of each role. The engine draws seeds for ``rng``, and clears outputs and other scalars."""
 
 
 Problems = Iterator[tuple[str, str]]
@@ -59,6 +64,7 @@ Problems = Iterator[tuple[str, str]]
 def provenance_problems(program: Program) -> Problems:
     """Check bindings, roles, and the contents at rest and between two steps."""
     yield from _binding_problems(program)
+    yield from _evaluation_problems(program)
     kinds = {name: kind for _, name, kind in _bound(program)}
     homes: dict[str, str] = {}
     for buffer in program.buffers:
@@ -94,10 +100,36 @@ def _is_between_steps(section: Section, state: State) -> bool:
     return state is (section.entry if section.name == LAST_MICRO_STEP else section.exit)
 
 
+def _evaluation_problems(program: Program) -> Problems:
+    """The loss and the outputs of ``evaluate`` have buffers of their own."""
+    if EVALUATE not in program.section_by_name and (program.eval_loss is not None or program.outputs):
+        yield (
+            "Z008",
+            "the program names a loss or outputs of an evaluation, but has no section evaluate",
+        )
+    loss = program.buffer_by_name.get(program.eval_loss or "")
+    if loss is not None and (loss.role, loss.dtype, loss.numel) != (Role.SCALAR, DType.F32, 1):
+        yield (
+            "Z008",
+            f"the loss of an evaluation is a scalar f32[1], and %{loss.name} is {loss.role} {loss.dtype}[{loss.numel}]",
+        )
+    if loss is not None and loss.name == program.loss:
+        yield (
+            "Z008",
+            f"%{loss.name} is the loss of micro-steps and of evaluations: an evaluation would change a step",
+        )
+    try:
+        structured([(output.path, None) for output in program.outputs])
+    except OutputPathError as error:
+        yield "Z008", f"the outputs {error}"
+
+
 def _bound(program: Program) -> Iterator[tuple[str, str, str]]:
-    """The source that fills a buffer from outside: its name in a sentence, the buffer, and its kind."""
+    """What binds a buffer to the outside: its name in a sentence, the buffer, and its kind."""
     for given in program.inputs:
         yield f"input {given.path}", given.buffer, INPUT
+    for output in program.outputs:
+        yield f"output {output.path}", output.buffer, OUTPUT
     for held in program.module_buffers:
         yield f"module buffer {held.name}", held.buffer, MODULE_BUFFER
     for scalar in program.scalars:
@@ -123,13 +155,17 @@ def _binding_problems(program: Program) -> Problems:
         for name, count in Counter(names).items():
             if count > 1:
                 yield "Z002", f"{kind} {name} is bound twice"
-    for given in program.inputs:
-        buffer = program.buffer_by_name.get(given.buffer)
+    tensors: list[tuple[str, InputBinding | OutputBinding]] = [
+        (f"input {given.path}", given) for given in program.inputs
+    ]
+    tensors += [(f"output {output.path}", output) for output in program.outputs]
+    for what, binding in tensors:
+        buffer = program.buffer_by_name.get(binding.buffer)
         if buffer is None:
             continue
-        if (buffer.dtype, buffer.numel) != (given.dtype, math.prod(given.shape)):
-            what = f"input {given.path} is {given.dtype}{list(given.shape)}"
-            yield "Z008", f"{what}, and %{buffer.name} holds {buffer.dtype}[{buffer.numel}]"
+        if (buffer.dtype, buffer.numel) != (binding.dtype, math.prod(binding.shape)):
+            kind = f"{what} is {binding.dtype}{list(binding.shape)}"
+            yield "Z008", f"{kind}, and %{buffer.name} holds {buffer.dtype}[{buffer.numel}]"
     for held in program.module_buffers:
         buffer = program.buffer_by_name.get(held.buffer)
         if buffer is None:

@@ -74,9 +74,10 @@ def _header(program: Program, reference: Program) -> Iterator[Mismatch]:
 
 
 def _bindings(program: Program, reference: Program) -> Iterator[Mismatch]:
-    """The values from outside: inputs, module buffers and constants, first values of scalars."""
+    """The values from outside and to it: inputs, outputs, module buffers and constants, first values of scalars."""
     for what, bound, expected in (
         ("input", _bound_inputs(program), _bound_inputs(reference)),
+        ("output", _bound_outputs(program), _bound_outputs(reference)),
         ("constant", _constants(program), _constants(reference)),
         ("module buffer", _bound_buffers(program), _bound_buffers(reference)),
     ):
@@ -100,6 +101,10 @@ def _bindings(program: Program, reference: Program) -> Iterator[Mismatch]:
 
 def _bound_inputs(program: Program) -> Mapping[str, Hashable]:
     return {b.path: (_held(program, b.buffer), b.dtype, b.shape) for b in program.inputs}
+
+
+def _bound_outputs(program: Program) -> Mapping[str, Hashable]:
+    return {b.path: (_held(program, b.buffer), b.dtype, b.shape) for b in program.outputs}
 
 
 def _constants(program: Program) -> Mapping[str, Hashable]:
@@ -176,6 +181,11 @@ def _named_values(
     """The loss, and every other scalar that the logical program names."""
     if program.loss != reference.loss:
         yield Mismatch("the loss stands in another buffer than in the logical program")
+    if program.eval_loss != reference.eval_loss:
+        yield Mismatch(
+            "the loss of an evaluation stands in another buffer than in the logical program"
+        )
+    losses = (reference.loss, reference.eval_loss)
     named = [b.name for b in reference.buffers if isinstance(b.holds, NamedContent)]
     decided = {
         region.buffer
@@ -194,7 +204,7 @@ def _named_values(
                 continue  # The decision may be taken early: its results are compared after the update.
             held = content(runs[section], whole(program.buffer_by_name[name]))
             if held != content(expected[section], whole(reference.buffer_by_name[name])):
-                what = "the loss" if name == reference.loss else f"%{name}"
+                what = "the loss" if name in losses else f"%{name}"
                 yield Mismatch(f"{what} is not the value of the logical program", section)
 
 
@@ -254,6 +264,11 @@ def _optimizer_steps(runs: Runs, expected: Runs) -> Iterator[Mismatch]:
         _steps({name: run.steps for name, run in runs.items()}),
         _steps({name: run.steps for name, run in expected.items()}),
         "updated by another algorithm or other hyper-parameters",
+    )
+    yield from _differing(
+        _steps({name: run.directions for name, run in runs.items()}),
+        _steps({name: run.directions for name, run in expected.items()}),
+        "given a direction by another algorithm or other hyper-parameters",
     )
     yield from _differing(
         _steps({name: run.averages for name, run in runs.items()}),

@@ -11,7 +11,7 @@ from zeroir.ir.buffers import Region, Role, Space, View, contiguous_stride, span
 from zeroir.ir.dtypes import DType
 from zeroir.ir.effects import Effects, effects
 from zeroir.ir.mesh import HOST, Executor
-from zeroir.ir.ops import Mode, Op
+from zeroir.ir.ops import Algorithm, Mode, Op
 from zeroir.ir.program import Program
 from zeroir.ir.segment import TensorType
 from zeroir.ir.views import is_same_stride
@@ -114,6 +114,8 @@ class _Checker:
                 yield from self._floating(op, "reads", *op.sources)
             case ops.Decide():
                 yield from self._decide(op)
+            case ops.Direction():
+                yield from self._direction(op)
             case ops.OptimizerStep():
                 yield from self._optimizer_step(op)
             case ops.Average():
@@ -211,7 +213,8 @@ class _Checker:
     def _beside(self, op: ops.IssuedOp, region: Region, changed: Region) -> Iterator[Problem]:
         """The regions of an op are in one space, except hyper-parameters, which the host always reads."""
         is_judged_alone = isinstance(op, ops.Cast) or (
-            isinstance(op, ops.OptimizerStep) and any(region == s.hyper for s in op.settings)
+            isinstance(op, ops.Direction | ops.OptimizerStep)
+            and any(region == s.hyper for s in op.settings)
         )
         if not is_judged_alone and self._space(region) is not self._space(changed):
             used = f"uses {self._spell(region)} in {self._space(region)} memory"
@@ -409,24 +412,71 @@ class _Checker:
         if op.divisor < 1:
             yield "Z005", f"decide divides by {op.divisor}"
 
+    def _direction(self, op: ops.Direction) -> Iterator[Problem]:
+        dtype = op.algorithm.direction_dtype
+        if dtype is None:
+            yield "Z005", f"{op.algorithm} works element by element, and has no direction"
+            return
+        yield from self._states(op)
+        yield from self._alike(op, ("Z005", "Z004", "Z006"), op.grad, *op.states)
+        yield from self._alike(op, ("Z005", "Z006"), op.grad, op.direction)
+        yield from self._in_lanes(op, op.grad, *op.states)
+        for region, wanted in ((op.grad, DType.F32), (op.direction, dtype)):
+            yield from self._typed(op, region, wanted)
+        yield from self._in_memory(op, op.grad)
+        yield from self._told(op)
+
     def _optimizer_step(self, op: ops.OptimizerStep) -> Iterator[Problem]:
-        names = op.algorithm.state_names
-        if len(op.states) != len(names):
-            yield (
-                "Z005",
-                f"{op.algorithm} keeps {len(names)} states, optimizer_step has {len(op.states)}",
-            )
-        yield from self._alike(op, ("Z005", "Z004", "Z006"), op.param, op.grad, *op.states)
-        for region in (op.param, op.grad, *op.states):
+        dtype = op.algorithm.direction_dtype
+        if dtype is None:
+            yield from self._states(op)
+            yield from self._alike(op, ("Z005", "Z004", "Z006"), op.param, op.grad, *op.states)
+        else:
+            yield from self._whole_step(op, dtype)
+        yield from self._in_lanes(op, op.param, op.grad, *op.states)
+        yield from self._typed(op, op.param, DType.F32)
+        yield from self._in_memory(op, op.param)
+        yield from self._told(op)
+
+    def _whole_step(self, op: ops.OptimizerStep, dtype: DType) -> Iterator[Problem]:
+        """The directions, and the parameters where they are read, are those of whole flats."""
+        if op.states:
+            yield "Z005", f"{op.algorithm} keeps its states in `direction`, optimizer_step has some"
+        yield from self._typed(op, op.grad, dtype)
+        yield from self._alike(op, ("Z006",), op.param, op.grad)
+        needs_whole = op.algorithm is Algorithm.ADAFACTOR
+        if (op.factors is not None) is not needs_whole:
+            problem = "needs factors" if needs_whole else "has no factors"
+            yield "Z005", f"optimizer_step: {op.algorithm} {problem}"
+        if op.factors is not None:
+            yield from self._typed(op, op.factors, DType.F32)
+            yield from self._alike(op, ("Z006",), op.param, op.factors)
+        if op.whole is not None:
+            yield from self._alike(op, ("Z004", "Z006"), op.param, op.whole)
+            yield from self._alike(op, ("Z005",), op.grad, op.whole)
+
+    def _states(self, op: ops.Direction | ops.OptimizerStep) -> Iterator[Problem]:
+        count = len(op.algorithm.state_names)
+        if len(op.states) != count:
+            yield "Z005", f"{op.algorithm} keeps {count} states, {title(op)} has {len(op.states)}"
+
+    def _in_lanes(
+        self, op: ops.Direction | ops.OptimizerStep, *regions: Region
+    ) -> Iterator[Problem]:
+        for region in regions:
             if region.offset % LANES_NUMEL or self._numel(region) % LANES_NUMEL:
                 where = (
                     f"{self._spell(region)} off the {LANES_NUMEL} elements that its kernels take"
                 )
-                yield "Z003", f"optimizer_step cuts {where} at a time, which changes the rounding"
-        dtype = self._dtype(op.param)
-        if dtype is not DType.F32:
-            yield "Z004", f"optimizer_step updates {self._spell(op.param)} of {dtype}: it needs f32"
-        yield from self._in_memory(op, op.param)
+                yield "Z003", f"{title(op)} cuts {where} at a time, which changes the rounding"
+
+    def _typed(self, op: Op, region: Region, dtype: DType) -> Iterator[Problem]:
+        if self._dtype(region) is not dtype:
+            what = f"{self._spell(region)} of {self._dtype(region)}"
+            yield "Z004", f"{title(op)} uses {what}: it needs {dtype}"
+
+    def _told(self, op: ops.Direction | ops.OptimizerStep) -> Iterator[Problem]:
+        """The scalars, and the settings of each group."""
         yield from self._scalar(op, "step", op.step, DType.F32)
         yield from self._scalar(op, "gradient_divisor", op.gradient_divisor, DType.F32)
         yield from self._scalar(op, "skip", op.skip, DType.F32)
@@ -436,9 +486,9 @@ class _Checker:
             hyper, numel = settings.hyper, len(op.algorithm.hyper_names)
             if self._dtype(hyper) is not DType.F64 or self._numel(hyper) != numel:
                 what = f"{op.algorithm} needs f64[{numel}] in {self._spell(hyper)}"
-                yield "Z004", f"optimizer_step {what}: {', '.join(op.algorithm.hyper_names)}"
+                yield "Z004", f"{title(op)}: {what}: {', '.join(op.algorithm.hyper_names)}"
             if settings.group in named:
-                yield "Z403", f"optimizer_step has settings for group {settings.group} twice"
+                yield "Z403", f"{title(op)} has settings for group {settings.group} twice"
             named.add(settings.group)
 
     def _average(self, op: ops.Average) -> Iterator[Problem]:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from zeroir.ir import ops
 from zeroir.ir.buffers import Region, whole
-from zeroir.ir.contents import MASTER, PARAM, Micro, NamedContent
+from zeroir.ir.contents import DIRECTION, MASTER, PARAM, Micro, NamedContent
 from zeroir.ir.program import Slot
-from zeroir.verify import algebra
+from zeroir.verify import algebra, whole_steps
 from zeroir.verify.abstract_memory import AbstractMemory
 from zeroir.verify.context import spell
 from zeroir.verify.descriptions import describe
@@ -35,6 +35,9 @@ from zeroir.verify.statistics import NORM, OVERFLOW, statistic_problem, use_grad
 if TYPE_CHECKING:
     from zeroir.verify.interpreter import SectionRun
 
+
+_Step = ops.Direction | ops.OptimizerStep
+"""The ops that read a gradient, and the settings of groups."""
 
 NORM_ORDER: Final = "order of the norm"
 """Marks, among the settings, the order in which a norm adds up gradients."""
@@ -239,7 +242,10 @@ def optimizer_step(run: SectionRun, op: ops.OptimizerStep) -> None:
     """Move each element and its states to the next version, by its final gradient, after the decision."""
     _check_scalars(run, op)
     settings = _settings(run, op)
-    resting = _resting(run, op.param) if op.others else None
+    is_whole = op.algorithm.direction_dtype is not None
+    state_names = () if is_whole else op.algorithm.state_names
+    # The handler finds groups, and whole parameters, by the places of elements in the buffer at rest.
+    resting = _resting(run, op.param) if op.others or is_whole else None
     states = [run.take(region, "Z403") for region in op.states]
     gradient = run.take(op.grad, "Z402")
     written: list[list[tuple[int, int, Value]]] = [[] for _ in (op.param, *op.states)]
@@ -263,44 +269,88 @@ def optimizer_step(run: SectionRun, op: ops.OptimizerStep) -> None:
         if not run.program.flat_by_name[key.flat].is_trainable:
             run.fail("Z403", f"optimizer_step updates the frozen flat {key.flat}", op.param.buffer)
         elements = Cover(key.flat, value.shift + a, value.strides, b - a)
-        _apply_settings(run, op, elements, settings)
+        _apply_settings(run, op, elements, settings, run.steps)
         if resting is not None:
-            _check_places(run, op, (a, b), value, key.flat, resting)
+            _check_places(run, op, op.param, (a, b), value, key.flat, resting)
         if key.version:
             run.fail(
                 "Z403",
                 f"optimizer_step updates {key.quantity} of flat {key.flat} a second time",
                 op.param.buffer,
             )
-        for name, pieces in zip(op.algorithm.state_names, states, strict=True):
+        for name, pieces in zip(state_names, states, strict=True):
             expected = Elements(FlatKey(name, key.flat, key.version), value.shift, value.strides)
             _check_state(run, op, name, pieces, (a, b), expected)
-        for quantity, updated in zip(
-            (key.quantity, *op.algorithm.state_names), written, strict=True
-        ):
+        for quantity, updated in zip((key.quantity, *state_names), written, strict=True):
             new = FlatKey(quantity, key.flat, key.version + 1)
             updated.append((a, b, Elements(new, value.shift, value.strides)))
-        _check_gradient(run, op, gradient, (a, b), value, key.flat)
+        if is_whole:
+            whole_steps.check_operands(run, op, gradient, key, elements)
+        else:
+            _check_gradient(run, op, gradient, (a, b), value, key.flat)
+    if op.factors is not None:
+        whole_steps.advance_factors(run, op.factors)
     run.memory.write(op.grad, [(a, b, algebra.spent(value)) for a, b, value in gradient])
     for region, updated in zip((op.param, *op.states), written, strict=True):
         run.memory.write(region, updated)
 
 
-def _settings(run: SectionRun, op: ops.OptimizerStep) -> Mapping[str, Hashable]:
+def direction(run: SectionRun, op: ops.Direction) -> None:
+    """Move the states of each element to the next version, by its final gradient, after the decision."""
+    _check_scalars(run, op)
+    settings = _settings(run, op)
+    states = [run.take(region, "Z403") for region in op.states]
+    gradient = run.take(op.grad, "Z402")
+    numel = run.memory.numel(op.grad)
+    place = next(filter(None, (locate(value) for _, _, value in gradient)), None)
+    spent: PieceList = [(a, b, algebra.spent(value)) for a, b, value in gradient]
+    run.memory.write(op.grad, spent)
+    if place is None:
+        if not any(algebra.is_poisoned(value) for _, _, value in gradient):
+            where = spell(op.grad, run.program)
+            run.fail("Z402", f"direction reads {where}, which holds no gradient", op.grad.buffer)
+        for region in (op.direction, *op.states):
+            run.memory.write(region, [(0, numel, POISON)])
+        return
+    flat, shift, strides = place
+    moved = Elements(FlatKey(DIRECTION, flat, 1), shift, strides)
+    _check_gradient(run, op, gradient, (0, numel), moved, flat)
+    _apply_settings(run, op, Cover(flat, shift, strides, numel), settings, run.directions)
+    if op.others and op.states:
+        resting = _resting(run, op.states[0])
+        _check_places(run, op, op.states[0], (0, numel), moved, flat, resting)
+    for name, region, pieces in zip(op.algorithm.state_names, op.states, states, strict=True):
+        expected = Elements(FlatKey(name, flat, 0), shift, strides)
+        _check_state(run, op, name, pieces, (0, numel), expected)
+        new = Elements(FlatKey(name, flat, 1), shift, strides)
+        run.memory.write(region, [(0, numel, new)])
+    run.memory.write(op.direction, [(0, numel, moved)])
+
+
+def _target(op: _Step | ops.Average) -> Region:
+    """The region to report about an op."""
+    return op.direction if isinstance(op, ops.Direction) else op.param
+
+
+def _name(op: _Step | ops.Average) -> str:
+    return ops.op_name(type(op))
+
+
+def _settings(run: SectionRun, op: _Step) -> Mapping[str, Hashable]:
     """The values of each group's settings, by its name; they must be those that the group declares."""
     values: dict[str, Hashable] = {}
     for settings in op.settings:
         group = run.shared.groups.get(settings.group)
         if group is None:
             if run.shared.groups:
-                what = f"optimizer_step names group {settings.group}, which is not declared"
+                what = f"{_name(op)} names group {settings.group}, which is not declared"
                 run.fail("Z403", what)
         else:
             if group.algorithm is not op.algorithm:
                 what = f"but group {group.name} trains with {group.algorithm}"
-                run.fail("Z403", f"optimizer_step is {op.algorithm}, {what}")
+                run.fail("Z403", f"{_name(op)} is {op.algorithm}, {what}")
             for region, declared in ((settings.lr, group.lr), (settings.hyper, group.hyper)):
-                _check_declared(run, group.name, region, declared)
+                _check_declared(run, op, group.name, region, declared)
         values[settings.group] = (
             op.algorithm,
             _held(run, op.step),
@@ -310,7 +360,9 @@ def _settings(run: SectionRun, op: ops.OptimizerStep) -> Mapping[str, Hashable]:
     return values
 
 
-def _check_declared(run: SectionRun, group: str, region: Region, declared: str | None) -> None:
+def _check_declared(
+    run: SectionRun, op: _Step, group: str, region: Region, declared: str | None
+) -> None:
     """A setting must be the value that rests in the buffer that its group declares."""
     buffer = None if declared is None else run.program.buffer_by_name[declared]
     if buffer is None or not isinstance(buffer.holds, NamedContent):
@@ -320,7 +372,7 @@ def _check_declared(run: SectionRun, group: str, region: Region, declared: str |
     if any(value != expected and not algebra.is_poisoned(value) for _, _, value in held):
         run.fail(
             "Z403",
-            f"optimizer_step takes {spell(region, run.program)} as a setting of group {group}, whose setting is "
+            f"{_name(op)} takes {spell(region, run.program)} as a setting of group {group}, whose setting is "
             f"%{buffer.name}",
             region.buffer,
             buffer.name,
@@ -329,23 +381,27 @@ def _check_declared(run: SectionRun, group: str, region: Region, declared: str |
 
 
 def _apply_settings(
-    run: SectionRun, op: ops.OptimizerStep, elements: Cover, settings: Mapping[str, Hashable]
+    run: SectionRun,
+    op: _Step,
+    elements: Cover,
+    settings: Mapping[str, Hashable],
+    steps: list[Stepped],
 ) -> None:
-    """Record with which settings each element is updated: those of its group."""
+    """Add to ``steps`` with which settings each element is updated: those of its group."""
     if not run.shared.groups:
         for start, stop, slot in run.layout.covered(elements):
-            run.steps.append(stepped(run, slot, start, stop, settings[op.group]))
+            steps.append(stepped(run, slot, start, stop, settings[op.group]))
         return
     for start, stop, group, slot in run.layout.grouped(elements):
         if group is not None and group in settings:
-            run.steps.append(stepped(run, slot, start, stop, settings[group]))
+            steps.append(stepped(run, slot, start, stop, settings[group]))
             continue
         run.fail(
             "Z403",
-            f"optimizer_step updates {slot.name}, which is in no group"
+            f"{_name(op)} updates {slot.name}, which is in no group"
             if group is None
-            else f"optimizer_step updates {slot.name} of group {group}, but has no settings for that group",
-            op.param.buffer,
+            else f"{_name(op)} updates {slot.name} of group {group}, but has no settings for that group",
+            _target(op).buffer,
             advice="Give the step the settings of every group that its elements are in.",
         )
         return
@@ -362,13 +418,14 @@ def _resting(run: SectionRun, region: Region) -> PieceList:
 
 def _check_places(
     run: SectionRun,
-    op: ops.OptimizerStep,
+    op: _Step,
+    region: Region,
     interval: tuple[int, int],
     value: Elements,
     flat: str,
     resting: PieceList,
 ) -> None:
-    """A step of several groups finds the group of an element by its place in the buffer at rest."""
+    """The elements of a region must be those that rest there."""
     for _, _, expected in cut(resting, *interval):
         is_there = (
             isinstance(expected, Elements)
@@ -379,10 +436,10 @@ def _check_places(
         if not is_there:
             run.fail(
                 "Z403",
-                f"optimizer_step of several groups updates {spell(op.param, run.program)}, which does not hold the "
-                "elements that rest there",
-                op.param.buffer,
-                advice="Step the elements of each group by themselves.",
+                f"{_name(op)} of several groups or of whole parameters updates {spell(region, run.program)}, which "
+                "does not hold the elements that rest there",
+                region.buffer,
+                advice="Step the elements of each group by themselves, where they rest.",
             )
             return
 
@@ -394,7 +451,7 @@ def stepped(run: SectionRun, slot: Slot, start: int, stop: int, setting: Hashabl
 
 def _check_state(
     run: SectionRun,
-    op: ops.OptimizerStep,
+    op: _Step,
     name: str,
     pieces: PieceList,
     interval: tuple[int, int],
@@ -405,9 +462,9 @@ def _check_state(
             state = op.states[op.algorithm.state_names.index(name)]
             run.fail(
                 "Z403",
-                f"optimizer_step of {spell(op.param, run.program)} takes {spell(state, run.program)} as its "
+                f"{_name(op)} of {spell(_target(op), run.program)} takes {spell(state, run.program)} as its "
                 f"{name}, which holds {describe(value)}",
-                op.param.buffer,
+                _target(op).buffer,
                 state.buffer,
                 advice=f"Give it {describe(expected)}.",
             )
@@ -415,7 +472,7 @@ def _check_state(
 
 def _check_gradient(
     run: SectionRun,
-    op: ops.OptimizerStep,
+    op: _Step,
     gradient: PieceList,
     interval: tuple[int, int],
     param: Elements,
@@ -434,8 +491,8 @@ def _check_gradient(
         ):
             run.fail(
                 "Z403",
-                f"optimizer_step steps other elements than those whose gradient stands in {where}",
-                op.param.buffer,
+                f"{_name(op)} steps other elements than those whose gradient stands in {where}",
+                _target(op).buffer,
                 op.grad.buffer,
             )
             return
@@ -445,18 +502,18 @@ def _check_gradient(
     if problem is not None:
         run.fail(
             problem.code,
-            f"optimizer_step reads {where}: {problem.sentence}",
+            f"{_name(op)} reads {where}: {problem.sentence}",
             op.grad.buffer,
             advice=problem.advice,
         )
 
 
-def _check_scalars(run: SectionRun, op: ops.OptimizerStep) -> None:
+def _check_scalars(run: SectionRun, op: _Step) -> None:
     number = _decision(run, op.gradient_divisor, "divisor")
     if number is None:
         run.fail(
             "Z405",
-            f"optimizer_step reads {spell(op.gradient_divisor, run.program)}, which is not this step's decision",
+            f"{_name(op)} reads {spell(op.gradient_divisor, run.program)}, which is not this step's decision",
             op.gradient_divisor.buffer,
         )
         return
@@ -464,7 +521,7 @@ def _check_scalars(run: SectionRun, op: ops.OptimizerStep) -> None:
         (_, _, value), *_ = run.memory.read(op.step)
         run.fail(
             "Z405",
-            f"optimizer_step reads {spell(op.step, run.program)}, which is not the count that decide advanced: "
+            f"{_name(op)} reads {spell(op.step, run.program)}, which is not the count that decide advanced: "
             f"it holds {describe(value)}",
             op.step.buffer,
         )
@@ -472,20 +529,20 @@ def _check_scalars(run: SectionRun, op: ops.OptimizerStep) -> None:
         if not _is_version(run, region, 0):
             run.fail(
                 "Z405",
-                f"optimizer_step reads {spell(region, run.program)}, which the step has overwritten",
+                f"{_name(op)} reads {spell(region, run.program)}, which the step has overwritten",
                 region.buffer,
             )
     check_skip(run, op, op.skip, number if run.decided.get(number, False) else None)
 
 
 def check_skip(
-    run: SectionRun, op: ops.OptimizerStep | ops.Average, skip: Region | None, decision: int | None
+    run: SectionRun, op: _Step | ops.Average, skip: Region | None, decision: int | None
 ) -> None:
     """An op of the update follows the decision to skip, of this number, if one was taken."""
-    name = ops.op_name(type(op))
+    name = _name(op)
     if skip is None:
         if decision is not None:
-            run.fail("Z405", f"{name} ignores the decision to skip", op.param.buffer)
+            run.fail("Z405", f"{name} ignores the decision to skip", _target(op).buffer)
     elif decision is None or _decision(run, skip, "skip") != decision:
         run.fail(
             "Z405",

@@ -9,9 +9,10 @@ from typing import Final, assert_never
 
 from zeroir.ir import ops
 from zeroir.ir.buffers import Region
+from zeroir.ir.contents import FlatContent
 from zeroir.ir.dtypes import DType
 from zeroir.ir.ops import Algorithm, Mode, Op
-from zeroir.ir.program import Program
+from zeroir.ir.program import Program, Slot
 from zeroir.workspace.segments import EAGER
 
 SQUARES_CHUNK_NUMEL: Final = 1 << 20
@@ -54,6 +55,8 @@ def scratch_bytes(program: Program, op: Op, *, kernels: str = EAGER) -> int:
             return 0 if own is wanted else numel * wanted.itemsize_bytes
         case ops.Collective() | ops.Memory() | ops.Wait() | ops.Elementwise() | ops.Transfer():
             return 0
+        case ops.Direction():
+            return _direction_bytes(program, op)
         case ops.OptimizerStep():
             return _step_bytes(program, op)
         case ops.Average():
@@ -63,16 +66,47 @@ def scratch_bytes(program: Program, op: Op, *, kernels: str = EAGER) -> int:
             assert_never(op)
 
 
+def _direction_bytes(program: Program, op: ops.Direction) -> int:
+    """A chunk of new states, where they may have to stay as they were."""
+    if op.skip is None or not op.states:
+        return SCALAR_BYTES
+    return SCALAR_BYTES + 4 * min(op.grad.local_numel(program.mesh), STEPPED_CHUNK_NUMEL)
+
+
 def _step_bytes(program: Program, op: ops.OptimizerStep) -> int:
     """Torch's fused kernels need nothing; for the others this is a bound."""
+    chunks = 2 * 4 * min(op.param.local_numel(program.mesh), STEPPED_CHUNK_NUMEL)
     match op.algorithm:
         case Algorithm.SGD | Algorithm.MOMENTUM | Algorithm.ADAM | Algorithm.ADAMW:
             return 0
         case Algorithm.LION:
-            numel = min(op.param.local_numel(program.mesh), STEPPED_CHUNK_NUMEL)
-            return 2 * 4 * numel + SCALAR_BYTES
+            return chunks + SCALAR_BYTES
+        case Algorithm.MUON:
+            return max((_iteration_bytes(slot) for slot in _slots(program, op)), default=0) + chunks
+        case Algorithm.ADAFACTOR:
+            own = max((_factored_bytes(slot) for slot in _slots(program, op)), default=0)
+            return own + chunks + SCALAR_BYTES
         case _:
             assert_never(op.algorithm)
+
+
+def _slots(program: Program, op: ops.OptimizerStep) -> tuple[Slot, ...]:
+    """The parameters of the flat that a step on whole parameters updates."""
+    holds = program.buffer_by_name[op.param.buffer].holds
+    return program.flat_by_name[holds.flat].slots if isinstance(holds, FlatContent) else ()
+
+
+def _iteration_bytes(slot: Slot) -> int:
+    """Two iterates of Newton-Schulz and two products of their smaller side, in BF16."""
+    short, long = min(slot.shape), max(slot.shape)
+    return 2 * (2 * short * long + 2 * short * short) + SCALAR_BYTES
+
+
+def _factored_bytes(slot: Slot) -> int:
+    """The second moments of the elements, and new ones of rows and of columns."""
+    rows = slot.numel // max(slot.shape[-1], 1) if slot.shape else 1
+    columns = slot.numel // max(slot.shape[-2], 1) if len(slot.shape) > 1 else slot.numel
+    return 4 * (slot.numel + 2 * rows + 2 * columns)
 
 
 def _dtype(program: Program, region: Region) -> DType:

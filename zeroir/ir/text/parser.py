@@ -17,6 +17,7 @@ from zeroir.ir.program import (
     InputBinding,
     ModuleBufferBinding,
     OptimizerGroup,
+    OutputBinding,
     Pending,
     Program,
     ScalarBinding,
@@ -53,6 +54,7 @@ class _ProgramParser:
         self.streams: tuple[Stream, ...] | None = None
         self.bounds: list[Bound] = []
         self.loss: str | None = None
+        self.eval_loss: str | None = None
         self.weight: str | None = None
         self.fingerprint: str | None = None
         self.passes: list[str] = []
@@ -62,6 +64,7 @@ class _ProgramParser:
         self.segments: list[Segment] = []
         self.sections: list[Section] = []
         self.inputs: list[InputBinding] = []
+        self.outputs: list[OutputBinding] = []
         self.batch_constants: list[ConstantBinding] = []
         self.module_buffers: list[ModuleBufferBinding] = []
         self.scalars: list[ScalarBinding] = []
@@ -91,11 +94,13 @@ class _ProgramParser:
             segments=tuple(self.segments),
             sections=tuple(self.sections),
             inputs=tuple(self.inputs),
+            outputs=tuple(self.outputs),
             batch_constants=tuple(self.batch_constants),
             module_buffers=tuple(self.module_buffers),
             scalars=tuple(self.scalars),
             groups=tuple(self.groups),
             loss=self.loss,
+            eval_loss=self.eval_loss,
             weight=self.weight,
             options=options,
             passes=tuple(self.passes),
@@ -148,6 +153,9 @@ class _ProgramParser:
             case "loss":
                 self._once(self.loss, keyword, start)
                 self.loss = self._buffer_name()
+            case "eval_loss":
+                self._once(self.eval_loss, keyword, start)
+                self.eval_loss = self._buffer_name()
             case "weight":
                 self._once(self.weight, keyword, start)
                 self.weight = self._buffer_name()
@@ -157,6 +165,8 @@ class _ProgramParser:
                 self._buffer()
             case "input":
                 self.inputs.append(self._input())
+            case "output":
+                self.outputs.append(self._output())
             case "batch_constant":
                 path = scan.name("the path of a constant in the batch")
                 scan.expect("=")
@@ -177,8 +187,9 @@ class _ProgramParser:
                 self.sections.append(self._section())
             case _:
                 scan.fail(
-                    "expected one of pass, fingerprint, mesh, comm, streams, bound, loss, weight, flat, buffer, "
-                    f"input, batch_constant, module_buffer, scalar, group, segment, section, but found '{keyword}'.",
+                    "expected one of pass, fingerprint, mesh, comm, streams, bound, loss, eval_loss, weight, flat, "
+                    "buffer, input, output, batch_constant, module_buffer, scalar, group, segment, section, but found "
+                    f"'{keyword}'.",
                     start,
                 )
 
@@ -281,6 +292,15 @@ class _ProgramParser:
         shape = self._shape()
         scan.expect("->")
         return InputBinding(path=path, buffer=self._buffer_name(), dtype=dtype, shape=shape)
+
+    def _output(self) -> OutputBinding:
+        scan = self.scanner
+        path = scan.string("the path of a tensor in the outputs, in double quotes")
+        scan.expect(":")
+        dtype = parse_dtype(scan)
+        shape = self._shape()
+        scan.expect("<-")
+        return OutputBinding(path=path, buffer=self._buffer_name(), dtype=dtype, shape=shape)
 
     def _module_buffer(self) -> ModuleBufferBinding:
         scan = self.scanner

@@ -68,6 +68,8 @@ def header_lines(program: Program) -> Iterator[str]:
     yield from (f"bound {bound_text(bound)}" for bound in program.bounds)
     if program.loss is not None:
         yield f"loss %{name(program.loss)}"
+    if program.eval_loss is not None:
+        yield f"eval_loss %{name(program.eval_loss)}"
     if program.weight is not None:
         yield f"weight %{name(program.weight)}"
     for flat in program.flats:
@@ -77,6 +79,9 @@ def header_lines(program: Program) -> Iterator[str]:
     for binding in program.inputs:
         kind = binding.dtype.value + _numbers(binding.shape)
         yield f"input {name(binding.path)} : {kind} -> %{name(binding.buffer)}"
+    for output in program.outputs:
+        kind = output.dtype.value + _numbers(output.shape)
+        yield f"output {quote(output.path)} : {kind} <- %{name(output.buffer)}"
     for constant in program.batch_constants:
         yield f"batch_constant {name(constant.path)} = {_arg_text(constant.value)}"
     for held in program.module_buffers:

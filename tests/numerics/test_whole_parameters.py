@@ -1,0 +1,208 @@
+"""Lion, Muon and Adafactor against torch.optim (Lion: its paper) on eager replicas, bit for bit, at every stage."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from zeroir.api.check import check_model
+from zeroir.api.compiled import compile_with
+from zeroir.config import make_options
+from zeroir.ir import ops
+from zeroir.ir.ops import Algorithm
+from zeroir.ir.program import Program
+from zeroir.verify import verify
+
+# Tall, wide and square matrices whose sides are no multiples of a vector, one larger than a rank's slice, a
+# convolution, which has matrices in its last two dimensions, vectors and a scalar.
+MODEL = """
+import torch
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = torch.nn.Conv1d(3, 5, 3, padding=1)
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(35, 35) for _ in range(2))
+        self.tall = torch.nn.Linear(35, 51, bias=False)
+        self.wide = torch.nn.Linear(51, 3)
+        self.scale = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        x = self.conv(x).flatten(1) * self.scale
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return self.wide(self.tall(x)).square().mean()
+
+def model():
+    return Net()
+
+def batch():
+    return (torch.randn(4, 3, 7, generator=torch.Generator().manual_seed(5)),)
+"""
+
+CHOICES: dict[str, dict[str, object]] = {
+    "lion": {"optimizer": "lion", "lr": 1e-3, "weight_decay": 0.1, "beta1": 0.95},
+    "muon": {"optimizer": "muon", "lr": 0.02},
+    "muon, otherwise": {
+        "optimizer": "muon",
+        "lr": 0.02,
+        "nesterov": False,
+        "momentum": 0.8,
+        "ns_steps": 3,
+        "ns_coefficients": "3.0,-3.2,1.2",
+        "eps": 1e-3,
+        "adjust_lr_fn": "match_rms_adamw",
+        "no_decay": True,
+    },
+    "muon in groups": {
+        "optimizer": "muon",
+        "group": (
+            "tall:lr=0.5,momentum=0.5",
+            "blocks.1:lr=0.1,nesterov=false",
+            "wide:optimizer=lion",
+        ),
+    },
+    "adafactor": {"optimizer": "adafactor", "lr": 0.05},
+    "adafactor, otherwise": {
+        "optimizer": "adafactor",
+        "lr": 0.5,
+        "weight_decay": 0.1,
+        "beta2_decay": -0.5,
+        "eps": 1e-4,
+        "eps2": 0.02,
+        "d": 1.5,
+        "group": ("blocks.0:lr=0.01", "conv.bias:optimizer=muon"),
+    },
+}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    path = tmp_path / "net.py"
+    path.write_text(MODEL)
+    return str(path)
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"stage": 0, "world_size": 1},
+        {"stage": 0, "world_size": 3},
+        {"stage": 1, "world_size": 3},
+        {"stage": 1, "world_size": 4, "precision": "bf16"},
+        {"stage": 2, "world_size": 4, "overlap_update": False, "ema": 0.9},
+        {"stage": 3, "world_size": 1},
+        {"stage": 3, "world_size": 3},
+        {"stage": 3, "world_size": 3, "overlap_update": False, "precision": "bf16"},
+        {"stage": 3, "mesh": "replicate=2,shard=2", "precision": "bf16"},
+        {"stage": 1, "mesh": "replicate=2,shard=2"},
+        {"stage": 3, "world_size": 3, "precision": "fp16", "initial_loss_scale": 2.0**30},
+        {"stage": 1, "world_size": 3, "precision": "fp16", "initial_loss_scale": 2.0**30},
+        {"stage": 2, "world_size": 3, "precision": "bf16", "micro_steps": 2},
+        {"stage": 3, "world_size": 3, "bucket": 100_000},
+    ],
+    ids=lambda options: "-".join(map(str, options.values())),
+)
+def test_it_equals_torch(model: str, choice: str, options: dict[str, object]) -> None:
+    comparison = check_model(model, make_options({**CHOICES[choice], **options}), steps=4, seed=1)
+    assert comparison.is_equal, str(comparison)
+    assert comparison.tolerance == 0
+
+
+def test_each_setting_counts(model: str) -> None:
+    """Otherwise the comparison above would hold for settings that nobody applies."""
+    losses = {
+        choice: check_model(
+            model, make_options({"world_size": 1, **values}), steps=4, seed=1
+        ).losses[-1]
+        for choice, values in CHOICES.items()
+    }
+    assert len(set(losses.values())) == len(CHOICES)
+
+
+def compiled(model: str, optimizer: str, **options: object) -> Program:
+    return compile_with(model, make_options({"optimizer": optimizer, **options})).program
+
+
+def test_muon_leaves_what_is_no_matrix_to_adamw(model: str) -> None:
+    program = compiled(model, "muon", world_size=2, no_decay=True)
+    groups = {group.name: group.algorithm for group in program.groups}
+    assert groups == {
+        "default": Algorithm.MUON,
+        "adamw": Algorithm.ADAMW,
+        "no_decay": Algorithm.ADAMW,
+    } or groups == {
+        "default": Algorithm.MUON,
+        "adamw": Algorithm.ADAMW,
+        "adamw.no_decay": Algorithm.ADAMW,
+    }
+    of_muon = {name for g in program.groups if g.name == "default" for name, *_ in g.intervals}
+    shapes = {slot.shape for flat in program.flats if flat.name in of_muon for slot in flat.slots}
+    assert shapes == {(35, 35), (51, 35), (3, 51)}
+
+
+def test_directions_are_gathered_in_bf16_and_states_are_shards(model: str) -> None:
+    whole = compiled(model, "muon", stage=0, world_size=2)
+    program = compiled(model, "muon", stage=3, world_size=2)
+    buffers = program.buffer_by_name
+    steps = [op for op in program.ops() if isinstance(op, ops.Direction)]
+    assert len(steps) == 3
+    gathered = {
+        pair.destination.buffer: pair
+        for op in program.ops()
+        if isinstance(op, ops.AllGather)
+        for pair in op.pairs
+    }
+    for step in steps:
+        assert str(buffers[step.direction.buffer].dtype) == "bf16"
+        assert gathered[step.direction.buffer].source == step.direction
+        (momentum,) = step.states
+        assert 2 * buffers[momentum.buffer].numel == whole.buffer_by_name[momentum.buffer].numel
+    assert not any(isinstance(op, ops.AllGather) for op in whole.ops())
+
+
+def test_each_gather_of_directions_overlaps_the_step_before(model: str) -> None:
+    program = compiled(model, "muon", stage=2, world_size=2, overlap_update=False)
+    order = [
+        "gather" if isinstance(op, ops.AllGather) else "step"
+        for op in program.section_by_name["update"].body
+        if (isinstance(op, ops.OptimizerStep) and op.algorithm is Algorithm.MUON)
+        or (
+            isinstance(op, ops.AllGather)
+            and any(pair.destination.buffer.endswith(".direction") for pair in op.pairs)
+        )
+    ]
+    assert order == ["gather", "gather", "step", "gather", "step", "step"]
+
+
+def test_adafactors_moments_are_few_and_alike_on_every_rank(model: str) -> None:
+    program = compiled(model, "adafactor", stage=3, world_size=3)
+    factors = {b.name: b.numel for b in program.buffers if b.name.endswith(".factors")}
+    assert factors["blocks.0.factors"] == 35 + 35 + 35
+    assert sum(factors.values()) < program.parameters_numel / 4
+    # Of the convolution [5, 3, 3] five matrices, and of the bias and the scalar each element.
+    assert factors["root.pre.factors"] == 5 * (3 + 3) + 5 + 1
+    assert verify(program).is_valid
+
+
+def test_a_model_without_matrices_trains_by_muon(tmp_path: Path) -> None:
+    path = tmp_path / "vector.py"
+    path.write_text(
+        "import torch\n"
+        "class Net(torch.nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.w = torch.nn.Parameter(torch.ones(5))\n"
+        "    def forward(self, x):\n"
+        "        return (x * self.w).square().mean()\n"
+        "def model():\n"
+        "    return Net()\n"
+        "def batch():\n"
+        "    return (torch.ones(2, 5),)\n"
+    )
+    comparison = check_model(
+        str(path), make_options({"optimizer": "muon", "world_size": 2}), steps=2, seed=0
+    )
+    assert comparison.is_equal
