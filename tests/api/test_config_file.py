@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+import torch
 
 import zeroir
 from zeroir import artifact
@@ -251,3 +252,20 @@ def test_options_of_one_place_are_not_compared_with_others() -> None:
         if validator.info.mode == "after":
             assert name in vars(GivenOptions), name
     assert GivenOptions(nesterov=True, world_size=3).given == {"nesterov": True, "world_size": 3}
+
+
+def test_an_optimizer_in_hand_replaces_that_of_the_configuration() -> None:
+    """As in DeepSpeed, where the client's optimizer wins over the block."""
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh())
+    config = {"optimizer": {"type": "AdamW", "params": {"lr": 0.5, "betas": [0.5, 0.5]}}}
+    compiled = zeroir.compile(
+        net,
+        torch.ones(2, 4),
+        loss=lambda module, batch: module(batch).square().mean(),
+        optimizer=torch.optim.SGD(net.parameters(), lr=0.25),
+        config=config,
+        world_size=1,
+    )
+    assert (compiled.options.optimizer, compiled.options.lr) == ("sgd", 0.25)
+    assert compiled.config is not None
+    assert compiled.config.notes == ("optimizer: replaced by optimizer=sgd.",)
