@@ -152,7 +152,7 @@ def test_what_a_profile_measures_is_exact_where_only_a_bound_is_known(
     assert set(workspaces) == {
         program.segment_by_name[op.segment].digest()
         for op in program.step_ops()
-        if isinstance(op, Compute)
+        if isinstance(op, ops.Compute)
     }
     segments = {
         digest: MeasuredSegment(seconds=0, workspace_bytes=size, source="a step")
