@@ -367,6 +367,7 @@ class Engine:
             UserError: where the program has no section ``evaluate``, or the batch does not fit.
         """
         self._accumulation.require_none("evaluate")
+        self._allocate_once()
         (evaluation,) = self._executor.evaluate([batch])
         return Evaluation(rank=evaluation)
 
