@@ -21,11 +21,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from zeroir.errors import UserError
 from zeroir.ir.program import Program
 from zeroir.runtime.named_tensors import NamedTensors, without_memory
-from zeroir.runtime.tensors import IR_DTYPE
+from zeroir.runtime.tensors import IR_DTYPE, TORCH_DTYPE
 from zeroir.torch_ops.batches import undense_kind
 from zeroir.torch_ops.globals import torch_globals_kept
 
 Factory = Callable[[], nn.Module]
+
+_FLOATING = frozenset(dtype for dtype in IR_DTYPE if dtype.is_floating_point)
 
 StateSource = Mapping[str, Tensor] | Callable[[str], Tensor]
 """Tensors by name, for instance a ``state_dict``, or the method ``get_tensor`` of an opened file of safetensors."""
@@ -33,10 +35,14 @@ StateSource = Mapping[str, Tensor] | Callable[[str], Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldTensor:
-    """A tensor of the module that the program holds, by all its names, the first of which the program uses."""
+    """A tensor of the module that the program holds, by all its names, the first of which the program uses.
+
+    ``dtypes`` are those that the module's tensor may have: a floating parameter is converted to the program's dtype.
+    """
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
+    dtypes: frozenset[torch.dtype]
 
     @property
     def name(self) -> str:
@@ -48,12 +54,22 @@ def held_tensors(program: Program) -> list[HeldTensor]:
     """The parameters and buffers of the module that the program holds, those without elements included."""
     return [
         *(
-            HeldTensor(names=(slot.name, *slot.aliases), shape=slot.shape)
+            HeldTensor(
+                names=(slot.name, *slot.aliases),
+                shape=slot.shape,
+                dtypes=_FLOATING
+                if flat.dtype.is_floating
+                else frozenset({TORCH_DTYPE[flat.dtype]}),
+            )
             for flat in program.flats
             for slot in flat.slots
         ),
         *(
-            HeldTensor(names=(binding.name,), shape=binding.shape)
+            HeldTensor(
+                names=(binding.name,),
+                shape=binding.shape,
+                dtypes=frozenset({TORCH_DTYPE[program.buffer_by_name[binding.buffer].dtype]}),
+            )
             for binding in program.module_buffers
             if binding.data is None
         ),
@@ -156,6 +172,11 @@ class ModuleValues:
                 f"The model's '{name}' has the shape {list(own.shape)}, but the program was compiled with "
                 f"{list(tensor.shape)}; compile it again from this model."
             )
+        if own.dtype not in tensor.dtypes:
+            raise UserError(
+                f"The model's '{name}' has the dtype {own.dtype}, but the program was compiled with "
+                f"{' or '.join(sorted(map(str, tensor.dtypes)))}; compile it again from this model."
+            )
         if self._is_in_state(tensor.names):
             return
         for alias in tensor.names[1:]:
@@ -173,11 +194,6 @@ class ModuleValues:
             raise UserError(
                 f"The model's '{name}' is on the meta device, so the program has no values to begin with: pass them "
                 "with state=, or give the model values. An engine takes a module's values, unless keep_module=True."
-            )
-        if own.dtype not in IR_DTYPE:
-            raise UserError(
-                f"The model's '{name}' has the dtype {own.dtype}, which programs do not have; compile it again from "
-                "this model."
             )
 
     def _is_in_state(self, names: tuple[str, ...]) -> bool:
