@@ -34,6 +34,7 @@ class Case:
     bucket: int = 0
     overlap_update: bool = False
     ema: float | None = None
+    optimizer: str = "adamw"
     blocks: int = field(default=2)
 
     @property
@@ -58,6 +59,7 @@ def _logical(case: Case) -> Program:
         tied=case.tied,
         keep_fp32=case.keep_fp32,
         ema=case.ema,
+        optimizer=case.optimizer,
     )
 
 
