@@ -149,6 +149,11 @@ def test_what_a_profile_measures_is_exact_where_only_a_bound_is_known(
     file = model_file(name)
     with stepping(program, [file.batch()], model=file.model()) as step:
         workspaces, again = on_host(program, step), on_host(program, step)
+    assert set(workspaces) == {
+        program.segment_by_name[op.segment].digest()
+        for op in program.step_ops()
+        if isinstance(op, ops.Compute)
+    }
     segments = {
         digest: MeasuredSegment(seconds=0, workspace_bytes=size, source="a step")
         for digest, size in workspaces.items()
@@ -157,7 +162,8 @@ def test_what_a_profile_measures_is_exact_where_only_a_bound_is_known(
     measured = with_measured_workspaces(program, machine)
     for before, after in zip(program.segments, measured.segments, strict=True):
         own = dict(after.workspace_bytes)["eager"]
-        assert own == again[after.digest()]
+        # A step does not call what only evaluations do.
+        assert own == again.get(after.digest(), dict(before.workspace_bytes)["eager"])
         assert own <= dict(before.workspace_bytes)["eager"]
     assert footprint(measured).scratch_bytes < footprint(program).scratch_bytes
 

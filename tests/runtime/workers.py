@@ -16,14 +16,17 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from tests.runtime.constructors import CONSTRUCTORS, DIM, Mlp
 from tests.runtime.support import initial_flats, lowered, random_batches
 from tests.runtime.workers_cases import CASES, MODEL_STEPS, STEPS, model_options, varied
 from tests.support.programs import mlp
+from zeroir.config import make_options
 from zeroir.errors import ModelWarning, ZeroirError
 from zeroir.frontend import trace
 from zeroir.frontend.entry import load_model_file
+from zeroir.passes.pipelines import lower
 from zeroir.runtime import initial, rendezvous, train
 from zeroir.runtime.comm.handout import Handout
 from zeroir.runtime.comm.job import Backend
@@ -107,6 +110,26 @@ def model_stages(path: str) -> None:
             engine.step(varied(model_file.batch(), step, RANK)).loss for step in range(MODEL_STEPS)
         ]
         save_run(engine, losses, f"{stage}")
+
+
+def evaluations(path: str) -> None:
+    """Evaluations before each of three steps of a model file, at every stage; rank 0 writes losses and outputs."""
+    source = load_model_file(path)
+    for stage in range(4):
+        options = make_options({"stage": stage, "world_size": WORLD_SIZE})
+        engine = Engine(lower(trace(source, options), options), seed=5)
+        engine.initialise(source.model, 5)
+        assert source.batches is not None
+        batches = source.batches(RANK, WORLD_SIZE, 5)
+        found: list[Tensor] = []
+        for _ in range(3):
+            evaluation = engine.evaluate(next(batches))
+            found += [evaluation.rank.loss, *pytree.tree_leaves(evaluation.outputs)]
+            engine.step(next(batches))
+        engine.close()
+        if RANK == 0:
+            tensors = {str(at): tensor.contiguous() for at, tensor in enumerate(found)}
+            save_file(tensors, FOLDER / f"evaluations.{stage}.safetensors")
 
 
 def initialise(name: str) -> None:
@@ -233,6 +256,8 @@ def main() -> None:
                 micro_steps(*args)
             case "model-stages":
                 model_stages(*args)
+            case "evaluations":
+                evaluations(*args)
             case "initialise":
                 initialise(*args)
             case "bad-starts":

@@ -10,9 +10,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 
+from zeroir.frontend.accumulate import accumulate
+from zeroir.frontend.weigh import weigh
 from zeroir.ir.buffers import Buffer, Region, Role, Space, View, contiguous_stride
 from zeroir.ir.contents import FlatContent, Micro, NamedContent
 from zeroir.ir.dtypes import DType
@@ -664,8 +666,30 @@ def mlp(
     tied: bool = False,
     keep_fp32: bool = False,
     ema: float | None = None,
+    is_weighted: bool = False,
+    has_fixed_divisor: bool = False,
 ) -> Program:
-    """The logical program of the module's docstring; x is f32[batch, features] on every rank."""
+    """The logical program of the module's docstring; x is f32[batch, features] on every rank.
+
+    With ``has_fixed_divisor`` the number of micro-steps is in the divisor, as in programs of earlier versions.
+    """
+    if is_weighted or (micro_steps > 1 and not has_fixed_divisor):
+        program = mlp(
+            blocks=blocks,
+            dim=dim,
+            features=features,
+            batch=batch,
+            precision=precision,
+            optimizer=optimizer,
+            clip=clip,
+            tied=tied,
+            keep_fp32=keep_fp32,
+            ema=ema,
+        )
+        program = weigh(program) if is_weighted else program
+        program = accumulate(program) if micro_steps > 1 else program
+        options = {**program.option, "micro_steps": str(micro_steps)}
+        return corrected(replace(program, options=tuple(sorted(options.items()))))
     made = _Mlp(
         blocks=blocks,
         dim=dim,

@@ -35,6 +35,8 @@ class Case:
     overlap_update: bool = False
     ema: float | None = None
     optimizer: str = "adamw"
+    is_weighted: bool = False
+    has_fixed_divisor: bool = False
     blocks: int = field(default=2)
 
     @property
@@ -60,6 +62,8 @@ def _logical(case: Case) -> Program:
         keep_fp32=case.keep_fp32,
         ema=case.ema,
         optimizer=case.optimizer,
+        is_weighted=case.is_weighted,
+        has_fixed_divisor=case.has_fixed_divisor,
     )
 
 

@@ -9,7 +9,7 @@ from zeroir.config import CompileOptions
 from zeroir.errors import InternalError, UserError
 from zeroir.frontend.capture import CapturedModel
 from zeroir.frontend.joint_graph import JointGraph
-from zeroir.frontend.micro_step import SegmentCallsBuilder, output_buffer
+from zeroir.frontend.micro_step import SegmentCallsBuilder, output_buffers
 from zeroir.frontend.module_tensors import TensorInfo
 from zeroir.frontend.parameter_groups import algorithms, declared_groups, parameter_groups
 from zeroir.frontend.segment_calls import GradientSink, SegmentCall
@@ -123,12 +123,13 @@ def lower(
 
 def _outputs(joint: JointGraph) -> tuple[OutputBinding, ...]:
     bindings: list[OutputBinding] = []
+    buffers = output_buffers(joint)
     for path, value in joint.outputs:
         kind = joint.types[value]
         if kind is None:
             raise InternalError(f"the output {path} is undefined")
         bindings.append(
-            OutputBinding(path=path, buffer=output_buffer(path), dtype=kind.dtype, shape=kind.shape)
+            OutputBinding(path=path, buffer=buffers[path], dtype=kind.dtype, shape=kind.shape)
         )
     return tuple(bindings)
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
 from zeroir.frontend.capture import CapturedEvaluation, CapturedModel
-from zeroir.frontend.joint_graph import InputKind, JointInput
+from zeroir.frontend.joint_graph import InputKind, JointGraph, JointInput
 from zeroir.frontend.module_tensors import TensorInfo
 from zeroir.frontend.segment_calls import (
     BufferSink,
@@ -83,6 +84,7 @@ class SegmentCallsBuilder:
             for source in call.sources
             if (item := self._inputs.get(source.root)) is not None and item.kind is InputKind.BUFFER
         }
+        self._outputs = output_buffers(self._joint)
         self._roots: dict[int, Buffer] = {}
         self._parameters_begun: set[str] = set()
         self._name_counts: Counter[str] = Counter()
@@ -142,7 +144,7 @@ class SegmentCallsBuilder:
                 return Destination(view=View(region=_region(loss, 0, 1), shape=(), stride=()))
             case OutputSink(path=path):
                 info = TensorInfo(name=path, dtype=kind.dtype, shape=kind.shape)
-                target = self._persistent(output_buffer(path), info, Role.OUTPUT)
+                target = self._persistent(self._outputs[path], info, Role.OUTPUT)
                 stride = contiguous_stride(kind.shape)
                 return Destination(view=View(region=whole(target), shape=kind.shape, stride=stride))
             case BufferSink(buffer=name):
@@ -260,9 +262,18 @@ class SegmentCallsBuilder:
         return Destination(view=view, mode=mode, gradient=slot.name)
 
 
-def output_buffer(path: str) -> str:
-    """The name of the buffer of an output of evaluations."""
-    return f"output{path}"
+def output_buffers(joint: JointGraph) -> dict[str, str]:
+    """The names of the buffers of an evaluation's outputs, by path: the words of the path, and a number if need be."""
+    names: dict[str, str] = {}
+    for path, _ in joint.outputs:
+        stem = ".".join(("output", *re.findall(r"\w+", path)))
+        taken = set(names.values())
+        names[path] = next(
+            name
+            for number in count()
+            if (name := f"{stem}.{number}" if number else stem) not in taken
+        )
+    return names
 
 
 def _region(buffer: str, offset: int, numel: int) -> Region:

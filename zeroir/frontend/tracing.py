@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 
 from zeroir.config import CompileOptions
 from zeroir.errors import ModelWarning, UserError
@@ -46,6 +47,8 @@ def program_of(
     captured: CapturedModel, options: CompileOptions, *, is_weighted: bool = False
 ) -> Program:
     """The logical program of a captured model, whose micro-batches have weights if it ``is_weighted``."""
+    if not options.evaluate:
+        captured = replace(captured, evaluation=None)
     units = find_units(captured.module, options.units)
     canonical = {
         name: info.name for info in captured.parameters for name in (info.name, *info.aliases)

@@ -101,11 +101,10 @@ def _is_between_steps(section: Section, state: State) -> bool:
 
 
 def _evaluation_problems(program: Program) -> Problems:
-    """The loss and the outputs of ``evaluate`` have buffers of their own, which it must have."""
-    has_section = EVALUATE in program.section_by_name
-    if has_section and program.eval_loss is None:
-        yield "Z008", "section evaluate has no loss: name its buffer by `eval_loss`"
-    if not has_section and (program.eval_loss is not None or program.outputs):
+    """The loss and the outputs of ``evaluate`` have buffers of their own."""
+    if EVALUATE not in program.section_by_name and (
+        program.eval_loss is not None or program.outputs
+    ):
         yield (
             "Z008",
             "the program names a loss or outputs of an evaluation, but has no section evaluate",
