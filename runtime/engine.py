@@ -36,6 +36,7 @@ from zeroir.runtime.malloc import keep_freed_memory, return_freed_memory
 from zeroir.runtime.measured_workspaces import DeviceWatcher, on_host
 from zeroir.runtime.module_values import Factory, StateSource
 from zeroir.runtime.rank_memory import RankMemory
+from zeroir.runtime.scheduled import Scheduler
 from zeroir.runtime.self_check import check_kernels
 from zeroir.runtime.streams import Streams, ThreadStreams
 from zeroir.runtime.trace import HostClock, SpanRecorder, StreamClock, aligned, to_bytes
@@ -213,6 +214,23 @@ class Engine:
         if self._optimizer is None:
             raise UserError("The program updates no parameter, so it has no optimizer.")
         return self._optimizer
+
+    def scheduler(self, steps: int | None = None) -> Scheduler:
+        """The program's learning-rate schedule, which drives ``optimizer``: call its ``step`` after each step.
+
+        ``steps`` is the number of steps of the run, for a schedule that names no total. The settings of step 1 are set
+        at once.
+
+        Raises:
+            UserError: where the program has no schedule, or the schedule needs ``steps``.
+        """
+        schedule = self.program.option.get("schedule")
+        if schedule is None:
+            raise UserError(
+                "The program was compiled without a schedule: compile it with one, or drive engine.optimizer with a "
+                "scheduler of torch.optim.lr_scheduler."
+            )
+        return Scheduler(schedule, self.optimizer.param_groups, steps)
 
     def _accumulate(self) -> None:
         """Go on with the program for accumulation: parameters, master weights and states keep their tensors."""

@@ -167,7 +167,8 @@ def _first(values: Mapping[str, T], names: Sequence[str]) -> T | None:
 
 def _name_in(module: str, names: Sequence[str]) -> str:
     """That of a tensor's names by which a module has it."""
-    return next((name for name in names if name.startswith(module)), names[0])
+    prefix = f"{module}." if module else ""
+    return next((name for name in names if name.startswith(prefix)), names[0])
 
 
 def _submodule(whole: nn.Module, name: str) -> nn.Module:

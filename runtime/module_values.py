@@ -88,12 +88,16 @@ class ModuleValues:
     def __init__(
         self, program: Program, module: nn.Module, state: StateSource | None, *, is_kept: bool
     ) -> None:
+        if not (state is None or isinstance(state, Mapping) or callable(state)):
+            raise UserError(
+                f"state= is of type {type(state).__name__}; pass a mapping from names to tensors, or a function, for "
+                "instance the get_tensor of an opened file of safetensors."
+            )
         self._tensors = NamedTensors(module)
         self._state = state
         self._is_kept = is_kept
         self._fetched: dict[str, Tensor] = {}
         self._row_major: tuple[str, Tensor] | None = None
-        self.freed_count = 0
         held = held_tensors(program)
         self._held = {tensor.name: tensor for tensor in held}
         for tensor in held:
@@ -131,7 +135,6 @@ class ModuleValues:
         self._fetched.pop(name, None)
         if not self._is_kept:
             _free(self._tensors, self._held[name])
-            self.freed_count += 1
 
     def shared_storage(self) -> tuple[str, str, int] | None:
         """The names of two tensors of the program in one storage, and its bytes: freeing one of them frees nothing."""

@@ -54,9 +54,14 @@ def initialise_flats(
 
 
 def take_over(program: Program, memory: RankMemory, earlier: RankMemory) -> None:
-    """Begin with the persistent buffers of another program's memory, and with first values of the other scalars."""
+    """Begin with the persistent buffers of another program's memory, and with first values of the other scalars.
+
+    The loss begins with 0: a program for one micro-step leaves that of its last step there.
+    """
     kept = memory.adopt(earlier)
     fill_scalars(program, [memory], without=kept)
+    if program.loss is not None:
+        memory.buffer(program.loss).zero_()
 
 
 def fill_scalars(

@@ -60,6 +60,11 @@ class CompiledProgram:
         return options_from_pairs(self.program.options)
 
     @property
+    def config(self) -> ConfigRecord | None:
+        """The configuration file that options came from, with notes on keys without meaning; None without one."""
+        return self.artifact.config
+
+    @property
     def units(self) -> tuple[str, ...]:
         """The units in the order of their first use."""
         return tuple(dict.fromkeys(flat.unit for flat in self.program.flats))
@@ -86,9 +91,10 @@ class CompiledProgram:
         )
 
     def __str__(self) -> str:
+        from zeroir.report.config import config_text
         from zeroir.report.render import render_text
 
-        return render_text(self.summary(), self.program)
+        return config_text(self.artifact) + render_text(self.summary(), self.program)
 
     def save(self, path: str | Path) -> None:
         """Write the program to a ``.zir`` file; a failure leaves no partial file.

@@ -2,8 +2,8 @@
 
 A class gives the algorithm and its own defaults. An instance gives its groups, too, and a list of instances the groups
 of each, such as those of a Muon and an AdamW: the first group's settings are the options, and each further group is one
-of ``CompileOptions.group``, which names its parameters. A parameter in no group is not trained, as torch would not train
-it.
+of ``CompileOptions.group``, which names its parameters. A parameter in no group is not trained, as torch would not
+train it.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ class OptimizerBlock(Block):
 
     type: Annotated[
         str,
-        honoured("`optimizer`: Adam, AdamW, Lion, SGD; others are refused by name"),
+        honoured("`optimizer`: Adam, AdamW, Lion, SGD, Adafactor; others are refused by name"),
     ]
     params: Annotated[Free, honoured("the optimizer's options; see below")] = {}
     legacy_fusion: Annotated[bool, _INTERNAL] = False
@@ -96,7 +96,7 @@ class FP16(Block):
     ] = 16
     loss_scale_window: Annotated[Count, honoured("`loss_scale_window`")] = 1000
     hysteresis: Annotated[Count, honoured("`loss_scale_hysteresis`")] = 2
-    consecutive_hysteresis: Annotated[bool, honoured("`consecutive_hysteresis`")] = False
+    consecutive_hysteresis: Annotated[bool, honoured("`loss_scale_consecutive_hysteresis`")] = False
     min_loss_scale: Annotated[float, Field(gt=0), honoured("`minimum_loss_scale`")] = 1.0
     fp16_master_weights_and_grads: Annotated[
         bool, refused("master weights, and the gradients that the update reads, are FP32 in zeroir")
