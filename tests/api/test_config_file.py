@@ -99,7 +99,7 @@ def test_options_go_together_across_file_and_command_line(tmp_path: Path) -> Non
     path = written(tmp_path, "a.toml", 'nesterov = true\nprecision = "fp16"\n')
     options = resolved(path, {"world_size": 1, "optimizer": "momentum", "loss_scale_window": 5})
     assert (options.options.nesterov, options.options.loss_scale_window) == (True, 5)
-    with pytest.raises(UserError, match="do not go together: .*nesterov"):
+    with pytest.raises(UserError, match=r"do not go together: .*nesterov"):
         resolved(path, {"world_size": 1})
 
 
