@@ -18,7 +18,7 @@ from zeroir.api.keywords import CompileKeywords
 from zeroir.api.search_space import Value, regions, words
 from zeroir.config import CompileOptions
 from zeroir.cost.machine import Machine, load_machine
-from zeroir.cost.search import Evaluation, Point, search
+from zeroir.cost.search import Point, SearchOutcome, search
 from zeroir.errors import UserError
 from zeroir.ir.amounts import parse_bytes
 from zeroir.ir.program import Program
@@ -150,7 +150,7 @@ class Planner:
         self.measurer = CandidateMeasurer(logical, options, budget_bytes, machine)
         self._wire_ns: dict[int, int] = {}
         self._candidates: dict[tuple[int, Point], Candidate] = {}
-        self._measured: dict[Identity, tuple[Candidate, Evaluation]] = {}
+        self._measured: dict[Identity, tuple[Candidate, SearchOutcome]] = {}
         self.regions = regions(options, logical)
 
     def search(self, most_tried: int = MOST_TRIED) -> SearchResult:
@@ -192,7 +192,7 @@ class Planner:
             is_finished=searched.is_finished,
         )
 
-    def evaluate(self, number: int, point: Point) -> Evaluation:
+    def evaluate(self, number: int, point: Point) -> SearchOutcome:
         """Lower a choice of a region, measure it, and simulate it."""
         settings = self.regions[number].settings(point)
         identity = _identity(settings)
