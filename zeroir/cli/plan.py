@@ -58,7 +58,7 @@ def plan(
         require_writable(output, PROGRAM)
     with progress(f"Planning {model}"), warnings_as_sentences():
         result = plan_with(
-            file_source(model), machine, chosen, memory=memory, most_tried=most_tried
+            lambda: file_source(model), machine, chosen, memory=memory, most_tried=most_tried
         )
         if output is not None:
             result.compiled.save(output)
