@@ -76,8 +76,8 @@ class RankResult:
 class StepSettings(Protocol):
     """Writes what the host may change between steps, such as learning rates."""
 
-    def before_micro_step(self, *, is_last: bool) -> None:
-        """Write it. No op that uses it is under way; with ``is_last``, the update follows."""
+    def before_micro_step(self, step: int, *, is_last: bool) -> None:
+        """Write it for a step, counted from 1. No op that uses it is under way. The update follows if ``is_last``."""
 
     def after_update(self) -> None:
         """Take notice of an update."""
@@ -152,6 +152,8 @@ class StepExecutor:
             return self._update()
 
     def _micro_step(self, batches: Sequence[Batch], *, is_last: bool) -> None:
+        if self.settings is not None:
+            self.settings.before_micro_step(self.step_count + 1, is_last=is_last)
         self._set_inputs(batches, self.micro_steps_done)
         for weights, batch in zip(self._weights, batches, strict=True):
             weights.add(batch, self._weight)
@@ -166,12 +168,15 @@ class StepExecutor:
         self._run(UPDATE, self._watch())
         self.step_count += 1
         self.micro_steps_done = 0
-        return [
+        results = [
             self._result(memory, loss, weight, scale)
             for memory, loss, weight, scale in zip(
                 self.local_ranks.memories, losses, weights, scales, strict=True
             )
         ]
+        if self.settings is not None:
+            self.settings.after_update()
+        return results
 
     def _watch(self) -> Watch | None:
         """The observer of the present step, if there is one."""
@@ -234,8 +239,6 @@ class StepExecutor:
                 f"The program has no {name} section; compile it for this many micro-steps."
             )
         with torch.no_grad():
-            if self.settings is not None and name in (MICRO_STEP, LAST_MICRO_STEP):
-                self.settings.before_micro_step(is_last=name == LAST_MICRO_STEP)
             if not self._is_begun:
                 self._begin(section)
             self._streams.join([pending.event for pending in section.entry.pending])
@@ -245,8 +248,6 @@ class StepExecutor:
             else:
                 self._run_section(section, partial(self._issue, section, None))
             self._streams.join([pending.event for pending in section.exit.pending])
-            if self.settings is not None and name == UPDATE:
-                self.settings.after_update()
 
     def _issue(self, section: Section, watch: Watch | None) -> None:
         if watch is None and torch.autograd.profiler._is_profiler_enabled:

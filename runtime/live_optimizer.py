@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from zeroir.errors import UserError
+from zeroir.hyper_parameters import ADJUST_LR_FNS
 from zeroir.ir import ops
 from zeroir.ir.buffers import Region
 from zeroir.ir.ops import Algorithm
@@ -28,28 +29,37 @@ from zeroir.runtime.rank_memory import RankMemory
 _BETAS: Final = ("beta1", "beta2")
 """Two settings of programs that torch's optimizers have as one pair, ``betas``."""
 
+_EPSILONS: Final = ("eps", "eps2")
+"""Two settings of Adafactor that torch has as one pair, ``eps``."""
+
 _SWITCHES: Final = frozenset({"nesterov"})
+_WHOLE: Final = frozenset({"ns_steps"})
+_ADJUST: Final = "adjust_lr_fn"
 
 _FRACTIONS: Final = frozenset({"momentum", *_BETAS})
 """Settings that must be at least 0 and below 1."""
 
-_NOT_NEGATIVE: Final = frozenset({"lr", "eps", "weight_decay"})
+_NOT_NEGATIVE: Final = frozenset({"lr", "eps", "eps2", "weight_decay"})
 
 Settings = tuple[float, ...]
 """The learning rate of a group, and then the hyper-parameters of its algorithm."""
 
-_Value = float | tuple[float, ...]
+_Value = float | str | tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Group:
-    """A group of the program: the buffers of its settings, and the names and shapes of its parameters."""
+class _LiveGroup:
+    """A group of the program: the buffers of its settings, and the names and shapes of its parameters.
+
+    ``places`` say where torch has each setting: its key, and its index if the key has several numbers.
+    """
 
     name: str
     algorithm: Algorithm
     lr: Region
     hyper: Region
     parameters: Sequence[tuple[str, tuple[int, ...]]]
+    places: Sequence[tuple[str, int | None]]
 
 
 class LiveOptimizer(torch.optim.Optimizer):
@@ -209,7 +219,7 @@ class LiveOptimizer(torch.optim.Optimizer):
             ) from error
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SettingsOfRanks:
     """Writes the settings of an optimizer before each step of a rank, and compares them with those of other ranks.
 
@@ -219,16 +229,15 @@ class SettingsOfRanks:
 
     optimizer: LiveOptimizer
     job: Job
-    _updates: int = 0
 
-    def before_micro_step(self, *, is_last: bool) -> None:
-        """Write what changed.
+    def before_micro_step(self, step: int, *, is_last: bool) -> None:
+        """Write what changed, for a step that is counted from 1.
 
         Raises:
             UserError: where a setting is invalid, or where two ranks have different ones.
         """
         self.optimizer.write()
-        if is_last and not self.job.is_alone and _is_compared(self._updates + 1):
+        if is_last and not self.job.is_alone and _is_compared(step):
             settings = self.optimizer.settings()
             rows = self.job.exchange([value for group in settings for value in group])
             owners = [
@@ -239,8 +248,7 @@ class SettingsOfRanks:
             _require_same(owners, rows, self.job.rank)
 
     def after_update(self) -> None:
-        """Count the update, and report it to the optimizer."""
-        self._updates += 1
+        """Report the update to the optimizer."""
         self.optimizer.report_update()
 
 
@@ -266,7 +274,7 @@ def _require_same(owners: Sequence[str], rows: Sequence[Sequence[float]], own_ra
 # ------------------------------------------------------------------------------------------------------------ groups
 
 
-def _groups(program: Program) -> list[_Group]:
+def _groups(program: Program) -> list[_LiveGroup]:
     """The groups that the program's steps name, in the order of its header."""
     steps = [op for op in program.ops() if isinstance(op, ops.OptimizerStep)]
     # A program without groups takes all settings from its steps; its group has no names of parameters.
@@ -286,12 +294,13 @@ def _groups(program: Program) -> list[_Group]:
             if owner is not None and owner[0] <= slot.offset:
                 parameters[owner[2]].append((slot.name, slot.shape))
     return [
-        _Group(
+        _LiveGroup(
             name=name,
             algorithm=used[name][0],
             lr=used[name][1].lr,
             hyper=used[name][1].hyper,
             parameters=parameters[name],
+            places=[_place(used[name][0], each) for each in ("lr", *used[name][0].hyper_names)],
         )
         for name in names
     ]
@@ -304,7 +313,7 @@ def _placeholder(shape: tuple[int, ...]) -> Tensor:
 # ---------------------------------------------------------------------------------------------------------- settings
 
 
-def _first_settings(group: _Group, first: Mapping[str, tuple[float, ...]]) -> Settings:
+def _first_settings(group: _LiveGroup, first: Mapping[str, tuple[float, ...]]) -> Settings:
     """The settings before the first step; a scalar without a value is 0."""
     values: list[float] = []
     for region in (group.lr, group.hyper):
@@ -313,48 +322,72 @@ def _first_settings(group: _Group, first: Mapping[str, tuple[float, ...]]) -> Se
     return tuple(values)
 
 
-def _as_torch_has_them(group: _Group, settings: Settings) -> Mapping[str, _Value]:
+def _place(algorithm: Algorithm, name: str) -> tuple[str, int | None]:
+    """The key of a setting in torch's groups, and its index there if the key has several numbers."""
+    if name in _BETAS:
+        return "betas", _BETAS.index(name)
+    if algorithm is Algorithm.ADAFACTOR and name in _EPSILONS:
+        return "eps", _EPSILONS.index(name)
+    key, dot, index = name.partition(".")
+    return key, int(index) if dot else None
+
+
+def _as_torch_has_them(group: _LiveGroup, settings: Settings) -> Mapping[str, _Value]:
     """The settings of a group under the keys of torch's optimizers."""
     values: dict[str, _Value] = {"lr": settings[0]}
-    betas: list[float] = []
-    for name, value in zip(group.algorithm.hyper_names, settings[1:], strict=True):
-        if name in _BETAS:
-            betas.append(value)
-            values["betas"] = tuple(betas)
+    several: dict[str, list[float]] = {}
+    for (key, index), value in zip(group.places[1:], settings[1:], strict=True):
+        if index is not None:
+            several.setdefault(key, []).append(value)
+            values[key] = tuple(several[key])
+        elif key in _SWITCHES:
+            values[key] = bool(value)
+        elif key in _WHOLE:
+            values[key] = int(value)
+        elif key == _ADJUST:
+            values[key] = next(text for text, n in ADJUST_LR_FNS.items() if n == value)
         else:
-            values[name] = bool(value) if name in _SWITCHES else value
+            values[key] = value
     return values
 
 
-def _settings(group: _Group, param_group: Mapping[str, object]) -> Settings:
+def _settings(group: _LiveGroup, param_group: Mapping[str, object]) -> Settings:
     """The settings of a group as the program has them.
 
     Raises:
         UserError: where one is missing or no number.
     """
-    values = dict(param_group)
-    pair = values.get("betas")
-    if isinstance(pair, tuple | list) and len(pair) == len(_BETAS):
-        values.update(zip(_BETAS, pair, strict=True))
     numbers: list[float] = []
-    for name in ("lr", *group.algorithm.hyper_names):
-        value = values.get(name)
-        if isinstance(value, Tensor):
-            raise _invalid(group, name, "a tensor", "a number, which needs no wait for the device")
-        if not isinstance(value, Real):
-            is_of_pair = name in _BETAS
-            found = pair if is_of_pair else value
-            raise _invalid(
-                group,
-                "betas" if is_of_pair else name,
-                repr(found),
-                "two numbers" if is_of_pair else "a number",
-            )
-        numbers.append(float(value))
+    for key, index in group.places:
+        value = given = param_group.get(key)
+        if index is not None:
+            is_long = isinstance(given, tuple | list) and len(given) > index
+            value = given[index] if isinstance(given, tuple | list) and is_long else None
+        elif key == _ADJUST:
+            value = ADJUST_LR_FNS.get("original" if value is None else str(value))
+        if not isinstance(value, float):
+            value = _number(group, key, value, given)
+        numbers.append(value)
     return tuple(numbers)
 
 
-def _require_valid(group: _Group, settings: Settings) -> None:
+def _number(group: _LiveGroup, key: str, value: object, given: object) -> float:
+    """A value that is no float as one; ``given`` is what stands under the key.
+
+    Raises:
+        UserError: where it is no number.
+    """
+    if isinstance(value, Tensor):
+        raise _invalid(group, key, "a tensor", "a number, which needs no wait for the device")
+    count = sum(place[0] == key for place in group.places)
+    if isinstance(value, Real):
+        return float(value)
+    expected = "a number" if count == 1 else f"{count} numbers"
+    expected = " or ".join(ADJUST_LR_FNS) if key == _ADJUST else expected
+    raise _invalid(group, key, repr(given), expected)
+
+
+def _require_valid(group: _LiveGroup, settings: Settings) -> None:
     """Raise UserError for the first setting that is out of its range."""
     values = dict(zip(("lr", *group.algorithm.hyper_names), settings, strict=True))
     for name, value in values.items():
@@ -362,6 +395,8 @@ def _require_valid(group: _Group, settings: Settings) -> None:
             raise _invalid(group, name, repr(value), "at least 0 and below 1")
         if name in _NOT_NEGATIVE and not 0 <= value < math.inf:
             raise _invalid(group, name, repr(value), "a number of at least 0")
+        if name in _WHOLE and not (value >= 1 and value.is_integer()):
+            raise _invalid(group, name, repr(value), "a whole number of at least 1")
         if not math.isfinite(value):
             raise _invalid(group, name, repr(value), "finite")
     momentum = values.get("momentum", 0.0)
@@ -376,7 +411,7 @@ def _require_valid(group: _Group, settings: Settings) -> None:
         raise _invalid(group, "nesterov", "True", "False without momentum, or with dampening")
 
 
-def _invalid(group: _Group, name: str, found: str, expected: str) -> UserError:
+def _invalid(group: _LiveGroup, name: str, found: str, expected: str) -> UserError:
     return UserError(
         f"{name} of group {group.name} of engine.optimizer is {found}, but should be {expected}."
     )

@@ -51,7 +51,7 @@ def _facts(report: StepReport | EvaluationReport) -> dict[str, object]:
     return {
         "step": report.step,
         "loss": report.loss,
-        "lr": report.lr,
+        **({} if report.lr is None else {"lr": report.lr}),
         "is_skipped": report.is_skipped,
         "grad_norm": report.grad_norm,
         "seconds_per_step": round(report.seconds, 6),
@@ -87,7 +87,7 @@ def _text_reports(out: Console, err: Console, steps: int) -> Iterator[Report]:
             return
         skipped = "  (skipped: overflow)" if report.is_skipped else ""
         norm = "" if report.grad_norm is None else f"  norm {report.grad_norm:.3g}"
-        lr = f"  lr {report.lr:.3e}" if report.is_scheduled else ""
+        lr = "" if report.lr is None else f"  lr {report.lr:.3e}"
         lines.print(
             f"step {report.step:>5}  loss {report.loss:.4f}{lr}{norm}  {report.seconds * 1000:.0f} ms  "
             f"{report.per_second:,.0f} {report.unit}/s{skipped}",

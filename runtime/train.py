@@ -18,7 +18,6 @@ from zeroir.ir.program import InputBinding
 from zeroir.runtime.comm.job import PeerError
 from zeroir.runtime.engine import Engine
 from zeroir.runtime.evaluations import EvaluationReport, Evaluations, evaluate
-from zeroir.runtime.scheduled import ScheduleDriver
 from zeroir.torch_ops.batches import Batch
 
 _GRACE_S = 1.0
@@ -45,15 +44,14 @@ def abandon_job(exit_code: int) -> NoReturn:
 class StepReport:
     """One training step; the values are the same on every rank, except for times.
 
-    ``step`` counts from 1; ``loss`` is averaged over ranks; ``lr`` is the learning rate of the step, and
-    ``is_scheduled`` whether a schedule sets it; ``seconds`` is the mean time of the steps since the last
+    ``step`` counts from 1; ``loss`` is averaged over ranks; ``lr`` is the learning rate that a schedule gave
+    the step (its first optimizer group); ``seconds`` is the mean time of the steps since the last
     report; ``per_second`` is the throughput of all ranks together, in ``unit`` (tokens or samples).
     """
 
     step: int
     loss: float
-    lr: float
-    is_scheduled: bool
+    lr: float | None
     is_skipped: bool
     grad_norm: float | None
     seconds: float
@@ -86,18 +84,20 @@ def train(
     """
     if micro_steps is None:
         micro_steps = int(engine.program.option.get("micro_steps", "1"))
-    driver = ScheduleDriver(engine, steps)
+    is_scheduled = "schedule" in engine.program.option
+    scheduler = engine.scheduler(steps) if is_scheduled else None
     losses: list[float] = []
     numel, unit = throughput_unit(engine.program.inputs)
     unreported, start = 0, time.perf_counter()
     for step in range(1, steps + 1):
-        driver.before_step()
+        lr = None if scheduler is None else scheduler.lr
         result = engine.step([_next(batches, step) for _ in range(micro_steps)])
         loss = engine.mean_loss(result)
         if not math.isfinite(loss) and not result.is_skipped:
             raise _loss_error(result.loss, loss, step)
         losses.append(loss)
-        driver.after_step(is_skipped=result.is_skipped)
+        if scheduler is not None:
+            scheduler.step(is_skipped=result.is_skipped)
         unreported += 1
         if step % log_every == 0 or step == steps:
             now = time.perf_counter()
@@ -106,8 +106,7 @@ def train(
                 StepReport(
                     step=step,
                     loss=loss,
-                    lr=driver.lr,
-                    is_scheduled=driver.schedule is not None,
+                    lr=lr,
                     is_skipped=result.is_skipped,
                     grad_norm=result.grad_norm,
                     seconds=seconds,

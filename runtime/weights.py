@@ -11,7 +11,7 @@ from zeroir.errors import UserError
 from zeroir.runtime.rank_memory import RankMemory
 from zeroir.torch_ops.batches import Batch
 
-WeightFunction = Callable[[Batch], object]
+WeightFunction = Callable[..., object]
 """From a batch to its weight: a number that is not negative, or a tensor of one element."""
 
 

@@ -43,7 +43,8 @@ OPTIONS = st.builds(
     ),
     st.one_of(
         st.fixed_dictionaries(
-            {"precision": st.just("fp16")}, optional={"initial_loss_scale": POSITIVE}
+            {"precision": st.just("fp16")},
+            optional={"initial_loss_scale": st.floats(min_value=1, max_value=1e300)},
         ),
         st.fixed_dictionaries({"precision": st.sampled_from(["fp32", "bf16"])}),
     ),

@@ -22,7 +22,6 @@ from pydantic_core import PydanticCustomError
 from zeroir import hyper_parameters
 from zeroir.errors import UserError
 from zeroir.groups import (
-    GROUP_KEYS,
     SEPARATOR,
     GroupError,
     GroupSpec,
@@ -368,7 +367,7 @@ class CompileOptions(BaseModel):
         int,
         Field(ge=1, le=MOST_COUNT, description="Overflows before the loss scale shrinks (fp16)."),
     ] = 2
-    consecutive_hysteresis: Annotated[
+    loss_scale_consecutive_hysteresis: Annotated[
         bool,
         Field(
             description="Count only consecutive overflows for the hysteresis, instead of all since the loss scale grew "
@@ -515,8 +514,8 @@ class CompileOptions(BaseModel):
                 f"--minimum-loss-scale {self.minimum_loss_scale:g} would raise the loss scale, which begins with "
                 f"--initial-loss-scale {self.initial_loss_scale:g}"
             )
-        if self.consecutive_hysteresis and self.loss_scale_hysteresis == 1:
-            return "--consecutive-hysteresis needs a --loss-scale-hysteresis above 1"
+        if self.loss_scale_consecutive_hysteresis and self.loss_scale_hysteresis == 1:
+            return "--loss-scale-consecutive-hysteresis needs a --loss-scale-hysteresis above 1"
         if self.accumulate_locally and self.micro_steps == 1:
             return "--accumulate-locally needs --micro-steps above 1, but a step has one micro-step"
         if self.accumulate_locally and self._asks_for("live_gradients"):
@@ -568,6 +567,11 @@ class CompileOptions(BaseModel):
                 )
             mesh = f"{REPLICATE_AXIS}={world_size // shard},{SHARD_AXIS}={shard}"
         values = {**self.model_dump(), "world_size": world_size, "mesh": mesh}
+        return make_options(values, context=_IS_WRITTEN)
+
+    def for_micro_steps(self, micro_steps: int) -> CompileOptions:
+        """The options for another number of micro-steps."""
+        values = {**self.model_dump(), "micro_steps": micro_steps}
         return make_options(values, context=_IS_WRITTEN)
 
     @property
@@ -643,7 +647,8 @@ class CompileOptions(BaseModel):
         return self.model_copy(update={"weight_decay": 0.0})
 
     def _of_group(self, spec: GroupSpec, context: Mapping[str, bool] | None) -> CompileOptions:
-        values = {name: getattr(self, name) for name in GROUP_KEYS}
+        names = ("optimizer", "lr", *hyper_parameters.NAMES)
+        values = {name: getattr(self, name) for name in names}
         if spec.settings.get("optimizer", self.optimizer) != self.optimizer:
             values = {name: values[name] for name in ("lr", "weight_decay")}
         update = {**values, **spec.settings, "world_size": 1}
@@ -719,7 +724,7 @@ _DYNAMIC_LOSS_SCALE: Final = (
     "loss_scale_window",
     "loss_scale_factor",
     "loss_scale_hysteresis",
-    "consecutive_hysteresis",
+    "loss_scale_consecutive_hysteresis",
     "minimum_loss_scale",
 )
 

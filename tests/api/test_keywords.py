@@ -36,7 +36,7 @@ follow_imports = silent
 RIGHT = (
     'zeroir.compile("model.py")',
     'zeroir.compile("model.py", stage=3, precision="bf16", recompute="blocks.*", clip=1.0)',
-    'zeroir.compile("model.py", optimizer="sgd", keep_fp32=["norm", "head"], mesh=None)',
+    'zeroir.compile("model.py", optimizer="sgd", no_decay=True, keep_fp32=["norm", "head"], mesh=None)',
     'zeroir.plan("model.py", "dgx-h100", memory="80GB", most_tried=20, world_size=8)',
     'zeroir.estimate(7.5e9, world_size=64, optimizer="adafactor", offload="optimizer")',
 )

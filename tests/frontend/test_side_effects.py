@@ -154,7 +154,6 @@ def test_state_that_the_next_forward_depends_on_is_refused(forward: str, tmp_pat
 
 SAID = {
     "self.calls += 1": r"forward changes calls at every call, and the program does not",
-    "self.notes.append(x.detach())": r"forward changes notes at every call",
     "self.kept = torch.arange(8.) if self.kept is None else self.kept; x = x + self.kept": (
         r"forward keeps kept at its first call for later ones"
     ),
@@ -168,6 +167,27 @@ def test_state_that_changes_no_value_gives_at_most_a_warning(forward: str, tmp_p
     sentences, expected = warned(write(tmp_path, forward=forward)), SAID[forward]
     assert len(sentences) == (expected is not None)
     assert expected is None or re.search(expected, sentences[0])
+
+
+KEPT = {
+    "self.notes.append(x.detach())": "notes",
+    "self.facts['calls'] += 1": r"facts\['calls'\]",
+    "Model.count += 1": r"Model\.count",
+    "CALLS += 1": r"model\.py:CALLS",
+    "random.random()": "the state of Python's random",
+    "self.calls += 1; x = x * (2 if self.calls > 100 else 1)": "calls",
+    "self.calls += 1; x = x * (1 + self.calls // 1000)": "calls",
+    "self.calls += 1; x = x * self.facts.get(self.calls, 1)": "calls",
+    "self.calls = (self.calls + 1) ** 2": "calls",
+}
+
+
+@pytest.mark.parametrize("forward", KEPT)
+def test_state_that_a_later_forward_or_the_user_may_read_is_refused(
+    forward: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=f"forward changes {KEPT[forward]} at every call"):
+        zeroir.compile(write(tmp_path, forward=forward), world_size=1)
 
 
 CALLS_OF_CHECKPOINT = (
@@ -215,8 +235,8 @@ def test_a_command_prints_the_warning_as_a_sentence(tmp_path: Path) -> None:
     process = run_forked("zeroir", ["compile", "model.py", "--world-size", "1"], tmp_path)
     assert process.returncode == 0
     assert process.stderr == (
-        "Warning: The model's forward changes calls at every call, and the program does not: it computes what the "
-        "first call does.\n"
+        "Warning: The model's forward changes calls at every call, and the program does not; no computation depends on "
+        "it.\n"
     )
 
 

@@ -194,7 +194,7 @@ def test_only_the_loss_is_left_of_the_update(micro_steps: int) -> None:
     left = program.section_by_name[UPDATE].body
     assert [type(op) for op in left if not isinstance(op, ops.Wait)] == [
         ops.AllReduce,
-        *([ops.Fill] if micro_steps > 1 else []),
+        *([ops.Fill, ops.Fill] if micro_steps > 1 else []),
     ]
     if micro_steps > 1:
         before = applied(mlp(micro_steps=3, optimizer="momentum"), for_stage(3, 3))

@@ -7,7 +7,9 @@ import resource
 import sys
 from collections.abc import Callable
 from datetime import timedelta
+from operator import attrgetter
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,8 +18,13 @@ from torch import Tensor
 
 from tests.runtime.constructors import Mlp
 from tests.runtime.support import lowered, random_batches, require_parameters
+from tests.runtime.workers_cases import varied
 from tests.support.programs import mlp
+from zeroir.config import CompileOptions
 from zeroir.errors import UserError
+from zeroir.frontend import trace
+from zeroir.frontend.entry import load_model_file
+from zeroir.frontend.precision import Precision, compute_dtype
 from zeroir.memory.placement import places_to_run
 from zeroir.runtime import initial
 from zeroir.runtime.comm.job import Backend, PeerError
@@ -81,7 +88,6 @@ def values() -> None:
 
 def failing_state() -> None:
     """A state that fails on rank 0 after the first values ends all ranks, with the reason there."""
-    initial._BATCH_NUMEL = 1  # type: ignore[misc]
     state = of_rank_0()
     del state["post.weight"]
     module = Mlp(dim=DIM).to("meta")
@@ -91,7 +97,7 @@ def failing_state() -> None:
         if RANK == 0
         else (PeerError, "Rank 0 could not give the model's values")
     )
-    with pytest.raises(expected[0], match=expected[1]):
+    with patch.object(initial, "_BATCH_NUMEL", 1), pytest.raises(expected[0], match=expected[1]):
         engine.initialise(module, state=state.__getitem__)
     engine.close()
 
@@ -128,11 +134,44 @@ def gathered(backend: str) -> None:
             engine.close()
 
 
+def generate(name: str, precision: Precision) -> None:
+    """A model of Hugging Face generates in the block what an eager one with the same parameters does."""
+    source = load_model_file(f"tests/support/models/{name}.py")
+    options = CompileOptions(world_size=WORLD_SIZE, precision=precision, lr=0.05)
+    logical = trace(source, options)
+    for stage in (1, 3):
+        engine = Engine(lowered(logical, stage, WORLD_SIZE))
+        is_in_hand = stage == 3
+        torch.manual_seed(5)
+        engine.initialise(source.model() if is_in_hand else source.model, 5)
+        for step in range(2):
+            engine.step(varied(source.batch(), step, RANK))
+        eager = source.model().eval()
+        eager.load_state_dict(engine.full_parameters(), strict=False)
+        for parameter in eager.parameters():
+            parameter.data = parameter.data.to(compute_dtype(precision))
+        tokens = torch.arange(6).view(2, 3) + RANK
+        with engine.gathered() as lent, torch.no_grad():
+            assert type(lent) is type(eager)
+            lent.eval()
+            assert torch.equal(lent(tokens).logits, eager(tokens).logits)
+            generated = [
+                attrgetter("generate")(model)(
+                    tokens, max_new_tokens=8, min_new_tokens=8, do_sample=False, pad_token_id=0
+                )
+                for model in (lent, eager)
+            ]
+        assert generated[0].shape == (2, 11)
+        assert torch.equal(*generated)
+        engine.close()
+
+
 SCENARIOS: dict[str, Callable[..., None]] = {
     "peak": peak,
     "values": values,
     "failing-state": failing_state,
     "gathered": gathered,
+    "generate": generate,
 }
 
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from tests.runtime.constructors import Mlp
 from tests.runtime.support import (
+    COMPILING_SOURCES,
     Ranks,
     initial_flats,
     lowered,
@@ -200,6 +201,24 @@ def test_a_module_in_hand_is_lent_in_the_mode_that_the_user_left_it_in() -> None
             assert lent.get_submodule("blocks.0").training is is_training
 
 
+def test_loans_follow_the_engine_to_another_program() -> None:
+    """When it first accumulates; the self-check of the new program leaves the parameters alone."""
+    losses: list[list[float]] = []
+    for is_checked in (False, True):
+        engine = Engine(
+            lowered(mlp(), 3, 1),
+            self_check=is_checked,
+            accumulating=lambda: lowered(mlp(micro_steps=2), 3, 1),
+        )
+        torch.manual_seed(0)
+        engine.initialise(Mlp())
+        first, second = random_batches(1, 1, micro_steps=2)[0][0]
+        losses.append([engine.step(first).loss, engine.step([first, second]).loss])
+        with engine.gathered() as module:
+            require_parameters(module, "", engine.full_parameters(), torch.float32)
+    assert losses[0] == losses[1]
+
+
 @pytest.mark.dist
 @pytest.mark.parametrize(
     ("world_size", "backend"),
@@ -209,6 +228,23 @@ def test_modules_are_gathered_from_all_ranks(
     tmp_path: Path, world_size: int, backend: Backend
 ) -> None:
     require_success(Ranks(world_size, tmp_path, "gathered", backend, module=MODULE).wait())
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [
+        ("llama", "fp32"),
+        pytest.param("llama", "bf16", marks=pytest.mark.slow),
+        pytest.param("gpt2", "fp32", marks=pytest.mark.slow),
+        pytest.param("gpt2", "bf16", marks=pytest.mark.slow),
+    ],
+)
+def test_a_lent_model_of_hugging_face_generates(tmp_path: Path, name: str, precision: str) -> None:
+    ranks = Ranks(
+        2, tmp_path, "generate", name, precision, module=MODULE, sources=COMPILING_SOURCES
+    )
+    require_success(ranks.wait())
 
 
 @pytest.mark.parametrize("replicas", [None, 2])

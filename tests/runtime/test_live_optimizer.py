@@ -268,9 +268,9 @@ def test_what_did_not_change_is_not_written(engine: Engine) -> None:
         (
             "betas",
             0.9,
-            "betas of group default of engine.optimizer is 0.9, but should be two numbers.",
+            "betas of group default of engine.optimizer is 0.9, but should be 2 numbers.",
         ),
-        ("betas", (0.9, None), "but should be two numbers."),
+        ("betas", (0.9, None), "but should be 2 numbers."),
         ("eps", -1e-8, "eps of group default"),
         ("weight_decay", -0.1, "weight_decay of group default"),
     ],
@@ -315,13 +315,25 @@ def test_it_steps_with_the_engine_alone(engine: Engine) -> None:
     optimizer.zero_grad()
     with pytest.raises(UserError, match="takes no closure"):
         optimizer.step(lambda: 0.0)
-    with pytest.raises(UserError, match="nothing to update"):
+    with pytest.raises(UserError, match=r"needs at least one micro_step\(\) before it"):
         optimizer.step()
     with pytest.raises(UserError, match="takes no further groups"):
         optimizer.add_param_group({"params": [torch.zeros(1)]})
     optimizer.param_groups.append(dict(optimizer.param_groups[0]))
     with pytest.raises(UserError, match="has 2 groups, but the program was compiled with 1"):
         engine.step(a_batch())
+
+
+def test_a_step_of_the_optimizer_is_the_engines_update(engine: Engine) -> None:
+    scheduler = lr_scheduler.StepLR(engine.optimizer, step_size=1)
+    engine.micro_step(a_batch())
+    engine.optimizer.param_groups[0]["lr"] = 0.25
+    engine.optimizer.step()
+    scheduler.step()
+    assert engine.step_count == 1
+    assert engine.buffer("lr").tolist() == [0.25]
+    with pytest.raises(UserError, match="needs at least one micro_step"):
+        engine.optimizer.step()
 
 
 def test_hooks_and_schedulers_see_the_updates_of_the_engine(engine: Engine) -> None:

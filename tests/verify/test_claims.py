@@ -281,7 +281,7 @@ def test_the_header_is_the_logical_programs(old: str, new: str) -> None:
 
 
 def test_a_step_has_the_logical_programs_micro_steps() -> None:
-    case = Case(stage=0, micro_steps=2)
+    case = Case(stage=0, micro_steps=2, has_fixed_divisor=True)
     edits = (("micro_steps=2", "micro_steps=5"), ("divisor=6", "divisor=15"))
     assert codes(changed(case, *edits)) == {"Z406"}
 

@@ -114,6 +114,7 @@ def _compared(
     from zeroir.api.run import kernel_backend, load_model
     from zeroir.runtime.batch import inputs_of
     from zeroir.runtime.lockstep import Lockstep
+    from zeroir.runtime.scheduled import Scheduler
     from zeroir.runtime.seeds import site_seed
 
     compiled = compile_with(model, options)
@@ -128,12 +129,15 @@ def _compared(
             dtype=torch.int64,
         )
 
-    reference = EagerReplicas(source, options, seed=seed, seeds=seeds)
+    reference = EagerReplicas(source, options, seed=seed, seeds=seeds, steps=steps)
     backend = kernel_backend(kernels)
     lockstep = Lockstep(
         program, seed=seed, schedule_seed=seed, kernels=backend, weight=source.weight
     )
     lockstep.initialise(source.model, seed)
+    scheduler: Scheduler | None = None
+    if options.schedule is not None:
+        scheduler = Scheduler(options.schedule, lockstep.optimizer.param_groups, steps)
     streams = [
         _batches(source, rank, options.world_size, seed) for rank in range(options.world_size)
     ]
@@ -156,7 +160,11 @@ def _compared(
                 what = f"the evaluated loss of rank {rank}"
                 differences += _compare(step, what, loss, wanted_loss, tolerance)
         expected = reference.step(batches)
-        computed = [float(result.loss) for result in lockstep.step(batches)]
+        results = lockstep.step(batches)
+        if scheduler is not None:
+            skipped = results[0].is_skipped
+            scheduler.step(is_skipped=skipped is not None and bool(skipped > 0))
+        computed = [float(result.loss) for result in results]
         losses.append(tuple(computed))
         for rank, (loss, wanted_loss) in enumerate(zip(computed, expected, strict=True)):
             differences += _compare(step, f"the loss of rank {rank}", loss, wanted_loss, tolerance)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +15,7 @@ from zeroir.artifact import Artifact, ConfigRecord
 from zeroir.config import CompileOptions, options_from_pairs
 from zeroir.errors import InternalError, UserError
 from zeroir.ir.amounts import parse_bytes
-from zeroir.ir.program import EVALUATE, Program, why_not_evaluate
+from zeroir.ir.program import EVALUATE, MICRO_STEP, Program, why_not_evaluate
 from zeroir.ir.text import print_program, print_section
 from zeroir.report.names import counted, shortened
 from zeroir.report.summary import Summary, summarise
@@ -59,6 +60,11 @@ class CompiledProgram:
         return options_from_pairs(self.program.options)
 
     @property
+    def config(self) -> ConfigRecord | None:
+        """The configuration file that options came from, with notes on keys without meaning; None without one."""
+        return self.artifact.config
+
+    @property
     def units(self) -> tuple[str, ...]:
         """The units in the order of their first use."""
         return tuple(dict.fromkeys(flat.unit for flat in self.program.flats))
@@ -85,9 +91,10 @@ class CompiledProgram:
         )
 
     def __str__(self) -> str:
+        from zeroir.report.config import config_text
         from zeroir.report.render import render_text
 
-        return render_text(self.summary(), self.program)
+        return config_text(self.artifact) + render_text(self.summary(), self.program)
 
     def save(self, path: str | Path) -> None:
         """Write the program to a ``.zir`` file; a failure leaves no partial file.
@@ -105,6 +112,25 @@ class CompiledProgram:
         """
         options = self.options.for_world_size(world_size)
         compiled = _with_proof(self.artifact, _lower(self.logical, options), self.path)
+        return replace(compiled, source=self.source)
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether its steps take any number of batches."""
+        return MICRO_STEP in self.program.section_by_name
+
+    def for_accumulation(self, micro_steps: int) -> CompiledProgram:
+        """A program for steps of one batch lowered again, from its logical program, for steps of any number.
+
+        ``micro_steps``, at least 2, is the number that ``zeroir run`` takes unless told otherwise.
+        """
+        from zeroir.frontend.accumulate import accumulate
+        from zeroir.workspace.segments import declared
+
+        options = self.options.for_micro_steps(micro_steps)
+        logical = declared(replace(accumulate(self.logical), options=options.to_pairs()))
+        artifact = replace(self.artifact, logical=logical)
+        compiled = _with_proof(artifact, _lower(logical, options), self.path)
         return replace(compiled, source=self.source)
 
     def after_pass(self, number: int) -> CompiledProgram:
@@ -152,6 +178,7 @@ class CompiledProgram:
         self_check: bool = True,
         state: StateSource | None = None,
         keep_module: bool = False,
+        weight: WeightFunction | None = None,
     ) -> Engine:
         """An engine for this process, its parameters initialised from the module in hand or the model file.
 
@@ -162,6 +189,8 @@ class CompiledProgram:
         as they move to the engine, the module's tensors become meta tensors on all ranks, so that no rank holds them
         twice. With ``keep_module`` they stay. ``state``, a mapping or a function from names to tensors, gives the
         parameters and persistent buffers that it has their values: with it, the module may be on the meta device.
+
+        ``weight`` gives the weights of batches where the program takes them and was compiled elsewhere, from a module.
 
         ``kernels`` selects the kernels of segments: ``eager`` runs torch's
         operators one by one, ``inductor`` compiles each distinct segment once and keeps it on disk. With
@@ -177,6 +206,8 @@ class CompiledProgram:
         from zeroir.runtime import rendezvous
 
         source = source_for_engine(self, model, allow_model_change=allow_model_change)
+        if weight is not None:
+            source = replace(source, weight=weight)
         job_rank = rendezvous.join_job()
         compiled, _ = fitted(self, job_rank.world_size)
         return open_engine(
@@ -207,14 +238,22 @@ def compile_model(
     what the module's forward returns, or ``loss(module, batch)``, which returns it or a pair of it and outputs.
     ``weight`` gives the weight of a batch. ``config`` is DeepSpeed's configuration, as its file or its contents, or a
     TOML file of options. The other keywords are ``CompileOptions``' fields, and win over the configuration.
+    ``optimizer`` may also be a class of ``torch.optim``, or an instance of one over the parameters of a module in hand,
+    whose groups the program takes over.
 
     A module in hand stays as it is; its values enter when an engine is made.
 
     Raises:
         UserError: if the file, the module, the batch or an option is wrong.
     """
-    source = _source_of(model, batch, loss, weight)
-    resolved = resolve_options(config, options, lambda: source, giver="argument")
+    source = given_source(model, batch, loss, weight)
+    given: Mapping[str, object] = options
+    if not isinstance(options.get("optimizer", ""), str):
+        from zeroir.api.torch_optimizers import translated
+
+        translation = translated(options["optimizer"], model, options)
+        source, given = translation.source(source), translation.options
+    resolved = resolve_options(config, given, lambda: source, giver="argument")
     return compile_source(source, resolved.options, resolved.record)
 
 
@@ -279,10 +318,14 @@ def file_source(model: str | Path) -> ModelSource:
         return entry.load_model_file(str(model))
 
 
-def _source_of(
+def given_source(
     model: Model, batch: Batch, loss: LossFunction | None, weight: WeightFunction | None
 ) -> ModelSource:
-    """The source that the arguments of ``compile_model`` describe."""
+    """The source that the arguments of ``compile_model`` or ``plan`` describe.
+
+    Raises:
+        UserError: where they are wrong, or the model file cannot be executed.
+    """
     if isinstance(model, str | Path):
         given = {"batch": batch, "loss": loss, "weight": weight}
         for name, value in given.items():
@@ -293,12 +336,12 @@ def _source_of(
         return file_source(model)
     if not callable(model):
         raise UserError(
-            "zeroir.compile takes the path of a model file, a torch.nn.Module or a function that makes one, not "
+            "The model must be the path of a model file, a torch.nn.Module or a function that makes one, not "
             f"{type(model).__name__}."
         )
     if batch is None:
         raise UserError(
-            "zeroir.compile needs an example batch of one rank to trace a module with: pass it after the module."
+            "A module is traced with an example batch of one rank, and none is given: pass it as batch=."
         )
     from zeroir.frontend.in_hand import source_of
 

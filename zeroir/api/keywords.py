@@ -7,7 +7,7 @@ keyword accepts more than the field where a plain string or a list will do, too.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal, TypedDict
+from typing import Literal, Protocol, TypedDict
 
 from zeroir.config import Precision
 from zeroir.cost.estimate import Offload, Optimizer
@@ -15,6 +15,18 @@ from zeroir.hyper_parameters import AdjustLr
 from zeroir.ir.ops import Algorithm
 
 OptimizerName = Literal["sgd", "momentum", "adam", "adamw", "lion", "muon", "adafactor"]
+
+
+class TorchOptimizer(Protocol):
+    """An optimizer of ``torch.optim``."""
+
+    param_groups: list[dict[str, object]]
+
+    def step(self) -> object:
+        """Update the parameters."""
+
+    def zero_grad(self) -> None:
+        """Forget the gradients."""
 
 
 class CompileKeywords(TypedDict, total=False):
@@ -25,11 +37,14 @@ class CompileKeywords(TypedDict, total=False):
     world_size: int
     precision: Precision
     micro_steps: int
+    accumulate_locally: bool
     units: str | None
     keep_fp32: str | Sequence[str]
     evaluate: bool
     outputs: str | Sequence[str]
-    optimizer: Algorithm | OptimizerName
+    optimizer: (
+        Algorithm | OptimizerName | type[TorchOptimizer] | TorchOptimizer | Sequence[TorchOptimizer]
+    )
     lr: float
     schedule: str | None
     momentum: float | None
@@ -62,9 +77,12 @@ class CompileKeywords(TypedDict, total=False):
     overlap_update: bool
     memory_budget: str | None
     elide: bool
+    loss_scale: float | None
     initial_loss_scale: float
     loss_scale_window: int
+    loss_scale_factor: float
     loss_scale_hysteresis: int
+    loss_scale_consecutive_hysteresis: bool
     minimum_loss_scale: float
 
 

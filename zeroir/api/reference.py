@@ -24,6 +24,7 @@ from zeroir.frontend.results import evaluated, loss_of
 from zeroir.frontend.source import ModelSource
 from zeroir.ir.layout import Parameter
 from zeroir.ir.ops import Algorithm
+from zeroir.runtime.scheduled import Scheduler
 from zeroir.runtime.weights import weight_of
 from zeroir.torch_ops import neutral_ops
 from zeroir.torch_ops.batches import Batch
@@ -34,10 +35,10 @@ Seeds = Callable[[int, int, int], Tensor]
 
 
 class EagerReplicas:
-    """The reference. ``sites`` is the number of dropout calls in one forward."""
+    """The reference. ``sites`` is the number of dropout calls in one forward; ``steps`` is for schedules."""
 
     def __init__(
-        self, source: ModelSource, options: CompileOptions, *, seed: int, seeds: Seeds
+        self, source: ModelSource, options: CompileOptions, *, seed: int, seeds: Seeds, steps: int
     ) -> None:
         # The user's code makes each replica: a copy of one would lose hooks and other bindings to its tensors.
         self.replicas = [_replica(source, seed) for _ in range(options.world_size)]
@@ -45,6 +46,7 @@ class EagerReplicas:
         self._source = source
         self._options = options
         self._seeds = seeds
+        self._steps = steps
         mesh = options.device_mesh
         self._groups = mesh.groups(mesh.axes[-1].name)
         self._step = 0
@@ -71,6 +73,7 @@ class EagerReplicas:
                     parameter.data = self._master(name)
         self._parameters: dict[str, nn.Parameter] = {}
         self._optimizers: list[torch.optim.Optimizer | Lion] = []
+        self._scheduler: Scheduler | None = None
 
     def step(self, batches: Sequence[Sequence[Batch]]) -> list[float]:
         """One training step; ``batches[rank][micro_step]``. Returns each rank's loss, its mean over micro-steps."""
@@ -185,6 +188,9 @@ class EagerReplicas:
             self._parameters = {name: nn.Parameter(self.masters[name]) for name in gradients}
             groups = parameter_groups(self._named_shapes(), self._options)
             self._optimizers = _make_optimizers(groups, self._parameters, self._shapes)
+            if self._options.schedule is not None:
+                settings = [group for each in self._optimizers for group in each.param_groups]
+                self._scheduler = Scheduler(self._options.schedule, settings, self._steps)
         is_finite = all(bool(gradient.isfinite().all()) for gradient in gradients.values())
         scale = self._scale
         if self._options.precision == "fp16":
@@ -204,6 +210,8 @@ class EagerReplicas:
             parameter.grad = _padded(gradient) if is_padded else gradient
         for optimizer in self._optimizers:
             optimizer.step()
+        if self._scheduler is not None:
+            self._scheduler.step()
         if self._options.ema is not None:
             decay = self._options.ema
             for name in self._parameters:
@@ -228,7 +236,7 @@ class EagerReplicas:
         options = self._options
         if not is_overflow:
             self._good_steps += 1
-            if options.consecutive_hysteresis:
+            if options.loss_scale_consecutive_hysteresis:
                 self._hysteresis = options.loss_scale_hysteresis
             if self._good_steps >= options.loss_scale_window:
                 self._scale *= options.loss_scale_factor

@@ -46,8 +46,11 @@ def run_program(
     kernels: str,
     cuda_graphs: bool,
     self_check: bool,
+    micro_steps: int | None = None,
 ) -> None:
     """Train for ``steps`` steps as the rank that torchrun made this process, or alone without torchrun.
+
+    Each step takes ``micro_steps`` batches, by default as many as the program was compiled with.
 
     Rank 0 prints, and writes the recorded timeline of the last step to ``trace``. In a job of several ranks, a rank
     that fails prints why and ends its process at once, because its threads may be blocked in a collective with a
@@ -64,6 +67,8 @@ def run_program(
         with joined_job() as job_rank:
             compiled = _fit_and_report(compiled, job_rank)
             evaluations = _evaluations(compiled, source, job_rank, seed, eval_every)
+            if micro_steps is not None and micro_steps > 1 and not compiled.accumulates:
+                compiled = compiled.for_accumulation(micro_steps)
             with warnings_as_sentences():
                 engine = open_engine(
                     compiled,
@@ -79,7 +84,16 @@ def run_program(
             batches = open_batches(source, job_rank, seed)
             if trace is not None:
                 engine.record(steps)
-            _train(engine, batches, evaluations, job_rank.rank, steps, log_every, as_json=as_json)
+            _train(
+                engine,
+                batches,
+                evaluations,
+                job_rank.rank,
+                steps,
+                log_every,
+                as_json=as_json,
+                micro_steps=micro_steps,
+            )
             if trace is not None:
                 _write_trace(trace, engine)
             engine.close()
@@ -117,6 +131,7 @@ def _train(
     log_every: int,
     *,
     as_json: bool,
+    micro_steps: int | None,
 ) -> None:
     from zeroir.runtime import progress, train
 
@@ -133,6 +148,7 @@ def _train(
                 steps=steps,
                 report=report,
                 log_every=log_every,
+                micro_steps=micro_steps,
                 evaluations=evaluations,
             )
     except BrokenPipeError:
@@ -330,8 +346,17 @@ def open_engine(
     keep_module: bool = False,
 ) -> Engine:
     """An initialised engine for this process's rank of the job; see ``Engine.initialise``."""
+    from zeroir.frontend.meta_copy import deep_copy
     from zeroir.frontend.precision import apply_precision
     from zeroir.runtime.engine import Engine
+
+    def accumulating() -> Program:
+        if job_rank.rank == 0:
+            say(
+                "The program was compiled for steps of one batch: it is lowered again for steps of any number. With "
+                "--micro-steps 2 it is so from the start."
+            )
+        return compiled.for_accumulation(2).program
 
     engine = Engine(
         compiled.program,
@@ -341,6 +366,7 @@ def open_engine(
         cuda_graphs=cuda_graphs,
         self_check=self_check,
         weight=source.weight,
+        accumulating=None if compiled.accumulates else accumulating,
     )
     options = compiled.options
     engine.initialise(
@@ -348,6 +374,7 @@ def open_engine(
         seed,
         state=state,
         keep_module=keep_module,
+        deep_copy=deep_copy,
         adapt=partial(apply_precision, precision=options.precision, keep_fp32=options.keep_fp32),
     )
     return engine

@@ -78,6 +78,7 @@ def show(
     Example: zeroir show gpt.zir --section last_micro_step --unit blocks.0
     """
     from zeroir.api import load_program
+    from zeroir.report.config import config_json, render_config
     from zeroir.report.render import render_schedule, render_summary, schedule_json
 
     compiled = load_program(program)
@@ -96,10 +97,13 @@ def show(
         sys.stdout.write(compiled.text(section=section))
     elif as_json:
         rows = schedule_json(compiled.program, section=section, unit=unit)
-        print_json({**compiled.summary(), "schedule": rows})
+        facts = {**config_json(compiled.artifact), **compiled.summary()}
+        print_json({**facts, "schedule": rows})
     else:
         if after_pass is not None:
             print_pass(compiled)
+        if compiled.artifact.config is not None:
+            out.print(render_config(compiled.artifact.config, compiled.program))
         out.print(render_summary(compiled.summary()))
         out.print(render_schedule(compiled.program, section=section, unit=unit, is_unfolded=unfold))
     return 0
@@ -233,6 +237,13 @@ def run(
     *,
     steps: Annotated[int, Parameter(validator=AtLeastOne, help="Training steps.")] = 100,
     nproc: Ranks = None,
+    micro_steps: Annotated[
+        int | None,
+        Parameter(
+            validator=AtLeastOne,
+            help="Batches of a step. [default: as many as the program was compiled with]",
+        ),
+    ] = None,
     seed: Seed = 0,
     log_every: Annotated[
         int, Parameter(validator=AtLeastOne, help="Number of steps between two printed losses.")
@@ -289,6 +300,7 @@ def run(
         arguments = ["run", str(program)]
         arguments += [text for name, value in numbers.items() for text in (name, str(value))]
         arguments += [] if eval_every is None else ["--eval-every", str(eval_every)]
+        arguments += [] if micro_steps is None else ["--micro-steps", str(micro_steps)]
         arguments += [] if model is None else ["--model", model]
         arguments += [] if trace is None else ["--trace", str(trace)]
         arguments += ["--kernels", kernels]
@@ -296,6 +308,7 @@ def run(
     run_program(
         program,
         steps=steps,
+        micro_steps=micro_steps,
         seed=seed,
         log_every=log_every,
         eval_every=eval_every,

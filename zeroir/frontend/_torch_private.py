@@ -36,6 +36,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.nn.modules import module as nn_module
 from torch.nn.utils import stateless
 
 from zeroir.frontend.storage_views import rewrite_storage_views
@@ -200,9 +201,47 @@ def tensors_replaced(
     return stateless._reparametrize_module(module, dict(tensors))
 
 
+HOOKS_OF_MODULES = (
+    "_forward_pre_hooks",
+    "_forward_hooks",
+    "_backward_pre_hooks",
+    "_backward_hooks",
+)
+"""The attributes of a module that hold its hooks: dicts from handles to functions."""
+
+
+def has_partial_backward_hooks(module: nn.Module) -> bool:
+    """Whether the user's code called the deprecated ``register_backward_hook`` of this module."""
+    return bool(module._backward_hooks) and module._is_full_backward_hook is False
+
+
+def global_hooks() -> tuple[Callable[..., object], ...]:
+    """The hooks that the user's code registered for all modules of the process."""
+    hooks = (
+        nn_module._global_forward_pre_hooks,
+        nn_module._global_forward_hooks,
+        nn_module._global_backward_pre_hooks,
+        nn_module._global_backward_hooks,
+    )
+    return tuple(hook for by_handle in hooks for hook in by_handle.values())
+
+
+def storage_address(tensor: Tensor) -> int:
+    """The address of a tensor's storage, which tells storages apart that exist at the same time, on meta too."""
+    address: int = tensor.untyped_storage()._cdata
+    return address
+
+
 def gradient_hooks(tensor: Tensor) -> tuple[GradientHook, ...]:
     """The hooks that the user's code registered with ``register_hook``, in order."""
     return tuple((tensor._backward_hooks or {}).values())
+
+
+def copy_gradient_hooks(source: Tensor, target: Tensor) -> None:
+    """Register the hooks of one tensor on another one."""
+    register: Callable[[GradientHook], object] = target.register_hook
+    for hook in gradient_hooks(source):
+        register(hook)
 
 
 def has_accumulation_hooks(tensor: Tensor) -> bool:

@@ -44,10 +44,15 @@ from zeroir.frontend.module_tensors import (
     tensor_info,
 )
 from zeroir.frontend.precision import Precision, apply_precision, compute_dtype
-from zeroir.frontend.python_state import PythonState
+from zeroir.frontend.python_state import PythonState, UsersCode
 from zeroir.frontend.read_graph import read_graph, without_dead_nodes
 from zeroir.frontend.results import UnknownOutputError
-from zeroir.frontend.shared_memory import overlapping_tensors, require_apart
+from zeroir.frontend.shared_memory import (
+    note_on_ties,
+    overlapping_tensors,
+    require_apart,
+    tie_equal_tensors,
+)
 from zeroir.frontend.source import (
     ModelSource,
     capitalised,
@@ -55,6 +60,7 @@ from zeroir.frontend.source import (
     require_same_parameters,
 )
 from zeroir.frontend.state_check import note_on_state
+from zeroir.frontend.unsupported import require_supported
 from zeroir.ir.limits import LONGEST_NAME, obeyed_character
 from zeroir.ir.program import ConstantBinding
 from zeroir.torch_ops.batches import Batch, BatchLeaves, flatten
@@ -130,6 +136,7 @@ def capture(
     folder = source.folder
     with noting_autocasts(autocasts, lambda: line_of_caller(folder)):
         model = _built(source)
+        ties = tie_equal_tensors(model)
         hooks = ParameterHooks(model)
         register_plain_tensors(model)
         overlapping = overlapping_tensors(model)
@@ -137,7 +144,9 @@ def capture(
         mode = fake_mode()
         parameters, buffers = become_fake(model, mode)
         shapes = parameter_shapes(model)
-        state = PythonState.of(model, source.modules)
+        functions = (source.loss, source.weight, *hooks.functions)
+        code = UsersCode(modules=source.modules, functions=functions)
+        state = PythonState.of(model, code)
         step = LossStep(model, source, example, compute_dtype(precision), hooks, state)
         with mode:
             inputs = [torch.empty(x.shape, dtype=x.dtype) for x in tensors.values()]
@@ -150,12 +159,13 @@ def capture(
         require_same_parameters(model, shapes, f"forward of {names.model}", names.maker)
         # These are of the first forward, and checking the state runs another one.
         checkpoints, sites = tuple(step.tracker.checkpoints), step.sites
-        notes = [note_on_autocasts(autocasts), hooks.note()]
-        notes.append(
-            note_on_state(
-                joint, model, mode, step, source.modules, lambda: joint_graph_of_a_step()[0]
-            )
-        )
+        notes = [
+            _note_on_eval_mode(source, model),
+            note_on_ties(ties),
+            note_on_autocasts(autocasts),
+            hooks.note(),
+        ]
+        notes.append(note_on_state(joint, model, mode, step, lambda: joint_graph_of_a_step()[0]))
         evaluation: CapturedEvaluation | None = None
         if evaluate:
             evaluation, why_not = _evaluation(step, outputs, joint_graph_of_a_step)
@@ -255,32 +265,17 @@ def _built(source: ModelSource) -> nn.Module:
             model = source.build()
     except UserError:
         model = source.build()
-    _check_trainable(model, capitalised(source.names.maker))
-    return model
+    return require_supported(model, source.names)
 
 
-def _check_trainable(model: object, maker: str) -> None:
-    """UserError where the object that the user's function returned is not a module that can be traced and trained."""
-    if not isinstance(model, nn.Module):
-        raise UserError(
-            f"{maker} returned {type(model).__name__}; it must return a torch.nn.Module."
-        )
-    for name, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            raise UserError(
-                f"{maker} returned a model with TorchScript in it ({name or 'the whole'}), which cannot be traced; "
-                "use the Python module that was compiled to it."
-            )
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, nn.UninitializedParameter):
-            raise UserError(
-                f"The parameter {name} of the model has no shape yet; use a module with given sizes instead of a "
-                "lazy one."
-            )
-    if not any(p.requires_grad and p.numel() for p in model.parameters()):
-        raise UserError(
-            f"{maker} returned a model without a trainable parameter: none of its parameters requires a gradient."
-        )
+def _note_on_eval_mode(source: ModelSource, model: nn.Module) -> str | None:
+    """A sentence on a model that is wholly in evaluation mode, as Hugging Face's from_pretrained returns it."""
+    if any(module.training for module in model.modules()):
+        return None
+    return (
+        f"{capitalised(source.names.model)} is in evaluation mode, and so is the program: dropout is off, and running "
+        "statistics stay as they are; call its train() before compiling unless this is meant."
+    )
 
 
 def _checked_leaves(example: Batch, name: str) -> BatchLeaves:

@@ -7,11 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from zeroir.errors import UserError
-from zeroir.frontend._torch_private import (
-    GradientHook,
-    gradient_hooks,
-    has_accumulation_hooks,
-)
+from zeroir.frontend._torch_private import GradientHook, gradient_hooks
 
 
 class ParameterHooks:
@@ -29,8 +25,13 @@ class ParameterHooks:
             names.setdefault(id(parameter), []).append(name)
         for name, parameter in model.named_parameters():
             hooks = gradient_hooks(parameter)
-            _require_traceable(names[id(parameter)], parameter, hooks)
+            _require_traceable(names[id(parameter)], hooks)
             self._hooks += [(name, hook) for hook in hooks]
+
+    @property
+    def functions(self) -> tuple[GradientHook, ...]:
+        """The hooks, each once for every parameter that it was registered on."""
+        return tuple(hook for _, hook in self._hooks)
 
     def attach(self, model: nn.Module) -> None:
         """Register the hooks on the tensors that the model has now as its parameters."""
@@ -59,15 +60,8 @@ class ParameterHooks:
         return call
 
 
-def _require_traceable(
-    names: Sequence[str], parameter: Tensor, hooks: Sequence[GradientHook]
-) -> None:
+def _require_traceable(names: Sequence[str], hooks: Sequence[GradientHook]) -> None:
     name, *aliases = names
-    if has_accumulation_hooks(parameter):
-        raise UserError(
-            f"The parameter {name} of the model has a hook of register_post_accumulate_grad_hook, which a program "
-            "cannot call, because it shards gradients as soon as they are complete; remove it, or use register_hook."
-        )
     if hooks and aliases:
         raise UserError(
             f"The parameter {name} of the model has a hook of register_hook and is {aliases[0]} as well; a program "

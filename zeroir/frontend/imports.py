@@ -65,6 +65,12 @@ def hashes_of_modules(names: set[str]) -> dict[str, str]:
     return hashes
 
 
+def is_known_package(module: str | None) -> bool:
+    """Whether the name of a Python module is that of one of Python's own, of torch's or of zeroir's."""
+    package = (module or "").partition(".")[0]
+    return package in _LIBRARIES or package in sys.stdlib_module_names
+
+
 def is_in_a_library(file: Path) -> bool:
     """Whether a file is a part of Python or installed."""
     path = file.resolve()

@@ -6,18 +6,16 @@ it is and no memory is taken.
 
 from __future__ import annotations
 
-import copy
-import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import FunctionType, ModuleType
 
-import torch
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch import nn
 
 from zeroir.errors import UserError, ZeroirError
-from zeroir.frontend.imports import is_in_a_library
+from zeroir.frontend.imports import is_in_a_library, is_known_package
+from zeroir.frontend.meta_copy import meta_copy
 from zeroir.frontend.source import (
     LossFunction,
     ModelSource,
@@ -26,6 +24,7 @@ from zeroir.frontend.source import (
     explain,
     line_in_users_code,
 )
+from zeroir.frontend.unsupported import require_supported
 from zeroir.torch_ops.batches import Batch
 from zeroir.torch_ops.devices import one_device
 
@@ -40,10 +39,11 @@ def source_of(
     if isinstance(model, nn.Module):
         module = _uncompiled(model)
         name = f"the module {type(module).__name__}"
-        code = _files([loss, *map(type, module.modules())])
+        names = SourceNames(model=name, maker=name, batch=_BATCH, loss=_loss_name(loss))
+        code = _user_modules([loss, *map(type, module.modules())])
         return _source(
-            SourceNames(model=name, maker=name, batch=_BATCH, loss=_loss_name(loss)),
-            lambda: meta_copy(module),
+            names,
+            lambda: meta_copy(require_supported(module, names)),
             lambda: module,
             code,
             batch,
@@ -53,7 +53,7 @@ def source_of(
         )
     factory = model
     name = f"{_function_name(factory)}()"
-    code = _files([factory, loss])
+    code = _user_modules([factory, loss])
 
     def make() -> nn.Module:
         try:
@@ -79,62 +79,6 @@ def source_of(
 _BATCH = "the example batch"
 
 
-def meta_copy(module: nn.Module) -> nn.Module:
-    """A copy of a module whose tensors are on the meta device; parameters that are tied stay tied.
-
-    Raises:
-        UserError: where an object in the module cannot be copied.
-    """
-    # Parameters are copied by a method of their own, which would copy their values.
-    memo: dict[int, object] = {id(p): _meta_parameter(p) for p in module.parameters()}
-    try:
-        with _MetaCopies():
-            return copy.deepcopy(module, memo)
-    except Exception as error:  # noqa: BLE001 - any error of the objects in the module
-        raise UserError(
-            explain(
-                error,
-                None,
-                f"The module {type(module).__name__} cannot be copied, which zeroir does to trace it; pass a function "
-                "that makes the module instead. The copy failed",
-            )
-        ) from None
-
-
-class _MetaCopies(TorchFunctionMode):
-    """Makes deep copies of tensors on the meta device."""
-
-    def __torch_function__(
-        self,
-        func: Callable[..., object],
-        types: Iterable[type],
-        args: tuple[object, ...] = (),
-        kwargs: Mapping[str, object] | None = None,
-    ) -> object:
-        if func is not Tensor.__deepcopy__:
-            return func(*args, **(kwargs or {}))
-        tensor, memo = args
-        assert isinstance(tensor, Tensor)
-        assert isinstance(memo, dict)
-        if id(tensor) not in memo:
-            memo[id(tensor)] = _meta_tensor(tensor)
-        return memo[id(tensor)]
-
-
-def _meta_parameter(parameter: nn.Parameter) -> nn.Parameter:
-    return nn.Parameter(
-        torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad
-    )
-
-
-def _meta_tensor(tensor: Tensor) -> Tensor:
-    twin = torch.empty_like(tensor, device="meta")
-    if tensor.grad_fn is None:
-        return twin.requires_grad_(tensor.requires_grad)
-    # It was computed from parameters, which the tracer must see.
-    return twin.requires_grad_().clone()
-
-
 def _uncompiled(module: nn.Module) -> nn.Module:
     """The module that torch.compile wrapped; a program is compiled from its own code."""
     original = getattr(module, "_orig_mod", None)
@@ -145,7 +89,7 @@ def _source(
     names: SourceNames,
     build: Callable[[], nn.Module],
     model: Callable[[], nn.Module],
-    code: list[Path],
+    code: tuple[str, ...],
     batch: Batch,
     loss: LossFunction | None,
     weight: WeightFunction | None,
@@ -154,13 +98,13 @@ def _source(
 ) -> ModelSource:
     return ModelSource(
         names=names,
-        folder=code[0].parent if code else Path.cwd(),
+        folder=next((file.parent for name in code if (file := _file_of(name))), Path.cwd()),
         build=build,
         model=model,
         batch=lambda: batch,
         loss=loss,
         weight=weight,
-        modules=_modules_of(code),
+        modules=code,
         is_in_hand=is_in_hand,
     )
 
@@ -174,26 +118,33 @@ def _function_name(function: object) -> str:
     return str(name) if name is not None else type(function).__name__
 
 
-def _files(objects: Iterable[object]) -> list[Path]:
-    """The user's files that define these classes and functions, in their order."""
-    files: dict[Path, None] = {}
-    for item in objects:
-        if item is None:
-            continue
-        try:
-            file = inspect.getsourcefile(inspect.unwrap(item))  # type: ignore[arg-type]
-        except TypeError:
-            continue
-        if file is not None and not is_in_a_library(Path(file)):
-            files[Path(file)] = None
-    return list(files)
+def _user_modules(objects: Iterable[object]) -> tuple[str, ...]:
+    """The user's Python modules that define these classes and functions, and those whose objects they import."""
+    names = dict.fromkeys(name for item in objects if (name := _users_module_of(item)) is not None)
+    waiting = list(names)
+    while waiting:
+        for value in list(vars(sys.modules[waiting.pop()]).values()):
+            name = _users_module_of(value)
+            if name is not None and name not in names:
+                names[name] = None
+                waiting.append(name)
+    return tuple(names)
 
 
-def _modules_of(files: Iterable[Path]) -> tuple[str, ...]:
-    """The names of the Python modules that were loaded from these files."""
-    wanted = {file.resolve() for file in files}
-    return tuple(
-        name
-        for name, module in list(sys.modules.items())
-        if (file := getattr(module, "__file__", None)) and Path(file).resolve() in wanted
-    )
+def _users_module_of(value: object) -> str | None:
+    """The name of the Python module that an object is or that defines it; None where that is not the user's."""
+    if not isinstance(value, ModuleType | FunctionType | type):
+        return None
+    name = value.__name__ if isinstance(value, ModuleType) else value.__module__
+    module = sys.modules.get(name)
+    if module is None or is_known_package(name):
+        return None
+    file = _file_of(name)
+    # A notebook has no file.
+    is_users = name == "__main__" if file is None else not is_in_a_library(file)
+    return name if is_users else None
+
+
+def _file_of(module: str) -> Path | None:
+    file = getattr(sys.modules[module], "__file__", None)
+    return None if file is None else Path(file)

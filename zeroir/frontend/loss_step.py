@@ -83,7 +83,7 @@ class LossStep(nn.Module):
         training.restore()
         try:
             self.model.eval()
-            self.state = PythonState.of(self.model, self._source.modules)
+            self.state = PythonState.of(self.model, training.code)
             self._is_evaluating, self._outputs = True, tuple(outputs)
             yield
         finally:

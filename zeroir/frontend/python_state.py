@@ -1,21 +1,35 @@
 """The Python state of a model: everything beside parameters and buffers that one forward can leave to the next.
 
 A program is captured from one forward. The Python state is held in the attributes of modules and of their classes, in
-the objects of these attributes, in the globals of the user's files, and in the random generators of Python and NumPy.
+the objects of these attributes, in the variables that hooks and other functions of the user share with the code around
+them, in the globals of the user's files, and in the random generators of Python and NumPy.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 import random
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Set
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
-from types import BuiltinFunctionType, FunctionType, ModuleType
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    CodeType,
+    FunctionType,
+    MethodType,
+    ModuleType,
+)
 
 import torch
 from torch import Tensor, nn
+
+from zeroir.frontend._torch_private import HOOKS_OF_MODULES
+from zeroir.frontend.imports import is_known_package
 
 Namespace = MutableMapping[str, object]
 Leaf = tuple[object, ...]
@@ -25,33 +39,50 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 _LASTING = (nn.Module, type, FunctionType, BuiltinFunctionType, ModuleType)
 """These are compared by identity, not by contents. Other objects may be created anew at every forward."""
 
+_MOST_ITEMS = 10_000
+"""Larger containers hold data: they are compared by their length, and are not put back."""
+
 _RANDOM = "the state of Python's random"
 _NUMPY_RANDOM = "the state of numpy.random"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UsersCode:
+    """The user's code beside the model's classes: Python modules by name, and functions that a step calls."""
+
+    modules: tuple[str, ...]
+    functions: tuple[object, ...]
 
 
 @dataclass(slots=True)
 class PythonState:
     """The state at one moment. ``leaves`` are comparable values by the names that messages use."""
 
+    code: UsersCode
     leaves: dict[str, Leaf] = field(default_factory=dict)
     _restores: list[Callable[[], None]] = field(default_factory=list)
     # Alive for as long as the state, so that no two of them share an id.
     _seen: dict[int, object] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, model: nn.Module, modules: Iterable[str] = ()) -> PythonState:
-        """The state of a model and of the Python modules of these names."""
-        state = cls()
+    def of(cls, model: nn.Module, code: UsersCode) -> PythonState:
+        """The state of a module and of the user's other code."""
+        state = cls(code)
         for name, module in model.named_modules():
             state._namespace(vars(module), f"{name}." if name else "", _OF_TORCH)
+            for hooks in HOOKS_OF_MODULES:
+                for hook in vars(module).get(hooks, {}).values():
+                    state._callable(hook)
+        for function in code.functions:
+            state._callable(function)
         for kind in dict.fromkeys(kind for m in model.modules() for kind in type(m).__mro__):
             if not _is_pythons_or_torchs(kind):
                 state._namespace(_ClassAttributes(kind), f"{kind.__name__}.", frozenset())
-        for name in modules:
+        for name in code.modules:
             if name in sys.modules:
-                module_globals = vars(sys.modules[name])
-                file = Path(str(module_globals.get("__file__", name))).name
-                state._namespace(module_globals, f"{file}:", frozenset())
+                module = sys.modules[name]
+                file = Path(str(vars(module).get("__file__", name))).name
+                state._namespace(vars(module), f"{file}:", _unmentioned(module))
         state._random_generators()
         return state
 
@@ -79,8 +110,8 @@ class PythonState:
             self.leaves[_NUMPY_RANDOM] = (state[0], state[1].tobytes(), *state[2:])
             self._restores.append(lambda: numpy.random.set_state(state))
 
-    def _namespace(self, values: Namespace, prefix: str, without: frozenset[str]) -> None:
-        """Attributes of a module, or globals; dunder names are Python's own."""
+    def _namespace(self, values: Namespace, prefix: str, without: Set[str]) -> None:
+        """Attributes of a module, or variables; dunder names are Python's own."""
         saved = {
             name: value
             for name, value in values.items()
@@ -92,12 +123,43 @@ class PythonState:
                 if name not in without and not name.startswith("__") and name not in saved:
                     del values[name]
             for name, value in saved.items():
-                if not _is_same(values.get(name), value):
+                if name not in values or not _is_same(values[name], value):
                     values[name] = value
 
         self._restores.append(restore)
         for name, value in saved.items():
             self._add(prefix + name, value)
+
+    def _callable(self, function: object) -> None:
+        """The state behind a hook or another function of the user: of its object, or of its closure."""
+        match function:
+            case functools.partial():
+                for value in (function.func, *function.args, *function.keywords.values()):
+                    self._callable(value)
+            case MethodType():
+                self._callable(function.__func__)
+                self._callable(function.__self__)
+            case FunctionType():
+                self._closure(inspect.unwrap(function))
+            case nn.Module() | type() | None:
+                pass  # modules of the model and their classes are in the state anyway
+            case _ if _has_own_attributes(function) and id(function) not in self._seen:
+                self._seen[id(function)] = function
+                self._namespace(vars(function), f"{type(function).__name__}.", frozenset())
+
+    def _closure(self, function: Callable[..., object]) -> None:
+        """The variables of a user's function that it shares with the code around it."""
+        if (
+            not isinstance(function, FunctionType)
+            or id(function) in self._seen
+            or is_known_package(function.__module__)
+        ):
+            return
+        self._seen[id(function)] = function
+        variables = _ClosureVariables(function)
+        self._namespace(variables, f"{function.__name__}:", frozenset())
+        for value in variables.values():
+            self._callable(value)
 
     def _add(self, name: str, value: object) -> None:
         if isinstance(value, _PLAIN):
@@ -110,6 +172,8 @@ class PythonState:
             self._add_all(name, enumerate(value))
         elif isinstance(value, _LASTING):
             self.leaves[name] = (type(value), id(value))
+            if isinstance(value, FunctionType):
+                self._closure(inspect.unwrap(value))
             self._seen[id(value)] = value
         elif id(value) in self._seen:
             self.leaves[name] = (type(value),)
@@ -120,6 +184,8 @@ class PythonState:
     def _add_mutable(self, name: str, value: object) -> None:
         self.leaves[name] = (type(value),)
         match value:
+            case list() | deque() | dict() | set() if len(value) > _MOST_ITEMS:
+                self.leaves[name] += (len(value),)
             case list() | deque():
                 items = list(value)
                 self._restores.append(lambda: _refill(value, items))
@@ -164,6 +230,74 @@ class _ClassAttributes(MutableMapping[str, object]):
         return len(vars(self._kind))
 
 
+class _ClosureVariables(MutableMapping[str, object]):
+    """The variables of a function's closure that have a value."""
+
+    def __init__(self, function: FunctionType) -> None:
+        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+        self._cells = dict(cells)
+
+    def __getitem__(self, name: str) -> object:
+        try:
+            return self._cells[name].cell_contents
+        except ValueError:
+            raise KeyError(name) from None
+
+    def __setitem__(self, name: str, value: object) -> None:
+        self._cells[name].cell_contents = value
+
+    def __delitem__(self, name: str) -> None:
+        del self._cells[name].cell_contents
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in self._cells if name in self)
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and name in self._cells and _has_value(self._cells[name])
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def _has_value(cell: CellType) -> bool:
+    try:
+        _ = cell.cell_contents
+    except ValueError:
+        return False
+    return True
+
+
+@cache
+def _names_in_functions(text: str) -> frozenset[str] | None:
+    """The names that the functions and classes of a file mention: no other global can change while they run.
+
+    None where any global may, because the text reaches all of them, or is no Python.
+    """
+    try:
+        codes = _inner_codes(compile(text, "<globals>", "exec"))
+    except (SyntaxError, ValueError):
+        return None
+    names: set[str] = set()
+    while codes:
+        code = codes.pop()
+        names.update(code.co_names)
+        codes += _inner_codes(code)
+    return None if "globals" in names else frozenset(names)
+
+
+def _inner_codes(code: CodeType) -> list[CodeType]:
+    return [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+
+
+def _unmentioned(module: ModuleType) -> Set[str]:
+    """The globals of a Python module that its functions do not mention."""
+    try:
+        names = _names_in_functions(inspect.getsource(module))
+    except (OSError, TypeError):
+        return frozenset()
+    return frozenset() if names is None else vars(module).keys() - names
+
+
 def tensor_attributes(
     model: nn.Module, names: Iterable[str]
 ) -> Iterator[tuple[nn.Module, str, Tensor]]:
@@ -176,14 +310,25 @@ def tensor_attributes(
             yield modules[owner], attribute, value
 
 
+def number_attributes(
+    model: nn.Module, names: Iterable[str]
+) -> Iterator[tuple[nn.Module, str, float]]:
+    """The named attributes of modules that are numbers: module, attribute, value."""
+    modules = dict(model.named_modules())
+    for name in names:
+        owner, _, attribute = name.rpartition(".")
+        value = vars(modules[owner]).get(attribute) if owner in modules else None
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            yield modules[owner], attribute, value
+
+
 def _has_own_attributes(value: object) -> bool:
     """Whether an object's class is neither Python's nor torch's, and its attributes are its state."""
-    return hasattr(value, "__dict__") and not _is_pythons_or_torchs(type(value))
+    return not _is_pythons_or_torchs(type(value)) and hasattr(value, "__dict__")
 
 
 def _is_pythons_or_torchs(kind: type) -> bool:
-    package = kind.__module__.partition(".")[0]
-    return package == "torch" or package in sys.stdlib_module_names
+    return is_known_package(kind.__module__)
 
 
 def _identity(value: object) -> object:

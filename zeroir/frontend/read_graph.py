@@ -137,6 +137,12 @@ class _Reader:
                 f"{self._origin(node).source or 'The model'} uses a tensor of shape {tuple(tensor.shape)} that is "
                 "not a registered buffer of a module; register it with register_buffer."
             )
+        if tensor.requires_grad:
+            raise UserError(
+                f"{self._origin(node).source or 'The model'} uses a tensor of shape {tuple(tensor.shape)} that "
+                "requires a gradient and is no parameter of the traced module: in a loss function or hook use the "
+                "module that it is given, and make what is to be trained a parameter of it."
+            )
         dense = tensor.detach().contiguous()
         data = dense.reshape(-1).view(torch.uint8).numpy().tobytes() if dense.numel() else b""
         key = (data, tensor_type(dense, self._origin(node).source))

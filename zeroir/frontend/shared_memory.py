@@ -1,6 +1,7 @@
 """Tensors of a model that are different objects in the same memory, as ``nn.Parameter(w.data[:8])``.
 
-A program stores each parameter and buffer separately, so a change of one would not change the other.
+A program stores each parameter and buffer separately, so a change of one would not change the other. Two that have the
+same elements in the same order become one, as tied parameters are; others are refused where that would matter.
 """
 
 from __future__ import annotations
@@ -12,9 +13,58 @@ import torch
 from torch import Tensor, nn
 
 from zeroir.errors import UserError
+from zeroir.frontend._torch_private import gradient_hooks, storage_address
 from zeroir.frontend.joint_graph import InputKind, JointGraph
 
 NamePair = tuple[str, str]
+
+
+def tie_equal_tensors(model: nn.Module) -> list[NamePair]:
+    """Make parameters that are the same memory one parameter, and buffers one buffer; the names of those it tied.
+
+    Parameters with hooks stay, because a hook sees the gradient of one name.
+    """
+    parameters: dict[_Place, tuple[str, nn.Parameter]] = {}
+    buffers: dict[_Place, tuple[str, Tensor]] = {}
+    tied: list[NamePair] = []
+    for prefix, module in model.named_modules():
+        for attribute, parameter in module._parameters.items():
+            name = f"{prefix}.{attribute}" if prefix else attribute
+            if parameter is None or not parameter.numel() or gradient_hooks(parameter):
+                continue
+            home, first = parameters.setdefault(_place(parameter), (name, parameter))
+            if first is not parameter:
+                module._parameters[attribute] = first
+                tied.append((home, name))
+        for attribute, buffer in module._buffers.items():
+            name = f"{prefix}.{attribute}" if prefix else attribute
+            if buffer is None or not buffer.numel():
+                continue
+            home, kept = buffers.setdefault(_place(buffer), (name, buffer))
+            if kept is not buffer:
+                module._buffers[attribute] = kept
+    return tied
+
+
+def note_on_ties(tied: Sequence[NamePair]) -> str | None:
+    """A sentence on parameters that became one; None where there are none."""
+    if not tied:
+        return None
+    first, second = tied[0]
+    more = f" (and {len(tied) - 1} more)" if len(tied) > 1 else ""
+    return (
+        f"The parameters {first} and {second}{more} are different objects in the same memory: the program trains them "
+        "as one tied parameter, with one optimizer state."
+    )
+
+
+_Place = tuple[object, ...]
+"""The elements of a tensor in memory, their order, and whether they are trained."""
+
+
+def _place(tensor: Tensor) -> _Place:
+    place = tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride()
+    return (storage_address(tensor), *place, tensor.requires_grad)
 
 
 def overlapping_tensors(model: nn.Module) -> list[NamePair]:

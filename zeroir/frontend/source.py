@@ -21,10 +21,10 @@ _LONGEST_REASON = 300
 Model = str | Path | nn.Module | Callable[[], nn.Module]
 """What the user gives: a model file, a module, or a function that makes the module."""
 
-LossFunction = Callable[[nn.Module, Batch], object]
+LossFunction = Callable[..., object]
 """From the module and a batch to the loss, or to a pair of the loss and outputs."""
 
-WeightFunction = Callable[[Batch], object]
+WeightFunction = Callable[..., object]
 """From a batch to its weight, a number or a tensor of one element."""
 
 BatchIterators = Callable[..., Iterator[Batch]]

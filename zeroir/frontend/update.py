@@ -116,7 +116,7 @@ def update_body(
                 factor=options.loss_scale_factor,
                 hysteresis=options.loss_scale_hysteresis,
                 minimum=options.minimum_loss_scale,
-                refill=Refill.STEP if options.consecutive_hysteresis else Refill.WINDOW,
+                refill=Refill.STEP if options.loss_scale_consecutive_hysteresis else Refill.WINDOW,
             )
         )
     return tuple(ops)

@@ -11,7 +11,7 @@ from functools import cached_property
 
 from zeroir.ir.buffers import Buffer, whole
 from zeroir.ir.effects import Effects, effects
-from zeroir.ir.ops import Compute, Mode, Op
+from zeroir.ir.ops import Cast, Compute, Mode, Op
 from zeroir.ir.program import Program
 
 
@@ -73,9 +73,16 @@ class SectionView:
 
     @cached_property
     def loss(self) -> int | None:
-        """The last compute op that writes the loss, None where none does. The forward ends with it."""
-        written = self.writers.get(self._program.loss or "", ())
-        return max((index for index in written if index in self.computes), default=None)
+        """The last compute op that makes the loss, None where none does. The forward ends with it.
+
+        The loss may be copied from where that op writes it.
+        """
+        names = {self._program.loss or ""}
+        for op in reversed(self.body):
+            if isinstance(op, Cast) and op.destination.buffer in names:
+                names.add(op.source.buffer)
+        written = {index for name in names for index in self.writers.get(name, ())}
+        return max(written & self.computes.keys(), default=None)
 
     @property
     def backward(self) -> range:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from io import StringIO
 from typing import TypedDict
 
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 from zeroir.artifact import Artifact, ConfigRecord
 from zeroir.ir.program import Program
-from zeroir.report.tables import Lines, columns_table
+from zeroir.report.tables import UNBOUNDED_WIDTH, Lines, columns_table
 
 
 class ResolvedOption(TypedDict):
@@ -43,10 +44,21 @@ def config_json(artifact: Artifact) -> ConfigFacts:
     }
 
 
+def config_text(artifact: Artifact) -> str:
+    """The configuration of a program without colour and without folded lines; empty where there is none."""
+    if artifact.config is None:
+        return ""
+    sink = StringIO()
+    console = Console(file=sink, width=UNBOUNDED_WIDTH, no_color=True, highlight=False)
+    console.print(render_config(artifact.config, artifact.scheduled))
+    return sink.getvalue()
+
+
 def render_config(record: ConfigRecord, program: Program) -> RenderableType:
     """A line per option: its name, its value, the place that set it; then the notes."""
-    table = columns_table("option", "value", "from", title=f"options of {record.name}")
+    table = columns_table("option", "value", "from")
     for option, origin in record.origins:
         table.add_row(option, program.option.get(option, "none"), origin)
     notes = [Text(note) for note in record.notes]
-    return Group(Lines(table=table, is_foldable=False), *notes, Text())
+    title = Text(f"Options with {record.name}", style="bold")
+    return Group(title, Lines(table=table, is_foldable=False), *notes, Text())

@@ -11,7 +11,7 @@ import copy
 import dataclasses
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -57,8 +57,7 @@ def with_tensors(batch: T, replace: Callable[[Tensor], Tensor]) -> T:
     Raises:
         TypeError: where an object of the batch cannot be copied.
     """
-    result: T = _rebuilt(batch, replace)  # type: ignore[assignment]
-    return result
+    return cast("T", _rebuilt(batch, replace))
 
 
 def undense_kind(tensor: Tensor) -> str | None:

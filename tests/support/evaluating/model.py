@@ -28,6 +28,7 @@ class Model(nn.Module):
         self.blocks = nn.ModuleList(Block() for _ in range(5))
         self.head = nn.Linear(WIDTH, CLASSES)
         self.calibration = nn.Linear(CLASSES, CLASSES)
+        self.calls: Tensor
         self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, tokens: Tensor) -> Tensor:

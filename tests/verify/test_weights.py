@@ -1,0 +1,188 @@
+"""The divisor of an update is the weight of exactly the micro-steps whose gradients were added (Z402)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from tests.support.edits import at, put
+from tests.support.schedules import Case
+from tests.verify.test_rejects import codes, find
+from zeroir.ir import ops
+from zeroir.ir.buffers import Region
+from zeroir.ir.contents import Micro, WeightContent
+from zeroir.ir.mesh import REDUCE
+from zeroir.ir.ops import Mode, Op
+from zeroir.ir.program import LAST_MICRO_STEP, MICRO_STEP, UPDATE, Program
+from zeroir.passes.common.order import derive_waits, without_waits
+from zeroir.verify import verify
+
+COUNTED = Case(stage=2, precision="bf16", micro_steps=2)
+WEIGHTED = Case(stage=2, precision="bf16", micro_steps=2, is_weighted=True, clip=1.0)
+CASES = (
+    COUNTED,
+    WEIGHTED,
+    replace(COUNTED, overlap_update=True),
+    replace(WEIGHTED, overlap_update=True, clip=None),
+    replace(WEIGHTED, micro_steps=1),
+    replace(WEIGHTED, stage=0, precision="fp16"),
+    Case(stage=3, micro_steps=2, is_weighted=True, tied=True, ema=0.5),
+)
+
+
+def _weight(name: str) -> Region:
+    return Region(buffer=name, offset=0, numel=1)
+
+
+def _adds(op: Op) -> bool:
+    return isinstance(op, ops.Cast) and op.destination == _weight("weight_sum")
+
+
+def _clears(op: Op) -> bool:
+    return isinstance(op, ops.Fill) and op.destination == _weight("weight_sum")
+
+
+def _reduces(op: Op) -> bool:
+    return isinstance(op, ops.AllReduce) and any(
+        pair.destination == _weight("weight") for pair in op.pairs
+    )
+
+
+def _changed(
+    program: Program, section: str, is_wanted: Callable[[Op], bool], *new: Op, twice: bool = False
+) -> Program:
+    """The program with other ops in the place of one, and with the waits that these need."""
+    program = without_waits(program)
+    place = find(program, section, is_wanted)
+    op = at(program, place)
+    return derive_waits(put(program, place, *((op, op) if twice else new)))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_schedule_of_weights_is_proved(case: Case) -> None:
+    report = verify(case.scheduled, case.logical)
+    assert report.is_valid, report.render()
+
+
+@pytest.mark.parametrize("case", [COUNTED, WEIGHTED])
+@pytest.mark.parametrize("section", [MICRO_STEP, LAST_MICRO_STEP])
+def test_a_weight_that_is_not_added_or_added_twice_is_found(case: Case, section: str) -> None:
+    for program in (case.logical, case.scheduled):
+        assert codes(verify(_changed(program, section, _adds))) == {"Z402"}
+        assert codes(verify(_changed(program, section, _adds, twice=True))) == {"Z402"}
+
+
+@pytest.mark.parametrize("case", [COUNTED, WEIGHTED])
+def test_a_weight_that_is_not_cleared_is_found(case: Case) -> None:
+    for program in (case.logical, case.scheduled):
+        assert codes(verify(_changed(program, UPDATE, _clears))) == {"Z402"}
+
+
+def test_a_weight_that_replaces_the_ones_before_is_found() -> None:
+    program = COUNTED.scheduled
+    place = find(program, MICRO_STEP, _adds)
+    op = at(program, place)
+    assert isinstance(op, ops.Cast)
+    assert codes(verify(put(program, place, replace(op, mode=Mode.WRITE)))) == {"Z402"}
+
+
+def test_a_weight_that_is_not_reduced_or_reduced_twice_is_found() -> None:
+    program = replace(WEIGHTED, clip=None).scheduled
+    for damaged in (
+        _changed(program, UPDATE, _reduces),
+        _changed(program, UPDATE, _reduces, twice=True),
+    ):
+        assert "Z402" in codes(verify(damaged))
+
+
+def test_a_count_that_is_reduced_needs_another_divisor() -> None:
+    """Each rank counts its micro-steps: their number times the ranks, or their sum over ranks, is the divisor."""
+    program = COUNTED.scheduled
+    place = find(program, UPDATE, lambda op: isinstance(op, ops.Decide))
+    decide = at(program, place)
+    assert isinstance(decide, ops.Decide)
+    assert decide.divisor == COUNTED.ranks
+    for divisor in (1, 2, 6):
+        damaged = put(program, place, replace(decide, divisor=divisor))
+        assert codes(verify(damaged)) == {"Z402"}
+    pair = ops.Pair(source=_weight("weight"), destination=_weight("weight"))
+    reduced = ops.AllReduce(pairs=(pair,), comm="reduce", stream=REDUCE)
+    for divisor, expected in ((1, set()), (COUNTED.ranks, {"Z402"})):
+        changed = _changed(
+            program,
+            UPDATE,
+            lambda op: isinstance(op, ops.Decide),
+            reduced,
+            replace(decide, divisor=divisor),
+        )
+        assert codes(verify(changed, COUNTED.logical)) == expected
+
+
+def test_a_decision_without_the_weights_is_found() -> None:
+    program = WEIGHTED.scheduled
+    place = find(program, UPDATE, lambda op: isinstance(op, ops.Decide))
+    decide = at(program, place)
+    assert isinstance(decide, ops.Decide)
+    assert "Z005" in codes(verify(put(program, place, replace(decide, weight=None))))
+    fp16 = Case(stage=0, precision="fp16", micro_steps=2, is_weighted=True).scheduled
+    place = find(fp16, UPDATE, lambda op: isinstance(op, ops.Decide))
+    decide = at(fp16, place)
+    assert isinstance(decide, ops.Decide)
+    assert codes(verify(put(fp16, place, replace(decide, weight=None)))) == {"Z402"}
+    wrong = replace(decide, weight=_weight("batch_weight"))
+    assert codes(verify(put(fp16, place, wrong))) == {"Z402"}
+
+
+def test_an_unweighted_batch_weighs_one() -> None:
+    program = COUNTED.scheduled
+    scalars = tuple(
+        replace(s, values=(2.0,)) if s.buffer == "batch_weight" else s for s in program.scalars
+    )
+    assert codes(verify(replace(program, scalars=scalars))) == {"Z402"}
+    without = tuple(s for s in program.scalars if s.buffer != "batch_weight")
+    assert codes(verify(replace(program, scalars=without))) == {"Z402"}
+
+
+def test_the_host_writes_one_weight() -> None:
+    program = WEIGHTED.scheduled
+    twin = replace(program.buffer_by_name["batch_weight"], name="twin")
+    assert codes(verify(replace(program, buffers=(*program.buffers, twin)))) == {"Z402"}
+    assert "Z008" in codes(verify(replace(program, weight="loss")))
+    assert "Z001" in codes(verify(replace(program, weight="nowhere")))
+
+
+def test_no_buffer_keeps_the_weight_of_a_micro_batch_over_a_joint() -> None:
+    """The host writes the next weight at a joint, so a copy of this one is another number then."""
+    program = WEIGHTED.scheduled
+    section = program.section_by_name[MICRO_STEP]
+    claim = replace(
+        program.section_by_name[LAST_MICRO_STEP].exit.holdings[0],
+        region=_weight("weight"),
+        content=WeightContent(micro=Micro.CURRENT),
+    )
+    state = replace(section.entry, holdings=(*section.entry.holdings, claim))
+    sections = tuple(
+        replace(s, entry=state, exit=state) if s.name == MICRO_STEP else s for s in program.sections
+    )
+    assert "Z008" in codes(verify(replace(program, sections=sections)))
+
+
+def test_the_backward_begins_with_the_weight() -> None:
+    """A loss or a gradient that is not multiplied with the weight is another value than the logical program's."""
+    program, logical = WEIGHTED.scheduled, WEIGHTED.logical
+    for name in ("tangent", "weighted_loss"):
+
+        def scales(op: Op, name: str = name) -> bool:
+            return isinstance(op, ops.Scale) and op.region.buffer == name
+
+        damaged = _changed(program, LAST_MICRO_STEP, scales)
+        assert not verify(damaged, logical).is_valid
+
+
+def test_the_weight_that_the_engine_reports_is_the_decisions() -> None:
+    program = COUNTED.scheduled
+    place = find(program, UPDATE, _clears)
+    dirty = ops.Fill(destination=_weight("weight"), value=0.0, stream="compute")
+    assert "Z405" in codes(verify(put(program, place, dirty, at(program, place))))

@@ -1,0 +1,317 @@
+"""Optimizers of ``torch.optim`` as options of a compilation: a class, or an instance over the parameters of a module.
+
+A class gives the algorithm and its own defaults. An instance gives its groups, too, and a list of instances the groups
+of each, such as those of a Muon and an AdamW: the first group's settings are the options, and each further group is one
+of ``CompileOptions.group``, which names its parameters. A parameter in no group is not trained, as torch would not
+train it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final
+
+import torch
+from torch import Tensor, nn
+
+from zeroir.errors import UserError
+from zeroir.frontend.source import ModelSource
+from zeroir.groups import GROUP_KEYS, GroupError, group_text, parse_groups
+from zeroir.hyper_parameters import DEFAULTS, NAMES
+from zeroir.ir.ops import Algorithm
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+_IMPLEMENTATIONS: Final = frozenset({"foreach", "fused", "capturable"})
+"""Settings that choose among implementations of one update rule; a program always uses torch's fused kernels."""
+
+_NOT_SETTINGS: Final = frozenset({"params", "param_names", "name", "decoupled_weight_decay"})
+
+_OF_MOMENTUM: Final = ("momentum", "dampening", "nesterov")
+_PAIRS: Final = {"betas": ("beta1", "beta2"), "eps": ("eps", "eps2")}
+"""Pairs of torch's optimizers, and the options that they are; most have a single ``eps``."""
+
+_PATTERN_CHARACTERS: Final = re.compile(r"[*?\[\]|;:,]")
+"""Characters of a name that mean something else in a group; a question mark matches each of them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TranslatedOptimizer:
+    """The options that an optimizer of torch stands for, and the parameters that it leaves as they are."""
+
+    options: Mapping[str, object]
+    untrained: frozenset[str] = frozenset()
+
+    def source(self, source: ModelSource) -> ModelSource:
+        """The source with the parameters frozen that the optimizer does not train."""
+        if not self.untrained:
+            return source
+        return replace(source, build=lambda: _frozen(source.build(), self.untrained))
+
+
+def translated(
+    optimizer: object, model: object, options: Mapping[str, object]
+) -> TranslatedOptimizer:
+    """The options with a class or an instance of ``torch.optim`` as their ``optimizer`` translated.
+
+    ``model`` is the module whose parameters an instance holds.
+
+    Raises:
+        UserError: where the optimizer, one of its settings, or its present state is not supported.
+    """
+    given = {name: value for name, value in options.items() if name != "optimizer"}
+    if isinstance(optimizer, type):
+        algorithm = _algorithm(optimizer)
+        return TranslatedOptimizer(options=_of_class(optimizer, algorithm, given))
+    instances = list(optimizer) if isinstance(optimizer, tuple | list) else [optimizer]
+    optimizers = [each for each in instances if isinstance(each, torch.optim.Optimizer)]
+    if not optimizers or len(optimizers) < len(instances):
+        raise UserError(
+            f"optimizer is {optimizer!r}, but should be a name ({', '.join(Algorithm)}), or a class or an instance of "
+            "torch.optim, or a list of instances."
+        )
+    kind = type(optimizers[0]).__name__
+    if not isinstance(model, nn.Module):
+        raise UserError(
+            f"An instance of {kind} has the parameters of a module: compile that module, or pass the class as "
+            "optimizer= and groups as group=."
+        )
+    for name in ("lr", *NAMES, "group", "no_decay"):
+        if name in given:
+            raise UserError(
+                f"{name}= has no effect beside an instance of {kind}: set it in the instance."
+            )
+    return _of_instances(optimizers, model, given)
+
+
+# --------------------------------------------------------------------------------------------------------- a class
+
+
+def _algorithm(kind: type) -> Algorithm:
+    """The algorithm of a class of torch's optimizers, which no subclass of it may change."""
+    name = kind.__name__.lower()
+    if name in set(Algorithm) and getattr(torch.optim, kind.__name__, None) is kind:
+        return Algorithm(name)
+    supported = [
+        each.__name__
+        for each in vars(torch.optim).values()
+        if isinstance(each, type) and each.__name__.lower() in set(Algorithm)
+    ]
+    raise UserError(
+        f"zeroir has no optimizer {kind.__module__}.{kind.__qualname__}; of torch.optim it has {', '.join(supported)}."
+    )
+
+
+def _of_class(kind: type, algorithm: Algorithm, given: Mapping[str, object]) -> dict[str, object]:
+    """The options, with the defaults of the class where nothing is given."""
+    if algorithm is Algorithm.SGD and given.get("momentum"):
+        algorithm = Algorithm.MOMENTUM
+    values = dict(given)
+    if algorithm is Algorithm.SGD and not values.get("momentum", 1):
+        del values["momentum"]
+    for name, value in _as_options(_defaults(kind)).items():
+        if name in _option_names(algorithm) - set(_OF_MOMENTUM):
+            values.setdefault(name, value)
+    return {**values, "optimizer": algorithm}
+
+
+def _option_names(algorithm: Algorithm) -> frozenset[str]:
+    """The options that have an effect with an algorithm."""
+    return frozenset(("lr", *DEFAULTS[algorithm]))
+
+
+def _defaults(kind: type) -> dict[str, object]:
+    """The defaults of a class's settings."""
+    parameters = inspect.signature(kind).parameters.values()
+    return {p.name: p.default for p in parameters if p.default is not p.empty}
+
+
+def _as_options(settings: Mapping[str, object]) -> dict[str, object]:
+    """Settings of torch's optimizers under the names of options; None, torch's choice, is left out."""
+    values = dict(settings)
+    for key, names in _PAIRS.items():
+        pair = values.get(key)
+        if isinstance(pair, tuple | list):
+            del values[key]
+            values.update(zip(names, pair, strict=True))
+    return {name: value for name, value in values.items() if value is not None}
+
+
+# ------------------------------------------------------------------------------------------------------ an instance
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _TorchGroup:
+    """A group of an instance: the names of its parameters, and its options."""
+
+    label: str
+    name: str | None
+    algorithm: Algorithm
+    members: tuple[str, ...]
+    options: Mapping[str, object]
+
+
+def _of_instances(
+    optimizers: Sequence[Optimizer], module: nn.Module, given: Mapping[str, object]
+) -> TranslatedOptimizer:
+    module = _uncompiled(module)
+    groups = [group for optimizer in optimizers for group in _groups(optimizer, module)]
+    trained: set[str] = set()
+    for group in groups:
+        twice = trained & set(group.members)
+        if twice:
+            raise UserError(f"{group.label} has {min(twice)}, which another optimizer has, too.")
+        trained |= set(group.members)
+    untrained = {
+        name for name, parameter in module.named_parameters() if parameter.requires_grad
+    } - trained
+    first = groups[0]
+    options = {**given, **first.options, "optimizer": first.algorithm}
+    if len(groups) > 1:
+        options["group"] = _group_texts(groups, _aliases(module))
+    return TranslatedOptimizer(options=options, untrained=frozenset(untrained))
+
+
+def _groups(optimizer: Optimizer, module: nn.Module) -> list[_TorchGroup]:
+    """The groups of one instance."""
+    kind = type(optimizer)
+    algorithm = _algorithm(kind)
+    groups = optimizer.param_groups
+    if optimizer.state:
+        raise UserError(
+            f"The {kind.__name__} has the states of {len(optimizer.state)} parameters already, which a new program "
+            "does not take over: pass an instance that has taken no step, and load states from a checkpoint."
+        )
+    if algorithm is Algorithm.SGD and any(group["momentum"] for group in groups):
+        algorithm = Algorithm.MOMENTUM
+    if algorithm is Algorithm.ADAM and any(g.get("decoupled_weight_decay") for g in groups):
+        algorithm = Algorithm.ADAMW
+        if not all(group["decoupled_weight_decay"] for group in groups):
+            raise UserError(
+                "Only some groups of the Adam have decoupled_weight_decay: give these to an AdamW, and pass both."
+            )
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    found: list[_TorchGroup] = []
+    for number, group in enumerate(groups):
+        label = f"Group {number} of the {kind.__name__}"
+        given = group.get("name")
+        is_name = isinstance(given, str) and re.fullmatch(r"[A-Za-z0-9_]+", given) is not None
+        found.append(
+            _TorchGroup(
+                label=label,
+                name=given if is_name else None,
+                algorithm=algorithm,
+                members=_members(label, group["params"], names),
+                options=_settings(kind, algorithm, label, group),
+            )
+        )
+    return found
+
+
+def _members(label: str, parameters: Sequence[Tensor], names: Mapping[int, str]) -> tuple[str, ...]:
+    """The names of the trained parameters of a group."""
+    own: list[str] = []
+    for parameter in parameters:
+        name = names.get(id(parameter))
+        if name is None:
+            raise UserError(
+                f"{label} has a parameter of shape {list(parameter.shape)} that is not one of the module: make the "
+                "optimizer from the parameters of the module that is compiled."
+            )
+        if parameter.requires_grad:
+            own.append(name)
+    if not own:
+        raise UserError(f"{label} has no parameter that requires a gradient: leave it out.")
+    return tuple(own)
+
+
+def _aliases(module: nn.Module) -> Mapping[str, Sequence[str]]:
+    """All names of each parameter, by the first of them."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return {every_name[0]: every_name for every_name in names.values()}
+
+
+def _settings(
+    kind: type, algorithm: Algorithm, label: str, group: Mapping[str, object]
+) -> dict[str, object]:
+    """The options of one group.
+
+    Raises:
+        UserError: where a setting is not supported.
+    """
+    if "initial_lr" in group:
+        raise UserError(
+            f"A scheduler drives the {kind.__name__}, and would go on to drive it instead of the program: make the "
+            "scheduler from engine.optimizer."
+        )
+    names = _option_names(algorithm)
+    values: dict[str, object] = {}
+    for name, value in _as_options(group).items():
+        if name in names:
+            values[name] = value.item() if isinstance(value, Tensor) else value
+    defaults = _defaults(kind)
+    ignored = names | _IMPLEMENTATIONS | _NOT_SETTINGS | {*_OF_MOMENTUM, *_PAIRS}
+    for name in sorted(defaults.keys() & group.keys() - ignored):
+        if group[name] and group[name] != defaults[name]:
+            raise UserError(f"{label} has {name}={group[name]}, which zeroir does not support.")
+    return values
+
+
+def _group_texts(
+    groups: Sequence[_TorchGroup], aliases: Mapping[str, Sequence[str]]
+) -> tuple[str, ...]:
+    """All groups but the first, as texts."""
+    first = groups[0]
+    texts: list[str] = []
+    for number, group in enumerate(groups[1:], start=1):
+        others = [
+            alias for g in groups if g is not group for name in g.members for alias in aliases[name]
+        ]
+        settings = dict(group.options)
+        inherited = (
+            first.options if group.algorithm is first.algorithm else DEFAULTS[group.algorithm]
+        )
+        for name in settings.keys() - set(GROUP_KEYS):
+            if settings.pop(name) != inherited[name]:
+                raise UserError(f"{group.label} has other {name} than the first group.")
+        if group.algorithm is not first.algorithm:
+            settings = {"optimizer": str(group.algorithm), **settings}
+        settings["name"] = group.name or f"group{number}"
+        try:
+            texts.append(group_text("|".join(_patterns(group.members, others)), settings))
+        except GroupError as error:
+            raise UserError(f"{group.label} cannot be read: {error}.") from None
+    return tuple(texts)
+
+
+def _patterns(names: Iterable[str], others: Sequence[str]) -> list[str]:
+    """Patterns that match these names and none of the others; one for the same parameter of all blocks if possible."""
+    patterns: dict[str, None] = {}
+    are_apart: dict[str, bool] = {}
+    for name in names:
+        escaped = _PATTERN_CHARACTERS.sub("?", name)
+        pattern = ".".join("*" if part.isdecimal() else part for part in escaped.split("."))
+        if pattern not in are_apart:
+            (spec,) = parse_groups([f"{pattern}:"])
+            are_apart[pattern] = not any(spec.matches([other]) for other in others)
+        patterns[pattern if are_apart[pattern] else escaped] = None
+    return list(patterns)
+
+
+def _uncompiled(module: nn.Module) -> nn.Module:
+    """The module that torch.compile wrapped, whose names of parameters count."""
+    original = getattr(module, "_orig_mod", None)
+    return original if isinstance(original, nn.Module) else module
+
+
+def _frozen(module: nn.Module, names: frozenset[str]) -> nn.Module:
+    for name, parameter in module.named_parameters():
+        if name in names:
+            parameter.requires_grad_(False)
+    return module
