@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -28,7 +29,7 @@ from zeroir.runtime.comm.job import (
     open_job,
 )
 from zeroir.runtime.executor import RankEvaluation, RankResult, StepExecutor
-from zeroir.runtime.gathered import Lender, module_maker
+from zeroir.runtime.gathered import DeepCopy, Lender, module_maker
 from zeroir.runtime.handlers import LocalRanks
 from zeroir.runtime.kernels.choice import KernelBackend, open_kernels
 from zeroir.runtime.live_optimizer import LiveOptimizer, SettingsOfRanks
@@ -269,14 +270,15 @@ class Engine:
         *,
         state: StateSource | None = None,
         keep_module: bool = False,
+        deep_copy: DeepCopy = copy.deepcopy,
         adapt: Callable[[nn.Module], None] | None = None,
     ) -> None:
         """Give every buffer its value before step 1, from the module on rank 0. All ranks call this together.
 
         ``source`` is a function that builds the module under ``seed``, and only rank 0 calls it; or a module in hand,
-        which keeps its values. Its tensors become meta tensors of the same shape as their values move to the engine,
+        whose present values count. Its tensors become meta tensors of the same shape as their values move to the engine,
         on all ranks, unless ``keep_module`` says otherwise. Parameters and persistent buffers that ``state`` has take
-        their values from it. ``adapt`` is called on the modules that ``gathered`` lends; see ``gathered.Lender``.
+        their values from it. ``deep_copy`` and ``adapt`` make the modules that ``gathered`` lends; see ``gathered``.
 
         Raises:
             UserError: where the program was compiled from another module, the state lacks a tensor, or the values of a
@@ -301,7 +303,7 @@ class Engine:
             program=self.program,
             memory=self._memory,
             comm=self.job.comm,
-            make=module_maker(source),
+            make=module_maker(source, deep_copy),
             others=others,
             adapt=adapt,
         )
@@ -367,6 +369,7 @@ class Engine:
             UserError: where the program has no section ``evaluate``, or the batch does not fit.
         """
         self._accumulation.require_none("evaluate")
+        self._allocate_once()
         (evaluation,) = self._executor.evaluate([batch])
         return Evaluation(rank=evaluation)
 

@@ -1,9 +1,9 @@
 """The values with which a program begins: those of a module that rank 0 builds, or of a module in hand.
 
-The values of a built module are those of ``torch.manual_seed(seed); model()``, because exactly that runs. A module in
-hand keeps the values that it has. A module whose tensors are on the meta device takes them from a *state*, for instance
-an opened file of safetensors, tensor by tensor. The program's buffers take the place of the module's tensors: each is
-freed as soon as its values are in them.
+The values of a built module are those of ``torch.manual_seed(seed); model()``, because exactly that runs. Those of a
+module in hand are its present ones. A module whose tensors are on the meta device takes them from a *state*, for
+instance an opened file of safetensors, tensor by tensor. The program's buffers take the place of the module's tensors:
+each is freed as soon as its values are in them.
 """
 
 from __future__ import annotations

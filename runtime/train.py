@@ -76,8 +76,8 @@ def train(
     """Take ``steps`` training steps and return their losses, averaged over ranks.
 
     Each step takes ``micro_steps`` batches from the iterator, by default as many as the program was compiled with, and
-    the settings of the program's schedule. ``report`` receives every ``log_every``-th step and the last, and each
-    of the evaluations.
+    the settings of the program's schedule. ``report`` receives every ``log_every``-th step and the last, and each of
+    the evaluations.
 
     Raises:
         UserError: on every rank, where the loss of any rank is not finite; where the batches fail, end or do not fit.
