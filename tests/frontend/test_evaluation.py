@@ -63,7 +63,9 @@ def test_it_is_the_model_under_eval() -> None:
     assert not joint.mutations
     used = {ref for node in joint.nodes for ref in node.refs()}
     parameters = {
-        item.name for item in joint.inputs if item.kind is InputKind.PARAMETER and item.value in used
+        item.name
+        for item in joint.inputs
+        if item.kind is InputKind.PARAMETER and item.value in used
     }
     assert "calibration.weight" in parameters, "what only eval() uses"
     assert [path for path, _ in joint.outputs] == [
@@ -152,7 +154,9 @@ def test_without_outputs_there_are_none() -> None:
 
 
 def test_an_unknown_output_is_refused() -> None:
-    with pytest.raises(UserError, match=r"no output called logits; it returns a dict of loss, hidden"):
+    with pytest.raises(
+        UserError, match=r"no output called logits; it returns a dict of loss, hidden"
+    ):
         zeroir.compile(Net(), BATCH, outputs=("logits",), world_size=1)
     with pytest.raises(UserError, match="--outputs hidden needs evaluations"):
         zeroir.compile(Net(), BATCH, outputs="hidden", evaluate=False, world_size=1)

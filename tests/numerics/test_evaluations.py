@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import cast
@@ -76,7 +76,8 @@ def require_equal(lockstep: Lockstep, batches: Sequence[tuple[Tensor, Tensor]]) 
 
 
 @pytest.mark.parametrize(
-    "world_size", [pytest.param(1, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)]
+    "world_size",
+    [pytest.param(1, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)],
 )
 @pytest.mark.parametrize("stage", range(4))
 def test_lockstep_equals_eager(stage: int, world_size: int) -> None:

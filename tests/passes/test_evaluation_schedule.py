@@ -164,7 +164,9 @@ def test_an_evaluation_of_other_values_breaks_a_law() -> None:
     )
     # The targets of the loss become its tokens.
     (targets,) = [a for a in compute.arguments if a.view.region.buffer == "input.1"]
-    tokens = replace(targets, view=replace(targets.view, region=replace(targets.view.region, buffer="input.0")))
+    tokens = replace(
+        targets, view=replace(targets.view, region=replace(targets.view.region, buffer="input.0"))
+    )
     arguments = tuple(tokens if a == targets else a for a in compute.arguments)
     body = (*section.body[:at], replace(compute, arguments=arguments), *section.body[at + 1 :])
     sections = tuple(replace(s, body=body) if s.name == EVALUATE else s for s in program.sections)

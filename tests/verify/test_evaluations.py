@@ -54,7 +54,7 @@ def test_it_is_proved_prints_and_parses() -> None:
     text = print_program(program)
     assert parse(text) == program
     assert "eval_loss %eval_loss\n" in text
-    assert 'output "[\'logits\']" : f32[6,7] <- %output.logits\n' in text
+    assert "output \"['logits']\" : f32[6,7] <- %output.logits\n" in text
 
 
 @pytest.mark.parametrize("name", ["loss", "step", "lr", "buffer.blocks.0.norm.running_mean"])
@@ -99,9 +99,7 @@ def _dropped(program: Program) -> Program:
     """The last call keeps its outputs to itself."""
     section = program.section_by_name[EVALUATE]
     at, call = next(
-        (i, op)
-        for i, op in reversed([*enumerate(section.body)])
-        if isinstance(op, ops.Compute)
+        (i, op) for i, op in reversed([*enumerate(section.body)]) if isinstance(op, ops.Compute)
     )
     destinations = tuple(
         None if d is not None and d.view.region.buffer == "output.logits" else d

@@ -102,7 +102,9 @@ def _is_between_steps(section: Section, state: State) -> bool:
 
 def _evaluation_problems(program: Program) -> Problems:
     """The loss and the outputs of ``evaluate`` have buffers of their own."""
-    if EVALUATE not in program.section_by_name and (program.eval_loss is not None or program.outputs):
+    if EVALUATE not in program.section_by_name and (
+        program.eval_loss is not None or program.outputs
+    ):
         yield (
             "Z008",
             "the program names a loss or outputs of an evaluation, but has no section evaluate",
