@@ -48,14 +48,18 @@ _Value = float | str | tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Group:
-    """A group of the program: the buffers of its settings, and the names and shapes of its parameters."""
+class _LiveGroup:
+    """A group of the program: the buffers of its settings, and the names and shapes of its parameters.
+
+    ``places`` say where torch has each setting: its key, and its index if the key has several numbers.
+    """
 
     name: str
     algorithm: Algorithm
     lr: Region
     hyper: Region
     parameters: Sequence[tuple[str, tuple[int, ...]]]
+    places: Sequence[tuple[str, int | None]]
 
 
 class LiveOptimizer(torch.optim.Optimizer):
@@ -270,7 +274,7 @@ def _require_same(owners: Sequence[str], rows: Sequence[Sequence[float]], own_ra
 # ------------------------------------------------------------------------------------------------------------ groups
 
 
-def _groups(program: Program) -> list[_Group]:
+def _groups(program: Program) -> list[_LiveGroup]:
     """The groups that the program's steps name, in the order of its header."""
     steps = [op for op in program.ops() if isinstance(op, ops.OptimizerStep)]
     # A program without groups takes all settings from its steps; its group has no names of parameters.
@@ -290,12 +294,13 @@ def _groups(program: Program) -> list[_Group]:
             if owner is not None and owner[0] <= slot.offset:
                 parameters[owner[2]].append((slot.name, slot.shape))
     return [
-        _Group(
+        _LiveGroup(
             name=name,
             algorithm=used[name][0],
             lr=used[name][1].lr,
             hyper=used[name][1].hyper,
             parameters=parameters[name],
+            places=[_place(used[name][0], each) for each in ("lr", *used[name][0].hyper_names)],
         )
         for name in names
     ]
@@ -308,7 +313,7 @@ def _placeholder(shape: tuple[int, ...]) -> Tensor:
 # ---------------------------------------------------------------------------------------------------------- settings
 
 
-def _first_settings(group: _Group, first: Mapping[str, tuple[float, ...]]) -> Settings:
+def _first_settings(group: _LiveGroup, first: Mapping[str, tuple[float, ...]]) -> Settings:
     """The settings before the first step; a scalar without a value is 0."""
     values: list[float] = []
     for region in (group.lr, group.hyper):
@@ -327,54 +332,62 @@ def _place(algorithm: Algorithm, name: str) -> tuple[str, int | None]:
     return key, int(index) if dot else None
 
 
-def _as_torch_has_them(group: _Group, settings: Settings) -> Mapping[str, _Value]:
+def _as_torch_has_them(group: _LiveGroup, settings: Settings) -> Mapping[str, _Value]:
     """The settings of a group under the keys of torch's optimizers."""
     values: dict[str, _Value] = {"lr": settings[0]}
     several: dict[str, list[float]] = {}
-    for name, value in zip(group.algorithm.hyper_names, settings[1:], strict=True):
-        key, index = _place(group.algorithm, name)
+    for (key, index), value in zip(group.places[1:], settings[1:], strict=True):
         if index is not None:
             several.setdefault(key, []).append(value)
             values[key] = tuple(several[key])
-        elif name in _SWITCHES:
+        elif key in _SWITCHES:
             values[key] = bool(value)
-        elif name in _WHOLE:
+        elif key in _WHOLE:
             values[key] = int(value)
-        elif name == _ADJUST:
+        elif key == _ADJUST:
             values[key] = next(text for text, n in ADJUST_LR_FNS.items() if n == value)
         else:
             values[key] = value
     return values
 
 
-def _settings(group: _Group, param_group: Mapping[str, object]) -> Settings:
+def _settings(group: _LiveGroup, param_group: Mapping[str, object]) -> Settings:
     """The settings of a group as the program has them.
 
     Raises:
         UserError: where one is missing or no number.
     """
     numbers: list[float] = []
-    for name in ("lr", *group.algorithm.hyper_names):
-        key, index = _place(group.algorithm, name)
-        given = value = param_group.get(key)
+    for key, index in group.places:
+        value = given = param_group.get(key)
         if index is not None:
-            is_long_enough = isinstance(given, tuple | list) and len(given) > index
-            value = given[index] if is_long_enough and isinstance(given, tuple | list) else None
-        elif name == _ADJUST:
-            value = ADJUST_LR_FNS.get("original" if given is None else str(given))
-        if isinstance(value, Tensor):
-            expected = "a number, which needs no wait for the device"
-            raise _invalid(group, key, "a tensor", expected)
-        if not isinstance(value, Real):
-            count = sum(_place(group.algorithm, n)[0] == key for n in group.algorithm.hyper_names)
-            expected = "a number" if index is None else f"{count} numbers"
-            expected = " or ".join(ADJUST_LR_FNS) if name == _ADJUST else expected
-            raise _invalid(group, key, repr(given), expected)
-        numbers.append(float(value))
+            is_long = isinstance(given, tuple | list) and len(given) > index
+            value = given[index] if isinstance(given, tuple | list) and is_long else None
+        elif key == _ADJUST:
+            value = ADJUST_LR_FNS.get("original" if value is None else str(value))
+        if not isinstance(value, float):
+            value = _number(group, key, value, given)
+        numbers.append(value)
     return tuple(numbers)
 
 
-def _require_valid(group: _Group, settings: Settings) -> None:
+def _number(group: _LiveGroup, key: str, value: object, given: object) -> float:
+    """A value that is no float as one; ``given`` is what stands under the key.
+
+    Raises:
+        UserError: where it is no number.
+    """
+    if isinstance(value, Tensor):
+        raise _invalid(group, key, "a tensor", "a number, which needs no wait for the device")
+    count = sum(place[0] == key for place in group.places)
+    if isinstance(value, Real):
+        return float(value)
+    expected = "a number" if count == 1 else f"{count} numbers"
+    expected = " or ".join(ADJUST_LR_FNS) if key == _ADJUST else expected
+    raise _invalid(group, key, repr(given), expected)
+
+
+def _require_valid(group: _LiveGroup, settings: Settings) -> None:
     """Raise UserError for the first setting that is out of its range."""
     values = dict(zip(("lr", *group.algorithm.hyper_names), settings, strict=True))
     for name, value in values.items():
@@ -398,7 +411,7 @@ def _require_valid(group: _Group, settings: Settings) -> None:
         raise _invalid(group, "nesterov", "True", "False without momentum, or with dampening")
 
 
-def _invalid(group: _Group, name: str, found: str, expected: str) -> UserError:
+def _invalid(group: _LiveGroup, name: str, found: str, expected: str) -> UserError:
     return UserError(
         f"{name} of group {group.name} of engine.optimizer is {found}, but should be {expected}."
     )

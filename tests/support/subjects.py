@@ -31,6 +31,7 @@ CASES: Mapping[str, Case] = {
     "stage 2, tied sums": Case(stage=2, precision="bf16", micro_steps=2, tied=True, ranks=2),
     "stage 3": Case(stage=3, precision="fp16", clip=1.0, keep_fp32=True, distance=2),
     "stage 3, overlapped": Case(stage=3, precision="bf16", overlap_update=True),
+    "stage 2, whole parameters": Case(stage=2, precision="bf16", optimizer="adafactor"),
     "stage 2, weighted": Case(stage=2, precision="bf16", micro_steps=2, is_weighted=True, clip=1.0),
     "stage 3, weighted, overlapped": Case(
         stage=3, precision="bf16", micro_steps=2, is_weighted=True, overlap_update=True

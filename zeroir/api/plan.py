@@ -9,21 +9,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final, Unpack
+from typing import TYPE_CHECKING, Final, Unpack
 
 from zeroir.api.candidates import Candidate, CandidateMeasurer
-from zeroir.api.compiled import CompiledProgram, capture, file_source, lowered
+from zeroir.api.compiled import CompiledProgram, capture_source, given_source, lowered
 from zeroir.api.config_file import Config, ResolvedOptions, resolve_options
 from zeroir.api.keywords import CompileKeywords
 from zeroir.api.search_space import Value, regions, words
 from zeroir.config import CompileOptions
 from zeroir.cost.machine import Machine, load_machine
-from zeroir.cost.search import Evaluation, Point, search
+from zeroir.cost.search import Point, SearchOutcome, search
 from zeroir.errors import UserError
 from zeroir.ir.amounts import parse_bytes
 from zeroir.ir.program import Program
 from zeroir.report.costs import format_seconds
 from zeroir.report.names import format_bytes
+
+if TYPE_CHECKING:
+    from zeroir.frontend.source import LossFunction, Model, ModelSource, WeightFunction
+    from zeroir.torch_ops.batches import Batch
 
 MOST_TRIED: Final = 500
 """Choices that a search tries at most, unless told otherwise."""
@@ -62,9 +66,12 @@ class Plan:
 
 
 def plan(
-    model: str | Path,
+    model: Model,
     machine: Machine | str | Path = "dgx-h100",
     *,
+    batch: Batch = None,
+    loss: LossFunction | None = None,
+    weight: WeightFunction | None = None,
     memory: str | None = None,
     most_tried: int = MOST_TRIED,
     config: Config | None = None,
@@ -72,6 +79,7 @@ def plan(
 ) -> Plan:
     """The options of ``zeroir.compile`` with which a model's step is shortest on a machine, within its memory.
 
+    ``model``, ``batch``, ``loss`` and ``weight`` are those of ``zeroir.compile``.
     ``memory`` is the memory of a rank's device, such as ``80GB``, and that of the machine by default. The keywords are
     the fields of ``CompileOptions``, and ``config`` is that of ``zeroir.compile``: given options are kept, and the
     search chooses the others that decide about speed and memory.
@@ -79,12 +87,13 @@ def plan(
     Raises:
         UserError: where the model, the machine or an option is wrong, or where nothing fits.
     """
-    resolved = resolve_options(config, options, lambda: file_source(model), giver="argument")
-    return plan_with(model, machine, resolved, memory=memory, most_tried=most_tried)
+    source = given_source(model, batch, loss, weight)
+    resolved = resolve_options(config, options, lambda: source, giver="argument")
+    return plan_with(source, machine, resolved, memory=memory, most_tried=most_tried)
 
 
 def plan_with(
-    model: str | Path,
+    source: ModelSource,
     machine: Machine | str | Path,
     resolved: ResolvedOptions,
     *,
@@ -96,12 +105,12 @@ def plan_with(
     machine = machine if isinstance(machine, Machine) else load_machine(machine)
     amount = memory or options.memory_budget
     budget_bytes = int(machine.memory.size_bytes.value) if amount is None else parse_bytes(amount)
-    captured = replace(capture(model, options), config=resolved.record)
+    captured = replace(capture_source(source, options), config=resolved.record)
     planner = Planner(captured.logical, options, machine, budget_bytes)
     result = planner.search(most_tried)
     compiled = lowered(captured, planner.measurer.options(result.chosen.settings), machine)
     return Plan(
-        compiled=compiled,
+        compiled=compiled if source.file is not None else replace(compiled, source=source),
         machine=machine.name,
         world_size=options.world_size,
         budget_bytes=budget_bytes,
@@ -140,7 +149,7 @@ class Planner:
         self.measurer = CandidateMeasurer(logical, options, budget_bytes, machine)
         self._wire_ns: dict[int, int] = {}
         self._candidates: dict[tuple[int, Point], Candidate] = {}
-        self._measured: dict[Identity, tuple[Candidate, Evaluation]] = {}
+        self._measured: dict[Identity, tuple[Candidate, SearchOutcome]] = {}
         self.regions = regions(options, logical)
 
     def search(self, most_tried: int = MOST_TRIED) -> SearchResult:
@@ -182,7 +191,7 @@ class Planner:
             is_finished=searched.is_finished,
         )
 
-    def evaluate(self, number: int, point: Point) -> Evaluation:
+    def evaluate(self, number: int, point: Point) -> SearchOutcome:
         """Lower a choice of a region, measure it, and simulate it."""
         settings = self.regions[number].settings(point)
         identity = _identity(settings)

@@ -57,7 +57,9 @@ def plan(
     if output is not None:
         require_writable(output, PROGRAM)
     with progress(f"Planning {model}"), warnings_as_sentences():
-        result = plan_with(model, machine, chosen, memory=memory, most_tried=most_tried)
+        result = plan_with(
+            file_source(model), machine, chosen, memory=memory, most_tried=most_tried
+        )
         if output is not None:
             result.compiled.save(output)
     if as_json:
