@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -28,7 +29,7 @@ from zeroir.runtime.comm.job import (
     open_job,
 )
 from zeroir.runtime.executor import RankEvaluation, RankResult, StepExecutor
-from zeroir.runtime.gathered import Lender, module_maker
+from zeroir.runtime.gathered import DeepCopy, Lender, module_maker
 from zeroir.runtime.handlers import LocalRanks
 from zeroir.runtime.kernels.choice import KernelBackend, open_kernels
 from zeroir.runtime.live_optimizer import LiveOptimizer, SettingsOfRanks
@@ -36,6 +37,7 @@ from zeroir.runtime.malloc import keep_freed_memory, return_freed_memory
 from zeroir.runtime.measured_workspaces import DeviceWatcher, on_host
 from zeroir.runtime.module_values import Factory, StateSource
 from zeroir.runtime.rank_memory import RankMemory
+from zeroir.runtime.scheduled import Scheduler
 from zeroir.runtime.self_check import check_kernels
 from zeroir.runtime.streams import Streams, ThreadStreams
 from zeroir.runtime.trace import HostClock, SpanRecorder, StreamClock, aligned, to_bytes
@@ -214,6 +216,23 @@ class Engine:
             raise UserError("The program updates no parameter, so it has no optimizer.")
         return self._optimizer
 
+    def scheduler(self, steps: int | None = None) -> Scheduler:
+        """The program's learning-rate schedule, which drives ``optimizer``: call its ``step`` after each step.
+
+        ``steps`` is the number of steps of the run, for a schedule that names no total. The settings of step 1 are set
+        at once.
+
+        Raises:
+            UserError: where the program has no schedule, or the schedule needs ``steps``.
+        """
+        schedule = self.program.option.get("schedule")
+        if schedule is None:
+            raise UserError(
+                "The program was compiled without a schedule: compile it with one, or drive engine.optimizer with a "
+                "scheduler of torch.optim.lr_scheduler."
+            )
+        return Scheduler(schedule, self.optimizer.param_groups, steps)
+
     def _accumulate(self) -> None:
         """Go on with the program for accumulation: parameters, master weights and states keep their tensors."""
         assert self._accumulating is not None
@@ -251,14 +270,15 @@ class Engine:
         *,
         state: StateSource | None = None,
         keep_module: bool = False,
+        deep_copy: DeepCopy = copy.deepcopy,
         adapt: Callable[[nn.Module], None] | None = None,
     ) -> None:
         """Give every buffer its value before step 1, from the module on rank 0. All ranks call this together.
 
         ``source`` is a function that builds the module under ``seed``, and only rank 0 calls it; or a module in hand,
-        which keeps its values. Its tensors become meta tensors of the same shape as their values move to the engine,
+        whose present values count. Its tensors become meta tensors of the same shape as their values move to the engine,
         on all ranks, unless ``keep_module`` says otherwise. Parameters and persistent buffers that ``state`` has take
-        their values from it. ``adapt`` is called on the modules that ``gathered`` lends; see ``gathered.Lender``.
+        their values from it. ``deep_copy`` and ``adapt`` make the modules that ``gathered`` lends; see ``gathered``.
 
         Raises:
             UserError: where the program was compiled from another module, the state lacks a tensor, or the values of a
@@ -283,7 +303,7 @@ class Engine:
             program=self.program,
             memory=self._memory,
             comm=self.job.comm,
-            make=module_maker(source),
+            make=module_maker(source, deep_copy),
             others=others,
             adapt=adapt,
         )
@@ -349,6 +369,7 @@ class Engine:
             UserError: where the program has no section ``evaluate``, or the batch does not fit.
         """
         self._accumulation.require_none("evaluate")
+        self._allocate_once()
         (evaluation,) = self._executor.evaluate([batch])
         return Evaluation(rank=evaluation)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 from zeroir.errors import UserError
 from zeroir.runtime.comm.job import PeerError
-from zeroir.runtime.engine import Engine
 from zeroir.torch_ops.batches import Batch
 
 
@@ -24,6 +24,27 @@ class Evaluations:
         return step % self.every == 0 or step == steps
 
 
+class HasLoss(Protocol):
+    """The result of an evaluation on one rank."""
+
+    @property
+    def loss(self) -> float:
+        """The loss of the rank's batch."""
+        ...
+
+
+class Evaluator(Protocol):
+    """An engine, as far as evaluations use it; see ``Engine``."""
+
+    def evaluate(self, batch: Batch, /) -> HasLoss:
+        """Evaluate one batch of this rank."""
+        ...
+
+    def average(self, value: float, /) -> float:
+        """The mean of every rank's value."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationReport:
     """One evaluation, after ``step`` steps.
@@ -37,7 +58,7 @@ class EvaluationReport:
     seconds: float
 
 
-def evaluate(engine: Engine, evaluations: Evaluations, step: int) -> EvaluationReport:
+def evaluate(engine: Evaluator, evaluations: Evaluations, step: int) -> EvaluationReport:
     """Evaluate once on all ranks together. The report is the same on every rank, except for times.
 
     Raises:

@@ -198,6 +198,8 @@ class StepExecutor:
         """
         if EVALUATE not in self._program.section_by_name or self._program.eval_loss is None:
             raise UserError(why_not_evaluate(self._program))
+        if self.micro_steps_done:
+            raise UserError("A step has begun with micro_step(): call update() before evaluate().")
         with self._streams.entered():
             self._set_inputs(batches, 0)
             self._run(EVALUATE)

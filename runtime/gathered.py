@@ -29,6 +29,9 @@ from zeroir.runtime.whole_parameters import whole_parameters
 
 T = TypeVar("T")
 
+DeepCopy = Callable[[nn.Module, dict[int, object]], nn.Module]
+"""``copy.deepcopy`` of a module with a memo: copies by the ids of originals."""
+
 _READABLE: Final[frozenset[object]] = frozenset(
     {
         getattr(Tensor, name).__get__
@@ -61,22 +64,23 @@ class ReturnedTensor(Tensor):
         )
 
 
-def module_maker(source: Factory | nn.Module) -> Factory:
+def module_maker(source: Factory | nn.Module, deep_copy: DeepCopy = copy.deepcopy) -> Factory:
     """A function that makes the user's module anew: its parameters, at least, are on the meta device.
 
-    A module in hand is copied as it is at the time of the call, and all its named tensors are on the meta device.
+    A module in hand is copied by ``deep_copy`` as it is at the time of the call, and all its named tensors are on the
+    meta device.
     """
     if isinstance(source, nn.Module):
-        return partial(_copied, source)
+        return partial(_copied, source, deep_copy)
     return partial(built_without_values, source)
 
 
-def _copied(module: nn.Module) -> nn.Module:
-    twins: dict[int, Tensor] = {}
+def _copied(module: nn.Module, deep_copy: DeepCopy) -> nn.Module:
+    memo: dict[int, object] = {}
     for tensor, _ in NamedTensors(module).names_by_tensor():
-        twin = twins[id(tensor)] = without_memory(tensor)
+        memo[id(tensor)] = twin = without_memory(tensor)
         vars(twin).update(vars(tensor))
-    return copy.deepcopy(module, {**twins})
+    return deep_copy(module, memo)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,7 +171,8 @@ def _first(values: Mapping[str, T], names: Sequence[str]) -> T | None:
 
 def _name_in(module: str, names: Sequence[str]) -> str:
     """That of a tensor's names by which a module has it."""
-    return next((name for name in names if name.startswith(module)), names[0])
+    prefix = f"{module}." if module else ""
+    return next((name for name in names if name.startswith(prefix)), names[0])
 
 
 def _submodule(whole: nn.Module, name: str) -> nn.Module:

@@ -48,7 +48,7 @@ _Value = float | str | tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Group:
+class _LiveGroup:
     """A group of the program: the buffers of its settings, and the names and shapes of its parameters.
 
     ``places`` say where torch has each setting: its key, and its index if the key has several numbers.
@@ -274,7 +274,7 @@ def _require_same(owners: Sequence[str], rows: Sequence[Sequence[float]], own_ra
 # ------------------------------------------------------------------------------------------------------------ groups
 
 
-def _groups(program: Program) -> list[_Group]:
+def _groups(program: Program) -> list[_LiveGroup]:
     """The groups that the program's steps name, in the order of its header."""
     steps = [op for op in program.ops() if isinstance(op, ops.OptimizerStep)]
     # A program without groups takes all settings from its steps; its group has no names of parameters.
@@ -294,7 +294,7 @@ def _groups(program: Program) -> list[_Group]:
             if owner is not None and owner[0] <= slot.offset:
                 parameters[owner[2]].append((slot.name, slot.shape))
     return [
-        _Group(
+        _LiveGroup(
             name=name,
             algorithm=used[name][0],
             lr=used[name][1].lr,
@@ -313,7 +313,7 @@ def _placeholder(shape: tuple[int, ...]) -> Tensor:
 # ---------------------------------------------------------------------------------------------------------- settings
 
 
-def _first_settings(group: _Group, first: Mapping[str, tuple[float, ...]]) -> Settings:
+def _first_settings(group: _LiveGroup, first: Mapping[str, tuple[float, ...]]) -> Settings:
     """The settings before the first step; a scalar without a value is 0."""
     values: list[float] = []
     for region in (group.lr, group.hyper):
@@ -332,7 +332,7 @@ def _place(algorithm: Algorithm, name: str) -> tuple[str, int | None]:
     return key, int(index) if dot else None
 
 
-def _as_torch_has_them(group: _Group, settings: Settings) -> Mapping[str, _Value]:
+def _as_torch_has_them(group: _LiveGroup, settings: Settings) -> Mapping[str, _Value]:
     """The settings of a group under the keys of torch's optimizers."""
     values: dict[str, _Value] = {"lr": settings[0]}
     several: dict[str, list[float]] = {}
@@ -351,7 +351,7 @@ def _as_torch_has_them(group: _Group, settings: Settings) -> Mapping[str, _Value
     return values
 
 
-def _settings(group: _Group, param_group: Mapping[str, object]) -> Settings:
+def _settings(group: _LiveGroup, param_group: Mapping[str, object]) -> Settings:
     """The settings of a group as the program has them.
 
     Raises:
@@ -371,7 +371,7 @@ def _settings(group: _Group, param_group: Mapping[str, object]) -> Settings:
     return tuple(numbers)
 
 
-def _number(group: _Group, key: str, value: object, given: object) -> float:
+def _number(group: _LiveGroup, key: str, value: object, given: object) -> float:
     """A value that is no float as one; ``given`` is what stands under the key.
 
     Raises:
@@ -387,7 +387,7 @@ def _number(group: _Group, key: str, value: object, given: object) -> float:
     raise _invalid(group, key, repr(given), expected)
 
 
-def _require_valid(group: _Group, settings: Settings) -> None:
+def _require_valid(group: _LiveGroup, settings: Settings) -> None:
     """Raise UserError for the first setting that is out of its range."""
     values = dict(zip(("lr", *group.algorithm.hyper_names), settings, strict=True))
     for name, value in values.items():
@@ -411,7 +411,7 @@ def _require_valid(group: _Group, settings: Settings) -> None:
         raise _invalid(group, "nesterov", "True", "False without momentum, or with dampening")
 
 
-def _invalid(group: _Group, name: str, found: str, expected: str) -> UserError:
+def _invalid(group: _LiveGroup, name: str, found: str, expected: str) -> UserError:
     return UserError(
         f"{name} of group {group.name} of engine.optimizer is {found}, but should be {expected}."
     )

@@ -1,9 +1,9 @@
 """The values with which a program begins: those of a module that rank 0 builds, or of a module in hand.
 
-The values of a built module are those of ``torch.manual_seed(seed); model()``, because exactly that runs. A module in
-hand keeps the values that it has. A module whose tensors are on the meta device takes them from a *state*, for instance
-an opened file of safetensors, tensor by tensor. The program's buffers take the place of the module's tensors: each is
-freed as soon as its values are in them.
+The values of a built module are those of ``torch.manual_seed(seed); model()``, because exactly that runs. Those of a
+module in hand are its present ones. A module whose tensors are on the meta device takes them from a *state*, for
+instance an opened file of safetensors, tensor by tensor. The program's buffers take the place of the module's tensors:
+each is freed as soon as its values are in them.
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from zeroir.errors import UserError
 from zeroir.ir.program import Program
 from zeroir.runtime.named_tensors import NamedTensors, without_memory
-from zeroir.runtime.tensors import IR_DTYPE
+from zeroir.runtime.tensors import IR_DTYPE, TORCH_DTYPE
 from zeroir.torch_ops.batches import undense_kind
 from zeroir.torch_ops.globals import torch_globals_kept
 
 Factory = Callable[[], nn.Module]
+
+_FLOATING = frozenset(dtype for dtype in IR_DTYPE if dtype.is_floating_point)
 
 StateSource = Mapping[str, Tensor] | Callable[[str], Tensor]
 """Tensors by name, for instance a ``state_dict``, or the method ``get_tensor`` of an opened file of safetensors."""
@@ -33,10 +35,14 @@ StateSource = Mapping[str, Tensor] | Callable[[str], Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldTensor:
-    """A tensor of the module that the program holds, by all its names, the first of which the program uses."""
+    """A tensor of the module that the program holds, by all its names, the first of which the program uses.
+
+    ``dtypes`` are those that the module's tensor may have: a floating parameter is converted to the program's dtype.
+    """
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
+    dtypes: frozenset[torch.dtype]
 
     @property
     def name(self) -> str:
@@ -48,12 +54,22 @@ def held_tensors(program: Program) -> list[HeldTensor]:
     """The parameters and buffers of the module that the program holds, those without elements included."""
     return [
         *(
-            HeldTensor(names=(slot.name, *slot.aliases), shape=slot.shape)
+            HeldTensor(
+                names=(slot.name, *slot.aliases),
+                shape=slot.shape,
+                dtypes=_FLOATING
+                if flat.dtype.is_floating
+                else frozenset({TORCH_DTYPE[flat.dtype]}),
+            )
             for flat in program.flats
             for slot in flat.slots
         ),
         *(
-            HeldTensor(names=(binding.name,), shape=binding.shape)
+            HeldTensor(
+                names=(binding.name,),
+                shape=binding.shape,
+                dtypes=frozenset({TORCH_DTYPE[program.buffer_by_name[binding.buffer].dtype]}),
+            )
             for binding in program.module_buffers
             if binding.data is None
         ),
@@ -72,12 +88,16 @@ class ModuleValues:
     def __init__(
         self, program: Program, module: nn.Module, state: StateSource | None, *, is_kept: bool
     ) -> None:
+        if not (state is None or isinstance(state, Mapping) or callable(state)):
+            raise UserError(
+                f"state= is of type {type(state).__name__}; pass a mapping from names to tensors, or a function, for "
+                "instance the get_tensor of an opened file of safetensors."
+            )
         self._tensors = NamedTensors(module)
         self._state = state
         self._is_kept = is_kept
         self._fetched: dict[str, Tensor] = {}
         self._row_major: tuple[str, Tensor] | None = None
-        self.freed_count = 0
         held = held_tensors(program)
         self._held = {tensor.name: tensor for tensor in held}
         for tensor in held:
@@ -115,7 +135,6 @@ class ModuleValues:
         self._fetched.pop(name, None)
         if not self._is_kept:
             _free(self._tensors, self._held[name])
-            self.freed_count += 1
 
     def shared_storage(self) -> tuple[str, str, int] | None:
         """The names of two tensors of the program in one storage, and its bytes: freeing one of them frees nothing."""
@@ -153,6 +172,11 @@ class ModuleValues:
                 f"The model's '{name}' has the shape {list(own.shape)}, but the program was compiled with "
                 f"{list(tensor.shape)}; compile it again from this model."
             )
+        if own.dtype not in tensor.dtypes:
+            raise UserError(
+                f"The model's '{name}' has the dtype {own.dtype}, but the program was compiled with "
+                f"{' or '.join(sorted(map(str, tensor.dtypes)))}; compile it again from this model."
+            )
         if self._is_in_state(tensor.names):
             return
         for alias in tensor.names[1:]:
@@ -170,11 +194,6 @@ class ModuleValues:
             raise UserError(
                 f"The model's '{name}' is on the meta device, so the program has no values to begin with: pass them "
                 "with state=, or give the model values. An engine takes a module's values, unless keep_module=True."
-            )
-        if own.dtype not in IR_DTYPE:
-            raise UserError(
-                f"The model's '{name}' has the dtype {own.dtype}, which programs do not have; compile it again from "
-                "this model."
             )
 
     def _is_in_state(self, names: tuple[str, ...]) -> bool:

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from zeroir.errors import InternalError, UserError
 from zeroir.ir.buffers import Buffer
-from zeroir.ir.contents import EMA, GRAD, MASTER, PARAM, FlatContent
+from zeroir.ir.contents import EMA, FACTORS, GRAD, MASTER, PARAM, FlatContent
+from zeroir.ir.factors import factors_numel
 from zeroir.ir.layout import used_numel
 from zeroir.ir.program import Flat, Program, State
 from zeroir.runtime.comm.base import Comm
@@ -54,9 +55,14 @@ def initialise_flats(
 
 
 def take_over(program: Program, memory: RankMemory, earlier: RankMemory) -> None:
-    """Begin with the persistent buffers of another program's memory, and with first values of the other scalars."""
+    """Begin with the persistent buffers of another program's memory, and with first values of the other scalars.
+
+    The loss begins with 0: a program for one micro-step leaves that of its last step there.
+    """
     kept = memory.adopt(earlier)
     fill_scalars(program, [memory], without=kept)
+    if program.loss is not None:
+        memory.buffer(program.loss).zero_()
 
 
 def fill_scalars(
@@ -91,7 +97,8 @@ def full_flat(
     if not buffers:
         return None
     dtype = TORCH_DTYPE[buffers[0][0].dtype]
-    return flat_part(program, ranks, comm, buffers, dtype, range(flat.padded_numel))
+    numel = factors_numel(flat) if quantity == FACTORS else flat.padded_numel
+    return flat_part(program, ranks, comm, buffers, dtype, range(numel))
 
 
 def establish(program: Program, ranks: Sequence[RankMemory], comm: Comm, entry: State) -> None:
@@ -152,7 +159,6 @@ def full_state(
     """
     values: dict[tuple[str, str], Tensor] = {}
     for flat in program.flats:
-        stop = used_numel(flat)
         quantities = [
             buffer.holds.quantity
             for buffer in program.buffers
@@ -163,6 +169,7 @@ def full_state(
             if copies is None:
                 continue
             first = copies[0]
+            stop = first.numel() if quantity == FACTORS else used_numel(flat)
             if first[stop:].any():
                 raise InternalError(f"the padding of {quantity} of {flat.name} is not zero")
             # Compare bytes, because NaN differs from itself.

@@ -18,7 +18,6 @@ from zeroir.ir.program import InputBinding
 from zeroir.runtime.comm.job import PeerError
 from zeroir.runtime.engine import Engine
 from zeroir.runtime.evaluations import EvaluationReport, Evaluations, evaluate
-from zeroir.runtime.scheduled import ScheduleDriver
 from zeroir.torch_ops.batches import Batch
 
 _GRACE_S = 1.0
@@ -77,31 +76,28 @@ def train(
     """Take ``steps`` training steps and return their losses, averaged over ranks.
 
     Each step takes ``micro_steps`` batches from the iterator, by default as many as the program was compiled with, and
-    the settings of the program's schedule. ``report`` receives every ``log_every``-th step and the last, and each
-    of the evaluations.
+    the settings of the program's schedule. ``report`` receives every ``log_every``-th step and the last, and each of
+    the evaluations.
 
     Raises:
         UserError: on every rank, where the loss of any rank is not finite; where the batches fail, end or do not fit.
     """
     if micro_steps is None:
         micro_steps = int(engine.program.option.get("micro_steps", "1"))
-    schedule = engine.program.option.get("schedule")
-    driver: ScheduleDriver | None = None
-    if schedule is not None:
-        driver = ScheduleDriver(schedule, engine.optimizer.param_groups, steps)
+    is_scheduled = "schedule" in engine.program.option
+    scheduler = engine.scheduler(steps) if is_scheduled else None
     losses: list[float] = []
     numel, unit = throughput_unit(engine.program.inputs)
     unreported, start = 0, time.perf_counter()
     for step in range(1, steps + 1):
-        if driver is not None:
-            driver.before_step()
+        lr = None if scheduler is None else scheduler.lr
         result = engine.step([_next(batches, step) for _ in range(micro_steps)])
         loss = engine.mean_loss(result)
         if not math.isfinite(loss) and not result.is_skipped:
             raise _loss_error(result.loss, loss, step)
         losses.append(loss)
-        if driver is not None:
-            driver.after_step(is_skipped=result.is_skipped)
+        if scheduler is not None:
+            scheduler.step(is_skipped=result.is_skipped)
         unreported += 1
         if step % log_every == 0 or step == steps:
             now = time.perf_counter()
@@ -110,7 +106,7 @@ def train(
                 StepReport(
                     step=step,
                     loss=loss,
-                    lr=None if driver is None else driver.lr,
+                    lr=lr,
                     is_skipped=result.is_skipped,
                     grad_norm=result.grad_norm,
                     seconds=seconds,

@@ -62,6 +62,12 @@ class Schedule(BaseModel):
     def settings(self, at: SchedulePoint) -> ScheduledSettings:
         """The settings of the step at this point."""
 
+    @property
+    def needs_steps(self) -> bool:
+        """Whether the number of steps of the run counts, because the schedule could have a total and has none."""
+        totals = {"total", "total_num_steps"} & type(self).model_fields.keys()
+        return any(getattr(self, name) is None for name in totals)
+
     def text(self) -> str:
         """The schedule as text, with the options that were set."""
         values = {key: getattr(self, key) for key in type(self).model_fields}

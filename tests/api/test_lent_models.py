@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,31 @@ def test_changes_are_named_as_the_user_knows_the_tensor() -> None:
             torch.no_grad(),
         ):
             layer.get_parameter("weight").zero_()
+
+
+class Hooked(nn.Module):
+    """A hook and a function in an attribute that hold other modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.layer = nn.Linear(8, 8), nn.Linear(8, 8)
+        gate = self.gate
+        self.layer.register_forward_hook(lambda _, inputs, output: output * gate(inputs[0]))
+        self.scaled: Callable[[Tensor], Tensor] = lambda x: self.layer(x) * 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.scaled(x) - x).square().mean()
+
+
+def test_functions_in_a_lent_module_hold_the_lent_module() -> None:
+    module = Hooked()
+    eager = {name: value.clone() for name, value in module.state_dict().items()}
+    with torch.no_grad():
+        expected = module(BATCH)
+    engine = zeroir.compile(module, BATCH, stage=3, evaluate=False).engine()
+    with engine.gathered() as lent, torch.no_grad():
+        assert all(torch.equal(value, eager[name]) for name, value in lent.state_dict().items())
+        assert torch.equal(lent(BATCH), expected)
 
 
 def test_a_function_and_a_file_are_lent_as_they_are_built(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from zeroir.api.search_space import Dimension, Value, regions, unit_ranges, word
 from zeroir.api.unit_classes import UnitClass, to_unshard, unit_classes
 from zeroir.config import CompileOptions, make_options
 from zeroir.cost.machine import Machine
-from zeroir.cost.search import Evaluation, Point, search
+from zeroir.cost.search import Point, SearchOutcome, search
 from zeroir.cost.simulate import simulate
 from zeroir.errors import UserError
 from zeroir.ir.program import Program
@@ -72,10 +72,10 @@ def every_choice(found: Planner) -> Iterator[tuple[int, Mapping[str, Value]]]:
             yield number, {"stage": region.stage, "mesh": region.mesh, **settings}
 
 
-def within(outcome: Evaluation, budget_bytes: int) -> Evaluation:
+def within(outcome: SearchOutcome, budget_bytes: int) -> SearchOutcome:
     """The outcome as it is with a budget."""
     missing = max(0, outcome.needed_bytes - budget_bytes)
-    return Evaluation(
+    return SearchOutcome(
         missing_bytes=missing,
         needed_bytes=outcome.needed_bytes,
         step_ns=outcome.step_ns,
@@ -89,7 +89,7 @@ def require_close_to_the_best(found: Planner) -> None:
         for number, settings in every_choice(found)
     }
 
-    def look_up(number: int, point: Point) -> Evaluation:
+    def look_up(number: int, point: Point) -> SearchOutcome:
         return table[number, identity(found.regions[number].settings(point))]
 
     families = [region.family for region in found.regions]
@@ -101,7 +101,7 @@ def require_close_to_the_best(found: Planner) -> None:
     needs = sorted({outcome.needed_bytes for outcome in table.values()})
     for budget_bytes in needs[:: max(1, len(needs) // 20)]:
 
-        def evaluate(number: int, point: Point, budget_bytes: int = budget_bytes) -> Evaluation:
+        def evaluate(number: int, point: Point, budget_bytes: int = budget_bytes) -> SearchOutcome:
             return within(look_up(number, point), budget_bytes)
 
         plan = search(families, evaluate, found.bound_ns, most_tried=500)

@@ -351,7 +351,7 @@ def test_ranks_get_the_command_that_was_given(
 
     monkeypatch.setattr("zeroir.api.job.launch", launch)
     given = ["run", str(programs[3]), "--steps", "5", "--seed", "2", "--log-every", "3"]
-    given += ["--model", "gpt.py", "--kernels", "inductor"]
+    given += ["--eval-every", "4", "--model", "gpt.py", "--kernels", "inductor"]
     given += ["--allow-model-change", "--cuda-graphs", "--no-self-check", "--json"]
     answer = zeroir(*given, "--nproc", "2")
     assert answer.exit_code == 7

@@ -10,16 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.examples import examples
-from zeroir.cost.search import Evaluation, Family, Point, search
+from zeroir.cost.search import Family, Point, SearchOutcome, search
 
 SIZES = st.lists(st.integers(1, 9), min_size=1, max_size=3)
 
 
 @st.composite
-def spaces(draw: st.DrawFn) -> tuple[list[Family], dict[tuple[int, Point], Evaluation], int]:
+def spaces(draw: st.DrawFn) -> tuple[list[Family], dict[tuple[int, Point], SearchOutcome], int]:
     """Families with the outcome of every point, and a bound that none falls below."""
     families: list[Family] = []
-    table: dict[tuple[int, Point], Evaluation] = {}
+    table: dict[tuple[int, Point], SearchOutcome] = {}
     for number in range(draw(st.integers(1, 3))):
         sizes = tuple(draw(SIZES))
         seed = draw(st.integers(0, 2**32))
@@ -29,7 +29,7 @@ def spaces(draw: st.DrawFn) -> tuple[list[Family], dict[tuple[int, Point], Evalu
         for point in points:
             digest = hash((seed, point)) & 0xFFFF
             missing = max(0, digest % 97 - 50)
-            table[number, point] = Evaluation(
+            table[number, point] = SearchOutcome(
                 missing_bytes=missing,
                 needed_bytes=digest % 97,
                 step_ns=100 + digest % 50,
@@ -49,12 +49,12 @@ def neighbours(families: Sequence[Family], number: int, point: Point) -> list[tu
 @examples(100)
 @given(spaces())
 def test_a_search_tries_nothing_twice_and_keeps_the_best_that_it_tried(
-    space: tuple[list[Family], dict[tuple[int, Point], Evaluation], int],
+    space: tuple[list[Family], dict[tuple[int, Point], SearchOutcome], int],
 ) -> None:
     families, table, most_tried = space
     asked: Counter[tuple[int, Point]] = Counter()
 
-    def evaluate(number: int, point: Point) -> Evaluation:
+    def evaluate(number: int, point: Point) -> SearchOutcome:
         asked[number, point] += 1
         return table[number, point]
 
@@ -71,7 +71,7 @@ def test_a_search_tries_nothing_twice_and_keeps_the_best_that_it_tried(
 @examples(100)
 @given(spaces())
 def test_no_neighbour_of_what_a_finished_search_finds_is_better(
-    space: tuple[list[Family], dict[tuple[int, Point], Evaluation], int],
+    space: tuple[list[Family], dict[tuple[int, Point], SearchOutcome], int],
 ) -> None:
     families, table, _ = space
     result = search(families, lambda *key: table[key], lambda *_: 0, most_tried=10**6)
@@ -84,7 +84,7 @@ def test_no_neighbour_of_what_a_finished_search_finds_is_better(
 @examples(100)
 @given(spaces(), st.data())
 def test_a_bound_spares_work_and_loses_hardly_anything(
-    space: tuple[list[Family], dict[tuple[int, Point], Evaluation], int], data: st.DataObject
+    space: tuple[list[Family], dict[tuple[int, Point], SearchOutcome], int], data: st.DataObject
 ) -> None:
     """With bounds that hold, families that are cut off have nothing that is a hundredth faster."""
     families, table, _ = space
@@ -105,11 +105,11 @@ def test_one_axis_is_traded_for_another() -> None:
     """Two axes save the same memory; descent alone spends it on the first, the second is worth more."""
     family = Family(sizes=(4, 4), starts=((0, 0),))
 
-    def evaluate(_: int, point: Point) -> Evaluation:
+    def evaluate(_: int, point: Point) -> SearchOutcome:
         needed = sum(point)
         missing = max(0, needed - 3)
         step_ns = 0 if missing else 100 - 5 * point[0] - 9 * point[1]
-        return Evaluation(missing_bytes=missing, needed_bytes=needed, step_ns=step_ns)
+        return SearchOutcome(missing_bytes=missing, needed_bytes=needed, step_ns=step_ns)
 
     result = search([family], evaluate, lambda *_: 0, most_tried=100)
     assert result.best == ((0, 3),)
@@ -118,7 +118,7 @@ def test_one_axis_is_traded_for_another() -> None:
 def test_what_can_hardly_be_better_is_not_tried() -> None:
     family = Family(sizes=(5,), starts=((2,),))
     for step_ns, is_enough in ((1010, True), (1011, False)):
-        outcome = Evaluation(missing_bytes=0, needed_bytes=1, step_ns=step_ns)
+        outcome = SearchOutcome(missing_bytes=0, needed_bytes=1, step_ns=step_ns)
         result = search(
             [family], lambda *_, answer=outcome: answer, lambda *_: 1000, most_tried=100
         )

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from zeroir.config import make_options
 from zeroir.deepspeed import Translation, translate
 from zeroir.deepspeed.optimizers import OPTIMIZERS
 from zeroir.deepspeed.table import tables, treatments
@@ -62,6 +63,7 @@ HONOURED: dict[str, list[tuple[dict[str, object], dict[str, object]]]] = {
         ({"optimizer": {"type": "AdamW"}}, {"optimizer": "adamw", "weight_decay": 0.0}),
         ({"optimizer": {"type": "SGD"}}, {"optimizer": "sgd", "lr": 1e-3}),
         ({"optimizer": {"type": "Lion"}}, {"optimizer": "lion", "beta1": 0.9, "beta2": 0.999}),
+        ({"optimizer": {"type": "Adafactor"}}, {"optimizer": "adafactor", "lr": 0.01}),
     ],
     "optimizer.params": [
         ({"optimizer": {"type": "Adam", "params": {"lr": 0.5}}}, {"lr": 0.5}),
@@ -98,7 +100,7 @@ HONOURED: dict[str, list[tuple[dict[str, object], dict[str, object]]]] = {
     "fp16.consecutive_hysteresis": [
         (
             {"fp16": {"enabled": True, "consecutive_hysteresis": True}},
-            {"consecutive_hysteresis": True},
+            {"loss_scale_consecutive_hysteresis": True},
         )
     ],
     "fp16.min_loss_scale": [
@@ -197,6 +199,7 @@ def test_an_honoured_key_sets_options(key: str) -> None:
         for option, value in expected.items():
             assert translation.options.get(option) == value, (data, option)
             assert (option in translation.origins) == (option in translation.options)
+        make_options({"world_size": 2, **translation.options})
 
 
 PLAIN: dict[str, object] = {
@@ -322,6 +325,8 @@ PARAMS: dict[str, tuple[object, dict[str, object] | str]] = {
     "betas": ([0.8, 0.95], {"beta1": 0.8, "beta2": 0.95}),
     "eps": (1e-6, {"eps": 1e-6}),
     "weight_decay": (0.3, {"weight_decay": 0.3}),
+    "beta2_decay": (-0.5, {"beta2_decay": -0.5}),
+    "d": (2.0, {"d": 2.0}),
     "adam_w_mode": (False, {"optimizer": "adam"}),
     "torch_adam": (True, {"weight_decay": 0.01}),
     "momentum": (0.8, {"optimizer": "momentum", "momentum": 0.8}),
@@ -344,12 +349,16 @@ def test_every_parameter_of_an_optimizer_has_its_treatment(name: str) -> None:
         data = {"optimizer": {"type": name, "params": {key: value}}}
         if key == "adam_w_mode" and name == "AdamW":
             expected = {"optimizer": "adamw"}
+        if key == "eps" and name == "Adafactor":
+            data = {"optimizer": {"type": name, "params": {key: [1e-6, 1e-4]}}}
+            expected = {"eps": 1e-6, "eps2": 1e-4}
         if isinstance(expected, str):
             with pytest.raises(UserError, match=expected):
                 translated(data)
             continue
         translation = translated(data)
         assert translation.options.items() >= expected.items(), key
+        make_options({"world_size": 2, **translation.options})
         is_noted = any(f"optimizer.params.{key}:" in note for note in translation.notes)
         assert is_noted == (treatment.kind is Kind.WITHOUT_MEANING), key
 
@@ -393,6 +402,7 @@ WRONG: list[tuple[dict[str, object], str]] = [
         "zeroir has no optimizer Lamb; from this file it takes Adam,",
     ),
     ({"optimizer": {"type": "sgd"}}, "zeroir has no optimizer sgd"),
+    ({"optimizer": {"type": "Muon"}}, "write --optimizer muon and --group beside a file without"),
     (
         {"optimizer": {"type": "Adam", "params": {"lrr": 1}}},
         "Adam has no parameter optimizer.params.lrr; did you mean lr?",
@@ -475,7 +485,7 @@ def test_automatic_values_resolve() -> None:
         "initial_loss_scale": 65536.0,
         "loss_scale_window": 7,
         "loss_scale_hysteresis": 2,
-        "consecutive_hysteresis": False,
+        "loss_scale_consecutive_hysteresis": False,
         "minimum_loss_scale": 1.0,
         "optimizer": "adamw",
         "beta1": 0.9,

@@ -34,6 +34,8 @@ class Found:
 class Net(nn.Module):
     """Returns a dict, with dropout, batch norm, and a counter that also evaluations advance."""
 
+    calls: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4)
@@ -110,8 +112,6 @@ def test_the_users_module_stays_as_it_is() -> None:
     assert isinstance(evaluation.outputs, dict)
     (hidden,) = evaluation.outputs.values()
     assert evaluation.loss == float(hidden.square().mean())
-    with pytest.raises(AttributeError):
-        evaluation.rank = evaluation.rank  # type: ignore[misc]
     engine.close()
 
 
@@ -135,7 +135,7 @@ def test_it_begins_before_training_and_goes_on_between_steps() -> None:
 
 
 def test_outputs_keep_their_structure() -> None:
-    def loss(module: nn.Module, x: Tensor) -> tuple[Tensor, Found]:
+    def loss(module: nn.Module, x: object) -> tuple[Tensor, Found]:
         hidden = module(x)["hidden"]
         return hidden.sum(), Found(loss=hidden.sum(), hidden=hidden[0])
 
@@ -190,7 +190,7 @@ def test_a_model_that_only_trains_cannot_be_evaluated(model: type[Net], reason: 
 
 
 def test_outputs_that_are_no_tensors_leave_evaluations_out() -> None:
-    def loss(module: nn.Module, x: Tensor) -> tuple[Tensor, object]:
+    def loss(module: nn.Module, x: object) -> tuple[Tensor, object]:
         found = module(x)
         return found["loss"], {"note": found["note"]}
 

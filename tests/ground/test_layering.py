@@ -29,6 +29,7 @@ OF_THE_VERIFIER = {
     "zeroir.ir.factors",
     "zeroir.ir.mesh",
     "zeroir.ir.ops",
+    "zeroir.ir.output_paths",
     "zeroir.ir.program",
     "zeroir.ir.segment",
     "zeroir.ir.text.names",

@@ -87,15 +87,15 @@ def require_right(judged: Judged, program: Program) -> None:
     assert any(v.peak_bytes for v in judged.verdicts if isinstance(v.op, ops.Compute))
 
 
-@pytest.mark.parametrize("ema", [None, 0.9])
+@pytest.mark.parametrize(("optimizer", "ema"), [("adamw", None), ("lion", 0.9)])
 @pytest.mark.parametrize(
     ("precision", "stage", "ranks"),
     [("fp32", 0, 2), ("fp16", 3, 3), ("bf16", 2, 3), ("bf16", 1, 2), ("fp16", 1, 1)],
 )
 def test_a_small_step_takes_what_its_ops_declare(
-    precision: str, stage: int, ranks: int, ema: float | None
+    precision: str, stage: int, ranks: int, optimizer: str, ema: float | None
 ) -> None:
-    program = mlp(precision=precision, dim=64, ema=ema)
+    program = mlp(precision=precision, dim=64, optimizer=optimizer, ema=ema)
     scheduled = declared(lowered(program, stage, ranks))
     judged = judge(scheduled, random_batches(1, 1)[0][0], initial=initial_flats(program))
     require_right(judged, scheduled)

@@ -5,13 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
+from tests.memory.judge import judge
 from zeroir.api.check import check_model
 from zeroir.api.compiled import compile_with
 from zeroir.config import make_options
+from zeroir.frontend.entry import load_model_file
 from zeroir.ir import ops
 from zeroir.ir.ops import Algorithm
 from zeroir.ir.program import Program
+from zeroir.runtime.lockstep import Lockstep
 from zeroir.verify import verify
 
 # Tall, wide and square matrices whose sides are no multiples of a vector, one larger than a rank's slice, a
@@ -185,6 +189,55 @@ def test_adafactors_moments_are_few_and_alike_on_every_rank(model: str) -> None:
     # Of the convolution [5, 3, 3] five matrices, and of the bias and the scalar each element.
     assert factors["root.pre.factors"] == 5 * (3 + 3) + 5 + 1
     assert verify(program).is_valid
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adafactor"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"stage": 0, "world_size": 1},
+        {"stage": 3, "world_size": 2},
+        {"stage": 1, "world_size": 3, "precision": "fp16"},
+    ],
+    ids=str,
+)
+def test_a_step_takes_no_more_memory_than_is_declared(
+    model: str, optimizer: str, options: dict[str, object]
+) -> None:
+    program = compiled(model, optimizer, **options)
+    file = load_model_file(model)
+    judged = judge(program, [file.batch()], model=file.model())
+    steps = [
+        verdict
+        for verdict in judged.verdicts
+        if isinstance(verdict.op, ops.OptimizerStep) and str(verdict.op.algorithm) == optimizer
+    ]
+    assert steps
+    assert all(step.is_right and step.peak_bytes for step in steps)
+
+
+@pytest.mark.parametrize("optimizer", ["lion", "muon", "adafactor"])
+def test_states_are_the_same_bits_at_every_stage(model: str, optimizer: str) -> None:
+    file = load_model_file(model)
+    states = []
+    for stage in range(4):
+        lockstep = Lockstep(compiled(model, optimizer, stage=stage, world_size=3), seed=stage)
+        lockstep.initialise(file.model, 0)
+        for _ in range(2):
+            lockstep.step([[file.batch()] for _ in range(3)])
+        states.append(lockstep.full_state())
+    names = {quantity for _, quantity in states[0]}
+    assert (
+        names
+        >= {
+            "lion": {"exp_avg"},
+            "muon": {"momentum_buffer", "exp_avg", "exp_avg_sq"},
+            "adafactor": {"factors"},
+        }[optimizer]
+    )
+    for state in states[1:]:
+        assert state.keys() == states[0].keys()
+        assert all(torch.equal(state[key], states[0][key]) for key in state)
 
 
 def test_a_model_without_matrices_trains_by_muon(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
@@ -29,7 +30,7 @@ def logical(options: CompileOptions, path: str = str(GPT)) -> Program:
     return program_of(captured(load_model_file(path), options.precision, ()), options)
 
 
-def scheduled(path: str = str(GPT), **choices: object) -> Program:
+def scheduled(choices: Mapping[str, object], path: str = str(GPT)) -> Program:
     options = make_options({"stage": 3, "world_size": 4, **choices})
     return lower(logical(options, path), options)
 
@@ -49,7 +50,7 @@ def without_evaluation(program: Program) -> Program:
     ids=str,
 )
 def test_each_flat_is_gathered_once(choices: dict[str, object]) -> None:
-    program = scheduled(**choices)
+    program = scheduled(choices)
     gathered = Counter(
         pair.destination.buffer
         for op in evaluation(program).body
@@ -64,7 +65,7 @@ def test_each_flat_is_gathered_once(choices: dict[str, object]) -> None:
 
 @pytest.mark.parametrize("distance", [0, 1, 2])
 def test_gathers_run_ahead_of_their_use(distance: int) -> None:
-    body = evaluation(scheduled(prefetch=distance)).body
+    body = evaluation(scheduled({"prefetch": distance})).body
     units = [op.unit for op in body if isinstance(op, ops.Compute)]
     computed = 0
     ahead: Counter[int] = Counter()
@@ -85,7 +86,7 @@ def test_gathers_run_ahead_of_their_use(distance: int) -> None:
 
 
 def test_nothing_is_kept() -> None:
-    program = scheduled()
+    program = scheduled({})
     live: set[str] = set()
     most = 0
     for op in evaluation(program).body:
@@ -115,7 +116,7 @@ def test_nothing_is_kept() -> None:
     ],
 )
 def test_it_takes_less_memory_than_a_step(path: str, stage: int) -> None:
-    program = scheduled(path, stage=stage)
+    program = scheduled({"stage": stage}, path)
     step = peak(program, sections=STEP_SECTIONS).total_bytes
     assert peak(program, sections=(EVALUATE,)).total_bytes < step
     alone = without_evaluation(program)
@@ -124,9 +125,8 @@ def test_it_takes_less_memory_than_a_step(path: str, stage: int) -> None:
 
 @pytest.mark.parametrize("stage", range(4))
 def test_the_figures_of_a_step_are_those_without_it(stage: int) -> None:
-    choices = {"stage": stage, "world_size": 4}
-    with_it = scheduled(**choices)
-    without = scheduled(**choices, evaluate=False)
+    with_it = scheduled({"stage": stage})
+    without = scheduled({"stage": stage, "evaluate": False})
     for name in STEP_SECTIONS:
         assert with_it.section_by_name.get(name) == without.section_by_name.get(name)
     assert collective_bytes(with_it) == collective_bytes(without)

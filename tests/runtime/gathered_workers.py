@@ -9,6 +9,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from operator import attrgetter
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -87,7 +88,6 @@ def values() -> None:
 
 def failing_state() -> None:
     """A state that fails on rank 0 after the first values ends all ranks, with the reason there."""
-    initial._BATCH_NUMEL = 1  # type: ignore[misc]
     state = of_rank_0()
     del state["post.weight"]
     module = Mlp(dim=DIM).to("meta")
@@ -97,7 +97,7 @@ def failing_state() -> None:
         if RANK == 0
         else (PeerError, "Rank 0 could not give the model's values")
     )
-    with pytest.raises(expected[0], match=expected[1]):
+    with patch.object(initial, "_BATCH_NUMEL", 1), pytest.raises(expected[0], match=expected[1]):
         engine.initialise(module, state=state.__getitem__)
     engine.close()
 

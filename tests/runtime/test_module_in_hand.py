@@ -147,6 +147,16 @@ def test_values_of_a_state_live_one_after_the_other(monkeypatch: pytest.MonkeyPa
     assert max(alive) == 0
 
 
+def test_a_file_is_not_a_state(tmp_path: Path) -> None:
+    module = Mlp(dim=DIM)
+    save_file(values_of(module), tmp_path / "model.safetensors")
+    with (
+        safe_open(tmp_path / "model.safetensors", "pt") as file,
+        pytest.raises(UserError, match=r"state= is of type safe_open; pass .* get_tensor"),
+    ):
+        engine_for().initialise(module, state=file)
+
+
 def test_wrong_states_are_named() -> None:
     values = values_of(Mlp(dim=DIM))
 

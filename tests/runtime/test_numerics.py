@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.examples import examples
+from zeroir.ir.ops import Refill
 from zeroir.runtime import numerics
 from zeroir.runtime.allocations import allocations, peak_bytes
 from zeroir.workspace.op_scratch import CONVERTED_CHUNK_NUMEL
@@ -18,14 +19,22 @@ from zeroir.workspace.op_scratch import CONVERTED_CHUNK_NUMEL
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-@examples(50)
+@examples(200)
 @given(
-    overflows=st.lists(st.booleans(), max_size=30),
+    overflows=st.lists(st.booleans(), max_size=40),
     window=st.integers(1, 5),
+    factor=st.sampled_from([1.5, 2.0, 4.0]),
     hysteresis=st.integers(1, 3),
+    minimum=st.sampled_from([0.25, 1.0, 8.0]),
+    refill=st.sampled_from(Refill),
 )
 def test_the_loss_scale_moves_as_deepspeed_has_it(
-    overflows: list[bool], window: int, hysteresis: int
+    overflows: list[bool],
+    window: int,
+    factor: float,
+    hysteresis: int,
+    minimum: float,
+    refill: Refill,
 ) -> None:
     """The rule written with iteration numbers, as DeepSpeed's DynamicLossScaler states it."""
     scale, left, last_overflow = 8.0, hysteresis, -1
@@ -33,23 +42,52 @@ def test_the_loss_scale_moves_as_deepspeed_has_it(
     for iteration, is_overflow in enumerate(overflows):
         if is_overflow:
             if left == 1:
-                scale = max(scale / 2, 1.0)
+                scale = max(scale / factor, minimum)
             else:
                 left -= 1
             last_overflow = iteration
-        elif (iteration - last_overflow) % window == 0:
-            left = hysteresis
-            scale *= 2
+        else:
+            if refill is Refill.STEP:
+                left = hysteresis
+            if (iteration - last_overflow) % window == 0:
+                left = hysteresis
+                scale *= factor
         numerics.update_scale(
             state,
             torch.tensor([float(is_overflow)]),
             window=window,
-            factor=2.0,
+            factor=factor,
             hysteresis=hysteresis,
-            minimum=1.0,
+            minimum=minimum,
+            refill=refill,
         )
-        assert state[0] == scale
+        assert state[0] == torch.tensor(scale)
         assert state[2] == left
+        scale = float(state[0])  # the device computes in FP32
+
+
+def test_a_step_without_data_is_no_overflow() -> None:
+    state, skip = torch.tensor([8.0, 1.0, 1.0]), torch.ones(1)
+    for weight, expected in ((0.0, [8.0, 1.0, 1.0]), (3.0, [4.0, 0.0, 1.0])):
+        numerics.update_scale(
+            state,
+            skip,
+            window=2,
+            factor=2.0,
+            hysteresis=1,
+            minimum=1.0,
+            weight=torch.tensor([weight]),
+        )
+        assert state.tolist() == expected
+
+
+def test_a_factor_of_zero_clears_what_is_not_finite() -> None:
+    values = torch.tensor([1.0, math.nan, math.inf])
+    numerics.scale(values, torch.tensor([2.0]))
+    assert values[0] == 2.0
+    assert values[1].isnan()
+    numerics.scale(values, torch.tensor([0.0]))
+    assert values.tolist() == [0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

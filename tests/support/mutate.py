@@ -217,7 +217,9 @@ def _forget_decision(op: Op, _program: Program, chance: Random) -> tuple[Op, ...
 
 
 def _no_skip(op: Op, _program: Program, _chance: Random) -> tuple[Op, ...] | None:
-    return (replace(op, skip=None),) if isinstance(op, ops.OptimizerStep | ops.Average) else None
+    if isinstance(op, ops.Direction | ops.OptimizerStep | ops.Average):
+        return (replace(op, skip=None),)
+    return None
 
 
 def _decay(op: Op, _program: Program, _chance: Random) -> tuple[Op, ...] | None:
@@ -364,6 +366,8 @@ def _tell(program: Program, chance: Random) -> Program | None:
         replace(op, states=op.states[::-1]),
         replace(op, lr=like.gradient_divisor, gradient_divisor=like.lr),
         replace(op, param=like.param),
+        replace(op, factors=like.factors),
+        replace(op, whole=like.whole),
     ]
     return put(program, one, chance.choice(choices))
 
@@ -439,7 +443,7 @@ MUTATIONS: Mapping[str, Mutation] = {
     "change-comm": _on(_is(*COLLECTIVES), _comm),
     "change-divisor": _on(_is(ops.Decide), _divisor),
     "forget-decision": _on(_is(ops.Decide), _forget_decision),
-    "forget-skip": _on(_is(ops.OptimizerStep, ops.Average), _no_skip),
+    "forget-skip": _on(_is(ops.Direction, ops.OptimizerStep, ops.Average), _no_skip),
     "change-decay": _on(_is(ops.Average), _decay),
     "change-sources": _on(_is(ops.GradNorm, ops.CheckFinite), _fewer_sources),
     "change-fill": _on(_is(ops.Fill), _fill),

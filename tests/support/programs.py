@@ -18,6 +18,7 @@ from zeroir.frontend.weigh import weigh
 from zeroir.ir.buffers import Buffer, Region, Role, Space, View, contiguous_stride
 from zeroir.ir.contents import FlatContent, Micro, NamedContent
 from zeroir.ir.dtypes import DType
+from zeroir.ir.factors import factors_numel
 from zeroir.ir.mesh import COMPUTE, Axis, Mesh
 from zeroir.ir.ops import (
     Algorithm,
@@ -29,6 +30,7 @@ from zeroir.ir.ops import (
     Compute,
     Decide,
     Destination,
+    Direction,
     Fill,
     GradNorm,
     Mode,
@@ -431,6 +433,10 @@ class _Mlp:
         ]
         return ops
 
+    @property
+    def hyper(self) -> Region:
+        return Region(buffer="hyper", offset=0, numel=len(self.algorithm.hyper_names))
+
     def update_body(self, flats: tuple[Flat, ...]) -> list[Op]:
         sum_name = "grad_sum" if self.micro_steps > 1 else "grad"
         gradients = tuple(
@@ -466,23 +472,47 @@ class _Mlp:
                     alloc(grad32.buffer),
                     Cast(source=gradient, destination=grad32, stream=COMPUTE),
                 ]
+            complete = grad32 if is_cast else gradient
+            states = tuple(
+                Region(buffer=f"{home.name}.{state}", offset=0, numel=home.padded_numel)
+                for state in self.algorithm.state_names
+            )
+            direction = Region(buffer=f"{home.name}.direction", offset=0, numel=home.padded_numel)
+            factors = Region(buffer=f"{home.name}.factors", offset=0, numel=factors_numel(home))
+            if self.algorithm.direction_dtype is not None:
+                ops += [
+                    alloc(direction.buffer),
+                    Direction(
+                        algorithm=self.algorithm,
+                        grad=complete,
+                        states=states,
+                        direction=direction,
+                        step=one("step"),
+                        lr=one("lr"),
+                        hyper=self.hyper,
+                        gradient_divisor=one("gradient_divisor"),
+                        skip=skip,
+                        stream=COMPUTE,
+                    ),
+                ]
+                complete, states = direction, ()
             ops.append(
                 OptimizerStep(
                     algorithm=self.algorithm,
                     param=master if is_low else param,
-                    grad=grad32 if is_cast else gradient,
-                    states=tuple(
-                        Region(buffer=f"{home.name}.{state}", offset=0, numel=home.padded_numel)
-                        for state in self.algorithm.state_names
-                    ),
+                    grad=complete,
+                    states=states,
                     step=one("step"),
                     lr=one("lr"),
-                    hyper=Region(buffer="hyper", offset=0, numel=4),
+                    hyper=self.hyper,
                     gradient_divisor=one("gradient_divisor"),
                     skip=skip,
+                    factors=factors if self.algorithm is Algorithm.ADAFACTOR else None,
                     stream=COMPUTE,
                 )
             )
+            if self.algorithm.direction_dtype is not None:
+                ops.append(release(direction.buffer))
             if self.ema is not None:
                 mean = Region(buffer=f"{home.name}.ema", offset=0, numel=home.padded_numel)
                 trained = master if is_low else param
@@ -547,6 +577,11 @@ class _Mlp:
                 )
                 if self.micro_steps == 1:
                     add(f"{name}.grad32", DType.F32, numel, Role.STAGING)
+            if self.algorithm is Algorithm.ADAFACTOR:
+                held = FlatContent(quantity="factors", flat=name)
+                add(f"{name}.factors", DType.F32, factors_numel(home), Role.STATE, holds=held)
+            if self.algorithm.direction_dtype is not None:
+                add(f"{name}.direction", self.algorithm.direction_dtype, numel, Role.STAGING)
             averages = () if self.ema is None else ("ema",)
             for state in (*self.algorithm.state_names, *averages):
                 add(
@@ -566,7 +601,7 @@ class _Mlp:
         scalar("loss_scale", numel=3)
         scalar("step")
         scalar("lr", DType.F64)
-        scalar("hyper", DType.F64, 4, Space.HOST)
+        scalar("hyper", DType.F64, self.hyper.numel, Space.HOST)
         scalar("gradient_divisor")
         if self.has_scaling:
             scalar("overflow")
@@ -605,6 +640,17 @@ def dense(name: str, shape: tuple[int, ...], offset: int = 0) -> View:
         numel *= size
     region = Region(buffer=name, offset=offset, numel=numel)
     return View(region=region, shape=shape, stride=contiguous_stride(shape))
+
+
+HYPER = {
+    "sgd": (0.0, 0.0, 0.0, 0.01),
+    "momentum": (0.9, 0.0, 0.0, 0.01),
+    "adam": (0.9, 0.999, 1e-8, 0.01),
+    "adamw": (0.9, 0.999, 1e-8, 0.01),
+    "lion": (0.9, 0.99, 0.01),
+    "muon": (0.95, 1.0, 0.1, 1e-7, 5.0, 3.4445, -4.775, 2.0315, 0.0),
+    "adafactor": (-0.8, 2.0**-23, 1e-3, 1.0, 0.01),
+}
 
 
 @cache
@@ -676,7 +722,6 @@ def mlp(
     ]
     if micro_steps > 1:
         sections.insert(0, Section(name=MICRO_STEP, body=body))
-    adam = optimizer in ("adam", "adamw")
     scalars = [
         ScalarBinding(buffer="loss", values=(0.0,)),
         ScalarBinding(
@@ -687,9 +732,7 @@ def mlp(
         ScalarBinding(buffer="lr", values=(0.01,)),
         ScalarBinding(
             buffer="hyper",
-            values=(0.9, 0.999, 1e-8, 0.01)
-            if adam
-            else (0.9 if optimizer == "momentum" else 0.0, 0.0, 0.0, 0.01),
+            values=HYPER[optimizer],
         ),
         ScalarBinding(buffer="gradient_divisor", values=(1.0,)),
     ]

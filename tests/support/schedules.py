@@ -34,6 +34,7 @@ class Case:
     bucket: int = 0
     overlap_update: bool = False
     ema: float | None = None
+    optimizer: str = "adamw"
     is_weighted: bool = False
     has_fixed_divisor: bool = False
     blocks: int = field(default=2)
@@ -60,6 +61,7 @@ def _logical(case: Case) -> Program:
         tied=case.tied,
         keep_fp32=case.keep_fp32,
         ema=case.ema,
+        optimizer=case.optimizer,
         is_weighted=case.is_weighted,
         has_fixed_divisor=case.has_fixed_divisor,
     )

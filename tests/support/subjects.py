@@ -30,6 +30,11 @@ CASES: Mapping[str, Case] = {
     "stage 2, tied sums": Case(stage=2, precision="bf16", micro_steps=2, tied=True, ranks=2),
     "stage 3": Case(stage=3, precision="fp16", clip=1.0, keep_fp32=True, distance=2),
     "stage 3, overlapped": Case(stage=3, precision="bf16", overlap_update=True),
+    "stage 2, whole parameters": Case(stage=2, precision="bf16", optimizer="adafactor"),
+    "stage 2, weighted": Case(stage=2, precision="bf16", micro_steps=2, is_weighted=True, clip=1.0),
+    "stage 3, weighted, overlapped": Case(
+        stage=3, precision="bf16", micro_steps=2, is_weighted=True, overlap_update=True
+    ),
     "stage 1, averaged": Case(stage=1, precision="fp16", ema=0.5),
 }
 WRITTEN = ("hybrid", "paged", "offload", "evaluate", "carried", "crossing")
@@ -54,7 +59,8 @@ class Subject:
 
     def train(self, program: Program, schedule_seed: int) -> list[Tensor]:
         """Everything that a few steps, and evaluations between them, come to under one interleaving."""
-        lockstep = Lockstep(program, schedule_seed=schedule_seed)
+        weight = None if self.scheduled.weight is None else weight_of_values
+        lockstep = Lockstep(program, schedule_seed=schedule_seed, weight=weight)
         if self.name in CAPTURED:
             lockstep.initialise(load_model_file(_MODEL).model, seed=0)
         else:
@@ -80,6 +86,12 @@ class Subject:
         if len(found) == len(expected) and all(map(_is_equal, found, expected)):
             return None
         return "other numbers"
+
+
+def weight_of_values(batch: Batch) -> float:
+    """Another weight for each batch, a whole number, so that sums of them are exact."""
+    total = sum(float(x.double().sum()) for x in flatten(batch).tensors.values())
+    return 1.0 + int(7 * total) % 5
 
 
 def _is_equal(one: Tensor, other: Tensor) -> bool:

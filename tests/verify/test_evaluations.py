@@ -83,10 +83,12 @@ def test_results_are_of_one_rank(name: str) -> None:
         stream=reduce.stream,
     )
     section = program.section_by_name[EVALUATE]
-    at = max(i for i, op in enumerate(section.body) if isinstance(op, ops.Compute))
+    at, last = next(
+        (i, op) for i, op in reversed([*enumerate(section.body)]) if isinstance(op, ops.Compute)
+    )
     body = (
         *section.body[:at],
-        replace(section.body[at], event="results"),  # type: ignore[call-arg]
+        replace(last, event="results"),
         *section.body[at + 1 :],
         wait,
         summed,

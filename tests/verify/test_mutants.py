@@ -31,6 +31,7 @@ ANY_CASE = st.builds(
     bucket=st.sampled_from([0, 0, 10_000]),
     overlap_update=st.booleans(),
     ema=st.sampled_from([None, None, 0.5]),
+    optimizer=st.sampled_from(["adamw", "adamw", "adafactor"]),
 )
 CHECKS = [HealthCheck.filter_too_much, HealthCheck.too_slow]
 SETTINGS = settings(deadline=None, suppress_health_check=CHECKS)

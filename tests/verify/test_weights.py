@@ -164,8 +164,7 @@ def test_no_buffer_keeps_the_weight_of_a_micro_batch_over_a_joint() -> None:
     )
     state = replace(section.entry, holdings=(*section.entry.holdings, claim))
     sections = tuple(
-        replace(s, entry=state, exit=state) if s.name == MICRO_STEP else s
-        for s in program.sections
+        replace(s, entry=state, exit=state) if s.name == MICRO_STEP else s for s in program.sections
     )
     assert "Z008" in codes(verify(replace(program, sections=sections)))
 

@@ -15,7 +15,7 @@ from zeroir.config import CompileOptions, make_options
 from zeroir.cost.bounds import compute_bound_s, wire_bound_s
 from zeroir.cost.machine import Machine
 from zeroir.cost.measured_workspaces import with_measured_workspaces
-from zeroir.cost.search import Evaluation
+from zeroir.cost.search import SearchOutcome
 from zeroir.cost.simulate import Measured, Simulation, simulate
 from zeroir.ir import ops
 from zeroir.ir.program import Program
@@ -80,7 +80,7 @@ class CandidateMeasurer:
             values["prefetch_budget"] = self._base.memory_budget
         return make_options(values)
 
-    def measure(self, settings: Mapping[str, Value]) -> tuple[Candidate, Evaluation]:
+    def measure(self, settings: Mapping[str, Value]) -> tuple[Candidate, SearchOutcome]:
         """Measure settings; the needed memory is exact where it fits the budget, else a lower bound."""
         program = derive_waits(corrected(self._lowered(settings)))
         measured = program
@@ -96,7 +96,7 @@ class CandidateMeasurer:
             resting_bytes=needed.resting_bytes,
             culprit=_culprit(program, needed.fullest),
         )
-        evaluation = Evaluation(
+        evaluation = SearchOutcome(
             missing_bytes=max(0, needed.total_bytes - self._budget_bytes),
             needed_bytes=needed.total_bytes,
             is_hopeless=needed.resting_bytes > self._budget_bytes,

@@ -114,7 +114,7 @@ def _compared(
     from zeroir.api.run import kernel_backend, load_model
     from zeroir.runtime.batch import inputs_of
     from zeroir.runtime.lockstep import Lockstep
-    from zeroir.runtime.scheduled import ScheduleDriver
+    from zeroir.runtime.scheduled import Scheduler
     from zeroir.runtime.seeds import site_seed
 
     compiled = compile_with(model, options)
@@ -135,9 +135,9 @@ def _compared(
         program, seed=seed, schedule_seed=seed, kernels=backend, weight=source.weight
     )
     lockstep.initialise(source.model, seed)
-    driver: ScheduleDriver | None = None
+    scheduler: Scheduler | None = None
     if options.schedule is not None:
-        driver = ScheduleDriver(options.schedule, lockstep.optimizer.param_groups, steps)
+        scheduler = Scheduler(options.schedule, lockstep.optimizer.param_groups, steps)
     streams = [
         _batches(source, rank, options.world_size, seed) for rank in range(options.world_size)
     ]
@@ -160,12 +160,10 @@ def _compared(
                 what = f"the evaluated loss of rank {rank}"
                 differences += _compare(step, what, loss, wanted_loss, tolerance)
         expected = reference.step(batches)
-        if driver is not None:
-            driver.before_step()
         results = lockstep.step(batches)
-        if driver is not None:
+        if scheduler is not None:
             skipped = results[0].is_skipped
-            driver.after_step(is_skipped=skipped is not None and bool(skipped > 0))
+            scheduler.step(is_skipped=skipped is not None and bool(skipped > 0))
         computed = [float(result.loss) for result in results]
         losses.append(tuple(computed))
         for rank, (loss, wanted_loss) in enumerate(zip(computed, expected, strict=True)):

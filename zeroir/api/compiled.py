@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Unpack
 
 from zeroir import artifact as artifacts
 from zeroir.api.config_file import Config, resolve_options
-from zeroir.api.keywords import CompileKeywords
+from zeroir.api.keywords import CompileKeywords, is_torchs
 from zeroir.artifact import Artifact, ConfigRecord
 from zeroir.config import CompileOptions, options_from_pairs
 from zeroir.errors import InternalError, UserError
@@ -60,6 +60,11 @@ class CompiledProgram:
         return options_from_pairs(self.program.options)
 
     @property
+    def config(self) -> ConfigRecord | None:
+        """The configuration file that options came from, with notes on keys without meaning; None without one."""
+        return self.artifact.config
+
+    @property
     def units(self) -> tuple[str, ...]:
         """The units in the order of their first use."""
         return tuple(dict.fromkeys(flat.unit for flat in self.program.flats))
@@ -86,9 +91,10 @@ class CompiledProgram:
         )
 
     def __str__(self) -> str:
+        from zeroir.report.config import config_text
         from zeroir.report.render import render_text
 
-        return render_text(self.summary(), self.program)
+        return config_text(self.artifact) + render_text(self.summary(), self.program)
 
     def save(self, path: str | Path) -> None:
         """Write the program to a ``.zir`` file; a failure leaves no partial file.
@@ -242,7 +248,7 @@ def compile_model(
     """
     source = _source_of(model, batch, loss, weight)
     given: Mapping[str, object] = options
-    if not isinstance(options.get("optimizer", ""), str):
+    if is_torchs(options.get("optimizer")):
         from zeroir.api.torch_optimizers import translated
 
         translation = translated(options["optimizer"], model, options)

@@ -14,11 +14,11 @@ from typing import Final, Unpack
 from zeroir.api.candidates import Candidate, CandidateMeasurer
 from zeroir.api.compiled import CompiledProgram, capture, file_source, lowered
 from zeroir.api.config_file import Config, ResolvedOptions, resolve_options
-from zeroir.api.keywords import CompileKeywords
+from zeroir.api.keywords import CompileKeywords, is_torchs
 from zeroir.api.search_space import Value, regions, words
 from zeroir.config import CompileOptions
 from zeroir.cost.machine import Machine, load_machine
-from zeroir.cost.search import Evaluation, Point, search
+from zeroir.cost.search import Point, SearchOutcome, search
 from zeroir.errors import UserError
 from zeroir.ir.amounts import parse_bytes
 from zeroir.ir.program import Program
@@ -79,7 +79,12 @@ def plan(
     Raises:
         UserError: where the model, the machine or an option is wrong, or where nothing fits.
     """
-    resolved = resolve_options(config, options, lambda: file_source(model), giver="argument")
+    given: Mapping[str, object] = options
+    if is_torchs(options.get("optimizer")):
+        from zeroir.api.torch_optimizers import translated
+
+        given = translated(options["optimizer"], model, options).options
+    resolved = resolve_options(config, given, lambda: file_source(model), giver="argument")
     return plan_with(model, machine, resolved, memory=memory, most_tried=most_tried)
 
 
@@ -140,7 +145,7 @@ class Planner:
         self.measurer = CandidateMeasurer(logical, options, budget_bytes, machine)
         self._wire_ns: dict[int, int] = {}
         self._candidates: dict[tuple[int, Point], Candidate] = {}
-        self._measured: dict[Identity, tuple[Candidate, Evaluation]] = {}
+        self._measured: dict[Identity, tuple[Candidate, SearchOutcome]] = {}
         self.regions = regions(options, logical)
 
     def search(self, most_tried: int = MOST_TRIED) -> SearchResult:
@@ -182,7 +187,7 @@ class Planner:
             is_finished=searched.is_finished,
         )
 
-    def evaluate(self, number: int, point: Point) -> Evaluation:
+    def evaluate(self, number: int, point: Point) -> SearchOutcome:
         """Lower a choice of a region, measure it, and simulate it."""
         settings = self.regions[number].settings(point)
         identity = _identity(settings)

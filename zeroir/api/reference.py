@@ -24,7 +24,7 @@ from zeroir.frontend.results import evaluated, loss_of
 from zeroir.frontend.source import ModelSource
 from zeroir.ir.layout import Parameter
 from zeroir.ir.ops import Algorithm
-from zeroir.runtime.scheduled import ScheduleDriver
+from zeroir.runtime.scheduled import Scheduler
 from zeroir.runtime.weights import weight_of
 from zeroir.torch_ops import neutral_ops
 from zeroir.torch_ops.batches import Batch
@@ -73,7 +73,7 @@ class EagerReplicas:
                     parameter.data = self._master(name)
         self._parameters: dict[str, nn.Parameter] = {}
         self._optimizers: list[torch.optim.Optimizer | Lion] = []
-        self._driver: ScheduleDriver | None = None
+        self._scheduler: Scheduler | None = None
 
     def step(self, batches: Sequence[Sequence[Batch]]) -> list[float]:
         """One training step; ``batches[rank][micro_step]``. Returns each rank's loss, its mean over micro-steps."""
@@ -190,7 +190,7 @@ class EagerReplicas:
             self._optimizers = _make_optimizers(groups, self._parameters, self._shapes)
             if self._options.schedule is not None:
                 settings = [group for each in self._optimizers for group in each.param_groups]
-                self._driver = ScheduleDriver(self._options.schedule, settings, self._steps)
+                self._scheduler = Scheduler(self._options.schedule, settings, self._steps)
         is_finite = all(bool(gradient.isfinite().all()) for gradient in gradients.values())
         scale = self._scale
         if self._options.precision == "fp16":
@@ -208,11 +208,10 @@ class EagerReplicas:
             gradient = gradients[name].float() / divisor
             is_padded = parameter.shape != gradient.shape
             parameter.grad = _padded(gradient) if is_padded else gradient
-        if self._driver is not None:
-            self._driver.before_step()
-            self._driver.after_step(is_skipped=False)
         for optimizer in self._optimizers:
             optimizer.step()
+        if self._scheduler is not None:
+            self._scheduler.step()
         if self._options.ema is not None:
             decay = self._options.ema
             for name in self._parameters:

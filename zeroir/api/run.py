@@ -346,6 +346,7 @@ def open_engine(
     keep_module: bool = False,
 ) -> Engine:
     """An initialised engine for this process's rank of the job; see ``Engine.initialise``."""
+    from zeroir.frontend.meta_copy import deep_copy
     from zeroir.frontend.precision import apply_precision
     from zeroir.runtime.engine import Engine
 
@@ -373,6 +374,7 @@ def open_engine(
         seed,
         state=state,
         keep_module=keep_module,
+        deep_copy=deep_copy,
         adapt=partial(apply_precision, precision=options.precision, keep_fp32=options.keep_fp32),
     )
     return engine

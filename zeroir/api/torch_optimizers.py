@@ -145,7 +145,7 @@ def _as_options(settings: Mapping[str, object]) -> dict[str, object]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Group:
+class _TorchGroup:
     """A group of an instance: the names of its parameters, and its options."""
 
     label: str
@@ -176,7 +176,7 @@ def _of_instances(
     return TranslatedOptimizer(options=options, untrained=frozenset(untrained))
 
 
-def _groups(optimizer: Optimizer, module: nn.Module) -> list[_Group]:
+def _groups(optimizer: Optimizer, module: nn.Module) -> list[_TorchGroup]:
     """The groups of one instance."""
     kind = type(optimizer)
     algorithm = _algorithm(kind)
@@ -195,13 +195,13 @@ def _groups(optimizer: Optimizer, module: nn.Module) -> list[_Group]:
                 "Only some groups of the Adam have decoupled_weight_decay: give these to an AdamW, and pass both."
             )
     names = {id(parameter): name for name, parameter in module.named_parameters()}
-    found: list[_Group] = []
+    found: list[_TorchGroup] = []
     for number, group in enumerate(groups):
         label = f"Group {number} of the {kind.__name__}"
         given = group.get("name")
         is_name = isinstance(given, str) and re.fullmatch(r"[A-Za-z0-9_]+", given) is not None
         found.append(
-            _Group(
+            _TorchGroup(
                 label=label,
                 name=given if is_name else None,
                 algorithm=algorithm,
@@ -263,7 +263,9 @@ def _settings(
     return values
 
 
-def _group_texts(groups: Sequence[_Group], aliases: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
+def _group_texts(
+    groups: Sequence[_TorchGroup], aliases: Mapping[str, Sequence[str]]
+) -> tuple[str, ...]:
     """All groups but the first, as texts."""
     first = groups[0]
     texts: list[str] = []

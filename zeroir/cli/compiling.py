@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -65,9 +66,9 @@ def compile(  # noqa: A001 - the command's name is the field's word
     path = Path(f"{Path(model.partition(':')[0]).stem}.zir") if output is None else output
     require_writable(path, PROGRAM)
     with progress(f"Compiling {model}"), warnings_as_sentences():
-        source = file_source(model)
-        chosen = resolved(config, options, lambda: source)
-        compiled = compile_source(source, chosen.options, chosen.record)
+        source = cache(lambda: file_source(model))
+        chosen = resolved(config, options, source)
+        compiled = compile_source(source(), chosen.options, chosen.record)
         compiled.save(path)
     if as_json:
         print_json({"path": str(path), **config_json(compiled.artifact), **compiled.summary()})

@@ -43,7 +43,7 @@ class Family:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluation:
+class SearchOutcome:
     """The result for a point: the missing and the needed bytes, and the step that it would take if none were missing.
 
     ``is_hopeless`` says that no point of the family fits.
@@ -77,11 +77,11 @@ class Found:
     best: tuple[Point, ...]
     winner: int
     cut_off: frozenset[int]
-    tried: Mapping[tuple[int, Point], Evaluation]
+    tried: Mapping[tuple[int, Point], SearchOutcome]
     is_finished: bool
 
 
-Evaluate = Callable[[int, Point], Evaluation]
+Evaluate = Callable[[int, Point], SearchOutcome]
 Bound = Callable[[int, Point | None], int]
 """A lower bound of the step of a point, or of all points of a family, in nanoseconds."""
 
@@ -105,7 +105,7 @@ class _Search:
         self._evaluate = evaluate
         self._bound_ns = bound_ns
         self._most_tried = most_tried
-        self._tried: dict[tuple[int, Point], Evaluation] = {}
+        self._tried: dict[tuple[int, Point], SearchOutcome] = {}
         self._floors_ns: dict[int, int] = {}
         self._best = [family.starts[0] for family in families]
         self._is_finished = True
@@ -150,7 +150,7 @@ class _Search:
             is_finished=self._is_finished,
         )
 
-    def _try(self, number: int, point: Point) -> Evaluation | None:
+    def _try(self, number: int, point: Point) -> SearchOutcome | None:
         """The result for a point; None where it cannot be the family's best, or enough points were tried."""
         evaluation = self._tried.get((number, point))
         if evaluation is not None:
@@ -245,7 +245,7 @@ class _Search:
         for value in values:
             yield (*at[:axis], value, *at[axis + 1 :])
 
-    def _best_of(self, number: int) -> Evaluation:
+    def _best_of(self, number: int) -> SearchOutcome:
         return self._tried[number, self._best[number]]
 
     def _rank(self, number: int) -> tuple[tuple[int, int, int], int]:

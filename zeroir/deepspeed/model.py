@@ -52,24 +52,24 @@ _WITHOUT_OFFLOAD = meaningless("it concerns offloading, which zeroir does not ha
 _DATA = refused("batches are what the model file's batches() yields; choose them there", is_enabled)
 
 
-class Block(BaseModel):
+class ConfigBlock(BaseModel):
     """A JSON object of the configuration."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=False, allow_inf_nan=False)
 
 
-class OptimizerBlock(Block):
+class OptimizerBlock(ConfigBlock):
     """``optimizer``."""
 
     type: Annotated[
         str,
-        honoured("`optimizer`: Adam, AdamW, Lion, SGD; others are refused by name"),
+        honoured("`optimizer`: Adam, AdamW, Lion, SGD, Adafactor; others are refused by name"),
     ]
     params: Annotated[Free, honoured("the optimizer's options; see below")] = {}
     legacy_fusion: Annotated[bool, _INTERNAL] = False
 
 
-class SchedulerBlock(Block):
+class SchedulerBlock(ConfigBlock):
     """``scheduler``."""
 
     type: Annotated[
@@ -81,7 +81,7 @@ class SchedulerBlock(Block):
     params: Annotated[Free, honoured("the options of the schedule; see below")] = {}
 
 
-class FP16(Block):
+class FP16(ConfigBlock):
     """``fp16``."""
 
     enabled: Annotated[bool, honoured("`precision` fp16")] = False
@@ -96,14 +96,14 @@ class FP16(Block):
     ] = 16
     loss_scale_window: Annotated[Count, honoured("`loss_scale_window`")] = 1000
     hysteresis: Annotated[Count, honoured("`loss_scale_hysteresis`")] = 2
-    consecutive_hysteresis: Annotated[bool, honoured("`consecutive_hysteresis`")] = False
+    consecutive_hysteresis: Annotated[bool, honoured("`loss_scale_consecutive_hysteresis`")] = False
     min_loss_scale: Annotated[float, Field(gt=0), honoured("`minimum_loss_scale`")] = 1.0
     fp16_master_weights_and_grads: Annotated[
         bool, refused("master weights, and the gradients that the update reads, are FP32 in zeroir")
     ] = False
 
 
-class BF16(Block):
+class BF16(ConfigBlock):
     """``bf16``."""
 
     enabled: Annotated[bool, honoured("`precision` bf16")] = False
@@ -122,7 +122,7 @@ class BF16(Block):
     bf16_optimizer_states: Annotated[bool, refused("optimizer states are FP32 in zeroir")] = False
 
 
-class ZeroOptimization(Block):
+class ZeroOptimization(ConfigBlock):
     """``zero_optimization``."""
 
     stage: Annotated[int, Field(ge=0, le=3), honoured("`stage`")] = 0
@@ -215,7 +215,7 @@ class ZeroOptimization(Block):
     leaf_module: Annotated[Free | None, _UNITS] = None
 
 
-class ActivationCheckpointing(Block):
+class ActivationCheckpointing(ConfigBlock):
     """``activation_checkpointing``."""
 
     partition_activations: Annotated[
@@ -232,7 +232,7 @@ class ActivationCheckpointing(Block):
     profile: Annotated[bool, _RUN_LOG] = False
 
 
-class DataTypes(Block):
+class DataTypes(ConfigBlock):
     """``data_types``."""
 
     grad_accum_dtype: Annotated[
@@ -247,7 +247,7 @@ class DataTypes(Block):
     ] = None
 
 
-class CompileBlock(Block):
+class CompileBlock(ConfigBlock):
     """``compile``."""
 
     deepcompile: Annotated[
@@ -272,7 +272,7 @@ class CompileBlock(Block):
     passes: Annotated[list[str] | None, _INTERNAL] = None
 
 
-class CheckpointBlock(Block):
+class CheckpointBlock(ConfigBlock):
     """``checkpoint``."""
 
     tag_validation: Annotated[str, _NO_CHECKPOINTS] = "WARN"
@@ -290,7 +290,7 @@ def _asks_for_tensor_parallelism(value: object) -> bool:
     return any(isinstance(size, int) and size > 1 for size in sizes)
 
 
-class DeepSpeedConfiguration(Block):
+class DeepSpeedConfiguration(ConfigBlock):
     """The whole file."""
 
     train_batch_size: Annotated[

@@ -85,13 +85,29 @@ class SGDParams(OptimizerParams):
     nesterov: Annotated[bool, honoured("`nesterov`")] = False
 
 
+class AdafactorParams(OptimizerParams):
+    """Of ``Adafactor``, which is torch's."""
+
+    lr: Annotated[Rate, honoured("`lr`")] = 1e-2
+    beta2_decay: Annotated[float, Field(le=0), honoured("`beta2_decay`")] = -0.8
+    eps: Annotated[tuple[Rate | None, Rate], honoured("`eps` and `eps2`")] = (None, 1e-3)
+    d: Annotated[float, Field(ge=1), honoured("`d`")] = 1.0
+    weight_decay: Annotated[Rate, _WEIGHT_DECAY] = 0.0
+
+
 OPTIMIZERS: Final[Mapping[str, type[OptimizerParams]]] = {
     "Adam": AdamParams,
     "AdamW": AdamParams,
     "Lion": LionParams,
     "SGD": SGDParams,
+    "Adafactor": AdafactorParams,
 }
 _OF_DEEPSPEED: Final = ("Adam", "AdamW", "Lion")
+_REASONS: Final = {
+    "muon": "DeepSpeed's Muon updates embeddings and the head by an Adam of its own settings; write --optimizer muon "
+    "and --group beside a file without this block"
+}
+"""Of optimizers that zeroir has, but does not take from this file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,15 +130,17 @@ def translate_optimizer(kind: str, params: Mapping[str, object]) -> OptimizerTra
     own = {name.lower(): name for name in _OF_DEEPSPEED}
     name = own.get(kind.lower(), kind)
     if name not in OPTIMIZERS:
-        raise UserError(
-            f"optimizer.type cannot be honoured: zeroir has no optimizer {kind}; from this file it takes "
-            f"{', '.join(OPTIMIZERS)}."
-        )
+        takes = f"zeroir has no optimizer {kind}; from this file it takes {', '.join(OPTIMIZERS)}"
+        reason = _REASONS.get(kind.lower(), takes)
+        raise UserError(f"optimizer.type cannot be honoured: {reason}.")
     read: OptimizerParams
     match name:
         case "SGD":
             read = _validated(SGDParams, kind, params)
             options = _sgd(read)
+        case "Adafactor":
+            read = _validated(AdafactorParams, kind, params)
+            options = _adafactor(read)
         case "Lion":
             read = _validated(LionParams, kind, params)
             options = {"optimizer": ("lion", "type"), **_betas(read.betas)}
@@ -171,6 +189,20 @@ def _sgd(params: SGDParams) -> dict[str, tuple[object, str]]:
         options["nesterov"] = (params.nesterov, "params.nesterov")
     elif params.nesterov:
         raise UserError("optimizer.params.nesterov needs a momentum above 0.")
+    return options
+
+
+def _adafactor(params: AdafactorParams) -> dict[str, tuple[object, str]]:
+    least, least_scale = params.eps
+    options: dict[str, tuple[object, str]] = {
+        "optimizer": ("adafactor", "type"),
+        "beta2_decay": (params.beta2_decay, "params.beta2_decay"),
+        "eps2": (least_scale, "params.eps"),
+        "d": (params.d, "params.d"),
+        "weight_decay": (params.weight_decay, "params.weight_decay"),
+    }
+    if least is not None:
+        options["eps"] = (least, "params.eps")
     return options
 
 

@@ -128,7 +128,7 @@ class _Translator:
         self.set("loss_scale_hysteresis", block.hysteresis, "fp16.hysteresis")
         if block.hysteresis > 1:
             key = "fp16.consecutive_hysteresis"
-            self.set("consecutive_hysteresis", block.consecutive_hysteresis, key)
+            self.set("loss_scale_consecutive_hysteresis", block.consecutive_hysteresis, key)
         elif block.consecutive_hysteresis:
             self.notes.append("fp16.consecutive_hysteresis: no meaning with fp16.hysteresis 1.")
         self.set("minimum_loss_scale", block.min_loss_scale, "fp16.min_loss_scale")

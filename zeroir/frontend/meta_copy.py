@@ -35,9 +35,18 @@ def meta_copy(module: nn.Module) -> nn.Module:
         for value in vars(child).values():
             if isinstance(value, torch.Generator):
                 memo[id(value)] = value.clone_state()
+    with torch.device("cpu"), _CopiesOnMeta(twins):
+        return deep_copy(module, memo)
+
+
+def deep_copy(module: nn.Module, memo: dict[int, object]) -> nn.Module:
+    """``copy.deepcopy``, after which hooks and functions in attributes hold the copies of modules, too.
+
+    Raises:
+        UserError: where an object in the module cannot be copied.
+    """
     try:
-        with torch.device("cpu"), _CopiesOnMeta(twins):
-            copied = copy.deepcopy(module, memo)
+        copied = copy.deepcopy(module, memo)
     except Exception as error:  # noqa: BLE001 - any error of the objects in the module
         what = (
             f"The module {type(module).__name__} cannot be copied, which is needed to trace it; pass a function that "

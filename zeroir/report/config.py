@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from io import StringIO
 from typing import TypedDict
 
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 from zeroir.artifact import Artifact, ConfigRecord
 from zeroir.ir.program import Program
-from zeroir.report.tables import Lines, columns_table
+from zeroir.report.tables import UNBOUNDED_WIDTH, Lines, columns_table
 
 
 class ResolvedOption(TypedDict):
@@ -41,6 +42,16 @@ def config_json(artifact: Artifact) -> ConfigFacts:
         },
         "notes": list(record.notes),
     }
+
+
+def config_text(artifact: Artifact) -> str:
+    """The configuration of a program without colour and without folded lines; empty where there is none."""
+    if artifact.config is None:
+        return ""
+    sink = StringIO()
+    console = Console(file=sink, width=UNBOUNDED_WIDTH, no_color=True, highlight=False)
+    console.print(render_config(artifact.config, artifact.scheduled))
+    return sink.getvalue()
 
 
 def render_config(record: ConfigRecord, program: Program) -> RenderableType:

@@ -13,6 +13,7 @@ from zeroir.ir.contents import FlatContent
 from zeroir.ir.dtypes import DType
 from zeroir.ir.ops import Algorithm, Mode, Op
 from zeroir.ir.program import Program, Slot
+from zeroir.workspace.scratch.allowance import SLACK_BYTES, product_allowance_bytes
 from zeroir.workspace.segments import EAGER
 
 SQUARES_CHUNK_NUMEL: Final = 1 << 20
@@ -97,16 +98,17 @@ def _slots(program: Program, op: ops.OptimizerStep) -> tuple[Slot, ...]:
 
 
 def _iteration_bytes(slot: Slot) -> int:
-    """Two iterates of Newton-Schulz and two products of their smaller side, in BF16."""
+    """Two iterates of Newton-Schulz and two products of their smaller side, in BF16, and what a library takes."""
     short, long = min(slot.shape), max(slot.shape)
-    return 2 * (2 * short * long + 2 * short * short) + SCALAR_BYTES
+    own = 2 * (2 * short * long + 2 * short * short)
+    return own + product_allowance_bytes(short, short, long) + SCALAR_BYTES
 
 
 def _factored_bytes(slot: Slot) -> int:
-    """The second moments of the elements, and new ones of rows and of columns."""
+    """The second moments of the elements, a product, and new moments of rows and of columns."""
     rows = slot.numel // max(slot.shape[-1], 1) if slot.shape else 1
     columns = slot.numel // max(slot.shape[-2], 1) if len(slot.shape) > 1 else slot.numel
-    return 4 * (slot.numel + 2 * rows + 2 * columns)
+    return 4 * (slot.numel + 2 * rows + 2 * columns) + SLACK_BYTES
 
 
 def _dtype(program: Program, region: Region) -> DType:

@@ -20,6 +20,8 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
+    calls: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(CLASSES, WIDTH)
@@ -49,14 +51,14 @@ def batch() -> tuple[Tensor, Tensor]:
 def batches(
     rank: int, world_size: int, seed: int, start_step: int = 0
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(seed * 100 + rank)
+    generator = torch.Generator().manual_seed(seed * 100 + start_step * world_size + rank)
     while True:
         tokens = torch.randint(CLASSES, (2, 6), generator=generator)
         yield tokens[0], tokens[1]
 
 
 def eval_batches(rank: int, world_size: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(1000 + rank)
+    generator = torch.Generator().manual_seed(1000 + seed * world_size + rank)
     for _ in range(3):
         tokens = torch.randint(CLASSES, (2, 6), generator=generator)
         yield tokens[0], tokens[1]

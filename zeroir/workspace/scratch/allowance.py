@@ -56,6 +56,14 @@ def allowance_bytes(node: Node, types: Types) -> int:
     return copies * copied_bytes(node, types) + SLACK_BYTES
 
 
+def product_allowance_bytes(rows: int, inner: int, columns: int) -> int:
+    """The same bound of a product of matrices of at most 32 bits that is added to a third one, stored in any order."""
+    sizes = ((rows, inner), (inner, columns), (rows, columns), (rows, columns))
+    copies = sum(math.prod(_blocked(shape, _MATRIX_BLOCK)) for shape in sizes)
+    packed = sum(math.prod(shape) for shape in sizes)
+    return DType.F32.itemsize_bytes * (copies + packed) + SLACK_BYTES
+
+
 def copied_bytes(node: Node, types: Types) -> int:
     """Every operand and result once more, with 32 bits an element at least."""
     return sum(_wide_bytes(kind, kind.shape) for kind in _tensors(node, types))

@@ -1,0 +1,309 @@
+"""Any number of micro-steps at run time, and weights of micro-batches: the same bits however a step is called."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.numerics.test_replicas import forward
+from tests.runtime.support import initial_flats, parameters_of
+from tests.support.lowering import applied
+from tests.support.programs import mlp
+from tests.support.subjects import weight_of_values
+from zeroir.ir.program import Program
+from zeroir.passes.pipelines import for_stage
+from zeroir.runtime.lockstep import Lockstep
+from zeroir.torch_ops.batches import Batch
+
+COUNTS = (2, 1, 3)
+"""Micro-steps of each step."""
+Steps = list[list[list[Batch]]]
+"""``[step][rank][micro_step]`` batches."""
+
+
+def drawn(world_size: int, counts: Sequence[int] = COUNTS, seed: int = 1) -> Steps:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        [
+            [{"x": torch.randn(4, 6, generator=generator)} for _ in range(count)]
+            for _ in range(world_size)
+        ]
+        for count in counts
+    ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """Losses by step and rank, and the final state."""
+
+    losses: list[list[float]]
+    state: Mapping[tuple[str, str], Tensor]
+    lockstep: Lockstep
+
+    def assert_equals(self, other: Trained) -> None:
+        assert self.losses == other.losses
+        assert self.state.keys() == other.state.keys()
+        for key, value in self.state.items():
+            assert torch.equal(value, other.state[key]), key
+
+
+def train(
+    program: Program,
+    steps: Steps,
+    *,
+    one_by_one: bool = False,
+    weight: Callable[[Batch], object] | None = None,
+    schedule_seed: int = 0,
+) -> Trained:
+    lockstep = Lockstep(program, schedule_seed=schedule_seed, weight=weight)
+    lockstep.initialise_flats(initial_flats(program_of_one_rank(program)))
+    losses: list[list[float]] = []
+    for batches in steps:
+        if one_by_one:
+            count = len(batches[0])
+            for index in range(count):
+                lockstep.micro_step([own[index] for own in batches], is_last=index == count - 1)
+            results = lockstep.update()
+        else:
+            results = lockstep.step(batches)
+        losses.append([float(result.loss) for result in results])
+    return Trained(losses=losses, state=lockstep.full_state(), lockstep=lockstep)
+
+
+def program_of_one_rank(program: Program) -> Program:
+    """Flats of all these programs begin with the same values."""
+    return mlp(precision=program.option["precision"])
+
+
+def scheduled(
+    logical: Program, stage: int, world_size: int, replicas: int | None = None, **options: bool
+) -> Program:
+    return applied(logical, for_stage(stage, world_size, replicas=replicas, **options))
+
+
+@pytest.mark.parametrize(
+    ("world_size", "replicas"), [(1, None), (3, None), (4, None), (4, 2)], ids=str
+)
+@pytest.mark.parametrize(("precision", "clip"), [("fp32", None), ("bf16", 1.0), ("fp16", None)])
+def test_a_step_is_the_same_however_it_is_called(
+    precision: str, clip: float | None, world_size: int, replicas: int | None
+) -> None:
+    """Stages 0 and 1, and 2 and 3 with local sums, add over micro-steps first; 2 and 3 over ranks first."""
+    logical = mlp(precision=precision, clip=clip, micro_steps=2)
+    steps = drawn(world_size)
+    first: dict[bool, Trained] = {}
+    for stage in range(4):
+        for is_local in (False, True) if stage >= 2 else (True,):
+            for is_overlapped in (False, True):
+                program = scheduled(
+                    logical,
+                    stage,
+                    world_size,
+                    replicas,
+                    overlap_update=is_overlapped,
+                    accumulate_locally=is_local and stage >= 2,
+                )
+                at_once = train(program, steps, schedule_seed=stage)
+                at_once.assert_equals(train(program, steps, one_by_one=True, schedule_seed=7))
+                # On two axes, stages 0 and 1 sum whole gradients in another order.
+                first.setdefault(is_local, at_once).assert_equals(at_once)
+
+
+def test_the_number_of_micro_steps_of_the_option_is_one_of_many() -> None:
+    """A program with the number in its divisor, as earlier versions made it, computes the same for that number."""
+    steps = drawn(3, (2, 2))
+    for stage in range(4):
+        old = scheduled(mlp(clip=1.0, micro_steps=2, has_fixed_divisor=True), stage, 3)
+        new = scheduled(mlp(clip=1.0, micro_steps=2), stage, 3)
+        train(new, steps).assert_equals(train(old, steps))
+        more = scheduled(mlp(clip=1.0, micro_steps=9), stage, 3)
+        train(more, steps).assert_equals(train(old, steps))
+
+
+@pytest.mark.parametrize("micro_steps", [1, 2])
+@pytest.mark.parametrize("is_overlapped", [False, True])
+def test_weights_of_one_change_nothing(micro_steps: int, is_overlapped: bool) -> None:
+    steps = drawn(3, (micro_steps, micro_steps))
+    for precision in ("fp32", "fp16"):
+        for stage in range(4):
+            plain, weighted = (
+                scheduled(
+                    mlp(precision=precision, micro_steps=micro_steps, is_weighted=is_weighted),
+                    stage,
+                    3,
+                    overlap_update=is_overlapped,
+                )
+                for is_weighted in (False, True)
+            )
+            train(weighted, steps, weight=lambda _: 1).assert_equals(train(plain, steps))
+
+
+def weighted_replicas(steps: Steps, world_size: int) -> tuple[list[list[float]], dict[str, Tensor]]:
+    """Eager PyTorch: the gradient of Σ weight × loss, divided by Σ weight, with the sums of stage 0."""
+    parameters: dict[str, Tensor] = {}
+    flats = initial_flats(mlp())
+    for flat in mlp().flats:
+        for name, value in parameters_of(flat, flats[f"{flat.name}.param"]).items():
+            parameters[name] = value.clone().requires_grad_()
+    optimizer = torch.optim.AdamW(parameters.values(), lr=0.01, weight_decay=0.01, fused=True)
+    losses: list[list[float]] = []
+    for batches in steps:
+        totals: dict[str, Tensor] = {}
+        losses.append([])
+        for rank in range(world_size):
+            own: dict[str, Tensor] = {}
+            loss_sum, weight_sum = torch.zeros(()), 0.0
+            for batch in batches[rank]:
+                weight = weight_of_values(batch)
+                assert isinstance(batch, dict)
+                loss = forward(parameters, batch["x"])
+                gradients = torch.autograd.grad(
+                    loss, list(parameters.values()), torch.tensor(weight)
+                )
+                for name, gradient in zip(parameters, gradients, strict=True):
+                    own[name] = own[name] + gradient if name in own else gradient
+                loss_sum = loss_sum + loss.detach() * weight
+                weight_sum += weight
+            losses[-1].append(float(loss_sum / weight_sum))
+            for name, gradient in own.items():
+                totals[name] = totals[name] + gradient if name in totals else gradient
+        weight = sum(weight_of_values(batch) for rank_batches in batches for batch in rank_batches)
+        for name, parameter in parameters.items():
+            parameter.grad = totals[name] / weight
+        optimizer.step()
+    return losses, {name: parameter.detach() for name, parameter in parameters.items()}
+
+
+@pytest.mark.parametrize("is_overlapped", [False, True])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_weighted_steps_equal_eager_replicas(world_size: int, is_overlapped: bool) -> None:
+    steps = drawn(world_size, (2, 3, 1, 2))
+    losses, parameters = weighted_replicas(steps, world_size)
+    logical = mlp(micro_steps=2, is_weighted=True)
+    for stage in range(4):
+        is_local = stage >= 2
+        program = scheduled(
+            logical,
+            stage,
+            world_size,
+            overlap_update=is_overlapped,
+            accumulate_locally=is_local,
+        )
+        trained = train(program, steps, weight=weight_of_values)
+        assert trained.losses == losses
+        for name, value in trained.lockstep.full_parameters().items():
+            assert torch.equal(value, parameters[name]), f"stage {stage}: {name}"
+
+
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_weighted_steps_of_one_batch_equal_eager_replicas(clip: float | None) -> None:
+    steps = drawn(3, (1, 1, 1))
+    losses, parameters = weighted_replicas(steps, 3)
+    for stage in range(4):
+        program = scheduled(mlp(is_weighted=True, clip=clip), stage, 3)
+        trained = train(program, steps, weight=weight_of_values)
+        assert trained.losses[0] == losses[0]
+        if clip is None:
+            assert trained.losses == losses
+            for name, value in trained.lockstep.full_parameters().items():
+                assert torch.equal(value, parameters[name]), f"stage {stage}: {name}"
+
+
+def test_k_batches_are_one_batch_of_as_many_rows() -> None:
+    """Where all sums are exact, k batches of b rows that weigh b, on any ranks, are one batch of k·b rows."""
+    generator = torch.Generator().manual_seed(3)
+    rows = torch.randint(-2, 3, (8, 8), generator=generator).float()
+
+    def trained(batch: int, world_size: int, pieces: Sequence[Sequence[Tensor]]) -> Lockstep:
+        made = {"batch": batch, "features": 8, "dim": 8, "blocks": 1, "optimizer": "sgd"}
+        logical = mlp(micro_steps=2, is_weighted=True, **made)  # type: ignore[arg-type]
+        program = scheduled(logical, 3, world_size)
+        lockstep = Lockstep(program, weight=lambda one: one["x"].shape[0])  # type: ignore[index]
+        flats = {
+            name: (value * 8).round() / 4 for name, value in initial_flats(logical, seed=2).items()
+        }
+        lockstep.initialise_flats(flats)
+        lockstep.step([[{"x": piece} for piece in own] for own in pieces])
+        return lockstep
+
+    whole = trained(8, 1, [[rows]]).full_parameters()
+    quarters = rows.split(2)
+    for pieces in (
+        [list(quarters)],
+        [list(quarters[:2]), list(quarters[2:])],
+        [[quarter] for quarter in quarters],
+    ):
+        split = trained(2, len(pieces), pieces).full_parameters()
+        for name, value in split.items():
+            assert torch.equal(value, whole[name]), name
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("is_overlapped", [False, True])
+def test_a_batch_of_weight_zero_counts_nothing(
+    stage: int, precision: str, is_overlapped: bool
+) -> None:
+    """Its data may be anything whose gradient is finite; the other ranks' mean is the step's."""
+    logical = mlp(precision=precision, micro_steps=2, is_weighted=True)
+    program = scheduled(logical, stage, 3, overlap_update=is_overlapped)
+    steps = drawn(3, (2,))
+    marked = {id(steps[0][1][0]), id(steps[0][1][1])}
+    trained = train(program, steps, weight=lambda one: 0 if id(one) in marked else 2)
+    assert math.isnan(trained.losses[0][1])
+    steps[0][1] = [{"x": torch.ones(4, 6)}, {"x": torch.zeros(4, 6)}]
+    marked = {id(steps[0][1][0]), id(steps[0][1][1])}
+    other = train(program, steps, weight=lambda one: 0 if id(one) in marked else 2)
+    for key, value in trained.state.items():
+        assert torch.equal(value, other.state[key]), key
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("is_overlapped", [False, True])
+@pytest.mark.parametrize("micro_steps", [1, 2])
+def test_a_step_whose_weights_are_all_zero_changes_nothing(
+    stage: int, precision: str, is_overlapped: bool, micro_steps: int
+) -> None:
+    logical = mlp(precision=precision, micro_steps=micro_steps, is_weighted=True)
+    program = scheduled(logical, stage, 3, overlap_update=is_overlapped)
+    first, empty, second = drawn(3, (micro_steps,) * 3)
+    expected = train(program, [first, second], weight=lambda _: 2)
+    lockstep = Lockstep(program, weight=lambda one: 0 if id(one) in marked else 2)
+    marked = {id(batch) for own in empty for batch in own}
+    lockstep.initialise_flats(initial_flats(program_of_one_rank(program)))
+    skipped = [
+        [bool(result.is_skipped) for result in lockstep.step(batches)]
+        for batches in (first, empty, second)
+    ]
+    assert skipped == [[False] * 3, [True] * 3, [False] * 3]
+    for key, value in lockstep.full_state().items():
+        assert torch.equal(value, expected.state[key]), key
+    for name in ("step", "loss_scale"):
+        now, then = (one.buffers(0)[name] for one in (lockstep, expected.lockstep))
+        assert torch.equal(now, then)
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("is_local", [False, True])
+def test_an_overflow_in_one_micro_step_of_one_rank_skips_everywhere(
+    stage: int, is_local: bool
+) -> None:
+    logical = mlp(precision="fp16", clip=1.0, micro_steps=2)
+    program = scheduled(logical, stage, 3, accumulate_locally=is_local and stage >= 2)
+    first, bad, second = drawn(3, (2, 3, 1))
+    bad[1][1] = {"x": torch.full((4, 6), 3e4)}
+    lockstep = Lockstep(program)
+    lockstep.initialise_flats(initial_flats(mlp(precision="fp16")))
+    lockstep.step(first)
+    before = {key: value.clone() for key, value in lockstep.full_state().items()}
+    assert all(bool(result.is_skipped) for result in lockstep.step(bad))
+    after = lockstep.full_state()
+    assert all(torch.equal(value, after[key]) for key, value in before.items())
+    assert not any(bool(result.is_skipped) for result in lockstep.step(second))
+    assert all(torch.isfinite(value).all() for value in lockstep.full_state().values())
