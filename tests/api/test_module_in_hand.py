@@ -292,6 +292,30 @@ def test_what_a_program_would_not_honour_is_refused_by_name(what: str) -> None:
     assert keys == {name: set(vars(module)) for name, module in net.named_modules()}
 
 
+LAST = {"output": torch.zeros(3)}
+
+
+@pytest.mark.parametrize("is_traceable", [True, False])
+def test_the_users_variables_stay_as_they_are(is_traceable: bool) -> None:
+    first = latest = torch.ones(2)
+    outputs: list[Tensor] = []
+
+    def note(_: nn.Module, __: object, output: Tensor) -> None:
+        nonlocal latest
+        LAST["output"] = latest = output
+        outputs[:] = [output]
+        if not is_traceable:
+            raise RuntimeError("at the end")
+
+    before = LAST["output"]
+    net = made(lambda net: net.second.register_forward_hook(note))
+    with contextlib.nullcontext() if is_traceable else pytest.raises(UserError, match="at the end"):
+        compiled(net)
+    assert LAST["output"] is before
+    assert latest is first
+    assert outputs == []
+
+
 def test_hooks_for_all_modules_are_refused() -> None:
     net = made(unchanged)
     handle = nn.modules.module.register_module_forward_hook(lambda *_: None)

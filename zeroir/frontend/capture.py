@@ -7,6 +7,7 @@ CPU device. The graph names no device.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 import torch
@@ -134,7 +135,8 @@ def capture(
     batch = tuple(tensor_info(f"input {path}", path, x) for path, x in tensors.items())
     autocasts = dict(source.autocasts)
     folder = source.folder
-    with noting_autocasts(autocasts, lambda: line_of_caller(folder)):
+    noting = noting_autocasts(autocasts, lambda: line_of_caller(folder))
+    with noting, ExitStack() as at_the_end:
         model = _built(source)
         ties = tie_equal_tensors(model)
         hooks = ParameterHooks(model)
@@ -147,6 +149,7 @@ def capture(
         functions = (source.loss, source.weight, *hooks.functions)
         code = UsersCode(modules=source.modules, functions=functions)
         state = PythonState.of(model, code)
+        at_the_end.callback(state.restore_exactly)
         step = LossStep(model, source, example, compute_dtype(precision), hooks, state)
         with mode:
             inputs = [torch.empty(x.shape, dtype=x.dtype) for x in tensors.values()]
