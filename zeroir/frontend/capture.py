@@ -136,7 +136,9 @@ def capture(
     autocasts = dict(source.autocasts)
     folder = source.folder
     noting = noting_autocasts(autocasts, lambda: line_of_caller(folder))
-    with noting, ExitStack() as at_the_end:
+    _require_no_autocast()
+    # A caller may be in inference mode, in which nothing has a gradient.
+    with noting, torch.inference_mode(False), ExitStack() as at_the_end:
         model = _built(source)
         ties = tie_equal_tensors(model)
         hooks = ParameterHooks(model)
@@ -269,6 +271,16 @@ def _built(source: ModelSource) -> nn.Module:
     except UserError:
         model = source.build()
     return require_supported(model, source.names)
+
+
+def _require_no_autocast() -> None:
+    """UserError where the caller compiles within autocast, which training steps outside of it would not have."""
+    for device in ("cpu", "cuda"):
+        if torch.is_autocast_enabled(device):
+            raise UserError(
+                f"A model is compiled within torch.autocast('{device}'), which is no part of it: leave that block and "
+                "compile with precision='bf16' or 'fp16', or enter autocast in forward or in the loss function."
+            )
 
 
 def _note_on_eval_mode(source: ModelSource, model: nn.Module) -> str | None:
