@@ -6,7 +6,7 @@ and simulates the step; the chosen program alone is verified, and the budget is 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Unpack
@@ -89,22 +89,23 @@ def plan(
     """
     source = given_source(model, batch, loss, weight)
     resolved = resolve_options(config, options, lambda: source, giver="argument")
-    return plan_with(source, machine, resolved, memory=memory, most_tried=most_tried)
+    return plan_with(lambda: source, machine, resolved, memory=memory, most_tried=most_tried)
 
 
 def plan_with(
-    source: ModelSource,
+    load_source: Callable[[], ModelSource],
     machine: Machine | str | Path,
     resolved: ResolvedOptions,
     *,
     memory: str | None = None,
     most_tried: int = MOST_TRIED,
 ) -> Plan:
-    """As ``plan``, with validated options, of which those that were set are kept."""
+    """As ``plan``, with validated options, of which those that were set are kept; the model is loaded last."""
     options = resolved.options
     machine = machine if isinstance(machine, Machine) else load_machine(machine)
     amount = memory or options.memory_budget
     budget_bytes = int(machine.memory.size_bytes.value) if amount is None else parse_bytes(amount)
+    source = load_source()
     captured = replace(capture_source(source, options), config=resolved.record)
     planner = Planner(captured.logical, options, machine, budget_bytes)
     result = planner.search(most_tried)
