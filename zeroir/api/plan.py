@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, Unpack
 from zeroir.api.candidates import Candidate, CandidateMeasurer
 from zeroir.api.compiled import CompiledProgram, capture_source, given_source, lowered
 from zeroir.api.config_file import Config, ResolvedOptions, resolve_options
-from zeroir.api.keywords import CompileKeywords
+from zeroir.api.keywords import CompileKeywords, is_torchs
 from zeroir.api.search_space import Value, regions, words
 from zeroir.config import CompileOptions
 from zeroir.cost.machine import Machine, load_machine
@@ -87,8 +87,13 @@ def plan(
     Raises:
         UserError: where the model, the machine or an option is wrong, or where nothing fits.
     """
+    given: Mapping[str, object] = options
+    if is_torchs(options.get("optimizer")):
+        from zeroir.api.torch_optimizers import translated
+
+        given = translated(options["optimizer"], model, options).options
     source = given_source(model, batch, loss, weight)
-    resolved = resolve_options(config, options, lambda: source, giver="argument")
+    resolved = resolve_options(config, given, lambda: source, giver="argument")
     return plan_with(lambda: source, machine, resolved, memory=memory, most_tried=most_tried)
 
 
