@@ -9,7 +9,13 @@ from dataclasses import asdict, dataclass
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from zeroir.cost.estimate import Activations, Estimate, StageEstimate, states_per_parameter
+from zeroir.cost.estimate import (
+    Activations,
+    Estimate,
+    StageEstimate,
+    gathered_bytes_per_parameter,
+    states_per_parameter,
+)
 from zeroir.cost.simulate import ClassResult, Measured, PathItem, Simulation
 from zeroir.ir import ops
 from zeroir.ir.program import Program
@@ -235,6 +241,8 @@ def _communication_table(estimate: Estimate) -> Table:
     ranks = estimate.options.world_size
     for stage in estimate.stages:
         elements = f"{stage.communicated_per_parameter}Ψ × {ranks - 1:,}/{ranks:,}"
+        if stage.stage >= 1 and gathered_bytes_per_parameter(estimate.options.optimizer):
+            elements += " and whole parameters"
         table.add_row(str(stage.stage), elements, format_bytes(stage.sent_bytes))
     return table
 
