@@ -321,8 +321,8 @@ def test_a_module_in_evaluation_mode_gives_a_warning() -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ((3,), "takes the path of a model file, a torch.nn.Module or a function .* not int"),
-        ((made(unchanged),), "needs an example batch of one rank"),
+        ((3,), "must be the path of a model file, a torch.nn.Module or a function .* not int"),
+        ((made(unchanged),), "is traced with an example batch of one rank, and none is given"),
         ((made(unchanged), (3,)), "The example batch has no tensor"),
         ((made(unchanged), (torch.ones(4, 7),)), "model's forward cannot be traced"),
         ((lambda: 3, BATCH), r"<lambda>\(\) returned int; it must return a torch.nn.Module"),
@@ -369,6 +369,12 @@ def test_a_program_without_a_file_runs_with_a_module_alone(tmp_path: Path) -> No
     }.values():
         with pytest.raises(UserError, match=sentence):
             loaded.engine(model=wrong, self_check=False)
+
+
+def test_a_module_in_hand_is_planned_as_well() -> None:
+    net = made(unchanged)
+    plan = zeroir.plan(net, "cpu-local", batch=BATCH, world_size=1, most_tried=5)
+    assert plan.compiled.engine(self_check=False).step(BATCH).loss > 0
 
 
 def test_constants_of_a_batch_are_a_part_of_the_program() -> None:

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from zeroir.config import make_options
 from zeroir.deepspeed import Translation, translate
@@ -514,3 +516,40 @@ def test_the_documentation_has_the_table(update_golden: bool) -> None:
     if update_golden:
         page.write_text(f"{head}{mark}{tables()}", encoding="utf-8")
     assert page.read_text(encoding="utf-8") == f"{head}{mark}{tables()}"
+
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**20), 10**20)
+    | st.floats(allow_nan=True, allow_infinity=True)
+    | st.sampled_from(["auto", "fp16", "", "cpu"]),
+    lambda inner: (
+        st.lists(inner, max_size=2)
+        | st.dictionaries(
+            st.sampled_from(["enabled", "device", "stage", "type"]), inner, max_size=2
+        )
+    ),
+    max_leaves=4,
+)
+
+
+@given(st.dictionaries(st.sampled_from(sorted(TREATMENTS)), JSON, max_size=3))
+def test_any_values_give_options_or_one_sentence(values: dict[str, object]) -> None:
+    """Options that do not go together are one sentence, too."""
+    data: dict[str, object] = {}
+    for key, value in values.items():
+        *blocks, name = key.split(".")
+        at = data
+        for block in blocks:
+            inner = at.setdefault(block, {})
+            assert isinstance(inner, dict)
+            at = inner
+        at[name] = value
+    sentence = "."
+    try:
+        make_options({"world_size": 2, **translated(data).options})
+    except UserError as error:
+        sentence = str(error)
+    assert sentence.endswith((".", "?"))
+    assert "\n" not in sentence

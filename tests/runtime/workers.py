@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import time
@@ -24,9 +25,11 @@ from tests.runtime.workers_cases import (
     CASES,
     MODEL_STEPS,
     STEPS,
+    micro_batches,
     model_options,
     one_cycle,
     varied,
+    weight_of_values,
 )
 from tests.support.programs import mlp
 from zeroir.config import make_options
@@ -94,13 +97,26 @@ def hybrid(replicas: str, name: str) -> None:
 
 
 def micro_steps(precision: str) -> None:
-    """A few steps of two micro-steps each at every stage; rank 0 writes losses and states."""
-    logical = mlp(precision=precision, clip=0.5, micro_steps=2)
-    batches = random_batches(MODEL_STEPS, WORLD_SIZE, micro_steps=2)
+    """A few steps of one to three micro-steps at every stage, weighted; rank 0 writes losses and states.
+
+    Every other step is taken one by one.
+    """
+    logical = mlp(precision=precision, clip=0.5, micro_steps=2, is_weighted=True)
+    steps = micro_batches(WORLD_SIZE)
     for stage in range(4):
-        engine = Engine(lowered(logical, stage, WORLD_SIZE))
+        engine = Engine(lowered(logical, stage, WORLD_SIZE), weight=weight_of_values)
         engine.initialise_flats(initial_flats(logical))
-        save_run(engine, [engine.step(step[RANK]).loss for step in batches], f"{stage}")
+        losses: list[float] = []
+        for number, step in enumerate(steps):
+            if number % 2:
+                for batch in step[RANK]:
+                    engine.micro_step(batch)
+                result = engine.update()
+            else:
+                result = engine.step(step[RANK])
+            losses.append(result.loss)
+            assert math.isfinite(engine.mean_loss(result))
+        save_run(engine, losses, f"{stage}")
 
 
 def model_stages(path: str) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tests.passes.numbers import initial
 from tests.passes.test_gates import gate, gate_logical
+from tests.runtime.workers_cases import weight_of_values
 from tests.support.schedules import Case
 from tests.verify.test_crossing import carried, crossing_micro_steps
 from zeroir.api.compiled import compile_with
@@ -86,12 +87,6 @@ class Subject:
         if len(found) == len(expected) and all(map(_is_equal, found, expected)):
             return None
         return "other numbers"
-
-
-def weight_of_values(batch: Batch) -> float:
-    """Another weight for each batch, a whole number, so that sums of them are exact."""
-    total = sum(float(x.double().sum()) for x in flatten(batch).tensors.values())
-    return 1.0 + int(7 * total) % 5
 
 
 def _is_equal(one: Tensor, other: Tensor) -> bool:

@@ -246,7 +246,7 @@ def compile_model(
     Raises:
         UserError: if the file, the module, the batch or an option is wrong.
     """
-    source = _source_of(model, batch, loss, weight)
+    source = given_source(model, batch, loss, weight)
     given: Mapping[str, object] = options
     if is_torchs(options.get("optimizer")):
         from zeroir.api.torch_optimizers import translated
@@ -318,10 +318,14 @@ def file_source(model: str | Path) -> ModelSource:
         return entry.load_model_file(str(model))
 
 
-def _source_of(
+def given_source(
     model: Model, batch: Batch, loss: LossFunction | None, weight: WeightFunction | None
 ) -> ModelSource:
-    """The source that the arguments of ``compile_model`` describe."""
+    """The source that the arguments of ``compile_model`` or ``plan`` describe.
+
+    Raises:
+        UserError: where they are wrong, or the model file cannot be executed.
+    """
     if isinstance(model, str | Path):
         given = {"batch": batch, "loss": loss, "weight": weight}
         for name, value in given.items():
@@ -332,12 +336,12 @@ def _source_of(
         return file_source(model)
     if not callable(model):
         raise UserError(
-            "zeroir.compile takes the path of a model file, a torch.nn.Module or a function that makes one, not "
+            "The model must be the path of a model file, a torch.nn.Module or a function that makes one, not "
             f"{type(model).__name__}."
         )
     if batch is None:
         raise UserError(
-            "zeroir.compile needs an example batch of one rank to trace a module with: pass it after the module."
+            "A module is traced with an example batch of one rank, and none is given: pass it as batch=."
         )
     from zeroir.frontend.in_hand import source_of
 

@@ -6,13 +6,13 @@ and simulates the step; the chosen program alone is verified, and the budget is 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final, Unpack
+from typing import TYPE_CHECKING, Final, Unpack
 
 from zeroir.api.candidates import Candidate, CandidateMeasurer
-from zeroir.api.compiled import CompiledProgram, capture, file_source, lowered
+from zeroir.api.compiled import CompiledProgram, capture_source, given_source, lowered
 from zeroir.api.config_file import Config, ResolvedOptions, resolve_options
 from zeroir.api.keywords import CompileKeywords, is_torchs
 from zeroir.api.search_space import Value, regions, words
@@ -24,6 +24,10 @@ from zeroir.ir.amounts import parse_bytes
 from zeroir.ir.program import Program
 from zeroir.report.costs import format_seconds
 from zeroir.report.names import format_bytes
+
+if TYPE_CHECKING:
+    from zeroir.frontend.source import LossFunction, Model, ModelSource, WeightFunction
+    from zeroir.torch_ops.batches import Batch
 
 MOST_TRIED: Final = 500
 """Choices that a search tries at most, unless told otherwise."""
@@ -62,9 +66,12 @@ class Plan:
 
 
 def plan(
-    model: str | Path,
+    model: Model,
     machine: Machine | str | Path = "dgx-h100",
     *,
+    batch: Batch = None,
+    loss: LossFunction | None = None,
+    weight: WeightFunction | None = None,
     memory: str | None = None,
     most_tried: int = MOST_TRIED,
     config: Config | None = None,
@@ -72,6 +79,7 @@ def plan(
 ) -> Plan:
     """The options of ``zeroir.compile`` with which a model's step is shortest on a machine, within its memory.
 
+    ``model``, ``batch``, ``loss`` and ``weight`` are those of ``zeroir.compile``.
     ``memory`` is the memory of a rank's device, such as ``80GB``, and that of the machine by default. The keywords are
     the fields of ``CompileOptions``, and ``config`` is that of ``zeroir.compile``: given options are kept, and the
     search chooses the others that decide about speed and memory.
@@ -84,29 +92,31 @@ def plan(
         from zeroir.api.torch_optimizers import translated
 
         given = translated(options["optimizer"], model, options).options
-    resolved = resolve_options(config, given, lambda: file_source(model), giver="argument")
-    return plan_with(model, machine, resolved, memory=memory, most_tried=most_tried)
+    source = given_source(model, batch, loss, weight)
+    resolved = resolve_options(config, given, lambda: source, giver="argument")
+    return plan_with(lambda: source, machine, resolved, memory=memory, most_tried=most_tried)
 
 
 def plan_with(
-    model: str | Path,
+    load_source: Callable[[], ModelSource],
     machine: Machine | str | Path,
     resolved: ResolvedOptions,
     *,
     memory: str | None = None,
     most_tried: int = MOST_TRIED,
 ) -> Plan:
-    """As ``plan``, with validated options, of which those that were set are kept."""
+    """As ``plan``, with validated options, of which those that were set are kept; the model is loaded last."""
     options = resolved.options
     machine = machine if isinstance(machine, Machine) else load_machine(machine)
     amount = memory or options.memory_budget
     budget_bytes = int(machine.memory.size_bytes.value) if amount is None else parse_bytes(amount)
-    captured = replace(capture(model, options), config=resolved.record)
+    source = load_source()
+    captured = replace(capture_source(source, options), config=resolved.record)
     planner = Planner(captured.logical, options, machine, budget_bytes)
     result = planner.search(most_tried)
     compiled = lowered(captured, planner.measurer.options(result.chosen.settings), machine)
     return Plan(
-        compiled=compiled,
+        compiled=compiled if source.file is not None else replace(compiled, source=source),
         machine=machine.name,
         world_size=options.world_size,
         budget_bytes=budget_bytes,

@@ -52,13 +52,13 @@ _WITHOUT_OFFLOAD = meaningless("it concerns offloading, which zeroir does not ha
 _DATA = refused("batches are what the model file's batches() yields; choose them there", is_enabled)
 
 
-class ConfigBlock(BaseModel):
+class JsonBlock(BaseModel):
     """A JSON object of the configuration."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=False, allow_inf_nan=False)
 
 
-class OptimizerBlock(ConfigBlock):
+class OptimizerBlock(JsonBlock):
     """``optimizer``."""
 
     type: Annotated[
@@ -69,7 +69,7 @@ class OptimizerBlock(ConfigBlock):
     legacy_fusion: Annotated[bool, _INTERNAL] = False
 
 
-class SchedulerBlock(ConfigBlock):
+class SchedulerBlock(JsonBlock):
     """``scheduler``."""
 
     type: Annotated[
@@ -81,7 +81,7 @@ class SchedulerBlock(ConfigBlock):
     params: Annotated[Free, honoured("the options of the schedule; see below")] = {}
 
 
-class FP16(ConfigBlock):
+class FP16(JsonBlock):
     """``fp16``."""
 
     enabled: Annotated[bool, honoured("`precision` fp16")] = False
@@ -103,7 +103,7 @@ class FP16(ConfigBlock):
     ] = False
 
 
-class BF16(ConfigBlock):
+class BF16(JsonBlock):
     """``bf16``."""
 
     enabled: Annotated[bool, honoured("`precision` bf16")] = False
@@ -122,7 +122,7 @@ class BF16(ConfigBlock):
     bf16_optimizer_states: Annotated[bool, refused("optimizer states are FP32 in zeroir")] = False
 
 
-class ZeroOptimization(ConfigBlock):
+class ZeroOptimization(JsonBlock):
     """``zero_optimization``."""
 
     stage: Annotated[int, Field(ge=0, le=3), honoured("`stage`")] = 0
@@ -215,7 +215,7 @@ class ZeroOptimization(ConfigBlock):
     leaf_module: Annotated[Free | None, _UNITS] = None
 
 
-class ActivationCheckpointing(ConfigBlock):
+class ActivationCheckpointing(JsonBlock):
     """``activation_checkpointing``."""
 
     partition_activations: Annotated[
@@ -232,7 +232,7 @@ class ActivationCheckpointing(ConfigBlock):
     profile: Annotated[bool, _RUN_LOG] = False
 
 
-class DataTypes(ConfigBlock):
+class DataTypes(JsonBlock):
     """``data_types``."""
 
     grad_accum_dtype: Annotated[
@@ -247,7 +247,7 @@ class DataTypes(ConfigBlock):
     ] = None
 
 
-class CompileBlock(ConfigBlock):
+class CompileBlock(JsonBlock):
     """``compile``."""
 
     deepcompile: Annotated[
@@ -272,7 +272,7 @@ class CompileBlock(ConfigBlock):
     passes: Annotated[list[str] | None, _INTERNAL] = None
 
 
-class CheckpointBlock(ConfigBlock):
+class CheckpointBlock(JsonBlock):
     """``checkpoint``."""
 
     tag_validation: Annotated[str, _NO_CHECKPOINTS] = "WARN"
@@ -290,7 +290,7 @@ def _asks_for_tensor_parallelism(value: object) -> bool:
     return any(isinstance(size, int) and size > 1 for size in sizes)
 
 
-class DeepSpeedConfiguration(ConfigBlock):
+class DeepSpeedConfiguration(JsonBlock):
     """The whole file."""
 
     train_batch_size: Annotated[
