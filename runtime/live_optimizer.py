@@ -346,7 +346,9 @@ def _as_torch_has_them(group: _LiveGroup, settings: Settings) -> Mapping[str, _V
         elif key in _WHOLE:
             values[key] = int(value)
         elif key == _ADJUST:
-            values[key] = next((text for text, n in ADJUST_LR_FNS.items() if n == value), "original")
+            values[key] = next(
+                (text for text, n in ADJUST_LR_FNS.items() if n == value), "original"
+            )
         else:
             values[key] = value
     return values
