@@ -158,13 +158,22 @@ def _compared(
                 zip(found_losses, wanted_losses, strict=True)
             ):
                 what = f"the evaluated loss of rank {rank}"
-                differences += _compare(step, what, loss, wanted_loss, tolerance)
+                if reference.weight(first[rank]):
+                    differences += _compare(step, what, loss, wanted_loss, tolerance)
         expected = reference.step(batches)
         results = lockstep.step(batches)
         if scheduler is not None:
             skipped = results[0].is_skipped
             scheduler.step(is_skipped=skipped is not None and bool(skipped > 0))
-        computed = [float(result.loss) for result in results]
+        # Batches of weight 0 count nothing, and the mean of no loss is no number.
+        counted = [any(map(reference.weight, micro_batches)) for micro_batches in batches]
+        computed = [
+            float(result.loss) if is_counted else 0.0
+            for result, is_counted in zip(results, counted, strict=True)
+        ]
+        expected = [
+            loss if is_counted else 0.0 for loss, is_counted in zip(expected, counted, strict=True)
+        ]
         losses.append(tuple(computed))
         for rank, (loss, wanted_loss) in enumerate(zip(computed, expected, strict=True)):
             differences += _compare(step, f"the loss of rank {rank}", loss, wanted_loss, tolerance)
