@@ -95,17 +95,29 @@ def test_the_states_of_optimizers() -> None:
         "adam_fp32_master": "adam-fp32-master",
     }
     assert {key: states_per_parameter(name)[0] for key, name in names.items()} == table
-    assert states_per_parameter("adafactor")[0] == 1
+    assert states_per_parameter("adafactor") == (0, 1)
     assert states_per_parameter("shampoo")[1] == 6
     for optimizer in get_args(Optimizer):
         low, high = states_per_parameter(optimizer)
         assert low <= high
 
 
+@pytest.mark.parametrize(("optimizer", "gathered"), [("muon", 2), ("adafactor", 8), ("lion", 0)])
+def test_whole_parameters_are_gathered_from_stage_1_on(optimizer: Optimizer, gathered: int) -> None:
+    plain = of(params=1e9, world_size=4, optimizer="adamw").stages
+    for stage, other in zip(
+        of(params=1e9, world_size=4, optimizer=optimizer).stages, plain, strict=True
+    ):
+        more = gathered * 1e9 * 3 / 4 if stage.stage else 0
+        assert stage.sent_bytes == other.sent_bytes + more
+
+
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
         ({"optimizer": "sgd"}, 4),
+        ({"optimizer": "lion"}, 8),
+        ({"optimizer": "muon"}, 8),
         ({"optimizer": "sgd", "master": False}, 0),
         ({"optimizer": "momentum"}, 8),
         ({"optimizer": "adamw"}, 12),

@@ -11,6 +11,7 @@ from tests.memory.judge import judge
 from zeroir.api.check import check_model
 from zeroir.api.compiled import compile_with
 from zeroir.config import make_options
+from zeroir.cost.update_flops import update_flops
 from zeroir.frontend.entry import load_model_file
 from zeroir.ir import ops
 from zeroir.ir.ops import Algorithm
@@ -179,6 +180,27 @@ def test_each_gather_of_directions_overlaps_the_step_before(model: str) -> None:
         )
     ]
     assert order == ["gather", "gather", "step", "gather", "step", "step"]
+
+
+def test_muons_products_are_counted_on_the_rank_that_has_most(model: str) -> None:
+    def flops(**options: object) -> dict[str, int]:
+        program = compiled(model, "muon", **options)
+        return {
+            op.param.buffer: update_flops(program, op)
+            for op in program.ops()
+            if isinstance(op, ops.OptimizerStep) and op.algorithm is Algorithm.MUON
+        }
+
+    square, tall, wide = (
+        4 * short**2 * long + 2 * short**3 for short, long in ((35, 35), (35, 51), (3, 51))
+    )
+    alone = flops(world_size=1, stage=0)
+    assert sorted(alone.values()) == [5 * square, 5 * square, 5 * (tall + wide)]
+    assert sum(flops(world_size=1, stage=0, ns_steps=2).values()) * 5 == sum(alone.values()) * 2
+    # Every slice meets the square matrix of its flat, and the last one the wide matrix, too.
+    assert sorted(flops(world_size=3, stage=3).values()) == sorted(alone.values())
+    many = flops(world_size=64, stage=1)
+    assert max(many.values()) == 5 * tall
 
 
 def test_adafactors_moments_are_few_and_alike_on_every_rank(model: str) -> None:

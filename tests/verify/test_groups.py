@@ -16,9 +16,10 @@ from zeroir.ir import ops
 from zeroir.ir.buffers import Region, whole
 from zeroir.ir.contents import NamedContent
 from zeroir.ir.ops import Algorithm, GroupSettings, Op
-from zeroir.ir.program import OptimizerGroup, Program, ScalarBinding
+from zeroir.ir.program import UPDATE, OptimizerGroup, Program, ScalarBinding
 from zeroir.ir.text import parse, print_program
 from zeroir.passes.pipelines import for_options, for_stage
+from zeroir.report.schedule import schedule
 from zeroir.verify import verify
 
 
@@ -100,6 +101,12 @@ def test_groups_within_a_flat_are_proved_at_every_stage(stage: int, precision: s
     assert verify(program, logical).findings == ()
     assert sum(bool(op.others) for op in program.ops() if isinstance(op, ops.OptimizerStep)) > 1
     assert parse(print_program(program)) == program
+
+
+def test_the_schedule_tells_the_number_of_groups() -> None:
+    rows = schedule(LOGICAL, LOGICAL.section_by_name[UPDATE])
+    details = [row.detail for row in rows if row.op == "optimizer_step"]
+    assert sum(detail.endswith(" in 2 groups") for detail in details) == len(details) - 2
 
 
 def test_groups_within_a_flat_are_proved_on_a_hybrid_mesh() -> None:

@@ -119,7 +119,7 @@ class EagerReplicas:
         replica.eval()
         try:
             with torch.no_grad(), neutral_ops(self._seeds(self._step, 0, rank)):
-                return float(evaluated(self._source, replica, inputs, ())[0].float())
+                return float(evaluated(self._source, replica, inputs, ())[0].detach())
         finally:
             put_back_buffers(copies)
             for module, flag in is_training.items():

@@ -14,6 +14,7 @@ from typing import Final, assert_never
 
 from zeroir.cost.collectives import CollectiveCost, Ring, transfer
 from zeroir.cost.machine import CollectiveKind, Machine
+from zeroir.cost.update_flops import update_flops
 from zeroir.ir import ops
 from zeroir.ir.buffers import Region
 from zeroir.ir.dtypes import DType
@@ -140,7 +141,8 @@ class Durations:
         if not isinstance(op, ops.Compute):
             measured = self._measured_ops.get((ops.op_name(type(op)), effects(op).stream))
             if measured is not None:
-                return measured.alpha_s + measured.beta_s_per_byte * self.traffic_bytes(op)
+                known_s = measured.alpha_s + measured.beta_s_per_byte * self.traffic_bytes(op)
+                return known_s + self._products_s(op)
         match op:
             case ops.Alloc() | ops.Release() | ops.Wait():
                 return 0.0
@@ -151,7 +153,7 @@ class Durations:
                 # A measured time includes the addition of results.
                 return cost.seconds + (0.0 if cost.is_measured else self._added_s(op))
             case ops.Elementwise() | ops.Update():
-                return self._elementwise_s(op)
+                return self._elementwise_s(op) + self._products_s(op)
             case ops.ToHost() | ops.ToDevice():
                 link = machine.host_link
                 return link.latency_s.value + self._bytes(op.source) / link.achieved_bytes_per_s
@@ -182,6 +184,11 @@ class Durations:
 
     def _elementwise_s(self, op: ops.Op) -> float:
         return self._kernel_s(self.traffic_bytes(op), effects(op).stream)
+
+    def _products_s(self, op: ops.Op) -> float:
+        """Seconds of the matrix products of an update."""
+        flops = update_flops(self._program, op)
+        return flops / self._machine.compute.flops_per_s(DType.BF16) if flops else 0.0
 
     def _kernel_s(self, traffic_bytes: int, stream: str) -> float:
         machine = self._machine

@@ -14,7 +14,17 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from zeroir.config import Precision
 
-Optimizer = Literal["sgd", "momentum", "adam", "adamw", "adam-fp32-master", "adafactor", "shampoo"]
+Optimizer = Literal[
+    "sgd",
+    "momentum",
+    "adam",
+    "adamw",
+    "adam-fp32-master",
+    "lion",
+    "muon",
+    "adafactor",
+    "shampoo",
+]
 Offload = Literal["none", "optimizer", "parameters"]
 
 STAGES: Final = (0, 1, 2, 3)
@@ -90,15 +100,18 @@ class EstimateOptions(BaseModel):
 def states_per_parameter(optimizer: Optimizer) -> tuple[int, int]:
     """The fewest and the most FP32 numbers that an optimizer keeps for each parameter.
 
-    Adafactor keeps the first moment, and of the second only the sums of rows and columns, which are negligible. Shampoo
-    keeps, of an m × n parameter, m × m and n × n statistics, and besides these their roots, a moment and a diagonal
-    accumulator where an implementation has them; the numbers are those of square parameters.
+    Adafactor keeps the first moment (that of torch and of zeroir does not), and of the second only the sums of rows and
+    columns, which are negligible. Shampoo keeps, of an m × n parameter, m × m and n × n statistics, and besides these
+    their roots, a moment and a diagonal accumulator where an implementation has them; the numbers are those of square
+    parameters.
     """
     match optimizer:
         case "sgd":
             return 0, 0
-        case "momentum" | "adafactor":
+        case "momentum" | "lion" | "muon":
             return 1, 1
+        case "adafactor":
+            return 0, 1
         case "adam" | "adamw":
             return 2, 2
         case "adam-fp32-master":
@@ -107,6 +120,15 @@ def states_per_parameter(optimizer: Optimizer) -> tuple[int, int]:
             return 2, 6
         case _:
             assert_never(optimizer)
+
+
+def gathered_bytes_per_parameter(optimizer: Optimizer) -> int:
+    """Bytes that the update gathers for each parameter from stage 1 on, because its step needs whole parameters.
+
+    Muon gathers its directions in BF16, Adafactor gradients and parameters in FP32. zeroir has no Shampoo; 0 is not its
+    cost.
+    """
+    return {"muon": 2, "adafactor": 8}.get(optimizer, 0)
 
 
 def optimizer_bytes_per_parameter(options: EstimateOptions) -> int:
@@ -127,7 +149,7 @@ class StageEstimate:
     ``gathered_bytes`` (stage 3) and ``gradients_in_flight_bytes`` (stages 2 and 3) are those of full units beside the
     shards; they are None where the number of layers is unknown. ``host_bytes`` is offloaded to the host and in no other
     figure; ``moved_bytes`` is copied between host and device in a step for it. ``sent_bytes`` is sent by a rank on a
-    ring in a step.
+    ring in a step, with what an optimizer gathers that works on whole parameters.
     """
 
     stage: int
@@ -238,7 +260,8 @@ def _stage(stage: int, options: EstimateOptions, activations: Activations | None
     whole_units = None
     if options.layers is not None:
         whole_units = round(item * count * min(_UNITS_HELD, options.layers) / options.layers)
-    sent = COMMUNICATED_PER_PARAMETER[stage] * item * count * (ranks - 1) / ranks
+    whole = gathered_bytes_per_parameter(options.optimizer) if stage >= 1 else 0
+    sent = (COMMUNICATED_PER_PARAMETER[stage] * item + whole) * count * (ranks - 1) / ranks
     return StageEstimate(
         stage=stage,
         params_bytes=round(params),
