@@ -240,3 +240,29 @@ def test_little_is_reserved_that_is_not_allocated(device: torch.device, cuda_gra
 def test_torch_still_has_what_captures_are_cleaned_up_with(name: str) -> None:
     """Private functions of torch, there in 2.11 to 2.13; another version may need ``runtime/cuda.py`` to change."""
     assert hasattr(torch._C, name), torch.__version__
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "momentum"])
+def test_a_schedule_drives_a_program_with_and_without_graphs(
+    device: torch.device, optimizer: str
+) -> None:
+    """The learning rate changes in every step; betas and momentum change at first and then stay."""
+    program = lowered(mlp(optimizer=optimizer), 3, 1)
+    batches = batches_of(device, 2 * STEPS)
+    found = []
+    for cuda_graphs in (False, True):
+        engine = opened(program, device, cuda_graphs=cuda_graphs)
+        (group,) = engine.optimizer.param_groups
+        losses: list[float] = []
+        for step, batch in enumerate(batches):
+            group["lr"] = 0.01 / (1 + step)
+            if step < STEPS:
+                change = 0.8 + 0.01 * step
+                group.update(
+                    {"betas": (change, 0.99)} if "betas" in group else {"momentum": change}
+                )
+            losses += run(engine, [batch])[0]
+        found.append((losses, engine.full_parameters()))
+        assert not cuda_graphs or captured(engine)
+        engine.close()
+    require_equal(found[1], found[0])

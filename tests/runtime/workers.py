@@ -27,6 +27,7 @@ from tests.runtime.workers_cases import (
     STEPS,
     micro_batches,
     model_options,
+    one_cycle,
     varied,
     weight_of_values,
 )
@@ -256,6 +257,18 @@ def other_settings() -> None:
         engine.step(batches[RANK])
 
 
+def scheduled_settings() -> None:
+    """Steps whose learning rate and betas a scheduler of torch changes; rank 0 writes losses and states."""
+    engine = Engine(lowered(mlp(), 3, WORLD_SIZE))
+    engine.initialise_flats(initial_flats(mlp()))
+    scheduler = one_cycle(engine.optimizer)
+    losses: list[float] = []
+    for batches in random_batches(MODEL_STEPS, WORLD_SIZE):
+        losses.append(engine.step(batches[RANK]).loss)
+        scheduler.step()
+    save_run(engine, losses, "scheduled")
+
+
 def main() -> None:
     scenario, *args = sys.argv[1:]
     dist.init_process_group(
@@ -292,6 +305,8 @@ def main() -> None:
                 other_program()
             case "nan-loss":
                 nan_loss()
+            case "scheduled-settings":
+                scheduled_settings()
             case "other-settings":
                 other_settings()
             case _:

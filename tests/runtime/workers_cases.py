@@ -20,6 +20,11 @@ CASES: dict[str, tuple[str, float | None]] = {
 """Precision and clipping by name."""
 
 
+def one_cycle(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.OneCycleLR:
+    """A scheduler that changes the learning rate and the momentum in every step."""
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=MODEL_STEPS + 1)
+
+
 def model_options(world_size: int) -> CompileOptions:
     """How model files are compiled."""
     return make_options({"world_size": world_size, "precision": "bf16"})

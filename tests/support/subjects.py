@@ -36,6 +36,7 @@ CASES: Mapping[str, Case] = {
     "stage 3, weighted, overlapped": Case(
         stage=3, precision="bf16", micro_steps=2, is_weighted=True, overlap_update=True
     ),
+    "stage 3, in groups": Case(stage=3, precision="bf16", overlap_update=True, is_grouped=True),
     "stage 1, averaged": Case(stage=1, precision="fp16", ema=0.5),
 }
 WRITTEN = ("hybrid", "paged", "offload", "evaluate", "carried", "crossing")

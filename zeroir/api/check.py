@@ -158,7 +158,15 @@ def _compared(
         if scheduler is not None:
             skipped = results[0].is_skipped
             scheduler.step(is_skipped=skipped is not None and bool(skipped > 0))
-        computed = [float(result.loss) for result in results]
+        # Batches of weight 0 count nothing, and the mean of no loss is no number.
+        counted = [any(map(reference.weight, micro_batches)) for micro_batches in batches]
+        computed = [
+            float(result.loss) if is_counted else 0.0
+            for result, is_counted in zip(results, counted, strict=True)
+        ]
+        expected = [
+            loss if is_counted else 0.0 for loss, is_counted in zip(expected, counted, strict=True)
+        ]
         losses.append(tuple(computed))
         for rank, (loss, wanted_loss) in enumerate(zip(computed, expected, strict=True)):
             differences += _compare(step, f"the loss of rank {rank}", loss, wanted_loss, tolerance)
@@ -212,6 +220,7 @@ def _evaluations(
     return [
         difference
         for rank, (loss, wanted_loss) in enumerate(zip(computed, expected, strict=True))
+        if reference.weight(first[rank])
         for difference in _compare(
             step, f"the evaluated loss of rank {rank}", loss, wanted_loss, tolerance
         )
