@@ -180,7 +180,7 @@ class CompileOptions(BaseModel):
     ] = None
     ns_steps: Annotated[
         int | None,
-        Field(ge=0, lt=100, description="Newton-Schulz iterations (muon). [default: 5]"),
+        Field(ge=1, lt=100, description="Newton-Schulz iterations (muon). [default: 5]"),
     ] = None
     ns_coefficients: Annotated[
         tuple[float, float, float] | None,

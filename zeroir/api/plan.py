@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Unpack
 
@@ -92,25 +93,28 @@ def plan(
         from zeroir.api.torch_optimizers import translated
 
         given = translated(options["optimizer"], model, options).options
-    source = given_source(model, batch, loss, weight)
-    resolved = resolve_options(config, given, lambda: source, giver="argument")
-    return plan_with(lambda: source, machine, resolved, memory=memory, most_tried=most_tried)
+    source = cache(lambda: given_source(model, batch, loss, weight))
+    resolved = resolve_options(config, given, source, giver="argument")
+    return plan_with(source, machine, resolved, memory=memory, most_tried=most_tried)
 
 
 def plan_with(
-    load_source: Callable[[], ModelSource],
+    make_source: Callable[[], ModelSource],
     machine: Machine | str | Path,
     resolved: ResolvedOptions,
     *,
     memory: str | None = None,
     most_tried: int = MOST_TRIED,
 ) -> Plan:
-    """As ``plan``, with validated options, of which those that were set are kept; the model is loaded last."""
+    """As ``plan``, with validated options, of which those that were set are kept.
+
+    ``make_source`` is called once the other arguments are known to be right: loading a model takes time.
+    """
     options = resolved.options
     machine = machine if isinstance(machine, Machine) else load_machine(machine)
     amount = memory or options.memory_budget
     budget_bytes = int(machine.memory.size_bytes.value) if amount is None else parse_bytes(amount)
-    source = load_source()
+    source = make_source()
     captured = replace(capture_source(source, options), config=resolved.record)
     planner = Planner(captured.logical, options, machine, budget_bytes)
     result = planner.search(most_tried)

@@ -79,7 +79,7 @@ class EagerReplicas:
         """One training step; ``batches[rank][micro_step]``. Returns each rank's loss, its mean over micro-steps."""
         losses = [torch.zeros(()) for _ in self.replicas]
         weights = [
-            torch.tensor([self._weight(batch) for batch in own], dtype=torch.float32)
+            torch.tensor([self.weight(batch) for batch in own], dtype=torch.float32)
             for own in batches
         ]
         partial: list[list[Mapping[str, Tensor]]] = []
@@ -101,7 +101,8 @@ class EagerReplicas:
         self._step += 1
         return [float(loss / weight) for loss, weight in zip(losses, own_weights, strict=True)]
 
-    def _weight(self, batch: Batch) -> float:
+    def weight(self, batch: Batch) -> float:
+        """The weight of a batch, 1 where batches have none."""
         return 1.0 if self._weight_of is None else float(weight_of(self._weight_of, batch))
 
     def evaluate(self, batches: Sequence[Batch]) -> list[float]:
@@ -162,7 +163,7 @@ class EagerReplicas:
         if len(partial) == 1:
             return {name: self._over_ranks([rank[name] for rank in partial[0]]) for name in names}
         ranks = range(len(self.replicas))
-        if self._options.stage >= 2:
+        if self._options.stage >= 2 and not self._options.accumulate_locally:
             return {
                 name: _sum(
                     [

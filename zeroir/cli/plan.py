@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Annotated
 
@@ -49,7 +50,8 @@ def plan(
     from zeroir.artifact.outputs import PROGRAM, require_writable
     from zeroir.cli.render_plan import plan_json, render_plan
 
-    chosen = resolved(config, options, lambda: file_source(model))
+    source = cache(lambda: file_source(model))
+    chosen = resolved(config, options, source)
     print_notes(chosen)
     if memory is not None and chosen.options.memory_budget is not None:
         raise UserError(
@@ -58,9 +60,7 @@ def plan(
     if output is not None:
         require_writable(output, PROGRAM)
     with progress(f"Planning {model}"), warnings_as_sentences():
-        result = plan_with(
-            lambda: file_source(model), machine, chosen, memory=memory, most_tried=most_tried
-        )
+        result = plan_with(source, machine, chosen, memory=memory, most_tried=most_tried)
         if output is not None:
             result.compiled.save(output)
     if as_json:
