@@ -246,7 +246,7 @@ class Engine:
                 self._lender, program=program, memory=self._memory, comm=self.job.comm
             )
         with self._executor.entered():
-            self._allocate()
+            self._memory.allocate()
 
     @property
     def rank(self) -> int:
@@ -297,7 +297,7 @@ class Engine:
                     state=state,
                     keep_module=keep_module,
                 )
-            self._allocate()
+            self._memory.allocate()
         self._forget_settings()
         self._lender = Lender(
             program=self.program,
@@ -312,7 +312,7 @@ class Engine:
         """Give buffers values by name; see ``state.initialise_flats``."""
         with self._executor.entered():
             state_of_buffers.initialise_flats(self.program, [self._memory], values)
-            self._allocate()
+            self._memory.allocate()
         self._forget_settings()
 
     def step(self, batch: Batch | list[Batch]) -> StepResult:
@@ -519,15 +519,11 @@ class Engine:
         if self.device.type == "cpu":
             keep_freed_memory()
         with self._executor.entered():
-            self._allocate()
+            self._memory.allocate()
 
     def _forget_settings(self) -> None:
         if self._optimizer is not None:
             self._optimizer.forget_written()
-
-    def _allocate(self) -> None:
-        with memory_for("the program's buffers"):
-            self._memory.allocate()
 
     def _open_streams(self, *, cuda_graphs: bool) -> tuple[Streams, SectionGraphs | None]:
         if self.device.type != "cuda":

@@ -130,8 +130,9 @@ class LiveOptimizer(torch.optim.Optimizer):
         settings = self.settings()
         if settings == self._written:
             return
-        for group, new, old in zip(self._groups, settings, self._written, strict=True):
+        for group, new in zip(self._groups, settings, strict=True):
             _require_valid(group, new)
+        for group, new, old in zip(self._groups, settings, self._written, strict=True):
             for memory in self._memories:
                 if new[0] != old[0]:
                     memory.region(group.lr).fill_(new[0])
@@ -267,7 +268,7 @@ def _require_same(owners: Sequence[str], rows: Sequence[Sequence[float]], own_ra
                 kind = UserError if rank == own_rank else PeerError
                 raise kind(
                     f"Rank {rank} has another setting of the optimizer's group {group} than rank 0, {value:g} instead "
-                    f"of {first:g}: give all ranks the same, such as a loss that is averaged over ranks to a scheduler."
+                    f"of {first:g}: set the same on all ranks, and give a scheduler only what is the same on all."
                 )
 
 
@@ -345,7 +346,9 @@ def _as_torch_has_them(group: _LiveGroup, settings: Settings) -> Mapping[str, _V
         elif key in _WHOLE:
             values[key] = int(value)
         elif key == _ADJUST:
-            values[key] = next(text for text, n in ADJUST_LR_FNS.items() if n == value)
+            values[key] = next(
+                (text for text, n in ADJUST_LR_FNS.items() if n == value), "original"
+            )
         else:
             values[key] = value
     return values

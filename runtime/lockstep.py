@@ -90,7 +90,7 @@ class Lockstep:
     @cached_property
     def optimizer(self) -> LiveOptimizer:
         """The settings of the optimizer groups of all ranks; changes count from the next update."""
-        optimizer = LiveOptimizer(self.program, self._memories, self._executor.finish)
+        optimizer = LiveOptimizer(self.program, self._memories, self._executor.update)
         self._executor.settings = SettingsOfRanks(
             optimizer=optimizer,
             job=Job(

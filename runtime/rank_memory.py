@@ -12,7 +12,7 @@ from typing import assert_never
 import torch
 from torch import Tensor
 
-from zeroir.errors import InternalError
+from zeroir.errors import InternalError, memory_for
 from zeroir.ir.buffers import Region, Space, View
 from zeroir.ir.dtypes import DType
 from zeroir.ir.program import Program
@@ -157,16 +157,21 @@ class RankMemory:
     def _allocate_blocks(self) -> None:
         if self._has_blocks:
             return
-        self._has_blocks = True
         for space, placement in self._placed.items():
             block = self._new(space, placement.size_bytes, DType.U8, f"temporaries.{space}")
             for name, start in placement.offsets.items():
                 buffer = self._buffer_by_name[name]
                 elements = block[start : start + buffer.size_bytes]
                 self._tensors[name] = elements.view(TORCH_DTYPE[buffer.dtype])
+        self._has_blocks = True
 
     def _new(self, space: Space, numel: int, dtype: DType, name: str) -> Tensor:
-        torch_dtype = TORCH_DTYPE[dtype]
+        with memory_for("the program's buffers"):
+            return self._uninitialised(space, numel, TORCH_DTYPE[dtype], name)
+
+    def _uninitialised(
+        self, space: Space, numel: int, torch_dtype: torch.dtype, name: str
+    ) -> Tensor:
         match space:
             case Space.DEVICE:
                 return torch.empty(numel, dtype=torch_dtype, device=self.device)

@@ -80,6 +80,37 @@ IN_VAIN: list[tuple[dict[str, object], str]] = [
     ({"precision": "bf16", "loss_scale_window": 4}, "--loss-scale-window 4 needs --precision fp16"),
     ({"loss_scale_hysteresis": 4}, "--loss-scale-hysteresis 4 needs --precision fp16"),
     ({"minimum_loss_scale": 4}, "--minimum-loss-scale 4.0 needs --precision fp16"),
+    ({"loss_scale": 4}, "--loss-scale 4.0 needs --precision fp16"),
+    ({"loss_scale_factor": 4}, "--loss-scale-factor 4.0 needs --precision fp16"),
+    (
+        {"loss_scale_consecutive_hysteresis": True},
+        "--loss-scale-consecutive-hysteresis true needs --precision fp16",
+    ),
+    (
+        {"precision": "fp16", "loss_scale": 4, "loss_scale_window": 7},
+        "--loss-scale-window 7 is for a dynamic loss scale, but --loss-scale 4.0 fixes it",
+    ),
+    (
+        {
+            "precision": "fp16",
+            "loss_scale_hysteresis": 1,
+            "loss_scale_consecutive_hysteresis": True,
+        },
+        "--loss-scale-consecutive-hysteresis needs a --loss-scale-hysteresis above 1",
+    ),
+    (
+        {"precision": "fp16", "initial_loss_scale": 0.5},
+        "--minimum-loss-scale 1 would raise the loss scale, which begins with",
+    ),
+    (
+        {"stage": 1, "micro_steps": 2, "accumulate_locally": True},
+        "--accumulate-locally true needs --stage 2 or 3, but the stage is 1",
+    ),
+    ({"accumulate_locally": True}, "--accumulate-locally needs --micro-steps above 1"),
+    (
+        {"micro_steps": 2, "accumulate_locally": True, "live_gradients": 1},
+        "--live-gradients 1 bounds the full gradients that wait for their reduction",
+    ),
     ({"optimizer": "sgd", "beta1": 0.5}, "--beta1 0.5 needs --optimizer adam, adamw or lion"),
     ({"optimizer": "momentum", "beta2": 0.5}, "--beta2 0.5 needs --optimizer adam, adamw or lion"),
     (

@@ -35,7 +35,8 @@ def test_they_are_deepspeeds_bit_for_bit(case: dict[str, object]) -> None:
     """The recorded settings come from DeepSpeed's code itself; see the file."""
     name, params, steps = case["type"], case["params"], case["steps"]
     assert isinstance(name, str)
-    assert isinstance(params, dict) and isinstance(steps, list)
+    assert isinstance(params, dict)
+    assert isinstance(steps, list)
     schedule = make_schedule(name, params)
     settings = [
         schedule.settings(SchedulePoint(updates_done=step, lr=RECORDED["lr"], steps=1))

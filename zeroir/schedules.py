@@ -363,5 +363,5 @@ def make_schedule(name: str, options: Mapping[str, object]) -> Schedule:
             raise UserError(f"{name} needs its option {key}.") from None
         expected = first["msg"].removeprefix("Input should be ")
         raise UserError(
-            f"{key} of {name} is {first['input']!s}, but should be {expected}."
+            f"{key} of {name} is {first['input']!s:.60}, but should be {expected}."
         ) from None

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+import torch
 
 import zeroir
 from zeroir import artifact
@@ -98,7 +99,7 @@ def test_options_go_together_across_file_and_command_line(tmp_path: Path) -> Non
     path = written(tmp_path, "a.toml", 'nesterov = true\nprecision = "fp16"\n')
     options = resolved(path, {"world_size": 1, "optimizer": "momentum", "loss_scale_window": 5})
     assert (options.options.nesterov, options.options.loss_scale_window) == (True, 5)
-    with pytest.raises(UserError, match="do not go together: .*nesterov"):
+    with pytest.raises(UserError, match=r"do not go together: .*nesterov"):
         resolved(path, {"world_size": 1})
 
 
@@ -109,6 +110,8 @@ def test_options_go_together_across_file_and_command_line(tmp_path: Path) -> Non
         ("stge = 3\n", "There is no option --stge; did you mean --stage? `zeroir compile --help`"),
         ("stage = \n", "the file is no TOML: Invalid value"),
         ("world_size = 2\nworld-size = 2\n", "world_size is given twice."),
+        ("lr = " + "9" * 5_000 + "\n", "the file has a number of too many digits."),
+        ("a = " + "[" * 100_000, "the values of the file nest too deep."),
         ("[model]\nname = 1\n", "There is no option --model;"),
         ('schedule = "cosin"\n', "--schedule is cosin, but should be a schedule such as"),
     ],
@@ -129,7 +132,10 @@ def test_a_wrong_toml_file_is_one_sentence(tmp_path: Path, text: str, words: str
         ('{"steps_per_print": 1,}', "the file is no JSON: "),
         ('{"gradient_clipping": 1, "gradient_clipping": 2}', "the key gradient_clipping is given"),
         ("[1]", "the file should hold a JSON object."),
-        ("[" * 100_000, "the file is no JSON: its values nest too deep."),
+        ("[" * 100_000, "the values of the file nest too deep."),
+        ('{"gradient_clipping": ' + "9" * 5_000 + "}", "the file has a number of too many digits."),
+        ('{"gradient_clipping": NaN}', "gradient_clipping is nan, but should be a finite number."),
+        ('{"gradient_clipping": 1e999}', "gradient_clipping is inf, but should be"),
         ('{"zero_optimization": {"stge": 1}}', "DeepSpeed has no key zero_optimization.stge; did"),
         (
             '{"train_micro_batch_size_per_gpu": 3}',
@@ -251,3 +257,20 @@ def test_options_of_one_place_are_not_compared_with_others() -> None:
         if validator.info.mode == "after":
             assert name in vars(GivenOptions), name
     assert GivenOptions(nesterov=True, world_size=3).given == {"nesterov": True, "world_size": 3}
+
+
+def test_an_optimizer_in_hand_replaces_that_of_the_configuration() -> None:
+    """As in DeepSpeed, where the client's optimizer wins over the block."""
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh())
+    config = {"optimizer": {"type": "AdamW", "params": {"lr": 0.5, "betas": [0.5, 0.5]}}}
+    compiled = zeroir.compile(
+        net,
+        torch.ones(2, 4),
+        loss=lambda module, batch: module(batch).square().mean(),
+        optimizer=torch.optim.SGD(net.parameters(), lr=0.25),
+        config=config,
+        world_size=1,
+    )
+    assert (compiled.options.optimizer, compiled.options.lr) == ("sgd", 0.25)
+    assert compiled.config is not None
+    assert compiled.config.notes == ("optimizer: replaced by optimizer=sgd.",)

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations, prune
 
 import zeroir
 from tests.api import in_hand_workers as workers
 from tests.runtime.support import COMPILING_SOURCES, Ranks, require_success
+from zeroir.api.check import check_model
+from zeroir.config import make_options
 from zeroir.errors import UserError
 
 
@@ -26,6 +33,15 @@ def test_three_ranks_train_a_module_in_hand_as_its_file_bit_for_bit(tmp_path: Pa
 
 
 Gradients = tuple[Tensor, ...] | Tensor
+
+
+def test_a_file_with_a_loss_function_and_constants_equals_eager_replicas(tmp_path: Path) -> None:
+    path = tmp_path / "model.py"
+    path.write_text(workers.FILE)
+    options = make_options({"stage": 3, "world_size": 3, "precision": "bf16"})
+    comparison = check_model(str(path), options, steps=2, seed=0)
+    assert comparison.is_equal, str(comparison)
+    assert comparison.tolerance == 0
 
 
 class Net(nn.Module):
@@ -290,6 +306,80 @@ def test_what_a_program_would_not_honour_is_refused_by_name(what: str) -> None:
     assert "\n" not in str(caught.value)
     assert ACTIVATIONS == []
     assert keys == {name: set(vars(module)) for name, module in net.named_modules()}
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[None]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def with_a_sharded_parameter(net: Net) -> nn.Module:
+    mesh = device_mesh.init_device_mesh("cpu", (1,))
+    net.first.weight = nn.Parameter(distribute_tensor(net.first.weight, mesh, [Shard(0)]))
+    return net
+
+
+def with_a_sharded_module(net: Net) -> nn.Module:
+    fully_shard(net.first)
+    return net
+
+
+DISTRIBUTED: dict[str, tuple[Callable[[Net], nn.Module], str]] = {
+    "DDP": (DistributedDataParallel, r"The model is a DistributedDataParallel, .*, \.module"),
+    "FSDP": (with_a_sharded_module, "module first of the model is a FSDPModule, .* before fully_s"),
+    "DTensor": (
+        with_a_sharded_parameter,
+        r"parameter first\.weight .* sharded already \(DTensor\)",
+    ),
+}
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("what", DISTRIBUTED)
+def test_a_module_that_is_distributed_already_is_refused(what: str) -> None:
+    change, sentence = DISTRIBUTED[what]
+    with pytest.raises(UserError, match=sentence):
+        compiled(change(made(unchanged)))
+
+
+def test_the_callers_modes_do_not_matter_but_autocast_is_refused() -> None:
+    text = compiled(made(unchanged)).text()
+    for mode in (torch.no_grad(), torch.inference_mode(), torch.device("meta")):
+        net = made(unchanged)
+        with mode:
+            assert compiled(net).text() == text
+    with (
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        pytest.raises(UserError, match=r"compiled within torch.autocast\('cpu'\)"),
+    ):
+        compiled(made(unchanged))
+
+
+LAST = {"output": torch.zeros(3)}
+
+
+@pytest.mark.parametrize("is_traceable", [True, False])
+def test_the_users_variables_stay_as_they_are(is_traceable: bool) -> None:
+    first = latest = torch.ones(2)
+    outputs: list[Tensor] = []
+
+    def note(_: nn.Module, __: object, output: Tensor) -> None:
+        nonlocal latest
+        LAST["output"] = latest = output
+        outputs[:] = [output]
+        if not is_traceable:
+            raise RuntimeError("at the end")
+
+    before = LAST["output"]
+    net = made(lambda net: net.second.register_forward_hook(note))
+    with contextlib.nullcontext() if is_traceable else pytest.raises(UserError, match="at the end"):
+        compiled(net)
+    assert LAST["output"] is before
+    assert latest is first
+    assert outputs == []
 
 
 def test_hooks_for_all_modules_are_refused() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 
 from zeroir.api.compiled import CompiledProgram, compile_model
+from zeroir.api.plan import plan
 from zeroir.api.torch_optimizers import translated
 from zeroir.errors import UserError
 from zeroir.groups import parse_groups
@@ -367,6 +369,14 @@ def test_an_instance_needs_its_module_and_no_further_settings() -> None:
     for given in ({"lr": 0.1}, {"weight_decay": 0.1}, {"no_decay": True}, {"group": "head:lr=1"}):
         with pytest.raises(UserError, match="has no effect beside an instance of AdamW"):
             compile_it(module, **given)
+
+
+def test_a_plan_takes_a_class_and_no_instance() -> None:
+    path = Path(__file__).parents[2] / "examples" / "gpt.py"
+    planned = plan(path, "cpu-local", optimizer=torch.optim.SGD, world_size=2, most_tried=1)
+    assert planned.compiled.options.optimizer is Algorithm.SGD
+    with pytest.raises(UserError, match="has the parameters of a module: compile that module"):
+        plan(path, "cpu-local", optimizer=adamw(a_module()), world_size=2)
 
 
 def test_a_learning_rate_may_be_a_tensor_of_the_instance() -> None:

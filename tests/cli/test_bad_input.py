@@ -47,7 +47,7 @@ def assert_refused(answer: Answer, *words: str) -> None:
         (["--world-size", "0"], ["--world-size", "0"]),
         (["--world-size", "two"], ["--world-size", "two"]),
         (["--precision", "int8"], ["--precision", "fp32"]),
-        (["--optimizer", "lion"], ["--optimizer", "adamw"]),
+        (["--optimizer", "lamb"], ["--optimizer", "adamw"]),
         (["--lr", "nan"], ["--lr"]),
         (["--nesterov"], ["momentum"]),
         (["--bogus"], ["--bogus"]),

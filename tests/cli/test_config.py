@@ -107,10 +107,12 @@ def test_zeroir_toml_of_the_current_folder_is_used(zeroir: Zeroir, folder: Path)
 @pytest.mark.usefixtures("folder")
 def test_check_and_plan_take_the_file(zeroir: Zeroir) -> None:
     config = ("--config", "ds.json", "--world-size", "2")
-    checked = zeroir("check", "net.py", *config, "--steps", "3", "--json").json
-    assert (checked["is_equal"], checked["stage"]) == (True, 2)
-    planned = zeroir("plan", "net.py", *config, "--most-tried", "10", "--json").json
-    assert planned["chosen"]["settings"]["stage"] == 2
+    checked = zeroir("check", "net.py", *config, "--steps", "3", "--json")
+    assert (checked.json["is_equal"], checked.json["stage"]) == (True, 2)
+    planned = zeroir("plan", "net.py", *config, "--most-tried", "10", "--json")
+    assert planned.json["chosen"]["settings"]["stage"] == 2
+    for answer in (checked, planned):
+        assert answer.err.startswith("steps_per_print: no meaning here;")
 
 
 @pytest.mark.parametrize("command", ["compile", "check", "plan"])

@@ -70,11 +70,17 @@ def test_training_follows_the_reference_curve(program: Path, tmp_path: Path) -> 
     assert sum(losses[-10:]) / 10 < reference["unigram_entropy"]
 
 
-def test_accumulation_on_processes_equals_lockstep(zeroir: Zeroir, tmp_path: Path) -> None:
+@pytest.mark.parametrize("compiled_for", ["1", "2", "5"])
+def test_accumulation_on_processes_equals_lockstep(
+    zeroir: Zeroir, tmp_path: Path, compiled_for: str
+) -> None:
+    """The number of micro-steps that a program is compiled with may be overridden, also where it is 1."""
     options = ["--micro-steps", "2", "--world-size", "3"]
     path = tmp_path / "gpt.zir"
-    assert zeroir("compile", GPT, *options, "-o", path).exit_code == 0
+    compiling = ["--micro-steps", compiled_for, "--world-size", "3"]
+    assert zeroir("compile", GPT, *compiling, "-o", path).exit_code == 0
     arguments = ["--nproc", "3", "--steps", "3", "--log-every", "1", "--json", "--model", GPT]
+    arguments += [] if compiled_for == "2" else ["--micro-steps", "2"]
     made = run("run", "gpt.zir", *arguments, cwd=tmp_path)
     assert made.returncode == 0, made.stderr
     losses = [json.loads(line)["loss"] for line in made.stdout.splitlines()]

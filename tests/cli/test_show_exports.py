@@ -39,7 +39,7 @@ def test_the_simulated_step_as_a_trace(
     assert trace["otherData"]["machine"] == "dgx-a100-80g"
     ops = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     program = package.load(programs[3]).program
-    assert len(ops) == sum(1 for _ in program.ops())
+    assert len(ops) == sum(1 for _ in program.step_ops())
     (name,) = {e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"}
     assert name == "rank 0 and 3 alike"
 

@@ -19,7 +19,7 @@ def test_passes_are_accounted_for(zeroir: Zeroir, programs: dict[int, Path]) -> 
     assert [row["number"] for row in rows] == list(range(len(compiled.program.passes) + 1))
     assert tuple(row["spec"] for row in rows[1:]) == compiled.program.passes
     counts: dict[str, int] = {}
-    for op in compiled.logical.ops():
+    for op in compiled.logical.step_ops():
         counts[op_name(type(op))] = counts.get(op_name(type(op)), 0) + 1
     for row in rows:
         for name, count in row["added"].items():

@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from tests.cost.support import machine
 from tests.passes.strategies import Case, cases
 from tests.runtime.timelines import require_program_order
+from tests.support.evaluations import with_evaluation
 from tests.support.examples import examples
 from tests.support.programs import mlp
 from zeroir.cost.collectives import Wire
 from zeroir.cost.machine import Machine, load_machine
-from zeroir.cost.simulate import Simulation, simulate
+from zeroir.cost.simulate import Simulation, simulate, simulate_evaluation
 from zeroir.errors import UserError
 from zeroir.ir import ops
 from zeroir.ir.effects import effects
@@ -295,3 +296,18 @@ def test_eighty_layers_on_1024_ranks_take_three_seconds() -> None:
     simulation = simulate(program, load_machine("dgx-h100"))
     assert time.perf_counter() - start <= 3
     assert [len(rank_class.ranks) for rank_class in simulation.classes] == [1024]
+
+
+def test_an_evaluation_is_no_part_of_a_step() -> None:
+    logical, on = mlp(blocks=3, dim=16), machine(flops_per_s=1e6)
+    program = with_evaluation(logical)
+    for step in for_stage(3, 4):
+        program = apply(step, program)
+    alone = logical
+    for step in for_stage(3, 4):
+        alone = apply(step, alone)
+    assert simulate(program, on).step_ns == simulate(alone, on).step_ns
+    seconds = simulate_evaluation(program, on)
+    assert seconds is not None
+    assert 0 < seconds < simulate(program, on).step_s / 2
+    assert simulate_evaluation(alone, on) is None

@@ -184,6 +184,7 @@ HONOURED: dict[str, list[tuple[dict[str, object], dict[str, object]]]] = {
             {"mesh": "replicate=2,shard=1"},
         ),
         ({"zero_optimization": {"stage": 3, "mics_shard_size": -1}}, {"mesh": None}),
+        ({"zero_optimization": {"stage": 2, "mics_shard_size": 1}}, {"mesh": None}),
     ],
 }
 """For each honoured key: configurations, and options that come of them; None where the option is not set."""
@@ -502,6 +503,30 @@ def test_automatic_values_resolve() -> None:
 def test_a_block_of_another_precision_is_one_line() -> None:
     notes = translated({"fp16": {"enabled": False, "loss_scale": 0, "hysteresis": 3}}).notes
     assert notes == ("fp16.*: no meaning here; the block is not enabled.",)
+
+
+@pytest.mark.parametrize(
+    ("zero", "note"),
+    [
+        (
+            {"stage": 3, "overlap_comm": False, "stage3_prefetch_bucket_size": 5},
+            "zero_optimization.stage3_prefetch_bucket_size: no meaning with overlap_comm false.",
+        ),
+        (
+            {"stage": 1, "stage3_max_reuse_distance": 5, "stage3_max_live_parameters": 2},
+            (
+                "zero_optimization.stage3_max_live_parameters, zero_optimization.stage3_max_reuse_distance: no meaning "
+                "at stage 1, as in DeepSpeed."
+            ),
+        ),
+        (
+            {"stage": 3, "allgather_bucket_size": 5},
+            "zero_optimization.allgather_bucket_size: no meaning at stage 3, as in DeepSpeed.",
+        ),
+    ],
+)
+def test_a_key_without_effect_beside_others_is_one_line(zero: dict[str, object], note: str) -> None:
+    assert translated({"zero_optimization": zero}).notes == (note,)
 
 
 def test_keys_of_one_reason_share_a_line() -> None:

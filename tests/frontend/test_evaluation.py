@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 import zeroir
 from tests.support.captures import ROOT
@@ -230,3 +231,86 @@ def test_seeds_and_constants_of_both_captures() -> None:
     assert program.buffer_by_name["rng"].numel == 2
     constants = [b for b in program.module_buffers if b.data is not None]
     assert len({b.data for b in constants}) == len(constants) == 2
+
+
+class Shared(nn.Module):
+    """Yields views, parts of parameters, buffers that it changes, constants and one tensor twice."""
+
+    kept: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(5))
+        self.head = nn.Linear(4, 4)
+        self.register_buffer("kept", torch.arange(4.0))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, dict[str, object]]:
+        kept: list[Tensor] = []
+        h = x
+        for block in self.blocks:
+            h = torch.relu(block(h))
+            kept.append(h)
+        self.kept += 1.0
+        weight = self.head.weight
+        return self.head(h).square().mean(), {
+            "one": h,
+            "other": h,
+            "kept": kept,
+            "parameter": weight,
+            "part": weight[1:],
+            "turned": kept[0].t()[1:3],
+            "same everywhere": x[:1].expand(5, 4),
+            "buffer": self.kept,
+            "number": h.sum(),
+            "mask": h > 0,
+            "half": h.half(),
+            "constant": torch.ones(3),
+            "input": x,
+        }
+
+
+def test_any_tensor_can_be_an_output() -> None:
+    def loss(module: nn.Module, x: object) -> object:
+        return module(x)
+
+    module, twin = Shared(), Shared()
+    twin.load_state_dict(module.state_dict())
+    engine = zeroir.compile(module, BATCH, loss=loss, stage=3, world_size=1).engine()
+    evaluation = engine.evaluate(BATCH)
+    with torch.no_grad():
+        expected_loss, expected = twin.eval()(BATCH)
+    assert evaluation.loss == float(expected_loss)
+    assert isinstance(evaluation.outputs, dict)
+    assert list(evaluation.outputs) == list(expected)
+    own = pytree.tree_leaves(evaluation.outputs)
+    for value, wanted in zip(own, pytree.tree_leaves(expected), strict=True):
+        assert value.dtype is wanted.dtype
+        assert torch.equal(value, wanted)
+    assert torch.equal(engine.buffer("buffer.kept"), torch.arange(4.0))
+    engine.close()
+
+
+def test_no_evaluation_in_the_middle_of_a_step() -> None:
+    engine = zeroir.compile(
+        Shared(), BATCH, loss=first, stage=3, world_size=1, micro_steps=2
+    ).engine()
+    before = engine.evaluate(BATCH).loss
+    engine.micro_step(BATCH)
+    with pytest.raises(UserError, match=r"call update\(\) before evaluate\(\)"):
+        engine.evaluate(BATCH)
+    engine.update()
+    engine.step([BATCH, BATCH, BATCH])
+    assert engine.evaluate(BATCH).loss < before
+    engine.close()
+
+
+def first(module: nn.Module, x: object) -> object:
+    return module(x)[0]
+
+
+def test_evaluations_go_on_where_a_program_begins_to_accumulate() -> None:
+    engine = zeroir.compile(Shared(), BATCH, loss=first, stage=3, world_size=1).engine()
+    before = engine.evaluate(BATCH).loss
+    engine.step([BATCH, BATCH])
+    assert engine.evaluate(BATCH).loss < before
+    engine.close()

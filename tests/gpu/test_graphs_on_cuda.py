@@ -20,7 +20,7 @@ from tests.gpu.support import (
 from tests.runtime.support import initial_flats, lowered, random_batches
 from tests.support.programs import mlp
 from zeroir.errors import GraphWarning
-from zeroir.ir.program import Program
+from zeroir.ir.program import LAST_MICRO_STEP, UPDATE, Program
 from zeroir.runtime.comm.job import Backend
 from zeroir.runtime.cuda_graphs import WARM_UP
 from zeroir.runtime.engine import Engine
@@ -158,7 +158,8 @@ def test_the_example_runs_as_graphs(device: torch.device, stage: int) -> None:
         engine.initialise(example_file().model, SEED)
         losses.append(losses_of(engine, example_batches()))
         if cuda_graphs:
-            assert captured(engine) == {s.name for s in program.sections if s.body}
+            steps = [program.section_by_name[name] for name in (LAST_MICRO_STEP, UPDATE)]
+            assert captured(engine) == {section.name for section in steps if section.body}
         engine.close()
     torch.testing.assert_close(losses[1], losses[0], rtol=2**-8, atol=0.0)
 
@@ -240,3 +241,29 @@ def test_little_is_reserved_that_is_not_allocated(device: torch.device, cuda_gra
 def test_torch_still_has_what_captures_are_cleaned_up_with(name: str) -> None:
     """Private functions of torch, there in 2.11 to 2.13; another version may need ``runtime/cuda.py`` to change."""
     assert hasattr(torch._C, name), torch.__version__
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "momentum"])
+def test_a_schedule_drives_a_program_with_and_without_graphs(
+    device: torch.device, optimizer: str
+) -> None:
+    """The learning rate changes in every step; betas and momentum change at first and then stay."""
+    program = lowered(mlp(optimizer=optimizer), 3, 1)
+    batches = batches_of(device, 2 * STEPS)
+    found = []
+    for cuda_graphs in (False, True):
+        engine = opened(program, device, cuda_graphs=cuda_graphs)
+        (group,) = engine.optimizer.param_groups
+        losses: list[float] = []
+        for step, batch in enumerate(batches):
+            group["lr"] = 0.01 / (1 + step)
+            if step < STEPS:
+                change = 0.8 + 0.01 * step
+                group.update(
+                    {"betas": (change, 0.99)} if "betas" in group else {"momentum": change}
+                )
+            losses += run(engine, [batch])[0]
+        found.append((losses, engine.full_parameters()))
+        assert not cuda_graphs or captured(engine)
+        engine.close()
+    require_equal(found[1], found[0])

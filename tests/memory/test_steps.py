@@ -50,6 +50,7 @@ SOME = EVERYTHING[::6]
 OPTIONS: tuple[dict[str, object], ...] = (
     {"micro_steps": 2, "precision": "bf16", "stage": 2, "optimizer": "momentum"},
     {"mesh": "replicate=2,shard=2", "world_size": 4, "recompute": "*", "bucket": 100_000},
+    {"micro_steps": 3, "precision": "bf16", "accumulate_locally": True},
 )
 MORE_OPTIONS: tuple[dict[str, object], ...] = (
     {"world_size": 1},

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from tests.numerics.test_replicas import forward
 from tests.runtime.support import initial_flats, parameters_of
+from tests.runtime.workers_cases import weight_of_values
 from tests.support.lowering import applied
 from tests.support.programs import mlp
-from tests.support.subjects import weight_of_values
 from zeroir.ir.program import Program
 from zeroir.passes.pipelines import for_stage
 from zeroir.runtime.lockstep import Lockstep
@@ -81,9 +81,22 @@ def program_of_one_rank(program: Program) -> Program:
 
 
 def scheduled(
-    logical: Program, stage: int, world_size: int, replicas: int | None = None, **options: bool
+    logical: Program,
+    stage: int,
+    world_size: int,
+    replicas: int | None = None,
+    *,
+    overlap_update: bool = False,
+    accumulate_locally: bool = False,
 ) -> Program:
-    return applied(logical, for_stage(stage, world_size, replicas=replicas, **options))
+    passes = for_stage(
+        stage,
+        world_size,
+        replicas=replicas,
+        overlap_update=overlap_update,
+        accumulate_locally=accumulate_locally,
+    )
+    return applied(logical, passes)
 
 
 @pytest.mark.parametrize(
@@ -220,10 +233,17 @@ def test_k_batches_are_one_batch_of_as_many_rows() -> None:
     rows = torch.randint(-2, 3, (8, 8), generator=generator).float()
 
     def trained(batch: int, world_size: int, pieces: Sequence[Sequence[Tensor]]) -> Lockstep:
-        made = {"batch": batch, "features": 8, "dim": 8, "blocks": 1, "optimizer": "sgd"}
-        logical = mlp(micro_steps=2, is_weighted=True, **made)  # type: ignore[arg-type]
+        logical = mlp(
+            batch=batch,
+            features=8,
+            dim=8,
+            blocks=1,
+            optimizer="sgd",
+            micro_steps=2,
+            is_weighted=True,
+        )
         program = scheduled(logical, 3, world_size)
-        lockstep = Lockstep(program, weight=lambda one: one["x"].shape[0])  # type: ignore[index]
+        lockstep = Lockstep(program, weight=lambda _: batch)
         flats = {
             name: (value * 8).round() / 4 for name, value in initial_flats(logical, seed=2).items()
         }
@@ -232,10 +252,10 @@ def test_k_batches_are_one_batch_of_as_many_rows() -> None:
         return lockstep
 
     whole = trained(8, 1, [[rows]]).full_parameters()
-    quarters = rows.split(2)
+    quarters = [rows[start : start + 2] for start in range(0, 8, 2)]
     for pieces in (
-        [list(quarters)],
-        [list(quarters[:2]), list(quarters[2:])],
+        [quarters],
+        [quarters[:2], quarters[2:]],
         [[quarter] for quarter in quarters],
     ):
         split = trained(2, len(pieces), pieces).full_parameters()

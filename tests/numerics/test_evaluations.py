@@ -16,11 +16,13 @@ from torch.utils import _pytree as pytree
 from tests.runtime.support import COMPILING_SOURCES, Ranks, require_success
 from tests.support.captures import captured
 from tests.support.evaluating import model as source
+from zeroir.api.check import check_model
 from zeroir.config import CompileOptions, make_options
 from zeroir.frontend.entry import load_model_file
 from zeroir.frontend.tracing import program_of
 from zeroir.ir.program import Program
 from zeroir.passes.pipelines import lower
+from zeroir.runtime.executor import RankEvaluation
 from zeroir.runtime.lockstep import Lockstep
 
 FILE = Path(source.__file__)
@@ -123,6 +125,22 @@ def test_later_evaluations_leave_earlier_outputs_alone() -> None:
     (other,) = lockstep.evaluate([second])
     assert not torch.equal(evaluation.loss, other.loss)
     assert all(map(torch.equal, leaves(evaluation.outputs), kept))
+
+
+def test_the_check_compares_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = options(2, 3)
+    assert check_model(str(FILE), chosen, steps=2, seed=0).is_equal
+    monkeypatch.setattr(Lockstep, "evaluate", _wrong)
+    comparison = check_model(str(FILE), chosen, steps=2, seed=0)
+    found = {(difference.step, difference.what) for difference in comparison.differences}
+    assert found == {
+        (step, f"the evaluated loss of rank {rank}") for step in (1, 2) for rank in range(3)
+    }
+
+
+def _wrong(lockstep: Lockstep, batches: Sequence[object]) -> list[RankEvaluation]:
+    assert lockstep.program.eval_loss is not None
+    return [RankEvaluation(loss=torch.zeros(()), outputs=None) for _ in batches]
 
 
 @pytest.mark.slow

@@ -17,7 +17,15 @@ from tests.runtime.support import (
     random_batches,
     require_success,
 )
-from tests.runtime.workers_cases import CASES, MODEL_STEPS, STEPS, model_options, varied
+from tests.runtime.workers_cases import (
+    CASES,
+    MODEL_STEPS,
+    STEPS,
+    micro_batches,
+    model_options,
+    varied,
+    weight_of_values,
+)
 from tests.support.lockstep import run_lockstep
 from tests.support.programs import mlp
 from zeroir.frontend import trace
@@ -62,12 +70,13 @@ def test_all_stages_equal_lockstep_bit_for_bit(
 def test_micro_steps_equal_lockstep_bit_for_bit(tmp_path: Path, precision: str) -> None:
     """Stages 0 and 1 add over micro-steps first, 2 and 3 over ranks first: each equals its own reference."""
     require_success(Ranks(3, tmp_path, "micro-steps", precision).wait())
-    logical = mlp(precision=precision, clip=0.5, micro_steps=2)
+    logical = mlp(precision=precision, clip=0.5, micro_steps=2, is_weighted=True)
     for stage in range(4):
         expected = run_lockstep(
             lowered(logical, stage, 3),
             initial=initial_flats(logical),
-            inputs=random_batches(MODEL_STEPS, 3, micro_steps=2),
+            inputs=micro_batches(3),
+            weight=weight_of_values,
         )
         found = load_file(tmp_path / f"{stage}.safetensors")
         assert found.pop("losses").tolist() == [losses[0] for losses in expected.losses]

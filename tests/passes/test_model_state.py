@@ -7,8 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.examples import examples
+from tests.support.lowering import applied
 from tests.support.programs import mlp
+from zeroir.ir import ops
 from zeroir.ir.layout import padded_numel, used_numel
+from zeroir.ir.program import LAST_MICRO_STEP, MICRO_STEP
 from zeroir.memory.states import model_state_bytes
 from zeroir.passes.manager import apply
 from zeroir.passes.pipelines import for_stage
@@ -64,3 +67,36 @@ def test_fp32_sums_of_micro_steps_are_four_bytes_a_gradient(stage: int) -> None:
         program = apply(step, program)
     numel = sum(flat.padded_numel for flat in program.flats)
     assert model_state_bytes(program)["grad"] == 4 * (numel if stage < 2 else numel // 4)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_local_sums_trade_memory_for_traffic(stage: int, precision: str) -> None:
+    """Whole FP32 sums on each rank, and one reduction of them a step instead of one a micro-step."""
+    ranks = 4
+    _, size, _ = BYTES[precision]
+    sharded, local = (
+        applied(
+            mlp(precision=precision, micro_steps=2),
+            for_stage(stage, ranks, accumulate_locally=is_local),
+        )
+        for is_local in (False, True)
+    )
+    numel = sum(flat.padded_numel for flat in local.flats)
+    assert model_state_bytes(local)["grad"] == 4 * numel
+    assert model_state_bytes(sharded)["grad"] == 4 * numel // ranks
+    for program, in_each, in_last in ((sharded, size, size), (local, 0, 4)):
+        reduced = {
+            name: sum(
+                pair.source.numel * program.buffer_by_name[pair.source.buffer].dtype.itemsize_bytes
+                for op in program.section_by_name[name].body
+                if isinstance(op, ops.ReduceScatter)
+                for pair in op.pairs
+            )
+            for name in (MICRO_STEP, LAST_MICRO_STEP)
+        }
+        assert reduced == {MICRO_STEP: in_each * numel, LAST_MICRO_STEP: in_last * numel}
+    others = [
+        {k: v for k, v in model_state_bytes(p).items() if k != "grad"} for p in (sharded, local)
+    ]
+    assert others[0] == others[1]

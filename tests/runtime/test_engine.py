@@ -130,7 +130,7 @@ _TOKENS = Buffer(
 
 
 def test_too_few_micro_batches_are_refused() -> None:
-    engine = Engine(lowered(mlp(micro_steps=2), 3, 1))
+    engine = Engine(lowered(mlp(micro_steps=2, has_fixed_divisor=True), 3, 1))
     with pytest.raises(UserError, match="takes 2 micro-batches, but got 1"):
         engine.step({"x": torch.zeros(4, 6)})
 

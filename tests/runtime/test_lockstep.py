@@ -231,7 +231,7 @@ def test_evaluation_gives_the_loss_and_changes_nothing() -> None:
     assert all(torch.equal(before[key], after[key]) for key in before)
     (result,) = lockstep.step([[batch]])
     assert float(first.loss) == float(again.loss) == float(result.loss)
-    with pytest.raises(UserError, match="compiled without a section `evaluate`"):
+    with pytest.raises(UserError, match="made without a section `evaluate`"):
         Lockstep(LOGICAL).evaluate([batch])
 
 

@@ -19,10 +19,35 @@ from zeroir.torch_ops.batches import Batch
 ACCUMULATING = mlp(micro_steps=2)
 
 
-def opened(logical: Program, stage: int = 3, **options: Callable[..., object]) -> Engine:
-    engine = Engine(lowered(logical, stage, 1), **options)  # type: ignore[arg-type]
+Weight = Callable[[Batch], object]
+
+
+def opened(
+    logical: Program,
+    stage: int = 3,
+    *,
+    weight: Weight | None = None,
+    accumulating: Callable[[], Program] | None = None,
+) -> Engine:
+    engine = Engine(lowered(logical, stage, 1), weight=weight, accumulating=accumulating)
     engine.initialise_flats(initial_flats(mlp(precision=logical.option["precision"])))
     return engine
+
+
+def x_of(batch: Batch) -> torch.Tensor:
+    assert isinstance(batch, dict)
+    x = batch["x"]
+    assert isinstance(x, torch.Tensor)
+    return x
+
+
+def largest(batch: Batch) -> float:
+    return float(x_of(batch).abs().max())
+
+
+def without_labels(batch: Batch) -> object:
+    assert isinstance(batch, dict)
+    return batch["labels"]
 
 
 def batches_of(count: int, seed: int = 1) -> list[Batch]:
@@ -118,12 +143,11 @@ def test_a_program_for_one_batch_goes_on_with_several(
 ) -> None:
     """Parameters, masters, states, the step count and the loss scale are those of a program that always could."""
     logical = mlp(precision=precision, is_weighted=is_weighted)
-    options: dict[str, Callable[..., object]] = {"weight": lambda one: float(one["x"].abs().max())}
-    options = options if is_weighted else {}
-    engine = opened(logical, accumulating=lambda: lowered(accumulate(logical), 3, 1), **options)
-    other = opened(mlp(precision=precision, is_weighted=is_weighted, micro_steps=2), **options)
+    weight = largest if is_weighted else None
+    engine = opened(logical, weight=weight, accumulating=lambda: lowered(accumulate(logical), 3, 1))
+    other = opened(mlp(precision=precision, is_weighted=is_weighted, micro_steps=2), weight=weight)
     for one in (engine, other):
-        one.buffer("lr").fill_(0.05)
+        one.optimizer.param_groups[0]["lr"] = 0.05
     for seed in range(3):
         (batch,) = batches_of(1, seed=seed)
         assert engine.step(batch).loss == other.step(batch).loss
@@ -158,22 +182,20 @@ def test_the_loss_scale_can_be_read() -> None:
         (lambda _: True, r"weight\(batch\) returned bool"),
         (lambda _: -1, r"returned -1; return a finite number that is not negative"),
         (lambda _: math.nan, r"returned nan"),
-        (lambda one: one["x"], r"a tensor of the shape \(4, 6\)"),
-        (lambda one: one["labels"], r"weight\(batch\) failed: KeyError: 'labels'"),
+        (x_of, r"a tensor of the shape \(4, 6\)"),
+        (without_labels, r"weight\(batch\) failed: KeyError: 'labels'"),
         (None, r"give the engine the function weight\(batch\)"),
     ],
 )
-def test_a_wrong_weight_is_one_sentence(
-    weight: Callable[[Batch], object] | None, expected: str
-) -> None:
-    engine = opened(mlp(is_weighted=True), **({} if weight is None else {"weight": weight}))
+def test_a_wrong_weight_is_one_sentence(weight: Weight | None, expected: str) -> None:
+    engine = opened(mlp(is_weighted=True), weight=weight)
     with pytest.raises(UserError, match=expected):
         engine.step(batches_of(1)[0])
 
 
 def test_a_weight_may_be_a_tensor() -> None:
-    engine = opened(mlp(is_weighted=True), weight=lambda one: one["x"].abs().max())
-    other = opened(mlp(is_weighted=True), weight=lambda one: float(one["x"].abs().max()))
+    engine = opened(mlp(is_weighted=True), weight=lambda one: torch.tensor(largest(one)))
+    other = opened(mlp(is_weighted=True), weight=largest)
     for batch in batches_of(3):
         result, expected = engine.step(batch), other.step(batch)
         assert result.weight == expected.weight

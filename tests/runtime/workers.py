@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import time
@@ -20,7 +21,16 @@ from torch.utils import _pytree as pytree
 
 from tests.runtime.constructors import CONSTRUCTORS, DIM, Mlp
 from tests.runtime.support import initial_flats, lowered, random_batches
-from tests.runtime.workers_cases import CASES, MODEL_STEPS, STEPS, model_options, varied
+from tests.runtime.workers_cases import (
+    CASES,
+    MODEL_STEPS,
+    STEPS,
+    micro_batches,
+    model_options,
+    one_cycle,
+    varied,
+    weight_of_values,
+)
 from tests.support.programs import mlp
 from zeroir.config import make_options
 from zeroir.errors import ModelWarning, ZeroirError
@@ -87,13 +97,26 @@ def hybrid(replicas: str, name: str) -> None:
 
 
 def micro_steps(precision: str) -> None:
-    """A few steps of two micro-steps each at every stage; rank 0 writes losses and states."""
-    logical = mlp(precision=precision, clip=0.5, micro_steps=2)
-    batches = random_batches(MODEL_STEPS, WORLD_SIZE, micro_steps=2)
+    """A few steps of one to three micro-steps at every stage, weighted; rank 0 writes losses and states.
+
+    Every other step is taken one by one.
+    """
+    logical = mlp(precision=precision, clip=0.5, micro_steps=2, is_weighted=True)
+    steps = micro_batches(WORLD_SIZE)
     for stage in range(4):
-        engine = Engine(lowered(logical, stage, WORLD_SIZE))
+        engine = Engine(lowered(logical, stage, WORLD_SIZE), weight=weight_of_values)
         engine.initialise_flats(initial_flats(logical))
-        save_run(engine, [engine.step(step[RANK]).loss for step in batches], f"{stage}")
+        losses: list[float] = []
+        for number, step in enumerate(steps):
+            if number % 2:
+                for batch in step[RANK]:
+                    engine.micro_step(batch)
+                result = engine.update()
+            else:
+                result = engine.step(step[RANK])
+            losses.append(result.loss)
+            assert math.isfinite(engine.mean_loss(result))
+        save_run(engine, losses, f"{stage}")
 
 
 def model_stages(path: str) -> None:
@@ -234,6 +257,18 @@ def other_settings() -> None:
         engine.step(batches[RANK])
 
 
+def scheduled_settings() -> None:
+    """Steps whose learning rate and betas a scheduler of torch changes; rank 0 writes losses and states."""
+    engine = Engine(lowered(mlp(), 3, WORLD_SIZE))
+    engine.initialise_flats(initial_flats(mlp()))
+    scheduler = one_cycle(engine.optimizer)
+    losses: list[float] = []
+    for batches in random_batches(MODEL_STEPS, WORLD_SIZE):
+        losses.append(engine.step(batches[RANK]).loss)
+        scheduler.step()
+    save_run(engine, losses, "scheduled")
+
+
 def main() -> None:
     scenario, *args = sys.argv[1:]
     dist.init_process_group(
@@ -270,6 +305,8 @@ def main() -> None:
                 other_program()
             case "nan-loss":
                 nan_loss()
+            case "scheduled-settings":
+                scheduled_settings()
             case "other-settings":
                 other_settings()
             case _:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from tests.runtime.support import random_batches
 from zeroir.config import CompileOptions, make_options
 from zeroir.torch_ops.batches import Batch
 
@@ -17,6 +18,11 @@ CASES: dict[str, tuple[str, float | None]] = {
     "fp16": ("fp16", 0.5),
 }
 """Precision and clipping by name."""
+
+
+def one_cycle(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.OneCycleLR:
+    """A scheduler that changes the learning rate and the momentum in every step."""
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=MODEL_STEPS + 1)
 
 
 def model_options(world_size: int) -> CompileOptions:
@@ -36,3 +42,17 @@ def varied(example: Batch, step: int, rank: int) -> Batch:
 
     batch: Batch = pytree.tree_map_only(torch.Tensor, vary, example)
     return batch
+
+
+def micro_batches(world_size: int) -> list[list[list[Batch]]]:
+    """``[step][rank][micro_step]``: steps of one to three batches."""
+    drawn = random_batches(MODEL_STEPS, world_size, micro_steps=3)
+    return [[own[: 1 + step % 3] for own in ranks] for step, ranks in enumerate(drawn)]
+
+
+def weight_of_values(batch: Batch) -> float:
+    """Another weight for each batch, a whole number, so that sums of them are exact."""
+    assert isinstance(batch, dict)
+    (x,) = batch.values()
+    assert isinstance(x, Tensor)
+    return 1.0 + int(7 * float(x.double().sum())) % 5

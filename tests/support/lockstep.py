@@ -11,6 +11,7 @@ from zeroir.errors import InternalError
 from zeroir.ir.program import Program
 from zeroir.runtime.kernels.choice import KernelBackend
 from zeroir.runtime.lockstep import Lockstep
+from zeroir.runtime.weights import WeightFunction
 from zeroir.torch_ops.batches import Batch
 
 
@@ -32,6 +33,7 @@ def run_lockstep(
     seed: int = 0,
     schedule_seed: int = 0,
     kernels: KernelBackend = KernelBackend.EAGER,
+    weight: WeightFunction | None = None,
 ) -> LockstepResult:
     """Run a program from given values: ``inputs[step][rank][micro_step]`` are batches.
 
@@ -39,7 +41,9 @@ def run_lockstep(
         InternalError: where the program uses an unallocated buffer, its streams deadlock, or ranks end with different
             state.
     """
-    lockstep = Lockstep(program, seed=seed, schedule_seed=schedule_seed, kernels=kernels)
+    lockstep = Lockstep(
+        program, seed=seed, schedule_seed=schedule_seed, kernels=kernels, weight=weight
+    )
     lockstep.initialise_flats(initial)
     losses: list[list[float]] = []
     skipped: list[bool] = []

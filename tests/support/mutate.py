@@ -372,6 +372,53 @@ def _tell(program: Program, chance: Random) -> Program | None:
     return put(program, one, chance.choice(choices))
 
 
+def _group(program: Program, chance: Random) -> Program | None:
+    """A group loses or exchanges an interval or a setting, in the header or in a step."""
+    if len(program.groups) < 2:
+        return None
+    one, other = chance.sample(program.groups, 2)
+    mine, theirs = chance.choice(one.intervals), chance.choice(other.intervals)
+    flat, start, stop = mine
+    cut = chance.randrange(start, stop + 1, 64)
+    changed = {
+        "moved": (
+            replace(one, intervals=tuple(i for i in one.intervals if i != mine)),
+            replace(other, intervals=(*other.intervals, mine)),
+        ),
+        "lost": (replace(one, intervals=tuple(i for i in one.intervals if i != mine)), other),
+        "twice": (replace(one, intervals=(*one.intervals, theirs)), other),
+        "cut": (
+            replace(
+                one, intervals=tuple((flat, start, cut) if i == mine else i for i in one.intervals)
+            ),
+            replace(other, intervals=(*other.intervals, (flat, cut, stop))),
+        ),
+        "lr": (replace(one, lr=other.lr), replace(other, lr=one.lr)),
+        "hyper": (replace(one, hyper=other.hyper), replace(other, hyper=one.hyper)),
+        "algorithm": (replace(one, algorithm=chance.choice(list(ops.Algorithm))), other),
+        "name": (replace(one, name=other.name), replace(other, name=one.name)),
+    }
+    new = dict(zip((one, other), changed[chance.choice(sorted(changed))], strict=True))
+    return replace(program, groups=tuple(new.get(group, group) for group in program.groups))
+
+
+def _settings(op: Op, _program: Program, chance: Random) -> tuple[Op, ...] | None:
+    """A step loses, repeats or exchanges the settings of its groups."""
+    if not isinstance(op, ops.Direction | ops.OptimizerStep) or not op.others:
+        return None
+    (other, *more) = op.others
+    choices = [
+        replace(op, others=tuple(more)),
+        replace(op, others=(*op.others, other)),
+        replace(op, lr=other.lr),
+        replace(op, others=(replace(other, lr=op.lr), *more)),
+        replace(op, hyper=other.hyper, others=(replace(other, hyper=op.hyper), *more)),
+        replace(op, group=other.group, others=(replace(other, group=op.group), *more)),
+        replace(op, group=other.group, lr=other.lr, hyper=other.hyper, others=()),
+    ]
+    return (chance.choice(choices),)
+
+
 def _state(program: Program, chance: Random) -> Program | None:
     """A holding says something else, on both sides of its joint."""
     holdings = [h for s in program.sections for h in (*s.entry.holdings, *s.exit.holdings)]
@@ -457,6 +504,8 @@ MUTATIONS: Mapping[str, Mutation] = {
     "host-wait": _on(_is(ops.Wait), _host),
     "fill-part": _on(_any, _fill_part),
     "tell-step": _tell,
+    "change-group": _group,
+    "change-settings": _on(_is(ops.Direction, ops.OptimizerStep), _settings),
     "change-state": _state,
     "change-scalar": _scalar,
     **CLAIM_MUTATIONS,

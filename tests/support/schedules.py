@@ -8,6 +8,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from tests.support.groups import in_groups
 from tests.support.lockstep import LockstepResult, run_lockstep
 from tests.support.programs import mlp
 from zeroir.ir.dtypes import DType
@@ -20,7 +21,10 @@ TORCH_DTYPES = {DType.F32: torch.float32, DType.F16: torch.float16, DType.BF16: 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A logical program and what is made of it; the fields are those of ``mlp`` and ``for_stage``."""
+    """A logical program and what is made of it; the fields are those of ``mlp`` and ``for_stage``.
+
+    With ``is_grouped`` some parameters have settings of their own.
+    """
 
     stage: int = 3
     ranks: int = 3
@@ -37,6 +41,7 @@ class Case:
     optimizer: str = "adamw"
     is_weighted: bool = False
     has_fixed_divisor: bool = False
+    is_grouped: bool = False
     blocks: int = field(default=2)
 
     @property
@@ -50,7 +55,7 @@ class Case:
 
 @cache
 def _logical(case: Case) -> Program:
-    return mlp(
+    program = mlp(
         blocks=case.blocks,
         dim=4,
         features=4,
@@ -65,6 +70,7 @@ def _logical(case: Case) -> Program:
         is_weighted=case.is_weighted,
         has_fixed_divisor=case.has_fixed_divisor,
     )
+    return in_groups(program) if case.is_grouped else program
 
 
 @cache

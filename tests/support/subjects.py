@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tests.passes.numbers import initial
 from tests.passes.test_gates import gate, gate_logical
+from tests.runtime.workers_cases import weight_of_values
 from tests.support.schedules import Case
 from tests.verify.test_crossing import carried, crossing_micro_steps
 from zeroir.api.compiled import compile_with
@@ -35,6 +36,7 @@ CASES: Mapping[str, Case] = {
     "stage 3, weighted, overlapped": Case(
         stage=3, precision="bf16", micro_steps=2, is_weighted=True, overlap_update=True
     ),
+    "stage 3, in groups": Case(stage=3, precision="bf16", overlap_update=True, is_grouped=True),
     "stage 1, averaged": Case(stage=1, precision="fp16", ema=0.5),
 }
 WRITTEN = ("hybrid", "paged", "offload", "evaluate", "carried", "crossing")
@@ -88,12 +90,6 @@ class Subject:
         if len(found) == len(expected) and all(map(_is_equal, found, expected)):
             return None
         return "other numbers"
-
-
-def weight_of_values(batch: Batch) -> float:
-    """Another weight for each batch, a whole number, so that sums of them are exact."""
-    total = sum(float(x.double().sum()) for x in flatten(batch).tensors.values())
-    return 1.0 + int(7 * total) % 5
 
 
 def _is_equal(one: Tensor, other: Tensor) -> bool:

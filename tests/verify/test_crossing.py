@@ -283,6 +283,34 @@ def _fill(name: str, stream: str = "copy_in", event: str | None = None) -> Op:
     return ops.Fill(destination=region, value=1.0, stream=stream, event=event)
 
 
+@pytest.mark.parametrize("reads", ["lr", "gradient_divisor"])
+def test_the_host_writes_settings_before_each_micro_step(reads: str) -> None:
+    program = Case(stage=0, micro_steps=2).scheduled
+    like = program.buffer_by_name[reads]
+    seen = replace(like, name="seen", holds=None, role=Role.STAGING)
+    source, copied = _one(reads), _one("seen")
+    begin: list[Op] = [ops.Wait(waited="p", on="copy_in"), _release("seen")]
+    cast = ops.Cast(source=source, destination=copied, stream="copy_in", event="p")
+    fill = ops.Fill(destination=copied, value=1.0, stream="copy_in", event="p")
+    joined = State(live=("seen",), pending=(Pending(event="p", stream="copy_in"),))
+    named = program.section_by_name
+    micro, last, update = (named[name] for name in (MICRO_STEP, LAST_MICRO_STEP, UPDATE))
+    joined = replace(joined, holdings=micro.entry.holdings)
+    copying = (*begin, *micro.body, _alloc("seen"), cast)
+    program = replace(
+        program,
+        buffers=(*program.buffers, seen),
+        sections=(
+            replace(micro, entry=joined, body=copying, exit=joined),
+            replace(last, entry=joined, body=(*begin, *last.body)),
+            replace(update, body=(*update.body, _alloc("seen"), fill), exit=joined),
+        ),
+    )
+    report = verify(program)
+    found = [f for f in report.findings if "may change before the next micro-step" in f.sentence]
+    assert [f.code for f in found] == (["Z105"] if reads == "lr" else [])
+
+
 CROSSING_OPS = {
     "a release": (
         [_alloc("one"), _release("one", event="p")],

@@ -8,72 +8,19 @@ from dataclasses import replace
 import pytest
 
 from tests.support.edits import at, places, put
+from tests.support.groups import in_groups
 from tests.support.lowering import applied
 from tests.support.schedules import Case
 from tests.verify.test_rejects import codes
 from zeroir.config import make_options
 from zeroir.ir import ops
-from zeroir.ir.buffers import Region, whole
-from zeroir.ir.contents import NamedContent
-from zeroir.ir.ops import Algorithm, GroupSettings, Op
-from zeroir.ir.program import OptimizerGroup, Program, ScalarBinding
+from zeroir.ir.buffers import Region
+from zeroir.ir.ops import Algorithm, Op
+from zeroir.ir.program import UPDATE, OptimizerGroup, Program
 from zeroir.ir.text import parse, print_program
 from zeroir.passes.pipelines import for_options, for_stage
+from zeroir.report.schedule import schedule
 from zeroir.verify import verify
-
-
-def in_groups(program: Program) -> Program:
-    """The second parameter of each flat is in a group of its own, in the middle of the flat where there is a third."""
-    own: list[tuple[str, int, int]] = []
-    rest: list[tuple[str, int, int]] = []
-    for flat in program.flats:
-        slots = sorted(flat.slots, key=lambda slot: slot.offset)
-        if len(slots) == 1:
-            rest.append((flat.name, 0, flat.padded_numel))
-            continue
-        start = slots[1].offset
-        stop = slots[2].offset if len(slots) > 2 else flat.padded_numel
-        rest.append((flat.name, 0, start))
-        own.append((flat.name, start, stop))
-        if stop < flat.padded_numel:
-            rest.append((flat.name, stop, flat.padded_numel))
-    (default,) = program.groups
-    names = {"lr": "lr.own", "hyper": "hyper.own"}
-    extra = [
-        replace(program.buffer_by_name[like], name=name, holds=NamedContent(name=name))
-        for like, name in names.items()
-    ]
-    settings = GroupSettings(group="own", lr=whole(extra[0]), hyper=whole(extra[1]))
-    grouped = {flat for flat, _, _ in own}
-
-    def told(op: Op) -> Op:
-        if isinstance(op, ops.OptimizerStep):
-            holds = program.buffer_by_name[op.param.buffer].holds
-            if getattr(holds, "flat", None) in grouped:
-                return replace(op, others=(settings,))
-        return op
-
-    return replace(
-        program,
-        groups=(
-            replace(default, intervals=tuple(rest)),
-            OptimizerGroup(
-                name="own",
-                algorithm=default.algorithm,
-                intervals=tuple(own),
-                lr="lr.own",
-                hyper="hyper.own",
-            ),
-        ),
-        buffers=(*program.buffers, *extra),
-        scalars=(
-            *program.scalars,
-            ScalarBinding(buffer="lr.own", values=(0.5,)),
-            ScalarBinding(buffer="hyper.own", values=(0.9, 0.99, 1e-8, 0.0)),
-        ),
-        sections=tuple(replace(s, body=tuple(map(told, s.body))) for s in program.sections),
-    )
-
 
 LOGICAL = in_groups(Case(stage=0).logical)
 SCHEDULED = applied(LOGICAL, for_stage(3, 3))
@@ -100,6 +47,12 @@ def test_groups_within_a_flat_are_proved_at_every_stage(stage: int, precision: s
     assert verify(program, logical).findings == ()
     assert sum(bool(op.others) for op in program.ops() if isinstance(op, ops.OptimizerStep)) > 1
     assert parse(print_program(program)) == program
+
+
+def test_the_schedule_tells_the_number_of_groups() -> None:
+    rows = schedule(LOGICAL, LOGICAL.section_by_name[UPDATE])
+    details = [row.detail for row in rows if row.op == "optimizer_step"]
+    assert sum(detail.endswith(" in 2 groups") for detail in details) == len(details) - 2
 
 
 def test_groups_within_a_flat_are_proved_on_a_hybrid_mesh() -> None:

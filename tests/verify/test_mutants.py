@@ -32,6 +32,7 @@ ANY_CASE = st.builds(
     overlap_update=st.booleans(),
     ema=st.sampled_from([None, None, 0.5]),
     optimizer=st.sampled_from(["adamw", "adamw", "adafactor"]),
+    is_grouped=st.booleans(),
 )
 CHECKS = [HealthCheck.filter_too_much, HealthCheck.too_slow]
 SETTINGS = settings(deadline=None, suppress_health_check=CHECKS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,9 @@ from zeroir.report.names import counted
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from zeroir.api.reference import EagerReplicas
     from zeroir.frontend.source import ModelSource
+    from zeroir.runtime.lockstep import Lockstep
     from zeroir.torch_ops.batches import Batch
 
 _ROUNDING = {"fp32": 64 * 2.0**-23, "bf16": 2.0**-8, "fp16": 2.0**-11}
@@ -150,27 +152,28 @@ def _compared(
         batches = [[next(stream) for _ in range(options.micro_steps)] for stream in streams]
         for batch in (batch for stream in batches for batch in stream):
             inputs_of(program, batch)  # its error is clearer than that of eager PyTorch
-        if program.eval_loss is not None:
-            first = [micro_batches[0] for micro_batches in batches]
-            wanted_losses = reference.evaluate(first)
-            found_losses = [float(evaluation.loss) for evaluation in lockstep.evaluate(first)]
-            for rank, (loss, wanted_loss) in enumerate(
-                zip(found_losses, wanted_losses, strict=True)
-            ):
-                what = f"the evaluated loss of rank {rank}"
-                differences += _compare(step, what, loss, wanted_loss, tolerance)
+        evaluations = _evaluations(lockstep, reference, step, batches, tolerance)
         expected = reference.step(batches)
         results = lockstep.step(batches)
         if scheduler is not None:
             skipped = results[0].is_skipped
             scheduler.step(is_skipped=skipped is not None and bool(skipped > 0))
-        computed = [float(result.loss) for result in results]
+        # Batches of weight 0 count nothing, and the mean of no loss is no number.
+        counted = [any(map(reference.weight, micro_batches)) for micro_batches in batches]
+        computed = [
+            float(result.loss) if is_counted else 0.0
+            for result, is_counted in zip(results, counted, strict=True)
+        ]
+        expected = [
+            loss if is_counted else 0.0 for loss, is_counted in zip(expected, counted, strict=True)
+        ]
         losses.append(tuple(computed))
         for rank, (loss, wanted_loss) in enumerate(zip(computed, expected, strict=True)):
             differences += _compare(step, f"the loss of rank {rank}", loss, wanted_loss, tolerance)
         if not all(math.isfinite(loss) for loss in expected):
             is_state_compared = False
             break
+        differences += evaluations
     parameters = lockstep.full_parameters() if is_state_compared else {}
     for name, wanted in reference.parameters().items() if parameters else ():
         differences += _compare_tensors(steps, name, parameters[name], wanted, tolerance)
@@ -199,6 +202,29 @@ def _compared(
         mesh=options.mesh,
         kernels=kernels,
     )
+
+
+def _evaluations(
+    lockstep: Lockstep,
+    reference: EagerReplicas,
+    step: int,
+    batches: Sequence[Sequence[Batch]],
+    tolerance: float,
+) -> list[Difference]:
+    """The differences of an evaluation of each rank's first micro-batch before a step; none without evaluations."""
+    if lockstep.program.eval_loss is None:
+        return []
+    first = [micro_batches[0] for micro_batches in batches]
+    expected = reference.evaluate(first)
+    computed = [float(evaluation.loss) for evaluation in lockstep.evaluate(first)]
+    return [
+        difference
+        for rank, (loss, wanted_loss) in enumerate(zip(computed, expected, strict=True))
+        if reference.weight(first[rank])
+        for difference in _compare(
+            step, f"the evaluated loss of rank {rank}", loss, wanted_loss, tolerance
+        )
+    ]
 
 
 def _compare(

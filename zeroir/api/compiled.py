@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Unpack
 
 from zeroir import artifact as artifacts
 from zeroir.api.config_file import Config, resolve_options
-from zeroir.api.keywords import CompileKeywords
+from zeroir.api.keywords import CompileKeywords, is_torchs
 from zeroir.artifact import Artifact, ConfigRecord
 from zeroir.config import CompileOptions, options_from_pairs
 from zeroir.errors import InternalError, UserError
@@ -248,7 +248,7 @@ def compile_model(
     """
     source = given_source(model, batch, loss, weight)
     given: Mapping[str, object] = options
-    if not isinstance(options.get("optimizer", ""), str):
+    if is_torchs(options.get("optimizer")):
         from zeroir.api.torch_optimizers import translated
 
         translation = translated(options["optimizer"], model, options)

@@ -77,6 +77,8 @@ def _toml_options(path: Path) -> dict[str, object]:
         table = tomllib.loads(_text(path))
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"the file is no TOML: {error}.") from None
+    except (RecursionError, ValueError) as error:
+        raise UserError(f"{_unreadable(error)}.") from None
     values: dict[str, object] = {}
     for key, value in table.items():
         option = key.replace("-", "_")
@@ -133,11 +135,17 @@ def _json(path: Path) -> Mapping[str, object]:
         raise UserError(
             f"the file is no JSON: {error.msg} in line {error.lineno}, column {error.colno}."
         ) from None
-    except RecursionError:
-        raise UserError("the file is no JSON: its values nest too deep.") from None
+    except (RecursionError, ValueError) as error:
+        raise UserError(f"{_unreadable(error)}.") from None
     if not isinstance(data, dict):
         raise UserError("the file should hold a JSON object.")
     return data
+
+
+def _unreadable(error: RecursionError | ValueError) -> str:
+    if isinstance(error, RecursionError):
+        return "the values of the file nest too deep"
+    return "the file has a number of too many digits"  # Python's limit is 4300
 
 
 def _text(path: Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Unpack
 
@@ -13,7 +14,7 @@ from zeroir.config import explain_validation
 from zeroir.cost.estimate import Estimate, EstimateOptions
 from zeroir.cost.estimate import estimate as estimate_with
 from zeroir.cost.machine import Machine, load_machine
-from zeroir.cost.simulate import Simulation
+from zeroir.cost.simulate import Simulation, simulate_evaluation
 from zeroir.cost.simulate import simulate as simulate_program
 from zeroir.errors import UserError
 
@@ -35,13 +36,14 @@ def simulate(
     """
     compiled = program if isinstance(program, CompiledProgram) else load_program(program)
     loaded_machine = machine if isinstance(machine, Machine) else load_machine(machine)
-    return simulate_program(
+    simulation = simulate_program(
         compiled.program,
         loaded_machine,
         logical=compiled.logical,
         straggler=straggler,
         micro_steps=micro_steps,
     )
+    return replace(simulation, evaluation_s=simulate_evaluation(compiled.program, loaded_machine))
 
 
 def estimate(params: float, **options: Unpack[EstimateKeywords]) -> Estimate:

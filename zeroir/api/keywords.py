@@ -86,6 +86,11 @@ class CompileKeywords(TypedDict, total=False):
     minimum_loss_scale: float
 
 
+def is_torchs(optimizer: object) -> bool:
+    """Whether an optimizer is given as torch's class or instance instead of as a name; no torch is imported."""
+    return not (optimizer is None or isinstance(optimizer, str))
+
+
 class EstimateKeywords(TypedDict, total=False):
     """The fields of ``EstimateOptions`` but for ``params``; each has a default."""
 

@@ -6,15 +6,16 @@ and simulates the step; the chosen program alone is verified, and the budget is 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Unpack
 
 from zeroir.api.candidates import Candidate, CandidateMeasurer
 from zeroir.api.compiled import CompiledProgram, capture_source, given_source, lowered
 from zeroir.api.config_file import Config, ResolvedOptions, resolve_options
-from zeroir.api.keywords import CompileKeywords
+from zeroir.api.keywords import CompileKeywords, is_torchs
 from zeroir.api.search_space import Value, regions, words
 from zeroir.config import CompileOptions
 from zeroir.cost.machine import Machine, load_machine
@@ -87,24 +88,33 @@ def plan(
     Raises:
         UserError: where the model, the machine or an option is wrong, or where nothing fits.
     """
-    source = given_source(model, batch, loss, weight)
-    resolved = resolve_options(config, options, lambda: source, giver="argument")
+    given: Mapping[str, object] = options
+    if is_torchs(options.get("optimizer")):
+        from zeroir.api.torch_optimizers import translated
+
+        given = translated(options["optimizer"], model, options).options
+    source = cache(lambda: given_source(model, batch, loss, weight))
+    resolved = resolve_options(config, given, source, giver="argument")
     return plan_with(source, machine, resolved, memory=memory, most_tried=most_tried)
 
 
 def plan_with(
-    source: ModelSource,
+    make_source: Callable[[], ModelSource],
     machine: Machine | str | Path,
     resolved: ResolvedOptions,
     *,
     memory: str | None = None,
     most_tried: int = MOST_TRIED,
 ) -> Plan:
-    """As ``plan``, with validated options, of which those that were set are kept."""
+    """As ``plan``, with validated options, of which those that were set are kept.
+
+    ``make_source`` is called once the other arguments are known to be right: loading a model takes time.
+    """
     options = resolved.options
     machine = machine if isinstance(machine, Machine) else load_machine(machine)
     amount = memory or options.memory_budget
     budget_bytes = int(machine.memory.size_bytes.value) if amount is None else parse_bytes(amount)
+    source = make_source()
     captured = replace(capture_source(source, options), config=resolved.record)
     planner = Planner(captured.logical, options, machine, budget_bytes)
     result = planner.search(most_tried)

@@ -80,7 +80,7 @@ class EagerReplicas:
         """One training step; ``batches[rank][micro_step]``. Returns each rank's loss, its mean over micro-steps."""
         losses = [torch.zeros(()) for _ in self.replicas]
         weights = [
-            torch.tensor([self._weight(batch) for batch in own], dtype=torch.float32)
+            torch.tensor([self.weight(batch) for batch in own], dtype=torch.float32)
             for own in batches
         ]
         partial: list[list[Mapping[str, Tensor]]] = []
@@ -102,7 +102,8 @@ class EagerReplicas:
         self._step += 1
         return [float(loss / weight) for loss, weight in zip(losses, own_weights, strict=True)]
 
-    def _weight(self, batch: Batch) -> float:
+    def weight(self, batch: Batch) -> float:
+        """The weight of a batch, 1 where batches have none."""
         return 1.0 if self._weight_of is None else float(weight_of(self._weight_of, batch))
 
     def evaluate(self, batches: Sequence[Batch]) -> list[float]:
@@ -119,7 +120,7 @@ class EagerReplicas:
         replica.eval()
         try:
             with torch.no_grad(), neutral_ops(self._seeds(self._step, 0, rank)):
-                return float(evaluated(self._source, replica, inputs, ())[0].float())
+                return float(evaluated(self._source, replica, inputs, ())[0].detach())
         finally:
             put_back_buffers(copies)
             for module, flag in is_training.items():
@@ -163,7 +164,7 @@ class EagerReplicas:
         if len(partial) == 1:
             return {name: self._over_ranks([rank[name] for rank in partial[0]]) for name in names}
         ranks = range(len(self.replicas))
-        if self._options.stage >= 2:
+        if self._options.stage >= 2 and not self._options.accumulate_locally:
             return {
                 name: _sum(
                     [

@@ -38,6 +38,12 @@ def resolved(
     return resolve_options(config, given, source, giver="command line")
 
 
+def print_notes(chosen: ResolvedOptions) -> None:
+    """Print the notes on keys without meaning on stderr, where a command prints other results on stdout."""
+    for note in () if chosen.record is None else chosen.record.notes:
+        err.print(note, markup=False)
+
+
 def compile(  # noqa: A001 - the command's name is the field's word
     model: Model,
     /,
@@ -104,6 +110,7 @@ def check(
 
     with progress(f"Checking {model}"), warnings_as_sentences():
         chosen = resolved(config, options, lambda: file_source(model))
+        print_notes(chosen)
         comparison = check_model(model, chosen.options, steps=steps, seed=seed, kernels=kernels)
     if as_json:
         print_json(comparison.to_json())

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
 
 from zeroir.cli.arguments import DEFAULT_MACHINE, AsJson, AtLeastOne, Machine, Model
-from zeroir.cli.compiling import Config, Options, resolved
+from zeroir.cli.compiling import Config, Options, print_notes, resolved
 from zeroir.cli.console import out, print_json, progress
 from zeroir.errors import UserError
 
@@ -49,7 +50,9 @@ def plan(
     from zeroir.artifact.outputs import PROGRAM, require_writable
     from zeroir.cli.render_plan import plan_json, render_plan
 
-    chosen = resolved(config, options, lambda: file_source(model))
+    source = cache(lambda: file_source(model))
+    chosen = resolved(config, options, source)
+    print_notes(chosen)
     if memory is not None and chosen.options.memory_budget is not None:
         raise UserError(
             "--memory and --memory-budget have the same meaning here; leave one of them out."
@@ -57,9 +60,7 @@ def plan(
     if output is not None:
         require_writable(output, PROGRAM)
     with progress(f"Planning {model}"), warnings_as_sentences():
-        result = plan_with(
-            file_source(model), machine, chosen, memory=memory, most_tried=most_tried
-        )
+        result = plan_with(source, machine, chosen, memory=memory, most_tried=most_tried)
         if output is not None:
             result.compiled.save(output)
     if as_json:

@@ -15,11 +15,11 @@ from zeroir.cost.classes import RankClass, rank_classes
 from zeroir.cost.durations import Durations
 from zeroir.cost.events import Timeline, Timing, run
 from zeroir.cost.machine import Machine
-from zeroir.cost.tasks import Task, TaskKind, require_micro_steps, step_tasks
+from zeroir.cost.tasks import Task, TaskKind, require_micro_steps, section_tasks, step_tasks
 from zeroir.errors import UserError
 from zeroir.ir import ops
 from zeroir.ir.mesh import COMPUTE
-from zeroir.ir.program import Program
+from zeroir.ir.program import EVALUATE, Program
 from zeroir.ir.spans import Span
 
 _NS: Final = 1e9
@@ -78,7 +78,8 @@ class Simulation:
 
     ``critical_path`` is in the order of time, and its durations add up to ``step_ns``: each of its ops began as soon as
     the one before it ended. ``flops`` are those of one rank, recomputation included. ``hfu`` is the time that they take
-    at the dense peak, as a fraction of the step; ``mfu`` is the same without recomputation.
+    at the dense peak, as a fraction of the step; ``mfu`` is the same without recomputation. ``evaluation_s`` are the
+    seconds of an evaluation between two steps, None where the program has none or none was simulated.
     """
 
     machine: str
@@ -92,6 +93,7 @@ class Simulation:
     mfu: float
     hfu: float
     measured: Measured
+    evaluation_s: float | None = None
 
     @property
     def step_s(self) -> float:
@@ -162,6 +164,28 @@ def simulate(
             of_collectives=len(durations.collective_costs),
         ),
     )
+
+
+def simulate_evaluation(program: Program, machine: Machine) -> float | None:
+    """The seconds of one evaluation; None where the program has none.
+
+    Raises:
+        UserError: as ``simulate``.
+    """
+    section = program.section_by_name.get(EVALUATE)
+    if section is None:
+        return None
+    classes = rank_classes(program.mesh, machine.node_ranks)
+    issue_ns = _ns(machine.host.issue_s.value)
+    tasks = section_tasks(
+        program, [section], is_issuing=issue_ns > 0, host_computes=machine.host.computes
+    )
+    durations = Durations(program, machine)
+    timings = [
+        _timings(program, tasks, durations, rank_class, issue_ns, 1.0) for rank_class in classes
+    ]
+    timelines = run(tasks, classes, timings)
+    return max((end_ns for timeline in timelines for end_ns in timeline.end_ns), default=0) / _NS
 
 
 def _ns(seconds: float) -> int:

@@ -74,13 +74,24 @@ def step_sections(program: Program, micro_steps: int | None = None) -> list[Sect
 def step_tasks(
     program: Program, micro_steps: int, *, is_issuing: bool, host_computes: bool
 ) -> list[Task]:
-    """The tasks of a training step, each after its predecessors.
+    """The tasks of a training step; see ``section_tasks``."""
+    return section_tasks(
+        program,
+        step_sections(program, micro_steps),
+        is_issuing=is_issuing,
+        host_computes=host_computes,
+    )
+
+
+def section_tasks(
+    program: Program, sections: Sequence[Section], *, is_issuing: bool, host_computes: bool
+) -> list[Task]:
+    """The tasks of sections that follow each other, each after its predecessors.
 
     With ``is_issuing`` the host takes time to issue an op. With ``host_computes`` it issues nothing while it carries
     out an op of the stream ``compute``, or while it waits at a joint.
     """
     tasks = _TaskList(program, is_issuing=is_issuing, host_computes=host_computes)
-    sections = step_sections(program, micro_steps)
     for number, section in enumerate(sections):
         if number:
             tasks.join(sections[number - 1])

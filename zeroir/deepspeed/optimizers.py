@@ -224,5 +224,5 @@ def _validated(model: type[_Params], kind: str, params: Mapping[str, object]) ->
         key = ".".join(map(str, first["loc"]))
         expected = first["msg"].removeprefix("Input should be ")
         raise UserError(
-            f"optimizer.params.{key} is {first['input']!r}, but should be {expected}."
+            f"optimizer.params.{key} is {first['input']!r:.60}, but should be {expected}."
         ) from None

@@ -133,7 +133,7 @@ def _validated(plain: Mapping[str, object]) -> DeepSpeedConfiguration:
         if first["type"] == "missing":
             raise UserError(f"{'.'.join(map(str, first['loc']))} is missing.") from None
         expected = first["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
-        raise UserError(f"{place} is {first['input']!r}, but should be {expected}.") from None
+        raise UserError(f"{place} is {first['input']!r:.60}, but should be {expected}.") from None
 
 
 def _names(plain: object) -> set[object]:

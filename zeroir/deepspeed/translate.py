@@ -140,7 +140,7 @@ class _Translator:
         self.set("stage", self.zero.stage, key)
         stage = self.given.get("stage", self.zero.stage)
         group = self.zero.mics_shard_size
-        if group > 0 and "mesh" not in self.given:
+        if group > 0 and stage == 3 and "mesh" not in self.given:
             if world_size % group:
                 raise UserError(
                     f"zero_optimization.mics_shard_size is {group}, but {world_size} ranks are no multiple of it."
@@ -184,6 +184,11 @@ class _Translator:
         ahead = {"prefetch", "prefetch_budget", "prefetch_bytes"} & self.given.keys()
         if zero.overlap_comm is False and not ahead:
             self.set("prefetch", 0, "zero_optimization.overlap_comm")
+            names = [
+                f"zero_optimization.{name}" for name in (prefetch, most) if self.is_given(name)
+            ]
+            if names:
+                self.notes.append(f"{', '.join(names)}: no meaning with overlap_comm false.")
         elif (self.is_given(prefetch) or self.is_given(most)) and not ahead:
             numel = min(zero.stage3_prefetch_bucket_size, zero.stage3_max_live_parameters)
             key = prefetch if numel == zero.stage3_prefetch_bucket_size else most

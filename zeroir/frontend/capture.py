@@ -7,6 +7,7 @@ CPU device. The graph names no device.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 import torch
@@ -134,7 +135,10 @@ def capture(
     batch = tuple(tensor_info(f"input {path}", path, x) for path, x in tensors.items())
     autocasts = dict(source.autocasts)
     folder = source.folder
-    with noting_autocasts(autocasts, lambda: line_of_caller(folder)):
+    noting = noting_autocasts(autocasts, lambda: line_of_caller(folder))
+    _require_no_autocast()
+    # A caller may be in inference mode, in which nothing has a gradient.
+    with noting, torch.inference_mode(False), ExitStack() as at_the_end:
         model = _built(source)
         ties = tie_equal_tensors(model)
         hooks = ParameterHooks(model)
@@ -147,6 +151,7 @@ def capture(
         functions = (source.loss, source.weight, *hooks.functions)
         code = UsersCode(modules=source.modules, functions=functions)
         state = PythonState.of(model, code)
+        at_the_end.callback(state.restore_exactly)
         step = LossStep(model, source, example, compute_dtype(precision), hooks, state)
         with mode:
             inputs = [torch.empty(x.shape, dtype=x.dtype) for x in tensors.values()]
@@ -266,6 +271,16 @@ def _built(source: ModelSource) -> nn.Module:
     except UserError:
         model = source.build()
     return require_supported(model, source.names)
+
+
+def _require_no_autocast() -> None:
+    """UserError where the caller compiles within autocast, which training steps outside of it would not have."""
+    for device in ("cpu", "cuda"):
+        if torch.is_autocast_enabled(device):
+            raise UserError(
+                f"A model is compiled within torch.autocast('{device}'), which is no part of it: leave that block and "
+                "compile with precision='bf16' or 'fp16', or enter autocast in forward or in the loss function."
+            )
 
 
 def _note_on_eval_mode(source: ModelSource, model: nn.Module) -> str | None:

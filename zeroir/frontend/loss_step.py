@@ -159,7 +159,9 @@ class LossStep(nn.Module):
         example = with_tensors(self._example, lambda _: next(remaining))
         batch = with_floats_cast(example, self._dtype)
         if self._is_evaluating:
-            loss, outputs = evaluated(self._source, self.model, batch, self._outputs)
+            # The model may switch gradients on by itself.
+            value, made = evaluated(self._source, self.model, batch, self._outputs)
+            loss, outputs = value.detach(), tuple((path, x.detach()) for path, x in made)
         else:
             loss, outputs = loss_of(self._source, self.model, batch), ()
         # Copies, because the model may return a parameter itself.

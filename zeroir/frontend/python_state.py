@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 import random
 import sys
 from collections import deque
@@ -33,6 +34,7 @@ from zeroir.frontend.imports import is_known_package
 
 Namespace = MutableMapping[str, object]
 Leaf = tuple[object, ...]
+IsSame = Callable[[object, object], bool]
 
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
@@ -40,7 +42,7 @@ _LASTING = (nn.Module, type, FunctionType, BuiltinFunctionType, ModuleType)
 """These are compared by identity, not by contents. Other objects may be created anew at every forward."""
 
 _MOST_ITEMS = 10_000
-"""Larger containers hold data: they are compared by their length, and are not put back."""
+"""Larger containers hold data: they are compared by their length, and only what was appended is removed again."""
 
 _RANDOM = "the state of Python's random"
 _NUMPY_RANDOM = "the state of numpy.random"
@@ -60,7 +62,7 @@ class PythonState:
 
     code: UsersCode
     leaves: dict[str, Leaf] = field(default_factory=dict)
-    _restores: list[Callable[[], None]] = field(default_factory=list)
+    _restores: list[Callable[[IsSame], None]] = field(default_factory=list)
     # Alive for as long as the state, so that no two of them share an id.
     _seen: dict[int, object] = field(default_factory=dict)
 
@@ -87,9 +89,14 @@ class PythonState:
         return state
 
     def restore(self) -> None:
-        """Put everything back to this state."""
+        """Put everything back to this state, but for tensors that others have replaced: the tracer replaces tensors."""
         for restore in self._restores:
-            restore()
+            restore(_is_same)
+
+    def restore_exactly(self) -> None:
+        """Put everything back to this state, once nothing is traced any more."""
+        for restore in self._restores:
+            restore(operator.is_)
 
     def changed(self, later: PythonState) -> list[str]:
         """The names that differ at a later moment, in order; of a container, but not of its items."""
@@ -103,12 +110,12 @@ class PythonState:
     def _random_generators(self) -> None:
         generator = random.getstate()
         self.leaves[_RANDOM] = generator
-        self._restores.append(lambda: random.setstate(generator))
+        self._restores.append(lambda _: random.setstate(generator))
         numpy = sys.modules.get("numpy")
         if numpy is not None:
             state = numpy.random.get_state()
             self.leaves[_NUMPY_RANDOM] = (state[0], state[1].tobytes(), *state[2:])
-            self._restores.append(lambda: numpy.random.set_state(state))
+            self._restores.append(lambda _: numpy.random.set_state(state))
 
     def _namespace(self, values: Namespace, prefix: str, without: Set[str]) -> None:
         """Attributes of a module, or variables; dunder names are Python's own."""
@@ -118,12 +125,12 @@ class PythonState:
             if name not in without and not name.startswith("__")
         }
 
-        def restore() -> None:
+        def restore(is_same: IsSame) -> None:
             for name in list(values):
                 if name not in without and not name.startswith("__") and name not in saved:
                     del values[name]
             for name, value in saved.items():
-                if name not in values or not _is_same(values[name], value):
+                if name not in values or not is_same(values[name], value):
                     values[name] = value
 
         self._restores.append(restore)
@@ -185,20 +192,23 @@ class PythonState:
         self.leaves[name] = (type(value),)
         match value:
             case list() | deque() | dict() | set() if len(value) > _MOST_ITEMS:
-                self.leaves[name] += (len(value),)
+                length = len(value)
+                self.leaves[name] += (length,)
+                if isinstance(value, list):
+                    self._restores.append(lambda _: value.__delitem__(slice(length, None)))
             case list() | deque():
                 items = list(value)
-                self._restores.append(lambda: _refill(value, items))
+                self._restores.append(lambda is_same: _refill(value, items, is_same))
                 self.leaves[name] += (len(items),)
                 self._add_all(name, enumerate(items))
             case dict():
                 pairs = dict(value)
-                self._restores.append(lambda: _refill_mapping(value, pairs))
+                self._restores.append(lambda is_same: _refill_mapping(value, pairs, is_same))
                 self.leaves[name] += (len(pairs),)
                 self._add_all(name, ((repr(key), item) for key, item in pairs.items()))
             case set():
                 members = set(value)
-                self._restores.append(lambda: _refill_set(value, members))
+                self._restores.append(lambda _: _refill_set(value, members))
                 self.leaves[name] += (frozenset(map(_identity, members)),)
             case _ if _has_own_attributes(value):
                 self._namespace(vars(value), f"{name}.", frozenset())
@@ -340,15 +350,17 @@ def _is_same(current: object, saved: object) -> bool:
     return current is saved or (isinstance(current, Tensor) and isinstance(saved, Tensor))
 
 
-def _refill(container: list[object] | deque[object], items: list[object]) -> None:
-    if len(container) != len(items) or not all(map(_is_same, container, items)):
+def _refill(container: list[object] | deque[object], items: list[object], is_same: IsSame) -> None:
+    if len(container) != len(items) or not all(map(is_same, container, items)):
         container.clear()
         container.extend(items)
 
 
-def _refill_mapping(container: dict[object, object], pairs: dict[object, object]) -> None:
+def _refill_mapping(
+    container: dict[object, object], pairs: dict[object, object], is_same: IsSame
+) -> None:
     if list(container) != list(pairs) or not all(
-        _is_same(container[key], value) for key, value in pairs.items()
+        is_same(container[key], value) for key, value in pairs.items()
     ):
         container.clear()
         container.update(pairs)

@@ -76,6 +76,8 @@ def render_simulation(program: Program, simulation: Simulation) -> RenderableTyp
     steps = counted(simulation.micro_steps, "micro-step")
     slow = "" if simulation.straggler == 1 else f", rank 0 slower by {simulation.straggler:g}"
     grid.add_row("step", f"{format_seconds(simulation.step_s)} ({steps}{slow})")
+    if simulation.evaluation_s is not None:
+        grid.add_row("evaluation", f"{format_seconds(simulation.evaluation_s)}, between two steps")
     grid.add_row("exposed communication", _share(simulation.exposed_s, simulation.step_s))
     again = "" if simulation.hfu <= simulation.mfu else f", HFU {simulation.hfu:.1%}"
     grid.add_row("MFU", f"{simulation.mfu:.1%} of the dense peak{again}")
@@ -139,6 +141,7 @@ def simulation_json(program: Program, simulation: Simulation) -> dict[str, objec
         "micro_steps": simulation.micro_steps,
         "straggler": simulation.straggler,
         "step_seconds": simulation.step_s,
+        "evaluation_seconds": simulation.evaluation_s,
         "exposed_communication_seconds": simulation.exposed_s,
         "flops_per_rank": simulation.flops,
         "mfu": simulation.mfu,

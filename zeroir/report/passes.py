@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from zeroir.errors import UserError
 from zeroir.ir.ops import op_name
-from zeroir.ir.program import Program
+from zeroir.ir.program import STEP_SECTIONS, Program
 from zeroir.ir.traffic import collective_bytes, on_the_wire
 from zeroir.memory.curve import peak
 from zeroir.passes.catalogue import parse_spec
@@ -64,7 +64,7 @@ def pass_rows(programs: Sequence[Program]) -> list[PassRow]:
             added=dict(sorted((own - earlier).items())),
             removed=dict(sorted((earlier - own).items())),
             wire_bytes=sum(on_the_wire(collective_bytes(program)).values()),
-            peak_bytes=peak(program).total_bytes,
+            peak_bytes=peak(program, sections=STEP_SECTIONS).total_bytes,
         )
         for number, (program, own, earlier) in enumerate(
             zip(programs, counts, before, strict=False)

@@ -164,7 +164,9 @@ def _row(program: Program, owners: dict[str, str], line: int, op: ops.Op) -> Row
             return row((), f"gradients divided by {op.divisor}{clip}")
         case ops.OptimizerStep():
             numel = op.param.local_numel(program.mesh)
-            return row(units_of(op.param.buffer), f"{op.algorithm} on {counted(numel, 'element')}")
+            groups = f" in {len(op.settings)} groups" if op.others else ""
+            what = f"{op.algorithm} on {counted(numel, 'element')}{groups}"
+            return row(units_of(op.param.buffer), what)
         case ops.Direction():
             numel = op.grad.local_numel(program.mesh)
             detail = f"{op.algorithm} on {counted(numel, 'element')}"

@@ -6,7 +6,7 @@ from collections import Counter
 from typing import TypedDict
 
 from zeroir.ir.buffers import Space
-from zeroir.ir.ops import op_name
+from zeroir.ir.ops import Compute, op_name
 from zeroir.ir.program import EVALUATE, STEP_SECTIONS, Program
 from zeroir.ir.text.printer import bound_text
 from zeroir.ir.traffic import collective_bytes
@@ -36,9 +36,9 @@ class EvaluationFigures(TypedDict):
 class Summary(TypedDict):
     """Facts of a scheduled program; bytes are per step (collectives) or per rank, by role (model states and peak).
 
-    The peak is that of the buffers on the device, in program order and without the workspaces of segments. ``bounds``
-    are spelled as in the program's text. ``ops`` counts those of training steps. ``evaluation`` has the figures of one
-    evaluation; None where the program has none.
+    The peak is that of the buffers on the device in a step, in program order and without the workspaces of segments.
+    ``bounds`` are spelled as in the program's text. ``ops`` and ``distinct_segments`` count those of training steps.
+    ``evaluation`` has the figures of one evaluation; None where the program has none.
     """
 
     stage: int
@@ -63,6 +63,7 @@ class Summary(TypedDict):
 
 def summarise(program: Program, report: Report, *, stage: int, precision: str) -> Summary:
     """Collect the facts of a program that ``report`` verified."""
+    called = {op.segment for op in program.step_ops() if isinstance(op, Compute)}
     names = Counter(op_name(type(op)) for op in program.step_ops())
     return Summary(
         stage=stage,
@@ -73,7 +74,7 @@ def summarise(program: Program, report: Report, *, stage: int, precision: str) -
         units=list(dict.fromkeys(flat.unit for flat in program.flats)),
         ops={name: names[name] for name in sorted(names)},
         sections={section.name: len(section.body) for section in program.sections},
-        distinct_segments=len({segment.digest() for segment in program.segments}),
+        distinct_segments=len({program.segment_by_name[name].digest() for name in called}),
         bounds=[bound_text(bound) for bound in program.bounds],
         collective_bytes=dict(collective_bytes(program)),
         collective_bytes_by_axis={

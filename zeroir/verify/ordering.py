@@ -310,8 +310,8 @@ class Ordering:
     def _leave_host(self, carried: Carried) -> None:
         """The host does not wait for ops that are under way at a joint, so these must not use its buffers.
 
-        The host reads scalars and outputs. Before a micro-step it writes inputs, weights and seeds, and between steps
-        the user may change scalars, such as the learning rate.
+        The host reads scalars and outputs. Before a micro-step it writes inputs, weights, seeds and the settings of
+        optimizer groups, and between steps the user may change any scalar.
         """
         op_effects, name = carried.effects, self.section.name
         written = (*op_effects.writes, *op_effects.accumulates)
@@ -329,6 +329,10 @@ class Ordering:
         if name in (UPDATE, EVALUATE):
             changes = "which the host may change between steps"
             hit += [(r.buffer, changes) for r in op_effects.reads if self._role(r) is Role.SCALAR]
+        elif name == MICRO_STEP:
+            changes = "which the host may change before the next micro-step"
+            settings = {buffer for g in self.program.groups for buffer in (g.lr, g.hyper)}
+            hit += [(r.buffer, changes) for r in op_effects.reads if r.buffer in settings]
         is_own = carried.section == name
         issuer = "" if is_own else f" of {carried.section}"
         for buffer, what in hit:
