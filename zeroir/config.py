@@ -170,8 +170,8 @@ class CompileOptions(BaseModel):
         float | None,
         Field(
             ge=0,
-            description="Added to the denominator (adam, adamw), or its least value (muon, adafactor). "
-            "[default: 1e-8, muon 1e-7, adafactor 2⁻²³]",
+            description="Added to the denominator (adam, adamw) or to eigenvalues (shampoo), or the least denominator "
+            "(muon, adafactor). [default: 1e-8, shampoo 1e-4, muon 1e-7, adafactor 2⁻²³]",
         ),
     ] = None
     weight_decay: Annotated[
@@ -793,9 +793,19 @@ def make_given_options(values: Mapping[str, object]) -> GivenOptions:
 
 
 def options_from_pairs(pairs: Iterable[tuple[str, str]]) -> CompileOptions:
-    """The inverse of ``CompileOptions.to_pairs``; UserError as for ``make_options``."""
+    """The inverse of ``CompileOptions.to_pairs``; UserError as for ``make_options``.
+
+    Files of earlier versions have the options of every optimizer; those of other optimizers are left out.
+    """
+    values = dict(pairs)
+    optimizer = values.get("optimizer")
+    if optimizer in set(Algorithm):
+        own = hyper_parameters.DEFAULTS[Algorithm(optimizer)]
+        for name in hyper_parameters.NAMES:
+            if name not in own:
+                values.pop(name, None)
     try:
-        return CompileOptions.model_validate_strings(dict(pairs), context=_IS_WRITTEN)
+        return CompileOptions.model_validate_strings(values, context=_IS_WRITTEN)
     except ValidationError as error:
         raise UserError(explain_validation(error)) from None
 

@@ -21,6 +21,8 @@ from torch.nn.utils import parametrizations, prune
 import zeroir
 from tests.api import in_hand_workers as workers
 from tests.runtime.support import COMPILING_SOURCES, Ranks, require_success
+from zeroir.api.check import check_model
+from zeroir.config import make_options
 from zeroir.errors import UserError
 
 
@@ -31,6 +33,15 @@ def test_three_ranks_train_a_module_in_hand_as_its_file_bit_for_bit(tmp_path: Pa
 
 
 Gradients = tuple[Tensor, ...] | Tensor
+
+
+def test_a_file_with_a_loss_function_and_constants_equals_eager_replicas(tmp_path: Path) -> None:
+    path = tmp_path / "model.py"
+    path.write_text(workers.FILE)
+    options = make_options({"stage": 3, "world_size": 3, "precision": "bf16"})
+    comparison = check_model(str(path), options, steps=2, seed=0)
+    assert comparison.is_equal, str(comparison)
+    assert comparison.tolerance == 0
 
 
 class Net(nn.Module):

@@ -139,7 +139,7 @@ def test_an_estimate_as_json_is_the_apis(zeroir: Zeroir) -> None:
         ([], "--params"),
         (["--params", "many"], "params"),
         (["--params", "0"], "--params is 0"),
-        (["--params", "1e9", "--optimizer", "lion"], "optimizer"),
+        (["--params", "1e9", "--optimizer", "lamb"], "optimizer"),
         (["--params", "1e9", "--hidden", "8"], "activations need"),
     ],
 )

@@ -99,7 +99,7 @@ def _collect(value: object, path: str, leaves: BatchLeaves, name: str) -> None:
         )
     if isinstance(value, Tensor):
         _add_tensor(value, path, leaves, name)
-    elif value is None or isinstance(value, bool | int | float | str):
+    elif value is None or isinstance(value, _CONSTANTS):
         leaves.constants[path or "0"] = _constant(value)
     else:
         element = f"its element {path}" if path else "it"
@@ -109,13 +109,20 @@ def _collect(value: object, path: str, leaves: BatchLeaves, name: str) -> None:
         )
 
 
+# Tuples of types: a union would be made anew for each value, and the abstract Mapping is asked last.
+_LEAVES = (Tensor, str)
+_CONSTANTS = (bool, int, float, str)
+_MAPPINGS = (dict, Mapping)
+_SEQUENCES = (list, tuple)
+
+
 def _children(value: object) -> list[tuple[str, object]] | None:
     """The items of a container by their keys; None where it is a leaf."""
-    if isinstance(value, Tensor | str):
+    if isinstance(value, _LEAVES):
         return None
-    if isinstance(value, Mapping):
+    if isinstance(value, _MAPPINGS):
         return [(str(key), item) for key, item in value.items()]
-    if isinstance(value, list | tuple):
+    if isinstance(value, _SEQUENCES):
         return [(str(i), item) for i, item in enumerate(value)]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [f.name for f in dataclasses.fields(value) if hasattr(value, f.name)]
