@@ -130,6 +130,11 @@ class StepExecutor:
         counts = {len(micro_batches) for micro_batches in batches}
         (micro_steps,) = counts
         self.require_micro_steps(micro_steps)
+        if self.micro_steps_done:
+            raise UserError(
+                "An earlier step failed after its first micro-step, and its gradients are in the sums: make a new "
+                "engine."
+            )
         with self._streams.entered():
             for index in range(micro_steps):
                 micro_batches = [own[index] for own in batches]
