@@ -113,10 +113,13 @@ def test_a_dozen_equal_blocks_are_traced_built_and_hashed_once(
     captured = capture(model_file(lambda: Stack(lambda _: Block(), 12)), "fp32", ())
     assert captured.reused_blocks == names(*range(12))
     program = program_of(captured, make_options({"world_size": 1}))
-    # The forwards and backwards of the root before the blocks, of the blocks, and of the root after them.
-    assert len(program.segments) == 6
-    # Once to find equal segments, once for the fingerprint.
-    assert count == {"traced": 1, "built": 6, "measured": 6, "hashed": 12}
+    # The forwards and backwards of the root before the blocks, of the blocks, and of the root after them; and the two
+    # forwards of an evaluation that are not those of training.
+    assert len(program.segments) == 8
+    assert captured.evaluation is not None
+    assert captured.evaluation.reused_blocks == captured.reused_blocks
+    # Once to find equal segments, the evaluation's three, too, once among existing ones, and once for the fingerprint.
+    assert count == {"traced": 2, "built": 9, "measured": 8, "hashed": 21}
 
 
 @pytest.mark.slow

@@ -129,7 +129,11 @@ def test_a_model_without_repetition_is_one_unit(tmp_path: Path) -> None:
     )
     program = assert_equals_eager(path)
     assert flats(program) == ["root"]
-    assert [s.name for s in program.segments] == ["root.forward", "root.backward"]
+    assert [s.name for s in program.segments] == [
+        "root.forward",
+        "root.backward",
+        "root.evaluate",
+    ]
 
 
 def test_parameters_between_encoder_and_decoder_are_a_part_of_the_root(tmp_path: Path) -> None:

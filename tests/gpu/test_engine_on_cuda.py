@@ -25,6 +25,7 @@ from zeroir.ir.program import LAST_MICRO_STEP, UPDATE
 from zeroir.runtime.comm.job import Backend
 from zeroir.runtime.engine import Engine
 from zeroir.runtime.kernels.choice import KernelBackend
+from zeroir.runtime.lockstep import Lockstep
 from zeroir.torch_ops import attention, attention_backward, dropout
 from zeroir.torch_ops.attention import _math_backward, _math_forward
 
@@ -204,3 +205,26 @@ def test_dropout_has_the_bits_of_the_cpu(device: torch.device) -> None:
         found, found_mask = dropout(x.to(device), 0.3, where)
         assert torch.equal(found_mask.cpu(), mask)
         torch.testing.assert_close(found.cpu(), expected)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_evaluations_equal_the_reference(device: torch.device, stage: int) -> None:
+    """As graphs and op by op, between the steps, which they do not change."""
+    program = example(stage, 1, "fp32")
+    batches = example_batches()
+    lockstep = Lockstep(program, seed=SEED)
+    lockstep.initialise(example_file().model, SEED)
+    expected: list[float] = []
+    for batch in batches:
+        expected.append(float(lockstep.evaluate([batch])[0].loss))
+        lockstep.step([[batch]])
+    for cuda_graphs in (False, True):
+        engine = Engine(program, device=device, seed=SEED, cuda_graphs=cuda_graphs)
+        engine.initialise(example_file().model, SEED)
+        found: list[float] = []
+        for batch in batches:
+            found.append(engine.evaluate(batch).loss)
+            assert engine.evaluate(batch).loss == found[-1]
+            engine.step(batch)
+        engine.close()
+        assert found == pytest.approx(expected, rel=TOLERANCE["fp32"])

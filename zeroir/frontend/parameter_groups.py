@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -12,8 +13,8 @@ from zeroir.ir.layout import Parameter
 from zeroir.ir.ops import Algorithm
 from zeroir.ir.program import Flat, OptimizerGroup
 
-MUON_DIMENSIONS = 2
-"""Muon takes matrices alone."""
+MATRIX_DIMENSIONS = 2
+"""Muon and Shampoo take matrices alone."""
 
 FEWEST_DECAYED_DIMENSIONS = 2
 """With ``no_decay``, parameters of fewer dimensions than this have no weight decay: norms and biases."""
@@ -46,7 +47,7 @@ def parameter_groups(
     A parameter is in the first group that matches one of its names.
 
     Raises:
-        UserError: where no parameter is in a group.
+        UserError: where no parameter is in a group, or where two groups have one name.
     """
     parameters = tuple(parameters)
     specs = options.groups
@@ -66,6 +67,9 @@ def parameter_groups(
         no_decay = options.no_decay and "weight_decay" not in spec.settings
         own_options = options.of_group(spec)
         groups += _split(spec.name, members[spec.name], own_options, no_decay=no_decay)
+    for name, count in Counter(group.name for group in groups).items():
+        if count > 1:
+            raise UserError(f"Two groups have the name {name}: give one of them another by name=.")
     return tuple(groups)
 
 
@@ -74,8 +78,8 @@ def _split(
 ) -> list[ParameterGroup]:
     """A group, without the parameters that its optimizer does not take: AdamW updates those, with its own defaults."""
     taken = list(parameters)
-    if options.optimizer is Algorithm.MUON:
-        taken = [p for p in parameters if len(p.shape) == MUON_DIMENSIONS]
+    if options.optimizer.takes_matrices_alone:
+        taken = [p for p in parameters if len(p.shape) == MATRIX_DIMENSIONS]
     groups = _split_by_decay(name, taken, options, is_split=no_decay)
     left = [p for p in parameters if p not in taken]
     if left:
