@@ -308,7 +308,10 @@ class StepExecutor:
 
     def _explained(self, position: OpPosition, error: Exception) -> ZeroirError:
         """The error to raise for a failure in an op: it names the failure, the op and a remedy."""
-        place = f"{self._labels[position]} of step {self.step_count + 1}"
+        when = f"of step {self.step_count + 1}"
+        if position.section == EVALUATE:
+            when = f"after step {self.step_count}"
+        place = f"{self._labels[position]} {when}"
         if isinstance(error, RuntimeError) and is_lost_connection(error):
             return LostPeersError(
                 f"Rank {self.local_ranks.memories[0].rank} lost its peers in {place}: another rank stopped or is "
