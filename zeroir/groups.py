@@ -75,11 +75,14 @@ class GroupSpec:
 def parse_groups(texts: Sequence[str]) -> tuple[GroupSpec, ...]:
     """The groups that the texts describe, in their order, each with a name of its own.
 
+    A name that is made from a pattern is none that another group may get when it is split.
+
     Raises:
         GroupError: where a text is no group, sets an unknown key, or repeats the name of another group.
     """
     specs: list[GroupSpec] = []
-    taken = {DEFAULT_GROUP, NO_DECAY, *_LEFT_NAMES}
+    taken = {DEFAULT_GROUP}
+    reserved = {NO_DECAY, *_LEFT_NAMES}
     for text in texts:
         selector, colon, settings = text.rpartition(":")
         patterns = tuple(pattern.strip() for pattern in selector.split("|"))
@@ -95,10 +98,11 @@ def parse_groups(texts: Sequence[str]) -> tuple[GroupSpec, ...]:
                 raise GroupError(f"{text} has the name {given}, which is another group's")
             name = given
         number = 2
-        while name in taken:
+        while given is None and name in taken | reserved:
             name = f"{name.removesuffix(f'_{number - 1}')}_{number}"
             number += 1
-        taken |= {name, *(f"{name}.{ending}" for ending in (NO_DECAY, *_LEFT_NAMES))}
+        taken.add(name)
+        reserved |= {f"{name}.{ending}" for ending in (NO_DECAY, *_LEFT_NAMES)}
         specs.append(GroupSpec(text=text, name=name, patterns=patterns, settings=values))
     return tuple(specs)
 

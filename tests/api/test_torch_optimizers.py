@@ -246,6 +246,17 @@ def test_coefficients_of_muon_are_those_of_all_groups() -> None:
         translated(torch.optim.Muon(groups), module, {})
 
 
+def test_groups_are_called_as_in_the_instance() -> None:
+    module = a_module()
+    groups = decayed(module)[:2]
+    groups[0]["name"], groups[1]["name"] = "decay", "no_decay"
+    compiled = compile_model(module, BATCH, optimizer=torch.optim.AdamW(groups), world_size=1)
+    assert [group.name for group in compiled.program.groups] == ["decay", "no_decay"]
+    alone = torch.optim.AdamW([{"params": module.parameters(), "name": "all"}])
+    compiled = compile_model(module, BATCH, optimizer=alone, world_size=1)
+    assert [group.name for group in compiled.program.groups] == ["all"]
+
+
 @pytest.mark.parametrize(
     ("kind", "given", "expected"),
     [

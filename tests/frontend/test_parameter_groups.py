@@ -150,9 +150,14 @@ def test_what_is_no_group_is_refused_in_a_sentence(
     [
         ("nothing:lr=1", "matches no trained parameter or module with trained parameters"),
         ("blocks:lr=1;*.bias:lr=2", "has no parameters left: groups before it match all of them"),
+        (
+            "blocks:lr=1,name=no_decay",
+            "Two groups have the name no_decay: give one of them another",
+        ),
     ],
 )
 def test_a_group_without_parameters_is_refused(group: str, sentence: str) -> None:
     with pytest.raises(UserError) as caught:
-        parameter_groups(PARAMETERS, make_options({"world_size": 1, "group": group}))
+        options = make_options({"world_size": 1, "group": group, "no_decay": True})
+        parameter_groups(PARAMETERS, options)
     assert sentence in str(caught.value)

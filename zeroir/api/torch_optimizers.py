@@ -1,9 +1,9 @@
 """Optimizers of ``torch.optim`` as options of a compilation: a class, or an instance over the parameters of a module.
 
 A class gives the algorithm and its own defaults. An instance gives its groups, too, and a list of instances the groups
-of each, such as those of a Muon and an AdamW: the first group's settings are the options, and each further group is one
-of ``CompileOptions.group``, which names its parameters. A parameter in no group is not trained, as torch would not
-train it.
+of each, such as those of a Muon and an AdamW. The first group's settings are the options; each further group, and a
+first one with a name, is one of ``CompileOptions.group``, which names its parameters. A parameter in no group is not
+trained, as torch would not train it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from zeroir.errors import UserError
 from zeroir.frontend.source import ModelSource
-from zeroir.groups import GROUP_KEYS, GroupError, group_text, parse_groups
+from zeroir.groups import DEFAULT_GROUP, GROUP_KEYS, GroupError, group_text, parse_groups
 from zeroir.hyper_parameters import DEFAULTS, NAMES
 from zeroir.ir.ops import Algorithm
 
@@ -171,7 +171,7 @@ def _of_instances(
     } - trained
     first = groups[0]
     options = {**given, **first.options, "optimizer": first.algorithm}
-    if len(groups) > 1:
+    if len(groups) > 1 or first.name is not None:
         options["group"] = _group_texts(groups, _aliases(module))
     return TranslatedOptimizer(options=options, untrained=frozenset(untrained))
 
@@ -266,10 +266,12 @@ def _settings(
 def _group_texts(
     groups: Sequence[_TorchGroup], aliases: Mapping[str, Sequence[str]]
 ) -> tuple[str, ...]:
-    """All groups but the first, as texts."""
+    """The groups as texts, but for the first, which needs none unless it has a name."""
     first = groups[0]
     texts: list[str] = []
-    for number, group in enumerate(groups[1:], start=1):
+    for number, group in enumerate(groups):
+        if number == 0 and group.name in (None, DEFAULT_GROUP):
+            continue
         others = [
             alias for g in groups if g is not group for name in g.members for alias in aliases[name]
         ]

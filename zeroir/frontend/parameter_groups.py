@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -46,7 +47,7 @@ def parameter_groups(
     A parameter is in the first group that matches one of its names.
 
     Raises:
-        UserError: where no parameter is in a group.
+        UserError: where no parameter is in a group, or where two groups have one name.
     """
     parameters = tuple(parameters)
     specs = options.groups
@@ -66,6 +67,9 @@ def parameter_groups(
         no_decay = options.no_decay and "weight_decay" not in spec.settings
         own_options = options.of_group(spec)
         groups += _split(spec.name, members[spec.name], own_options, no_decay=no_decay)
+    for name, count in Counter(group.name for group in groups).items():
+        if count > 1:
+            raise UserError(f"Two groups have the name {name}: give one of them another by name=.")
     return tuple(groups)
 
 
