@@ -36,7 +36,8 @@ from typing import ClassVar
 from zeroir.errors import UserError
 from zeroir.ir import ops
 from zeroir.ir.buffers import Buffer, Region, Role, Space
-from zeroir.ir.contents import DIRECTION
+from zeroir.ir.contents import DIRECTION, PRECONDITIONERS, FlatContent
+from zeroir.ir.layout import padded_numel
 from zeroir.ir.mesh import GATHER, Communicator
 from zeroir.ir.ops import Op
 from zeroir.ir.program import LAST_MICRO_STEP, UPDATE, Flat, Program, Section, State
@@ -64,7 +65,7 @@ class ShardOptimizer(Pass):
         """The program with the optimizer sharded over the data-parallel axis."""
         size = program.mesh.size(AXIS)
         homes = rewrite.flat_of_buffer(program)
-        wholes = _wholes(program)
+        wholes = _wholes(program, size)
         beside = {name: (program.buffer_by_name[name], buffer) for name, buffer in wholes.items()}
         program = rewrite.replace_buffers(program, beside)
         shards = _shards(program, homes)
@@ -83,6 +84,9 @@ class ShardOptimizer(Pass):
         changed = {
             name: (rewrite.sharded(program.buffer_by_name[name], AXIS, size),) for name in shards
         }
+        for name, buffer in _preconditioners(program).items():
+            padded = replace(buffer, numel=padded_numel(buffer.numel, size))
+            changed[name] = (rewrite.sharded(padded, AXIS, size),)
         return rewrite.replace_buffers(program, changed)
 
 
@@ -101,19 +105,33 @@ def _shards(program: Program, homes: Mapping[str, Flat]) -> frozenset[str]:
     )
 
 
-def _wholes(program: Program) -> Mapping[str, Buffer]:
-    """New buffers for the parameters of whole flats, by the directions' buffers, where a step needs both."""
+def _preconditioners(program: Program) -> Mapping[str, Buffer]:
+    """The states of whole parameters that are many enough to shard."""
     return {
-        op.grad.buffer: Buffer(
+        buffer.name: buffer
+        for buffer in program.buffers
+        if isinstance(buffer.holds, FlatContent) and buffer.holds.quantity == PRECONDITIONERS
+    }
+
+
+def _wholes(program: Program, size: int) -> Mapping[str, Buffer]:
+    """New buffers for what a step reads of the whole flat beside directions, by the directions' buffers.
+
+    These are the parameters, or the preconditioners, which are padded for the ranks.
+    """
+    wholes: dict[str, Buffer] = {}
+    for op in program.ops():
+        if not isinstance(op, ops.OptimizerStep) or op.factors is None:
+            continue
+        is_sharded = op.factors.buffer in _preconditioners(program)
+        wholes[op.grad.buffer] = Buffer(
             name=f"{op.grad.buffer.removesuffix(f'.{DIRECTION}')}.whole",
             dtype=program.buffer_by_name[op.param.buffer].dtype,
-            numel=op.grad.numel,
+            numel=padded_numel(op.factors.numel, size) if is_sharded else op.grad.numel,
             space=Space.DEVICE,
             role=Role.STAGING,
         )
-        for op in program.ops()
-        if isinstance(op, ops.OptimizerStep) and op.factors is not None
-    }
+    return wholes
 
 
 def _own_slices(state: State) -> State:
@@ -157,6 +175,7 @@ def _update_shards(
     wholes: Mapping[str, Buffer],
 ) -> Section:
     size = program.mesh.size(AXIS)
+    sharded = _preconditioners(program)
 
     def change(region: Region) -> Region:
         if region.buffer not in homes:
@@ -172,7 +191,12 @@ def _update_shards(
         match op:
             case ops.OptimizerStep() if op.algorithm.direction_dtype is not None:
                 sliced = replace(op, param=change(op.param))
-                return tuple(_gather_whole(sliced, wholes.get(op.grad.buffer)))
+                whole = wholes.get(op.grad.buffer)
+                if op.factors is not None and op.factors.buffer in sharded:
+                    numel = padded_numel(op.factors.numel, size) // size
+                    sliced = replace(sliced, factors=replace(op.factors, numel=numel))
+                    return tuple(_gather_whole(sliced, whole, sliced.factors))
+                return tuple(_gather_whole(sliced, whole, sliced.param))
             case ops.Cast() | ops.Direction() | ops.OptimizerStep() | ops.Average():
                 return (rewrite.map_regions(op, change),)
             case ops.Fill() if op.destination.buffer in shards:
@@ -197,15 +221,17 @@ def _update_shards(
     )
 
 
-def _gather_whole(step: ops.OptimizerStep, whole: Buffer | None) -> Iterator[Op]:
-    """The directions of all ranks, and the parameters where the step needs them, before a step on a slice."""
+def _gather_whole(
+    step: ops.OptimizerStep, whole: Buffer | None, source: Region | None
+) -> Iterator[Op]:
+    """The directions of all ranks, and the ``source`` where the step needs all of that, before a step on a slice."""
     pairs = [ops.Pair(source=_slice(step.grad), destination=step.grad)]
-    if whole is None:
+    if whole is None or source is None:
         yield ops.AllGather(pairs=tuple(pairs), comm=GATHER_COMM, stream=GATHER)
         yield step
         return
     region = Region(buffer=whole.name, offset=0, numel=whole.numel)
-    pairs.append(ops.Pair(source=step.param, destination=region))
+    pairs.append(ops.Pair(source=source, destination=region))
     yield ops.Alloc(buffer=whole.name, stream=GATHER)
     yield ops.AllGather(pairs=tuple(pairs), comm=GATHER_COMM, stream=GATHER)
     yield replace(step, whole=region)

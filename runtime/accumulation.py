@@ -41,10 +41,12 @@ class MicroStepResult:
 class Accumulation:
     """The micro-steps of the step that has begun.
 
-    A micro-step waits for the next call unless it is said whether it is the last; ``run`` runs one.
+    A micro-step waits for the next call unless it is said whether it is the last. ``check`` raises a UserError for a
+    batch that does not fit, and ``run`` runs a micro-step; one that raises a UserError waits on.
     """
 
-    def __init__(self, run: RunMicroStep) -> None:
+    def __init__(self, check: Callable[[Batch], object], run: RunMicroStep) -> None:
+        self._check = check
         self._run = run
         self._waiting: tuple[Batch, MicroStepResult] | None = None
         self._is_last_done = False
@@ -54,8 +56,9 @@ class Accumulation:
         """Run the micro-step that waits, and this one if ``is_last`` is given.
 
         Raises:
-            UserError: where the step's last micro-step has run already.
+            UserError: where the batch does not fit, or the step's last micro-step has run already.
         """
+        self._check(batch)
         if self._is_last_done:
             raise UserError(
                 "The last micro-step of this step has run: call update() before the next micro_step()."
@@ -93,6 +96,7 @@ class Accumulation:
     def _run_waiting(self, *, is_last: bool) -> None:
         if self._waiting is None:
             return
-        (batch, result), self._waiting = self._waiting, None
+        batch, result = self._waiting
         result.set(self._run(batch, is_last))
+        self._waiting = None
         self._is_last_done = is_last

@@ -55,6 +55,8 @@ def why_not(program: Program, section: Section, backend: Backend = Backend.LOCAL
             return f"{backend} moves data in the host's memory"
         if isinstance(op, ops.OptimizerStep) and _asks_for_the_step(program, op):
             return "momentum with dampening asks the device for the step count"
+        if isinstance(op, ops.OptimizerStep) and op.algorithm is ops.Algorithm.SHAMPOO:
+            return "the host waits for the eigenvalues of shampoo"
         for name in _buffers(op):
             buffer = program.buffer_by_name[name]
             if buffer.space is not Space.DEVICE:

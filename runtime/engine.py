@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -22,6 +23,7 @@ from zeroir.ir.spans import Span
 from zeroir.runtime import initial
 from zeroir.runtime import state as state_of_buffers
 from zeroir.runtime.accumulation import Accumulation, MicroStepResult
+from zeroir.runtime.batch import inputs_of
 from zeroir.runtime.comm.handout import ALONE, Handout
 from zeroir.runtime.comm.job import (
     DEFAULT_TIMEOUT,
@@ -162,7 +164,7 @@ class Engine:
             return_freed_memory()
         self._lender: Lender | None = None
         self._recorder = SpanRecorder()
-        self._accumulation = Accumulation(self._micro_step)
+        self._accumulation = Accumulation(partial(inputs_of, program), self._micro_step)
         self._optimizer: LiveOptimizer | None = None
         self._open(program)
         if cuda_graphs and self.device.type != "cuda" and self.rank == 0:
@@ -276,9 +278,10 @@ class Engine:
         """Give every buffer its value before step 1, from the module on rank 0. All ranks call this together.
 
         ``source`` is a function that builds the module under ``seed``, and only rank 0 calls it; or a module in hand,
-        whose present values count. Its tensors become meta tensors of the same shape as their values move to the engine,
-        on all ranks, unless ``keep_module`` says otherwise. Parameters and persistent buffers that ``state`` has take
-        their values from it. ``deep_copy`` and ``adapt`` make the modules that ``gathered`` lends; see ``gathered``.
+        whose present values count. Its tensors become meta tensors of the same shape as their values move to the
+        engine, on all ranks, unless ``keep_module`` says otherwise. Parameters and persistent buffers that ``state``
+        has take their values from it. ``deep_copy`` and ``adapt`` make the modules that ``gathered`` lends; see
+        ``gathered``.
 
         Raises:
             UserError: where the program was compiled from another module, the state lacks a tensor, or the values of a

@@ -50,7 +50,7 @@ def update(algorithm: Algorithm, operands: Operands) -> None:
             _adam(torch.ops.aten._fused_adamw_.tensor_lr, operands)
         case Algorithm.LION:
             _lion(operands)
-        case Algorithm.MUON | Algorithm.ADAFACTOR:
+        case Algorithm.MUON | Algorithm.ADAFACTOR | Algorithm.SHAMPOO:
             raise ValueError(f"{algorithm} works on whole parameters")
         case _:
             assert_never(algorithm)

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from zeroir.errors import InternalError, UserError
 from zeroir.ir.buffers import Buffer
-from zeroir.ir.contents import EMA, FACTORS, GRAD, MASTER, PARAM, FlatContent
-from zeroir.ir.factors import factors_numel
+from zeroir.ir.contents import EMA, GRAD, MASTER, OWN_COORDINATES, PARAM, FlatContent
+from zeroir.ir.factors import own_numel
 from zeroir.ir.layout import used_numel
 from zeroir.ir.program import Flat, Program, State
 from zeroir.runtime.comm.base import Comm
@@ -97,7 +97,13 @@ def full_flat(
     if not buffers:
         return None
     dtype = TORCH_DTYPE[buffers[0][0].dtype]
-    numel = factors_numel(flat) if quantity == FACTORS else flat.padded_numel
+    numel = flat.padded_numel
+    if quantity in OWN_COORDINATES:
+        numel = max(
+            content.offset
+            + buffer.numel * (1 if content.shard is None else program.mesh.size(content.shard))
+            for buffer, content in buffers
+        )
     return flat_part(program, ranks, comm, buffers, dtype, range(numel))
 
 
@@ -169,7 +175,8 @@ def full_state(
             if copies is None:
                 continue
             first = copies[0]
-            stop = first.numel() if quantity == FACTORS else used_numel(flat)
+            is_own = quantity in OWN_COORDINATES
+            stop = own_numel(quantity, flat) if is_own else used_numel(flat)
             if first[stop:].any():
                 raise InternalError(f"the padding of {quantity} of {flat.name} is not zero")
             # Compare bytes, because NaN differs from itself.

@@ -1,4 +1,4 @@
-"""Optimizers that work on whole parameters: Muon and Adafactor, as torch.optim has them.
+"""Optimizers that work on whole parameters: Muon and Adafactor, as torch.optim has them, and Shampoo.
 
 A rank has the directions of a whole flat, and updates its slice of the parameters. It computes the step of each
 parameter that meets the slice, and applies the elements of the slice, chunk by chunk. Nothing depends on how the flat
@@ -29,12 +29,24 @@ Number = float | Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Sums:
+    """Shampoo's sums of a parameter before the step, of rows and of columns, and the parts of the state to replace.
+
+    Each part is flat, and holds the elements of the first or second matrix from ``start`` on.
+    """
+
+    rows: Tensor
+    columns: Tensor
+    parts: Sequence[tuple[Tensor, int, int]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WholeParameter:
     """Tensors of one parameter on one rank.
 
     ``direction`` has the parameter's shape. ``param`` is the flat part that this rank updates, from the parameter's
-    element ``start`` on; it may be empty. ``whole`` is all of the parameter, before the step, and ``rows`` and
-    ``columns`` are its factors, where the algorithm reads these.
+    element ``start`` on; it may be empty. ``whole`` is all of the parameter, before the step, ``rows`` and ``columns``
+    are its factors, and ``sums`` Shampoo's, where the algorithm reads these.
     """
 
     direction: Tensor
@@ -43,6 +55,7 @@ class WholeParameter:
     whole: Tensor | None = None
     rows: Tensor | None = None
     columns: Tensor | None = None
+    sums: Sums | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +79,8 @@ def step(algorithm: Algorithm, operands: WholeOperands) -> None:
             _muon(operands)
         case Algorithm.ADAFACTOR:
             _adafactor(operands)
+        case Algorithm.SHAMPOO:
+            _shampoo(operands)
         case Algorithm.SGD | Algorithm.MOMENTUM | Algorithm.ADAM | Algorithm.ADAMW | Algorithm.LION:
             raise ValueError(f"{algorithm} works element by element")
         case _:
@@ -150,6 +165,40 @@ def _move(moments: Tensor, new: Tensor, weight: Number, skip: Tensor | None) -> 
     else:
         moved = torch.lerp(moments, new, weight)
     _replace(moments, moved, skip)
+
+
+# ---------------------------------------------------------------------------------------------------------- Shampoo
+
+
+def _shampoo(operands: WholeOperands) -> None:
+    """Algorithm 1 of Gupta et al. 2018 (arXiv 1802.09568), with decoupled weight decay."""
+    eps, weight_decay = operands.hyper.tolist()
+    lr = _number(operands.lr)
+    for parameter in operands.parameters:
+        gradient, sums = parameter.direction, parameter.sums
+        assert sums is not None
+        moved = [sums.rows + gradient @ gradient.T, sums.columns + gradient.T @ gradient]
+        if operands.skip is not None:
+            # A gradient with infinities has no roots.
+            is_skipped = operands.skip.reshape(()) > 0
+            moved = [
+                torch.where(is_skipped, old, new)
+                for old, new in zip((sums.rows, sums.columns), moved, strict=True)
+            ]
+        for part, side, start in sums.parts:
+            part.copy_(moved[side].flatten()[start : start + part.numel()])
+        if parameter.param.numel():
+            rows, columns = (inverse_fourth_root(matrix, eps) for matrix in moved)
+            update = rows @ gradient @ columns
+            _apply(parameter, update, 1 - lr * weight_decay, lr, operands.skip)
+
+
+def inverse_fourth_root(matrix: Tensor, eps: float) -> Tensor:
+    """The power −1/4 of a symmetric matrix with ``eps`` added to its diagonal, whose negative eigenvalues are noise."""
+    values: Tensor
+    vectors: Tensor
+    values, vectors = torch.linalg.eigh(matrix)
+    return (vectors * values.clamp_(min=0).add_(eps).pow_(-0.25)) @ vectors.T
 
 
 # -------------------------------------------------------------------------------------------------- common arithmetic

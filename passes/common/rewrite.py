@@ -15,7 +15,7 @@ import networkx
 from zeroir.errors import InternalError
 from zeroir.ir import ops
 from zeroir.ir.buffers import Buffer, Region, View
-from zeroir.ir.contents import FACTORS, PARAM, FlatContent, Micro
+from zeroir.ir.contents import OWN_COORDINATES, PARAM, FlatContent, Micro
 from zeroir.ir.effects import effects
 from zeroir.ir.op_fields import op_fields, operands
 from zeroir.ir.ops import Op
@@ -202,7 +202,7 @@ def flat_of_buffer(program: Program) -> Mapping[str, Flat]:
     stated: dict[str, Flat] = {
         buffer.name: program.flat_by_name[buffer.holds.flat]
         for buffer in program.buffers
-        if isinstance(buffer.holds, FlatContent) and buffer.holds.quantity != FACTORS
+        if isinstance(buffer.holds, FlatContent) and buffer.holds.quantity not in OWN_COORDINATES
     }
     stated.update(contributed_buffers(program))
     links = networkx.Graph()

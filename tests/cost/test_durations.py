@@ -66,7 +66,7 @@ def test_an_op_that_moves_elements_takes_the_time_of_their_bytes() -> None:
 
 def test_accumulating_adds_a_kernel() -> None:
     """The loss of a micro-step is added to those before: three times 4 bytes."""
-    program = mlp(blocks=1, micro_steps=2)
+    program = mlp(blocks=1, micro_steps=2, has_fixed_divisor=True)
     post = next(
         op for op in program.ops() if isinstance(op, ops.Compute) and op.segment == "post.forward"
     )

@@ -102,7 +102,9 @@ def test_the_states_of_optimizers() -> None:
         assert low <= high
 
 
-@pytest.mark.parametrize(("optimizer", "gathered"), [("muon", 2), ("adafactor", 8), ("lion", 0)])
+@pytest.mark.parametrize(
+    ("optimizer", "gathered"), [("muon", 2), ("adafactor", 8), ("shampoo", 12), ("lion", 0)]
+)
 def test_whole_parameters_are_gathered_from_stage_1_on(optimizer: Optimizer, gathered: int) -> None:
     plain = of(params=1e9, world_size=4, optimizer="adamw").stages
     for stage, other in zip(

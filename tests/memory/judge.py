@@ -63,7 +63,7 @@ class Verdict:
         if isinstance(self.op, SCALAR_OPS):
             return True
         algorithm = self.op.algorithm if isinstance(self.op, ops.OptimizerStep) else None
-        if algorithm in (Algorithm.MUON, Algorithm.ADAFACTOR):
+        if algorithm is not None and algorithm.direction_dtype is not None:
             return True  # A bound, too: its products are a library's.
         is_ours = algorithm is Algorithm.LION
         if is_ours or isinstance(self.op, ops.Average | ops.Direction):

@@ -68,6 +68,14 @@ CHOICES: dict[str, dict[str, object]] = {
             "wide:optimizer=lion",
         ),
     },
+    "shampoo": {"optimizer": "shampoo", "lr": 0.1},
+    "shampoo, otherwise": {
+        "optimizer": "shampoo",
+        "lr": 0.1,
+        "eps": 0.01,
+        "weight_decay": 0.2,
+        "group": ("tall:lr=0.5,eps=1e-3", "wide:optimizer=muon"),
+    },
     "adafactor": {"optimizer": "adafactor", "lr": 0.05},
     "adafactor, otherwise": {
         "optimizer": "adafactor",
@@ -213,7 +221,7 @@ def test_adafactors_moments_are_few_and_alike_on_every_rank(model: str) -> None:
     assert verify(program).is_valid
 
 
-@pytest.mark.parametrize("optimizer", ["muon", "adafactor"])
+@pytest.mark.parametrize("optimizer", ["muon", "adafactor", "shampoo"])
 @pytest.mark.parametrize(
     "options",
     [
@@ -238,7 +246,7 @@ def test_a_step_takes_no_more_memory_than_is_declared(
     assert all(step.is_right and step.peak_bytes for step in steps)
 
 
-@pytest.mark.parametrize("optimizer", ["lion", "muon", "adafactor"])
+@pytest.mark.parametrize("optimizer", ["lion", "muon", "adafactor", "shampoo"])
 def test_states_are_the_same_bits_at_every_stage(model: str, optimizer: str) -> None:
     file = load_model_file(model)
     states = []
@@ -255,11 +263,29 @@ def test_states_are_the_same_bits_at_every_stage(model: str, optimizer: str) -> 
             "lion": {"exp_avg"},
             "muon": {"momentum_buffer", "exp_avg", "exp_avg_sq"},
             "adafactor": {"factors"},
+            "shampoo": {"preconditioners", "exp_avg", "exp_avg_sq"},
         }[optimizer]
     )
     for state in states[1:]:
         assert state.keys() == states[0].keys()
         assert all(torch.equal(state[key], states[0][key]) for key in state)
+
+
+def test_shampoos_sums_are_sharded_and_gathered(model: str) -> None:
+    """Of each matrix both sums, cut without regard to where they begin."""
+    alone = compiled(model, "shampoo", stage=0, world_size=1).buffer_by_name
+    program = compiled(model, "shampoo", stage=2, world_size=3)
+    name = "blocks.0.preconditioners"
+    assert alone[name].numel == 2 * 35 * 35
+    assert program.buffer_by_name[name].numel == 1024  # a third, in multiples of 256
+    sources = {
+        pair.source.buffer: pair.destination
+        for op in program.ops()
+        if isinstance(op, ops.AllGather)
+        for pair in op.pairs
+    }
+    assert sources[name].buffer == "blocks.0.whole"
+    assert sources[name].numel == 3 * 1024
 
 
 def test_a_model_without_matrices_trains_by_muon(tmp_path: Path) -> None:

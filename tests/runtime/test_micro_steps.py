@@ -122,6 +122,23 @@ def test_calls_in_a_wrong_order_are_refused() -> None:
     assert_equal_states(engine, other)
 
 
+def test_a_refused_micro_step_can_be_made_good() -> None:
+    engine, other = opened(ACCUMULATING), opened(ACCUMULATING)
+    first, second = batches_of(2)
+    with pytest.raises(UserError, match="compiled for"):
+        engine.micro_step({**first, "x": torch.ones(1)} if isinstance(first, dict) else first)
+    engine.micro_step(first)
+    engine.micro_step(second)
+    (group,) = engine.optimizer.param_groups
+    lr, group["lr"] = group["lr"], math.nan
+    with pytest.raises(UserError, match="lr of group default"):
+        engine.update()
+    group["lr"] = lr
+    engine.update()
+    other.step([first, second])
+    assert_equal_states(engine, other)
+
+
 def test_a_step_without_a_batch_is_refused() -> None:
     with pytest.raises(UserError, match="at least one batch"):
         opened(ACCUMULATING).step([])

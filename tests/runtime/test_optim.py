@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -134,3 +136,30 @@ def test_lion_gives_the_same_bits_in_chunks(monkeypatch: pytest.MonkeyPatch) -> 
         found.append((x.params[0], x.states[0][0]))
     for whole, chunked in zip(*found, strict=True):
         assert torch.equal(whole, chunked)
+
+
+@pytest.mark.parametrize(("algorithm", "hyper"), CASES)
+def test_one_call_updates_pieces_as_it_updates_the_whole(
+    algorithm: Algorithm, hyper: tuple[float, ...]
+) -> None:
+    """Pieces begin and end at multiples of 64 elements, as the intervals of groups do."""
+    generator = torch.Generator().manual_seed(3)
+    param, grad = torch.randn(2, 1024, generator=generator)
+    whole, parts = (operands(algorithm, hyper, param) for _ in range(2))
+    cuts = [slice(0, 64), slice(64, 384), slice(384, 512), slice(512, 1024)]
+    parts = replace(
+        parts,
+        params=[parts.params[0][cut] for cut in cuts],
+        grads=[parts.grads[0][cut] for cut in cuts],
+        states=[[state[0][cut] for cut in cuts] for state in parts.states],
+    )
+    for step in (1, 2):
+        whole.grads[0].copy_(grad)
+        for piece, cut in zip(parts.grads, cuts, strict=True):
+            piece.copy_(grad[cut])
+        for x in (whole, parts):
+            x.step.fill_(step)
+            update(algorithm, x)
+    assert torch.equal(torch.cat(list(parts.params)), whole.params[0])
+    for of_parts, of_whole in zip(parts.states, whole.states, strict=True):
+        assert torch.equal(torch.cat(list(of_parts)), of_whole[0])

@@ -42,6 +42,8 @@ CASES: Mapping[str, Case] = {
 WRITTEN = ("hybrid", "paged", "offload", "evaluate", "carried", "crossing")
 CAPTURED: Mapping[str, Mapping[str, object]] = {
     "captured, stage 2": {"stage": 2, "world_size": 2, "micro_steps": 2, "precision": "bf16"},
+    "captured, muon": {"stage": 1, "world_size": 3, "optimizer": "muon", "ema": 0.9},
+    "captured, shampoo": {"stage": 3, "world_size": 2, "optimizer": "shampoo", "precision": "fp16"},
     "captured, stage 3": {"stage": 3, "world_size": 2, "precision": "fp16", "clip": 0.5},
 }
 """Options with which a model of everything that is easy to get wrong is compiled."""

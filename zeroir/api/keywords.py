@@ -14,7 +14,7 @@ from zeroir.config.hyper_parameters import AdjustLr
 from zeroir.cost.estimate import Offload, Optimizer
 from zeroir.ir.ops import Algorithm
 
-OptimizerName = Literal["sgd", "momentum", "adam", "adamw", "lion", "muon", "adafactor"]
+OptimizerName = Literal["sgd", "momentum", "adam", "adamw", "lion", "muon", "adafactor", "shampoo"]
 
 
 class TorchOptimizer(Protocol):

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroir.api.plain_lion import Lion
+from zeroir.api.plain_shampoo import Shampoo
 from zeroir.config import CompileOptions
 from zeroir.frontend.module_tensors import put_back_buffers, substitute_buffers
 from zeroir.frontend.parameter_groups import ParameterGroup, parameter_groups
@@ -72,7 +73,7 @@ class EagerReplicas:
                 if parameter.dtype == torch.float32:
                     parameter.data = self._master(name)
         self._parameters: dict[str, nn.Parameter] = {}
-        self._optimizers: list[torch.optim.Optimizer | Lion] = []
+        self._optimizers: list[torch.optim.Optimizer | Lion | Shampoo] = []
         self._scheduler: Scheduler | None = None
 
     def step(self, batches: Sequence[Sequence[Batch]]) -> list[float]:
@@ -275,9 +276,9 @@ def _make_optimizers(
     groups: Sequence[ParameterGroup],
     parameters: Mapping[str, nn.Parameter],
     shapes: Mapping[str, torch.Size],
-) -> list[torch.optim.Optimizer | Lion]:
+) -> list[torch.optim.Optimizer | Lion | Shampoo]:
     """One optimizer of torch for each group; those that work on whole parameters take them in their shape."""
-    optimizers: list[torch.optim.Optimizer | Lion] = []
+    optimizers: list[torch.optim.Optimizer | Lion | Shampoo] = []
     for group in groups:
         own = [parameters[name] for name in group.parameters]
         if group.options.optimizer.direction_dtype is not None:
@@ -289,7 +290,7 @@ def _make_optimizers(
 
 def _make_optimizer(
     parameters: list[nn.Parameter], options: CompileOptions
-) -> torch.optim.Optimizer | Lion:
+) -> torch.optim.Optimizer | Lion | Shampoo:
     names = options.optimizer.hyper_names
     hyper = dict(zip(names, options.hyper, strict=True))
     lr, weight_decay = options.lr, options.effective_weight_decay
@@ -330,6 +331,8 @@ def _make_optimizer(
                 lr=lr,
                 weight_decay=weight_decay,
             )
+        case Algorithm.SHAMPOO:
+            return Shampoo(parameters, lr, hyper["eps"], weight_decay)
         case Algorithm.ADAFACTOR:
             return torch.optim.Adafactor(
                 parameters,

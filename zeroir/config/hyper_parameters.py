@@ -1,6 +1,7 @@
 """The hyper-parameters of each optimizer beside the learning rate, and their defaults: those of torch.optim.
 
-Lion has the defaults of its paper (Chen et al. 2023, arXiv 2302.06675), without weight decay.
+Lion has the defaults of its paper (Chen et al. 2023, arXiv 2302.06675), without weight decay. Shampoo's paper (Gupta et
+al. 2018, arXiv 1802.09568) has none.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ DEFAULTS: Final[Mapping[Algorithm, Mapping[str, Value]]] = {
         "d": 1.0,
         "weight_decay": 0.0,
     },
+    Algorithm.SHAMPOO: {"eps": 1e-4, "weight_decay": 0.0},
 }
 """The options that have an effect with an optimizer, and their values where they are not given."""
 

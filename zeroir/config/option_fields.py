@@ -136,8 +136,8 @@ class OptionFields(BaseModel):
         float | None,
         Field(
             ge=0,
-            description="Added to the denominator (adam, adamw), or its least value (muon, adafactor). "
-            "[default: 1e-8, muon 1e-7, adafactor 2⁻²³]",
+            description="Added to the denominator (adam, adamw) or to eigenvalues (shampoo), or the least denominator "
+            "(muon, adafactor). [default: 1e-8, shampoo 1e-4, muon 1e-7, adafactor 2⁻²³]",
         ),
     ] = None
     weight_decay: Annotated[

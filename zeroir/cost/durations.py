@@ -188,7 +188,10 @@ class Durations:
     def _products_s(self, op: ops.Op) -> float:
         """Seconds of the matrix products of an update."""
         flops = update_flops(self._program, op)
-        return flops / self._machine.compute.flops_per_s(DType.BF16) if flops else 0.0
+        if not flops or not isinstance(op, ops.OptimizerStep):
+            return 0.0
+        dtype = op.algorithm.direction_dtype or DType.F32
+        return flops / self._machine.compute.flops_per_s(dtype)
 
     def _kernel_s(self, traffic_bytes: int, stream: str) -> float:
         machine = self._machine

@@ -125,10 +125,10 @@ def states_per_parameter(optimizer: Optimizer) -> tuple[int, int]:
 def gathered_bytes_per_parameter(optimizer: Optimizer) -> int:
     """Bytes that the update gathers for each parameter from stage 1 on, because its step needs whole parameters.
 
-    Muon gathers its directions in BF16, Adafactor gradients and parameters in FP32. zeroir has no Shampoo; 0 is not its
-    cost.
+    Muon gathers its directions in BF16, Adafactor gradients and parameters in FP32, and Shampoo gradients and two
+    statistics (of square parameters).
     """
-    return {"muon": 2, "adafactor": 8}.get(optimizer, 0)
+    return {"muon": 2, "adafactor": 8, "shampoo": 12}.get(optimizer, 0)
 
 
 def optimizer_bytes_per_parameter(options: EstimateOptions) -> int:

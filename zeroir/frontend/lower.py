@@ -15,9 +15,9 @@ from zeroir.frontend.parameter_groups import algorithms, declared_groups, parame
 from zeroir.frontend.segment_calls import GradientSink, SegmentCall
 from zeroir.frontend.update import EVAL_LOSS, LOSS, scalars, update_body
 from zeroir.ir.buffers import Buffer, Region, Role, Space
-from zeroir.ir.contents import DIRECTION, EMA, FACTORS, FlatContent, Micro
+from zeroir.ir.contents import DIRECTION, EMA, FlatContent, Micro
 from zeroir.ir.dtypes import DType
-from zeroir.ir.factors import factors_numel
+from zeroir.ir.factors import own_numel
 from zeroir.ir.layout import Parameter, layout
 from zeroir.ir.mesh import Axis, Mesh
 from zeroir.ir.ops import Algorithm
@@ -241,9 +241,10 @@ def _state_buffers(
         algorithm = algorithm_of[flat.slots[0].name]
         for state in algorithm.state_names:
             add(flat, state, DType.F32, Role.STATE, holds(flat, state))
-        if algorithm is Algorithm.ADAFACTOR:
-            numel = factors_numel(flat)
-            add(flat, FACTORS, DType.F32, Role.STATE, holds(flat, FACTORS), numel)
+        factors = algorithm.factors_name
+        if factors is not None:
+            content = holds(flat, factors)
+            add(flat, factors, DType.F32, Role.STATE, content, own_numel(factors, flat))
         if algorithm.direction_dtype is not None:
             add(flat, DIRECTION, algorithm.direction_dtype, Role.STAGING, None)
         if options.ema is not None:

@@ -13,8 +13,8 @@ from zeroir.ir.layout import Parameter
 from zeroir.ir.ops import Algorithm
 from zeroir.ir.program import Flat, OptimizerGroup
 
-MUON_DIMENSIONS = 2
-"""Muon takes matrices alone."""
+MATRIX_DIMENSIONS = 2
+"""Muon and Shampoo take matrices alone."""
 
 FEWEST_DECAYED_DIMENSIONS = 2
 """With ``no_decay``, parameters of fewer dimensions than this have no weight decay: norms and biases."""
@@ -78,8 +78,8 @@ def _split(
 ) -> list[ParameterGroup]:
     """A group, without the parameters that its optimizer does not take: AdamW updates those, with its own defaults."""
     taken = list(parameters)
-    if options.optimizer is Algorithm.MUON:
-        taken = [p for p in parameters if len(p.shape) == MUON_DIMENSIONS]
+    if options.optimizer.takes_matrices_alone:
+        taken = [p for p in parameters if len(p.shape) == MATRIX_DIMENSIONS]
     groups = _split_by_decay(name, taken, options, is_split=no_decay)
     left = [p for p in parameters if p not in taken]
     if left:

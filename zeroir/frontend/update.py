@@ -8,12 +8,11 @@ from typing import Final
 from zeroir.config import CompileOptions
 from zeroir.frontend.parameter_groups import ParameterGroup
 from zeroir.ir.buffers import Buffer, Region, Role, Space
-from zeroir.ir.contents import DIRECTION, EMA, FACTORS, MASTER, PARAM, NamedContent
+from zeroir.ir.contents import DIRECTION, EMA, MASTER, PARAM, NamedContent
 from zeroir.ir.dtypes import DType
-from zeroir.ir.factors import factors_numel
+from zeroir.ir.factors import own_numel
 from zeroir.ir.mesh import COMPUTE
 from zeroir.ir.ops import (
-    Algorithm,
     Alloc,
     Average,
     Cast,
@@ -183,7 +182,7 @@ def _update(
             skip=skip,
             group=first.group,
             others=tuple(others),
-            factors=_factors(flat) if algorithm is Algorithm.ADAFACTOR else None,
+            factors=_factors(flat, algorithm.factors_name),
             stream=COMPUTE,
         )
     )
@@ -211,8 +210,10 @@ def _whole(flat: Flat, suffix: str) -> Region:
     return Region(buffer=f"{flat.name}.{suffix}", offset=0, numel=flat.padded_numel)
 
 
-def _factors(flat: Flat) -> Region:
-    return Region(buffer=f"{flat.name}.{FACTORS}", offset=0, numel=factors_numel(flat))
+def _factors(flat: Flat, name: str | None) -> Region | None:
+    if name is None:
+        return None
+    return Region(buffer=f"{flat.name}.{name}", offset=0, numel=own_numel(name, flat))
 
 
 def _first(scalar: str) -> Region:

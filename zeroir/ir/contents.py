@@ -22,6 +22,10 @@ DIRECTION = "direction"
 """The directions of an optimizer that works on whole parameters."""
 FACTORS = "factors"
 """Second moments of whole parameters, in coordinates of their own: see ``zeroir/ir/factors.py``."""
+PRECONDITIONERS = "preconditioners"
+"""Shampoo's sums of products of gradients, in coordinates of their own, too."""
+OWN_COORDINATES = (FACTORS, PRECONDITIONERS)
+"""Quantities of a flat whose elements are not those of its parameters."""
 EMA = "ema"
 """The exponential moving average of the parameters."""
 

@@ -1,8 +1,10 @@
-"""The layout of factored second moments, which Adafactor keeps instead of one for each element.
+"""The layouts of states of whole parameters, whose elements are not those of the parameters.
+
+Adafactor keeps factored second moments instead of one for each element.
 
 For each parameter of a flat, in the order of its slots, stand the moments of its rows and then of its columns (of each
 matrix of its last two dimensions, as torch.optim.Adafactor has them); for a parameter of fewer than two dimensions the
-moments of its elements. They are so few that every rank keeps all of them.
+moments of its elements. They are so few that every rank keeps all of them. Shampoo's sums are many, and sharded.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from zeroir.ir.contents import FACTORS
 from zeroir.ir.program import Flat, Slot
 
 
@@ -57,3 +60,27 @@ def factors(flat: Flat) -> Iterator[Factor]:
 def factors_numel(flat: Flat) -> int:
     """The number of all moments of a flat, at least 1."""
     return max(sum(factor.numel for factor in factors(flat)), 1)
+
+
+def preconditioners_numel(flat: Flat) -> int:
+    """The elements of Shampoo's sums: of each m × n parameter in turn an m × m and an n × n matrix, row by row."""
+    return sum(rows * rows + columns * columns for rows, columns in _sides(flat))
+
+
+def preconditioners(flat: Flat) -> Iterator[tuple[Slot, int]]:
+    """The parameters, and the first element of the sums of each."""
+    offset = 0
+    for slot, (rows, columns) in zip(flat.slots, _sides(flat), strict=True):
+        yield slot, offset
+        offset += rows * rows + columns * columns
+
+
+def _sides(flat: Flat) -> Iterator[tuple[int, int]]:
+    """The rows and columns of each parameter; of one that is no matrix nothing is kept."""
+    for slot in flat.slots:
+        yield (slot.shape[0], slot.shape[1]) if len(slot.shape) == 2 else (0, 0)
+
+
+def own_numel(quantity: str, flat: Flat) -> int:
+    """The number of elements of a quantity with coordinates of its own, without padding."""
+    return factors_numel(flat) if quantity == FACTORS else preconditioners_numel(flat)

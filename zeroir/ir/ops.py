@@ -15,6 +15,7 @@ from functools import cache
 from typing import ClassVar, Final, get_args
 
 from zeroir.ir.buffers import Region, Space, View
+from zeroir.ir.contents import FACTORS, PRECONDITIONERS
 from zeroir.ir.dtypes import DType
 from zeroir.ir.op_fields import (
     Accumulated,
@@ -58,7 +59,10 @@ class Refill(StrEnum):
 
 
 class Algorithm(StrEnum):
-    """Optimizers, each with torch's semantics of the same name, and Lion (arXiv 2302.06675, algorithm 2)."""
+    """Optimizers, each with torch's semantics of the same name.
+
+    torch has no Lion (arXiv 2302.06675, algorithm 2) and no Shampoo (arXiv 1802.09568, algorithm 1).
+    """
 
     SGD = "sgd"
     MOMENTUM = "momentum"
@@ -67,6 +71,7 @@ class Algorithm(StrEnum):
     LION = "lion"
     MUON = "muon"
     ADAFACTOR = "adafactor"
+    SHAMPOO = "shampoo"
 
     @property
     def state_names(self) -> tuple[str, ...]:
@@ -83,6 +88,16 @@ class Algorithm(StrEnum):
         return _DIRECTION_DTYPES.get(self)
 
     @property
+    def factors_name(self) -> str | None:
+        """The FP32 state of whole parameters, in coordinates of its own (``zeroir/ir/factors.py``), if it keeps one."""
+        return _FACTORS.get(self)
+
+    @property
+    def takes_matrices_alone(self) -> bool:
+        """Whether it updates only parameters of two dimensions."""
+        return self in (Algorithm.MUON, Algorithm.SHAMPOO)
+
+    @property
     def hyper_names(self) -> tuple[str, ...]:
         """The elements of ``OptimizerStep.hyper``, in order."""
         return _HYPER_NAMES[self]
@@ -96,10 +111,17 @@ _STATE_NAMES = {
     Algorithm.LION: ("exp_avg",),
     Algorithm.MUON: ("momentum_buffer",),
     Algorithm.ADAFACTOR: (),
+    Algorithm.SHAMPOO: (),
 }
 
 # Muon's iteration begins by rounding to BF16, so no more is gathered.
-_DIRECTION_DTYPES = {Algorithm.MUON: DType.BF16, Algorithm.ADAFACTOR: DType.F32}
+_DIRECTION_DTYPES = {
+    Algorithm.MUON: DType.BF16,
+    Algorithm.ADAFACTOR: DType.F32,
+    Algorithm.SHAMPOO: DType.F32,
+}
+
+_FACTORS = {Algorithm.ADAFACTOR: FACTORS, Algorithm.SHAMPOO: PRECONDITIONERS}
 
 _HYPER_NAMES = {
     Algorithm.SGD: ("momentum", "dampening", "nesterov", "weight_decay"),
@@ -119,6 +141,7 @@ _HYPER_NAMES = {
         "adjust_lr_fn",
     ),
     Algorithm.ADAFACTOR: ("beta2_decay", "eps", "eps2", "d", "weight_decay"),
+    Algorithm.SHAMPOO: ("eps", "weight_decay"),
 }
 
 
@@ -453,7 +476,7 @@ class Direction(Update):
     other half. ``grad`` and ``states`` are f32, ``direction`` has ``algorithm.direction_dtype``, all with one numel.
 
     * muon: momentum_buffer × momentum + gradient × (1 − momentum), and once more in that way with ``nesterov``;
-    * adafactor: the gradient itself.
+    * adafactor, shampoo: the gradient itself.
 
     ``grad`` is used up. Where ``skip`` is 1 the states stay as they are, and the direction is never applied. Settings
     and the other fields are those of ``OptimizerStep``.
@@ -504,7 +527,8 @@ class OptimizerStep(Update):
     With an optimizer that works on whole parameters (``algorithm.direction_dtype``) ``grad`` are the directions of the
     whole flat, although ``param`` may be a slice, and ``states`` are those of ``direction``, so none are here. Each
     rank computes the steps of the parameters that meet its slice. Adafactor also reads the parameters as they were:
-    ``whole``, the whole flat, unless ``param`` is that already. ``factors`` are its second moments, alike on all ranks.
+    ``whole``, the whole flat, unless ``param`` is that already; its ``factors``, second moments, are alike on all
+    ranks. Shampoo's ``factors``, sums of products, are sharded; ``whole`` are all of them, unless ``factors`` are.
     """
 
     syntax = (

@@ -10,12 +10,22 @@ from typing import Final
 from zeroir.ir.allowlist import refusal
 from zeroir.ir.bounds import AheadBound, BehindBound
 from zeroir.ir.buffers import Buffer, Region, whole
-from zeroir.ir.contents import FACTORS, GRAD, MASTER, Content, FlatContent, Micro, WeightContent
-from zeroir.ir.factors import factors_numel
+from zeroir.ir.contents import (
+    FACTORS,
+    GRAD,
+    MASTER,
+    OWN_COORDINATES,
+    Content,
+    FlatContent,
+    Micro,
+    WeightContent,
+)
+from zeroir.ir.factors import own_numel
 from zeroir.ir.mesh import HOST
 from zeroir.ir.program import (
     PARAMETER_ALIGNMENT_NUMEL,
     SECTION_NAMES,
+    SHARD_ALIGNMENT_NUMEL,
     Holding,
     Program,
     State,
@@ -160,7 +170,14 @@ def _content_problem(program: Program, content: Content, numel: int) -> str | No
             return f"is cut along the undeclared axis {content.shard}"
         count = program.mesh.size(content.shard)
     stop = content.offset + numel * count
-    length = factors_numel(flat) if content.quantity == FACTORS else flat.padded_numel
+    length = flat.padded_numel
+    if content.quantity in OWN_COORDINATES:
+        # Shards may be padded; what is behind the last element is never read.
+        length = -(-own_numel(content.quantity, flat) // (count * SHARD_ALIGNMENT_NUMEL)) * (
+            count * SHARD_ALIGNMENT_NUMEL
+        )
+    if content.quantity == FACTORS:
+        length = own_numel(FACTORS, flat)
     if content.offset < 0 or stop > length:
         return f"holds elements [{content.offset}:{stop}] of flat {flat.name}, which has {length}"
     if content.quantity == FACTORS and content.shard is not None:

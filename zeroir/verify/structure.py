@@ -11,7 +11,7 @@ from zeroir.ir.buffers import Region, Role, Space, View, contiguous_stride, span
 from zeroir.ir.dtypes import DType
 from zeroir.ir.effects import Effects, effects
 from zeroir.ir.mesh import HOST, Executor
-from zeroir.ir.ops import Algorithm, Mode, Op
+from zeroir.ir.ops import Mode, Op
 from zeroir.ir.program import Program
 from zeroir.ir.segment import TensorType
 from zeroir.ir.views import is_same_stride
@@ -444,7 +444,7 @@ class _Checker:
             yield "Z005", f"{op.algorithm} keeps its states in `direction`, optimizer_step has some"
         yield from self._typed(op, op.grad, dtype)
         yield from self._alike(op, ("Z006",), op.param, op.grad)
-        needs_whole = op.algorithm is Algorithm.ADAFACTOR
+        needs_whole = op.algorithm.factors_name is not None
         if (op.factors is not None) is not needs_whole:
             problem = "needs factors" if needs_whole else "has no factors"
             yield "Z005", f"optimizer_step: {op.algorithm} {problem}"
@@ -453,7 +453,6 @@ class _Checker:
             yield from self._alike(op, ("Z006",), op.param, op.factors)
         if op.whole is not None:
             yield from self._alike(op, ("Z004", "Z006"), op.param, op.whole)
-            yield from self._alike(op, ("Z005",), op.grad, op.whole)
 
     def _states(self, op: ops.Direction | ops.OptimizerStep) -> Iterator[Problem]:
         count = len(op.algorithm.state_names)

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from zeroir.ir import ops
 from zeroir.ir.buffers import Region
-from zeroir.ir.contents import DIRECTION, FACTORS
-from zeroir.ir.factors import factors_numel
+from zeroir.ir.contents import DIRECTION, FACTORS, PRECONDITIONERS
+from zeroir.ir.factors import factors_numel, preconditioners_numel
 from zeroir.ir.ops import Algorithm
 from zeroir.verify import algebra
 from zeroir.verify.context import spell
@@ -28,31 +28,70 @@ def check_operands(
     flat = run.program.flat_by_name[key.flat]
     numel = flat.padded_numel
     _check(run, op, op.grad, directions, FlatKey(DIRECTION, key.flat, 1), numel)
-    if op.whole is not None:
-        pieces = run.take(op.whole, "Z403")
-        _check(run, op, op.whole, pieces, FlatKey(key.quantity, key.flat, 0), numel)
-    if op.factors is not None:
-        pieces = run.take(op.factors, "Z403")
-        wanted = FlatKey(FACTORS, key.flat, 0)
-        _check(run, op, op.factors, pieces, wanted, factors_numel(flat))
-        is_all = updated == Cover(key.flat, 0, (), numel)
-        if op.whole is None and not is_all:
-            run.fail(
-                "Z403",
-                f"optimizer_step updates {spell(op.param, run.program)}, a part of flat {key.flat}, but {op.algorithm} "
-                "reads whole parameters",
-                op.param.buffer,
-                advice="Gather the parameters before the step, and give it these: whole=…",
-            )
-    if op.algorithm is Algorithm.MUON:
+    if op.algorithm is Algorithm.ADAFACTOR:
+        _check_adafactor(run, op, key, updated)
+    if op.algorithm is Algorithm.SHAMPOO:
+        _check_shampoo(run, op, key)
+    if op.algorithm.takes_matrices_alone:
         wrong = next((slot for slot in flat.slots if len(slot.shape) != 2), None)
         if wrong is not None:
             run.fail(
                 "Z403",
-                f"optimizer_step updates {wrong.name} of shape {list(wrong.shape)} by muon, which takes matrices alone",
+                f"optimizer_step updates {wrong.name} of shape {list(wrong.shape)} by {op.algorithm}, which "
+                "takes matrices alone",
                 op.param.buffer,
                 advice="Let another optimizer update it, in a flat of its own.",
             )
+
+
+def _check_adafactor(run: SectionRun, op: ops.OptimizerStep, key: FlatKey, updated: Cover) -> None:
+    """Every rank needs the parameters of the whole flat, and keeps all factors."""
+    flat = run.program.flat_by_name[key.flat]
+    if op.whole is not None:
+        pieces = run.take(op.whole, "Z403")
+        wanted = FlatKey(key.quantity, key.flat, 0)
+        _check(run, op, op.whole, pieces, wanted, flat.padded_numel)
+    elif updated != Cover(key.flat, 0, (), flat.padded_numel):
+        run.fail(
+            "Z403",
+            f"optimizer_step updates {spell(op.param, run.program)}, a part of flat {key.flat}, but {op.algorithm} "
+            "reads whole parameters",
+            op.param.buffer,
+            advice="Gather the parameters before the step, and give it these: whole=…",
+        )
+    if op.factors is not None:
+        pieces = run.take(op.factors, "Z403")
+        wanted = FlatKey(FACTORS, key.flat, 0)
+        _check(run, op, op.factors, pieces, wanted, factors_numel(flat))
+
+
+def _check_shampoo(run: SectionRun, op: ops.OptimizerStep, key: FlatKey) -> None:
+    """Every rank needs all sums, and moves its slice of them, where they rest."""
+    if op.factors is None:
+        return
+    flat = run.program.flat_by_name[key.flat]
+    wanted = FlatKey(PRECONDITIONERS, key.flat, 0)
+    pieces = run.take(op.factors, "Z403")
+    if op.whole is None:
+        _check(run, op, op.factors, pieces, wanted, preconditioners_numel(flat))
+        return
+    numel = run.memory.numel(op.whole)
+    _check(run, op, op.whole, run.take(op.whole, "Z403"), wanted, numel)
+    is_all = numel >= preconditioners_numel(flat)
+    holds = run.program.buffer_by_name[op.factors.buffer].holds
+    own = None if holds is None else run.layout.pieces(holds, run.memory.numel(op.factors))
+    is_at_rest = own is not None and own == pieces and op.factors.offset == 0
+    is_own = all(isinstance(v, Elements) and v.key == wanted for _, _, v in pieces)
+    if any(algebra.is_poisoned(value) for _, _, value in pieces) or (
+        is_all and is_own and is_at_rest
+    ):
+        return
+    run.fail(
+        "Z403",
+        f"optimizer_step moves {spell(op.factors, run.program)}, which are not this rank's preconditioners of flat "
+        f"{key.flat}, or reads only a part of them",
+        op.factors.buffer,
+    )
 
 
 def _check(

@@ -87,6 +87,8 @@ def _step_bytes(program: Program, op: ops.OptimizerStep) -> int:
         case Algorithm.ADAFACTOR:
             own = max((_factored_bytes(slot) for slot in _slots(program, op)), default=0)
             return own + chunks + SCALAR_BYTES
+        case Algorithm.SHAMPOO:
+            return max((_roots_bytes(slot) for slot in _slots(program, op)), default=0) + chunks
         case _:
             assert_never(op.algorithm)
 
@@ -102,6 +104,14 @@ def _iteration_bytes(slot: Slot) -> int:
     short, long = min(slot.shape), max(slot.shape)
     own = 2 * (2 * short * long + 2 * short * short)
     return own + product_allowance_bytes(short, short, long) + SCALAR_BYTES
+
+
+def _roots_bytes(slot: Slot) -> int:
+    """New sums of rows and columns, their roots, what finds the eigenvalues of one, products, and a library's part."""
+    short, long = min(slot.shape), max(slot.shape)
+    sums = short * short + long * long
+    own = 4 * (2 * sums + 8 * long * long + 2 * slot.numel)
+    return own + product_allowance_bytes(long, long, long) + SCALAR_BYTES
 
 
 def _factored_bytes(slot: Slot) -> int:
