@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from zeroir.api.plan import plan
     from zeroir.config import CompileOptions
     from zeroir.errors import InternalError, UserError
-    from zeroir.runtime.engine import Engine, StepResult
+    from zeroir.runtime.engine import Engine
+    from zeroir.runtime.results import StepResult
 
 __all__ = [
     "CompileOptions",
@@ -47,7 +48,7 @@ _HOMES = {
     "CompiledProgram": ("zeroir.api", "CompiledProgram"),
     "Engine": ("zeroir.runtime.engine", "Engine"),
     "InternalError": ("zeroir.errors", "InternalError"),
-    "StepResult": ("zeroir.runtime.engine", "StepResult"),
+    "StepResult": ("zeroir.runtime.results", "StepResult"),
     "UserError": ("zeroir.errors", "UserError"),
     "compile": ("zeroir.api", "compile_model"),
     "estimate": ("zeroir.api.costs", "estimate"),
