@@ -8,10 +8,10 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -25,99 +25,24 @@ from zeroir.runtime import state as state_of_buffers
 from zeroir.runtime.accumulation import Accumulation, MicroStepResult
 from zeroir.runtime.batch import inputs_of
 from zeroir.runtime.comm.handout import ALONE, Handout
-from zeroir.runtime.comm.job import (
-    DEFAULT_TIMEOUT,
-    Backend,
-    open_job,
-)
-from zeroir.runtime.executor import RankEvaluation, RankResult, StepExecutor
+from zeroir.runtime.comm.job import DEFAULT_TIMEOUT, Backend, open_job
 from zeroir.runtime.gathered import DeepCopy, Lender, module_maker
-from zeroir.runtime.handlers import LocalRanks
-from zeroir.runtime.kernels.choice import KernelBackend, open_kernels
+from zeroir.runtime.kernels.choice import KernelBackend
 from zeroir.runtime.live_optimizer import LiveOptimizer, SettingsOfRanks
 from zeroir.runtime.malloc import keep_freed_memory, return_freed_memory
 from zeroir.runtime.measured_workspaces import DeviceWatcher, on_host
 from zeroir.runtime.module_values import Factory, StateSource
+from zeroir.runtime.opened_program import EngineSettings, open_program
 from zeroir.runtime.rank_memory import RankMemory
+from zeroir.runtime.results import Evaluation, StepResult
 from zeroir.runtime.scheduled import Scheduler
-from zeroir.runtime.self_check import check_kernels
-from zeroir.runtime.streams import Streams, ThreadStreams
 from zeroir.runtime.trace import HostClock, SpanRecorder, StreamClock, aligned, to_bytes
 from zeroir.runtime.weights import WeightFunction
 from zeroir.runtime.whole_parameters import whole_parameters
 from zeroir.torch_ops.batches import Batch
 
-if TYPE_CHECKING:
-    from zeroir.runtime.cuda_graphs import SectionGraphs
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepResult:
-    """The results of ``Engine.step`` on this rank; see ``RankResult``. Reading a value waits for the device."""
-
-    rank: RankResult
-
-    @property
-    def loss(self) -> float:
-        """Mean over the step's micro-batches of this rank, weighted by their weights; NaN where all of them are 0."""
-        return float(self.rank.loss)
-
-    @property
-    def weight(self) -> float:
-        """The sum of the weights of this rank's micro-batches, or their number where they have no weights."""
-        return float(self.rank.weight)
-
-    @property
-    def mean_loss(self) -> float | None:
-        """Mean over all ranks, weighted as ``loss`` is; None where the program does not reduce the loss.
-
-        ``Engine.mean_loss`` does.
-        """
-        return None if self.rank.mean_loss is None else float(self.rank.mean_loss)
-
-    @property
-    def is_skipped(self) -> bool:
-        """Whether an overflow on any rank, or a weight of 0 on all ranks, left everything as it was."""
-        return self.rank.is_skipped is not None and bool(self.rank.is_skipped > 0)
-
-    @property
-    def grad_norm(self) -> float | None:
-        """Global L2 norm of the averaged gradient before clipping; None where the program computes none."""
-        return None if self.rank.grad_norm is None else float(self.rank.grad_norm)
-
-
 _LESS: Final = "gather smaller modules, one after the other"
 """The remedy if memory runs out for a lent module."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Settings:
-    """The arguments of an engine that do not depend on its program."""
-
-    backend: Backend | None
-    kernels: KernelBackend
-    seed: int
-    timeout: timedelta
-    cuda_graphs: bool
-    self_check: bool
-    weight: WeightFunction | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluation:
-    """The results of ``Engine.evaluate`` on this rank; see ``RankEvaluation``. Reading the loss waits for it."""
-
-    rank: RankEvaluation
-
-    @property
-    def loss(self) -> float:
-        """The loss of this rank's batch (``Engine.average`` gives the mean over ranks)."""
-        return float(self.rank.loss)
-
-    @property
-    def outputs(self) -> object:
-        """The declared outputs in the user's structure, tensors on the engine's device; None where there are none."""
-        return self.rank.outputs
 
 
 class Engine:
@@ -150,7 +75,7 @@ class Engine:
         accumulating: Callable[[], Program] | None = None,
     ) -> None:
         self.device = device or torch.device("cpu")
-        self._settings = _Settings(
+        self._settings = EngineSettings(
             backend=backend,
             kernels=kernels,
             seed=seed,
@@ -179,31 +104,14 @@ class Engine:
         settings = self._settings
         self.program = program
         self.job = open_job(program, settings.backend, self.device, settings.timeout)
-        memory = RankMemory(program, self.job.rank, self.device, is_deferred=True)
-        local_ranks = LocalRanks(
-            program=program,
-            memories=[memory],
-            comm=self.job.comm,
-            kernels=open_kernels(settings.kernels, self.device),
-        )
-        local_ranks.compile()
-        if settings.self_check:
-            check_kernels(local_ranks, settings.kernels)
-        if kept is not None:  # only now, because the self-check overwrites the buffers
-            state_of_buffers.take_over(program, memory, kept)
-        self._memory = memory
-        streams, self._graphs = self._open_streams(cuda_graphs=settings.cuda_graphs)
-        self._executor = StepExecutor(
-            local_ranks,
-            streams,
-            seed=settings.seed,
-            run_section=None if self._graphs is None else self._graphs.run,
-            weight=settings.weight,
-        )
+        opened = open_program(program, self.job, self.device, settings, kept)
+        self._memory = opened.memory
+        self._executor = opened.executor
+        self._graphs = opened.graphs
         if self._optimizer is not None:
-            self._optimizer.write_to([memory])
+            self._optimizer.write_to([self._memory])
         elif any(isinstance(op, ops.OptimizerStep) for op in program.ops()):
-            self._optimizer = LiveOptimizer(program, [memory], self.update)
+            self._optimizer = LiveOptimizer(program, [self._memory], self.update)
         if self._optimizer is not None:
             self._executor.settings = SettingsOfRanks(optimizer=self._optimizer, job=self.job)
 
@@ -530,15 +438,3 @@ class Engine:
     def _forget_settings(self) -> None:
         if self._optimizer is not None:
             self._optimizer.forget_written()
-
-    def _open_streams(self, *, cuda_graphs: bool) -> tuple[Streams, SectionGraphs | None]:
-        if self.device.type != "cuda":
-            return ThreadStreams(), None
-        from zeroir.runtime.cuda import CudaStreams
-
-        streams = CudaStreams(self.program, self.device)
-        if not cuda_graphs:
-            return streams, None
-        from zeroir.runtime.cuda_graphs import SectionGraphs
-
-        return streams, SectionGraphs(self.program, streams, self._memory, self.job)

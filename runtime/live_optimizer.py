@@ -17,8 +17,8 @@ from typing import Final, overload
 import torch
 from torch import Tensor
 
+from zeroir.config.hyper_parameters import ADJUST_LR_FNS
 from zeroir.errors import UserError
-from zeroir.hyper_parameters import ADJUST_LR_FNS
 from zeroir.ir import ops
 from zeroir.ir.buffers import Region
 from zeroir.ir.ops import Algorithm

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from zeroir.api.plan import plan
     from zeroir.config import CompileOptions
     from zeroir.errors import InternalError, UserError
-    from zeroir.runtime.engine import Engine, Evaluation, StepResult
+    from zeroir.runtime.engine import Engine
+    from zeroir.runtime.results import Evaluation, StepResult
 
 __all__ = [
     "CompileOptions",
@@ -47,9 +48,9 @@ _HOMES = {
     "CompileOptions": ("zeroir.config", "CompileOptions"),
     "CompiledProgram": ("zeroir.api", "CompiledProgram"),
     "Engine": ("zeroir.runtime.engine", "Engine"),
-    "Evaluation": ("zeroir.runtime.engine", "Evaluation"),
+    "Evaluation": ("zeroir.runtime.results", "Evaluation"),
     "InternalError": ("zeroir.errors", "InternalError"),
-    "StepResult": ("zeroir.runtime.engine", "StepResult"),
+    "StepResult": ("zeroir.runtime.results", "StepResult"),
     "UserError": ("zeroir.errors", "UserError"),
     "compile": ("zeroir.api", "compile_model"),
     "estimate": ("zeroir.api.costs", "estimate"),

@@ -15,8 +15,8 @@ from torch.optim.lr_scheduler import StepLR
 from zeroir.api.compiled import CompiledProgram, compile_model
 from zeroir.api.plan import plan
 from zeroir.api.torch_optimizers import translated
+from zeroir.config.groups import parse_groups
 from zeroir.errors import UserError
-from zeroir.groups import parse_groups
 from zeroir.ir.ops import Algorithm
 from zeroir.runtime.lockstep import Lockstep
 

@@ -36,7 +36,7 @@ from zeroir.errors import KernelWarning, UserError
 from zeroir.ir.bindings import Binding
 from zeroir.ir.ops import Mode
 from zeroir.ir.segment import Segment
-from zeroir.runtime import engine as engine_module
+from zeroir.runtime import opened_program
 from zeroir.runtime.engine import Engine
 from zeroir.runtime.kernels import compile_pool
 from zeroir.runtime.kernels.base import Kernel
@@ -160,7 +160,7 @@ def test_every_segment_and_whole_steps_agree_with_eager(
     batch = model_file.batch()
     recording = Recording()
     with monkeypatch.context() as patch:
-        patch.setattr(engine_module, "open_kernels", lambda *_: recording)
+        patch.setattr(opened_program, "open_kernels", lambda *_: recording)
         engine = open_engine(compiled, KernelBackend.EAGER)
         losses = [engine.step(batch).loss for _ in range(4)]
         engine.close()

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Literal, Protocol, TypedDict
 
 from zeroir.config import Precision
+from zeroir.config.hyper_parameters import AdjustLr
 from zeroir.cost.estimate import Offload, Optimizer
-from zeroir.hyper_parameters import AdjustLr
 from zeroir.ir.ops import Algorithm
 
 OptimizerName = Literal["sgd", "momentum", "adam", "adamw", "lion", "muon", "adafactor", "shampoo"]

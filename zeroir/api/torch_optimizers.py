@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Final
 import torch
 from torch import Tensor, nn
 
+from zeroir.config.groups import DEFAULT_GROUP, GROUP_KEYS, GroupError, group_text, parse_groups
+from zeroir.config.hyper_parameters import DEFAULTS, NAMES
 from zeroir.errors import UserError
 from zeroir.frontend.source import ModelSource
-from zeroir.groups import DEFAULT_GROUP, GROUP_KEYS, GroupError, group_text, parse_groups
-from zeroir.hyper_parameters import DEFAULTS, NAMES
 from zeroir.ir.ops import Algorithm
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from zeroir.config import CompileOptions
+from zeroir.config.groups import DEFAULT_GROUP, NO_DECAY
 from zeroir.errors import UserError
-from zeroir.groups import DEFAULT_GROUP, NO_DECAY
 from zeroir.ir.layout import Parameter
 from zeroir.ir.ops import Algorithm
 from zeroir.ir.program import Flat, OptimizerGroup

@@ -1,0 +1,91 @@
+"""A program made ready to run on one rank: its memory, compiled kernels, streams and CUDA graphs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+
+from zeroir.ir.program import Program
+from zeroir.runtime import state as state_of_buffers
+from zeroir.runtime.comm.job import Backend, Job
+from zeroir.runtime.executor import StepExecutor
+from zeroir.runtime.handlers import LocalRanks
+from zeroir.runtime.kernels.choice import KernelBackend, open_kernels
+from zeroir.runtime.rank_memory import RankMemory
+from zeroir.runtime.self_check import check_kernels
+from zeroir.runtime.streams import Streams, ThreadStreams
+from zeroir.runtime.weights import WeightFunction
+
+if TYPE_CHECKING:
+    from zeroir.runtime.cuda_graphs import SectionGraphs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """The arguments of an engine that do not depend on its program."""
+
+    backend: Backend | None
+    kernels: KernelBackend
+    seed: int
+    timeout: timedelta
+    cuda_graphs: bool
+    self_check: bool
+    weight: WeightFunction | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenedProgram:
+    """Everything that runs a program on this process's device. ``graphs`` is None where ops are issued one by one."""
+
+    memory: RankMemory
+    executor: StepExecutor
+    graphs: SectionGraphs | None
+
+
+def open_program(
+    program: Program,
+    job: Job,
+    device: torch.device,
+    settings: EngineSettings,
+    kept: RankMemory | None = None,
+) -> OpenedProgram:
+    """Make everything that runs a program, with the contents of the memory ``kept`` of another one."""
+    memory = RankMemory(program, job.rank, device, is_deferred=True)
+    local_ranks = LocalRanks(
+        program=program,
+        memories=[memory],
+        comm=job.comm,
+        kernels=open_kernels(settings.kernels, device),
+    )
+    local_ranks.compile()
+    if settings.self_check:
+        check_kernels(local_ranks, settings.kernels)
+    if kept is not None:  # only now, because the self-check overwrites the buffers
+        state_of_buffers.take_over(program, memory, kept)
+    streams, graphs = _open_streams(program, memory, job, cuda_graphs=settings.cuda_graphs)
+    executor = StepExecutor(
+        local_ranks,
+        streams,
+        seed=settings.seed,
+        run_section=None if graphs is None else graphs.run,
+        weight=settings.weight,
+    )
+    return OpenedProgram(memory=memory, executor=executor, graphs=graphs)
+
+
+def _open_streams(
+    program: Program, memory: RankMemory, job: Job, *, cuda_graphs: bool
+) -> tuple[Streams, SectionGraphs | None]:
+    if memory.device.type != "cuda":
+        return ThreadStreams(), None
+    from zeroir.runtime.cuda import CudaStreams
+
+    streams = CudaStreams(program, memory.device)
+    if not cuda_graphs:
+        return streams, None
+    from zeroir.runtime.cuda_graphs import SectionGraphs
+
+    return streams, SectionGraphs(program, streams, memory, job)

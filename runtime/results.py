@@ -1,0 +1,59 @@
+"""The results of an engine's methods; see ``Engine``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zeroir.runtime.executor import RankEvaluation, RankResult
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """The results of ``Engine.step`` on this rank; see ``RankResult``. Reading a value waits for the device."""
+
+    rank: RankResult
+
+    @property
+    def loss(self) -> float:
+        """Mean over the step's micro-batches of this rank, weighted by their weights; NaN where all of them are 0."""
+        return float(self.rank.loss)
+
+    @property
+    def weight(self) -> float:
+        """The sum of the weights of this rank's micro-batches, or their number where they have no weights."""
+        return float(self.rank.weight)
+
+    @property
+    def mean_loss(self) -> float | None:
+        """Mean over all ranks, weighted as ``loss`` is; None where the program does not reduce the loss.
+
+        ``Engine.mean_loss`` does.
+        """
+        return None if self.rank.mean_loss is None else float(self.rank.mean_loss)
+
+    @property
+    def is_skipped(self) -> bool:
+        """Whether an overflow on any rank, or a weight of 0 on all ranks, left everything as it was."""
+        return self.rank.is_skipped is not None and bool(self.rank.is_skipped > 0)
+
+    @property
+    def grad_norm(self) -> float | None:
+        """Global L2 norm of the averaged gradient before clipping; None where the program computes none."""
+        return None if self.rank.grad_norm is None else float(self.rank.grad_norm)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """The results of ``Engine.evaluate`` on this rank; see ``RankEvaluation``. Reading the loss waits for it."""
+
+    rank: RankEvaluation
+
+    @property
+    def loss(self) -> float:
+        """The loss of this rank's batch (``Engine.average`` gives the mean over ranks)."""
+        return float(self.rank.loss)
+
+    @property
+    def outputs(self) -> object:
+        """The declared outputs in the user's structure, tensors on the engine's device; None where there are none."""
+        return self.rank.outputs

@@ -1,0 +1,234 @@
+"""All options of a compilation: the rules between them, what follows from them, and how they are read and stored."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from itertools import compress
+from typing import Final, Self
+
+from pydantic import ValidationError, ValidationInfo, model_validator
+
+from zeroir.config import hyper_parameters
+from zeroir.config.effects import first_without_effect
+from zeroir.config.groups import SEPARATOR, GroupError, GroupSpec, parse_groups
+from zeroir.config.meshes import parse_mesh
+from zeroir.config.option_fields import GivenOptions, OptionFields
+from zeroir.config.texts import explain_validation, first_problem, text_of
+from zeroir.errors import UserError
+from zeroir.ir.amounts import parse_bytes
+from zeroir.ir.mesh import DATA_AXIS, REPLICATE_AXIS, SHARD_AXIS, Axis, Mesh
+from zeroir.ir.ops import Algorithm
+
+_IS_WRITTEN: Final = {"is_written": True}
+"""The validation context for options that a program carries: an option without effect is no error there."""
+
+
+class CompileOptions(OptionFields):
+    """The options of a compilation, each valid beside the others."""
+
+    @model_validator(mode="after")
+    def _mesh_fits_world_size(self) -> Self:
+        if self.mesh is not None and parse_mesh(self.mesh).world_size != self.world_size:
+            ranks = parse_mesh(self.mesh).world_size
+            raise ValueError(
+                f"--mesh {self.mesh} has {ranks} ranks, but --world-size is {self.world_size}; leave one of them out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _nesterov_fits_momentum(self) -> Self:
+        has_momentum = "momentum" in hyper_parameters.DEFAULTS[self.optimizer]
+        if self.nesterov and has_momentum and (self.dampening or not self.effective_momentum):
+            raise ValueError("nesterov needs a momentum above 0 and no dampening")
+        return self
+
+    @model_validator(mode="after")
+    def _groups_are_valid(self, info: ValidationInfo) -> Self:
+        try:
+            specs = parse_groups(self.group)
+        except GroupError as error:
+            raise ValueError(f"--group {error}") from None
+        for spec in specs:
+            try:
+                self._of_group(spec, info.context)
+            except ValidationError as error:
+                raise ValueError(f"--group {spec.text}: {first_problem(error)}") from None
+        return self
+
+    @model_validator(mode="after")
+    def _all_have_effect(self, info: ValidationInfo) -> Self:
+        if not info.context and (problem := self.without_effect) is not None:
+            raise ValueError(problem)
+        return self
+
+    @property
+    def without_effect(self) -> str | None:
+        """A sentence on the first option that has no effect beside the others; None if each has one."""
+        return first_without_effect(self)
+
+    @property
+    def device_mesh(self) -> Mesh:
+        """The axes of the ranks: ``replicate`` and ``shard`` where a mesh is given, else ``dp``."""
+        if self.mesh is not None:
+            return parse_mesh(self.mesh)
+        return Mesh(axes=(Axis(name=DATA_AXIS, size=self.world_size),))
+
+    @property
+    def replicas(self) -> int | None:
+        """The number of groups of ranks that hold the same shards; None without a mesh."""
+        return None if self.mesh is None else parse_mesh(self.mesh).size(REPLICATE_AXIS)
+
+    def for_world_size(self, world_size: int) -> CompileOptions:
+        """The options for another number of ranks. The groups of a mesh keep their size, and their number changes.
+
+        Raises:
+            UserError: if the number of ranks is no multiple of the size of a group.
+        """
+        mesh = None
+        if self.mesh is not None:
+            shard = self.device_mesh.size(SHARD_AXIS)
+            if world_size % shard:
+                raise UserError(
+                    f"The mesh {self.mesh} has groups of {shard} ranks, so {world_size} ranks leave a part of a group "
+                    f"over: start a multiple of {shard} ranks, or compile with another --mesh."
+                )
+            mesh = f"{REPLICATE_AXIS}={world_size // shard},{SHARD_AXIS}={shard}"
+        values = {**self.model_dump(), "world_size": world_size, "mesh": mesh}
+        return make_options(values, context=_IS_WRITTEN)
+
+    def for_micro_steps(self, micro_steps: int) -> CompileOptions:
+        """The options for another number of micro-steps."""
+        values = {**self.model_dump(), "micro_steps": micro_steps}
+        return make_options(values, context=_IS_WRITTEN)
+
+    @property
+    def is_update_overlapped(self) -> bool:
+        """Whether the update begins in the backward, which is possible if no decision waits for all gradients."""
+        return self.overlap_update and self.clip is None and self.precision != "fp16"
+
+    @property
+    def has_dynamic_loss_scale(self) -> bool:
+        """Whether the loss scale follows overflows."""
+        return self.precision == "fp16" and self.loss_scale is None
+
+    @property
+    def first_loss_scale(self) -> float:
+        """The loss scale of the first step; 1 where there is none."""
+        if self.precision != "fp16":
+            return 1.0
+        return self.initial_loss_scale if self.loss_scale is None else self.loss_scale
+
+    @property
+    def prefetch_budget_bytes(self) -> int | None:
+        """The device memory that early gathers may fill; None if ``prefetch`` sets the distance instead."""
+        return None if self.prefetch_budget is None else parse_bytes(self.prefetch_budget)
+
+    def hyper_parameter(self, name: str) -> hyper_parameters.Value:
+        """The value of a hyper-parameter of the optimizer, torch's default unless given; 0 where it has none."""
+        defaults = hyper_parameters.DEFAULTS[self.optimizer]
+        if name not in defaults:
+            return 0.0
+        given: hyper_parameters.Value | None = getattr(self, name)
+        return defaults[name] if given is None else given
+
+    @property
+    def effective_momentum(self) -> float:
+        """The momentum factor; 0 for an optimizer that has none."""
+        return self._number("momentum")
+
+    @property
+    def effective_weight_decay(self) -> float:
+        """The weight decay: torch's default of the optimizer unless given."""
+        return self._number("weight_decay")
+
+    def _number(self, name: str) -> float:
+        """A hyper-parameter as ``%hyper`` holds it."""
+        option, _, index = name.partition(".")
+        value = self.hyper_parameter(option)
+        if isinstance(value, tuple):
+            return value[int(index)]
+        return hyper_parameters.ADJUST_LR_FNS[value] if isinstance(value, str) else float(value)
+
+    @property
+    def groups(self) -> tuple[GroupSpec, ...]:
+        """The groups of ``group``, which the parameters that match no other group are not in."""
+        return parse_groups(self.group)
+
+    def of_group(self, spec: GroupSpec) -> CompileOptions:
+        """The options of a group's parameters.
+
+        A group with another optimizer takes over the learning rate and the weight decay alone.
+        """
+        return self._of_group(spec, _IS_WRITTEN)
+
+    def with_adamw(self) -> CompileOptions:
+        """The options of parameters that another optimizer does not take: AdamW's, and the same learning rate.
+
+        The weight decay is the same, too, where it is given.
+        """
+        values = {"lr": self.lr, "weight_decay": self.weight_decay, "world_size": 1}
+        return CompileOptions.model_validate(values, context=_IS_WRITTEN)
+
+    def without_decay(self) -> CompileOptions:
+        """The same options with a weight decay of 0."""
+        return self.model_copy(update={"weight_decay": 0.0})
+
+    def _of_group(self, spec: GroupSpec, context: Mapping[str, bool] | None) -> CompileOptions:
+        names = ("optimizer", "lr", *hyper_parameters.NAMES)
+        values = {name: getattr(self, name) for name in names}
+        if spec.settings.get("optimizer", self.optimizer) != self.optimizer:
+            values = {name: values[name] for name in ("lr", "weight_decay")}
+        update = {**values, **spec.settings, "world_size": 1}
+        return CompileOptions.model_validate(update, context=context)
+
+    @property
+    def hyper(self) -> tuple[float, ...]:
+        """The contents of ``%hyper``, in the order of ``Algorithm.hyper_names``."""
+        return tuple(self._number(name) for name in self.optimizer.hyper_names)
+
+    def to_pairs(self) -> tuple[tuple[str, str], ...]:
+        """The options as a program stores them: names and texts, sorted by name, without options that are not set."""
+        values = sorted(self.model_dump().items())
+        texts = ((name, text_of(value, _SEPARATORS.get(name, ","))) for name, value in values)
+        are_set = (value not in (None, ()) for _, value in values)
+        return tuple(compress(texts, are_set))
+
+
+_SEPARATORS: Final = {"group": SEPARATOR}
+"""Separators of options that are lists, where commas are part of an item."""
+
+
+def make_options(
+    values: Mapping[str, object], *, context: Mapping[str, bool] | None = None
+) -> CompileOptions:
+    """Validate options; a UserError names the first wrong one, its value and the expected values."""
+    try:
+        return CompileOptions.model_validate(dict(values), context=context)
+    except ValidationError as error:
+        raise UserError(explain_validation(error)) from None
+
+
+def make_given_options(values: Mapping[str, object]) -> GivenOptions:
+    """Validate each option by itself; UserError as for ``make_options``."""
+    try:
+        return GivenOptions.model_validate(dict(values))
+    except ValidationError as error:
+        raise UserError(explain_validation(error)) from None
+
+
+def options_from_pairs(pairs: Iterable[tuple[str, str]]) -> CompileOptions:
+    """The inverse of ``CompileOptions.to_pairs``; UserError as for ``make_options``.
+
+    Files of earlier versions have the options of every optimizer; those of other optimizers are left out.
+    """
+    values = dict(pairs)
+    optimizer = values.get("optimizer")
+    if optimizer in set(Algorithm):
+        own = hyper_parameters.DEFAULTS[Algorithm(optimizer)]
+        for name in hyper_parameters.NAMES:
+            if name not in own:
+                values.pop(name, None)
+    try:
+        return CompileOptions.model_validate_strings(values, context=_IS_WRITTEN)
+    except ValidationError as error:
+        raise UserError(explain_validation(error)) from None
