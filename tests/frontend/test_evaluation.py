@@ -322,7 +322,8 @@ class Lookup(nn.Module):
         self.table = nn.Embedding(4, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.table(x).square().mean()
+        rows: Tensor = self.table(x)
+        return rows.square().mean()
 
 
 def test_a_failure_names_the_evaluation() -> None:
