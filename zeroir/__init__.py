@@ -24,12 +24,13 @@ if TYPE_CHECKING:
     from zeroir.api.plan import plan
     from zeroir.config import CompileOptions
     from zeroir.errors import InternalError, UserError
-    from zeroir.runtime.engine import Engine, StepResult
+    from zeroir.runtime.engine import Engine, Evaluation, StepResult
 
 __all__ = [
     "CompileOptions",
     "CompiledProgram",
     "Engine",
+    "Evaluation",
     "InternalError",
     "StepResult",
     "UserError",
@@ -46,6 +47,7 @@ _HOMES = {
     "CompileOptions": ("zeroir.config", "CompileOptions"),
     "CompiledProgram": ("zeroir.api", "CompiledProgram"),
     "Engine": ("zeroir.runtime.engine", "Engine"),
+    "Evaluation": ("zeroir.runtime.engine", "Evaluation"),
     "InternalError": ("zeroir.errors", "InternalError"),
     "StepResult": ("zeroir.runtime.engine", "StepResult"),
     "UserError": ("zeroir.errors", "UserError"),
