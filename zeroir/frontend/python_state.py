@@ -44,6 +44,9 @@ _LASTING = (nn.Module, type, FunctionType, BuiltinFunctionType, ModuleType)
 _MOST_ITEMS = 10_000
 """Larger containers hold data: they are compared by their length, and only what was appended is removed again."""
 
+_CACHED = type(cache(lambda: None))
+"""Functions with a cache of results, which must not keep tensors of a trace."""
+
 _RANDOM = "the state of Python's random"
 _NUMPY_RANDOM = "the state of numpy.random"
 
@@ -174,6 +177,9 @@ class PythonState:
             self.leaves[name] = (type(value), repr(value))
         elif isinstance(value, Tensor):
             self.leaves[name] = (Tensor, value.dtype, tuple(value.shape))
+        elif isinstance(value, _CACHED):
+            self.leaves[name] = (type(value),)
+            self._restores.append(_forgetting_of(value))
         elif isinstance(value, tuple):
             self.leaves[name] = (tuple, len(value))
             self._add_all(name, enumerate(value))
@@ -305,6 +311,19 @@ def _identity(value: object) -> object:
 def _is_same(current: object, saved: object) -> bool:
     """Whether nothing has to be restored; a tensor that replaces another one is the tracer's."""
     return current is saved or (isinstance(current, Tensor) and isinstance(saved, Tensor))
+
+
+def _forgetting_of(function: functools._lru_cache_wrapper[object]) -> Callable[[IsSame], None]:
+    """A function that empties the cache of another one where that has kept more results since the last time."""
+    misses = function.cache_info().misses
+
+    def forget(_: IsSame) -> None:
+        nonlocal misses
+        if function.cache_info().misses != misses:
+            function.cache_clear()
+            misses = 0
+
+    return forget
 
 
 def _refill(container: list[object] | deque[object], items: list[object], is_same: IsSame) -> None:
