@@ -115,7 +115,7 @@ def _divided(update: Section, program: Program) -> tuple[tuple[_Movable, ...], t
     left: list[Op] = []
     staying = Touched(program)
     weights = [op.weight for op in update.body if isinstance(op, ops.Decide)]
-    for index, op in enumerate(update.body):
+    for index, op in enumerate(_apart(update.body, weights)):
         if (
             isinstance(op, _Movable)
             and (_is_of_a_flat(op, program) or _is_alone(effects(op).writes, weights))
@@ -126,6 +126,18 @@ def _divided(update: Section, program: Program) -> tuple[tuple[_Movable, ...], t
             left.append(op)
             staying.add(op, index)
     return tuple(moved), tuple(left)
+
+
+def _apart(body: Iterable[Op], weights: Sequence[Region | None]) -> Iterator[Op]:
+    """The ops, with launches that sum one of these weights and other scalars as two launches."""
+    for op in body:
+        if not isinstance(op, ops.AllReduce):
+            yield op
+            continue
+        of_weights = tuple(pair for pair in op.pairs if pair.destination in weights)
+        others = tuple(pair for pair in op.pairs if pair.destination not in weights)
+        for pairs in filter(None, (of_weights, others)):
+            yield replace(op, pairs=pairs)
 
 
 def _is_alone(written: tuple[Region, ...], weights: Sequence[Region | None]) -> bool:

@@ -237,8 +237,11 @@ class Engine:
         """
         self._accumulation.require_none("step")
         batches: list[Batch] = batch if isinstance(batch, list) else [batch]
-        if len(batches) > 1 and self._accumulating is not None:
-            self._accumulate()
+        if len(batches) > 1:
+            for each in batches:  # before the first of them adds to the sums
+                inputs_of(self.program, each)
+            if self._accumulating is not None:
+                self._accumulate()
         self._allocate_once()
         (result,) = self._executor.step([batches])
         return StepResult(rank=result)

@@ -130,6 +130,11 @@ class StepExecutor:
         counts = {len(micro_batches) for micro_batches in batches}
         (micro_steps,) = counts
         self.require_micro_steps(micro_steps)
+        if self.micro_steps_done:
+            raise UserError(
+                "An earlier step failed after its first micro-step, and its gradients are in the sums: make a new "
+                "engine."
+            )
         with self._streams.entered():
             for index in range(micro_steps):
                 micro_batches = [own[index] for own in batches]
@@ -303,7 +308,10 @@ class StepExecutor:
 
     def _explained(self, position: OpPosition, error: Exception) -> ZeroirError:
         """The error to raise for a failure in an op: it names the failure, the op and a remedy."""
-        place = f"{self._labels[position]} of step {self.step_count + 1}"
+        when = f"of step {self.step_count + 1}"
+        if position.section == EVALUATE:
+            when = f"after step {self.step_count}"
+        place = f"{self._labels[position]} {when}"
         if isinstance(error, RuntimeError) and is_lost_connection(error):
             return LostPeersError(
                 f"Rank {self.local_ranks.memories[0].rank} lost its peers in {place}: another rank stopped or is "

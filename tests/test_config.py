@@ -115,7 +115,7 @@ IN_VAIN: list[tuple[dict[str, object], str]] = [
     ({"optimizer": "momentum", "beta2": 0.5}, "--beta2 0.5 needs --optimizer adam, adamw or lion"),
     (
         {"optimizer": "lion", "eps": 0.5},
-        "--eps 0.5 needs --optimizer adam, adamw, muon or adafactor",
+        "--eps 0.5 needs --optimizer adam, adamw, muon, adafactor or shampoo",
     ),
     ({"nesterov": True}, "--nesterov true needs --optimizer momentum or muon"),
     (

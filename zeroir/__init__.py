@@ -25,12 +25,13 @@ if TYPE_CHECKING:
     from zeroir.config import CompileOptions
     from zeroir.errors import InternalError, UserError
     from zeroir.runtime.engine import Engine
-    from zeroir.runtime.results import StepResult
+    from zeroir.runtime.results import Evaluation, StepResult
 
 __all__ = [
     "CompileOptions",
     "CompiledProgram",
     "Engine",
+    "Evaluation",
     "InternalError",
     "StepResult",
     "UserError",
@@ -47,6 +48,7 @@ _HOMES = {
     "CompileOptions": ("zeroir.config", "CompileOptions"),
     "CompiledProgram": ("zeroir.api", "CompiledProgram"),
     "Engine": ("zeroir.runtime.engine", "Engine"),
+    "Evaluation": ("zeroir.runtime.results", "Evaluation"),
     "InternalError": ("zeroir.errors", "InternalError"),
     "StepResult": ("zeroir.runtime.results", "StepResult"),
     "UserError": ("zeroir.errors", "UserError"),

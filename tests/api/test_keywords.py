@@ -111,6 +111,8 @@ def test_a_type_checker_accepts_right_options_and_rejects_wrong_ones(tmp_path: P
 
 
 def test_the_public_names_are_there() -> None:
-    assert {"Engine", "StepResult", "CompiledProgram", "CompileOptions"} <= set(zeroir.__all__)
+    assert {"Engine", "Evaluation", "StepResult", "CompiledProgram", "CompileOptions"} <= set(
+        zeroir.__all__
+    )
     for name in zeroir.__all__:
         assert getattr(zeroir, name).__module__.startswith("zeroir.")

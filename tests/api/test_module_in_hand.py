@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -356,6 +357,21 @@ def test_the_callers_modes_do_not_matter_but_autocast_is_refused() -> None:
         pytest.raises(UserError, match=r"compiled within torch.autocast\('cpu'\)"),
     ):
         compiled(made(unchanged))
+
+
+@cache
+def positions(length: int) -> Tensor:
+    return torch.arange(length, dtype=torch.float32)
+
+
+def test_functions_with_a_cache_keep_no_tensor_of_the_trace() -> None:
+    positions(3)
+    net = made(
+        lambda net: net.first.register_forward_hook(lambda _, __, output: output + positions(8))
+    )
+    losses = [compiled(net).engine(keep_module=True).step(BATCH).loss for _ in range(2)]
+    assert type(positions(8)) is Tensor
+    assert losses == [net(*BATCH).item()] * 2
 
 
 LAST = {"output": torch.zeros(3)}

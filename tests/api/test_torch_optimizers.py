@@ -231,7 +231,7 @@ def test_the_settings_of_adafactor_are_as_torch_has_them() -> None:
 
 def test_a_parameter_of_two_instances_is_refused() -> None:
     module = a_module()
-    with pytest.raises(UserError, match="Group 0 of the Adam has blocks.0.bias, which another"):
+    with pytest.raises(UserError, match=r"Group 0 of the Adam has blocks\.0\.bias, which another"):
         translated([adamw(module), adam(module)], module, {})
 
 
@@ -348,7 +348,7 @@ def of_frozen(module: nn.Module) -> torch.optim.Optimizer:
             "has differentiable=True",
         ),
         (
-            lambda m: torch.optim.AdamW([nn.Parameter(torch.zeros(2, 3))]),
+            lambda _: torch.optim.AdamW([nn.Parameter(torch.zeros(2, 3))]),
             "of shape [2, 3] that is not one of",
         ),
         (stepped, "has the states of 8 parameters already"),

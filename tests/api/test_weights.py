@@ -29,6 +29,8 @@ MODEL = str(Path(unlabelled.__file__))
         {"stage": 3, "world_size": 4, "mesh": "replicate=2,shard=2", "micro_steps": 2},
         {"stage": 1, "precision": "fp16", "loss_scale": 128.0},
         {"stage": 3, "clip": 0.1, "micro_steps": 2},
+        {"stage": 3, "optimizer": "muon", "micro_steps": 2, "ema": 0.5},
+        {"stage": 2, "optimizer": "adafactor"},
     ],
     ids=str,
 )

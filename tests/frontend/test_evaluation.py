@@ -314,3 +314,24 @@ def test_evaluations_go_on_where_a_program_begins_to_accumulate() -> None:
     engine.step([BATCH, BATCH])
     assert engine.evaluate(BATCH).loss < before
     engine.close()
+
+
+class Lookup(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows: Tensor = self.table(x)
+        return rows.square().mean()
+
+
+def test_a_failure_names_the_evaluation() -> None:
+    good, bad = torch.tensor([0, 1, 2]), torch.tensor([0, 1, 9])
+    engine = zeroir.compile(Lookup(), good, stage=0, world_size=1).engine()
+    engine.step(good)
+    with pytest.raises(
+        UserError, match=r"does not suit the model: .* in evaluate:\d+ .* after step 1"
+    ):
+        engine.evaluate(bad)
+    engine.close()

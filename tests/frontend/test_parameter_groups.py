@@ -157,7 +157,7 @@ def test_what_is_no_group_is_refused_in_a_sentence(
     ],
 )
 def test_a_group_without_parameters_is_refused(group: str, sentence: str) -> None:
+    options = make_options({"world_size": 1, "group": group, "no_decay": True})
     with pytest.raises(UserError) as caught:
-        options = make_options({"world_size": 1, "group": group, "no_decay": True})
         parameter_groups(PARAMETERS, options)
     assert sentence in str(caught.value)

@@ -15,6 +15,7 @@ from zeroir.config import make_options
 from zeroir.errors import ModelWarning, UserError
 
 MODEL = """
+import itertools
 import random
 import torch
 from torch import nn
@@ -31,6 +32,12 @@ class Block(nn.Module):
     def forward(self, x):
         return torch.relu(self.down(torch.tanh(self.up(x)))) + x
 
+class Slots:
+    __slots__ = ("count",)
+
+    def __init__(self):
+        self.count = 0
+
 class Model(nn.Module):
     count = 0
 
@@ -40,6 +47,7 @@ class Model(nn.Module):
         self.blocks = nn.ModuleList(Block() for _ in range(5))
         self.post = nn.Linear(8, 8)
         self.calls, self.is_first, self.kept, self.notes, self.facts = 0, True, None, [], {"calls": 1}
+        self.numbers, self.items, self.slots = itertools.count(), (i for i in range(99)), Slots()
         {init}
 
     def run(self, x):
@@ -141,6 +149,8 @@ CHANGED = {
     "Model.count += 1; x = x + Model.count": r"Model\.count",
     "CALLS += 1; x = x + CALLS": r"model\.py:CALLS",
     "x = x * random.random()": "the state of Python's random",
+    "x = x * (1 + next(self.numbers))": "numbers",
+    "x = x * (1 + next(self.items))": "items",
     "x = x if self.kept is None else x + self.kept; self.kept = x.detach()": "kept",
 }
 
@@ -179,6 +189,9 @@ KEPT = {
     "self.calls += 1; x = x * (1 + self.calls // 1000)": "calls",
     "self.calls += 1; x = x * self.facts.get(self.calls, 1)": "calls",
     "self.calls = (self.calls + 1) ** 2": "calls",
+    "next(self.numbers)": "numbers",
+    "next(self.items)": "items",
+    "self.slots.count += 1": r"slots\.count",
 }
 
 
@@ -213,7 +226,7 @@ def test_units_under_a_checkpoint_are_recomputed(call: str, tmp_path: Path) -> N
 def test_a_checkpoint_of_less_than_a_unit_gives_a_warning(tmp_path: Path) -> None:
     path = write(tmp_path, forward="x = checkpoint(self.post, x, use_reentrant=False)")
     (sentence,) = warned(path)
-    assert re.match(r"model\.py:37 checkpoints less than a unit", sentence)
+    assert re.match(r"model\.py:45 checkpoints less than a unit", sentence)
 
 
 @pytest.mark.parametrize(
@@ -226,7 +239,7 @@ def test_a_checkpoint_of_less_than_a_unit_gives_a_warning(tmp_path: Path) -> Non
 )
 @pytest.mark.filterwarnings("ignore:.*CUDA is not available")
 def test_autocast_for_an_accelerator_gives_a_warning(parts: dict[str, str], tmp_path: Path) -> None:
-    with pytest.warns(ModelWarning, match=r"model\.py:3\d asks for torch.autocast\('cuda'\)"):
+    with pytest.warns(ModelWarning, match=r"model\.py:4\d asks for torch.autocast\('cuda'\)"):
         zeroir.compile(write(tmp_path, **parts), world_size=1)
 
 

@@ -77,9 +77,9 @@ def test_one_nccl_rank_follows_the_reference(
     torch.testing.assert_close(found, reference, rtol=bound, atol=bound)
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam", "adamw"])
+@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam", "adamw", "adafactor"])
 def test_the_fused_optimizers_follow_the_cpu(device: torch.device, optimizer: str) -> None:
-    logical = mlp(optimizer=optimizer, clip=0.5, micro_steps=2)
+    logical = mlp(optimizer=optimizer, clip=0.5, micro_steps=2, ema=0.9)
     program = lowered(logical, 2, 1)
     batches = random_batches(10, 1, micro_steps=2)
     expected = run_lockstep(program, initial=initial_flats(logical), inputs=batches)

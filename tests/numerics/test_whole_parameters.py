@@ -97,27 +97,32 @@ def model(tmp_path: Path) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("choice", CHOICES)
+QUICK: list[dict[str, object]] = [
+    {"stage": 0, "world_size": 1},
+    {"stage": 3, "world_size": 3},
+    {"stage": 1, "world_size": 3, "precision": "fp16", "initial_loss_scale": 2.0**30},
+]
+SLOW: list[dict[str, object]] = [
+    {"stage": 0, "world_size": 3},
+    {"stage": 1, "world_size": 3},
+    {"stage": 1, "world_size": 4, "precision": "bf16"},
+    {"stage": 2, "world_size": 4, "overlap_update": False, "ema": 0.9},
+    {"stage": 3, "world_size": 1},
+    {"stage": 3, "world_size": 3, "overlap_update": False, "precision": "bf16"},
+    {"stage": 3, "mesh": "replicate=2,shard=2", "precision": "bf16"},
+    {"stage": 1, "mesh": "replicate=2,shard=2"},
+    {"stage": 3, "world_size": 3, "precision": "fp16", "initial_loss_scale": 2.0**30},
+    {"stage": 2, "world_size": 3, "precision": "bf16", "micro_steps": 2},
+    {"stage": 3, "world_size": 3, "bucket": 100_000},
+]
+
+
 @pytest.mark.parametrize(
     "options",
-    [
-        {"stage": 0, "world_size": 1},
-        {"stage": 0, "world_size": 3},
-        {"stage": 1, "world_size": 3},
-        {"stage": 1, "world_size": 4, "precision": "bf16"},
-        {"stage": 2, "world_size": 4, "overlap_update": False, "ema": 0.9},
-        {"stage": 3, "world_size": 1},
-        {"stage": 3, "world_size": 3},
-        {"stage": 3, "world_size": 3, "overlap_update": False, "precision": "bf16"},
-        {"stage": 3, "mesh": "replicate=2,shard=2", "precision": "bf16"},
-        {"stage": 1, "mesh": "replicate=2,shard=2"},
-        {"stage": 3, "world_size": 3, "precision": "fp16", "initial_loss_scale": 2.0**30},
-        {"stage": 1, "world_size": 3, "precision": "fp16", "initial_loss_scale": 2.0**30},
-        {"stage": 2, "world_size": 3, "precision": "bf16", "micro_steps": 2},
-        {"stage": 3, "world_size": 3, "bucket": 100_000},
-    ],
+    [*QUICK, *(pytest.param(options, marks=pytest.mark.slow) for options in SLOW)],
     ids=lambda options: "-".join(map(str, options.values())),
 )
+@pytest.mark.parametrize("choice", CHOICES)
 def test_it_equals_torch(model: str, choice: str, options: dict[str, object]) -> None:
     comparison = check_model(model, make_options({**CHOICES[choice], **options}), steps=4, seed=1)
     assert comparison.is_equal, str(comparison)
@@ -143,10 +148,6 @@ def test_muon_leaves_what_is_no_matrix_to_adamw(model: str) -> None:
     program = compiled(model, "muon", world_size=2, no_decay=True)
     groups = {group.name: group.algorithm for group in program.groups}
     assert groups == {
-        "default": Algorithm.MUON,
-        "adamw": Algorithm.ADAMW,
-        "no_decay": Algorithm.ADAMW,
-    } or groups == {
         "default": Algorithm.MUON,
         "adamw": Algorithm.ADAMW,
         "adamw.no_decay": Algorithm.ADAMW,

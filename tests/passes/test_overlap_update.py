@@ -201,6 +201,25 @@ def test_only_the_loss_is_left_of_the_update(micro_steps: int) -> None:
         assert program.section_by_name[MICRO_STEP] == before.section_by_name[MICRO_STEP]
 
 
+@pytest.mark.parametrize("bucket", [0, 10_000])
+@pytest.mark.parametrize("micro_steps", [1, 2])
+def test_the_weights_of_batches_are_summed_at_the_beginning(bucket: int, micro_steps: int) -> None:
+    """They are known before the first segment is called; one launch would hold them back until the loss is known."""
+    logical = mlp(is_weighted=True, micro_steps=micro_steps)
+    passes = for_stage(3, 3, overlap_update=True, bucket=bucket)
+    program = proved(logical, passes)
+    body = program.section_by_name[LAST_MICRO_STEP].body
+    kinds = [type(op) for op in body]
+    summed = next(
+        i
+        for i, op in enumerate(body)
+        if isinstance(op, ops.AllReduce) and op.pairs[0].destination.buffer == "weight"
+    )
+    assert summed < kinds.index(ops.Decide) < kinds.index(ops.Compute)
+    left = program.section_by_name[UPDATE].body
+    assert not any(isinstance(op, ops.OptimizerStep | ops.Decide) for op in left)
+
+
 @pytest.mark.parametrize(("precision", "clip"), [("fp32", 1.0), ("fp16", None), ("fp16", 1.0)])
 def test_a_global_decision_comes_before_any_step(precision: str, clip: float | None) -> None:
     program = applied(mlp(precision=precision, clip=clip), for_stage(2, 3))

@@ -218,3 +218,33 @@ def test_a_weight_may_be_a_tensor() -> None:
         assert result.weight == expected.weight
         assert result.loss == expected.loss
     assert_equal_states(engine, other)
+
+
+def test_a_wrong_batch_among_several_leaves_nothing_behind() -> None:
+    """All are checked before the first one runs, and before a program for one batch is lowered again."""
+    lowered_again: list[str] = []
+
+    def accumulating() -> Program:
+        lowered_again.append("lowered")
+        return lowered(accumulate(mlp()), 3, 1)
+
+    first, second = batches_of(2)
+    engine, other = opened(mlp(), accumulating=accumulating), opened(ACCUMULATING)
+    with pytest.raises(UserError, match="has no 'x'"):
+        engine.step([first, {"y": torch.zeros(4, 6)}])
+    assert not lowered_again
+    assert engine.step([first, second]).loss == other.step([first, second]).loss
+    assert lowered_again == ["lowered"]
+    assert_equal_states(engine, other)
+
+
+def test_a_step_that_failed_half_way_is_not_gone_on_with() -> None:
+    """A weight that cannot be computed shows only when its micro-step begins, and the one before has run."""
+    first, second = batches_of(2)
+    engine = opened(
+        mlp(micro_steps=2, is_weighted=True), weight=lambda one: 1 if one is first else "many"
+    )
+    with pytest.raises(UserError, match="returned str"):
+        engine.step([first, second])
+    with pytest.raises(UserError, match="An earlier step failed after its first micro-step"):
+        engine.step([first, first])

@@ -13,9 +13,9 @@ from tests.verify.test_rejects import codes, find
 from zeroir.ir import ops
 from zeroir.ir.buffers import Region
 from zeroir.ir.contents import Micro, WeightContent
-from zeroir.ir.mesh import REDUCE
+from zeroir.ir.mesh import COMPUTE, REDUCE
 from zeroir.ir.ops import Mode, Op
-from zeroir.ir.program import LAST_MICRO_STEP, MICRO_STEP, UPDATE, Program
+from zeroir.ir.program import LAST_MICRO_STEP, MICRO_STEP, UPDATE, Pending, Program, Section
 from zeroir.passes.common.order import derive_waits, without_waits
 from zeroir.verify import verify
 
@@ -186,3 +186,37 @@ def test_the_weight_that_the_engine_reports_is_the_decisions() -> None:
     place = find(program, UPDATE, _clears)
     dirty = ops.Fill(destination=_weight("weight"), value=0.0, stream="compute")
     assert "Z405" in codes(verify(put(program, place, dirty, at(program, place))))
+
+
+def _ending_late(section: Section, is_wanted: Callable[[Op], bool]) -> Section:
+    """The section with one of its casts or fills last, and under way at its end."""
+    (late,) = (op for op in section.body if is_wanted(op))
+    assert isinstance(late, ops.Cast | ops.Fill)
+    rest = tuple(op for op in section.body if op is not late)
+    state = replace(section.exit, pending=(_LATE,))
+    return replace(section, body=(*rest, replace(late, event=_LATE.event)), exit=state)
+
+
+def _waiting(section: Section) -> Section:
+    """The section with a wait for what is under way at its beginning."""
+    body = (ops.Wait(waited=_LATE.event, on=_LATE.stream), *section.body)
+    return replace(section, entry=replace(section.entry, pending=(_LATE,)), body=body)
+
+
+_LATE = Pending(event="late", stream=COMPUTE)
+
+
+def test_no_op_reads_a_weight_while_the_host_writes_the_next() -> None:
+    """The host writes it at the joint before each micro-step, and waits for no op that is under way there."""
+    program = without_waits(WEIGHTED.scheduled)
+    by_name = program.section_by_name
+    sections = (
+        _waiting(_ending_late(by_name[MICRO_STEP], _adds)),
+        _waiting(by_name[LAST_MICRO_STEP]),
+        _ending_late(by_name[UPDATE], _clears),
+    )
+    report = verify(derive_waits(replace(program, sections=sections)))
+    sentences = [finding.sentence for finding in report.findings if finding.code == "Z105"]
+    assert any(
+        "uses %batch_weight, which the host fills again" in sentence for sentence in sentences
+    ), report.render()

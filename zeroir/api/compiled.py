@@ -148,7 +148,7 @@ class CompiledProgram:
             )
         programs = programs_after_passes(self.logical, self.program)
         artifact = replace(self.artifact, scheduled=programs[number])
-        return _require_valid(_verified(artifact, self.path))
+        return replace(_require_valid(_verified(artifact, self.path)), source=self.source)
 
     def require_evaluation(self) -> None:
         """Raise UserError where the program has no section ``evaluate``, saying why."""

@@ -13,15 +13,15 @@ import operator
 import random
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from types import (
     BuiltinFunctionType,
-    CellType,
     CodeType,
     FunctionType,
+    GeneratorType,
     MethodType,
     ModuleType,
 )
@@ -31,8 +31,8 @@ from torch import Tensor, nn
 
 from zeroir.frontend._torch_private import HOOKS_OF_MODULES
 from zeroir.frontend.imports import is_known_package
+from zeroir.frontend.namespaces import ClassAttributes, ClosureVariables, Namespace, SlotAttributes
 
-Namespace = MutableMapping[str, object]
 Leaf = tuple[object, ...]
 IsSame = Callable[[object, object], bool]
 
@@ -43,6 +43,9 @@ _LASTING = (nn.Module, type, FunctionType, BuiltinFunctionType, ModuleType)
 
 _MOST_ITEMS = 10_000
 """Larger containers hold data: they are compared by their length, and only what was appended is removed again."""
+
+_CACHED = type(cache(lambda: None))
+"""Functions with a cache of results, which must not keep tensors of a trace."""
 
 _RANDOM = "the state of Python's random"
 _NUMPY_RANDOM = "the state of numpy.random"
@@ -79,7 +82,7 @@ class PythonState:
             state._callable(function)
         for kind in dict.fromkeys(kind for m in model.modules() for kind in type(m).__mro__):
             if not _is_pythons_or_torchs(kind):
-                state._namespace(_ClassAttributes(kind), f"{kind.__name__}.", frozenset())
+                state._namespace(ClassAttributes(kind), f"{kind.__name__}.", frozenset())
         for name in code.modules:
             if name in sys.modules:
                 module = sys.modules[name]
@@ -150,9 +153,9 @@ class PythonState:
                 self._closure(inspect.unwrap(function))
             case nn.Module() | type() | None:
                 pass  # modules of the model and their classes are in the state anyway
-            case _ if _has_own_attributes(function) and id(function) not in self._seen:
+            case _ if not (id(function) in self._seen or _is_pythons_or_torchs(type(function))):
                 self._seen[id(function)] = function
-                self._namespace(vars(function), f"{type(function).__name__}.", frozenset())
+                self._add_mutable(type(function).__name__, function)
 
     def _closure(self, function: Callable[..., object]) -> None:
         """The variables of a user's function that it shares with the code around it."""
@@ -163,7 +166,7 @@ class PythonState:
         ):
             return
         self._seen[id(function)] = function
-        variables = _ClosureVariables(function)
+        variables = ClosureVariables(function)
         self._namespace(variables, f"{function.__name__}:", frozenset())
         for value in variables.values():
             self._callable(value)
@@ -174,6 +177,9 @@ class PythonState:
             self.leaves[name] = (type(value), repr(value))
         elif isinstance(value, Tensor):
             self.leaves[name] = (Tensor, value.dtype, tuple(value.shape))
+        elif isinstance(value, _CACHED):
+            self.leaves[name] = (type(value),)
+            self._restores.append(_forgetting_of(value))
         elif isinstance(value, tuple):
             self.leaves[name] = (tuple, len(value))
             self._add_all(name, enumerate(value))
@@ -210,71 +216,14 @@ class PythonState:
                 members = set(value)
                 self._restores.append(lambda _: _refill_set(value, members))
                 self.leaves[name] += (frozenset(map(_identity, members)),)
-            case _ if _has_own_attributes(value):
-                self._namespace(vars(value), f"{name}.", frozenset())
+            case Iterator():
+                self.leaves[name] += _progress(value)
+            case _ if (attributes := _own_attributes(value)) is not None:
+                self._namespace(attributes, f"{name}.", frozenset())
 
     def _add_all(self, name: str, items: Iterable[tuple[object, object]]) -> None:
         for key, item in items:
             self._add(f"{name}[{key}]", item)
-
-
-class _ClassAttributes(MutableMapping[str, object]):
-    """The attributes of a class as a mapping; Python changes them through setattr only."""
-
-    def __init__(self, kind: type) -> None:
-        self._kind = kind
-
-    def __getitem__(self, name: str) -> object:
-        return vars(self._kind)[name]
-
-    def __setitem__(self, name: str, value: object) -> None:
-        setattr(self._kind, name, value)
-
-    def __delitem__(self, name: str) -> None:
-        delattr(self._kind, name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(tuple(vars(self._kind)))
-
-    def __len__(self) -> int:
-        return len(vars(self._kind))
-
-
-class _ClosureVariables(MutableMapping[str, object]):
-    """The variables of a function's closure that have a value."""
-
-    def __init__(self, function: FunctionType) -> None:
-        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-        self._cells = dict(cells)
-
-    def __getitem__(self, name: str) -> object:
-        try:
-            return self._cells[name].cell_contents
-        except ValueError:
-            raise KeyError(name) from None
-
-    def __setitem__(self, name: str, value: object) -> None:
-        self._cells[name].cell_contents = value
-
-    def __delitem__(self, name: str) -> None:
-        del self._cells[name].cell_contents
-
-    def __iter__(self) -> Iterator[str]:
-        return (name for name in self._cells if name in self)
-
-    def __contains__(self, name: object) -> bool:
-        return isinstance(name, str) and name in self._cells and _has_value(self._cells[name])
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-
-def _has_value(cell: CellType) -> bool:
-    try:
-        _ = cell.cell_contents
-    except ValueError:
-        return False
-    return True
 
 
 @cache
@@ -332,9 +281,23 @@ def number_attributes(
             yield modules[owner], attribute, value
 
 
-def _has_own_attributes(value: object) -> bool:
-    """Whether an object's class is neither Python's nor torch's, and its attributes are its state."""
-    return not _is_pythons_or_torchs(type(value)) and hasattr(value, "__dict__")
+def _own_attributes(value: object) -> Namespace | None:
+    """The attributes of an object that are its state; None where its class is Python's or torch's."""
+    kind = type(value)
+    if _is_pythons_or_torchs(kind):
+        return None
+    if hasattr(value, "__dict__"):
+        return vars(value)
+    return SlotAttributes(value) if hasattr(kind, "__slots__") else None
+
+
+def _progress(iterator: Iterator[object]) -> Leaf:
+    """A value that changes when an iterator of Python's advances, as far as it shows that."""
+    frame = iterator.gi_frame if isinstance(iterator, GeneratorType) else None
+    if frame is not None:
+        variables = {name: repr(x) for name, x in frame.f_locals.items() if isinstance(x, _PLAIN)}
+        return (frame.f_lasti, tuple(variables.items()))
+    return (repr(iterator), operator.length_hint(iterator, -1))
 
 
 def _is_pythons_or_torchs(kind: type) -> bool:
@@ -348,6 +311,19 @@ def _identity(value: object) -> object:
 def _is_same(current: object, saved: object) -> bool:
     """Whether nothing has to be restored; a tensor that replaces another one is the tracer's."""
     return current is saved or (isinstance(current, Tensor) and isinstance(saved, Tensor))
+
+
+def _forgetting_of(function: functools._lru_cache_wrapper[object]) -> Callable[[IsSame], None]:
+    """A function that empties the cache of another one where that has kept more results since the last time."""
+    misses = function.cache_info().misses
+
+    def forget(_: IsSame) -> None:
+        nonlocal misses
+        if function.cache_info().misses != misses:
+            function.cache_clear()
+            misses = 0
+
+    return forget
 
 
 def _refill(container: list[object] | deque[object], items: list[object], is_same: IsSame) -> None:

@@ -181,7 +181,7 @@ def _by_weight(body: Sequence[Op]) -> Iterator[Op]:
         match op:
             case ops.Decide():
                 yield replace(op, weight=first(WEIGHT), skip=skip)
-            case ops.OptimizerStep() | ops.Average():
+            case ops.Direction() | ops.OptimizerStep() | ops.Average():
                 yield replace(op, skip=skip)
             case ops.UpdateScale():
                 yield replace(op, weight=first(WEIGHT))
