@@ -8,9 +8,10 @@ from zeroir.ir import ops
 from zeroir.ir.contents import EMA, MASTER, PARAM
 from zeroir.verify import algebra
 from zeroir.verify.context import spell
+from zeroir.verify.decisions import check_skip
 from zeroir.verify.descriptions import describe
 from zeroir.verify.domain import POISON, Cover, Elements, FlatKey, Value, cut
-from zeroir.verify.update import check_skip, stepped
+from zeroir.verify.optimizer_steps import stepped
 
 if TYPE_CHECKING:
     from zeroir.verify.interpreter import SectionRun

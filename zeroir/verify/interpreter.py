@@ -16,7 +16,7 @@ from zeroir.ir.contents import GRAD, PARAM, NamedContent, WeightContent
 from zeroir.ir.dtypes import DType
 from zeroir.ir.ops import Mode, Op
 from zeroir.ir.program import Program, Section
-from zeroir.verify import algebra, averages, statistics, transfers, update
+from zeroir.verify import algebra, averages, decisions, optimizer_steps, statistics, transfers
 from zeroir.verify.abstract_memory import AbstractMemory
 from zeroir.verify.context import Findings, spell, title
 from zeroir.verify.descriptions import ADVICE, CAUSES, describe
@@ -40,7 +40,7 @@ from zeroir.verify.domain import (
     aligned,
 )
 from zeroir.verify.flat_layout import FlatLayout
-from zeroir.verify.update import Stepped
+from zeroir.verify.optimizer_steps import Stepped
 from zeroir.verify.value_numbers import CallOperand, Segments
 
 Contributions = dict[str, list[int]]
@@ -200,15 +200,15 @@ class SectionRun:
             case ops.GradNorm() | ops.CheckFinite():
                 statistics.statistic(self, op)
             case ops.Decide():
-                update.decide(self, op)
+                decisions.decide(self, op)
             case ops.Direction():
-                update.direction(self, op)
+                optimizer_steps.direction(self, op)
             case ops.OptimizerStep():
-                update.optimizer_step(self, op)
+                optimizer_steps.optimizer_step(self, op)
             case ops.Average():
                 averages.average(self, op)
             case ops.UpdateScale():
-                update.update_scale(self, op)
+                decisions.update_scale(self, op)
             case ops.Transfer():
                 self.memory.write(op.destination, self.take(op.source))
             case _:

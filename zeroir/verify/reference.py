@@ -11,9 +11,10 @@ from zeroir.ir.buffers import Region, Role, whole
 from zeroir.ir.contents import Content, NamedContent
 from zeroir.ir.effects import effects
 from zeroir.ir.program import LAST_MICRO_STEP, UPDATE, Program
+from zeroir.verify.decisions import NORM_ORDER
 from zeroir.verify.domain import Elements, Zero
 from zeroir.verify.interpreter import SectionRun
-from zeroir.verify.update import NORM_ORDER, Stepped
+from zeroir.verify.optimizer_steps import Stepped
 
 Runs = Mapping[str, SectionRun]
 """The computation of each section, by its name."""

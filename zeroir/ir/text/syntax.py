@@ -1,7 +1,7 @@
 """The syntax that an op declares, split into slots for the printer and the parser.
 
 ``"{source} -> {destination}"`` is two slots: ``source`` after a space, ``destination`` after ``" -> "``.
-:class:`~zeroir.ir.ops.Operation` explains the rest of the notation.
+:class:`~zeroir.ir.operation.Operation` explains the rest of the notation.
 """
 
 from __future__ import annotations

@@ -1,36 +1,38 @@
-"""The update's ops in the abstract interpreter: the decision, optimizer steps, loss scaling."""
+"""Optimizer steps in the abstract interpreter: their gradients, settings, states and parameters."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable, Mapping
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from zeroir.ir import ops
 from zeroir.ir.buffers import Region, whole
-from zeroir.ir.contents import DIRECTION, MASTER, PARAM, Micro, NamedContent
+from zeroir.ir.contents import DIRECTION, MASTER, PARAM, NamedContent
 from zeroir.ir.program import Slot
 from zeroir.verify import algebra, whole_steps
 from zeroir.verify.abstract_memory import AbstractMemory
 from zeroir.verify.context import spell
+from zeroir.verify.decisions import (
+    changed_region,
+    check_skip,
+    decision_number,
+    held_value,
+    is_version,
+)
 from zeroir.verify.descriptions import describe
 from zeroir.verify.domain import (
     POISON,
     Cover,
-    Decision,
     Elements,
     FlatKey,
     NamedKey,
     PieceList,
-    Poison,
-    Statistic,
     Value,
-    Weight,
     cut,
     rebased,
 )
-from zeroir.verify.gradients import locate, weight_problem
-from zeroir.verify.statistics import NORM, OVERFLOW, statistic_problem, use_gradient
+from zeroir.verify.gradients import locate
+from zeroir.verify.statistics import use_gradient
 
 if TYPE_CHECKING:
     from zeroir.verify.interpreter import SectionRun
@@ -38,9 +40,6 @@ if TYPE_CHECKING:
 
 _Step = ops.Direction | ops.OptimizerStep
 """The ops that read a gradient, and the settings of groups."""
-
-NORM_ORDER: Final = "order of the norm"
-"""Marks, among the settings, the order in which a norm adds up gradients."""
 
 
 class Stepped(NamedTuple):
@@ -51,191 +50,6 @@ class Stepped(NamedTuple):
     stop: int
     setting: Hashable
     line: int
-
-
-# ----------------------------------------------------------------------------------------------------- the decision
-
-
-def decide(run: SectionRun, op: ops.Decide) -> None:
-    """Check what the decision reads, and write its results."""
-    _check_divisor(run, op)
-    for region, kind in ((op.overflow, OVERFLOW), (op.norm, NORM)):
-        if region is None:
-            continue
-        problem = statistic_problem(run, region, kind)
-        if problem is not None:
-            run.fail("Z405", f"decide rests on a wrong statistic: {problem}", region.buffer)
-    scales = {o.state.buffer for o in run.program.ops() if isinstance(o, ops.UpdateScale)}
-    if scales and (op.loss_scale is None or op.loss_scale.buffer not in scales):
-        run.fail("Z405", "decide ignores the loss scale that update_scale maintains")
-    if op.loss_scale is not None and not _is_version(run, op.loss_scale, 0):
-        run.fail(
-            "Z405",
-            "decide reads a loss scale that is no longer the one the backward used",
-            op.loss_scale.buffer,
-        )
-    setting = (
-        "decide",
-        op.overflow is not None,
-        op.max_norm,
-        _held(run, op.step),
-        None if op.loss_scale is None else _held(run, op.loss_scale),
-        *(() if op.weight is None else ("weight",)),
-    )
-    run.settings.setdefault(setting, run.line)
-    if op.norm is not None:
-        run.settings.setdefault((NORM_ORDER, _order(run, op.norm)), run.line)
-        run.reported[op.norm] = list(run.memory.read(op.norm))
-    if op.weight is not None:
-        run.reported[op.weight] = list(run.memory.read(op.weight))
-    number = run.numbering.of(("decision", run.section.name, run.line))
-    run.decided[number] = op.skip is not None
-    run.memory.write(op.gradient_divisor, [(0, 1, Decision("divisor", number))])
-    if op.skip is not None:
-        run.memory.write(op.skip, [(0, 1, Decision("skip", number))])
-        run.reported[op.skip] = list(run.memory.read(op.skip))
-    if not _is_version(run, op.step, 0):
-        run.fail("Z405", "the step count advances a second time", op.step.buffer)
-    _advance(run, op.step)
-    run.decisions += 1
-
-
-def _check_divisor(run: SectionRun, op: ops.Decide) -> None:
-    """Gradients are sums over ranks and micro-steps, so the divisor counts these, or adds up their weights."""
-    if op.weight is not None:
-        _check_weight(run, op, op.weight)
-    elif run.program.weight is not None:
-        run.fail("Z402", "decide ignores the weights of the micro-batches")
-    else:
-        _check_fixed_divisor(run, op)
-
-
-def _check_weight(run: SectionRun, op: ops.Decide, region: Region) -> None:
-    """The divisor is the weight of all micro-steps, summed over axes, times the sizes of the other axes."""
-    ((_, _, value),) = run.memory.read(region)
-    first = value.terms[0].summed if isinstance(value, Weight) and value.terms else ()
-    axes = run.layout.axes
-    summed = tuple(axis for axis in axes if axis in first)
-    problem = weight_problem(run, value, Micro.ALL, summed)
-    where = spell(region, run.program)
-    if problem is not None:
-        run.fail("Z402", f"decide divides by {where}: {problem.sentence}", region.buffer)
-        return
-    missing = [axis for axis in axes if axis not in summed]
-    if run.program.weight is not None and missing:
-        what = (
-            f"decide divides by {where}, this rank's weights: they are not summed over {missing[0]}"
-        )
-        run.fail("Z402", what, region.buffer)
-        return
-    divisor = math.prod(run.layout.sizes[axis] for axis in missing)
-    if op.divisor != divisor:
-        over = " and ".join(summed) or "no axis"
-        run.fail(
-            "Z402",
-            f"decide divides by {op.divisor} × {where}, whose weight is summed over {over}, instead of {divisor} × it",
-            region.buffer,
-            advice=f"Say divisor={divisor}: gradients are sums over ranks and micro-steps.",
-        )
-
-
-def _check_fixed_divisor(run: SectionRun, op: ops.Decide) -> None:
-    """The engine runs as many micro-steps as the option ``micro_steps`` says."""
-    world_size = run.program.mesh.world_size
-    given = run.program.option.get("micro_steps", "" if run.layout.has_past else "1")
-    count = int(given) if given.isdecimal() else 0
-    if count < 1:
-        run.fail(
-            "Z402",
-            f"decide divides gradients by {op.divisor}, but no option says for how many micro-steps",
-            advice="Give the header micro_steps=…: the engine takes that many batches a step.",
-        )
-    elif count > 1 and not run.layout.has_past:
-        run.fail(
-            "Z402",
-            f"a step has {count} micro-steps, but the program has no section micro_step",
-            advice="Add the section micro_step, or give the header micro_steps=1.",
-        )
-    elif op.divisor != world_size * count:
-        ranks = f"the world size {world_size}"
-        ranks = ranks if count == 1 else f"{world_size} ranks × {count} micro-steps"
-        run.fail(
-            "Z402",
-            f"decide divides gradients by {op.divisor} instead of {ranks}",
-            advice=f"Say divisor={world_size * count}: gradients are sums over ranks and micro-steps.",
-        )
-
-
-def _order(run: SectionRun, norm: Region) -> Hashable:
-    """The order in which a norm adds up gradients, which determines its rounding."""
-    return tuple(
-        value.order if isinstance(value, Statistic) else None
-        for _, _, value in run.memory.read(norm)
-    )
-
-
-def _held(run: SectionRun, region: Region) -> Hashable:
-    """The value of a scalar, without its buffer."""
-    return tuple(run.memory.read(region))
-
-
-def _is_version(run: SectionRun, region: Region, version: int) -> bool:
-    """Whether a scalar is the step's first value of it, changed in place ``version`` times."""
-    for _, _, value in run.memory.read(region):
-        if isinstance(value, Poison):
-            continue
-        if not (isinstance(value, Elements) and isinstance(value.key, NamedKey)):
-            return False
-        if value.key.version != version or value.summed or value.strides:
-            return False
-    return True
-
-
-def _advance(run: SectionRun, region: Region) -> None:
-    """Count a change in place of a scalar."""
-    changed: list[tuple[int, int, Value]] = []
-    for a, b, value in run.memory.read(region):
-        new: Value = POISON
-        if isinstance(value, Elements) and isinstance(value.key, NamedKey):
-            new = Elements(NamedKey(value.key.name, value.key.version + 1), value.shift)
-        changed.append((a, b, new))
-    run.memory.write(region, changed)
-
-
-def update_scale(run: SectionRun, op: ops.UpdateScale) -> None:
-    """The loss scale follows this step's decision, once."""
-    if _decision(run, op.skip, "skip") is None:
-        run.fail("Z405", "update_scale does not follow this step's skip decision", op.skip.buffer)
-    if not _is_version(run, op.state, 0):
-        run.fail("Z405", "the loss scale is updated a second time", op.state.buffer)
-    if op.weight is not None:
-        ((_, _, value),) = run.memory.read(op.weight)
-        problem = weight_problem(run, value, Micro.ALL, run.layout.axes)
-        if problem is not None:
-            run.fail(
-                "Z405", f"update_scale reads a wrong weight: {problem.sentence}", op.weight.buffer
-            )
-    setting = (
-        "scale",
-        _held(run, op.state),
-        op.window,
-        op.factor,
-        op.hysteresis,
-        op.minimum,
-        op.refill,
-        op.weight is not None,
-    )
-    run.settings.setdefault(setting, run.line)
-    _advance(run, op.state)
-
-
-def _decision(run: SectionRun, region: Region, what: str) -> int | None:
-    """The number of the decision that a scalar holds."""
-    ((_, _, value),) = run.memory.read(region)
-    return value.number if isinstance(value, Decision) and value.what == what else None
-
-
-# ------------------------------------------------------------------------------------------------------- the update
 
 
 def optimizer_step(run: SectionRun, op: ops.OptimizerStep) -> None:
@@ -327,12 +141,7 @@ def direction(run: SectionRun, op: ops.Direction) -> None:
     run.memory.write(op.direction, [(0, numel, moved)])
 
 
-def _target(op: _Step | ops.Average) -> Region:
-    """The region to report about an op."""
-    return op.direction if isinstance(op, ops.Direction) else op.param
-
-
-def _name(op: _Step | ops.Average) -> str:
+def _name(op: _Step) -> str:
     return ops.op_name(type(op))
 
 
@@ -353,9 +162,9 @@ def _settings(run: SectionRun, op: _Step) -> Mapping[str, Hashable]:
                 _check_declared(run, op, group.name, region, declared)
         values[settings.group] = (
             op.algorithm,
-            _held(run, op.step),
-            _held(run, settings.lr),
-            _held(run, settings.hyper),
+            held_value(run, op.step),
+            held_value(run, settings.lr),
+            held_value(run, settings.hyper),
         )
     return values
 
@@ -401,7 +210,7 @@ def _apply_settings(
             f"{_name(op)} updates {slot.name}, which is in no group"
             if group is None
             else f"{_name(op)} updates {slot.name} of group {group}, but has no settings for that group",
-            _target(op).buffer,
+            changed_region(op).buffer,
             advice="Give the step the settings of every group that its elements are in.",
         )
         return
@@ -462,9 +271,9 @@ def _check_state(
             state = op.states[op.algorithm.state_names.index(name)]
             run.fail(
                 "Z403",
-                f"{_name(op)} of {spell(_target(op), run.program)} takes {spell(state, run.program)} as its "
+                f"{_name(op)} of {spell(changed_region(op), run.program)} takes {spell(state, run.program)} as its "
                 f"{name}, which holds {describe(value)}",
-                _target(op).buffer,
+                changed_region(op).buffer,
                 state.buffer,
                 advice=f"Give it {describe(expected)}.",
             )
@@ -492,7 +301,7 @@ def _check_gradient(
             run.fail(
                 "Z403",
                 f"{_name(op)} steps other elements than those whose gradient stands in {where}",
-                _target(op).buffer,
+                changed_region(op).buffer,
                 op.grad.buffer,
             )
             return
@@ -509,7 +318,7 @@ def _check_gradient(
 
 
 def _check_scalars(run: SectionRun, op: _Step) -> None:
-    number = _decision(run, op.gradient_divisor, "divisor")
+    number = decision_number(run, op.gradient_divisor, "divisor")
     if number is None:
         run.fail(
             "Z405",
@@ -517,7 +326,7 @@ def _check_scalars(run: SectionRun, op: _Step) -> None:
             op.gradient_divisor.buffer,
         )
         return
-    if not _is_version(run, op.step, 1):
+    if not is_version(run, op.step, 1):
         (_, _, value), *_ = run.memory.read(op.step)
         run.fail(
             "Z405",
@@ -526,26 +335,10 @@ def _check_scalars(run: SectionRun, op: _Step) -> None:
             op.step.buffer,
         )
     for region in (region for s in op.settings for region in (s.lr, s.hyper)):
-        if not _is_version(run, region, 0):
+        if not is_version(run, region, 0):
             run.fail(
                 "Z405",
                 f"{_name(op)} reads {spell(region, run.program)}, which the step has overwritten",
                 region.buffer,
             )
     check_skip(run, op, op.skip, number if run.decided.get(number, False) else None)
-
-
-def check_skip(
-    run: SectionRun, op: _Step | ops.Average, skip: Region | None, decision: int | None
-) -> None:
-    """An op of the update follows the decision to skip, of this number, if one was taken."""
-    name = _name(op)
-    if skip is None:
-        if decision is not None:
-            run.fail("Z405", f"{name} ignores the decision to skip", _target(op).buffer)
-    elif decision is None or _decision(run, skip, "skip") != decision:
-        run.fail(
-            "Z405",
-            f"{name} reads {spell(skip, run.program)}, which is not this step's decision",
-            skip.buffer,
-        )

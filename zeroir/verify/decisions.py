@@ -1,0 +1,232 @@
+"""The decision of an update in the abstract interpreter: the ops that take it, scale the loss by it, and follow it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+from typing import TYPE_CHECKING, Final
+
+from zeroir.ir import ops
+from zeroir.ir.buffers import Region
+from zeroir.ir.contents import Micro
+from zeroir.verify.context import spell
+from zeroir.verify.domain import (
+    POISON,
+    Decision,
+    Elements,
+    NamedKey,
+    Poison,
+    Statistic,
+    Value,
+    Weight,
+)
+from zeroir.verify.gradients import weight_problem
+from zeroir.verify.statistics import NORM, OVERFLOW, statistic_problem
+
+if TYPE_CHECKING:
+    from zeroir.verify.interpreter import SectionRun
+
+
+ChangeOp = ops.Direction | ops.OptimizerStep | ops.Average
+"""The ops that change parameters, their states or their averages, unless the decision is to skip."""
+
+NORM_ORDER: Final = "order of the norm"
+"""Marks, among the settings, the order in which a norm adds up gradients."""
+
+
+def decide(run: SectionRun, op: ops.Decide) -> None:
+    """Check what the decision reads, and write its results."""
+    _check_divisor(run, op)
+    for region, kind in ((op.overflow, OVERFLOW), (op.norm, NORM)):
+        if region is None:
+            continue
+        problem = statistic_problem(run, region, kind)
+        if problem is not None:
+            run.fail("Z405", f"decide rests on a wrong statistic: {problem}", region.buffer)
+    scales = {o.state.buffer for o in run.program.ops() if isinstance(o, ops.UpdateScale)}
+    if scales and (op.loss_scale is None or op.loss_scale.buffer not in scales):
+        run.fail("Z405", "decide ignores the loss scale that update_scale maintains")
+    if op.loss_scale is not None and not is_version(run, op.loss_scale, 0):
+        run.fail(
+            "Z405",
+            "decide reads a loss scale that is no longer the one the backward used",
+            op.loss_scale.buffer,
+        )
+    setting = (
+        "decide",
+        op.overflow is not None,
+        op.max_norm,
+        held_value(run, op.step),
+        None if op.loss_scale is None else held_value(run, op.loss_scale),
+        *(() if op.weight is None else ("weight",)),
+    )
+    run.settings.setdefault(setting, run.line)
+    if op.norm is not None:
+        run.settings.setdefault((NORM_ORDER, _order(run, op.norm)), run.line)
+        run.reported[op.norm] = list(run.memory.read(op.norm))
+    if op.weight is not None:
+        run.reported[op.weight] = list(run.memory.read(op.weight))
+    number = run.numbering.of(("decision", run.section.name, run.line))
+    run.decided[number] = op.skip is not None
+    run.memory.write(op.gradient_divisor, [(0, 1, Decision("divisor", number))])
+    if op.skip is not None:
+        run.memory.write(op.skip, [(0, 1, Decision("skip", number))])
+        run.reported[op.skip] = list(run.memory.read(op.skip))
+    if not is_version(run, op.step, 0):
+        run.fail("Z405", "the step count advances a second time", op.step.buffer)
+    _advance(run, op.step)
+    run.decisions += 1
+
+
+def _check_divisor(run: SectionRun, op: ops.Decide) -> None:
+    """Gradients are sums over ranks and micro-steps, so the divisor counts these, or adds up their weights."""
+    if op.weight is not None:
+        _check_weight(run, op, op.weight)
+    elif run.program.weight is not None:
+        run.fail("Z402", "decide ignores the weights of the micro-batches")
+    else:
+        _check_fixed_divisor(run, op)
+
+
+def _check_weight(run: SectionRun, op: ops.Decide, region: Region) -> None:
+    """The divisor is the weight of all micro-steps, summed over axes, times the sizes of the other axes."""
+    ((_, _, value),) = run.memory.read(region)
+    first = value.terms[0].summed if isinstance(value, Weight) and value.terms else ()
+    axes = run.layout.axes
+    summed = tuple(axis for axis in axes if axis in first)
+    problem = weight_problem(run, value, Micro.ALL, summed)
+    where = spell(region, run.program)
+    if problem is not None:
+        run.fail("Z402", f"decide divides by {where}: {problem.sentence}", region.buffer)
+        return
+    missing = [axis for axis in axes if axis not in summed]
+    if run.program.weight is not None and missing:
+        what = (
+            f"decide divides by {where}, this rank's weights: they are not summed over {missing[0]}"
+        )
+        run.fail("Z402", what, region.buffer)
+        return
+    divisor = math.prod(run.layout.sizes[axis] for axis in missing)
+    if op.divisor != divisor:
+        over = " and ".join(summed) or "no axis"
+        run.fail(
+            "Z402",
+            f"decide divides by {op.divisor} × {where}, whose weight is summed over {over}, instead of {divisor} × it",
+            region.buffer,
+            advice=f"Say divisor={divisor}: gradients are sums over ranks and micro-steps.",
+        )
+
+
+def _check_fixed_divisor(run: SectionRun, op: ops.Decide) -> None:
+    """The engine runs as many micro-steps as the option ``micro_steps`` says."""
+    world_size = run.program.mesh.world_size
+    given = run.program.option.get("micro_steps", "" if run.layout.has_past else "1")
+    count = int(given) if given.isdecimal() else 0
+    if count < 1:
+        run.fail(
+            "Z402",
+            f"decide divides gradients by {op.divisor}, but no option says for how many micro-steps",
+            advice="Give the header micro_steps=…: the engine takes that many batches a step.",
+        )
+    elif count > 1 and not run.layout.has_past:
+        run.fail(
+            "Z402",
+            f"a step has {count} micro-steps, but the program has no section micro_step",
+            advice="Add the section micro_step, or give the header micro_steps=1.",
+        )
+    elif op.divisor != world_size * count:
+        ranks = f"the world size {world_size}"
+        ranks = ranks if count == 1 else f"{world_size} ranks × {count} micro-steps"
+        run.fail(
+            "Z402",
+            f"decide divides gradients by {op.divisor} instead of {ranks}",
+            advice=f"Say divisor={world_size * count}: gradients are sums over ranks and micro-steps.",
+        )
+
+
+def _order(run: SectionRun, norm: Region) -> Hashable:
+    """The order in which a norm adds up gradients, which determines its rounding."""
+    return tuple(
+        value.order if isinstance(value, Statistic) else None
+        for _, _, value in run.memory.read(norm)
+    )
+
+
+def update_scale(run: SectionRun, op: ops.UpdateScale) -> None:
+    """The loss scale follows this step's decision, once."""
+    if decision_number(run, op.skip, "skip") is None:
+        run.fail("Z405", "update_scale does not follow this step's skip decision", op.skip.buffer)
+    if not is_version(run, op.state, 0):
+        run.fail("Z405", "the loss scale is updated a second time", op.state.buffer)
+    if op.weight is not None:
+        ((_, _, value),) = run.memory.read(op.weight)
+        problem = weight_problem(run, value, Micro.ALL, run.layout.axes)
+        if problem is not None:
+            run.fail(
+                "Z405", f"update_scale reads a wrong weight: {problem.sentence}", op.weight.buffer
+            )
+    setting = (
+        "scale",
+        held_value(run, op.state),
+        op.window,
+        op.factor,
+        op.hysteresis,
+        op.minimum,
+        op.refill,
+        op.weight is not None,
+    )
+    run.settings.setdefault(setting, run.line)
+    _advance(run, op.state)
+
+
+def check_skip(run: SectionRun, op: ChangeOp, skip: Region | None, decision: int | None) -> None:
+    """An op of the update follows the decision to skip, of this number, if one was taken."""
+    name = ops.op_name(type(op))
+    if skip is None:
+        if decision is not None:
+            run.fail("Z405", f"{name} ignores the decision to skip", changed_region(op).buffer)
+    elif decision is None or decision_number(run, skip, "skip") != decision:
+        run.fail(
+            "Z405",
+            f"{name} reads {spell(skip, run.program)}, which is not this step's decision",
+            skip.buffer,
+        )
+
+
+def decision_number(run: SectionRun, region: Region, what: str) -> int | None:
+    """The number of the decision that a scalar holds."""
+    ((_, _, value),) = run.memory.read(region)
+    return value.number if isinstance(value, Decision) and value.what == what else None
+
+
+def held_value(run: SectionRun, region: Region) -> Hashable:
+    """The value of a scalar, without its buffer."""
+    return tuple(run.memory.read(region))
+
+
+def is_version(run: SectionRun, region: Region, version: int) -> bool:
+    """Whether a scalar is the step's first value of it, changed in place ``version`` times."""
+    for _, _, value in run.memory.read(region):
+        if isinstance(value, Poison):
+            continue
+        if not (isinstance(value, Elements) and isinstance(value.key, NamedKey)):
+            return False
+        if value.key.version != version or value.summed or value.strides:
+            return False
+    return True
+
+
+def _advance(run: SectionRun, region: Region) -> None:
+    """Count a change in place of a scalar."""
+    changed: list[tuple[int, int, Value]] = []
+    for a, b, value in run.memory.read(region):
+        new: Value = POISON
+        if isinstance(value, Elements) and isinstance(value.key, NamedKey):
+            new = Elements(NamedKey(value.key.name, value.key.version + 1), value.shift)
+        changed.append((a, b, new))
+    run.memory.write(region, changed)
+
+
+def changed_region(op: ChangeOp) -> Region:
+    """The region to report about an op."""
+    return op.direction if isinstance(op, ops.Direction) else op.param
