@@ -12,7 +12,7 @@ from zeroir.ir.contents import Content, NamedContent
 from zeroir.ir.effects import effects
 from zeroir.ir.program import LAST_MICRO_STEP, UPDATE, Program
 from zeroir.verify.decisions import NORM_ORDER
-from zeroir.verify.domain import Elements, Zero
+from zeroir.verify.domain import Decision, Elements, Statistic, Zero
 from zeroir.verify.interpreter import SectionRun
 from zeroir.verify.optimizer_steps import Stepped
 
@@ -186,6 +186,8 @@ def _named_values(
         yield Mismatch(
             "the loss of an evaluation stands in another buffer than in the logical program"
         )
+    if program.weight != reference.weight:
+        yield Mismatch("the weights of batches go to another buffer than in the logical program")
     losses = (reference.loss, reference.eval_loss)
     named = [b.name for b in reference.buffers if isinstance(b.holds, NamedContent)]
     decided = {
@@ -218,6 +220,10 @@ def content(run: SectionRun, region: Region) -> Hashable:
                 pieces.append((a, b, value.key, value.shift))
             case Zero():
                 pieces.append((a, b, "zero"))
+            case Decision():
+                pieces.append((a, b, value.what))
+            case Statistic():
+                pieces.append((a, b, value.kind))
             case _:
                 pieces.append((a, b, type(value).__name__))
     return tuple(pieces)
