@@ -107,11 +107,15 @@ def full_flat(
     return flat_part(program, ranks, comm, buffers, dtype, range(numel))
 
 
+_EQUAL_AT_FIRST = {PARAM: (MASTER,), MASTER: (PARAM,), EMA: (MASTER, PARAM)}
+"""What has the values of a quantity before the first step, where no buffer at rest holds that quantity."""
+
+
 def establish(program: Program, ranks: Sequence[RankMemory], comm: Comm, entry: State) -> None:
     """Establish the entry state of the first section: the live buffers that a step hands to the next.
 
-    They hold parameters that an earlier step would have gathered, or zeros, like gradients and optimizer states before
-    the first step. All ranks call this together.
+    They hold elements of a flat that an earlier step would have gathered, or zeros, like gradients and what no buffer
+    at rest holds. All ranks call this together.
     """
     for name in entry.live:
         for memory in ranks:
@@ -120,15 +124,17 @@ def establish(program: Program, ranks: Sequence[RankMemory], comm: Comm, entry: 
         content = holding.content
         if holding.region.buffer not in entry.live:
             continue
-        if not isinstance(content, FlatContent) or content.quantity not in (PARAM, MASTER):
+        copies = None
+        if isinstance(content, FlatContent) and content.quantity != GRAD:
+            flat = program.flat_by_name[content.flat]
+            sources = (content.quantity, *_EQUAL_AT_FIRST.get(content.quantity, ()))
+            found = (full_flat(program, ranks, comm, flat, source) for source in sources)
+            copies = next(filter(None, found), None)
+        if copies is None or not isinstance(content, FlatContent):
             for memory in ranks:
                 memory.region(holding.region).zero_()
             continue
-        flat = program.flat_by_name[content.flat]
-        copies = full_flat(program, ranks, comm, flat, content.quantity)
-        # Between steps the parameters may exist only as master weights.
-        copies = copies or full_flat(program, ranks, comm, flat, MASTER)
-        for memory, values in zip(ranks, copies or (), strict=True):
+        for memory, values in zip(ranks, copies, strict=True):
             target = memory.region(holding.region)
             start = content.offset
             if content.shard is not None:

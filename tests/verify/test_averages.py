@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 
 from tests.support.edits import at, edit, put
-from tests.support.schedules import Case
+from tests.support.schedules import Case, is_same, run
 from tests.verify.test_rejects import codes, find
 from zeroir.ir import ops
+from zeroir.ir.buffers import Role, whole
 from zeroir.ir.ops import Op
-from zeroir.ir.program import UPDATE, Program
+from zeroir.ir.program import UPDATE, Holding, Program, Section, State
 from zeroir.verify import verify
 
 CASES = [
@@ -98,3 +99,34 @@ def test_dropping_all_averages_is_found_by_the_reference() -> None:
     buffers = tuple(b for b in program.buffers if not b.name.endswith(".ema"))
     bare = replace(program, sections=sections, buffers=buffers)
     assert codes(verify(bare, case.logical)) == {"Z406"}
+
+
+@pytest.mark.parametrize("case", CASES[1:])
+def test_an_average_that_steps_hand_on_begins_with_the_parameters(case: Case) -> None:
+    """A buffer that lives from step to step may hold averages, and the runtime gives it what a step would leave."""
+    program = case.scheduled
+    _, average = averages(program)
+    home = program.buffer_by_name[average.average.buffer]
+    assert home.holds is not None
+    copy = replace(home, name="copy", role=Role.GATHERED, holds=None)
+    holding = Holding(region=whole(copy), content=home.holds)
+
+    def with_copy(state: State) -> State:
+        return replace(state, live=(*state.live, copy.name), holdings=(*state.holdings, holding))
+
+    sections: list[Section] = []
+    for section in program.sections:
+        body = section.body
+        if section.name == UPDATE:
+            back = ops.Cast(source=whole(copy), destination=whole(home), stream=average.stream)
+            again = replace(back, source=back.destination, destination=back.source)
+            body = (back, *body, again)
+        sections.append(
+            replace(
+                section, body=body, entry=with_copy(section.entry), exit=with_copy(section.exit)
+            )
+        )
+    handing = replace(program, buffers=(*program.buffers, copy), sections=tuple(sections))
+    report = verify(handing, case.logical)
+    assert report.is_valid, report.render()
+    assert is_same(run(handing), run(program))
