@@ -32,7 +32,7 @@ def remember_gradient(gradient: Tensor) -> None:
     SEEN.append(gradient.dim())
 
 
-def register_on(parameter: nn.Parameter) -> object:
+def register_on(parameter: Tensor) -> object:
     register: Callable[[Callable[[Tensor], None]], object] = parameter.register_hook
     return register(remember_gradient)
 
