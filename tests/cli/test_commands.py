@@ -219,19 +219,21 @@ def test_check_compares_with_eager(zeroir: Zeroir) -> None:
 
 
 FICKLE = """
-import itertools
+import os
 
 import torch
 from torch import nn
 
-CALLS = itertools.count(1)
+def calls():
+    os.environ["CALLS"] = str(int(os.environ.get("CALLS", "0")) + 1)
+    return int(os.environ["CALLS"])
 
 class Fickle(nn.Module):
     def __init__(self):
         super().__init__()
         self.line = nn.Linear(4, 4)
     def forward(self, x):
-        return self.line(x).square().mean() * next(CALLS)
+        return self.line(x).square().mean() * calls()
 
 def model():
     return Fickle()
@@ -242,7 +244,7 @@ def batch():
 
 
 def test_check_finds_effects_that_the_trace_cannot_see(zeroir: Zeroir, tmp_path: Path) -> None:
-    """A forward that computes something else on every call is frozen by tracing."""
+    """The environment is no state that a capture looks at, so tracing freezes what forward reads there."""
     (tmp_path / "fickle.py").write_text(FICKLE)
     answer = zeroir("check", tmp_path / "fickle.py", "--world-size", "3")
     assert answer.exit_code == 1
@@ -253,12 +255,14 @@ def test_check_finds_effects_that_the_trace_cannot_see(zeroir: Zeroir, tmp_path:
 
 
 COUNTER = """
-import itertools
+import os
 
 import torch
 from torch import nn
 
-CALLS = itertools.count(1)
+def calls():
+    os.environ["CALLS"] = str(int(os.environ.get("CALLS", "0")) + 1)
+    return int(os.environ["CALLS"])
 
 class Counter(nn.Module):
     def __init__(self):
@@ -266,7 +270,7 @@ class Counter(nn.Module):
         self.line = nn.Linear(4, 4)
         self.register_buffer("seen", torch.zeros(2))
     def forward(self, x):
-        self.seen.add_(next(CALLS))
+        self.seen.add_(calls())
         return self.line(x).square().mean()
 
 def model():

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.cost.support import machine
-from tests.support.programs import SegmentBuilder, mlp, tensor
+from tests.support.pieces import SegmentBuilder, tensor
+from tests.support.programs import mlp
 from zeroir.cost.durations import Durations, node_bytes, segment_cost
 from zeroir.ir import ops
 from zeroir.ir.dtypes import DType

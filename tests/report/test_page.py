@@ -19,10 +19,12 @@ from zeroir.config import make_options
 from zeroir.cost.machine import load_machine
 from zeroir.cost.simulate import Simulation, simulate
 from zeroir.cost.tasks import step_sections
+from zeroir.ir.buffers import Role
 from zeroir.ir.program import Program
 from zeroir.memory.curve import peak
 from zeroir.passes.manager import apply
 from zeroir.passes.pipelines import for_options, for_stage
+from zeroir.report.page.charts import ROLE_COLOURS
 from zeroir.report.page.facts import memory_curve, step_ops, unit_facts
 from zeroir.report.page.html import report_html
 from zeroir.report.summary import summarise
@@ -71,6 +73,11 @@ def test_every_op_of_the_step_has_its_time_and_memory(micro_steps: int) -> None:
     curve = memory_curve(made)
     assert curve.peak_bytes == max(op.used_bytes for op in shown_ops) >= peak(made).total_bytes
     assert [name for _, name in curve.joints] == [s.name for s in step_sections(made)]
+
+
+def test_every_role_has_a_colour_of_its_own() -> None:
+    assert ROLE_COLOURS.keys() == set(Role)
+    assert len(set(ROLE_COLOURS.values())) == len(Role)
 
 
 def test_units_share_the_parameters() -> None:

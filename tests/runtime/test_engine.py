@@ -14,7 +14,8 @@ from torch.profiler import ProfilerActivity, profile
 from tests.runtime.constructors import Mlp
 from tests.runtime.support import ROOT, initial_flats, lowered, random_batches
 from tests.support.evaluations import with_evaluation
-from tests.support.programs import dense, mlp, tensor
+from tests.support.pieces import dense, tensor
+from tests.support.programs import mlp
 from zeroir.errors import UserError
 from zeroir.ir import ops
 from zeroir.ir.buffers import Buffer, Region, Role, Space, whole
@@ -357,7 +358,8 @@ def test_a_device_has_done_everything_before_an_engine_gives_up_what_it_uses(
 
 FAKE = """
 from tests.runtime.support import initial_flats, lowered, random_batches
-from tests.support.programs import dense, mlp, tensor
+from tests.support.pieces import dense, tensor
+from tests.support.programs import mlp
 from zeroir.runtime.comm.fake import join_fake_world
 from zeroir.runtime.comm.job import Backend
 from zeroir.runtime.engine import Engine

@@ -76,3 +76,23 @@ def redirected(program: Program, chance: Random, old: str, new: str) -> Program 
 
     place = pick(program, chance, uses_old)
     return None if place is None else put(program, place, map_regions(at(program, place), renamed))
+
+
+def on_one(
+    is_wanted: Callable[[Op], bool], change: Callable[[Op, Program, Random], tuple[Op, ...] | None]
+) -> Mutation:
+    """Replace one op of a kind."""
+
+    def mutation(program: Program, chance: Random) -> Program | None:
+        place = pick(program, chance, is_wanted)
+        if place is None:
+            return None
+        old = at(program, place)
+        new = change(old, program, chance)
+        return None if new is None or new == (old,) else put(program, place, *new)
+
+    return mutation
+
+
+def is_of(*kinds: type) -> Callable[[Op], bool]:
+    return lambda op: isinstance(op, kinds)

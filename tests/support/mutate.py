@@ -12,9 +12,10 @@ from dataclasses import replace
 from random import Random
 from typing import cast
 
-from tests.support.edits import Mutation, at, edit, pick, places, put
+from tests.support.edits import Mutation, at, edit, is_of, on_one, pick
 from tests.support.mutate_claims import CLAIM_MUTATIONS
 from tests.support.mutate_sums import SUM_MUTATIONS
+from tests.support.mutate_updates import UPDATE_MUTATIONS
 from zeroir.ir import ops
 from zeroir.ir.buffers import Region
 from zeroir.ir.contents import FlatContent, Micro
@@ -28,32 +29,12 @@ from zeroir.passes.common.rewrite import map_regions
 COLLECTIVES = (ops.AllGather, ops.Prefetch, ops.ReduceScatter, ops.AllReduce, ops.Broadcast)
 
 
-def _on(
-    is_wanted: Callable[[Op], bool], change: Callable[[Op, Program, Random], tuple[Op, ...] | None]
-) -> Mutation:
-    """Replace one op of a kind."""
-
-    def mutation(program: Program, chance: Random) -> Program | None:
-        place = pick(program, chance, is_wanted)
-        if place is None:
-            return None
-        old = at(program, place)
-        new = change(old, program, chance)
-        return None if new is None or new == (old,) else put(program, place, *new)
-
-    return mutation
-
-
 def _nothing(_op: Op, _program: Program, _chance: Random) -> tuple[Op, ...]:
     return ()
 
 
 def _any(op: Op) -> bool:
     return op is not None
-
-
-def _is(*kinds: type) -> Callable[[Op], bool]:
-    return lambda op: isinstance(op, kinds)
 
 
 def _swap(program: Program, chance: Random) -> Program | None:
@@ -197,45 +178,6 @@ def _drop_pair(op: Op, _program: Program, chance: Random) -> tuple[Op, ...] | No
     return (replace(op, pairs=tuple(p for i, p in enumerate(op.pairs) if i != chosen)),)
 
 
-def _divisor(op: Op, _program: Program, chance: Random) -> tuple[Op, ...] | None:
-    if not isinstance(op, ops.Decide):
-        return None
-    return (replace(op, divisor=chance.choice([1, op.divisor + 1, op.divisor * 2])),)
-
-
-def _forget_decision(op: Op, _program: Program, chance: Random) -> tuple[Op, ...] | None:
-    """The update ignores overflow, norm or loss scale."""
-    if not isinstance(op, ops.Decide):
-        return None
-    match chance.randrange(3):
-        case 0:
-            return (replace(op, overflow=None, skip=None),)
-        case 1:
-            return (replace(op, norm=None, max_norm=None),)
-        case _:
-            return (replace(op, loss_scale=None),)
-
-
-def _no_skip(op: Op, _program: Program, _chance: Random) -> tuple[Op, ...] | None:
-    if isinstance(op, ops.Direction | ops.OptimizerStep | ops.Average):
-        return (replace(op, skip=None),)
-    return None
-
-
-def _decay(op: Op, _program: Program, _chance: Random) -> tuple[Op, ...] | None:
-    return (replace(op, decay=op.decay / 2),) if isinstance(op, ops.Average) else None
-
-
-def _fewer_sources(op: Op, _program: Program, chance: Random) -> tuple[Op, ...] | None:
-    if not isinstance(op, ops.GradNorm | ops.CheckFinite) or len(op.sources) < 2:
-        return None
-    chosen = chance.randrange(len(op.sources))
-    kept = tuple(s for i, s in enumerate(op.sources) if i != chosen)
-    return (
-        replace(op, sources=kept if chance.random() < 0.5 else (*op.sources, op.sources[chosen])),
-    )
-
-
 def _fill(op: Op, _program: Program, _chance: Random) -> tuple[Op, ...] | None:
     return (replace(op, value=1.0),) if isinstance(op, ops.Fill) else None
 
@@ -351,74 +293,6 @@ def _fill_part(op: Op, program: Program, chance: Random) -> tuple[Op, ...] | Non
     return (fill, op) if chance.random() < 0.5 else (op, fill)
 
 
-def _tell(program: Program, chance: Random) -> Program | None:
-    """An optimizer step is told what another one is told."""
-    steps = places(program, _is(ops.OptimizerStep))
-    if len(steps) < 2:
-        return None
-    one, other = chance.sample(steps, 2)
-    op, like = at(program, one), at(program, other)
-    assert isinstance(op, ops.OptimizerStep)
-    assert isinstance(like, ops.OptimizerStep)
-    choices: list[Op] = [
-        replace(op, grad=like.grad),
-        replace(op, states=like.states),
-        replace(op, states=op.states[::-1]),
-        replace(op, lr=like.gradient_divisor, gradient_divisor=like.lr),
-        replace(op, param=like.param),
-        replace(op, factors=like.factors),
-        replace(op, whole=like.whole),
-    ]
-    return put(program, one, chance.choice(choices))
-
-
-def _group(program: Program, chance: Random) -> Program | None:
-    """A group loses or exchanges an interval or a setting, in the header or in a step."""
-    if len(program.groups) < 2:
-        return None
-    one, other = chance.sample(program.groups, 2)
-    mine, theirs = chance.choice(one.intervals), chance.choice(other.intervals)
-    flat, start, stop = mine
-    cut = chance.randrange(start, stop + 1, 64)
-    changed = {
-        "moved": (
-            replace(one, intervals=tuple(i for i in one.intervals if i != mine)),
-            replace(other, intervals=(*other.intervals, mine)),
-        ),
-        "lost": (replace(one, intervals=tuple(i for i in one.intervals if i != mine)), other),
-        "twice": (replace(one, intervals=(*one.intervals, theirs)), other),
-        "cut": (
-            replace(
-                one, intervals=tuple((flat, start, cut) if i == mine else i for i in one.intervals)
-            ),
-            replace(other, intervals=(*other.intervals, (flat, cut, stop))),
-        ),
-        "lr": (replace(one, lr=other.lr), replace(other, lr=one.lr)),
-        "hyper": (replace(one, hyper=other.hyper), replace(other, hyper=one.hyper)),
-        "algorithm": (replace(one, algorithm=chance.choice(list(ops.Algorithm))), other),
-        "name": (replace(one, name=other.name), replace(other, name=one.name)),
-    }
-    new = dict(zip((one, other), changed[chance.choice(sorted(changed))], strict=True))
-    return replace(program, groups=tuple(new.get(group, group) for group in program.groups))
-
-
-def _settings(op: Op, _program: Program, chance: Random) -> tuple[Op, ...] | None:
-    """A step loses, repeats or exchanges the settings of its groups."""
-    if not isinstance(op, ops.Direction | ops.OptimizerStep) or not op.others:
-        return None
-    (other, *more) = op.others
-    choices = [
-        replace(op, others=tuple(more)),
-        replace(op, others=(*op.others, other)),
-        replace(op, lr=other.lr),
-        replace(op, others=(replace(other, lr=op.lr), *more)),
-        replace(op, hyper=other.hyper, others=(replace(other, hyper=op.hyper), *more)),
-        replace(op, group=other.group, others=(replace(other, group=op.group), *more)),
-        replace(op, group=other.group, lr=other.lr, hyper=other.hyper, others=()),
-    ]
-    return (chance.choice(choices),)
-
-
 def _state(program: Program, chance: Random) -> Program | None:
     """A holding says something else, on both sides of its joint."""
     holdings = [h for s in program.sections for h in (*s.entry.holdings, *s.exit.holdings)]
@@ -470,44 +344,37 @@ def _twice(op: Op, _program: Program, _chance: Random) -> tuple[Op, ...]:
 
 
 MUTATIONS: Mapping[str, Mutation] = {
-    "drop-op": _on(_any, _nothing),
-    "drop-wait": _on(_is(ops.Wait), _nothing),
-    "drop-release": _on(_is(ops.Release), _nothing),
-    "drop-collective": _on(_is(*COLLECTIVES), _nothing),
-    "drop-pair": _on(_is(*COLLECTIVES), _drop_pair),
-    "drop-result": _on(_is(ops.Compute), _drop_result),
+    "drop-op": on_one(_any, _nothing),
+    "drop-wait": on_one(is_of(ops.Wait), _nothing),
+    "drop-release": on_one(is_of(ops.Release), _nothing),
+    "drop-collective": on_one(is_of(*COLLECTIVES), _nothing),
+    "drop-pair": on_one(is_of(*COLLECTIVES), _drop_pair),
+    "drop-result": on_one(is_of(ops.Compute), _drop_result),
     "swap-adjacent": _swap,
     "move-op": _move,
-    "repeat-op": _on(_any, _twice),
+    "repeat-op": on_one(_any, _twice),
     "repeat-later": _repeat_later,
-    "change-stream": _on(_any, _stream),
-    "change-wait": _on(_is(ops.Wait), _stream),
-    "shift-region": _on(_any, _shift),
-    "other-buffer": _on(_any, _other_buffer),
-    "change-shard": _on(_any, _reshard),
-    "flip-mode": _on(_is(ops.Compute, ops.Cast), _mode),
-    "change-reduction": _on(_is(*COLLECTIVES), _reduction),
-    "change-comm": _on(_is(*COLLECTIVES), _comm),
-    "change-divisor": _on(_is(ops.Decide), _divisor),
-    "forget-decision": _on(_is(ops.Decide), _forget_decision),
-    "forget-skip": _on(_is(ops.Direction, ops.OptimizerStep, ops.Average), _no_skip),
-    "change-decay": _on(_is(ops.Average), _decay),
-    "change-sources": _on(_is(ops.GradNorm, ops.CheckFinite), _fewer_sources),
-    "change-fill": _on(_is(ops.Fill), _fill),
-    "scale": _on(_any, _scale),
-    "exchange-arguments": _on(_is(ops.Compute), _arguments),
-    "unname-gradient": _on(_has_gradient, _gradient_name),
-    "wrong-segment": _on(_is(ops.Compute), _wrong_segment),
-    "change-wire": _on(_is(*COLLECTIVES), _wire),
-    "stage-over": _on(_is(*COLLECTIVES), _staging),
-    "add-pair": _on(_is(*COLLECTIVES), _pair),
-    "host-wait": _on(_is(ops.Wait), _host),
-    "fill-part": _on(_any, _fill_part),
-    "tell-step": _tell,
-    "change-group": _group,
-    "change-settings": _on(_is(ops.Direction, ops.OptimizerStep), _settings),
+    "change-stream": on_one(_any, _stream),
+    "change-wait": on_one(is_of(ops.Wait), _stream),
+    "shift-region": on_one(_any, _shift),
+    "other-buffer": on_one(_any, _other_buffer),
+    "change-shard": on_one(_any, _reshard),
+    "flip-mode": on_one(is_of(ops.Compute, ops.Cast), _mode),
+    "change-reduction": on_one(is_of(*COLLECTIVES), _reduction),
+    "change-comm": on_one(is_of(*COLLECTIVES), _comm),
+    "change-fill": on_one(is_of(ops.Fill), _fill),
+    "scale": on_one(_any, _scale),
+    "exchange-arguments": on_one(is_of(ops.Compute), _arguments),
+    "unname-gradient": on_one(_has_gradient, _gradient_name),
+    "wrong-segment": on_one(is_of(ops.Compute), _wrong_segment),
+    "change-wire": on_one(is_of(*COLLECTIVES), _wire),
+    "stage-over": on_one(is_of(*COLLECTIVES), _staging),
+    "add-pair": on_one(is_of(*COLLECTIVES), _pair),
+    "host-wait": on_one(is_of(ops.Wait), _host),
+    "fill-part": on_one(_any, _fill_part),
     "change-state": _state,
     "change-scalar": _scalar,
     **CLAIM_MUTATIONS,
     **SUM_MUTATIONS,
+    **UPDATE_MUTATIONS,
 }

@@ -25,9 +25,7 @@ from zeroir.ir.program import (
     MICRO_STEP,
     UPDATE,
     ModuleBufferBinding,
-    OptimizerGroup,
     Program,
-    ScalarBinding,
     Section,
 )
 from zeroir.ir.text import parse
@@ -53,89 +51,6 @@ def appended(program: Program, section: str, *new: Op) -> Program:
 
 def op_of(program: Program, section: str, kind: type) -> Op:
     return at(program, find(program, section, lambda op: isinstance(op, kind)))
-
-
-# ------------------------------------------------------------------------------------------------- one launch
-
-
-def test_pairs_of_one_launch_may_not_feed_each_other() -> None:
-    """The pairs of a launch have no order: one may read before or after another one writes."""
-    program = FP32.scheduled
-    reduce = op_of(program, UPDATE, ops.AllReduce)
-    assert isinstance(reduce, ops.AllReduce)
-    norm = reduce.pairs[0].source
-    chained = replace(reduce, pairs=(*reduce.pairs, Pair(source=norm, destination=LOSS)))
-    chained = replace(chained, pairs=tuple(p for p in chained.pairs if p.source != LOSS))
-    is_wanted = lambda op: isinstance(op, ops.AllReduce)  # noqa: E731
-    assert codes(verify(changed(program, UPDATE, is_wanted, chained))) == {"Z010"}
-
-
-def test_staging_over_what_is_read_later_is_found() -> None:
-    program = FP32.scheduled
-    place = find(program, LAST_MICRO_STEP, lambda op: isinstance(op, ops.ReduceScatter))
-    scatter = at(program, place)
-    assert isinstance(scatter, ops.ReduceScatter)
-    staged = replace(scatter, staging=Region(buffer="input.x", offset=0, numel=8))
-    report = verify(put(program, place, staged))
-    assert codes(report) <= {"Z103", "Z105"}
-    assert not report.is_valid
-
-
-# ------------------------------------------------------------------------------------------------- on the wire
-
-
-def on_wire(program: Program, section: str, kind: type, wire: DType) -> Program:
-    place = find(program, section, lambda op: isinstance(op, kind))
-    op = at(program, place)
-    assert isinstance(op, ops.AllGather | ops.ReduceScatter | ops.AllReduce)
-    return put(program, place, replace(op, wire_dtype=wire))
-
-
-@pytest.mark.parametrize("wire", [DType.I32, DType.I64])
-def test_numbers_do_not_travel_as_integers(wire: DType) -> None:
-    program = on_wire(FP32.scheduled, LAST_MICRO_STEP, ops.AllGather, wire)
-    assert codes(verify(program)) == {"Z004"}
-
-
-@pytest.mark.parametrize(("case", "wire"), [(FP32, DType.BF16), (FP16, DType.BF16)])
-def test_a_parameter_that_was_rounded_on_the_wire_is_another(case: Case, wire: DType) -> None:
-    program = on_wire(case.scheduled, LAST_MICRO_STEP, ops.AllGather, wire)
-    assert codes(verify(program)) == {"Z401"}
-
-
-def test_a_norm_that_was_rounded_on_the_wire_is_no_norm() -> None:
-    program = on_wire(FP32.scheduled, UPDATE, ops.AllReduce, DType.BF16)
-    assert codes(verify(program)) == {"Z402", "Z405"}  # the loss, too, is another number
-
-
-def test_a_wider_wire_changes_nothing() -> None:
-    case = Case(stage=3, precision="bf16")
-    program = on_wire(case.scheduled, LAST_MICRO_STEP, ops.AllGather, DType.F32)
-    program = on_wire(program, LAST_MICRO_STEP, ops.ReduceScatter, DType.F32)
-    assert verify(program, case.logical).is_valid
-
-
-def test_a_gradient_that_was_rounded_on_the_wire_is_a_sum_but_not_the_same_number() -> None:
-    program = on_wire(FP32.scheduled, LAST_MICRO_STEP, ops.ReduceScatter, DType.BF16)
-    assert verify(program).is_valid
-    report = verify(program, FP32.logical)
-    assert codes(report) == {"Z406"}
-    assert "wire=bf16" in report.findings[0].op
-    assert "passes through bf16" in report.findings[0].sentence
-
-
-def test_sums_are_taken_in_fp32() -> None:
-    """Values that travel in F64 are added in F64, which rounds in another way; copies do not round."""
-    program = on_wire(FP32.scheduled, LAST_MICRO_STEP, ops.ReduceScatter, DType.F64)
-    assert codes(verify(program, FP32.logical)) == {"Z406"}
-    gathered = on_wire(FP32.scheduled, LAST_MICRO_STEP, ops.AllGather, DType.F64)
-    assert verify(gathered, FP32.logical).is_valid
-
-
-def test_sums_over_micro_steps_travel_in_fp32() -> None:
-    case = Case(stage=1, precision="bf16", micro_steps=2)
-    program = on_wire(case.scheduled, LAST_MICRO_STEP, ops.ReduceScatter, DType.BF16)
-    assert codes(verify(program, case.logical)) == {"Z406"}
 
 
 # --------------------------------------------------------------------------------------------------------- loss
@@ -200,115 +115,6 @@ def test_clearing_a_part_of_a_gradient_is_found(shard: str | None) -> None:
     fill = ops.Fill(destination=part, value=0.0, stream=reduce.stream)
     assert codes(verify(put(program, place, fill, reduce))) == {"Z402"}
     assert codes(verify(put(program, place, reduce, fill))) == {"Z402"}
-
-
-# -------------------------------------------------------------------------------------------------- optimizer groups
-
-
-def in_two_groups(program: Program) -> Program:
-    """The first flat trains with hyper-parameters of its own."""
-    flat = program.flats[0]
-    rest = OptimizerGroup(
-        name="default",
-        algorithm=program.groups[0].algorithm,
-        intervals=tuple(i for i in program.groups[0].intervals if i[0] != flat.name),
-    )
-    own = replace(rest, name="own", intervals=((flat.name, 0, flat.padded_numel),))
-    hyper = program.buffer_by_name["hyper"]
-    extra = replace(hyper, name="hyper.own", holds=NamedContent(name="hyper.own"))
-
-    def told(op: Op) -> Op:
-        if isinstance(op, ops.OptimizerStep) and op.param.buffer.startswith(flat.name):
-            return replace(op, hyper=whole(extra), group="own")
-        return op
-
-    return replace(
-        program,
-        groups=(rest, own),
-        buffers=(*program.buffers, extra),
-        scalars=(
-            *program.scalars,
-            ScalarBinding(buffer="hyper.own", values=(0.9, 0.99, 1e-8, 0.0)),
-        ),
-        sections=tuple(replace(s, body=tuple(map(told, s.body))) for s in program.sections),
-    )
-
-
-def exchanged(program: Program, *, has_labels: bool) -> Program:
-    """Two optimizer steps exchange their hyper-parameters."""
-
-    def told(op: Op) -> Op:
-        if not isinstance(op, ops.OptimizerStep):
-            return op
-        is_own = op.hyper.buffer == "hyper.own"
-        is_second = op.param.buffer.startswith(program.flats[1].name)
-        if not (is_own or is_second):
-            return op
-        hyper = Region(buffer="hyper" if is_own else "hyper.own", offset=0, numel=4)
-        group = "default" if is_own else "own"
-        return replace(op, hyper=hyper, group=group if has_labels else op.group)
-
-    return replace(
-        program, sections=tuple(replace(s, body=tuple(map(told, s.body))) for s in program.sections)
-    )
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_each_parameter_is_updated_as_its_group_says(stage: int) -> None:
-    logical = in_two_groups(Case(stage=stage).logical)
-    program = applied(logical, for_stage(stage, 3))
-    assert verify(program, logical).is_valid
-    unlabelled = verify(exchanged(program, has_labels=False), logical)
-    assert codes(unlabelled) == {"Z406"}
-    assert "pre.weight is updated by" in " ".join(f.sentence for f in unlabelled.findings)
-    assert codes(verify(exchanged(program, has_labels=True))) == {"Z403"}
-
-
-def test_a_step_belongs_to_a_group() -> None:
-    program = FP32.scheduled
-    place = find(program, UPDATE, lambda op: isinstance(op, ops.OptimizerStep))
-    step = at(program, place)
-    assert isinstance(step, ops.OptimizerStep)
-    report = verify(put(program, place, replace(step, group="nobody")))
-    assert codes(report) == {"Z403"}
-
-
-def with_buffer(program: Program, like: str, name: str) -> Program:
-    model = program.buffer_by_name[like]
-    new = replace(model, name=name, role=Role.STAGING, holds=None)
-    return replace(program, buffers=(*program.buffers, new))
-
-
-@pytest.mark.parametrize(("is_declared", "code"), [(True, "Z403"), (False, "Z406")])
-def test_a_learning_rate_that_comes_back_after_the_steps_was_still_another(
-    is_declared: bool, code: str
-) -> None:
-    case = Case(stage=2)
-    program = with_buffer(case.scheduled, "lr", "kept")
-    if not is_declared:
-        groups = tuple(replace(group, lr=None, hyper=None) for group in program.groups)
-        program = replace(program, groups=groups)
-    other = replace(program.buffer_by_name["lr"], name="other", holds=NamedContent(name="other"))
-    program = replace(
-        program,
-        buffers=(*program.buffers, other),
-        scalars=(*program.scalars, ScalarBinding(buffer="other", values=(1.0,))),
-    )
-    lr, kept, spare = (Region(buffer=name, offset=0, numel=1) for name in ("lr", "kept", "other"))
-
-    def restored(body: list[Op]) -> None:
-        body[:0] = [
-            ops.Alloc(buffer="kept", stream=COMPUTE),
-            ops.Cast(source=lr, destination=kept, stream=COMPUTE),
-            ops.Cast(source=spare, destination=lr, stream=COMPUTE),
-        ]
-        body += [
-            ops.Cast(source=kept, destination=lr, stream=COMPUTE),
-            ops.Release(buffer="kept", stream=COMPUTE),
-        ]
-
-    at_update = [s.name for s in program.sections].index(UPDATE)
-    assert codes(verify(edit(program, at_update, restored), case.logical)) == {code}
 
 
 # -------------------------------------------------------------------------------------------- scalars and bindings

@@ -39,6 +39,7 @@ ROLE_COLOURS: Final = {
     "activation": "#7cc08f",
     "saved": "#3f9f63",
     "input": "#c9b458",
+    "output": "#6f9bd1",
     "scalar": "#a08f80",
     "module_buffer": "#8a7f2e",
     "constant": "#b5a99a",

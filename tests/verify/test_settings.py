@@ -1,0 +1,127 @@
+"""Each parameter is updated with the settings of its group, as in the logical program."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.support.edits import at, edit, put
+from tests.support.lowering import applied
+from tests.support.schedules import Case
+from tests.verify.test_rejects import codes, find
+from tests.verify.test_values import FP32
+from zeroir.ir import ops
+from zeroir.ir.buffers import Region, Role, whole
+from zeroir.ir.contents import NamedContent
+from zeroir.ir.mesh import COMPUTE
+from zeroir.ir.ops import Op
+from zeroir.ir.program import UPDATE, OptimizerGroup, Program, ScalarBinding
+from zeroir.passes.pipelines import for_stage
+from zeroir.verify import verify
+
+
+def in_two_groups(program: Program) -> Program:
+    """The first flat trains with hyper-parameters of its own."""
+    flat = program.flats[0]
+    rest = OptimizerGroup(
+        name="default",
+        algorithm=program.groups[0].algorithm,
+        intervals=tuple(i for i in program.groups[0].intervals if i[0] != flat.name),
+    )
+    own = replace(rest, name="own", intervals=((flat.name, 0, flat.padded_numel),))
+    hyper = program.buffer_by_name["hyper"]
+    extra = replace(hyper, name="hyper.own", holds=NamedContent(name="hyper.own"))
+
+    def told(op: Op) -> Op:
+        if isinstance(op, ops.OptimizerStep) and op.param.buffer.startswith(flat.name):
+            return replace(op, hyper=whole(extra), group="own")
+        return op
+
+    return replace(
+        program,
+        groups=(rest, own),
+        buffers=(*program.buffers, extra),
+        scalars=(
+            *program.scalars,
+            ScalarBinding(buffer="hyper.own", values=(0.9, 0.99, 1e-8, 0.0)),
+        ),
+        sections=tuple(replace(s, body=tuple(map(told, s.body))) for s in program.sections),
+    )
+
+
+def exchanged(program: Program, *, has_labels: bool) -> Program:
+    """Two optimizer steps exchange their hyper-parameters."""
+
+    def told(op: Op) -> Op:
+        if not isinstance(op, ops.OptimizerStep):
+            return op
+        is_own = op.hyper.buffer == "hyper.own"
+        is_second = op.param.buffer.startswith(program.flats[1].name)
+        if not (is_own or is_second):
+            return op
+        hyper = Region(buffer="hyper" if is_own else "hyper.own", offset=0, numel=4)
+        group = "default" if is_own else "own"
+        return replace(op, hyper=hyper, group=group if has_labels else op.group)
+
+    return replace(
+        program, sections=tuple(replace(s, body=tuple(map(told, s.body))) for s in program.sections)
+    )
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_each_parameter_is_updated_as_its_group_says(stage: int) -> None:
+    logical = in_two_groups(Case(stage=stage).logical)
+    program = applied(logical, for_stage(stage, 3))
+    assert verify(program, logical).is_valid
+    unlabelled = verify(exchanged(program, has_labels=False), logical)
+    assert codes(unlabelled) == {"Z406"}
+    assert "pre.weight is updated by" in " ".join(f.sentence for f in unlabelled.findings)
+    assert codes(verify(exchanged(program, has_labels=True))) == {"Z403"}
+
+
+def test_a_step_belongs_to_a_group() -> None:
+    program = FP32.scheduled
+    place = find(program, UPDATE, lambda op: isinstance(op, ops.OptimizerStep))
+    step = at(program, place)
+    assert isinstance(step, ops.OptimizerStep)
+    report = verify(put(program, place, replace(step, group="nobody")))
+    assert codes(report) == {"Z403"}
+
+
+def with_buffer(program: Program, like: str, name: str) -> Program:
+    model = program.buffer_by_name[like]
+    new = replace(model, name=name, role=Role.STAGING, holds=None)
+    return replace(program, buffers=(*program.buffers, new))
+
+
+@pytest.mark.parametrize(("is_declared", "code"), [(True, "Z403"), (False, "Z406")])
+def test_a_learning_rate_that_comes_back_after_the_steps_was_still_another(
+    is_declared: bool, code: str
+) -> None:
+    case = Case(stage=2)
+    program = with_buffer(case.scheduled, "lr", "kept")
+    if not is_declared:
+        groups = tuple(replace(group, lr=None, hyper=None) for group in program.groups)
+        program = replace(program, groups=groups)
+    other = replace(program.buffer_by_name["lr"], name="other", holds=NamedContent(name="other"))
+    program = replace(
+        program,
+        buffers=(*program.buffers, other),
+        scalars=(*program.scalars, ScalarBinding(buffer="other", values=(1.0,))),
+    )
+    lr, kept, spare = (Region(buffer=name, offset=0, numel=1) for name in ("lr", "kept", "other"))
+
+    def restored(body: list[Op]) -> None:
+        body[:0] = [
+            ops.Alloc(buffer="kept", stream=COMPUTE),
+            ops.Cast(source=lr, destination=kept, stream=COMPUTE),
+            ops.Cast(source=spare, destination=lr, stream=COMPUTE),
+        ]
+        body += [
+            ops.Cast(source=kept, destination=lr, stream=COMPUTE),
+            ops.Release(buffer="kept", stream=COMPUTE),
+        ]
+
+    at_update = [s.name for s in program.sections].index(UPDATE)
+    assert codes(verify(edit(program, at_update, restored), case.logical)) == {code}
