@@ -28,6 +28,7 @@ from zeroir.config import make_options
 from zeroir.errors import UserError
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_three_ranks_train_a_module_in_hand_as_its_file_bit_for_bit(tmp_path: Path) -> None:
     ranks = Ranks(3, tmp_path, module="tests.api.in_hand_workers", sources=COMPILING_SOURCES)

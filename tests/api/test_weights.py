@@ -19,6 +19,7 @@ from zeroir.errors import UserError
 MODEL = str(Path(unlabelled.__file__))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "choices",
     [

@@ -312,6 +312,7 @@ def first(module: nn.Module, x: object) -> object:
     return module(x)[0]
 
 
+@pytest.mark.slow
 def test_evaluations_go_on_where_a_program_begins_to_accumulate() -> None:
     engine = zeroir.compile(Shared(), BATCH, loss=first, stage=3, world_size=1).engine()
     before = engine.evaluate(BATCH).loss

@@ -99,6 +99,7 @@ def scheduled(
     return applied(logical, passes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world_size", "replicas"), [(1, None), (3, None), (4, None), (4, 2)], ids=str
 )
@@ -138,6 +139,7 @@ def test_the_number_of_micro_steps_of_the_option_is_one_of_many() -> None:
         train(more, steps).assert_equals(train(old, steps))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("micro_steps", [1, 2])
 @pytest.mark.parametrize("is_overlapped", [False, True])
 def test_weights_of_one_change_nothing(micro_steps: int, is_overlapped: bool) -> None:

@@ -91,6 +91,7 @@ def test_lockstep_equals_eager(stage: int, world_size: int) -> None:
     require_equal(lockstep, [next(stream) for stream in batches])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("micro_steps", [1, 2])
 @pytest.mark.parametrize("stage", [0, 3])
 def test_evaluations_change_nothing(stage: int, micro_steps: int) -> None:

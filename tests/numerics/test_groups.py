@@ -50,6 +50,7 @@ def model(tmp_path: Path) -> str:
     return str(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("groups", [ADAMW, MOMENTUM, MIXED], ids=["adamw", "momentum", "mixed"])
 @pytest.mark.parametrize(
     "options",

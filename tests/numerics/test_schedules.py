@@ -16,6 +16,7 @@ ONE_CYCLE = "OneCycle{cycle_min_lr=0.001,cycle_max_lr=0.01,cycle_first_step_size
 OVERFLOWS = {"precision": "fp16", "initial_loss_scale": 2.0**18, "loss_scale_hysteresis": 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

@@ -129,6 +129,7 @@ def test_it_equals_torch(model: str, choice: str, options: dict[str, object]) ->
     assert comparison.tolerance == 0
 
 
+@pytest.mark.slow
 def test_each_setting_counts(model: str) -> None:
     """Otherwise the comparison above would hold for settings that nobody applies."""
     losses = {
@@ -191,6 +192,7 @@ def test_each_gather_of_directions_overlaps_the_step_before(model: str) -> None:
     assert order == ["gather", "gather", "step", "gather", "step", "step"]
 
 
+@pytest.mark.slow
 def test_muons_products_are_counted_on_the_rank_that_has_most(model: str) -> None:
     def flops(**options: object) -> dict[str, int]:
         program = compiled(model, "muon", **options)
@@ -222,6 +224,7 @@ def test_adafactors_moments_are_few_and_alike_on_every_rank(model: str) -> None:
     assert verify(program).is_valid
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["muon", "adafactor", "shampoo"])
 @pytest.mark.parametrize(
     "options",
@@ -247,6 +250,7 @@ def test_a_step_takes_no_more_memory_than_is_declared(
     assert all(step.is_right and step.peak_bytes for step in steps)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["lion", "muon", "adafactor", "shampoo"])
 def test_states_are_the_same_bits_at_every_stage(model: str, optimizer: str) -> None:
     file = load_model_file(model)

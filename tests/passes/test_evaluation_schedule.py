@@ -39,6 +39,7 @@ def evaluation(program: Program) -> Section:
     return program.section_by_name[EVALUATE]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "choices",
     [{}, {"bucket": 1 << 20}, {"mesh": "replicate=2,shard=2"}, {"unshard": "*"}, {"elide": False}],

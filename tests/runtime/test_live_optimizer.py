@@ -169,6 +169,7 @@ def require_equal_training(
         assert torch.equal(parameters[name], parameter.detach()), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCHEDULERS)
 @pytest.mark.parametrize("settings", [ADAMW, MOMENTUM], ids=["adamw", "momentum"])
 def test_every_scheduler_drives_a_program(

@@ -125,6 +125,7 @@ def test_a_state_has_precedence_and_may_lack_what_the_module_has() -> None:
     require_values(engine, expected)
 
 
+@pytest.mark.slow
 def test_values_of_a_state_live_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(initial, "_BATCH_NUMEL", 1)
     values = values_of(Mlp(dim=DIM))
@@ -206,6 +207,7 @@ def test_memory_that_cannot_be_freed_tensor_by_tensor_is_named() -> None:
     require_values(engine, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_a_rank_never_holds_two_copies(tmp_path: Path) -> None:
     """The peak of the process with an engine and a module of 100 MB, as the kernel counts it."""
@@ -222,6 +224,7 @@ def test_a_rank_never_holds_two_copies(tmp_path: Path) -> None:
     assert freed < held
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.parametrize("scenario", ["values", "failing-state"])
 def test_rank_0_gives_the_values(tmp_path: Path, scenario: str) -> None:

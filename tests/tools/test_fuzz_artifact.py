@@ -6,10 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tools.damage import Damage
 from tools.fuzz_artifact import ending, subjects
 
 
+@pytest.mark.slow
 def test_damaged_programs_end_with_a_sentence() -> None:
     # In a process of its own: each damaged file is read in a fork of it, which must be light.
     command = [sys.executable, "-m", "tools.fuzz_artifact", "--bodies", "100", "--edits", "100"]

@@ -431,3 +431,12 @@ def test_no_op_reads_a_scalar_between_two_steps(reads: str) -> None:
     report = verify(parse("\n".join(found) + "\n"))
     assert codes(report) == {"Z105"}
     assert "which the host may change between steps" in report.findings[0].sentence
+
+
+@pytest.mark.parametrize("name", [LAST_MICRO_STEP, UPDATE])
+def test_a_section_of_the_logical_program_is_missed(name: str) -> None:
+    case = Case(stage=1)
+    sections = tuple(s for s in case.scheduled.sections if s.name != name)
+    report = verify(replace(case.scheduled, sections=sections), case.logical)
+    assert codes(report) == {"Z406"}
+    assert f"section {name} of the logical program is missing" in report.render()

@@ -10,11 +10,12 @@ import pytest
 from tests.support.edits import at, places, put
 from tests.support.groups import in_groups
 from tests.support.lowering import applied
+from tests.support.programs import mlp
 from tests.support.schedules import Case
 from tests.verify.test_rejects import codes
 from zeroir.config import make_options
 from zeroir.ir import ops
-from zeroir.ir.buffers import Region
+from zeroir.ir.buffers import Region, whole
 from zeroir.ir.ops import Algorithm, Op
 from zeroir.ir.program import UPDATE, OptimizerGroup, Program
 from zeroir.ir.text import parse, print_program
@@ -178,3 +179,66 @@ def test_a_step_of_two_groups_works_on_elements_at_rest() -> None:
     assert "does not hold the elements that rest there" in " ".join(
         finding.sentence for finding in report.findings
     )
+
+
+@pytest.mark.parametrize("is_grouped", [True, False])
+def test_elements_are_stepped_where_they_rest(is_grouped: bool) -> None:
+    """The runtime finds groups and padding by the places of elements, also where a step has one group's settings."""
+    program = Case(stage=0, is_grouped=is_grouped).scheduled
+    place, step = next(
+        (place, op)
+        for place in places(program, lambda op: isinstance(op, ops.OptimizerStep))
+        if isinstance(op := at(program, place), ops.OptimizerStep)
+        and op.param.buffer == "root.post.param"
+    )
+    elsewhere = replace(step.param, buffer="blocks.0.param")
+    aside = replace(step.param, buffer="aside")
+    buffer = replace(program.buffer_by_name["blocks.0.param"], name="aside", holds=None)
+    moved = put(
+        replace(program, buffers=(*program.buffers, buffer)),
+        place,
+        ops.Alloc(buffer="aside", stream=step.stream),
+        ops.Cast(source=elsewhere, destination=aside, stream=step.stream),
+        ops.Cast(source=step.param, destination=elsewhere, stream=step.stream),
+        replace(step, param=elsewhere, event=None),
+        ops.Cast(source=elsewhere, destination=step.param, stream=step.stream, event=step.event),
+        ops.Cast(source=aside, destination=elsewhere, stream=step.stream),
+        ops.Release(buffer="aside", stream=step.stream),
+    )
+    report = verify(moved)
+    assert codes(report) == {"Z403"}
+    assert "does not hold the elements that rest there" in report.findings[0].sentence
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "is_valid"), [("adamw", True), ("adafactor", False)], ids=["adamw", "adafactor"]
+)
+def test_an_optimizer_of_whole_parameters_has_no_group_of_a_part(
+    optimizer: str, is_valid: bool
+) -> None:
+    """The runtime takes the group of a parameter's first element."""
+    program = mlp(dim=16, optimizer=optimizer)
+    (default,) = program.groups
+    settings = ops.GroupSettings(
+        group="own", lr=_whole(program, "lr"), hyper=_whole(program, "hyper")
+    )
+    intervals = [(flat.name, 0, 64) for flat in program.flats]
+    rest = [(flat.name, 64, flat.padded_numel) for flat in program.flats]
+    program = replace(
+        program,
+        groups=(
+            replace(default, intervals=tuple(intervals)),
+            replace(default, name="own", intervals=tuple(rest)),
+        ),
+    )
+    for place in places(program, lambda op: isinstance(op, ops.Direction | ops.OptimizerStep)):
+        step = at(program, place)
+        assert isinstance(step, ops.Direction | ops.OptimizerStep)
+        program = put(program, place, replace(step, others=(settings,)))
+    report = verify(program)
+    assert report.is_valid is is_valid, report.render()
+    assert is_valid or "takes whole parameters" in report.findings[0].sentence
+
+
+def _whole(program: Program, name: str) -> Region:
+    return whole(program.buffer_by_name[name])

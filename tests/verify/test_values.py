@@ -29,6 +29,7 @@ from zeroir.ir.program import (
     Section,
 )
 from zeroir.ir.text import parse
+from zeroir.passes.common.order import derive_waits, without_waits
 from zeroir.passes.pipelines import for_stage
 from zeroir.verify import verify
 
@@ -372,6 +373,30 @@ def test_an_evaluation_leaves_running_statistics_alone() -> None:
     fill = ops.Fill(destination=whole(statistic), value=1.0, stream=COMPUTE)
     assert verify(appended(program, LAST_MICRO_STEP, fill)).is_valid
     assert codes(verify(appended(program, EVALUATE, fill))) == {"Z103"}
+
+
+@pytest.mark.parametrize("section", [LAST_MICRO_STEP, UPDATE])
+def test_a_value_is_summed_over_no_more_axes_than_in_the_logical_program(section: str) -> None:
+    """Such as running statistics: their sum over ranks is another value."""
+    case = Case(stage=1, ranks=2)
+    statistic = Buffer(
+        name="mean",
+        dtype=DType.F32,
+        numel=4,
+        space=Space.DEVICE,
+        role=Role.MODULE_BUFFER,
+        holds=NamedContent(name="mean"),
+    )
+    binding = ModuleBufferBinding(name="mean", buffer="mean", shape=(4,))
+    logical, program = (
+        replace(p, buffers=(*p.buffers, statistic), module_buffers=(binding,))
+        for p in (case.logical, case.scheduled)
+    )
+    assert verify(program, logical).is_valid
+    pair = Pair(source=whole(statistic), destination=whole(statistic))
+    reduce = ops.AllReduce(pairs=(pair,), comm="reduce", stream=REDUCE)
+    summed = derive_waits(appended(without_waits(program), section, reduce))
+    assert codes(verify(summed, logical)) == {"Z406"}
 
 
 # --------------------------------------------------------------------------------------------------- two axes

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.support.edits import at, put
+from tests.support.edits import at, places, put
 from tests.support.schedules import Case
 from tests.verify.test_rejects import codes, find
 from zeroir.ir import ops
@@ -186,6 +186,35 @@ def test_the_weight_that_the_engine_reports_is_the_decisions() -> None:
     place = find(program, UPDATE, _clears)
     dirty = ops.Fill(destination=_weight("weight"), value=0.0, stream="compute")
     assert "Z405" in codes(verify(put(program, place, dirty, at(program, place))))
+
+
+def test_the_host_writes_the_weights_of_the_logical_program() -> None:
+    """Without the line `weight` every batch would weigh what the buffer begins with."""
+    program = replace(WEIGHTED.scheduled, weight=None)
+    assert codes(verify(program, WEIGHTED.logical)) == {"Z406"}
+    # On one rank no sum over ranks is missing.
+    counted = replace(COUNTED, ranks=1)
+    program = replace(counted.scheduled, weight="batch_weight")
+    assert verify(program).is_valid
+    assert codes(verify(program, counted.logical)) == {"Z406"}
+
+
+@pytest.mark.parametrize("is_disguised", [False, True])
+def test_a_step_without_data_is_skipped(is_disguised: bool) -> None:
+    """Also where something else of the decision stands in %skip."""
+    program = WEIGHTED.scheduled
+    (place,) = places(program, lambda op: isinstance(op, ops.Decide))
+    decide = at(program, place)
+    assert isinstance(decide, ops.Decide)
+    assert decide.skip is not None
+    copy = ops.Cast(source=decide.gradient_divisor, destination=decide.skip, stream=decide.stream)
+    new = (replace(decide, skip=None), *((copy,) if is_disguised else ()))
+    program = put(program, place, *new)
+    for step in places(program, lambda op: isinstance(op, ops.OptimizerStep)):
+        op = at(program, step)
+        assert isinstance(op, ops.OptimizerStep)
+        program = put(program, step, replace(op, skip=None))
+    assert codes(verify(program, WEIGHTED.logical)) == {"Z406"}
 
 
 def _ending_late(section: Section, is_wanted: Callable[[Op], bool]) -> Section:

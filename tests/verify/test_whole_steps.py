@@ -12,6 +12,8 @@ from tests.support.edits import at, put
 from tests.support.programs import mlp
 from tests.support.schedules import Case
 from tests.verify.test_rejects import codes, find
+from zeroir.api.compiled import compile_with
+from zeroir.config import make_options
 from zeroir.ir import ops
 from zeroir.ir.buffers import Region
 from zeroir.ir.ops import Algorithm, Op
@@ -25,6 +27,7 @@ CASES = [
     Case(stage=3, optimizer="adafactor", keep_fp32=True, precision="bf16"),
 ]
 SHARDED = CASES[1:]
+TRAPS = "tests/support/models/traps.py"
 AnOp = TypeVar("AnOp", bound=ops.Direction | ops.OptimizerStep | ops.AllGather)
 
 
@@ -141,3 +144,27 @@ def test_a_part_of_the_factors_is_not_enough() -> None:
     part = Region(buffer=step.factors.buffer, offset=0, numel=step.factors.numel - 1)
     mutant = put(CASES[0].scheduled, place, replace(step, factors=part))
     assert "needs factors of the whole flat" in sentences(mutant)
+
+
+def test_preconditioners_are_moved_where_they_rest() -> None:
+    """The runtime finds the sums of a parameter by their places in the buffer at rest."""
+    program = compile_with(TRAPS, make_options({"stage": 0, "optimizer": "shampoo"})).logical
+    place, step = the(program, ops.OptimizerStep, is_wanted=_has_factors)
+    factors = step.factors
+    assert factors is not None
+    like = program.buffer_by_name[factors.buffer]
+    aside = replace(factors, buffer="aside")
+    moved = put(
+        replace(program, buffers=(*program.buffers, replace(like, name="aside", holds=None))),
+        place,
+        ops.Alloc(buffer="aside", stream=step.stream),
+        ops.Cast(source=factors, destination=aside, stream=step.stream),
+        replace(step, factors=aside),
+        ops.Cast(source=aside, destination=factors, stream=step.stream),
+        ops.Release(buffer="aside", stream=step.stream),
+    )
+    assert "are not this rank's preconditioners" in sentences(moved)
+
+
+def _has_factors(op: Op) -> bool:
+    return isinstance(op, ops.OptimizerStep) and op.factors is not None

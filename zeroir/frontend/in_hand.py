@@ -7,13 +7,15 @@ it is and no memory is taken.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from types import FunctionType, ModuleType
 
 from torch import nn
 
 from zeroir.errors import UserError, ZeroirError
+from zeroir.frontend._torch_private import HOOKS_OF_MODULES, gradient_hooks
 from zeroir.frontend.imports import is_in_a_library, is_known_package
 from zeroir.frontend.meta_copy import meta_copy
 from zeroir.frontend.source import (
@@ -40,7 +42,7 @@ def source_of(
         module = _uncompiled(model)
         name = f"the module {type(module).__name__}"
         names = SourceNames(model=name, maker=name, batch=_BATCH, loss=_loss_name(loss))
-        code = _user_modules([loss, *map(type, module.modules())])
+        code = _user_modules([loss, *map(type, module.modules()), *_hooks(module)])
         return _source(
             names,
             lambda: meta_copy(require_supported(module, names)),
@@ -116,6 +118,22 @@ def _loss_name(loss: LossFunction | None) -> str:
 def _function_name(function: object) -> str:
     name = getattr(function, "__qualname__", None)
     return str(name) if name is not None else type(function).__name__
+
+
+def _hooks(module: nn.Module) -> Iterator[object]:
+    """The functions that are hooks of a module, its submodules and its parameters; of other hooks their classes."""
+    registered: list[object] = []
+    for child in module.modules():
+        for kind in HOOKS_OF_MODULES:
+            registered += vars(child).get(kind, {}).values()
+    for parameter in module.parameters():
+        registered += gradient_hooks(parameter)
+    for hook in registered:
+        function = hook
+        while isinstance(function, partial):
+            function = function.func
+        function = getattr(function, "__func__", function)
+        yield function if isinstance(function, FunctionType) else type(function)
 
 
 def _user_modules(objects: Iterable[object]) -> tuple[str, ...]:

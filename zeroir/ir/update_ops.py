@@ -148,7 +148,8 @@ class OptimizerStep(Update):
 
     ``lr`` and ``hyper`` are those of ``group``, and ``others`` those of other groups. Each element is updated with the
     settings of the group whose intervals (``Program.groups``) contain it; without groups, all with the first. An
-    element in no group, such as padding between parameters, may stay as it is.
+    element in no group, such as padding between parameters, may stay as it is. Groups, parameters and padding are found
+    by their places in the buffer at rest, so ``param`` must hold the elements that rest there, where any do.
 
     With an optimizer that works on whole parameters (``algorithm.direction_dtype``) ``grad`` are the directions of the
     whole flat, although ``param`` may be a slice, and ``states`` are those of ``direction``, so none are here. Each

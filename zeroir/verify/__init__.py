@@ -198,7 +198,7 @@ def _check_values(program: Program, reference: Reference | None, findings: Findi
             findings.add(
                 "Z406",
                 mismatch.sentence,
-                section=None if name is None else program.section_by_name[name],
+                section=program.section_by_name.get(name or ""),
                 line=mismatch.line,
                 advice=mismatch.advice,
             )

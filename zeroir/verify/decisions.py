@@ -55,6 +55,7 @@ def decide(run: SectionRun, op: ops.Decide) -> None:
     setting = (
         "decide",
         op.overflow is not None,
+        op.skip is not None,
         op.max_norm,
         held_value(run, op.step),
         None if op.loss_scale is None else held_value(run, op.loss_scale),

@@ -26,7 +26,9 @@ from zeroir.ir.program import (
     PARAMETER_ALIGNMENT_NUMEL,
     SECTION_NAMES,
     SHARD_ALIGNMENT_NUMEL,
+    Flat,
     Holding,
+    OptimizerGroup,
     Program,
     State,
 )
@@ -260,12 +262,25 @@ def _groups(program: Program) -> Problems:
                 numel = PARAMETER_ALIGNMENT_NUMEL
                 what = f"{cut} {numel} elements that kernels take at a time"
                 yield "Z003", f"{what}, which changes the rounding"
+            else:
+                yield from _cut_parameters(group, flat, start, stop)
             intervals.append((name, start, stop, group.name))
     intervals.sort()
     for (name, _, stop, group_name), (next_name, start, _, next_group) in pairwise(intervals):
         if name == next_name and start < stop:
             twice = "twice" if group_name == next_group else f"and in group {next_group}"
             yield "Z403", f"flat {name} from element {start} is in group {group_name} {twice}"
+
+
+def _cut_parameters(group: OptimizerGroup, flat: Flat, start: int, stop: int) -> Problems:
+    """The parameters of which only a part is in an interval, where the optimizer takes whole ones."""
+    if group.algorithm.direction_dtype is None:
+        return
+    for slot in flat.slots:
+        behind = slot.offset + slot.numel
+        if slot.offset < start < behind or slot.offset < stop < behind:
+            what = f"group {group.name} contains a part of parameter {slot.name}"
+            yield "Z403", f"{what}, but {group.algorithm} takes whole parameters"
 
 
 def region_problem(program: Program, region: Region) -> tuple[str, str] | None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from zeroir.ir import ops
 from zeroir.ir.buffers import Region, whole
-from zeroir.ir.contents import DIRECTION, MASTER, PARAM, NamedContent
+from zeroir.ir.contents import DIRECTION, MASTER, PARAM, FlatContent, NamedContent
 from zeroir.ir.program import Slot
 from zeroir.verify import algebra, whole_steps
 from zeroir.verify.abstract_memory import AbstractMemory
@@ -58,8 +58,7 @@ def optimizer_step(run: SectionRun, op: ops.OptimizerStep) -> None:
     settings = _settings(run, op)
     is_whole = op.algorithm.direction_dtype is not None
     state_names = () if is_whole else op.algorithm.state_names
-    # The handler finds groups, and whole parameters, by the places of elements in the buffer at rest.
-    resting = _resting(run, op.param) if op.others or is_whole else None
+    resting = _resting(run, op.param, is_needed=is_whole or bool(op.others))
     states = [run.take(region, "Z403") for region in op.states]
     gradient = run.take(op.grad, "Z402")
     written: list[list[tuple[int, int, Value]]] = [[] for _ in (op.param, *op.states)]
@@ -130,8 +129,8 @@ def direction(run: SectionRun, op: ops.Direction) -> None:
     moved = Elements(FlatKey(DIRECTION, flat, 1), shift, strides)
     _check_gradient(run, op, gradient, (0, numel), moved, flat)
     _apply_settings(run, op, Cover(flat, shift, strides, numel), settings, run.directions)
-    if op.others and op.states:
-        resting = _resting(run, op.states[0])
+    resting = _resting(run, op.states[0], is_needed=bool(op.others)) if op.states else None
+    if resting is not None:
         _check_places(run, op, op.states[0], (0, numel), moved, flat, resting)
     for name, region, pieces in zip(op.algorithm.state_names, op.states, states, strict=True):
         expected = Elements(FlatKey(name, flat, 0), shift, strides)
@@ -216,9 +215,14 @@ def _apply_settings(
         return
 
 
-def _resting(run: SectionRun, region: Region) -> PieceList:
-    """The values of a region of a buffer that is at rest."""
+def _resting(run: SectionRun, region: Region, *, is_needed: bool) -> PieceList | None:
+    """The values of a region of a buffer that is at rest, by which the op finds groups, whole parameters and padding.
+
+    None where it takes the region as one piece instead: the buffer rests with no flat, and ``is_needed`` is false.
+    """
     buffer = run.program.buffer_by_name[region.buffer]
+    if not is_needed and not isinstance(buffer.holds, FlatContent):
+        return None
     memory = AbstractMemory({buffer.name: buffer}, run.program.mesh)
     if buffer.holds is not None:
         memory.write(whole(buffer), run.layout.pieces(buffer.holds, buffer.numel))
@@ -245,10 +249,10 @@ def _check_places(
         if not is_there:
             run.fail(
                 "Z403",
-                f"{_name(op)} of several groups or of whole parameters updates {spell(region, run.program)}, which "
-                "does not hold the elements that rest there",
+                f"{_name(op)} updates {spell(region, run.program)}, which does not hold the elements that rest there: "
+                "it would take others as those of a group, as a parameter or as padding",
                 region.buffer,
-                advice="Step the elements of each group by themselves, where they rest.",
+                advice="Step the elements where they rest.",
             )
             return
 

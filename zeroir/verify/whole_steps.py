@@ -72,11 +72,11 @@ def _check_shampoo(run: SectionRun, op: ops.OptimizerStep, key: FlatKey) -> None
     flat = run.program.flat_by_name[key.flat]
     wanted = FlatKey(PRECONDITIONERS, key.flat, 0)
     pieces = run.take(op.factors, "Z403")
-    if op.whole is None:
-        _check(run, op, op.factors, pieces, wanted, preconditioners_numel(flat))
-        return
-    numel = run.memory.numel(op.whole)
-    _check(run, op, op.whole, run.take(op.whole, "Z403"), wanted, numel)
+    everything, held = op.factors, pieces
+    if op.whole is not None:
+        everything, held = op.whole, run.take(op.whole, "Z403")
+    numel = run.memory.numel(everything)
+    _check(run, op, everything, held, wanted, numel)
     is_all = numel >= preconditioners_numel(flat)
     holds = run.program.buffer_by_name[op.factors.buffer].holds
     own = None if holds is None else run.layout.pieces(holds, run.memory.numel(op.factors))
