@@ -122,6 +122,7 @@ class StepExecutor:
         self.settings: StepSettings | None = None
         self._to_watch: tuple[int, Watch] | None = None
         self._is_begun = False
+        self._has_failed = False
         self._prepared: dict[str, list[Task]] = {}
         self._bound: dict[tuple[str, Watch | None], list[Task]] = {}
 
@@ -243,6 +244,11 @@ class StepExecutor:
             raise UserError(
                 f"The program has no {name} section; compile it for this many micro-steps."
             )
+        if self._has_failed:
+            raise UserError(
+                "An earlier step failed in its middle, and left a part of the values changed: make a new engine."
+            )
+        self._has_failed = True  # until the section has run to its end
         with torch.no_grad():
             if not self._is_begun:
                 self._begin(section)
@@ -253,6 +259,7 @@ class StepExecutor:
             else:
                 self._run_section(section, partial(self._issue, section, None))
             self._streams.join([pending.event for pending in section.exit.pending])
+        self._has_failed = False
 
     def _issue(self, section: Section, watch: Watch | None) -> None:
         if watch is None and torch.autograd.profiler._is_profiler_enabled:
@@ -320,7 +327,8 @@ class StepExecutor:
         if is_out_of_memory(error):
             return UserError(f"Memory ran out in {place}: {MEMORY_REMEDY}.")
         if isinstance(error, IndexError):
-            return UserError(f"The batch does not suit the model: {error}, in {place}.")
+            problem = str(error).rstrip(".")
+            return UserError(f"The batch does not suit the model: {problem}, in {place}.")
         return InternalError(f"{place}: {error}")
 
     @cached_property

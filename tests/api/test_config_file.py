@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -162,6 +163,11 @@ def test_a_file_that_is_missing_or_no_text_is_one_sentence(tmp_path: Path) -> No
     (tmp_path / "b.toml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UserError, match=r"b\.toml: the file is no text in UTF-8"):
         resolved(tmp_path / "b.toml", {})
+
+
+def test_a_configuration_that_is_neither_file_nor_dict_is_one_sentence(model: str) -> None:
+    with pytest.raises(UserError, match="config= is list, but should be the path of a file or"):
+        zeroir.compile(model, config=cast("dict[str, object]", ["ds.json"]))
 
 
 def test_a_batch_without_samples_is_one_sentence(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -423,6 +424,19 @@ def test_a_loss_function_that_uses_another_module_is_refused() -> None:
 def test_a_module_in_evaluation_mode_gives_a_warning() -> None:
     with pytest.warns(UserWarning, match="The module Net is in evaluation mode"):
         compiled(made(lambda net: net.eval()))
+
+
+def test_parameters_in_another_dtype_than_the_programs_give_a_warning() -> None:
+    batch, loss = (torch.ones(4, 8),), lambda module, batch: module(*batch).sum()
+    net = nn.Linear(8, 1).bfloat16()
+    with pytest.warns(
+        UserWarning, match="Linear has parameters in bfloat16, such as weight, .* --precision bf16"
+    ):
+        zeroir.compile(net, batch, loss=loss, world_size=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        zeroir.compile(net, batch, loss=loss, precision="bf16", world_size=1)
+        zeroir.compile(nn.Linear(8, 1), batch, loss=loss, precision="bf16", world_size=1)
 
 
 @pytest.mark.parametrize(

@@ -124,6 +124,14 @@ WRONG: list[tuple[dict[str, object], str]] = [
         "optimizer.params.betas.1 is 1.5, but should be less than 1.",
     ),
     (
+        {"optimizer": {"type": "Adam", "params": {"betas": [0.9]}}},
+        "optimizer.params.betas is [0.9], which has too few numbers.",
+    ),
+    (
+        {"optimizer": {"type": "Adam", "params": {"betas": [0.9, 0.95, 0.99]}}},
+        "optimizer.params.betas is [0.9, 0.95, 0.99], which has too many numbers.",
+    ),
+    (
         {"scheduler": {"type": "CosineAnnealingLR"}},
         "scheduler.type cannot be honoured: zeroir has no schedule CosineAnnealingLR;",
     ),

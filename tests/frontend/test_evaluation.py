@@ -159,6 +159,10 @@ def test_an_unknown_output_is_refused() -> None:
         UserError, match=r"no output called logits; it returns a dict of loss, hidden"
     ):
         zeroir.compile(Net(), BATCH, outputs=("logits",), world_size=1)
+    with pytest.raises(UserError, match="returns no output called logits; it returns a tensor"):
+        zeroir.compile(
+            Net(), BATCH, loss=lambda net, x: net(x)["loss"], outputs=("logits",), world_size=1
+        )
     with pytest.raises(UserError, match="--outputs hidden needs evaluations"):
         zeroir.compile(Net(), BATCH, outputs="hidden", evaluate=False, world_size=1)
 

@@ -115,8 +115,13 @@ def test_an_index_that_the_model_has_no_row_for_is_the_batchs_fault() -> None:
     )
     engine = Engine(program)
     engine.step((torch.tensor([0]),))
-    with pytest.raises(UserError, match=r"batch does not suit the model: index out of range"):
+    with pytest.raises(
+        UserError, match=r"batch does not suit the model: index out of range in self, in"
+    ):
         engine.step((torch.tensor([7]),))
+    # The step was cut off in its middle, so that its successors would compute with anything.
+    with pytest.raises(UserError, match="An earlier step failed in its middle.*make a new engine"):
+        engine.step((torch.tensor([0]),))
 
 
 _LOOK_UP = (("step", (1, 1)), ("tokens", (1,)))

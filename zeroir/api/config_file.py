@@ -51,6 +51,11 @@ def resolve_options(
     """
     if config is None:
         return ResolvedOptions(options=make_options(given))
+    if not isinstance(config, str | Path | Mapping):
+        raise UserError(
+            f"config= is {type(config).__name__}, but should be the path of a file or DeepSpeed's configuration as a "
+            "dict."
+        )
     name = "The configuration" if isinstance(config, Mapping) else str(config)
     try:
         if not isinstance(config, Mapping) and Path(config).suffix == ".toml":

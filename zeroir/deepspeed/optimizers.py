@@ -222,6 +222,12 @@ def _validated(model: type[_Params], kind: str, params: Mapping[str, object]) ->
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         key = ".".join(map(str, first["loc"]))
+        if first["type"] in ("missing", "too_long"):  # of the numbers in a list
+            name = str(first["loc"][0])
+            amount = "few" if first["type"] == "missing" else "many"
+            raise UserError(
+                f"optimizer.params.{name} is {params[name]!r:.60}, which has too {amount} numbers."
+            ) from None
         expected = first["msg"].removeprefix("Input should be ")
         raise UserError(
             f"optimizer.params.{key} is {first['input']!r:.60}, but should be {expected}."

@@ -44,7 +44,7 @@ from zeroir.frontend.module_tensors import (
     register_plain_tensors,
     tensor_info,
 )
-from zeroir.frontend.precision import Precision, apply_precision, compute_dtype
+from zeroir.frontend.precision import Precision, apply_precision, compute_dtype, note_on_precision
 from zeroir.frontend.python_state import PythonState, UsersCode
 from zeroir.frontend.read_graph import read_graph, without_dead_nodes
 from zeroir.frontend.results import UnknownOutputError
@@ -144,6 +144,7 @@ def capture(
         hooks = ParameterHooks(model)
         register_plain_tensors(model)
         overlapping = overlapping_tensors(model)
+        on_precision = note_on_precision(model, precision, names.model)
         apply_precision(model, precision, keep_fp32)
         mode = fake_mode()
         parameters, buffers = become_fake(model, mode)
@@ -166,6 +167,7 @@ def capture(
         checkpoints, sites = tuple(step.tracker.checkpoints), step.sites
         notes = [
             _note_on_eval_mode(source, model),
+            on_precision,
             note_on_ties(ties),
             note_on_autocasts(autocasts),
             hooks.note(),

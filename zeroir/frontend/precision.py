@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from zeroir.errors import UserError
+from zeroir.frontend.source import capitalised
 from zeroir.torch_ops.batches import Batch, with_tensors
 
 T = TypeVar("T")
@@ -57,6 +58,26 @@ def apply_precision(module: nn.Module, precision: Precision, keep_fp32: Sequence
             prepend=True,
         )
         child.register_forward_hook(lambda _, __, output: cast_floating(output, dtype))
+
+
+def note_on_precision(module: nn.Module, precision: Precision, name: str) -> str | None:
+    """A sentence on parameters of a module, called ``name``, in a dtype that the program does not train in.
+
+    FP32 parameters need none: a program of lower precision keeps them as its master weights.
+    """
+    trained = {torch.float32, compute_dtype(precision)}
+    for parameter, values in module.named_parameters():
+        if values.dtype.is_floating_point and values.dtype not in trained:
+            dtype = str(values.dtype).removeprefix("torch.")
+            others = [key for key, each in _COMPUTE_DTYPE.items() if each is values.dtype]
+            hint = (
+                f": compile with --precision {others[0]} unless this is meant." if others else "."
+            )
+            return (
+                f"{capitalised(name)} has parameters in {dtype}, such as {parameter}, and the program converts them, "
+                f"because its precision is {precision}{hint}"
+            )
+    return None
 
 
 def cast_floating(value: T, dtype: torch.dtype) -> T:

@@ -87,6 +87,8 @@ def _part(value: object, name: str) -> object:
 def _described(value: object) -> str:
     if isinstance(value, Mapping):
         return f"a dict of {', '.join(map(str, value)) or 'nothing'}"
+    if isinstance(value, Tensor):  # of a class of torch's tracer
+        return "a tensor"
     return f"a {type(value).__name__}"
 
 
