@@ -399,6 +399,8 @@ class StepExecutor:
         mean_loss = None
         if self._is_loss_reduced and self._program.loss is not None:
             mean_loss = memory.buffer(self._program.loss)[0] / total
+        elif self._program.mesh.world_size == 1:
+            mean_loss = loss
         if decide is None:
             return RankResult(
                 loss=loss, weight=weight, mean_loss=mean_loss, is_skipped=None, grad_norm=None

@@ -120,7 +120,7 @@ def test_an_index_that_the_model_has_no_row_for_is_the_batchs_fault() -> None:
     ):
         engine.step((torch.tensor([7]),))
     # The step was cut off in its middle, so that its successors would compute with anything.
-    with pytest.raises(UserError, match="An earlier step failed in its middle.*make a new engine"):
+    with pytest.raises(UserError, match=r"An earlier step failed in its middle.*make a new engine"):
         engine.step((torch.tensor([0]),))
 
 
