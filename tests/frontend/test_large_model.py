@@ -27,5 +27,6 @@ def test_tracing_a_large_model_takes_less_than_a_gigabyte() -> None:
     )  # fmt: skip
     numel, segments, peak_bytes = json.loads(result.stdout)
     assert numel > 7.4e9
-    assert segments == 6
+    # Forward, backward and evaluation of the blocks and of the two parts of the root.
+    assert segments == 9
     assert peak_bytes < 10**9

@@ -98,8 +98,10 @@ def judge(
     initial: Mapping[str, torch.Tensor] | None = None,
     rank: int = 0,
 ) -> Judged:
-    """Carry out two steps of a rank on one thread; the second is judged."""
-    with stepping(program, batches, model=model, initial=initial, rank=rank) as step:
+    """Carry out two steps of a rank, each with an evaluation, on one thread; the second pair is judged."""
+    with stepping(
+        program, batches, model=model, initial=initial, rank=rank, is_evaluated=True
+    ) as step:
         events = allocations(step)
     names = labels(program)
     by_label = {names[position]: op for position, op in program.positioned_ops()}
@@ -118,8 +120,9 @@ def stepping(
     model: nn.Module | None = None,
     initial: Mapping[str, torch.Tensor] | None = None,
     rank: int = 0,
+    is_evaluated: bool = False,
 ) -> Iterator[Callable[[], object]]:
-    """What takes a step of a rank on one thread, after a first one."""
+    """What takes a step of a rank on one thread, after a first one; an evaluation follows if ``is_evaluated``."""
     memory = RankMemory(program, rank, CPU)
     local_ranks = LocalRanks(
         program=program, memories=[memory], comm=_comm(program, rank), kernels=EagerKernels(CPU)
@@ -132,6 +135,12 @@ def stepping(
     executor = StepExecutor(
         local_ranks, ThreadStreams(inline=[stream.name for stream in program.streams])
     )
+
+    def step() -> None:
+        executor.step([batches])
+        if is_evaluated and program.eval_loss is not None:
+            executor.evaluate(batches[:1])
+
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -139,8 +148,8 @@ def stepping(
             mock.patch.object(gloo, "_exchange", _nothing),
             mock.patch.object(dist, "broadcast", _nothing),
         ):
-            executor.step([batches])
-            yield lambda: executor.step([batches])
+            step()
+            yield step
     finally:
         torch.set_num_threads(threads)
         executor.close()

@@ -117,6 +117,8 @@ def norms() -> Iterator[OneCall]:
             yield one("zeroir.dropout.default", of(*shape, dtype=dtype), 0.1, of(1, dtype=I64))
         channels = of(8), of(8), of(8), torch.ones(8)
         image = of(4, 8, 5, 5, dtype=dtype)
+        steps = of(4, 5, 8, dtype=dtype).transpose(1, 2)
+        yield one("zeroir.batch_norm.default", steps, *channels, False, 0.1, 1e-5)
         for x in (image, image.to(memory_format=torch.channels_last), of(2, 8, dtype=dtype)):
             yield one("zeroir.batch_norm.default", x, *channels, True, 0.1, 1e-5)
             yield one("zeroir.batch_norm.default", x, *channels, False, 0.1, 1e-5)

@@ -41,8 +41,13 @@ def layer_norm_backward_bytes(node: Node, types: Types) -> int:
 
 
 def batch_norm_bytes(node: Node, types: Types) -> int:
-    """A scale and a shift per channel, and in training a sum where channels are neighbours."""
+    """A scale and a shift per channel, and in training a sum where channels are neighbours.
+
+    In evaluation the result is contiguous where the layout of x is not one of images, and then copied to that layout.
+    """
     x, is_training = tensor_of(node.args[0], types), node.args[5]
+    if not is_training and not is_contiguous(x) and not _is_of_images(x):
+        return max(x.size_bytes, 3 * _channel_bytes(x))
     # Parameters of bf16 make the sum one of the results' buffers.
     has_sum = all(kind is None or kind.dtype is not DType.BF16 for kind in node.results[1:3])
     is_summed = is_training and has_sum and _is_channels_last(x)
@@ -60,6 +65,11 @@ def batch_norm_backward_bytes(node: Node, types: Types) -> int:
     if _is_channels_last(x):
         sums = 5 if x.dtype.is_low_precision else 2 if is_training else 3
     return max(x.size_bytes, sums * own)
+
+
+def _is_of_images(x: TensorType) -> bool:
+    """Whether x has two or three dimensions of space, with channels as neighbours."""
+    return len(x.shape) in (4, 5) and x.stride[1] == 1
 
 
 def _channel_bytes(x: TensorType) -> int:
