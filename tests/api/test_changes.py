@@ -107,6 +107,7 @@ def test_modules_that_went_are_named(folder: Path) -> None:
     assert "The module blocks.parts, which model.py imports, was removed since" in made.stderr
 
 
+@pytest.mark.slow
 def test_a_program_from_elsewhere_does_not_choose_what_is_run(folder: Path) -> None:
     (folder / "away").mkdir()
     for named in (folder / "model.py", Path("../model.py")):

@@ -133,6 +133,7 @@ HONOURED: dict[str, Callable[[Net], object]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", HONOURED)
 @pytest.mark.filterwarnings("ignore:.*weight_norm")
 def test_a_module_in_hand_trains_as_in_eager_pytorch_and_stays_as_it_is(what: str) -> None:

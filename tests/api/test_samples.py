@@ -77,6 +77,7 @@ SUBJECTS = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_samples_of_torch_are_right(name: str) -> None:
     """``python -m tools.conformance`` judges all of them."""
@@ -88,6 +89,7 @@ def test_samples_of_torch_are_right(name: str) -> None:
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["op stack", "op unbind"])
 def test_views_without_elements_begin_within_their_buffers(name: str) -> None:
     """Torch lets them begin beyond the end of what they are a view of."""

@@ -36,6 +36,7 @@ def lines(text: str) -> list[dict[str, float]]:
     return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
 
 
+@pytest.mark.slow
 def test_it_reports_the_mean_over_batches(zeroir: Zeroir, program: Path) -> None:
     answer = zeroir(
         *("run", program, "--model", FILE, "--steps", "5", "--eval-every", "2"),

@@ -86,6 +86,7 @@ def test_machine_files(zeroir: Zeroir, tmp_path: Path, text: str, words: str) ->
     assert_refused(zeroir("simulate", STORED, "--machine", path), "machine.toml", words)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("encoding", ["latin-1", "ascii"])
 @pytest.mark.parametrize(
     "arguments", [["show", str(STORED)], ["show", str(STORED), "--json"], ["explain", "Z402"]]

@@ -110,6 +110,7 @@ HONOURED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", HONOURED)
 def test_a_supported_side_effect_is_kept(what: str, tmp_path: Path) -> None:
     assert warned(write(tmp_path, init=HONOURED[what])) == []
@@ -155,6 +156,7 @@ CHANGED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("forward", CHANGED)
 def test_state_that_the_next_forward_depends_on_is_refused(forward: str, tmp_path: Path) -> None:
     sentence = f"forward changes {CHANGED[forward]} and computes something else at its next call"
@@ -209,6 +211,7 @@ CALLS_OF_CHECKPOINT = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", CALLS_OF_CHECKPOINT)
 def test_units_under_a_checkpoint_are_recomputed(call: str, tmp_path: Path) -> None:
     run = f"for at, block in enumerate(self.blocks): x = {call} if at % 2 else block(x)"
@@ -243,6 +246,7 @@ def test_autocast_for_an_accelerator_gives_a_warning(parts: dict[str, str], tmp_
         zeroir.compile(write(tmp_path, **parts), world_size=1)
 
 
+@pytest.mark.slow
 def test_a_command_prints_the_warning_as_a_sentence(tmp_path: Path) -> None:
     write(tmp_path, forward="self.calls += 1")
     process = run_forked("zeroir", ["compile", "model.py", "--world-size", "1"], tmp_path)

@@ -77,6 +77,7 @@ def require_equal(lockstep: Lockstep, batches: Sequence[tuple[Tensor, Tensor]]) 
             assert torch.equal(own, wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "world_size",
     [pytest.param(1, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)],

@@ -117,6 +117,7 @@ SLOW: list[dict[str, object]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [*QUICK, *(pytest.param(options, marks=pytest.mark.slow) for options in SLOW)],

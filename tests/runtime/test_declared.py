@@ -40,6 +40,7 @@ def test_a_program_that_declares_something_else_does_not_run(name: str) -> None:
         Lockstep(program)
 
 
+@pytest.mark.slow
 def test_asking_does_not_import_the_compiler() -> None:
     """It takes a second or more, on every rank. What torch keeps with its functions is as before."""
     script = """
@@ -58,6 +59,7 @@ assert torch._dynamo.__file__ and torch.compile
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
+@pytest.mark.slow
 def test_what_else_is_asked_of_the_compiler_is_imported() -> None:
     script = """
 import sys

@@ -219,10 +219,11 @@ def test_loans_follow_the_engine_to_another_program() -> None:
     assert losses[0] == losses[1]
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.parametrize(
     ("world_size", "backend"),
-    [(3, Backend.GLOO), pytest.param(3, Backend.PEER_MEMORY, marks=pytest.mark.slow)],
+    [(3, Backend.GLOO), (3, Backend.PEER_MEMORY)],
 )
 def test_modules_are_gathered_from_all_ranks(
     tmp_path: Path, world_size: int, backend: Backend
@@ -230,14 +231,15 @@ def test_modules_are_gathered_from_all_ranks(
     require_success(Ranks(world_size, tmp_path, "gathered", backend, module=MODULE).wait())
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.parametrize(
     ("name", "precision"),
     [
         ("llama", "fp32"),
-        pytest.param("llama", "bf16", marks=pytest.mark.slow),
-        pytest.param("gpt2", "fp32", marks=pytest.mark.slow),
-        pytest.param("gpt2", "bf16", marks=pytest.mark.slow),
+        ("llama", "bf16"),
+        ("gpt2", "fp32"),
+        ("gpt2", "bf16"),
     ],
 )
 def test_a_lent_model_of_hugging_face_generates(tmp_path: Path, name: str, precision: str) -> None:

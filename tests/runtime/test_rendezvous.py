@@ -95,6 +95,7 @@ def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
     assert "Rank 1 has not joined the job within 1 s: " in rank.output()[1]
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_a_rank_that_is_stopped_while_it_joins_is_named(tmp_path: Path) -> None:
     job = Joining(tmp_path)
