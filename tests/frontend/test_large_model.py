@@ -9,14 +9,14 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 CODE = """
-import json, resource
+import json
+from tests.support.resident import peak_resident_bytes
 from zeroir.config import make_options
 from zeroir.frontend import load_model_file, trace
 
 model_file = load_model_file("tests/support/models/big_gpt.py")
 program = trace(model_file, make_options({"world_size": 1, "precision": "bf16"}))
-peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-print(json.dumps([program.parameters_numel, len(program.segments), peak_bytes]))
+print(json.dumps([program.parameters_numel, len(program.segments), peak_resident_bytes()]))
 """
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import sys
 from collections.abc import Callable
 from datetime import timedelta
@@ -20,6 +19,7 @@ from tests.runtime.constructors import Mlp
 from tests.runtime.support import lowered, random_batches, require_parameters
 from tests.runtime.workers_cases import varied
 from tests.support.programs import mlp
+from tests.support.resident import peak_resident_bytes
 from zeroir.config import CompileOptions
 from zeroir.errors import UserError
 from zeroir.frontend import trace
@@ -51,12 +51,12 @@ def peak(scenario: str) -> None:
     blocks, dim = 24, 1024
     program = lowered(mlp(blocks=blocks, dim=dim), 3, 1)
     module = Mlp(blocks=blocks, dim=dim)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = peak_resident_bytes()
     Engine(program).initialise(module, keep_module=scenario == "kept")
-    peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    after = peak_resident_bytes()
     temporary = sum(placement.size_bytes for placement in places_to_run(program).values())
     persistent = sum(buffer.size_bytes for buffer in program.buffers if buffer.is_persistent)
-    print((peak_kib - before) * 1024, persistent + temporary)
+    print(after - before, persistent + temporary)
 
 
 def of_rank_0() -> dict[str, Tensor]:
