@@ -1,0 +1,172 @@
+"""The manifest of a checkpoint: what is in it, where each element stands, and the checksum of everything.
+
+A checkpoint is a folder: one safetensors file for each rank that has something to write, and ``manifest.json``. A
+tensor in a file is one-dimensional. It holds consecutive elements of a *flat*, the space in which the parameters of a
+unit stand one after the other (see ``zeroir/ir/contents.py``), or one tensor of the model or of the state of a rank.
+Every element of a flat is in exactly one tensor, whatever the stage was.
+"""
+
+from __future__ import annotations
+
+from typing import Final, Literal
+
+from pydantic import BaseModel, ConfigDict, JsonValue
+
+MANIFEST_NAME: Final = "manifest.json"
+FORMAT: Final = "zeroir-checkpoint"
+VERSION: Final = (1, 0)
+"""(major, minor). A minor version adds fields with defaults; a reader refuses another major one."""
+
+MASTER: Final = "master"
+"""The quantity of the parameters as they were trained: FP32 masters where there are some, otherwise the parameters."""
+
+
+class Record(BaseModel):
+    """A part of a manifest."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
+
+
+class StoredTensor(Record):
+    """A tensor of a file: ``dtype`` as in the IR (``f32``, ``bf16``, ``i64``, …), and the checksum of its bytes."""
+
+    name: str
+    dtype: str
+    numel: int
+    checksum: str
+
+
+class StoredFile(Record):
+    """A safetensors file: its checksum, that of its header (the first 8 bytes and the JSON), and its tensors in order.
+
+    Checksums are ``xxh3_128:`` and 32 hexadecimal digits.
+    """
+
+    name: str
+    size_bytes: int
+    checksum: str
+    header_checksum: str
+    tensors: tuple[StoredTensor, ...]
+
+
+class Piece(Record):
+    """Elements ``[start, stop)`` of something, and the tensor that holds them."""
+
+    file: str
+    tensor: str
+    start: int
+    stop: int
+
+
+class StoredParameter(Record):
+    """A parameter's place in a flat: elements ``[offset, offset + numel)``, row-major in ``shape``."""
+
+    name: str
+    offset: int
+    shape: tuple[int, ...]
+    aliases: tuple[str, ...] = ()
+
+
+class StoredQuantity(Record):
+    """A quantity of a flat: ``master``, ``ema``, or an optimizer's state such as ``exp_avg``.
+
+    ``factors`` and ``preconditioners`` have coordinates of their own; see ``zeroir/ir/factors.py``.
+    """
+
+    name: str
+    dtype: str
+    pieces: tuple[Piece, ...]
+
+
+class StoredFlat(Record):
+    """A flat with its parameters in order, and what is kept of it. Elements of no parameter are padding, and zero."""
+
+    name: str
+    dtype: str
+    is_trainable: bool
+    parameters: tuple[StoredParameter, ...]
+    quantities: tuple[StoredQuantity, ...]
+
+
+class StoredBuffer(Record):
+    """A buffer of the model on some ranks: those that have these very bits."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    ranks: tuple[int, ...]
+    file: str
+    tensor: str
+
+
+class StoredScalar(Record):
+    """A number or a few that the program keeps from step to step, such as the loss scale; equal on all ranks."""
+
+    name: str
+    dtype: str
+    values: tuple[float, ...]
+
+
+class StoredGroup(Record):
+    """The settings of an optimizer group, as its ``param_groups`` entry had them."""
+
+    name: str
+    algorithm: str
+    settings: dict[str, JsonValue]
+
+
+class RankState(Record):
+    """What one rank keeps beside the program: generators of random numbers, and the position in its data.
+
+    ``state`` is a tree in JSON, in which tensors and bytes are references; see ``zeroir/checkpoint/state_tree.py``.
+    """
+
+    rank: int
+    state: JsonValue
+    file: str | None = None
+
+
+class OpenStep(Record):
+    """The step in which the checkpoint was saved: how many micro-steps it had taken, and the sums of each rank."""
+
+    micro_steps: int
+    pieces: tuple[StoredBuffer, ...]
+
+
+class Origin(Record):
+    """The program and job that saved the checkpoint."""
+
+    zeroir: str
+    torch: str | None = None
+    program_digest: str | None = None
+    fingerprint: str | None = None
+    world_size: int
+    mesh: tuple[tuple[str, int], ...] = ()
+    options: tuple[tuple[str, str], ...] = ()
+    saved_at: str
+    """The time in UTC, in ISO 8601."""
+
+
+class Manifest(Record):
+    """See the module's docstring. ``step`` counts the training steps done, skipped ones included.
+
+    ``metrics`` are numbers that the user gave, by which the best checkpoint is kept. ``shared`` is the state that is
+    the same for all ranks, such as that of a learning-rate schedule. ``config`` is the model's configuration for
+    exports, where it is known (Hugging Face's ``config.to_dict()``).
+    """
+
+    format: Literal["zeroir-checkpoint"] = FORMAT
+    version: tuple[int, int] = VERSION
+    step: int
+    seed: int | None = None
+    origin: Origin
+    metrics: dict[str, float] = {}
+    files: tuple[StoredFile, ...] = ()
+    flats: tuple[StoredFlat, ...] = ()
+    buffers: tuple[StoredBuffer, ...] = ()
+    scalars: tuple[StoredScalar, ...] = ()
+    groups: tuple[StoredGroup, ...] = ()
+    shared: JsonValue = None
+    ranks: tuple[RankState, ...] = ()
+    open_step: OpenStep | None = None
+    config: JsonValue = None
