@@ -20,7 +20,7 @@ from zeroir.checkpoint.manifest import (
     StoredParameter,
     StoredQuantity,
 )
-from zeroir.checkpoint.reading import CheckpointFiles, read_manifest, verify_items
+from zeroir.checkpoint.reading import CheckpointFiles, VerifyItem, read_manifest, verify_items
 from zeroir.checkpoint.safetensors_header import ITEMSIZE_BYTES
 from zeroir.errors import UserError
 
@@ -124,7 +124,9 @@ class StoredTensors:
     def buffers(self) -> tuple[BufferInFiles, ...]:
         """The buffers that ``state_dict`` has; where ranks have different values, those of the lowest rank."""
         by_name: dict[str, BufferInFiles] = {}
-        for stored in sorted(self.manifest.buffers, key=lambda stored: min(stored.ranks, default=0)):
+        for stored in sorted(
+            self.manifest.buffers, key=lambda stored: min(stored.ranks, default=0)
+        ):
             if not stored.is_persistent:
                 continue
             first = by_name.get(stored.name)
