@@ -7,7 +7,7 @@ consecutive elements of one or more pieces; they are read by slices of at most `
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from typing import Final
@@ -58,6 +58,20 @@ class TensorInFiles:
     def size_bytes(self) -> int:
         """The bytes of all elements."""
         return self.numel * ITEMSIZE_BYTES[self.dtype]
+
+    def elements(self, start: int, shape: tuple[int, ...]) -> TensorInFiles:
+        """The consecutive elements from ``start`` on that fill a shape, which need not be within the tensor's rows."""
+        stop = start + prod(shape)
+        extents = []
+        position = 0
+        for extent in self.extents:
+            first, last = max(start - position, 0), min(stop - position, extent.stop - extent.start)
+            if first < last:
+                extents.append(
+                    replace(extent, start=extent.start + first, stop=extent.start + last)
+                )
+            position += extent.stop - extent.start
+        return TensorInFiles(dtype=self.dtype, shape=shape, extents=tuple(extents))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
