@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal, assert_never, get_args
+from typing import assert_never
 
 from zeroir.artifact.output_folders import (
     DISTRIBUTED,
@@ -13,17 +13,13 @@ from zeroir.artifact.output_folders import (
     require_folder_writable,
 )
 from zeroir.artifact.outputs import STATE_DICT, require_writable
-from zeroir.checkpoint.folder import CheckpointFolder
-from zeroir.checkpoint.manifest import MANIFEST_NAME, Manifest
+from zeroir.checkpoint.folder import CheckpointFolder, verify_all
+from zeroir.checkpoint.manifest import MANIFEST_NAME
 from zeroir.checkpoint.storage import join, open_storage
-from zeroir.convert.exported import AS_TRAINED, WeightDtype, notes_on_buffers
+from zeroir.convert.exported import notes_on_buffers
+from zeroir.convert.formats import AS_TRAINED, MAX_SHARD_BYTES, CheckpointFormat, WeightDtype
 from zeroir.convert.stored_tensors import StoredTensors
 from zeroir.errors import UserError
-
-CheckpointFormat = Literal["hf", "state-dict", "dcp", "deepspeed"]
-CHECKPOINT_FORMATS: Final[tuple[CheckpointFormat, ...]] = get_args(CheckpointFormat)
-MAX_SHARD_BYTES: Final = 5 * 10**9
-"""The size at which Hugging Face's libraries begin another file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +42,7 @@ def export_checkpoint(
     path: str,
     output: Path,
     *,
-    format: CheckpointFormat,  # noqa: A002  as the flag
+    to: CheckpointFormat,
     dtype: WeightDtype = AS_TRAINED,
     use_ema: bool = False,
     max_shard_bytes: int = MAX_SHARD_BYTES,
@@ -59,10 +55,10 @@ def export_checkpoint(
     Raises:
         UserError: if there is no whole checkpoint, it lacks what is asked for, or the output cannot be written.
     """
-    _require_output(output, format)
+    _require_output(output, to)
     chosen, notes = _chosen(path)
     with StoredTensors(chosen) as stored:
-        match format:
+        match to:
             case "hf":
                 from zeroir.convert.export_hugging_face import export_hugging_face
 
@@ -87,7 +83,7 @@ def export_checkpoint(
                     )
                 notes += export_deepspeed(stored, output)
             case _:
-                assert_never(format)
+                assert_never(to)
         notes += notes_on_buffers(stored.buffers)
         return ExportReport(checkpoint=chosen, step=stored.manifest.step, notes=tuple(notes))
 
@@ -108,16 +104,12 @@ def _require_output(output: Path, format_: CheckpointFormat) -> None:
 
 
 def _chosen(path: str) -> tuple[str, list[str]]:
-    """The checkpoint at the path, or the newest of the folder with a valid manifest, and sentences on refused ones."""
+    """The checkpoint at the path, or the newest whole one of the folder, and sentences on newer ones."""
     if open_storage(path).size_bytes(join(path, MANIFEST_NAME)) is not None:
         return path, []
     refusals: list[str] = []
-
-    def accept(_path: str, _manifest: Manifest) -> None:
-        """Tensors are checked while they are exported."""
-
     newest = CheckpointFolder(root=path).newest_whole(
-        accept, lambda _path, error: refusals.append(str(error))
+        verify_all, lambda _, error: refusals.append(str(error))
     )
     if newest is None:
         told = f" {refusals[0]}" if refusals else " Name a folder that zeroir saved to."

@@ -32,10 +32,10 @@ from zeroir.artifact.output_folders import DISTRIBUTED, folder_written_whole
 from zeroir.checkpoint.safetensors_header import ITEMSIZE_BYTES
 from zeroir.convert.exported import (
     ExportedTensor,
-    WeightDtype,
     exported_buffers,
     exported_parameters,
 )
+from zeroir.convert.formats import WeightDtype
 from zeroir.convert.loaded_tensor import loaded_tensor
 from zeroir.convert.stored_tensors import StoredTensors, TensorInFiles
 from zeroir.convert.torch_dtypes import TORCH_DTYPES

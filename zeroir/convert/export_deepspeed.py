@@ -39,6 +39,10 @@ from zeroir.ir.algorithms import Algorithm
 DEEPSPEED_VERSION: Final = "0.19.0"
 """The version whose layout this is; loaders compare it with the first one that they can read."""
 
+_NO_SCHEDULE: Final = (
+    "The universal layout has no state of a learning-rate schedule: pass load_lr_scheduler_states=False to "
+    "load_checkpoint."
+)
 _ADAMS: Final = (Algorithm.ADAM, Algorithm.ADAMW)
 
 
@@ -71,10 +75,7 @@ def export_deepspeed(stored: StoredTensors, output: Path) -> list[str]:
         ):
             torch.save(_model_states(stored), folder / tag / name)
         (folder / "latest_universal").write_text(tag)
-    notes = [
-        "The universal layout has no state of a learning-rate schedule: pass load_lr_scheduler_states=False to "
-        "load_checkpoint."
-    ]
+    notes = [_NO_SCHEDULE]
     if any(not parameter.flat.is_trainable for parameter in stored.parameters) or stored.buffers:
         notes.append(
             "DeepSpeed does not load frozen parameters and buffers from a universal checkpoint: load them into the "
@@ -85,6 +86,11 @@ def export_deepspeed(stored: StoredTensors, output: Path) -> list[str]:
 
 def _write_parameter(stored: StoredTensors, zero: Path, parameter: ParameterInFiles) -> None:
     """Write the folder of a parameter: FP32 values and states, one tensor in memory at a time."""
+    if "/" in parameter.name:
+        raise UserError(
+            f"DeepSpeed's universal layout names a folder after each parameter, but {parameter.name} cannot be a name: "
+            "use --format dcp, hf or state-dict."
+        )
     folder = zero / parameter.name
     folder.mkdir()
     tensors: Mapping[str, TensorInFiles] = {
@@ -109,7 +115,8 @@ def _optimizer_state(
     DeepSpeed pickles its loss scaler here, an object of its own. It is left out, so that loading this file needs no
     class; the run then begins with the loss scale of its configuration.
     """
-    param_groups = [{**group.settings, "params": []} for group in groups]
+    no_parameters: list[int] = []
+    param_groups = [{**group.settings, "params": no_parameters} for group in groups]
     return {
         "ds_version": DEEPSPEED_VERSION,
         "overflow": False,

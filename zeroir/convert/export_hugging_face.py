@@ -26,10 +26,10 @@ from zeroir.checkpoint.safetensors_header import StoredTensorSpec
 from zeroir.checkpoint.writing import write_file
 from zeroir.convert.exported import (
     ExportedTensor,
-    WeightDtype,
     exported_buffers,
     exported_parameters,
 )
+from zeroir.convert.formats import WeightDtype
 from zeroir.convert.stored_tensors import StoredTensors
 
 WEIGHTS: Final = "model.safetensors"

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from zeroir.artifact.outputs import STATE_DICT, written_whole
-from zeroir.convert.exported import WeightDtype, exported_buffers, exported_parameters
+from zeroir.convert.exported import exported_buffers, exported_parameters
+from zeroir.convert.formats import WeightDtype
 from zeroir.convert.stored_tensors import StoredTensors
 from zeroir.convert.torch_archive import ArchivedTensor, write_torch_archive
 

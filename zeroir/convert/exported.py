@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Final, Literal
+from typing import Final
 
 from zeroir.checkpoint.manifest import MASTER
 from zeroir.checkpoint.safetensors_header import ITEMSIZE_BYTES
+from zeroir.convert.formats import AS_TRAINED, WeightDtype
 from zeroir.convert.stored_tensors import BufferInFiles, StoredTensors, TensorInFiles
 from zeroir.ir.contents import EMA
-
-AS_TRAINED: Final = "as-trained"
-WeightDtype = Literal["as-trained", "f32", "bf16", "f16"]
-"""The dtype of exported parameters; ``as-trained`` is that of the stored values, FP32 where masters were trained."""
 
 _FLOATING: Final = ("f64", "f32", "f16", "bf16")
 
