@@ -96,7 +96,9 @@ def adamw_group(module: nn.Module, **settings: JsonValue) -> StoredGroup:
     return StoredGroup(name="default", algorithm="adamw", settings=settings, parameters=names)
 
 
-def _flats(module: nn.Module, flat_count: int) -> Iterator[list[tuple[StoredParameter, Tensor]]]:
+def _flats(
+    module: nn.Module, flat_count: int
+) -> Iterator[Sequence[tuple[StoredParameter, Tensor]]]:
     """The parameters of each flat: consecutive ones of one dtype, trainable or frozen, at multiples of 64 elements."""
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -108,7 +110,7 @@ def _flats(module: nn.Module, flat_count: int) -> Iterator[list[tuple[StoredPara
         per_flat = -(-len(parameters) // flat_count)
         for start in range(0, len(parameters), per_flat):
             offset = 0
-            slots = []
+            slots: list[tuple[StoredParameter, Tensor]] = []
             for parameter in parameters[start : start + per_flat]:
                 name, *aliases = names[id(parameter)]
                 slot = StoredParameter(
