@@ -27,10 +27,12 @@ from tools import record_file
 def draw(methods: Sequence[str], count: int, seed: int) -> list[Fault]:
     """So many different faults, or all there are, of each kind about as many."""
     random = Random(seed)
-    faults = []
+    faults: list[tuple[int, Fault]] = []
     for kind in Kind:
         requests = random.sample(range(len(methods)), len(methods))
-        faults.extend((place, Fault(request=request, kind=kind)) for place, request in enumerate(requests))
+        faults.extend(
+            (place, Fault(request=request, kind=kind)) for place, request in enumerate(requests)
+        )
     return [fault for _, fault in sorted(faults, key=lambda drawn: drawn[0])][:count]
 
 
@@ -56,9 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if outcome.is_half_visible:
                 half_visible.append(where)
     columns = ("saved", "refused", "killed")
-    rows = [
-        [kind.value, *(str(ends[kind, ended]) for ended in columns)] for kind in Kind
-    ]
+    rows = [[kind.value, *(str(ends[kind, ended]) for ended in columns)] for kind in Kind]
     record_file.print_table(["fault", *columns], rows)
     for line in (*lost, *half_visible):
         print(line)

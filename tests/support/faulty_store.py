@@ -1,7 +1,7 @@
 """A driver of S3 that fails at a given request, and what is left of a save that it disturbs.
 
-``scenario`` saves a checkpoint into a folder that has two, and removes the oldest. ``trial`` runs it in a process of its
-own with one fault, then reads with the usual driver what is there.
+``scenario`` saves a checkpoint into a folder that has two, and removes the oldest. ``trial`` runs it in a process of
+its own with one fault, then reads with the usual driver what is there.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ from dataclasses import dataclass, field
 from enum import Enum
 from multiprocessing import get_context
 from typing import Final
+from unittest import mock
 
 import fsspec
 import numpy as np
 from s3fs import S3FileSystem
 from s3fs.core import sync_wrapper
 
-from zeroir.checkpoint import fsspec_storage, store_errors, writing
-from zeroir.checkpoint.folder import CheckpointFolder, verify_all
+from zeroir.checkpoint import fsspec_storage
+from zeroir.checkpoint.folder import CheckpointFolder
 from zeroir.checkpoint.manifest import Manifest, Origin
 from zeroir.checkpoint.publish import begin
-from zeroir.checkpoint.reading import read_manifest
+from zeroir.checkpoint.reading import read_manifest, verify_all
 from zeroir.checkpoint.safetensors_header import StoredTensorSpec
 from zeroir.checkpoint.storage import open_storage
 from zeroir.checkpoint.writing import write_file
@@ -93,9 +94,7 @@ class Injector:
             SCHEME, type("FaultyS3", (S3FileSystem,), members), clobber=True
         )
 
-    async def _fail(
-        self, kind: Kind, is_first: bool, carry_out: Callable[[], object]
-    ) -> object:
+    async def _fail(self, kind: Kind, is_first: bool, carry_out: Callable[[], object]) -> object:
         if not is_first and kind not in (Kind.OUTAGE, Kind.OUTAGE_AFTER):
             return await _awaited(carry_out)
         match kind:
@@ -142,7 +141,7 @@ def save(folder: CheckpointFolder, step: int) -> str:
             name = draft.file_name(rank)
             storage = open_storage(draft.folder)
             stored.append(
-                write_file(storage, draft.folder, name, [(spec, [memoryview(data)])])
+                write_file(storage, draft.folder, name, [(spec, [memoryview(data.data)])])
             )
         origin = Origin(zeroir="test", world_size=2, saved_at="2026-01-01T00:00:00Z")
         return draft.publish(Manifest(step=step, origin=origin, files=tuple(stored)))
@@ -161,10 +160,8 @@ def scenario(root: str) -> None:
 
 
 def use_small_parts() -> None:
-    """Send files above 5 MiB, the least that S3 takes, in parts; do not pause between attempts."""
+    """Send files above 5 MiB, the least that S3 takes, in parts."""
     fsspec_storage.PART_BYTES = 5 << 20
-    store_errors.PAUSES_S = (0.0, 0.0)
-    writing.PAUSES_S = (0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,10 +230,10 @@ def _run_child(root: str, fault: Fault, environment: Mapping[str, str]) -> None:
     injector.register()
     code = 0
     try:
-        scenario(_faulty(root))
+        with mock.patch("time.sleep"):
+            scenario(_faulty(root))
     except UserError as error:
-        assert "\n" not in str(error)
-        code = 2
+        code = 2 if "\n" not in str(error) else 1
     for carry_out in injector.late:
         _carry_out_late(carry_out)
     os._exit(code)

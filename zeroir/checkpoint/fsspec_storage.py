@@ -22,11 +22,11 @@ import fsspec
 from fsspec.spec import AbstractBufferedFile
 
 from zeroir.checkpoint.manifest import MANIFEST_NAME
-from zeroir.checkpoint.storage import Entry, join
+from zeroir.checkpoint.storage import CHECKPOINT_NAME, Entry, join
 from zeroir.checkpoint.store_errors import Access, attempt, failure
 from zeroir.errors import UserError
 
-PART_BYTES: Final = 32 << 20
+PART_BYTES = 32 << 20
 """The size of the parts of an upload. S3 takes 10,000 of them: files of up to 312 GiB for each rank."""
 
 RANGE_BYTES: Final = 8 << 20
@@ -122,13 +122,12 @@ class StoreOutput:
         file, self.file = self.file, None
         if file is None:
             return
+        if isinstance(file, AbstractBufferedFile):
+            # Otherwise its destructor would send the rest, and let half an object appear.
+            file.closed = True
+        drop = file.discard if isinstance(file, AbstractBufferedFile) else file.close
         with contextlib.suppress(Exception):
-            if isinstance(file, AbstractBufferedFile):
-                file.discard()
-                # Otherwise its destructor would send the rest and let half an object appear.
-                file.closed = True
-            else:
-                file.close()
+            drop()
         with contextlib.suppress(Exception):
             self.driver.rm_file(_inner(self.path))
 
@@ -308,7 +307,9 @@ class FsspecStorage:
         return tuple(
             folder
             for entry in self.entries(root)
-            if entry.is_folder and self._is_leftover(folder := join(root, entry.name))
+            if entry.is_folder
+            and CHECKPOINT_NAME.fullmatch(entry.name)
+            and self._is_leftover(folder := join(root, entry.name))
         )
 
     @contextlib.contextmanager

@@ -11,12 +11,20 @@ import json
 from pydantic import JsonValue, ValidationError
 
 from zeroir.checkpoint.checksums import checksum_of
+from zeroir.checkpoint.consistency import contradictions
 from zeroir.checkpoint.manifest import FORMAT, VERSION, Manifest
-from zeroir.errors import UserError
+from zeroir.errors import InternalError, UserError
 
 
 def manifest_bytes(manifest: Manifest) -> bytes:
-    """The bytes of ``manifest.json``."""
+    """The bytes of ``manifest.json``.
+
+    Raises:
+        InternalError: if the manifest contradicts itself; no reader would accept it.
+    """
+    problem = next(contradictions(manifest), None)
+    if problem is not None:
+        raise InternalError(f"The manifest of a checkpoint contradicts itself: {problem}.")
     value = json.loads(manifest.model_dump_json())
     checksum = checksum_of(_canonical(value))
     return _canonical({"checksum": checksum, "manifest": value}) + b"\n"
@@ -44,11 +52,15 @@ def parse_manifest(data: bytes, path: str) -> Manifest:
         raise _damaged(path, "its checksum is not that of its text")
     _require_version(value, path)
     try:
-        return Manifest.model_validate(value)
+        manifest = Manifest.model_validate(value)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         place = ".".join(str(part) for part in first["loc"])
         raise _damaged(path, f"{place}: {first['msg']}") from error
+    problem = next(contradictions(manifest), None)
+    if problem is not None:
+        raise _damaged(path, problem)
+    return manifest
 
 
 def _canonical(value: JsonValue) -> bytes:

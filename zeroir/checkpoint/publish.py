@@ -30,11 +30,25 @@ class Draft:
         return open_storage(self.folder).file_name(rank, self.token)
 
     def publish(self, manifest: Manifest) -> str:
-        """Let the checkpoint appear, durably; its path.
+        """Let the checkpoint appear, durably; its path. If that fails, the draft is abandoned.
 
         Raises:
             UserError: if this machine lacks a file of the manifest, something is at the target, or the disk fails.
         """
+        try:
+            self._publish(manifest)
+        except BaseException:
+            self.abandon()
+            raise
+        return self.target
+
+    def abandon(self) -> None:
+        """Remove what is written of a checkpoint that did not appear. It raises nothing."""
+        with contextlib.suppress(UserError):
+            storage = open_storage(self.folder)
+            storage.discard(self.folder, self.token, was_sent=self.was_sent)
+
+    def _publish(self, manifest: Manifest) -> None:
         storage = open_storage(self.folder)
         for file in manifest.files:
             size_bytes = storage.size_bytes(join(self.folder, file.name))
@@ -50,13 +64,6 @@ class Draft:
                 )
         self.was_sent = True
         storage.publish(self.folder, self.target, manifest_bytes(manifest))
-        return self.target
-
-    def abandon(self) -> None:
-        """Remove what is written of a checkpoint that did not appear. It raises nothing."""
-        with contextlib.suppress(UserError):
-            storage = open_storage(self.folder)
-            storage.discard(self.folder, self.token, was_sent=self.was_sent)
 
 
 def begin(target: str) -> Draft:

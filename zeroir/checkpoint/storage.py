@@ -6,11 +6,15 @@ Every method turns an error of the system into one ``UserError`` that names the 
 
 from __future__ import annotations
 
+import re
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Final, Protocol
 
 from zeroir.errors import UserError
+
+CHECKPOINT_NAME: Final = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,})(?:-([2-9]|[1-9][0-9]+))?")
+"""Names of checkpoints in the folder of a job: ``step-00000100``, or ``step-00000100-2`` for the second of a step."""
 
 PAUSES_S: Final = (0.5, 2.0)
 """The pauses between attempts after a ``PassingError``."""
@@ -102,7 +106,7 @@ class Storage(Protocol):
         """Remove a checkpoint: it disappears at one instant, then its space is freed."""
 
     def leftovers(self, root: str) -> tuple[str, ...]:
-        """The folders in a folder of checkpoints that killed jobs left: neither checkpoints nor the user's."""
+        """What killed jobs left in a folder of checkpoints with a ``CHECKPOINT_NAME``."""
 
     def lock(self, root: str) -> AbstractContextManager[None]:
         """Keep other jobs from saving to a folder of checkpoints while the context is open.

@@ -105,6 +105,8 @@ def _write_tensor(
         whole.add(chunk)
 
     for part in parts:
+        if not part.nbytes:
+            continue
         data = part.cast("B")
         for start in range(0, data.nbytes, CHUNK_BYTES):
             chunk = data[start : start + CHUNK_BYTES]
