@@ -123,7 +123,7 @@ class Checkpointer:
             seed=executor.seed,
             origin=self._origin(running.program),
             metrics=dict(metrics),
-            groups=() if optimizer is None else stored_groups(running.program, optimizer),
+            groups=() if optimizer is None else stored_groups(optimizer),
             shared=shared,
             config=facts.config,
             config_owner=facts.config_owner,
@@ -246,6 +246,14 @@ class Checkpointer:
     def report(self) -> None:
         """Raise the failure of a save that has ended, if nobody knows of it yet."""
         self._writer.report()
+
+    def join(self) -> None:
+        """Wait for the save under way, before something changes that is not copied.
+
+        Raises:
+            UserError: as ``report``.
+        """
+        self._writer.join()
 
     def close(self) -> None:
         """Wait for the save under way, and release the group.
