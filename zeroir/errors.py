@@ -46,6 +46,10 @@ class ModelWarning(UserWarning):
     """A model's code does something that its program does differently, or leaves out."""
 
 
+class CheckpointWarning(UserWarning):
+    """A checkpoint lacks something that begins anew, or has something that is left out."""
+
+
 class InternalError(ZeroirError):
     """A defect of zeroir itself, for instance a pass that produced an invalid program."""
 
