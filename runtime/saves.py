@@ -1,4 +1,4 @@
-"""The checkpoints of ``zeroir run``: when they are due, how many are kept, and the end of a run that is asked to stop."""
+"""The checkpoints of ``zeroir run``: when they are due, how many are kept, and what happens on a request to stop."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def train(
 
     Each step takes ``micro_steps`` batches of the data, by default as many as the program was compiled with, and the
     settings of the scheduler. ``report`` receives every ``log_every``-th step and the last, each of the evaluations,
-    and each checkpoint. With ``saves`` training ends early, after a step and its checkpoint, where any rank is asked to.
+    and each checkpoint. With ``saves`` training ends early, after a step and its checkpoint, where a rank is asked to.
 
     Raises:
         UserError: on every rank, where the loss of any rank is not finite; where the batches fail, end or do not fit;

@@ -67,8 +67,8 @@ class TrainingState:
             )
         if loaded.micro_steps:
             raise UserError(
-                f"'{loaded.path}' was saved within a step, after {loaded.micro_steps} micro-steps: go on with it in the "
-                "script that saved it, or resume another one."
+                f"'{loaded.path}' was saved within a step, after {loaded.micro_steps} micro-steps: go on with it in "
+                "the script that saved it, or resume another one."
             )
         own = loaded.state if loaded.state is not None else loaded.state_of(0)
         schedule, steps = self._restore_scheduler(loaded.shared, loaded.step)

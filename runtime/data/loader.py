@@ -20,16 +20,16 @@ IS_GLOBAL: Final = "is_global"
 """The key of a loader's state that is True where the state is the same on all ranks and serves any number of them."""
 
 Sample = TypeVar("Sample")
-SampleOut = TypeVar("SampleOut", covariant=True)
+Sample_co = TypeVar("Sample_co", covariant=True)
 
 
-class SizedDataset(Protocol[SampleOut]):
+class SizedDataset(Protocol[Sample_co]):
     """A data set with numbered samples, such as a map-style ``torch.utils.data.Dataset`` or a list."""
 
     def __len__(self) -> int:
         """The number of samples."""
 
-    def __getitem__(self, index: int, /) -> SampleOut:
+    def __getitem__(self, index: int, /) -> Sample_co:
         """The sample with this number, from 0."""
 
 

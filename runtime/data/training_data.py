@@ -17,7 +17,7 @@ BatchFunction = Callable[..., Iterable[Batch]]
 """The user's ``batches(rank, world_size, seed, start_step=0)``; ``start_step`` may be missing."""
 
 Resumption = Literal["new", "loader", "start-step", "replay"]
-"""How data goes on: it begins anew, a loader takes its state, ``batches`` takes ``start_step``, or batches are skipped."""
+"""How data goes on: it begins anew, a loader takes its state, ``batches`` takes ``start_step``, or some are skipped."""
 
 _TAKEN: Final = "batches"
 _LOADER: Final = "loader"
@@ -71,9 +71,7 @@ class TrainingData:
         Raises:
             UserError: where it fails.
         """
-        if self._iterator is None:
-            self._batches = self._call(start_step=0)
-            self._iterator = _iterate(self._batches)
+        self._opened()
 
     def take(self, step: int) -> Batch:
         """The next batch; ``step`` is the training step that needs it, for messages.
@@ -81,11 +79,10 @@ class TrainingData:
         Raises:
             UserError: where there is none.
         """
-        self.open()
-        assert self._iterator is not None
+        iterator = self._opened()
         try:
             with explained("batches()", f" at step {step}"):
-                batch = next(self._iterator)
+                batch = next(iterator)
         except StopIteration:
             raise UserError(
                 f"batches() ended before step {step}: yield for ever, or ask for fewer --steps."
@@ -99,11 +96,12 @@ class TrainingData:
         Raises:
             UserError: where the loader fails to give its state.
         """
-        self.open()
+        self._opened()
+        batches: object = self._batches
         state: Mapping[str, object] | None = None
-        if isinstance(self._batches, StatefulLoader):
+        if isinstance(batches, StatefulLoader):
             with explained("state_dict() of the loader"):
-                state = self._batches.state_dict()
+                state = batches.state_dict()
         return {_TAKEN: self._taken, _LOADER: state}
 
     def load_state_dict(self, state: Mapping[str, object], world_size: int) -> Resumption:
@@ -125,6 +123,12 @@ class TrainingData:
             resumption = self._replay(taken, world_size)
         self._taken = taken
         return resumption
+
+    def _opened(self) -> Iterator[Batch]:
+        if self._iterator is None:
+            self._batches = self._call(start_step=0)
+            self._iterator = _iterate(self._batches)
+        return self._iterator
 
     def _load_loader(self, state: Mapping[str, object], world_size: int) -> Resumption:
         if state.get(IS_GLOBAL) is not True and world_size != self._rank.world_size:
@@ -182,7 +186,7 @@ class TrainingData:
         )
 
     def _call(self, *, start_step: int) -> Iterable[Batch]:
-        given = (self._rank.rank, self._rank.world_size, self._rank.seed)
+        given: tuple[int, ...] = (self._rank.rank, self._rank.world_size, self._rank.seed)
         if self._takes_start_step:
             given = (*given, start_step)
         with explained("batches()"):

@@ -81,8 +81,10 @@ def resume(training: TrainingState, options: RunOptions) -> None:
     for number, path in enumerate(paths, 1):
         try:
             loaded = training.engine.load(path)
-        except DamagedCheckpointError as error:
-            if len(paths) == 1:
+        except UserError as error:
+            # Only the ranks that read the damage know its kind; the others know that the load failed.
+            is_damaged = isinstance(error, DamagedCheckpointError)
+            if len(paths) == 1 or not training.engine.average(float(is_damaged)):
                 raise
             if number == len(paths):
                 raise DamagedCheckpointError(
@@ -125,9 +127,9 @@ def _sentences(
     training: TrainingState, options: RunOptions, loaded: LoadedState, resumed: Resumed
 ) -> Sequence[str]:
     manifest = loaded.manifest
+    saved_by = counted(manifest.origin.world_size, "rank")
     sentences = [
-        f"Resumed from {loaded.path}, which {counted(manifest.origin.world_size, 'rank')} saved: "
-        f"{loaded.step} of {options.steps} steps are done."
+        f"Resumed from {loaded.path}, saved by {saved_by} after {loaded.step} of {options.steps} steps."
     ]
     match resumed.resumption:
         case "new":
@@ -142,9 +144,9 @@ def _sentences(
     schedule = training.engine.program.option.get("schedule")
     if resumed.schedule not in (None, schedule):
         sentences.append(f"The schedule was {resumed.schedule}, and is {schedule} from now on.")
-    if training.scheduler is not None and training.scheduler.needs_steps:
-        if resumed.steps not in (None, options.steps):
-            sentences.append(
-                f"The schedule was for {resumed.steps} steps, and is for {options.steps} from now on."
-            )
+    is_counting = training.scheduler is not None and training.scheduler.needs_steps
+    if is_counting and resumed.steps not in (None, options.steps):
+        sentences.append(
+            f"The schedule was for {resumed.steps} steps, and is for {options.steps} from now on."
+        )
     return sentences
