@@ -41,6 +41,7 @@ class Fact(StrEnum):
     PARAMETERS_SHARDED = "parameters kept as shards"
     GATHERED_PER_RUN = "parameters gathered before each run of uses"
     RELEASED_AFTER_LAST_USE = "buffers released after their last use"
+    STATE_SAVED = "a section that saves the state of the training"
 
 
 LOGICAL_FACTS = frozenset(

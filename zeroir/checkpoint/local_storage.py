@@ -28,6 +28,8 @@ from zeroir.errors import UserError
 LOCK_NAME: Final = ".lock"
 LOCK_WAIT_S: Final = 5.0
 """How long a job waits for the lock: processes of a job that was killed a moment ago may still be ending."""
+WRITE_BYTES: Final = 256 << 10
+"""The bytes of one call of the system. Kernels that cache files in large pages are slower with calls of megabytes."""
 
 _LEFTOVER: Final = re.compile(r"\..+\.(saving|deleting)-[0-9a-f]{12}")
 _NO_SYNC: Final = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EBADF})
@@ -50,7 +52,7 @@ class LocalOutput:
         rest = data.cast("B") if data.nbytes else data
         try:
             while rest.nbytes:
-                rest = rest[os.write(self._open(), rest) :]
+                rest = rest[os.write(self._open(), rest[:WRITE_BYTES]) :]
         except OSError as error:
             raise unwritable(self.path, error) from error
 

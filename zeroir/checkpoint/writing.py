@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 from zeroir.checkpoint.checksums import Checksum
@@ -17,7 +18,7 @@ from zeroir.checkpoint.storage import OutputFile, Storage, join
 from zeroir.errors import InternalError
 
 CHUNK_BYTES: Final = 16 << 20
-"""The most bytes that go to the system at once. Checksums read what the processor's caches still have of them."""
+"""Another thread hashes so many bytes while they go to the system."""
 
 
 def write_file(
@@ -47,11 +48,14 @@ def write_file(
     try:
         whole.add(header)
         output.write(memoryview(header))
-        for spec, parts in ordered:
-            checksum = _write_tensor(output, spec, parts, whole)
-            stored.append(
-                StoredTensor(name=spec.name, dtype=spec.dtype, numel=spec.numel, checksum=checksum)
-            )
+        with ThreadPoolExecutor(1) as hasher:
+            for spec, parts in ordered:
+                checksum = _write_tensor(hasher, output, spec, parts, whole)
+                stored.append(
+                    StoredTensor(
+                        name=spec.name, dtype=spec.dtype, numel=spec.numel, checksum=checksum
+                    )
+                )
         output.finish()
     finally:
         output.abandon()
@@ -67,18 +71,27 @@ def write_file(
 
 
 def _write_tensor(
-    output: OutputFile, spec: StoredTensorSpec, parts: Iterable[memoryview], whole: Checksum
+    hasher: ThreadPoolExecutor,
+    output: OutputFile,
+    spec: StoredTensorSpec,
+    parts: Iterable[memoryview],
+    whole: Checksum,
 ) -> str:
     """Write one tensor, and add its bytes to the checksum of the whole file; its own checksum."""
     checksum = Checksum()
     written_bytes = 0
+
+    def add(chunk: memoryview) -> None:
+        checksum.add(chunk)
+        whole.add(chunk)
+
     for part in parts:
         data = part.cast("B")
         for start in range(0, data.nbytes, CHUNK_BYTES):
             chunk = data[start : start + CHUNK_BYTES]
-            checksum.add(chunk)
-            whole.add(chunk)
+            added = hasher.submit(add, chunk)
             output.write(chunk)
+            added.result()
         written_bytes += data.nbytes
     if written_bytes != spec.size_bytes:
         raise InternalError(f"{spec} came with {written_bytes} bytes instead of {spec.size_bytes}.")
