@@ -186,9 +186,7 @@ def _first_writes(program: Program) -> dict[str, int]:
     return order
 
 
-def _snapshot(
-    buffer: Buffer, program: Program, taken: set[str]
-) -> tuple[Buffer, SnapshotContent]:
+def _snapshot(buffer: Buffer, program: Program, taken: set[str]) -> tuple[Buffer, SnapshotContent]:
     """The snapshot of a buffer, under a name that is not ``taken``, and what it rests with."""
     name = f"{buffer.name}.snapshot"
     while name in taken:

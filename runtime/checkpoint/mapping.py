@@ -89,9 +89,7 @@ class StoredParameters:
 
     def home(self, slot: Slot) -> tuple[StoredFlat, int] | None:
         """The flat of the checkpoint that has a parameter, and its number there; None where there is none."""
-        return next(
-            (self._homes[n] for n in (slot.name, *slot.aliases) if n in self._homes), None
-        )
+        return next((self._homes[n] for n in (slot.name, *slot.aliases) if n in self._homes), None)
 
     def quantities(self, flat: StoredFlat) -> frozenset[str]:
         """What the checkpoint has of a flat."""
@@ -202,7 +200,9 @@ def extents(flat: Flat, quantity: str) -> Sequence[tuple[Slot, int, int]]:
     if quantity == PRECONDITIONERS:
         first = list(preconditioners(flat))
         stops = [*(start for _, start in first[1:]), quantity_numel(flat, quantity)]
-        return [(slot, start, stop - start) for (slot, start), stop in zip(first, stops, strict=True)]
+        return [
+            (slot, start, stop - start) for (slot, start), stop in zip(first, stops, strict=True)
+        ]
     return [(slot, slot.offset, slot.numel) for slot in flat.slots]
 
 

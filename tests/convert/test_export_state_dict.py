@@ -20,7 +20,7 @@ class Kinds(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.inner = nn.Linear(7, 5)
-        self.half = nn.Linear(5, 3).to(torch.bfloat16).requires_grad_(False)
+        self.low = nn.Linear(5, 3).to(torch.bfloat16).requires_grad_(False)
         self.norm = nn.BatchNorm1d(3)
         self.scalar = nn.Parameter(torch.tensor(2.5, dtype=torch.float64))
         self.tied = nn.Linear(7, 5, bias=False)
