@@ -21,7 +21,7 @@ from zeroir.errors import GraphWarning, UserError, ZeroirError, memory_for
 from zeroir.ir import ops
 from zeroir.ir.program import Program
 from zeroir.ir.spans import Span
-from zeroir.runtime import initial
+from zeroir.runtime import initial, state_dicts
 from zeroir.runtime import state as state_of_buffers
 from zeroir.runtime.accumulation import Accumulation, MicroStepResult
 from zeroir.runtime.batch import inputs_of
@@ -439,6 +439,75 @@ class Engine:
         self._has_values = True
         self._accumulation.go_on(loaded.micro_steps)
         return loaded
+
+    def state_dict(self, *, rank0_only: bool = False) -> dict[str, Tensor]:
+        """What the module's ``state_dict`` would have: whole tensors on the CPU, copied. All ranks call this together.
+
+        Parameters are FP32 where the program has masters. Tied ones stand under each of their names. With
+        ``rank0_only`` the result is empty on the other ranks.
+        """
+        is_kept = self.rank == 0 or not rank0_only
+        facts = self._model_facts() if is_kept else ModelFacts()
+        with self._executor.entered():
+            self._executor.finish()
+            return state_dicts.module_state(
+                self.program, self._memory, self.job.comm, facts, self._others, is_kept=is_kept
+            )
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Tensor], strict: bool = True
+    ) -> tuple[list[str], list[str]]:
+        """Take over whole tensors by the names of the module; the optimizer's state stays. Every rank gives them alike.
+
+        Moving averages begin with them before step 1. Returns the missing and the unknown names, as
+        ``nn.Module.load_state_dict`` does.
+
+        Raises:
+            UserError: where a tensor has another shape, with ``strict`` where a name is missing or unknown; then
+                nothing has changed. Within a step.
+        """
+        self._accumulation.require_none("load_state_dict")
+        self._checkpoints.join()
+        with self._executor.entered():
+            self._executor.finish()
+            names = state_dicts.load_module_state(
+                self.program,
+                self._memory,
+                state_dict,
+                self._model_facts(),
+                self._others,
+                is_strict=strict,
+                has_averages=self.step_count > 0,
+            )
+            self._executor.restart(self.step_count)
+        return names
+
+    def optimizer_state_dict(
+        self, *, rank0_only: bool = False
+    ) -> dict[str, dict[str, object] | list[dict[str, object]]]:
+        """The optimizer's state by the names of parameters, whole, on the CPU. All ranks call this together.
+
+        Its form is that of ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict``, with torch's names of
+        states. With ``rank0_only`` the result is empty on the other ranks.
+
+        Raises:
+            UserError: where the program updates nothing.
+        """
+        optimizer = self.optimizer
+        with self._executor.entered():
+            self._executor.finish()
+            return state_dicts.optimizer_state(
+                self.program,
+                self._memory,
+                self.job.comm,
+                optimizer,
+                is_kept=self.rank == 0 or not rank0_only,
+            )
+
+    @property
+    def _others(self) -> Mapping[str, Tensor]:
+        """The tensors of the module that the program does not hold."""
+        return {} if self._lender is None else self._lender.others
 
     @property
     def _running(self) -> Running:

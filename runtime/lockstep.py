@@ -21,6 +21,7 @@ from torch import Tensor
 
 from zeroir.errors import InternalError
 from zeroir.ir import ops
+from zeroir.ir.buffers import Role
 from zeroir.ir.contents import FlatContent, Micro
 from zeroir.ir.mesh import HOST
 from zeroir.ir.ops import Op
@@ -39,6 +40,7 @@ from zeroir.runtime.kernels.choice import KernelBackend, open_kernels
 from zeroir.runtime.live_optimizer import LiveOptimizer, SettingsOfRanks
 from zeroir.runtime.module_values import Factory
 from zeroir.runtime.rank_memory import RankMemory
+from zeroir.runtime.saved_state import SavedState
 from zeroir.runtime.streams import OpEvent
 from zeroir.runtime.tensors import poison
 from zeroir.runtime.trace import Task, WatchOp
@@ -49,7 +51,10 @@ CPU = torch.device("cpu")
 
 
 class Lockstep:
-    """All ranks of a program, stepped together. ``schedule_seed`` decides the order of unordered ops."""
+    """All ranks of a program, stepped together. ``schedule_seed`` decides the order of unordered ops.
+
+    Ops of ``late_streams`` run as late as waits allow.
+    """
 
     def __init__(
         self,
@@ -57,6 +62,7 @@ class Lockstep:
         *,
         seed: int = 0,
         schedule_seed: int = 0,
+        late_streams: Collection[str] = (),
         kernels: KernelBackend = KernelBackend.EAGER,
         weight: WeightFunction | None = None,
     ) -> None:
@@ -75,7 +81,7 @@ class Lockstep:
         generator = random.Random(schedule_seed)
         self._executor = StepExecutor(
             self._local_ranks,
-            SeededStreams(self._local_ranks, generator),
+            SeededStreams(self._local_ranks, generator, frozenset(late_streams)),
             seed=seed,
             weight=weight,
         )
@@ -157,10 +163,18 @@ class Lockstep:
         """Evaluate one batch per rank by the ``evaluate`` section."""
         return self._executor.evaluate(batches)
 
+    def save_state(self) -> list[SavedState]:
+        """The state of each rank, copied to snapshots; see ``StepExecutor.save_state``."""
+        return self._executor.save_state()
+
     def buffers(self, rank: int) -> Mapping[str, Tensor]:
-        """The persistent buffers of one rank; they are not copies."""
+        """The persistent buffers of one rank but for its snapshots; they are not copies."""
         memory = self._memories[rank]
-        return {b.name: memory.buffer(b.name) for b in self.program.buffers if b.is_persistent}
+        return {
+            b.name: memory.buffer(b.name)
+            for b in self.program.buffers
+            if b.is_persistent and b.role is not Role.SNAPSHOT
+        }
 
     def full_parameters(self, *, ema: bool = False) -> dict[str, Tensor]:
         """Every parameter by name, whole, FP32 masters where there are some; with ``ema`` the moving averages.
@@ -212,7 +226,13 @@ class _QueuedOp:
 class SeededStreams:
     """Streams as queues; a seeded choice among the heads that are ready runs next."""
 
-    def __init__(self, local_ranks: LocalRanks, generator: random.Random) -> None:
+    def __init__(
+        self,
+        local_ranks: LocalRanks,
+        generator: random.Random,
+        late_streams: frozenset[str] = frozenset(),
+    ) -> None:
+        self._late_streams = late_streams
         self._local_ranks = local_ranks
         self._random = generator
         self._queues: dict[str, deque[_QueuedOp]] = {}
@@ -257,6 +277,12 @@ class SeededStreams:
         """See ``Streams.signal``."""
         self._events[event] = OpEvent(is_done=True)
 
+    def waiting_for(self, events: Collection[str]) -> Task:
+        """See ``Streams.waiting_for``; but only the thread that issues the ops may call it, for it runs them."""
+        self.join(self._events)  # All ops that are not pending, such as those of compute.
+        signalled = [self._events[name] for name in events]
+        return lambda: self._run_until(signalled)
+
     def entered(self) -> AbstractContextManager[None]:
         """See ``Streams.entered``."""
         return nullcontext()
@@ -279,6 +305,7 @@ class SeededStreams:
             if not remaining:
                 return
             ready = [name for name in order if self._is_ready(self._queues[name])]
+            ready = [name for name in ready if name not in self._late_streams] or ready
             if not ready:
                 waiting = [q[0].op for q in self._queues.values() if q]
                 raise InternalError(f"streams wait for each other: {waiting}")

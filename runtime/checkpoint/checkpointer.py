@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -15,9 +15,9 @@ from pydantic import JsonValue
 from zeroir import __version__
 from zeroir.checkpoint.manifest import Manifest, OpenStep, Origin
 from zeroir.checkpoint.reading import read_manifest
-from zeroir.checkpoint.state_tree import encode
+from zeroir.checkpoint.state_tree import StoredArray, encode
 from zeroir.errors import CheckpointWarning, UserError
-from zeroir.ir.program import MICRO_STEP, Program
+from zeroir.ir.program import MICRO_STEP, SAVE, Program, why_not_save
 from zeroir.runtime.checkpoint.background import BackgroundWriter, PendingSave
 from zeroir.runtime.checkpoint.compatibility import require_loadable
 from zeroir.runtime.checkpoint.groups import restore_groups, stored_groups
@@ -36,12 +36,13 @@ from zeroir.runtime.checkpoint.mapping import StoredParameters
 from zeroir.runtime.checkpoint.model_facts import ModelFacts
 from zeroir.runtime.checkpoint.rounds import GlooRounds, Rounds, RoundsAlone, open_rounds
 from zeroir.runtime.checkpoint.saving import Leader, RankSave, save_in_rounds
-from zeroir.runtime.checkpoint.snapshots import HostCopies, Snapshot, take_snapshot
+from zeroir.runtime.checkpoint.snapshots import Taker
 from zeroir.runtime.checkpoint.torch_trees import TorchTensors
 from zeroir.runtime.comm.job import Backend, Job, digest
 from zeroir.runtime.executor import StepExecutor
 from zeroir.runtime.live_optimizer import LiveOptimizer
 from zeroir.runtime.rank_memory import RankMemory
+from zeroir.runtime.saved_state import SavedState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +70,6 @@ class Checkpointer:
         self._timeout = timeout
         self._rounds: GlooRounds | RoundsAlone | None = None
         self._writer = BackgroundWriter()
-        self._copies: dict[int, HostCopies] = {}
         self._digests: dict[int, str] = {}
 
     def save(
@@ -88,58 +88,32 @@ class Checkpointer:
             raise UserError(
                 "The backend fake simulates the other ranks, so there is nothing to save of them."
             )
+        if not wait and SAVE not in running.program.section_by_name:
+            raise UserError(why_not_save(running.program))
         self._writer.join()
         rounds = self._open_rounds("save its part of the checkpoint")
+        takers: list[Taker] = []
         save: Callable[[], object]
         try:
             # Only what rank 0 has of the shared state counts.
-            json, arrays = encode(
+            shared_json, shared_arrays = encode(
                 shared if self._job.rank == 0 else None, prefix=SHARED, codec=TorchTensors()
             )
-            first, *others = self._taken(running, states, is_copied=not wait)
-            leader = self._leader(running, path, metrics, first.snapshot, json)
-            first = replace(first, arrays={**first.arrays, **arrays})
-            save = partial(self._write, rounds, [first, *others], leader, read_back=read_back)
+            own_states = [encode(state, codec=TorchTensors()) for state in states]
+            leader = self._leader(running, path, metrics, shared_json)
+            takers += _takers(running, is_copied=not wait)
+            save = partial(
+                self._write, rounds, leader, takers, own_states, shared_arrays, read_back
+            )
         except Exception as error:  # noqa: BLE001 - the other ranks learn of it in the first round
             save = partial(rounds.hold, partial(_raise, error), lambda _: b"")
-        pending = self._writer.begin(path, save)
+        pending = self._writer.begin(path, partial(_releasing, takers, save))
         if wait:
             pending.wait()
         return pending
 
-    def _taken(
-        self, running: Running, states: Sequence[object], *, is_copied: bool
-    ) -> list[RankSave]:
-        """What the ranks of this process save.
-
-        Training stands still during a save that it waits for, so that the buffers need no copy.
-        """
-        executor = running.executor
-        weight_sums = executor.weight_sums() if executor.micro_steps_done else None
-        ranks: list[RankSave] = []
-        with executor.entered():
-            executor.finish()
-            for index, (memory, state) in enumerate(zip(running.memories, states, strict=True)):
-                copies = self._copies.setdefault(memory.rank, HostCopies()) if is_copied else None
-                snapshot = take_snapshot(
-                    running.program,
-                    memory,
-                    copies=copies,
-                    weight_sum=None if weight_sums is None else weight_sums[index],
-                )
-                json, arrays = encode(state, codec=TorchTensors())
-                ranks.append(
-                    RankSave(rank=memory.rank, snapshot=snapshot, state=json, arrays=arrays)
-                )
-        return ranks
-
     def _leader(
-        self,
-        running: Running,
-        path: str,
-        metrics: Mapping[str, float],
-        snapshot: Snapshot,
-        shared: JsonValue,
+        self, running: Running, path: str, metrics: Mapping[str, float], shared: JsonValue
     ) -> Leader:
         """What rank 0 knows of the checkpoint; the other ranks know the same, but for the model."""
         executor, optimizer = running.executor, running.optimizer
@@ -149,8 +123,7 @@ class Checkpointer:
             seed=executor.seed,
             origin=self._origin(running.program),
             metrics=dict(metrics),
-            scalars=tuple(snapshot.scalars),
-            groups=() if optimizer is None else stored_groups(running.program, optimizer),
+            groups=() if optimizer is None else stored_groups(optimizer),
             shared=shared,
             config=facts.config,
             config_owner=facts.config_owner,
@@ -164,10 +137,28 @@ class Checkpointer:
         )
 
     def _write(
-        self, rounds: Rounds, ranks: Sequence[RankSave], leader: Leader, *, read_back: bool
+        self,
+        rounds: Rounds,
+        leader: Leader,
+        takers: Sequence[Taker],
+        states: Sequence[tuple[JsonValue, Mapping[str, StoredArray]]],
+        shared: Mapping[str, StoredArray],
+        read_back: bool,
     ) -> None:
         """Write the checkpoint, in the writer's thread."""
-        path = save_in_rounds(rounds, ranks, leader)
+
+        def take() -> list[RankSave]:
+            return [
+                RankSave(
+                    rank=taker.rank,
+                    snapshot=taker.snapshot(),
+                    state=state,
+                    arrays={**arrays, **shared} if taker.rank == 0 else arrays,
+                )
+                for taker, (state, arrays) in zip(takers, states, strict=True)
+            ]
+
+        path = save_in_rounds(rounds, take, leader)
         if read_back:
             rounds.hold(partial(self._read_back, path), lambda _: b"")
 
@@ -256,6 +247,14 @@ class Checkpointer:
         """Raise the failure of a save that has ended, if nobody knows of it yet."""
         self._writer.report()
 
+    def join(self) -> None:
+        """Wait for the save under way, before something changes that is not copied.
+
+        Raises:
+            UserError: as ``report``.
+        """
+        self._writer.join()
+
     def close(self) -> None:
         """Wait for the save under way, and release the group.
 
@@ -297,6 +296,37 @@ class Checkpointer:
         if key not in self._digests:
             self._digests[key] = digest(program)
         return self._digests[key]
+
+
+def _takers(running: Running, *, is_copied: bool) -> Iterator[Taker]:
+    """Take the state of the ranks of this process: with ``is_copied`` training may go on while it is written."""
+    executor = running.executor
+    weight_sums = executor.weight_sums() if executor.micro_steps_done else None
+    saved: Sequence[SavedState | None] = [None] * len(running.memories)
+    if is_copied:
+        saved = executor.save_state()
+    with executor.entered():
+        if not is_copied:
+            executor.finish()
+        for index, memory in enumerate(running.memories):
+            yield Taker(
+                running.program,
+                memory,
+                saved=saved[index],
+                weight_sum=None if weight_sums is None else weight_sums[index],
+            )
+            if not is_copied and memory.device.type == "cuda":
+                torch.cuda.synchronize(
+                    memory.device
+                )  # The writer's thread knows nothing of streams.
+
+
+def _releasing(takers: Sequence[Taker], save: Callable[[], object]) -> None:
+    try:
+        save()
+    finally:
+        for taker in takers:
+            taker.release()
 
 
 def _raise(error: Exception) -> bytes:

@@ -10,23 +10,21 @@ from pydantic import JsonValue
 
 from zeroir.checkpoint.manifest import StoredGroup
 from zeroir.errors import UserError
-from zeroir.ir.program import Program
 from zeroir.runtime.live_optimizer import LiveOptimizer
 
 _NO_SETTINGS: Final = frozenset({"params", "param_names", "name"})
 
 
-def stored_groups(program: Program, optimizer: LiveOptimizer) -> tuple[StoredGroup, ...]:
+def stored_groups(optimizer: LiveOptimizer) -> tuple[StoredGroup, ...]:
     """The present settings of each group.
 
     Raises:
         UserError: where a setting is neither a number, a text nor None.
     """
-    algorithms = {group.name: group.algorithm.value for group in program.groups}
     return tuple(
         StoredGroup(
             name=group["name"],
-            algorithm=algorithms.get(group["name"], ""),
+            algorithm=algorithm.value,
             settings={
                 key: _plain(value, key, group["name"])
                 for key, value in group.items()
@@ -34,7 +32,7 @@ def stored_groups(program: Program, optimizer: LiveOptimizer) -> tuple[StoredGro
             },
             parameters=tuple(group["param_names"]),
         )
-        for group in optimizer.param_groups
+        for group, algorithm in zip(optimizer.param_groups, optimizer.algorithms, strict=True)
     )
 
 
@@ -50,8 +48,8 @@ def restore_groups(groups: Sequence[StoredGroup], optimizer: LiveOptimizer) -> I
             )
             continue
         for key, value in settings.items():
-            is_several = isinstance(value, list) and not isinstance(group.get(key), list)
-            group[key] = tuple(value) if is_several and isinstance(value, list) else value
+            # JSON has no tuples, and torch's settings no lists.
+            group[key] = tuple(value) if isinstance(value, list) else value
 
 
 def _plain(value: object, key: str, group: str) -> JsonValue:

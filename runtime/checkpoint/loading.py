@@ -32,6 +32,8 @@ from zeroir.runtime.rank_memory import RankMemory
 from zeroir.runtime.state import fill_scalars
 from zeroir.runtime.tensors import TORCH_DTYPE
 
+_UNTOUCHED: Final = (Role.INPUT, Role.OUTPUT, Role.SNAPSHOT)
+
 SHARED: Final = "shared"
 """How the names of the tensors of the shared state begin."""
 
@@ -123,7 +125,7 @@ def fill_memory(program: Program, memory: RankMemory, stored: StoredParameters) 
     copied = _Copier()
     with CheckpointFiles(path=stored.path, manifest=stored.manifest) as files, torch.no_grad():
         for buffer in program.buffers:
-            if not buffer.is_persistent or buffer.role in (Role.INPUT, Role.OUTPUT):
+            if not buffer.is_persistent or buffer.role in _UNTOUCHED:
                 continue
             target = memory.buffer(buffer.name)
             binding = bindings.get(buffer.name)

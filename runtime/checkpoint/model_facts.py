@@ -16,12 +16,12 @@ from zeroir.runtime.named_tensors import NamedTensors
 class ModelFacts:
     """See the module's docstring; ``names`` has all names of each named tensor, under each of them.
 
-    ``saved`` are the names that the model's ``state_dict`` has, or None where they are not known. ``config_owner`` is
-    the name of the module that ``config`` describes.
+    ``saved`` are the names that the model's ``state_dict`` has, in order, or None where they are not known.
+    ``config_owner`` is the name of the module that ``config`` describes.
     """
 
     names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    saved: frozenset[str] | None = None
+    saved: tuple[str, ...] | None = None
     config: JsonValue = None
     config_owner: str = ""
 
@@ -33,7 +33,7 @@ class ModelFacts:
         """Whether the model's ``state_dict`` has the tensor under any name."""
         if self.saved is None:
             return True
-        return not self.saved.isdisjoint(self.names.get(name, (name,)))
+        return not set(self.saved).isdisjoint(self.names.get(name, (name,)))
 
 
 def model_facts(module: nn.Module) -> ModelFacts:
@@ -43,7 +43,7 @@ def model_facts(module: nn.Module) -> ModelFacts:
     config, owner = _config(module)
     return ModelFacts(
         names=names,
-        saved=frozenset(name for name in tensors if tensors.is_saved(name)),
+        saved=tuple(module.state_dict(keep_vars=True)),
         config=config,
         config_owner=owner,
     )

@@ -135,15 +135,13 @@ def kept_scalars(program: Program) -> tuple[str, ...]:
 
 def _own_elements(program: Program, buffer: Buffer, content: FlatContent, rank: int) -> range:
     """The part that a rank saves of the elements in its buffer, which other ranks may hold, too."""
-    held = held_elements(program, buffer, content, rank)
-    replica, count = 0, 1
+    part = held_elements(program, buffer, content, rank)
+    # Axis by axis, as section ``save`` cuts its copies along the first one.
     for axis in program.mesh.axes:
         if axis.name != content.shard:
-            replica = replica * axis.size + program.mesh.coordinate(rank)[axis.name]
-            count *= axis.size
-    part_numel = round_up(-(-buffer.numel // count), PARAMETER_ALIGNMENT_NUMEL)
-    start = min(held.start + replica * part_numel, held.stop)
-    return range(start, min(start + part_numel, held.stop))
+            numel = round_up(-(-len(part) // axis.size), PARAMETER_ALIGNMENT_NUMEL)
+            part = part[program.mesh.coordinate(rank)[axis.name] * numel :][:numel]
+    return part
 
 
 def _covering(

@@ -6,7 +6,7 @@ itself, and rank 0 begins the checkpoint and names the rank that writes each. In
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -25,6 +25,7 @@ from zeroir.checkpoint.manifest import (
     StoredFlat,
     StoredParameter,
     StoredQuantity,
+    StoredScalar,
 )
 from zeroir.checkpoint.publish import Draft, begin
 from zeroir.checkpoint.safetensors_header import StoredTensorSpec
@@ -36,7 +37,7 @@ from zeroir.runtime.checkpoint.model_facts import ModelFacts
 from zeroir.runtime.checkpoint.parts import saved_parts, saved_quantities
 from zeroir.runtime.checkpoint.rounds import Rounds
 from zeroir.runtime.checkpoint.snapshots import RankTensor, Snapshot
-from zeroir.runtime.checkpoint.torch_trees import bytes_of
+from zeroir.runtime.checkpoint.torch_trees import bytes_of, chunks_of
 
 _BUFFER: Final = "buffer"
 _SUM: Final = "sum"
@@ -79,8 +80,8 @@ _AllWritten: Final = TypeAdapter(list[Written])
 class RankSave:
     """What one rank saves. ``state`` is its own state, and ``arrays`` has its tensors and those of the shared state."""
 
-    rank: int
     snapshot: Snapshot
+    rank: int
     state: JsonValue
     arrays: Mapping[str, StoredArray]
 
@@ -97,11 +98,11 @@ class RankSave:
         Raises:
             UserError: where it cannot be written.
         """
-        tensors: list[tuple[StoredTensorSpec, Sequence[memoryview]]] = []
+        tensors: list[tuple[StoredTensorSpec, Iterable[memoryview]]] = []
 
         def add(name: str, dtype: str, tensor: Tensor) -> None:
             spec = StoredTensorSpec(name=name, dtype=dtype, numel=tensor.numel())
-            tensors.append((spec, (bytes_of(tensor),)))
+            tensors.append((spec, chunks_of(tensor)))
 
         for part, tensor in self.snapshot.parts:
             add(part.tensor, part.dtype.value, tensor)
@@ -153,7 +154,11 @@ class Leader:
         )
 
     def publish(
-        self, assignment: Assignment, offers: Sequence[Offer], written: Sequence[Written]
+        self,
+        assignment: Assignment,
+        offers: Sequence[Offer],
+        written: Sequence[Written],
+        scalars: Sequence[StoredScalar],
     ) -> str:
         """Let the checkpoint appear; its path.
 
@@ -170,6 +175,7 @@ class Leader:
         manifest = self.base.model_copy(
             update={
                 "files": tuple(each.file for each in written if each.file is not None),
+                "scalars": tuple(scalars),
                 "flats": tuple(stored_flats(self.program, names)),
                 "buffers": tuple(
                     each.model_copy(
@@ -192,20 +198,26 @@ class Leader:
         return assignment.draft.publish(manifest)
 
 
-def save_in_rounds(rounds: Rounds, ranks: Sequence[RankSave], leader: Leader) -> str:
-    """Save a checkpoint; all processes of a job call this together, each with its ranks. Its path.
+def save_in_rounds(rounds: Rounds, take: Callable[[], Sequence[RankSave]], leader: Leader) -> str:
+    """Save a checkpoint; all processes of a job call this together, and each takes its ranks. Its path.
 
     Raises:
         UserError: where it cannot be saved; then nothing of it is left.
     """
-    own_offers = [rank.offer() for rank in ranks]
+    ranks: list[RankSave] = []
+    own_offers: list[Offer] = []
     offers: list[Offer] = []
 
     def assign(answers: Sequence[bytes]) -> bytes:
         offers.extend(each for answer in answers for each in _Offers.validate_json(answer))
         return leader.assign(offers).model_dump_json().encode()
 
-    outcome = rounds.hold(lambda: _Offers.dump_json(own_offers), assign)
+    def offer() -> bytes:
+        ranks.extend(take())
+        own_offers.extend(rank.offer() for rank in ranks)
+        return _Offers.dump_json(own_offers)
+
+    outcome = rounds.hold(offer, assign)
     assignment = Assignment.model_validate_json(outcome)
 
     def write() -> bytes:
@@ -215,7 +227,8 @@ def save_in_rounds(rounds: Rounds, ranks: Sequence[RankSave], leader: Leader) ->
 
     def publish(answers: Sequence[bytes]) -> bytes:
         written = [each for answer in answers for each in _AllWritten.validate_json(answer)]
-        return leader.publish(assignment, offers, written).encode()
+        scalars = ranks[0].snapshot.scalars
+        return leader.publish(assignment, offers, written, scalars).encode()
 
     try:
         return rounds.hold(write, publish).decode()

@@ -1,23 +1,28 @@
-"""What a rank saves of its memory at one moment: references for a save that training waits for, otherwise copies."""
+"""What a rank saves of its memory at one moment: its buffers themselves while training waits, otherwise copies.
+
+The copies of section ``save`` are complete some time after it was issued, so a snapshot is made of two calls:
+``Taker.__init__`` while no section runs, and ``Taker.snapshot`` in the thread that writes.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from zeroir.checkpoint.manifest import StoredScalar
-from zeroir.errors import memory_for
 from zeroir.ir.buffers import Role
 from zeroir.ir.contents import GRAD, FlatContent, WeightContent
 from zeroir.ir.program import MICRO_STEP, Program
 from zeroir.runtime.checkpoint.parts import SavedPart, kept_scalars, saved_parts, saved_quantities
 from zeroir.runtime.rank_memory import RankMemory
+from zeroir.runtime.saved_state import SavedState
 from zeroir.runtime.tensors import IR_DTYPE
 
-WEIGHT_SUM = "sum of weights"
+WEIGHT_SUM: Final = "sum of weights"
 """The name of the sum of this rank's weights among the sums of an open step; no buffer has it."""
 
 
@@ -45,77 +50,80 @@ class Snapshot:
     scalars: Sequence[StoredScalar]
 
 
-class HostCopies:
-    """Memory of the host for copies, which every snapshot of a rank uses again."""
+class Taker:
+    """Takes the state of a rank between two sections. ``weight_sum`` is given within a step.
 
-    def __init__(self) -> None:
-        self._tensors: dict[str, Tensor] = {}
-
-    def copy(self, key: str, source: Tensor) -> Tensor:
-        """A copy of a flat tensor, which is valid until the next copy under this key."""
-        target = self._tensors.get(key)
-        if target is None or target.numel() != source.numel() or target.dtype != source.dtype:
-            with memory_for("a copy of this rank's state", "save with wait=True"):
-                target = torch.empty(
-                    source.numel(), dtype=source.dtype, pin_memory=source.device.type == "cuda"
-                )
-            self._tensors[key] = target
-        return target.copy_(source)
-
-
-def take_snapshot(
-    program: Program,
-    memory: RankMemory,
-    *,
-    copies: HostCopies | None,
-    weight_sum: Tensor | float | None = None,
-) -> Snapshot:
-    """The state of a rank between two sections, while no op is under way.
-
-    Without ``copies`` tensors on the CPU are the buffers themselves. ``weight_sum`` is given within a step.
+    With ``saved`` the state is in its copies, and otherwise in the buffers, which then must not change before the
+    snapshot is written. Module buffers that no section writes are never copied: a load waits for the end of the save.
     """
 
-    def taken(key: str, tensor: Tensor) -> Tensor:
-        if copies is not None:
-            return copies.copy(key, tensor)
-        return tensor.cpu()
-
-    with torch.no_grad():
-        parts = [
-            (
-                part,
-                taken(
-                    part.tensor,
-                    memory.buffer(part.buffer)[part.offset :][: part.stop - part.start],
-                ),
-            )
-            for part in saved_parts(program, memory.rank, saved_quantities(program))
-        ]
-        buffers = [
-            RankTensor(
-                name=binding.name,
-                shape=binding.shape,
-                tensor=taken(binding.buffer, memory.buffer(binding.buffer)),
-            )
-            for binding in program.module_buffers
-            if binding.data is None and program.buffer_by_name[binding.buffer].numel
-        ]
-        sums: list[RankTensor] = []
+    def __init__(
+        self,
+        program: Program,
+        memory: RankMemory,
+        *,
+        saved: SavedState | None,
+        weight_sum: float | None,
+    ) -> None:
+        self.rank = memory.rank
+        self._program = program
+        self._memory = memory
+        self._saved = saved
+        self._sums: list[RankTensor] = []
         if weight_sum is not None:
             for name in open_buffers(program):
-                tensor = taken(name, memory.buffer(name))
-                sums.append(RankTensor(name=name, shape=tuple(tensor.shape), tensor=tensor))
-            total = torch.tensor([float(weight_sum)], dtype=torch.float64)
-            sums.append(RankTensor(name=WEIGHT_SUM, shape=(1,), tensor=total))
-        scalars = [
-            StoredScalar(
-                name=name,
-                dtype=program.buffer_by_name[name].dtype.value,
-                values=tuple(memory.buffer(name).double().tolist()),
-            )
-            for name in kept_scalars(program)
-        ]
-    return Snapshot(parts=parts, buffers=buffers, sums=sums, scalars=scalars)
+                tensor = memory.buffer(name).detach().to("cpu", copy=True)
+                self._sums.append(RankTensor(name=name, shape=tuple(tensor.shape), tensor=tensor))
+            total = torch.tensor([weight_sum], dtype=torch.float64)
+            self._sums.append(RankTensor(name=WEIGHT_SUM, shape=(1,), tensor=total))
+
+    def snapshot(self) -> Snapshot:
+        """The state, once its copies are complete; no stream of the training waits."""
+        if self._saved is not None:
+            self._saved.wait()
+        program = self._program
+        return Snapshot(
+            parts=[
+                (part, self._elements(part.buffer, part.offset, part.stop - part.start))
+                for part in saved_parts(program, self._memory.rank, saved_quantities(program))
+            ],
+            buffers=[
+                RankTensor(
+                    name=binding.name,
+                    shape=binding.shape,
+                    tensor=self._elements(
+                        binding.buffer, 0, program.buffer_by_name[binding.buffer].numel
+                    ).cpu(),
+                )
+                for binding in program.module_buffers
+                if binding.data is None and program.buffer_by_name[binding.buffer].numel
+            ],
+            sums=self._sums,
+            scalars=[
+                StoredScalar(
+                    name=name,
+                    dtype=program.buffer_by_name[name].dtype.value,
+                    values=tuple(
+                        self._elements(name, 0, program.buffer_by_name[name].numel)
+                        .double()
+                        .tolist()
+                    ),
+                )
+                for name in kept_scalars(program)
+            ],
+        )
+
+    def release(self) -> None:
+        """Leave the memory of the copies to the next save."""
+        if self._saved is not None:
+            self._saved.release()
+
+    def _elements(self, name: str, start: int, numel: int) -> Tensor:
+        """Elements of a buffer, from their copy if there is one."""
+        copied = None if self._saved is None else self._saved.tensors.get(name)
+        if copied is None:
+            return self._memory.buffer(name)[start : start + numel]
+        return copied.tensor[start - copied.start : start - copied.start + numel]
 
 
 def open_buffers(program: Program) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Final
 
 import torch
@@ -9,6 +10,8 @@ from torch import Tensor
 
 from zeroir.checkpoint.state_tree import StoredArray
 from zeroir.errors import UserError
+
+_CHUNK_BYTES: Final = 64 << 20
 
 _NAMES: Final = {
     torch.bool: "bool",
@@ -29,6 +32,13 @@ def bytes_of(tensor: Tensor) -> memoryview:
     """The bytes of a tensor, row-major: of a contiguous one on the CPU a view, otherwise a copy."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data
+
+
+def chunks_of(tensor: Tensor) -> Iterator[memoryview]:
+    """The bytes of a flat tensor in order; of one on a device no more than a chunk at a time is on the host."""
+    per_chunk = tensor.numel() if tensor.device.type == "cpu" else _CHUNK_BYTES // tensor.itemsize
+    for start in range(0, tensor.numel(), per_chunk):
+        yield bytes_of(tensor[start : start + per_chunk])
 
 
 class TorchTensors:
