@@ -26,7 +26,7 @@ class Small(nn.Module):
         self.embedding = nn.Linear(16, 40)
         self.tied = nn.Linear(16, 40)
         self.tied.weight = self.embedding.weight
-        self.half = nn.Linear(7, 5, dtype=torch.bfloat16)
+        self.rounded = nn.Linear(7, 5, dtype=torch.bfloat16)
         self.norm = nn.BatchNorm1d(6)
 
 
