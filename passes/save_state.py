@@ -7,8 +7,9 @@ ranks along an axis of the mesh hold alike, each of them copies a slice of.
 
 The copies run on a stream of their own, beside the next steps. Each signals an event that is pending at all joints, so
 an op that overwrites what a copy reads waits for this copy alone, and only where it has to. The pass manager derives
-these waits, and Z105 proves them. Copies stand in the order in which the next step overwrites what they read. Scalars,
-of a few bytes, are copied on the compute stream, because the host may change them between steps.
+these waits, and Z105 proves them. Copies stand in the order in which the next step overwrites what they read, so a wait
+for the last copy of a flat stands for all of them. Scalars, of a few bytes, are copied on the compute stream, because
+the host may change them between steps.
 
 Passes that change which buffers are the state come before it.
 
@@ -17,7 +18,7 @@ What ``save-state`` changes::
     + buffer %a.param.snapshot : f32[256] host snapshot = snapshot %a.param[0:256] event=!saved.a.param
       section update {
     + entry pending !saved.a.param stream=copy_out
-    + wait !saved.a.param  on=compute
+    + wait !saved.a.momentum_buffer  on=compute
       optimizer_step momentum param=%a.param grad=%a.grad states=(%a.momentum_buffer) …
     + exit pending !saved.a.param stream=copy_out
     + section save {
