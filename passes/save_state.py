@@ -27,11 +27,10 @@ What ``save-state`` changes::
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, assert_never
 
-from zeroir.errors import UserError
 from zeroir.ir import ops
 from zeroir.ir.buffers import Buffer, Region, Role, Space, copied_region, whole
 from zeroir.ir.contents import (
@@ -43,7 +42,7 @@ from zeroir.ir.contents import (
     SnapshotContent,
 )
 from zeroir.ir.effects import effects
-from zeroir.ir.mesh import COMPUTE, COPY_OUT
+from zeroir.ir.mesh import COMPUTE, COPY_OUT, IO, OPTIMIZER, STREAMS, Stream
 from zeroir.ir.program import (
     PARAMETER_ALIGNMENT_NUMEL,
     SAVE,
@@ -77,20 +76,13 @@ class SaveState(Pass):
         sources = sorted(_state(program), key=lambda b: order.get(b.name, len(order)))
         taken = set(program.buffer_by_name)
         snapshots = [_snapshot(buffer, program, taken) for buffer in sources]
-        body: list[ops.Op] = []
+        body: list[ops.IssuedOp] = []
         pending: list[Pending] = []
         for buffer, content in snapshots:
-            stream = COMPUTE if content.event is None else COPY_OUT
-            body.append(
-                ops.ToHost(
-                    source=copied_region(content),
-                    destination=whole(buffer),
-                    stream=stream,
-                    event=content.event,
-                )
-            )
+            copy = _copy(program.buffer_by_name[content.buffer].space, content, whole(buffer))
+            body.append(copy)
             if content.event is not None:
-                pending.append(Pending(event=content.event, stream=stream))
+                pending.append(Pending(event=content.event, stream=copy.stream))
 
         def with_pending(state: State) -> State:
             return replace(state, pending=(*state.pending, *pending))
@@ -99,6 +91,7 @@ class SaveState(Pass):
         save = Section(name=SAVE, entry=between, body=tuple(body), exit=between)
         program = replace(
             program,
+            streams=_with_streams(program.streams, body),
             buffers=(*program.buffers, *(buffer for buffer, _ in snapshots)),
             sections=(*program.sections, save),
         )
@@ -108,6 +101,27 @@ class SaveState(Pass):
                 section, entry=with_pending(section.entry), exit=with_pending(section.exit)
             ),
         )
+
+
+def _copy(space: Space, content: SnapshotContent, snapshot: Region) -> ops.IssuedOp:
+    """The copy of what a snapshot names, which is in this space, to the snapshot."""
+    source, event = copied_region(content), content.event
+    match space:
+        case Space.DEVICE:
+            stream = COMPUTE if event is None else COPY_OUT
+            return ops.ToHost(source=source, destination=snapshot, stream=stream, event=event)
+        case Space.HOST:
+            return ops.Cast(source=source, destination=snapshot, stream=OPTIMIZER, event=event)
+        case Space.DISK:
+            return ops.Load(source=source, destination=snapshot, stream=IO, event=event)
+        case _:
+            assert_never(space)
+
+
+def _with_streams(streams: tuple[Stream, ...], body: Sequence[ops.IssuedOp]) -> tuple[Stream, ...]:
+    """The streams, with those of the copies that are not among them."""
+    declared, used = {stream.name for stream in streams}, {op.stream for op in body}
+    return (*streams, *(s for s in STREAMS if s.name in used - declared))
 
 
 def _between_steps(program: Program) -> State:
@@ -136,7 +150,7 @@ def _state(program: Program) -> Iterator[Buffer]:
             case _:
                 pass
         if is_state:
-            yield _on_device(buffer)
+            yield buffer
 
 
 def _counts(op: ops.Op) -> Iterator[str]:
@@ -169,14 +183,6 @@ def _extent(program: Program, buffer: Buffer, content: FlatContent) -> tuple[int
     """The elements of the flat that all ranks hold together in a buffer."""
     count = 1 if content.shard is None else program.mesh.size(content.shard)
     return content.offset, content.offset + count * buffer.numel
-
-
-def _on_device(buffer: Buffer) -> Buffer:
-    if buffer.space is not Space.DEVICE:
-        raise UserError(
-            f"The pass `save-state` copies from the device, but %{buffer.name} is on the {buffer.space}."
-        )
-    return buffer
 
 
 def _first_writes(program: Program) -> dict[str, int]:

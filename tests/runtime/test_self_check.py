@@ -12,6 +12,7 @@ from torch import Tensor
 from tests.support.programs import mlp
 from zeroir.api.compiled import CompiledProgram, compile_model
 from zeroir.errors import UserError
+from zeroir.ir.buffers import Role
 from zeroir.ir.program import Program
 from zeroir.ir.segment import Node, Segment
 from zeroir.runtime.engine import Engine
