@@ -6,8 +6,8 @@ ranks exchange elements, and kernels how a segment is computed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Protocol
@@ -267,6 +267,41 @@ class StepExecutor:
         whoever changes parameters or states without an op of the program calls this first.
         """
         self._streams.join([])
+
+    def weight_sums(self) -> list[float]:
+        """The sum of the weights of the micro-batches of the step that has begun, on each local rank."""
+        return [weights.sum for weights in self._weights]
+
+    def restart(self, step_count: int) -> None:
+        """Forget the step that has begun, and go on after so many steps; the buffers get their values from elsewhere.
+
+        What a step hands to the next one beside the buffers at rest is established before the next section.
+        """
+        self.step_count = step_count
+        self.micro_steps_done = 0
+        self._is_begun = False
+        for weights in self._weights:
+            weights.take()
+        for memory in self.local_ranks.memories:
+            memory.settle(())
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """A body that changes the values of buffers; if it fails, no section may run."""
+        self._has_failed = True
+        yield
+        self._has_failed = False
+
+    def establish(self, name: str) -> None:
+        """Establish the entry state of a section, which is to run next, by the values of the buffers at rest."""
+        with torch.no_grad():
+            self._begin(self._program.section_by_name[name])
+
+    def go_on_within(self, micro_steps: int, weight_sums: Sequence[float]) -> None:
+        """Go on within a step after so many micro-steps; the local ranks have these sums of weights."""
+        self.micro_steps_done = micro_steps
+        for weights, total in zip(self._weights, weight_sums, strict=True):
+            weights.go_on(total)
 
     def close(self) -> None:
         """Stop the streams."""

@@ -28,8 +28,11 @@ from zeroir.ir.ops import Op
 from zeroir.ir.program import Program
 from zeroir.memory.placement import places_to_run
 from zeroir.runtime import initial, state
+from zeroir.runtime.checkpoint.checkpointer import Checkpointer, Running
+from zeroir.runtime.checkpoint.loading import LoadedState
+from zeroir.runtime.checkpoint.model_facts import ModelFacts
 from zeroir.runtime.comm.base import CollectiveTensors, TensorPair
-from zeroir.runtime.comm.job import Backend, Job
+from zeroir.runtime.comm.job import DEFAULT_TIMEOUT, Backend, Job
 from zeroir.runtime.comm.lockstep import LockstepComm
 from zeroir.runtime.executor import RankEvaluation, RankResult, StepExecutor
 from zeroir.runtime.handlers import LocalRanks, PreparedCollective, communicate
@@ -93,20 +96,55 @@ class Lockstep:
         state.initialise_flats(self.program, self._memories, values)
         self._poison_stale_gradients()
 
+    def save(self, path: str) -> None:
+        """Save the state of all ranks; see ``Engine.save``."""
+        self._checkpoints.save(
+            self._running,
+            path,
+            metrics={},
+            shared=None,
+            states=[None] * len(self._memories),
+            wait=True,
+            read_back=False,
+        )
+
+    def load(self, path: str) -> LoadedState:
+        """Go on with a checkpoint on all ranks; see ``Engine.load``."""
+        loaded = self._checkpoints.load(self._running, path, weights_only=False, has_values=False)
+        self._poison_stale_gradients()
+        return loaded
+
+    @property
+    def _running(self) -> Running:
+        has_steps = any(isinstance(op, ops.OptimizerStep) for op in self.program.ops())
+        return Running(
+            program=self.program,
+            memories=self._memories,
+            executor=self._executor,
+            optimizer=self.optimizer if has_steps else None,
+            facts=ModelFacts,
+        )
+
+    @cached_property
+    def _job(self) -> Job:
+        """The job of one process that has all ranks."""
+        return Job(
+            rank=0,
+            backend=Backend.LOCAL,
+            comm=self._local_ranks.comm,
+            is_alone=True,
+            device=CPU,
+        )
+
+    @cached_property
+    def _checkpoints(self) -> Checkpointer:
+        return Checkpointer(self._job, DEFAULT_TIMEOUT)
+
     @cached_property
     def optimizer(self) -> LiveOptimizer:
         """The settings of the optimizer groups of all ranks; changes count from the next update."""
         optimizer = LiveOptimizer(self.program, self._memories, self._executor.update)
-        self._executor.settings = SettingsOfRanks(
-            optimizer=optimizer,
-            job=Job(
-                rank=0,
-                backend=Backend.LOCAL,
-                comm=self._local_ranks.comm,
-                is_alone=True,
-                device=CPU,
-            ),
-        )
+        self._executor.settings = SettingsOfRanks(optimizer=optimizer, job=self._job)
         return optimizer
 
     def step(self, batches: Sequence[Sequence[Batch]]) -> list[RankResult]:

@@ -89,7 +89,10 @@ class StoredFlat(Record):
 
 
 class StoredBuffer(Record):
-    """A buffer of the model on some ranks: those that have these very bits."""
+    """A buffer of the model on some ranks: those that have these very bits.
+
+    ``aliases`` are the other names of the same tensor. ``is_persistent`` tells whether ``state_dict`` has it.
+    """
 
     name: str
     dtype: str
@@ -97,6 +100,8 @@ class StoredBuffer(Record):
     ranks: tuple[int, ...]
     file: str
     tensor: str
+    aliases: tuple[str, ...] = ()
+    is_persistent: bool = True
 
 
 class StoredScalar(Record):
@@ -108,11 +113,12 @@ class StoredScalar(Record):
 
 
 class StoredGroup(Record):
-    """The settings of an optimizer group, as its ``param_groups`` entry had them."""
+    """The settings of an optimizer group, as its ``param_groups`` entry had them, and the names of its parameters."""
 
     name: str
     algorithm: str
     settings: dict[str, JsonValue]
+    parameters: tuple[str, ...] = ()
 
 
 class RankState(Record):
@@ -151,8 +157,9 @@ class Manifest(Record):
     """See the module's docstring. ``step`` counts the training steps done, skipped ones included.
 
     ``metrics`` are numbers that the user gave, by which the best checkpoint is kept. ``shared`` is the state that is
-    the same for all ranks, such as that of a learning-rate schedule. ``config`` is the model's configuration for
-    exports, where it is known (Hugging Face's ``config.to_dict()``).
+    the same for all ranks, such as that of a learning-rate schedule. ``config`` is the configuration of a model for
+    exports, where it is known (Hugging Face's ``config.to_dict()``), and ``config_owner`` the name of the module that
+    has it: empty for the whole model.
     """
 
     format: Literal["zeroir-checkpoint"] = FORMAT
@@ -170,3 +177,4 @@ class Manifest(Record):
     ranks: tuple[RankState, ...] = ()
     open_step: OpenStep | None = None
     config: JsonValue = None
+    config_owner: str = ""

@@ -1,0 +1,65 @@
+"""One sentence for each error of the system while checkpoints are written and read."""
+
+from __future__ import annotations
+
+import errno
+
+from zeroir.errors import UserError
+
+
+def unwritable(path: str, error: OSError) -> UserError:
+    """The error that a path cannot be written, with its remedy."""
+    match error.errno:
+        case errno.ENOSPC:
+            reason = "its disk is full: free space or name a folder on another disk"
+        case errno.EDQUOT:
+            reason = (
+                "your quota on its disk is used up: free space or name a folder on another disk"
+            )
+        case errno.EFBIG:
+            reason = "the file is larger than its file system or your limits allow: use more ranks or another disk"
+        case errno.EACCES | errno.EPERM:
+            reason = "you may not write there: change the permissions or name another folder"
+        case errno.EROFS:
+            reason = "its file system is read-only: name a folder on another one"
+        case errno.ENOTDIR:
+            reason = "a part of the path is a file, not a folder: name another folder"
+        case errno.EEXIST | errno.ENOTEMPTY:
+            reason = "it exists, and a checkpoint never replaces anything: name another path"
+        case errno.ENOENT:
+            reason = "its folder has disappeared: do not remove folders while a job saves to them"
+        case errno.ENAMETOOLONG:
+            reason = "the name is too long: name a shorter one"
+        case errno.EMFILE | errno.ENFILE:
+            reason = "too many files are open: raise the limit (ulimit -n)"
+        case errno.EIO:
+            reason = "its disk reports an error (EIO): see the system's log and name a folder on another disk"
+        case _:
+            reason = f"{_told(error)}: name another folder"
+    return UserError(f"'{path}' cannot be written: {reason}.")
+
+
+def unreadable(path: str, error: OSError) -> UserError:
+    """The error that a path cannot be read, with its remedy."""
+    match error.errno:
+        case errno.ENOENT | errno.ENOTDIR:
+            reason = "it does not exist: name a folder that contains a checkpoint"
+        case errno.EISDIR:
+            reason = "it is a folder: name a file"
+        case errno.EACCES | errno.EPERM:
+            reason = "you may not read it: change the permissions"
+        case errno.EMFILE | errno.ENFILE:
+            reason = "too many files are open: raise the limit (ulimit -n)"
+        case errno.EIO:
+            reason = (
+                "its disk reports an error (EIO): see the system's log and use another checkpoint"
+            )
+        case errno.ESTALE:
+            reason = "it was removed while it was read: use another checkpoint"
+        case _:
+            reason = f"{_told(error)}: use another checkpoint"
+    return UserError(f"'{path}' cannot be read: {reason}.")
+
+
+def _told(error: OSError) -> str:
+    return error.strerror or str(error) or type(error).__name__

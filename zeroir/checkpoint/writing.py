@@ -1,0 +1,119 @@
+"""Writing the file of a rank in one pass: each byte goes to the system and into the checksums."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
+
+from zeroir.checkpoint.checksums import Checksum
+from zeroir.checkpoint.manifest import StoredFile, StoredTensor
+from zeroir.checkpoint.safetensors_header import (
+    METADATA,
+    StoredTensorSpec,
+    header_bytes,
+    in_file_order,
+)
+from zeroir.checkpoint.storage import PAUSES_S, OutputFile, PassingError, Storage, join
+from zeroir.errors import InternalError
+
+CHUNK_BYTES: Final = 16 << 20
+"""Another thread hashes so many bytes while they go to the system."""
+
+
+def write_file(
+    storage: Storage,
+    folder: str,
+    name: str,
+    tensors: Sequence[tuple[StoredTensorSpec, Iterable[memoryview]]],
+    *,
+    metadata: Mapping[str, str] = METADATA,
+) -> StoredFile:
+    """Write a safetensors file that does not exist; it is durable on return.
+
+    If a store fails in a way that may pass, the file is written again, provided that the parts can be iterated again.
+
+    Each tensor comes as consecutive parts of its bytes: contiguous views of any element type, which are not used after
+    the next one is asked for. Tensors are written, and their parts asked for, in the order of falling element sizes.
+
+    Returns:
+        the file's record for the manifest, with the checksums of what the caller's memory had.
+
+    Raises:
+        UserError: if the file cannot be written; nothing is left of it.
+    """
+    can_repeat = not any(isinstance(parts, Iterator) for _, parts in tensors)
+    for pause_s in PAUSES_S if can_repeat else ():
+        with contextlib.suppress(PassingError):
+            return _write_once(storage, folder, name, tensors, metadata)
+        time.sleep(pause_s)
+    return _write_once(storage, folder, name, tensors, metadata)
+
+
+def _write_once(
+    storage: Storage,
+    folder: str,
+    name: str,
+    tensors: Sequence[tuple[StoredTensorSpec, Iterable[memoryview]]],
+    metadata: Mapping[str, str],
+) -> StoredFile:
+    ordered = [tensors[index] for index in in_file_order([spec for spec, _ in tensors])]
+    header = header_bytes([spec for spec, _ in ordered], metadata)
+    whole = Checksum()
+    stored = []
+    output = storage.create(join(folder, name))
+    try:
+        whole.add(header)
+        output.write(memoryview(header))
+        with ThreadPoolExecutor(1) as hasher:
+            for spec, parts in ordered:
+                checksum = _write_tensor(hasher, output, spec, parts, whole)
+                stored.append(
+                    StoredTensor(
+                        name=spec.name, dtype=spec.dtype, numel=spec.numel, checksum=checksum
+                    )
+                )
+        output.finish()
+    finally:
+        output.abandon()
+    header_checksum = Checksum()
+    header_checksum.add(header)
+    return StoredFile(
+        name=name,
+        size_bytes=len(header) + sum(spec.size_bytes for spec, _ in ordered),
+        checksum=whole.text,
+        header_checksum=header_checksum.text,
+        tensors=tuple(stored),
+    )
+
+
+def _write_tensor(
+    hasher: ThreadPoolExecutor,
+    output: OutputFile,
+    spec: StoredTensorSpec,
+    parts: Iterable[memoryview],
+    whole: Checksum,
+) -> str:
+    """Write one tensor, and add its bytes to the checksum of the whole file; its own checksum."""
+    checksum = Checksum()
+    written_bytes = 0
+
+    def add(chunk: memoryview) -> None:
+        checksum.add(chunk)
+        whole.add(chunk)
+
+    for part in parts:
+        if not part.nbytes:
+            continue
+        data = part.cast("B")
+        for start in range(0, data.nbytes, CHUNK_BYTES):
+            chunk = data[start : start + CHUNK_BYTES]
+            added = hasher.submit(add, chunk)
+            output.write(chunk)
+            added.result()
+        written_bytes += data.nbytes
+    if written_bytes != spec.size_bytes:
+        raise InternalError(f"{spec} came with {written_bytes} bytes instead of {spec.size_bytes}.")
+    return checksum.text
