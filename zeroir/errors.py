@@ -34,6 +34,10 @@ class UserError(ZeroirError):
     exit_code: ClassVar[int] = 2
 
 
+class DamagedCheckpointError(UserError):
+    """A checkpoint is not what was saved; an earlier one may be."""
+
+
 class KernelWarning(UserWarning):
     """Segments run with other kernels than requested; results are equally exact, but the step may be slower."""
 
