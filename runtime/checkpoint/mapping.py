@@ -67,11 +67,15 @@ class _Run:
 
 
 class StoredParameters:
-    """The parameters of a checkpoint by name; ``path`` is for messages."""
+    """The parameters of a checkpoint by name; ``path`` is for messages.
 
-    def __init__(self, manifest: Manifest, path: str) -> None:
+    ``weights_only`` leaves out optimizer states.
+    """
+
+    def __init__(self, manifest: Manifest, path: str, *, weights_only: bool = False) -> None:
         self.path = path
         self.manifest = manifest
+        self._weights_only = weights_only
         self._flats = {flat.name: flat for flat in manifest.flats}
         self._homes = {
             name: (flat, index)
@@ -93,7 +97,8 @@ class StoredParameters:
 
     def quantities(self, flat: StoredFlat) -> frozenset[str]:
         """What the checkpoint has of a flat."""
-        return frozenset(quantity.name for quantity in flat.quantities)
+        names = frozenset(quantity.name for quantity in flat.quantities)
+        return names & {TRAINED, EMA} if self._weights_only else names
 
     def place(self, slot: Slot, quantity: str) -> StoredPlace | None:
         """Where the checkpoint has a quantity of a program's parameter; None where its values are to be the first ones.
