@@ -28,7 +28,7 @@ def main() -> None:
         model=module,
         optimizer=torch_workers.optimizer_of(module, group_count),
         config={
-            "train_micro_batch_size_per_gpu": 4 // dist.get_world_size(),
+            "train_micro_batch_size_per_gpu": 6 // dist.get_world_size(),
             "gradient_clipping": 0.0,
             "zero_optimization": {"stage": stage},
             "zero_force_ds_cpu_optimizer": False,

@@ -11,7 +11,7 @@ from torch import nn
 from tests.convert import torch_workers as workers
 from tests.convert.trained import trained, write_trained
 from tests.runtime.support import Ranks, require_success
-from tests.support.checkpoints import write_checkpoint
+from tests.support.stored_modules import write_checkpoint
 from zeroir.convert.export import ExportReport, export_checkpoint
 from zeroir.errors import UserError
 

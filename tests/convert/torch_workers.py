@@ -70,7 +70,7 @@ def optimizer_of(module: nn.Module, group_count: int = 2) -> torch.optim.AdamW:
 
 
 def batch(step: int) -> Tensor:
-    return torch.randint(0, 11, (4, 6), generator=torch.Generator().manual_seed(step))
+    return torch.randint(0, 11, (6, 6), generator=torch.Generator().manual_seed(step))
 
 
 def take_steps(module: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:

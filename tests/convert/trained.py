@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from tests.convert import torch_workers as workers
-from tests.support.checkpoints import write_checkpoint
+from tests.support.stored_modules import write_checkpoint
 from zeroir.checkpoint.manifest import StoredGroup
 
 
