@@ -35,17 +35,23 @@ class Fact(StrEnum):
     ONE_AXIS = "ranks along one axis of the mesh"
     UPDATE_APART = "an update that follows the backward"
     GATHERED_AT_FIRST_USE = "no gather ahead of its first use"
+    UNSAVED = "a state that no section saves"
     GRADIENTS_REDUCED = "gradients summed over all ranks"
     OPTIMIZER_SHARDED = "an optimizer that updates only each rank's shard"
     GRADIENTS_SHARDED = "gradients kept as shards"
     PARAMETERS_SHARDED = "parameters kept as shards"
     GATHERED_PER_RUN = "parameters gathered before each run of uses"
     RELEASED_AFTER_LAST_USE = "buffers released after their last use"
-    STATE_SAVED = "a section that saves the state of the training"
 
 
 LOGICAL_FACTS = frozenset(
-    {Fact.ONE_DEVICE, Fact.ONE_AXIS, Fact.UPDATE_APART, Fact.GATHERED_AT_FIRST_USE}
+    {
+        Fact.ONE_DEVICE,
+        Fact.ONE_AXIS,
+        Fact.UPDATE_APART,
+        Fact.GATHERED_AT_FIRST_USE,
+        Fact.UNSAVED,
+    }
 )
 """The facts of a program before any pass has run."""
 

@@ -10,7 +10,7 @@ an op that overwrites what a copy reads waits for this copy alone, and only wher
 these waits, and Z105 proves them. Copies stand in the order in which the next step overwrites what they read. Scalars,
 of a few bytes, are copied on the compute stream, because the host may change them between steps.
 
-No pass but ``plan-memory`` may follow: others change the buffers that are the state.
+Passes that change which buffers are the state come before it.
 
 What ``save-state`` changes::
 
@@ -64,9 +64,11 @@ class SaveState(Pass):
     """See the module."""
 
     name: ClassVar[str] = "save-state"
-    requires: ClassVar[frozenset[Fact]] = NO_FACTS
-    establishes: ClassVar[frozenset[Fact]] = frozenset({Fact.STATE_SAVED})
-    destroys: ClassVar[frozenset[Fact]] = frozenset(Fact) - {Fact.STATE_SAVED}
+    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.UNSAVED})
+    establishes: ClassVar[frozenset[Fact]] = NO_FACTS
+    destroys: ClassVar[frozenset[Fact]] = frozenset(
+        {Fact.UNSAVED, Fact.ONE_DEVICE, Fact.ONE_AXIS, Fact.UPDATE_APART}
+    )
 
     def __call__(self, program: Program) -> Program:
         """The program with section ``save`` and its snapshots, on whose events every section's states agree."""
@@ -186,9 +188,7 @@ def _first_writes(program: Program) -> dict[str, int]:
     return order
 
 
-def _snapshot(
-    buffer: Buffer, program: Program, taken: set[str]
-) -> tuple[Buffer, SnapshotContent]:
+def _snapshot(buffer: Buffer, program: Program, taken: set[str]) -> tuple[Buffer, SnapshotContent]:
     """The snapshot of a buffer, under a name that is not ``taken``, and what it rests with."""
     name = f"{buffer.name}.snapshot"
     while name in taken:

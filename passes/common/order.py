@@ -42,7 +42,9 @@ def without_waits(program: Program) -> Program:
     Of these, the waits for events that ops of the program signal are left out, too.
     """
     crossing = {p.event for section in program.sections for p in section.entry.pending}
-    signalled = {op.event for op in program.ops() if not isinstance(op, Wait)} if crossing else set()
+    signalled = (
+        {op.event for op in program.ops() if not isinstance(op, Wait)} if crossing else set()
+    )
     return rewrite.map_sections(program, lambda section: _without_waits(section, signalled))
 
 

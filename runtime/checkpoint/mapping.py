@@ -67,11 +67,15 @@ class _Run:
 
 
 class StoredParameters:
-    """The parameters of a checkpoint by name; ``path`` is for messages."""
+    """The parameters of a checkpoint by name; ``path`` is for messages.
 
-    def __init__(self, manifest: Manifest, path: str) -> None:
+    ``weights_only`` leaves out optimizer states.
+    """
+
+    def __init__(self, manifest: Manifest, path: str, *, weights_only: bool = False) -> None:
         self.path = path
         self.manifest = manifest
+        self._weights_only = weights_only
         self._flats = {flat.name: flat for flat in manifest.flats}
         self._homes = {
             name: (flat, index)
@@ -89,13 +93,12 @@ class StoredParameters:
 
     def home(self, slot: Slot) -> tuple[StoredFlat, int] | None:
         """The flat of the checkpoint that has a parameter, and its number there; None where there is none."""
-        return next(
-            (self._homes[n] for n in (slot.name, *slot.aliases) if n in self._homes), None
-        )
+        return next((self._homes[n] for n in (slot.name, *slot.aliases) if n in self._homes), None)
 
     def quantities(self, flat: StoredFlat) -> frozenset[str]:
         """What the checkpoint has of a flat."""
-        return frozenset(quantity.name for quantity in flat.quantities)
+        names = frozenset(quantity.name for quantity in flat.quantities)
+        return names & {TRAINED, EMA} if self._weights_only else names
 
     def place(self, slot: Slot, quantity: str) -> StoredPlace | None:
         """Where the checkpoint has a quantity of a program's parameter; None where its values are to be the first ones.
@@ -202,7 +205,9 @@ def extents(flat: Flat, quantity: str) -> Sequence[tuple[Slot, int, int]]:
     if quantity == PRECONDITIONERS:
         first = list(preconditioners(flat))
         stops = [*(start for _, start in first[1:]), quantity_numel(flat, quantity)]
-        return [(slot, start, stop - start) for (slot, start), stop in zip(first, stops, strict=True)]
+        return [
+            (slot, start, stop - start) for (slot, start), stop in zip(first, stops, strict=True)
+        ]
     return [(slot, slot.offset, slot.numel) for slot in flat.slots]
 
 

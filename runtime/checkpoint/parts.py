@@ -5,7 +5,7 @@ Where several ranks hold the same elements, each saves an equal part of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -48,13 +48,15 @@ class SavedPart:
         return f"{self.flat}.{self.quantity}[{self.start}:{self.stop}]"
 
 
-def saved_parts(program: Program, rank: int) -> Iterator[SavedPart]:
-    """What a rank saves of the flats, in the order of the program.
+SavedQuantity = tuple[Flat, str, list[tuple[Buffer, FlatContent]]]
+"""A quantity of a flat, and the buffers that hold all of its elements once."""
 
-    Parameters are saved as they were trained: as masters where there are some. Padding after the last parameter is left
-    out.
-    """
-    for flat, quantity, buffers in saved_quantities(program):
+
+def saved_parts(
+    program: Program, rank: int, quantities: Sequence[SavedQuantity]
+) -> Iterator[SavedPart]:
+    """What a rank saves of these quantities, in their order. Padding after the last parameter is left out."""
+    for flat, quantity, buffers in quantities:
         stop = quantity_numel(flat, quantity)
         for buffer, content in buffers:
             own = _own_elements(program, buffer, content, rank)
@@ -72,10 +74,12 @@ def saved_parts(program: Program, rank: int) -> Iterator[SavedPart]:
             )
 
 
-def saved_quantities(
-    program: Program,
-) -> Iterator[tuple[Flat, str, list[tuple[Buffer, FlatContent]]]]:
-    """Every quantity that a checkpoint has of every flat, with the buffers that hold all of its elements once."""
+def saved_quantities(program: Program) -> list[SavedQuantity]:
+    """Every quantity that a checkpoint has of every flat, in the order of the program.
+
+    Parameters are saved as they were trained: as masters where there are some.
+    """
+    saved: list[SavedQuantity] = []
     by_flat: dict[str, dict[str, list[tuple[Buffer, FlatContent]]]] = {}
     for buffer in program.buffers:
         content = buffer.holds
@@ -87,9 +91,10 @@ def saved_quantities(
         trained = quantities.pop(MASTER, None) or quantities.pop(PARAM, None)
         quantities.pop(PARAM, None)
         if trained is not None:
-            yield flat, TRAINED, _covering(program, trained)
+            saved.append((flat, TRAINED, _covering(program, trained)))
         for quantity, buffers in quantities.items():
-            yield flat, quantity, _covering(program, buffers)
+            saved.append((flat, quantity, _covering(program, buffers)))
+    return saved
 
 
 def state_quantities(program: Program) -> dict[str, frozenset[str]]:
@@ -130,15 +135,13 @@ def kept_scalars(program: Program) -> tuple[str, ...]:
 
 def _own_elements(program: Program, buffer: Buffer, content: FlatContent, rank: int) -> range:
     """The part that a rank saves of the elements in its buffer, which other ranks may hold, too."""
-    held = held_elements(program, buffer, content, rank)
-    replica, count = 0, 1
+    part = held_elements(program, buffer, content, rank)
+    # Axis by axis, as section ``save`` cuts its copies along the first one.
     for axis in program.mesh.axes:
         if axis.name != content.shard:
-            replica = replica * axis.size + program.mesh.coordinate(rank)[axis.name]
-            count *= axis.size
-    part_numel = round_up(-(-buffer.numel // count), PARAMETER_ALIGNMENT_NUMEL)
-    start = min(held.start + replica * part_numel, held.stop)
-    return range(start, min(start + part_numel, held.stop))
+            numel = round_up(-(-len(part) // axis.size), PARAMETER_ALIGNMENT_NUMEL)
+            part = part[program.mesh.coordinate(rank)[axis.name] * numel :][:numel]
+    return part
 
 
 def _covering(

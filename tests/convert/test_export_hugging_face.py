@@ -98,7 +98,7 @@ def names_in(folder: Path) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {}
     for path in folder.glob("*.safetensors"):
         with safe_open(path, framework="pt") as file:
-            for name in file.keys():
+            for name in list(file.keys()):
                 assert name not in shapes
                 shapes[name] = tuple(file.get_slice(name).get_shape())
     return shapes
@@ -109,7 +109,9 @@ def names_in(folder: Path) -> dict[str, tuple[int, ...]]:
 def test_from_pretrained_loads_every_bit(name: str, rank_count: int, tmp_path: Path) -> None:
     model = MODELS[name]
     report = exported(tmp_path, model, rank_count=rank_count)
-    loaded, told = type(model).from_pretrained(tmp_path / "out", output_loading_info=True)
+    answer: object = type(model).from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert isinstance(answer, tuple)
+    loaded, told = answer
     assert not told["missing_keys"]
     assert not told["unexpected_keys"]
     assert not told["mismatched_keys"]

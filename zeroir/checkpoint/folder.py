@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Final
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 from zeroir.checkpoint.manifest import Manifest
-from zeroir.checkpoint.reading import CheckpointFiles, read_manifest, verify_items
-from zeroir.checkpoint.storage import Storage, join, open_storage
-from zeroir.errors import UserError
-
-_NAME: Final = re.compile(r"step-([0-9]{8,})(?:-([1-9][0-9]*))?")
+from zeroir.checkpoint.reading import read_manifest, require_files
+from zeroir.checkpoint.storage import CHECKPOINT_NAME, Storage, join, open_storage, parent_and_name
+from zeroir.errors import InternalError, UserError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +35,8 @@ class CheckpointFolder:
     """The folder that ``zeroir run --save`` names. Methods that change it are for the job that holds its lock."""
 
     root: str
+    _metrics: dict[str, dict[str, float]] = field(default_factory=dict, compare=False, repr=False)
+    """The metrics of checkpoints whose manifests were read: they never change."""
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
@@ -49,16 +48,18 @@ class CheckpointFolder:
         storage = self._storage
         with storage.lock(self.root):
             for folder in storage.leftovers(self.root):
-                storage.remove(folder)
+                # A leftover that stays, for instance because it is another user's, costs space and nothing else.
+                with contextlib.suppress(UserError):
+                    storage.remove(folder)
             yield
 
     def list(self) -> tuple[Listed, ...]:
-        """The checkpoints by name, newest first; no file is read."""
+        """The checkpoints by name, newest first; no manifest is read."""
         listed = []
         for entry in self._storage.entries(self.root):
-            match = _NAME.fullmatch(entry.name)
-            if match and entry.is_folder:
-                path = join(self.root, entry.name)
+            match = CHECKPOINT_NAME.fullmatch(entry.name)
+            path = join(self.root, entry.name)
+            if match and entry.is_folder and self._storage.has_appeared(path):
                 listed.append(Listed(path=path, step=int(match[1]), attempt=int(match[2] or 1)))
         return tuple(sorted(listed, key=_age, reverse=True))
 
@@ -73,13 +74,14 @@ class CheckpointFolder:
         check: Callable[[str, Manifest], None],
         refused: Callable[[str, UserError], None],
     ) -> tuple[str, Manifest] | None:
-        """The newest checkpoint whose manifest is valid and which ``check`` accepts, and its manifest.
+        """The newest checkpoint that has a valid manifest and all files, and that ``check`` accepts; and its manifest.
 
         ``check`` raises a UserError to refuse one; ``refused`` is told each refusal with the path.
         """
         for listed in self.list():
             try:
                 manifest = read_manifest(listed.path)
+                require_files(listed.path, manifest)
                 check(listed.path, manifest)
             except UserError as error:
                 refused(listed.path, error)
@@ -88,52 +90,51 @@ class CheckpointFolder:
         return None
 
     def retain(self, count: int, *, verified: str, best: Best | None = None) -> tuple[str, ...]:
-        """Keep the newest ``count`` checkpoints, the best one and ``verified``; remove the others, and name them.
+        """Keep the newest ``count`` checkpoints, the best one and ``verified``; remove the others, oldest first.
 
         ``verified`` is the path of a checkpoint that was just read back from the disk and is whole, so that at least
         one such copy always remains. Checkpoints with damaged manifests neither count nor are removed.
+
+        Returns:
+            the paths of the removed checkpoints.
         """
-        kept = {verified}
-        whole = []
+        verified = join(self.root, parent_and_name(verified)[1])
+        metrics = {}
         for listed in self.list():
             with contextlib.suppress(UserError):
-                whole.append((listed, read_manifest(listed.path)))
-        kept |= {listed.path for listed, _ in whole[:count]}
+                metrics[listed.path] = self._metrics_of(listed.path)
+        if verified not in metrics:
+            raise InternalError(f"'{verified}' is not a checkpoint in '{self.root}'.")
+        kept = {verified, *list(metrics)[:count]}
         if best is not None:
-            kept |= _best_paths(whole, best)
-        removed = [listed.path for listed, _ in whole if listed.path not in kept]
+            kept |= _best_path(metrics, best)
+        removed = [path for path in reversed(metrics) if path not in kept]
         for path in removed:
             self._storage.remove(path)
         return tuple(removed)
+
+    def _metrics_of(self, path: str) -> dict[str, float]:
+        if path not in self._metrics:
+            self._metrics[path] = read_manifest(path).metrics
+        return self._metrics[path]
 
     @property
     def _storage(self) -> Storage:
         return open_storage(self.root)
 
 
-def verify_all(path: str, manifest: Manifest) -> None:
-    """Read a whole checkpoint.
-
-    Raises:
-        UserError: naming the file and the tensor that is not what was saved.
-    """
-    with CheckpointFiles(path=path, manifest=manifest) as files:
-        for item in verify_items(manifest):
-            files.verify(item)
-
-
 def _age(listed: Listed) -> tuple[int, int]:
     return listed.step, listed.attempt
 
 
-def _best_paths(whole: list[tuple[Listed, Manifest]], best: Best) -> set[str]:
-    values = [
-        (manifest.metrics[best.metric], listed.path)
-        for listed, manifest in whole
-        if best.metric in manifest.metrics
-    ]
-    values = [(value, path) for value, path in values if value == value]
+def _best_path(metrics: Mapping[str, Mapping[str, float]], best: Best) -> set[str]:
+    """The newest of the paths with the best value; none if no checkpoint has one."""
+    values = {
+        path: numbers[best.metric]
+        for path, numbers in metrics.items()
+        if not math.isnan(numbers.get(best.metric, math.nan))
+    }
     if not values:
         return set()
     choose = max if best.is_highest else min
-    return {choose(values)[1]}
+    return {choose(values, key=values.__getitem__)}

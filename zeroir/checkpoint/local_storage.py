@@ -22,7 +22,7 @@ from filelock import FileLock, Timeout
 
 from zeroir.checkpoint.file_errors import unreadable, unwritable
 from zeroir.checkpoint.manifest import MANIFEST_NAME
-from zeroir.checkpoint.storage import Entry, join, parent_and_name
+from zeroir.checkpoint.storage import CHECKPOINT_NAME, Entry, join, parent_and_name
 from zeroir.errors import UserError
 
 LOCK_NAME: Final = ".lock"
@@ -31,7 +31,8 @@ LOCK_WAIT_S: Final = 5.0
 WRITE_BYTES: Final = 256 << 10
 """The bytes of one call of the system. Kernels that cache files in large pages are slower with calls of megabytes."""
 
-_LEFTOVER: Final = re.compile(r"\..+\.(saving|deleting)-[0-9a-f]{12}")
+_ASIDE: Final = re.compile(r"\.(.+)\.(saving|deleting)-[0-9a-f]{12}")
+"""Folders that are not visible as checkpoints: not yet, or no more."""
 _NO_SYNC: Final = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EBADF})
 """What file systems answer that cannot sync folders, such as some in user space; their names are durable at once."""
 
@@ -208,28 +209,48 @@ class LocalStorage:
             if file is not None:
                 file.abandon()
 
+    def discard(self, folder: str, token: str, *, was_sent: bool) -> None:
+        """Remove a folder that was not renamed."""
+        del token, was_sent
+        self.remove(folder)
+
+    def has_appeared(self, folder: str) -> bool:
+        """True: the folder has this name since the manifest is in it."""
+        del folder
+        return True
+
     def remove(self, folder: str) -> None:
-        """Rename a checkpoint to ``.NAME.deleting-TOKEN``, durably, and remove that; remove a leftover at once."""
+        """Rename a checkpoint to ``.NAME.deleting-TOKEN``, durably, and remove that; remove a leftover at once.
+
+        Of a link to a folder, the link is removed.
+        """
         parent, name = parent_and_name(folder)
         try:
-            if not _LEFTOVER.fullmatch(name):
+            if not _ASIDE.fullmatch(name):
                 aside = join(parent, f".{name}.deleting-{secrets.token_hex(6)}")
                 Path(folder).rename(aside)
                 _sync_folder(parent)
                 folder = aside
-            _remove_tree(Path(folder))
+            if Path(folder).is_symlink():
+                Path(folder).unlink()
+            else:
+                _remove_tree(Path(folder))
         except OSError as error:
             raise UserError(
                 f"'{folder}' cannot be removed: {error.strerror}; remove it by hand."
             ) from error
 
     def leftovers(self, root: str) -> tuple[str, ...]:
-        """The folders ``.NAME.saving-TOKEN`` and ``.NAME.deleting-TOKEN``."""
-        return tuple(
-            join(root, entry.name)
-            for entry in self.entries(root)
-            if entry.is_folder and _LEFTOVER.fullmatch(entry.name)
-        )
+        """The folders ``.NAME.saving-TOKEN`` and ``.NAME.deleting-TOKEN`` of names that checkpoints of jobs have.
+
+        A folder of another name belongs to somebody who saves to it without the lock, and may be doing so.
+        """
+        folders = []
+        for entry in self.entries(root):
+            aside = _ASIDE.fullmatch(entry.name)
+            if aside is not None and entry.is_folder and CHECKPOINT_NAME.fullmatch(aside[1]):
+                folders.append(join(root, entry.name))
+        return tuple(folders)
 
     @contextlib.contextmanager
     def lock(self, root: str) -> Iterator[None]:

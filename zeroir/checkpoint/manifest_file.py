@@ -11,12 +11,20 @@ import json
 from pydantic import JsonValue, ValidationError
 
 from zeroir.checkpoint.checksums import checksum_of
+from zeroir.checkpoint.consistency import contradictions
 from zeroir.checkpoint.manifest import FORMAT, VERSION, Manifest
-from zeroir.errors import UserError
+from zeroir.errors import DamagedCheckpointError, InternalError, UserError
 
 
 def manifest_bytes(manifest: Manifest) -> bytes:
-    """The bytes of ``manifest.json``."""
+    """The bytes of ``manifest.json``.
+
+    Raises:
+        InternalError: if the manifest contradicts itself; no reader would accept it.
+    """
+    problem = next(contradictions(manifest), None)
+    if problem is not None:
+        raise InternalError(f"The manifest of a checkpoint contradicts itself: {problem}.")
     value = json.loads(manifest.model_dump_json())
     checksum = checksum_of(_canonical(value))
     return _canonical({"checksum": checksum, "manifest": value}) + b"\n"
@@ -26,7 +34,7 @@ def parse_manifest(data: bytes, path: str) -> Manifest:
     """The manifest in the bytes of a file; ``path`` is for messages.
 
     Raises:
-        UserError: if the bytes are not those that ``manifest_bytes`` gives for some manifest, or it contradicts itself.
+        DamagedCheckpointError: if the bytes are not those that ``manifest_bytes`` gives for some manifest, or it contradicts itself.
     """
     try:
         document = json.loads(data)
@@ -44,11 +52,15 @@ def parse_manifest(data: bytes, path: str) -> Manifest:
         raise _damaged(path, "its checksum is not that of its text")
     _require_version(value, path)
     try:
-        return Manifest.model_validate(value)
+        manifest = Manifest.model_validate(value)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         place = ".".join(str(part) for part in first["loc"])
         raise _damaged(path, f"{place}: {first['msg']}") from error
+    problem = next(contradictions(manifest), None)
+    if problem is not None:
+        raise _damaged(path, problem)
+    return manifest
 
 
 def _canonical(value: JsonValue) -> bytes:
@@ -66,5 +78,5 @@ def _require_version(value: JsonValue, path: str) -> None:
         )
 
 
-def _damaged(path: str, problem: str) -> UserError:
-    return UserError(f"'{path}' is damaged: {problem}; use another checkpoint.")
+def _damaged(path: str, problem: str) -> DamagedCheckpointError:
+    return DamagedCheckpointError(f"'{path}' is damaged: {problem}; use another checkpoint.")

@@ -12,7 +12,7 @@ from zeroir.checkpoint.storage import join, open_storage
 from zeroir.errors import UserError
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Draft:
     """A checkpoint while it is written: its files go to ``folder``, and readers will find it at ``target``.
 
@@ -22,17 +22,33 @@ class Draft:
     target: str
     folder: str
     token: str
+    was_sent: bool = False
+    """Whether its manifest may be on the way, even if publishing failed."""
 
     def file_name(self, rank: int) -> str:
         """The name of a rank's file."""
         return open_storage(self.folder).file_name(rank, self.token)
 
     def publish(self, manifest: Manifest) -> str:
-        """Let the checkpoint appear, durably; its path.
+        """Let the checkpoint appear, durably; its path. If that fails, the draft is abandoned.
 
         Raises:
             UserError: if this machine lacks a file of the manifest, something is at the target, or the disk fails.
         """
+        try:
+            self._publish(manifest)
+        except BaseException:
+            self.abandon()
+            raise
+        return self.target
+
+    def abandon(self) -> None:
+        """Remove what is written of a checkpoint that did not appear. It raises nothing."""
+        with contextlib.suppress(UserError):
+            storage = open_storage(self.folder)
+            storage.discard(self.folder, self.token, was_sent=self.was_sent)
+
+    def _publish(self, manifest: Manifest) -> None:
         storage = open_storage(self.folder)
         for file in manifest.files:
             size_bytes = storage.size_bytes(join(self.folder, file.name))
@@ -46,13 +62,8 @@ class Draft:
                     f"'{join(self.folder, file.name)}' has {size_bytes} bytes instead of the {file.size_bytes} that "
                     "were written: save to another disk."
                 )
+        self.was_sent = True
         storage.publish(self.folder, self.target, manifest_bytes(manifest))
-        return self.target
-
-    def abandon(self) -> None:
-        """Remove what is written of a checkpoint that did not appear. It raises nothing."""
-        with contextlib.suppress(UserError):
-            open_storage(self.folder).remove(self.folder)
 
 
 def begin(target: str) -> Draft:

@@ -11,22 +11,25 @@ from zeroir.checkpoint.manifest import MANIFEST_NAME, Manifest, StoredFile, Stor
 from zeroir.checkpoint.manifest_file import parse_manifest
 from zeroir.checkpoint.safetensors_header import ITEMSIZE_BYTES
 from zeroir.checkpoint.storage import InputFile, join, open_storage
-from zeroir.errors import UserError
+from zeroir.errors import DamagedCheckpointError
 
 CHUNK_BYTES: Final = 16 << 20
 """The most bytes that verification reads at once."""
+
+OPEN_FILES: Final = 64
+"""The most files of a checkpoint that are open at once; systems allow a process about a thousand."""
 
 
 def read_manifest(path: str) -> Manifest:
     """The manifest of the checkpoint at a path.
 
     Raises:
-        UserError: if there is no checkpoint, or its manifest is damaged.
+        DamagedCheckpointError: if there is no checkpoint, or its manifest is damaged.
     """
     manifest_path = join(path, MANIFEST_NAME)
     storage = open_storage(path)
     if storage.size_bytes(manifest_path) is None:
-        raise UserError(
+        raise DamagedCheckpointError(
             f"'{path}' is not a checkpoint: it contains no {MANIFEST_NAME}; name a folder that does."
         )
     with contextlib.closing(storage.open(manifest_path)) as file:
@@ -68,12 +71,13 @@ class CheckpointFiles:
     from_disk: bool = False
     """Whether files are read from the disk even if the system still has them in memory."""
     _open: dict[str, _OpenFile] = field(default_factory=dict)
+    """The files that are open, the one that was opened last at the end."""
 
     def read_into(self, file: str, tensor: str, start: int, buffer: memoryview) -> None:
         """Fill a buffer with consecutive elements of a tensor, beginning with element ``start``.
 
         Raises:
-            UserError: if the file is missing, truncated, damaged or foreign, naming it.
+            DamagedCheckpointError: if the file is missing, truncated, damaged or foreign, naming it.
         """
         opened = self._file(file)
         place = opened.places[tensor]
@@ -96,7 +100,7 @@ class CheckpointFiles:
         """Read an item and compare its checksum.
 
         Raises:
-            UserError: if the file is missing, truncated, damaged or foreign, naming it and the tensor.
+            DamagedCheckpointError: if the file is missing, truncated, damaged or foreign, naming it and the tensor.
         """
         opened = self._file(item.file)
         if item.tensor is None:
@@ -125,9 +129,46 @@ class CheckpointFiles:
 
     def _file(self, name: str) -> _OpenFile:
         if name not in self._open:
+            if len(self._open) == OPEN_FILES:
+                oldest = next(iter(self._open))
+                self._open.pop(oldest).input.close()
             stored = next(file for file in self.manifest.files if file.name == name)
             self._open[name] = _open_file(self.path, stored, self.from_disk)
         return self._open[name]
+
+
+def require_files(path: str, manifest: Manifest) -> None:
+    """Check that all files of a checkpoint are there with their sizes; nothing is read.
+
+    Raises:
+        UserError: if a file is missing or truncated, naming it.
+    """
+    storage = open_storage(path)
+    for file in manifest.files:
+        _require_size(file, path, storage.size_bytes(join(path, file.name)))
+
+
+def verify_file(path: str, manifest: Manifest, file: str) -> None:
+    """Read a file of a checkpoint back from the disk.
+
+    Raises:
+        UserError: if it is not what was saved, naming it and the tensor.
+    """
+    with CheckpointFiles(path=path, manifest=manifest, from_disk=True) as files:
+        for item in verify_items(manifest):
+            if item.file == file:
+                files.verify(item)
+
+
+def verify_all(path: str, manifest: Manifest) -> None:
+    """Read a whole checkpoint.
+
+    Raises:
+        UserError: if it is not what was saved, naming the file and the tensor.
+    """
+    with CheckpointFiles(path=path, manifest=manifest) as files:
+        for item in verify_items(manifest):
+            files.verify(item)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,13 +187,7 @@ def _open_file(path: str, stored: StoredFile, from_disk: bool) -> _OpenFile:
     """Open a file whose size and header are those of the manifest."""
     storage = open_storage(path)
     file_path = join(path, stored.name)
-    size_bytes = storage.size_bytes(file_path)
-    if size_bytes is None:
-        raise _refused(path, stored.name, None, "it is missing")
-    if size_bytes != stored.size_bytes:
-        raise _refused(
-            path, stored.name, None, f"it has {size_bytes} bytes instead of {stored.size_bytes}"
-        )
+    _require_size(stored, path, storage.size_bytes(file_path))
     file = storage.open(file_path, from_disk=from_disk)
     try:
         header = bytearray(_header_bytes(stored))
@@ -171,6 +206,15 @@ def _open_file(path: str, stored: StoredFile, from_disk: bool) -> _OpenFile:
     return _OpenFile(input=file, places=places)
 
 
+def _require_size(file: StoredFile, path: str, size_bytes: int | None) -> None:
+    if size_bytes is None:
+        raise _refused(path, file.name, None, "it is missing")
+    if size_bytes != file.size_bytes:
+        raise _refused(
+            path, file.name, None, f"it has {size_bytes} bytes instead of {file.size_bytes}"
+        )
+
+
 def _size_bytes(tensor: StoredTensor) -> int:
     return tensor.numel * ITEMSIZE_BYTES[tensor.dtype]
 
@@ -180,8 +224,8 @@ def _header_bytes(file: StoredFile) -> int:
     return file.size_bytes - sum(_size_bytes(tensor) for tensor in file.tensors)
 
 
-def _refused(path: str, file: str, tensor: str | None, problem: str) -> UserError:
+def _refused(path: str, file: str, tensor: str | None, problem: str) -> DamagedCheckpointError:
     what = f"'{join(path, file)}'" if tensor is None else f"tensor {tensor} of '{join(path, file)}'"
-    return UserError(
+    return DamagedCheckpointError(
         f"{what[0].upper()}{what[1:]} is not what was saved: {problem}; use another checkpoint."
     )

@@ -12,7 +12,7 @@ blocks of rows, so that ranks read little more than their shards.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Final
@@ -26,7 +26,12 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
     TensorProperties,
 )
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 
 from zeroir.artifact.output_folders import DISTRIBUTED, folder_written_whole
 from zeroir.checkpoint.safetensors_header import ITEMSIZE_BYTES
@@ -63,7 +68,7 @@ def export_dcp(
     weights = [*exported_parameters(stored, dtype, use_ema=use_ema), *exported_buffers(stored)]
     state_dict: dict[str, object] = {
         "model": {
-            name: _Checkpointable(stored=stored, exported=weight)
+            name: _StoredValue(stored=stored, exported=weight)
             for weight in weights
             for name in weight.names
         }
@@ -82,7 +87,7 @@ def _optimizer(stored: StoredTensors, groups: Iterable[OptimizerGroupInFiles]) -
     for group in groups:
         for parameter in group.parameters:
             of_parameter: dict[str, object] = {
-                name: _Checkpointable(stored=stored, exported=_unchanged(tensor))
+                name: _StoredValue(stored=stored, exported=_unchanged(tensor))
                 for name, tensor in states(stored, parameter).items()
             }
             if group.counts_steps:
@@ -99,28 +104,24 @@ def _unchanged(tensor: TensorInFiles) -> ExportedTensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Checkpointable:
-    """A tensor of a state dictionary that is read only when it is written.
-
-    Its methods are what torch's planner asks of values that are not tensors (``torch.distributed._checkpointable``).
-    """
+class _StoredValue:
+    """A tensor of a state dictionary that is read only when it is written."""
 
     stored: StoredTensors
     exported: ExportedTensor
 
-    def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
+    def write_items(self, key: str) -> Iterator[WriteItem]:
+        """What is written of it: its blocks."""
         size = torch.Size(self.exported.shape)
         properties = TensorProperties(dtype=TORCH_DTYPES[self.exported.dtype])
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, chunk.offsets),
+        for chunk in self._chunks():
+            yield WriteItem(
+                index=MetadataIndex(key, chunk.offsets),
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=size),
             )
-            for chunk in self._chunks()
-        ]
 
-    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+    def block(self, index: MetadataIndex) -> Tensor:
         """The elements of a block."""
         chunk = next(chunk for chunk in self._chunks() if chunk.offsets == index.offset)
         row_numel = prod(self.exported.shape[1:])
@@ -145,10 +146,34 @@ class _Checkpointable:
             )
 
 
+class _Planner(DefaultSavePlanner):
+    """torch's planner, for state dictionaries with stored values."""
+
+    def create_local_plan(self) -> SavePlan:
+        """Write the blocks of stored values, and everything else as torch does."""
+        plan = super().create_local_plan()
+        items = [item for item in plan.items if item.index.fqn not in self._stored_values]
+        for key, value in self._stored_values.items():
+            items += value.write_items(key)
+        self.plan = replace(plan, items=items)
+        return self.plan
+
+    def lookup_object(self, index: MetadataIndex) -> object:
+        """Read a block when it is its turn to be written."""
+        value = self._stored_values.get(index.fqn)
+        return super().lookup_object(index) if value is None else value.block(index)
+
+    @property
+    def _stored_values(self) -> dict[str, _StoredValue]:
+        return {
+            key: value for key, value in self.state_dict.items() if isinstance(value, _StoredValue)
+        }
+
+
 def _write(folder: Path, state_dict: dict[str, object]) -> None:
     """Write a state dictionary with torch's planner and writer, as ``save`` does in a job of one process."""
     writer = FileSystemWriter(folder, single_file_per_rank=True, thread_count=1)
-    planner = DefaultSavePlanner()
+    planner = _Planner()
     planner.set_up_planner(state_dict, writer.storage_meta(), is_coordinator=True)
     writer.set_up_storage_writer(True)
     plans, metadata = planner.create_global_plan(

@@ -60,11 +60,15 @@ def write_torch_archive(file: BinaryIO, tensors: Sequence[ArchivedTensor]) -> No
         UserError: if torch has no storage class for a dtype.
     """
     with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
-        _write_record(archive, file, "data.pkl", (memoryview(_pickled(tensors)),))
-        _write_record(archive, file, "byteorder", (memoryview(b"little"),))
+        _write_text(archive, file, "data.pkl", _pickled(tensors))
+        _write_text(archive, file, "byteorder", b"little")
         for index, tensor in enumerate(tensors):
             _write_record(archive, file, f"data/{index}", tensor.parts, tensor.size_bytes)
-        _write_record(archive, file, "version", (memoryview(b"3\n"),))
+        _write_text(archive, file, "version", b"3\n")
+
+
+def _write_text(archive: zipfile.ZipFile, file: BinaryIO, name: str, text: bytes) -> None:
+    _write_record(archive, file, name, (memoryview(text),), len(text))
 
 
 def _write_record(
@@ -72,7 +76,7 @@ def _write_record(
     file: BinaryIO,
     name: str,
     parts: Iterable[memoryview],
-    size_bytes: int = 0,
+    size_bytes: int,
 ) -> None:
     """Write a file of the archive, whose bytes begin at a multiple of the alignment."""
     info = zipfile.ZipInfo(f"{_ROOT}/{name}")

@@ -94,8 +94,8 @@ class WeightContent:
 class SnapshotContent:
     """A copy of a region as it was when section ``save`` last ran; nothing before that. Only the host reads it.
 
-    The fields are those of a ``Region``, which this module cannot name. With an ``event``, that event is pending between
-    sections, and the copy is complete once it is done.
+    The fields are those of a ``Region``, which this module cannot name. With an ``event``, that event is pending
+    between sections, and the copy is complete once it is done.
     """
 
     buffer: str

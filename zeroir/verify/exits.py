@@ -374,7 +374,9 @@ def _check_saved(run: SectionRun) -> None:
             continue
         wrong = next(piece for piece in copied if piece not in present)[2]
         where = spell(source, run.program)
-        _fail(run, "Z407", whole(buffer), f"should be a copy of {where} but holds {describe(wrong)}")
+        _fail(
+            run, "Z407", whole(buffer), f"should be a copy of {where} but holds {describe(wrong)}"
+        )
 
 
 def _declared_version(run: SectionRun, buffer: Buffer, content: NamedContent) -> int:

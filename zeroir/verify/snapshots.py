@@ -113,26 +113,20 @@ def _check_users(program: Program, snapshots: Mapping[str, Buffer], findings: Fi
 
 def _missing(program: Program, copied: Mapping[str, Region]) -> Iterator[tuple[str, str]]:
     """The buffers of which the state needs elements that no snapshot has, and what each is."""
-    trained_from_masters = {
-        content.flat
-        for content in (buffer.holds for buffer in program.buffers)
-        if isinstance(content, FlatContent) and content.quantity == MASTER
-    }
-    saved: dict[tuple[str, str], IntervalMap[bool]] = {}
+    flats = [(b, b.holds) for b in program.buffers if isinstance(b.holds, FlatContent)]
+    has_masters = {content.flat for _, content in flats if content.quantity == MASTER}
     held: list[tuple[Buffer, FlatContent]] = []
-    for buffer in program.buffers:
-        content = buffer.holds
-        if isinstance(content, FlatContent) and content.quantity not in (GRAD, DIRECTION):
-            if content.quantity != PARAM or content.flat not in trained_from_masters:
-                held.append((buffer, content))
     stops: dict[tuple[str, str], int] = {}
+    for buffer, content in flats:
+        is_cast = content.quantity == PARAM and content.flat in has_masters
+        if content.quantity not in (GRAD, DIRECTION) and not is_cast:
+            held.append((buffer, content))
+            key = content.flat, content.quantity
+            stops[key] = max(stops.get(key, 0), _extent(program, buffer, content)[1])
+    saved = {key: IntervalMap(stop, False) for key, stop in stops.items()}
     for buffer, content in held:
-        key = content.flat, content.quantity
-        stops[key] = max(stops.get(key, 0), _extent(program, buffer, content)[1])
-    for buffer, content in held:
-        key = content.flat, content.quantity
-        kept = saved.setdefault(key, IntervalMap(stops[key], False))
         if buffer.name in copied:
+            kept = saved[content.flat, content.quantity]
             kept.write(*_extent(program, buffer, content), True)
     for buffer, content in held:
         pieces = saved[content.flat, content.quantity].read(*_extent(program, buffer, content))
