@@ -65,6 +65,19 @@ _STORAGES: Final[Mapping[str, str]] = {
     "ComplexFloatStorage": "c64",
     "UntypedStorage": "u8",
 }
+_REBUILDING: Final = (
+    "torch._utils._rebuild_tensor_v2",
+    "torch._utils._rebuild_tensor_v3",
+    "torch._utils._rebuild_parameter",
+)
+_PLAIN_TYPES: Final = (
+    "torch.Tensor",
+    "torch._tensor.Tensor",
+    "torch.nn.parameter.Parameter",
+    "torch.nn.parameter.Buffer",
+)
+"""Classes whose instances are their elements. Attributes that a library gave them have no meaning here."""
+
 _MOST_NESTED: Final = 16
 _LOCAL_HEADER: Final = struct.Struct("<26xHH")
 _LOCAL_HEADER_BYTES: Final = 30
@@ -133,6 +146,11 @@ class Archive:
                 (Made(function=Named(name=name)) as data, *_),
             ) if not name.startswith("_rebuild_parameter"):
                 return self.value(data)
+            case (
+                "torch._tensor._rebuild_from_type_v2",
+                (Named() as function, Named() as kind, tuple() as arguments, *_),
+            ) if kind.path in _PLAIN_TYPES and function.path in _REBUILDING:
+                return self.value(Made(function=function, arguments=arguments))
             case "torch._utils._rebuild_tensor_v2", (storage, offset, shape, strides, *_):
                 return self._tensor(storage, None, offset, shape, strides)
             case "torch._utils._rebuild_tensor_v3", (
