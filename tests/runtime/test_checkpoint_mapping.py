@@ -129,9 +129,7 @@ def test_every_element_comes_from_its_parameter(
         is_sharded = quantity in ("param", "exp_avg") and generator.random() < 0.7
         numel = flat.padded_numel // world_size if is_sharded else len(expected)
         buffer = Buffer(name="b", dtype=DType.F32, numel=numel, space=Space.DEVICE, role=Role.STATE)
-        content = FlatContent(
-            quantity=quantity, flat=flat.name, shard="dp" if is_sharded else None
-        )
+        content = FlatContent(quantity=quantity, flat=flat.name, shard="dp" if is_sharded else None)
         for rank in range(world_size):
             target = np.zeros(numel)
             for elements in source.elements(program, buffer, content, rank):
