@@ -35,6 +35,7 @@ class Fact(StrEnum):
     ONE_AXIS = "ranks along one axis of the mesh"
     UPDATE_APART = "an update that follows the backward"
     GATHERED_AT_FIRST_USE = "no gather ahead of its first use"
+    UNSAVED = "a state that no section saves"
     GRADIENTS_REDUCED = "gradients summed over all ranks"
     OPTIMIZER_SHARDED = "an optimizer that updates only each rank's shard"
     GRADIENTS_SHARDED = "gradients kept as shards"
@@ -44,7 +45,13 @@ class Fact(StrEnum):
 
 
 LOGICAL_FACTS = frozenset(
-    {Fact.ONE_DEVICE, Fact.ONE_AXIS, Fact.UPDATE_APART, Fact.GATHERED_AT_FIRST_USE}
+    {
+        Fact.ONE_DEVICE,
+        Fact.ONE_AXIS,
+        Fact.UPDATE_APART,
+        Fact.GATHERED_AT_FIRST_USE,
+        Fact.UNSAVED,
+    }
 )
 """The facts of a program before any pass has run."""
 

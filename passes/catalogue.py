@@ -14,6 +14,7 @@ from zeroir.passes.plan_memory import PlanMemory
 from zeroir.passes.prefetch import PrefetchGathers
 from zeroir.passes.recompute import Recompute
 from zeroir.passes.replicate_shards import ReplicateShards
+from zeroir.passes.save_state import SaveState
 from zeroir.passes.select_saved import SelectSaved
 from zeroir.passes.shard_gradients import ShardGradients
 from zeroir.passes.shard_optimizer import ShardOptimizer
@@ -35,6 +36,7 @@ PASSES: tuple[type[Pass], ...] = (
     BoundGradients,
     ReplicateShards,
     OverlapUpdate,
+    SaveState,
     PlanMemory,
 )
 

@@ -23,6 +23,7 @@ from zeroir.passes.plan_memory import PlanMemory
 from zeroir.passes.prefetch import PrefetchGathers
 from zeroir.passes.recompute import Recompute
 from zeroir.passes.replicate_shards import ReplicateShards
+from zeroir.passes.save_state import SaveState
 from zeroir.passes.select_saved import SelectSaved
 from zeroir.passes.shard_gradients import ShardGradients
 from zeroir.passes.shard_optimizer import ShardOptimizer
@@ -128,6 +129,8 @@ def for_options(options: CompileOptions) -> tuple[Pass, ...]:
             budget=options.prefetch_budget_bytes,
             accumulate_locally=options.accumulate_locally,
         ),
+        # After all passes that change what the state of the training is.
+        SaveState(),
         PlanMemory(),
     )
 

@@ -93,6 +93,24 @@ class Accumulation:
         if self._count:
             raise UserError(f"A step has begun with micro_step(): call update() before {what}().")
 
+    def require_known(self) -> None:
+        """Raise UserError unless it is known that no micro-step of the step that has begun is its last."""
+        if self._waiting is not None:
+            raise UserError(
+                "The last micro_step() has not run, because it is not known whether it is the last of its step: call "
+                "micro_step(batch, is_last=False) before save(), or save between steps."
+            )
+        if self._is_last_done:
+            raise UserError(
+                "The last micro-step of this step has run: call update() before save()."
+            )
+
+    def go_on(self, micro_steps: int) -> None:
+        """Forget the step that has begun, and go on after so many micro-steps of another one."""
+        self._waiting = None
+        self._is_last_done = False
+        self._count = micro_steps
+
     def _run_waiting(self, *, is_last: bool) -> None:
         if self._waiting is None:
             return

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import assert_never
@@ -61,13 +61,15 @@ def _timed_event() -> torch.cuda.Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CudaGraph:
-    """A captured graph, and the stream on which it is launched."""
+    """A captured graph, the stream on which it is launched, and ``wait``, which orders that stream after other work."""
 
     graph: torch.cuda.CUDAGraph
     stream: torch.cuda.Stream
+    wait: Task
 
     def replay(self) -> None:
         """Launch the captured ops on the stream."""
+        self.wait()
         with torch.cuda.stream(self.stream):
             self.graph.replay()
 
@@ -87,12 +89,12 @@ class _Crossing:
 
 def _under_way(last: Sequence[_Crossing], pending: Collection[str]) -> list[_Crossing]:
     """The last ops of a stream that signal ``pending``; where two ops signal one name, the later counts."""
-    pending_ops: list[_Crossing] = []
-    for op in reversed(last):
-        if op.event not in pending or any(op.event == later.event for later in pending_ops):
-            break
-        pending_ops.insert(0, op)
-    return pending_ops
+    left = set(pending)
+    first = len(last)
+    while first > 0 and last[first - 1].event in left:
+        first -= 1
+        left.remove(last[first].event)
+    return list(last[first:])
 
 
 class CudaStreams:
@@ -120,6 +122,10 @@ class CudaStreams:
         self._events: dict[str, torch.cuda.Event] = {}
         self._crossing = frozenset(p.event for s in program.sections for p in s.exit.pending)
         self._last: dict[str, list[_Crossing]] = {name: [] for name in self._streams}
+        self._before_capture: Mapping[str, torch.cuda.Event] = {}
+        """While ops are captured: the events that were signalled before."""
+        self._awaited: list[str] = []
+        """The ones among them for which the captured ops wait."""
         self._capture_stream: torch.cuda.Stream | None = None
         self._pool: torch.cuda._POOL_HANDLE | None = None
 
@@ -155,6 +161,21 @@ class CudaStreams:
         """See ``Streams.signal``."""
         self._events[event] = self._streams[COMPUTE].record_event()
 
+    def waiting_for(self, events: Collection[str]) -> Task:
+        """See ``Streams.waiting_for``."""
+        of_device = [self._events[name] for name in events if name in self._events]
+        of_device.append(self._streams[COMPUTE].record_event())
+        wait_for_threads = self._threads.waiting_for(
+            [name for name in events if name not in self._events]
+        )
+
+        def wait() -> None:
+            wait_for_threads()
+            for event in of_device:
+                event.synchronize()
+
+        return wait
+
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
         """See ``Streams.entered``: the current stream may be another one than compute's."""
@@ -174,8 +195,9 @@ class CudaStreams:
     def capture(self, issue: Callable[[], None]) -> CudaGraph:
         """Capture the ops that ``issue`` submits, on all streams, instead of carrying them out.
 
-        The caller joins the streams before and after. All graphs of this object take their memory from one pool, so no
-        two may run at once, and each overwrites the results that another left there.
+        The caller joins the streams before and after. Where the ops wait for events that were pending before, the whole
+        graph waits for them, each time that it is launched. All graphs of this object take their memory from one pool,
+        so no two may run at once, and each overwrites the results that another left there.
 
         Raises:
             RuntimeError: where something cannot be captured; then nothing was carried out.
@@ -191,6 +213,7 @@ class CudaStreams:
         own, events = self._streams, dict(self._events)
         last = {name: list(ops) for name, ops in self._last.items()}
         self._streams = {**own, COMPUTE: self._capture_stream}
+        self._before_capture, self._awaited = events, []
         try:
             with torch.cuda.stream(self._capture_stream):
                 # Other threads, such as NCCL's own, may go on calling CUDA.
@@ -205,9 +228,17 @@ class CudaStreams:
         finally:
             # Events that were recorded in a capture are invalid outside it.
             self._streams, self._events, self._last = own, events, last
+            self._before_capture = {}
             # The scratch memory of matrix products belongs to the graph; torch would keep it until the process ends.
             torch._C._cuda_clearCublasWorkspaces()
-        return CudaGraph(graph=graph, stream=own[COMPUTE])
+
+        awaited = self._awaited
+
+        def wait() -> None:
+            for name in awaited:
+                own[COMPUTE].wait_event(self._events[name])
+
+        return CudaGraph(graph=graph, stream=own[COMPUTE], wait=wait)
 
     def _fork(self) -> None:
         """Let every stream join the capture."""
@@ -268,7 +299,10 @@ class CudaStreams:
 
         def wait() -> None:
             event = self._events.get(op.waited)
-            if event is None:  # signalled by the host or the disk
+            if event is not None and event is self._before_capture.get(op.waited):
+                # CUDA cannot capture a wait for work outside the graph.
+                self._awaited.append(op.waited)
+            elif event is None:  # signalled by the host or the disk
                 # The watch marks moments on the current stream.
                 with torch.cuda.stream(self._streams.get(op.on)):
                     of_threads()

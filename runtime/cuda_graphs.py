@@ -8,6 +8,8 @@ A graph repeats the work of the device that was captured, at the same addresses,
 * Every launch reads learning rate, loss scale and step count on the device. The optimizer's other hyper-parameters are
   read on the host. While they change, the section is issued op by op, and once they have stayed the same for a step it
   is captured anew, which takes as long as several steps.
+* A section may wait for copies of section ``save``, which are under way beside the steps. Its graph as a whole waits
+  for them, so after a save it is issued op by op once: then each op waits for its own copy alone.
 * A step that is recorded (``Engine.record``) is issued op by op. Profilers show a graph's kernels without the names of
   their ops. Torch's watchdog does not see a graph's collectives, so only the heartbeat notices a lost rank.
 * When the capture of a section fails, nothing was carried out. From then on every rank issues that section op by op,
@@ -17,7 +19,7 @@ A graph repeats the work of the device that was captured, at the same addresses,
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -26,7 +28,7 @@ from zeroir.ir import ops
 from zeroir.ir.buffers import Role, Space
 from zeroir.ir.effects import effects
 from zeroir.ir.mesh import HOST, Executor
-from zeroir.ir.program import Program, Section
+from zeroir.ir.program import SAVE, Program, Section
 from zeroir.runtime.comm.job import Backend, Job
 from zeroir.runtime.rank_memory import RankMemory
 
@@ -41,9 +43,13 @@ def why_not(program: Program, section: Section, backend: Backend = Backend.LOCAL
     """The reason that a section cannot be a graph when this backend carries its collectives; None where it can."""
     if not section.body:
         return "it is empty"
-    for state in (section.entry, section.exit):
-        if state.pending:
-            return f"!{state.pending[0].event} is pending where it begins or ends"
+    signalled = {op.event for op in section.body if not isinstance(op, ops.Wait)}
+    if section.entry.pending != section.exit.pending:
+        event = (*section.entry.pending, *section.exit.pending)[0].event
+        return f"!{event} is pending where it begins or ends"
+    for pending in section.exit.pending:
+        if pending.event in signalled:
+            return f"!{pending.event} is pending where it begins or ends"
     on_host = {s.name: s.executor for s in program.streams if s.executor is not Executor.DEVICE}
     for op in section.body:
         effect = effects(op)
@@ -89,6 +95,22 @@ def _buffers(op: ops.Op) -> Iterator[str]:
             yield region.buffer
     yield from effect.allocs
     yield from effect.frees
+
+
+def _waiting_sections(program: Program) -> Mapping[str, frozenset[str]]:
+    """For each section the others that wait for an event which it signals and leaves pending."""
+    waiting: dict[str, set[str]] = {}
+    for section in program.sections:
+        for op in section.body:
+            if isinstance(op, ops.Wait):
+                waiting.setdefault(op.waited, set()).add(section.name)
+    sections: dict[str, frozenset[str]] = {}
+    for section in program.sections:
+        signalled = {op.event for op in section.body if not isinstance(op, ops.Wait)}
+        events = [p.event for p in section.exit.pending if p.event in signalled]
+        others = {name for event in events for name in waiting.get(event, ())}
+        sections[section.name] = frozenset(others - {section.name})
+    return sections
 
 
 class ReplayableGraph(Protocol):
@@ -142,11 +164,14 @@ class SectionGraphs:
         self._issued: dict[str, int] = {}
         self._last_hyper: dict[str, tuple[float, ...]] = {}
         self._captured: dict[str, _CapturedSection] = {}
-        # An empty section needs no graph.
+        self._waiting = _waiting_sections(program)
+        self._not_as_graph: set[str] = set()
+        """The sections to issue op by op when they run next, because a save has begun."""
+        # An empty section needs no graph, and one that saves runs seldom.
         worth_a_warning = {
             name: reason
             for name, reason in self._refused.items()
-            if program.section_by_name[name].body
+            if program.section_by_name[name].body and name != SAVE
         }
         if worth_a_warning:
             self._warn(worth_a_warning)
@@ -159,7 +184,10 @@ class SectionGraphs:
     def run(self, section: Section, issue: Callable[[], None]) -> None:
         """Carry out a section, whose ops ``issue`` submits; the caller joins the streams before and after."""
         name = section.name
-        if name in self._refused:
+        # All ranks save together, so all issue the same sections op by op: NCCL asks for that.
+        self._not_as_graph |= self._waiting.get(name, frozenset())
+        if name in self._refused or name in self._not_as_graph:
+            self._not_as_graph.discard(name)
             issue()
             return
         hyper = self._hyper_parameters(name)

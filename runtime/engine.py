@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
+import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -20,10 +21,14 @@ from zeroir.errors import GraphWarning, UserError, ZeroirError, memory_for
 from zeroir.ir import ops
 from zeroir.ir.program import Program
 from zeroir.ir.spans import Span
-from zeroir.runtime import initial
+from zeroir.runtime import initial, state_dicts
 from zeroir.runtime import state as state_of_buffers
 from zeroir.runtime.accumulation import Accumulation, MicroStepResult
 from zeroir.runtime.batch import inputs_of
+from zeroir.runtime.checkpoint.background import PendingSave
+from zeroir.runtime.checkpoint.checkpointer import Checkpointer, Running
+from zeroir.runtime.checkpoint.loading import LoadedState
+from zeroir.runtime.checkpoint.model_facts import ModelFacts, model_facts
 from zeroir.runtime.comm.handout import ALONE, Handout
 from zeroir.runtime.comm.job import DEFAULT_TIMEOUT, Backend, open_job
 from zeroir.runtime.gathered import DeepCopy, Lender, module_maker
@@ -91,7 +96,11 @@ class Engine:
         self._recorder = SpanRecorder()
         self._accumulation = Accumulation(partial(inputs_of, program), self._micro_step)
         self._optimizer: LiveOptimizer | None = None
+        self._facts: ModelFacts | None = None
+        self._is_allocated = False
+        self._has_values = False
         self._open(program)
+        self._checkpoints = Checkpointer(self.job, timeout)
         if cuda_graphs and self.device.type != "cuda" and self.rank == 0:
             warnings.warn(
                 f"There are no CUDA graphs on the device {self.device}: ops are issued one by one.",
@@ -146,11 +155,12 @@ class Engine:
     def _accumulate(self) -> None:
         """Go on with the program for accumulation: parameters, master weights and states keep their tensors."""
         assert self._accumulating is not None
-        program, step_count = self._accumulating(), self.step_count
+        program, step_count, seed = self._accumulating(), self.step_count, self._executor.seed
         self._accumulating = None
         self._end()
         self._open(program, kept=self._memory)
         self._executor.step_count = step_count
+        self._executor.seed = seed
         if self._lender is not None:
             self._lender = replace(
                 self._lender, program=program, memory=self._memory, comm=self.job.comm
@@ -209,6 +219,7 @@ class Engine:
                     keep_module=keep_module,
                 )
             self._memory.allocate()
+        self._has_values = True
         self._forget_settings()
         self._lender = Lender(
             program=self.program,
@@ -224,6 +235,7 @@ class Engine:
         with self._executor.entered():
             state_of_buffers.initialise_flats(self.program, [self._memory], values)
             self._memory.allocate()
+        self._has_values = True
         self._forget_settings()
 
     def step(self, batch: Batch | list[Batch]) -> StepResult:
@@ -236,6 +248,7 @@ class Engine:
                 one batch and gets several, or where another rank is lost.
         """
         self._accumulation.require_none("step")
+        self._checkpoints.report()
         batches: list[Batch] = batch if isinstance(batch, list) else [batch]
         if len(batches) > 1:
             for each in batches:  # before the first of them adds to the sums
@@ -256,6 +269,7 @@ class Engine:
         Raises:
             UserError: as ``step``; where the step's last micro-step has run already.
         """
+        self._checkpoints.report()
         return self._accumulation.micro_step(batch, is_last)
 
     def update(self) -> StepResult:
@@ -372,6 +386,145 @@ class Engine:
         weight = self.average(result.weight)
         return total / weight if weight else math.nan
 
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        metrics: Mapping[str, float] | None = None,
+        shared: object = None,
+        state: object = None,
+        wait: bool = True,
+        read_back: bool = False,
+    ) -> PendingSave:
+        """Save everything that training needs to go on to a new checkpoint at ``path``. All ranks call this together.
+
+        With ``wait=False`` training goes on as soon as this rank's state is copied to memory of the host, and a thread
+        writes it; a failure is raised by the next ``step``, ``save`` or ``close``, if not by the result's ``wait``. A
+        save that is under way is finished first. ``metrics`` of rank 0 are kept with the checkpoint. ``shared`` of rank
+        0 and ``state`` of each rank are trees of numbers, texts, lists, tuples, dictionaries, tensors and arrays, which
+        ``load`` returns. Within a step its micro-steps so far are saved, too. With ``read_back`` the files are compared
+        with their checksums before the save ends.
+
+        Raises:
+            UserError: where the checkpoint cannot be written, something is at ``path``, an earlier save failed, or the
+                last micro-step waits for the next.
+        """
+        self._accumulation.require_known()
+        return self._checkpoints.save(
+            self._running,
+            os.fspath(path),
+            metrics=metrics or {},
+            shared=shared,
+            states=[state],
+            wait=wait,
+            read_back=read_back,
+        )
+
+    def load(self, path: str | os.PathLike[str], *, weights_only: bool = False) -> LoadedState:
+        """Go on with a checkpoint, whatever the stage, mesh and precision that saved it. All ranks call this together.
+
+        Parameters, moving averages, optimizer states, buffers of the model, loss scale, step count, settings of
+        optimizer groups and seed come from it; an engine that was not initialised needs nothing else. Everything is
+        checked first. Of the sums of a step that had begun an engine with another program takes none. ``weights_only``
+        loads parameters, averages and buffers, and training begins anew. A CheckpointWarning on rank 0 names what the
+        checkpoint lacks.
+
+        Raises:
+            UserError: where a file is damaged, or the checkpoint has other parameters, shapes, buffers or optimizers
+                than the program; then the engine is as it was.
+        """
+        loaded = self._checkpoints.load(
+            self._running, os.fspath(path), weights_only=weights_only, has_values=self._has_values
+        )
+        self._has_values = True
+        self._accumulation.go_on(loaded.micro_steps)
+        return loaded
+
+    def state_dict(self, *, rank0_only: bool = False) -> dict[str, Tensor]:
+        """What the module's ``state_dict`` would have: whole tensors on the CPU, copied. All ranks call this together.
+
+        Parameters are FP32 where the program has masters. Tied ones stand under each of their names. With
+        ``rank0_only`` the result is empty on the other ranks.
+        """
+        is_kept = self.rank == 0 or not rank0_only
+        facts = self._model_facts() if is_kept else ModelFacts()
+        with self._executor.entered():
+            self._executor.finish()
+            return state_dicts.module_state(
+                self.program, self._memory, self.job.comm, facts, self._others, is_kept=is_kept
+            )
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Tensor], strict: bool = True
+    ) -> tuple[list[str], list[str]]:
+        """Take over whole tensors by the names of the module; the optimizer's state stays. Every rank gives them alike.
+
+        Moving averages begin with them before step 1. Returns the missing and the unknown names, as
+        ``nn.Module.load_state_dict`` does.
+
+        Raises:
+            UserError: where a tensor has another shape, with ``strict`` where a name is missing or unknown; then
+                nothing has changed. Within a step.
+        """
+        self._accumulation.require_none("load_state_dict")
+        self._checkpoints.join()
+        with self._executor.entered():
+            self._executor.finish()
+            names = state_dicts.load_module_state(
+                self.program,
+                self._memory,
+                state_dict,
+                self._model_facts(),
+                self._others,
+                is_strict=strict,
+                has_averages=self.step_count > 0,
+            )
+            self._executor.restart(self.step_count)
+        return names
+
+    def optimizer_state_dict(
+        self, *, rank0_only: bool = False
+    ) -> dict[str, dict[str, object] | list[dict[str, object]]]:
+        """The optimizer's state by the names of parameters, whole, on the CPU. All ranks call this together.
+
+        Its form is that of ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict``, with torch's names of
+        states. With ``rank0_only`` the result is empty on the other ranks.
+
+        Raises:
+            UserError: where the program updates nothing.
+        """
+        optimizer = self.optimizer
+        with self._executor.entered():
+            self._executor.finish()
+            return state_dicts.optimizer_state(
+                self.program,
+                self._memory,
+                self.job.comm,
+                optimizer,
+                is_kept=self.rank == 0 or not rank0_only,
+            )
+
+    @property
+    def _others(self) -> Mapping[str, Tensor]:
+        """The tensors of the module that the program does not hold."""
+        return {} if self._lender is None else self._lender.others
+
+    @property
+    def _running(self) -> Running:
+        return Running(
+            program=self.program,
+            memories=[self._memory],
+            executor=self._executor,
+            optimizer=self._optimizer,
+            facts=self._model_facts,
+        )
+
+    def _model_facts(self) -> ModelFacts:
+        """The names and the configuration of the user's model, where there is one."""
+        if self._facts is None:
+            self._facts = ModelFacts() if self._lender is None else model_facts(self._lender.make())
+        return self._facts
+
     def record(self, step: int) -> None:
         """Record the beginning and end of every op of that step, counting from 1, for ``timelines``."""
         clock: StreamClock = HostClock()
@@ -407,9 +560,16 @@ class Engine:
     def close(self) -> None:
         """Stop the streams and destroy the process groups, once the device has done all submitted work.
 
-        After a failure this waits for nothing, because a stream may hang in a collective with a lost peer.
+        A save under way is finished first. After a failure of a step this waits for nothing else, because a stream may
+        hang in a collective with a lost peer.
+
+        Raises:
+            UserError: where the last save failed, and nothing has raised its error yet.
         """
-        self._end()
+        try:
+            self._checkpoints.close()
+        finally:
+            self._end()
 
     def _end(self) -> None:
         with contextlib.suppress(ZeroirError):
@@ -428,8 +588,9 @@ class Engine:
 
     def _allocate_once(self) -> None:
         """Before the first step, allocate what is not allocated yet."""
-        if self.step_count:
+        if self._is_allocated:
             return
+        self._is_allocated = True
         if self.device.type == "cpu":
             keep_freed_memory()
         with self._executor.entered():

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
 from zeroir.errors import UserError
 from zeroir.runtime.comm.job import PeerError
+from zeroir.runtime.users_code import explained
 from zeroir.torch_ops.batches import Batch
 
 
@@ -17,7 +18,7 @@ class Evaluations:
     """Evaluate after every ``every``-th step and after the last, each time on the batches of a new iterator."""
 
     every: int
-    batches: Callable[[], Iterator[Batch]]
+    batches: Callable[[], Iterable[Batch]]
 
     def is_due(self, step: int, steps: int) -> bool:
         """Whether an evaluation follows this step, which counts from 1, of so many."""
@@ -66,7 +67,8 @@ def evaluate(engine: Evaluator, evaluations: Evaluations, step: int) -> Evaluati
     """
     start = time.perf_counter()
     losses: list[float] = []
-    iterator = evaluations.batches()
+    with explained("eval_batches()", f" after step {step}"):
+        iterator = iter(evaluations.batches())
     while True:
         batch, is_there = _next(iterator, step)
         share = engine.average(float(is_there))
@@ -87,16 +89,11 @@ def evaluate(engine: Evaluator, evaluations: Evaluations, step: int) -> Evaluati
 
 def _next(iterator: Iterator[Batch], step: int) -> tuple[Batch, bool]:
     """The next batch, and whether there is one."""
-    from zeroir.runtime.train import model_error
-
     try:
-        return next(iterator), True
+        with explained("eval_batches()", f" after step {step}"):
+            return next(iterator), True
     except StopIteration:
         return None, False
-    except UserError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise model_error("eval_batches()", error, f" after step {step}") from error
 
 
 def _unequal(count: int, *, is_there: bool) -> UserError:

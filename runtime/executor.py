@@ -6,8 +6,8 @@ ranks exchange elements, and kernels how a segment is computed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Protocol
@@ -32,10 +32,12 @@ from zeroir.ir.program import (
     EVALUATE,
     LAST_MICRO_STEP,
     MICRO_STEP,
+    SAVE,
     UPDATE,
     OpPosition,
     Section,
     why_not_evaluate,
+    why_not_save,
 )
 from zeroir.runtime import state
 from zeroir.runtime.batch import write_inputs
@@ -45,6 +47,7 @@ from zeroir.runtime.comm.job import (
 )
 from zeroir.runtime.handlers import LocalRanks
 from zeroir.runtime.rank_memory import RankMemory
+from zeroir.runtime.saved_state import SavedState, saved_states, snapshot_events
 from zeroir.runtime.seeds import site_seed
 from zeroir.runtime.streams import Streams
 from zeroir.runtime.trace import Task, Watch
@@ -125,6 +128,7 @@ class StepExecutor:
         self._has_failed = False
         self._prepared: dict[str, list[Task]] = {}
         self._bound: dict[tuple[str, Watch | None], list[Task]] = {}
+        self._saved: list[SavedState] = []
 
     def step(self, batches: Sequence[Sequence[Batch]]) -> list[RankResult]:
         """One training step: ``batches[rank][micro_step]`` for the local ranks; one result per local rank."""
@@ -211,6 +215,25 @@ class StepExecutor:
             self._run(EVALUATE)
             return [self._evaluation(memory) for memory in self.local_ranks.memories]
 
+    def save_state(self) -> list[SavedState]:
+        """Copy the state of the training to host memory by the program's section ``save``; one result per local rank.
+
+        Returns while the copies may be under way: the steps that follow wait where they would overwrite what is still
+        to be copied. Returns only after earlier results have been released. The first call allocates the host memory.
+
+        Raises:
+            UserError: where the program has no such section.
+        """
+        if SAVE not in self._program.section_by_name:
+            raise UserError(why_not_save(self._program))
+        for saved in self._saved:
+            saved.wait_until_released()
+        with self._streams.entered():
+            self._run(SAVE)
+            wait = self._streams.waiting_for(snapshot_events(self._program))
+        self._saved = saved_states(self._program, self.local_ranks.memories, wait)
+        return self._saved
+
     def _evaluation(self, memory: RankMemory) -> RankEvaluation:
         program = self._program
         assert program.eval_loss is not None
@@ -231,8 +254,47 @@ class StepExecutor:
         return self._streams.entered()
 
     def finish(self) -> None:
-        """Return when the host's streams have done all tasks; the device may still be working."""
+        """Return when the host's streams have done all tasks; the device may still be working.
+
+        What the caller does next on the compute stream comes after all ops, also after the copies of ``save_state``:
+        whoever changes parameters or states without an op of the program calls this first.
+        """
         self._streams.join([])
+
+    def weight_sums(self) -> list[float]:
+        """The sum of the weights of the micro-batches of the step that has begun, on each local rank."""
+        return [weights.sum for weights in self._weights]
+
+    def restart(self, step_count: int) -> None:
+        """Forget the step that has begun, and go on after so many steps; the buffers get their values from elsewhere.
+
+        What a step hands to the next one beside the buffers at rest is established before the next section.
+        """
+        self.step_count = step_count
+        self.micro_steps_done = 0
+        self._is_begun = False
+        for weights in self._weights:
+            weights.take()
+        for memory in self.local_ranks.memories:
+            memory.settle(())
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """A body that changes the values of buffers; if it fails, no section may run."""
+        self._has_failed = True
+        yield
+        self._has_failed = False
+
+    def establish(self, name: str) -> None:
+        """Establish the entry state of a section, which is to run next, by the values of the buffers at rest."""
+        with torch.no_grad():
+            self._begin(self._program.section_by_name[name])
+
+    def go_on_within(self, micro_steps: int, weight_sums: Sequence[float]) -> None:
+        """Go on within a step after so many micro-steps; the local ranks have these sums of weights."""
+        self.micro_steps_done = micro_steps
+        for weights, total in zip(self._weights, weight_sums, strict=True):
+            weights.go_on(total)
 
     def close(self) -> None:
         """Stop the streams."""
@@ -316,7 +378,7 @@ class StepExecutor:
     def _explained(self, position: OpPosition, error: Exception) -> ZeroirError:
         """The error to raise for a failure in an op: it names the failure, the op and a remedy."""
         when = f"of step {self.step_count + 1}"
-        if position.section == EVALUATE:
+        if position.section in (EVALUATE, SAVE):
             when = f"after step {self.step_count}"
         place = f"{self._labels[position]} {when}"
         if isinstance(error, RuntimeError) and is_lost_connection(error):

@@ -105,6 +105,11 @@ class LiveOptimizer(torch.optim.Optimizer):
         """The names of the groups, in the order of ``param_groups``."""
         return tuple(group.name for group in self._groups)
 
+    @property
+    def algorithms(self) -> tuple[Algorithm, ...]:
+        """The algorithms of the groups, in the order of ``param_groups``."""
+        return tuple(group.algorithm for group in self._groups)
+
     def settings(self) -> list[Settings]:
         """The present settings of each group.
 

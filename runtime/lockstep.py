@@ -21,14 +21,18 @@ from torch import Tensor
 
 from zeroir.errors import InternalError
 from zeroir.ir import ops
+from zeroir.ir.buffers import Role
 from zeroir.ir.contents import FlatContent, Micro
 from zeroir.ir.mesh import HOST
 from zeroir.ir.ops import Op
 from zeroir.ir.program import Program
 from zeroir.memory.placement import places_to_run
 from zeroir.runtime import initial, state
+from zeroir.runtime.checkpoint.checkpointer import Checkpointer, Running
+from zeroir.runtime.checkpoint.loading import LoadedState
+from zeroir.runtime.checkpoint.model_facts import ModelFacts
 from zeroir.runtime.comm.base import CollectiveTensors, TensorPair
-from zeroir.runtime.comm.job import Backend, Job
+from zeroir.runtime.comm.job import DEFAULT_TIMEOUT, Backend, Job
 from zeroir.runtime.comm.lockstep import LockstepComm
 from zeroir.runtime.executor import RankEvaluation, RankResult, StepExecutor
 from zeroir.runtime.handlers import LocalRanks, PreparedCollective, communicate
@@ -36,6 +40,7 @@ from zeroir.runtime.kernels.choice import KernelBackend, open_kernels
 from zeroir.runtime.live_optimizer import LiveOptimizer, SettingsOfRanks
 from zeroir.runtime.module_values import Factory
 from zeroir.runtime.rank_memory import RankMemory
+from zeroir.runtime.saved_state import SavedState
 from zeroir.runtime.streams import OpEvent
 from zeroir.runtime.tensors import poison
 from zeroir.runtime.trace import Task, WatchOp
@@ -46,7 +51,10 @@ CPU = torch.device("cpu")
 
 
 class Lockstep:
-    """All ranks of a program, stepped together. ``schedule_seed`` decides the order of unordered ops."""
+    """All ranks of a program, stepped together. ``schedule_seed`` decides the order of unordered ops.
+
+    Ops of ``late_streams`` run as late as waits allow.
+    """
 
     def __init__(
         self,
@@ -54,6 +62,7 @@ class Lockstep:
         *,
         seed: int = 0,
         schedule_seed: int = 0,
+        late_streams: Collection[str] = (),
         kernels: KernelBackend = KernelBackend.EAGER,
         weight: WeightFunction | None = None,
     ) -> None:
@@ -72,7 +81,7 @@ class Lockstep:
         generator = random.Random(schedule_seed)
         self._executor = StepExecutor(
             self._local_ranks,
-            SeededStreams(self._local_ranks, generator),
+            SeededStreams(self._local_ranks, generator, frozenset(late_streams)),
             seed=seed,
             weight=weight,
         )
@@ -87,20 +96,55 @@ class Lockstep:
         state.initialise_flats(self.program, self._memories, values)
         self._poison_stale_gradients()
 
+    def save(self, path: str) -> None:
+        """Save the state of all ranks; see ``Engine.save``."""
+        self._checkpoints.save(
+            self._running,
+            path,
+            metrics={},
+            shared=None,
+            states=[None] * len(self._memories),
+            wait=True,
+            read_back=False,
+        )
+
+    def load(self, path: str) -> LoadedState:
+        """Go on with a checkpoint on all ranks; see ``Engine.load``."""
+        loaded = self._checkpoints.load(self._running, path, weights_only=False, has_values=False)
+        self._poison_stale_gradients()
+        return loaded
+
+    @property
+    def _running(self) -> Running:
+        has_steps = any(isinstance(op, ops.OptimizerStep) for op in self.program.ops())
+        return Running(
+            program=self.program,
+            memories=self._memories,
+            executor=self._executor,
+            optimizer=self.optimizer if has_steps else None,
+            facts=ModelFacts,
+        )
+
+    @cached_property
+    def _job(self) -> Job:
+        """The job of one process that has all ranks."""
+        return Job(
+            rank=0,
+            backend=Backend.LOCAL,
+            comm=self._local_ranks.comm,
+            is_alone=True,
+            device=CPU,
+        )
+
+    @cached_property
+    def _checkpoints(self) -> Checkpointer:
+        return Checkpointer(self._job, DEFAULT_TIMEOUT)
+
     @cached_property
     def optimizer(self) -> LiveOptimizer:
         """The settings of the optimizer groups of all ranks; changes count from the next update."""
         optimizer = LiveOptimizer(self.program, self._memories, self._executor.update)
-        self._executor.settings = SettingsOfRanks(
-            optimizer=optimizer,
-            job=Job(
-                rank=0,
-                backend=Backend.LOCAL,
-                comm=self._local_ranks.comm,
-                is_alone=True,
-                device=CPU,
-            ),
-        )
+        self._executor.settings = SettingsOfRanks(optimizer=optimizer, job=self._job)
         return optimizer
 
     def step(self, batches: Sequence[Sequence[Batch]]) -> list[RankResult]:
@@ -119,10 +163,18 @@ class Lockstep:
         """Evaluate one batch per rank by the ``evaluate`` section."""
         return self._executor.evaluate(batches)
 
+    def save_state(self) -> list[SavedState]:
+        """The state of each rank, copied to snapshots; see ``StepExecutor.save_state``."""
+        return self._executor.save_state()
+
     def buffers(self, rank: int) -> Mapping[str, Tensor]:
-        """The persistent buffers of one rank; they are not copies."""
+        """The persistent buffers of one rank but for its snapshots; they are not copies."""
         memory = self._memories[rank]
-        return {b.name: memory.buffer(b.name) for b in self.program.buffers if b.is_persistent}
+        return {
+            b.name: memory.buffer(b.name)
+            for b in self.program.buffers
+            if b.is_persistent and b.role is not Role.SNAPSHOT
+        }
 
     def full_parameters(self, *, ema: bool = False) -> dict[str, Tensor]:
         """Every parameter by name, whole, FP32 masters where there are some; with ``ema`` the moving averages.
@@ -174,7 +226,13 @@ class _QueuedOp:
 class SeededStreams:
     """Streams as queues; a seeded choice among the heads that are ready runs next."""
 
-    def __init__(self, local_ranks: LocalRanks, generator: random.Random) -> None:
+    def __init__(
+        self,
+        local_ranks: LocalRanks,
+        generator: random.Random,
+        late_streams: frozenset[str] = frozenset(),
+    ) -> None:
+        self._late_streams = late_streams
         self._local_ranks = local_ranks
         self._random = generator
         self._queues: dict[str, deque[_QueuedOp]] = {}
@@ -219,6 +277,12 @@ class SeededStreams:
         """See ``Streams.signal``."""
         self._events[event] = OpEvent(is_done=True)
 
+    def waiting_for(self, events: Collection[str]) -> Task:
+        """See ``Streams.waiting_for``; but only the thread that issues the ops may call it, for it runs them."""
+        self.join(self._events)  # All ops that are not pending, such as those of compute.
+        signalled = [self._events[name] for name in events]
+        return lambda: self._run_until(signalled)
+
     def entered(self) -> AbstractContextManager[None]:
         """See ``Streams.entered``."""
         return nullcontext()
@@ -241,6 +305,7 @@ class SeededStreams:
             if not remaining:
                 return
             ready = [name for name in order if self._is_ready(self._queues[name])]
+            ready = [name for name in ready if name not in self._late_streams] or ready
             if not ready:
                 waiting = [q[0].op for q in self._queues.values() if q]
                 raise InternalError(f"streams wait for each other: {waiting}")

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Final
 
 from zeroir.ir.spans import Span
+from zeroir.runtime.data.training_data import TrainingData
 from zeroir.runtime.engine import Engine
-from zeroir.torch_ops.batches import Batch
 
 WARM_UP: Final = 3
 """Unmeasured steps at the beginning, in which kernels are made and memory is first touched."""
@@ -44,12 +44,13 @@ class StepMeasurements:
         return abs(median(self.seconds[::2]) - median(self.seconds[1::2])) / self.step_s
 
 
-def record(engine: Engine, batches: Iterator[Batch], *, rounds: int) -> StepMeasurements | None:
+def record(engine: Engine, data: TrainingData, *, rounds: int) -> StepMeasurements | None:
     """Take steps, in turns timed and recorded; None on ranks other than 0. All ranks call this together."""
     micro_steps = int(engine.program.option.get("micro_steps", "1"))
 
     def step() -> None:
-        engine.step([next(batches) for _ in range(micro_steps)])
+        step_number = engine.step_count + 1
+        engine.step([data.take(step_number) for _ in range(micro_steps)])
 
     for _ in range(WARM_UP):
         step()

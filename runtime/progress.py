@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from zeroir.runtime.evaluations import EvaluationReport
+from zeroir.runtime.saves import SaveReport
 from zeroir.runtime.train import Report, StepReport
 
 
@@ -34,13 +35,15 @@ def reporter(rank: int, steps: int, *, as_json: bool, out: TextIO, err: TextIO) 
             yield report
 
 
-def _print_json(out: TextIO, report: StepReport | EvaluationReport) -> None:
+def _print_json(out: TextIO, report: StepReport | EvaluationReport | SaveReport) -> None:
     """Write one JSON object on a line."""
     out.write(json.dumps(_facts(report)) + "\n")
     out.flush()
 
 
-def _facts(report: StepReport | EvaluationReport) -> dict[str, object]:
+def _facts(report: StepReport | EvaluationReport | SaveReport) -> dict[str, object]:
+    if isinstance(report, SaveReport):
+        return {"step": report.step, "saved": report.path}
     if isinstance(report, EvaluationReport):
         return {
             "step": report.step,
@@ -77,13 +80,16 @@ def _text_reports(out: Console, err: Console, steps: int) -> Iterator[Report]:
     # While the bar is shown, only its own console knows the position of the cursor.
     lines = err if err.is_terminal and out.is_terminal else out
 
-    def show(report: StepReport | EvaluationReport) -> None:
+    def show(report: StepReport | EvaluationReport | SaveReport) -> None:
         if isinstance(report, EvaluationReport):
             lines.print(
                 f"step {report.step:>5}  eval loss {report.loss:.4f}  {report.batches} batches per rank  "
                 f"{report.seconds * 1000:.0f} ms",
                 markup=False,
             )
+            return
+        if isinstance(report, SaveReport):
+            lines.print(f"step {report.step:>5}  saved {report.path}", markup=False)
             return
         skipped = "  (skipped: overflow)" if report.is_skipped else ""
         norm = "" if report.grad_norm is None else f"  norm {report.grad_norm:.3g}"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from zeroir.errors import InternalError, memory_for
-from zeroir.ir.buffers import Region, Space, View
+from zeroir.ir.buffers import Region, Role, Space, View
 from zeroir.ir.dtypes import DType
 from zeroir.ir.program import Program
 from zeroir.memory.placement import Placement, places_to_run
@@ -23,7 +23,8 @@ from zeroir.runtime.tensors import TORCH_DTYPE, poison
 class RankMemory:
     """The buffers of one rank while a program runs.
 
-    The constructor allocates everything: persistent buffers, as zeros, and one block per space for the temporary
+    The constructor allocates everything but snapshots, which are allocated at their first use, with undefined elements:
+    persistent buffers, as zeros, and one block per space for the temporary
     buffers, at the offsets of the program's plan (computed here where the program has none). With ``is_deferred`` each
     persistent buffer, and the blocks, are allocated at their first use, and the rest by ``allocate``: so a module in
     hand can be freed while its values move to the buffers. ``alloc`` and ``release`` only mark buffers as live or not,
@@ -62,7 +63,7 @@ class RankMemory:
     def allocate(self) -> None:
         """Allocate what is not allocated yet."""
         for name, buffer in self._buffer_by_name.items():
-            if buffer.is_persistent:
+            if buffer.is_persistent and buffer.role is not Role.SNAPSHOT:
                 self._tensor(name)
         self._allocate_blocks()
 
@@ -74,6 +75,8 @@ class RankMemory:
         names: set[str] = set()
         for name in self._persistent & other._persistent:
             own, theirs = self._buffer_by_name[name], other._buffer_by_name[name]
+            if own.role is Role.SNAPSHOT:
+                continue  # The other program may still be copying to it.
             if (own.space, own.dtype, own.numel) == (theirs.space, theirs.dtype, theirs.numel):
                 self._tensors[name] = other.buffer(name)
                 names.add(name)
@@ -148,7 +151,9 @@ class RankMemory:
             return tensor
         if name in self._persistent:
             buffer = self._buffer_by_name[name]
-            tensor = self._new(buffer.space, buffer.numel, buffer.dtype, name).zero_()
+            tensor = self._new(buffer.space, buffer.numel, buffer.dtype, name)
+            if buffer.role is not Role.SNAPSHOT:
+                tensor.zero_()
             self._tensors[name] = tensor
             return tensor
         self._allocate_blocks()

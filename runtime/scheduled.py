@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 
 from zeroir.errors import UserError
 from zeroir.schedules import SchedulePoint, parse_schedule
@@ -39,9 +39,49 @@ class Scheduler:
         """The learning rate of the first group in the next step."""
         return _number(self._groups[0]["lr"])
 
+    @property
+    def needs_steps(self) -> bool:
+        """Whether the number of steps of the run counts; see ``Schedule.needs_steps``."""
+        return self._schedule.needs_steps
+
     def step(self, *, is_skipped: bool = False) -> None:
         """Set the settings of the next step, after one step; a skipped step is repeated with its settings."""
         self._updates_done += not is_skipped
+        self._set()
+
+    def state_dict(self) -> dict[str, object]:
+        """The number of updates that counted, and what the schedule multiplies: the first learning rate of each group.
+
+        ``schedule`` and ``steps`` tell what they were given for, and are not loaded.
+        """
+        return {
+            "schedule": self._schedule.text(),
+            "steps": self._steps,
+            "updates_done": self._updates_done,
+            "lrs": list(self._lrs),
+        }
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Go on after as many updates, from the same first learning rates, by this scheduler's own schedule and steps.
+
+        Raises:
+            UserError: where the state is of another number of groups, or is none of a scheduler.
+        """
+        updates_done, lrs = state.get("updates_done"), state.get("lrs")
+        if not isinstance(updates_done, int) or not isinstance(lrs, list):
+            raise UserError("The state of the learning-rate schedule is not one that was saved.")
+        if len(lrs) != len(self._groups):
+            raise UserError(
+                f"The state of the learning-rate schedule is of {len(lrs)} groups, but the optimizer has "
+                f"{len(self._groups)}: compile the program with the same groups."
+            )
+        self._updates_done = updates_done
+        self._lrs = [_number(lr) for lr in lrs]
+        self._set()
+
+    def go_to(self, updates_done: int) -> None:
+        """Set the settings of the step after so many updates."""
+        self._updates_done = updates_done
         self._set()
 
     def _set(self) -> None:

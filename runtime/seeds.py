@@ -1,4 +1,4 @@
-"""Seeds of a program's random ops: a pure function of place and time."""
+"""Seeds of random ops and samples: a pure function of place and time."""
 
 from __future__ import annotations
 
@@ -13,10 +13,15 @@ def site_seed(seed: int, step: int, micro_step: int, rank: int, site: int) -> in
     ``step`` counts from 0. Equal arguments give equal seeds on every machine, so a resumed run draws the same
     numbers as an uninterrupted one, and a recomputed forward the same as the first.
     """
+    return drawn(seed, step, micro_step, rank, site) >> 1
+
+
+def drawn(*values: int) -> int:
+    """A number of 64 bits that looks random, for these integers in this order."""
     state = 0
-    for value in (seed, step, micro_step, rank, site):
+    for value in values:
         state = _mix((state + value) & _MASK)
-    return state >> 1
+    return state
 
 
 def _mix(value: int) -> int:

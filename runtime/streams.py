@@ -36,6 +36,12 @@ class Streams(Protocol):
     def signal(self, event: str) -> None:
         """Mark an event as done that a step before the first would have signalled."""
 
+    def waiting_for(self, events: Collection[str]) -> Task:
+        """A function that returns once these events, and all ops of ``compute`` so far, are done.
+
+        Any thread may call it. It raises the failure of an op where these ops will never be done.
+        """
+
     def entered(self) -> AbstractContextManager[None]:
         """Order the body after the work that its caller submitted itself, and before the work that it submits next."""
 
@@ -112,7 +118,7 @@ class ThreadStreams:
 
     def join(self, pending: Collection[str]) -> None:
         """See ``Streams.join``."""
-        left_pending = [self._events[name] for name in pending if name in self._events]
+        left_pending = {self._events[name] for name in pending if name in self._events}
         for worker in self._workers.values():
             # A queue runs in order, so the last of its ops that must be done stands for all before it.
             for event in reversed(worker.issued):
@@ -126,6 +132,16 @@ class ThreadStreams:
     def signal(self, event: str) -> None:
         """See ``Streams.signal``."""
         self._events[event] = _DONE
+
+    def waiting_for(self, events: Collection[str]) -> Task:
+        """See ``Streams.waiting_for``: the thread that calls this has itself done the ops of ``compute``."""
+        signalled = [self._events[name] for name in events]
+
+        def wait() -> None:
+            for event in signalled:
+                self._await(event)
+
+        return wait
 
     def entered(self) -> AbstractContextManager[None]:
         """See ``Streams.entered``: the caller is the thread that issues the ops."""

@@ -7,18 +7,16 @@ import math
 import os
 import sys
 import time
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NoReturn
 
 from zeroir.errors import UserError
 from zeroir.ir.program import InputBinding
 from zeroir.runtime.comm.job import PeerError
-from zeroir.runtime.engine import Engine
 from zeroir.runtime.evaluations import EvaluationReport, Evaluations, evaluate
-from zeroir.torch_ops.batches import Batch
+from zeroir.runtime.saves import SaveReport, Saves
+from zeroir.runtime.training_state import TrainingState
 
 _GRACE_S = 1.0
 
@@ -59,47 +57,48 @@ class StepReport:
     unit: str
 
 
-Report = Callable[[StepReport | EvaluationReport], None]
-"""Receives the report of a step or of an evaluation."""
+Report = Callable[[StepReport | EvaluationReport | SaveReport], None]
+"""Receives the report of a step, of an evaluation, or of a checkpoint."""
 
 
 def train(
-    engine: Engine,
-    batches: Iterator[Batch],
+    training: TrainingState,
     *,
     steps: int,
     report: Report,
     log_every: int = 1,
     micro_steps: int | None = None,
     evaluations: Evaluations | None = None,
+    saves: Saves | None = None,
 ) -> list[float]:
-    """Take ``steps`` training steps and return their losses, averaged over ranks.
+    """Train until ``steps`` steps are done, and return the losses of those taken here, averaged over ranks.
 
-    Each step takes ``micro_steps`` batches from the iterator, by default as many as the program was compiled with, and
-    the settings of the program's schedule. ``report`` receives every ``log_every``-th step and the last, and each of
-    the evaluations.
+    Each step takes ``micro_steps`` batches of the data, by default as many as the program was compiled with, and the
+    settings of the scheduler. ``report`` receives every ``log_every``-th step and the last, each of the evaluations,
+    and each checkpoint. With ``saves`` training ends early, after a step and its checkpoint, where a rank is asked to.
 
     Raises:
-        UserError: on every rank, where the loss of any rank is not finite; where the batches fail, end or do not fit.
+        UserError: on every rank, where the loss of any rank is not finite; where the batches fail, end or do not fit;
+            where a checkpoint cannot be saved.
     """
+    engine, scheduler = training.engine, training.scheduler
     if micro_steps is None:
         micro_steps = int(engine.program.option.get("micro_steps", "1"))
-    is_scheduled = "schedule" in engine.program.option
-    scheduler = engine.scheduler(steps) if is_scheduled else None
     losses: list[float] = []
     numel, unit = throughput_unit(engine.program.inputs)
     unreported, start = 0, time.perf_counter()
-    for step in range(1, steps + 1):
+    for step in range(engine.step_count + 1, steps + 1):
         lr = None if scheduler is None else scheduler.lr
-        result = engine.step([_next(batches, step) for _ in range(micro_steps)])
+        result = engine.step([training.data.take(step) for _ in range(micro_steps)])
         loss = engine.mean_loss(result)
         if not math.isfinite(loss) and not result.is_skipped:
             raise _loss_error(result.loss, loss, step)
         losses.append(loss)
         if scheduler is not None:
             scheduler.step(is_skipped=result.is_skipped)
+        is_last = step == steps or (saves is not None and saves.is_stopping())
         unreported += 1
-        if step % log_every == 0 or step == steps:
+        if step % log_every == 0 or is_last:
             now = time.perf_counter()
             seconds = (now - start) / unreported
             report(
@@ -115,18 +114,17 @@ def train(
                 )
             )
             unreported, start = 0, now
+        metrics = {"loss": loss}
         if evaluations is not None and evaluations.is_due(step, steps):
             evaluation = evaluate(engine, evaluations, step)
+            metrics["eval_loss"] = evaluation.loss
             report(evaluation)
             start += evaluation.seconds
+        if saves is not None:
+            saves.after_step(step, metrics, is_last=is_last, report=report)
+        if is_last:
+            break
     return losses
-
-
-def repeat_batch(batch: Callable[[], Batch]) -> Iterator[Batch]:
-    """The example batch, repeated without end: the data of a model file without ``batches``."""
-    example = batch()
-    while True:
-        yield example
 
 
 def throughput_unit(inputs: tuple[InputBinding, ...]) -> tuple[int, str]:
@@ -149,24 +147,3 @@ def _loss_error(own: float, mean: float, step: int) -> UserError:
         f"The loss is {own} at step {step}: lower the learning rate, clip gradients (--clip), or look "
         "for values in the data that the model cannot take."
     )
-
-
-def _next(batches: Iterator[Batch], step: int) -> Batch:
-    try:
-        return next(batches)
-    except StopIteration:
-        raise UserError(
-            f"batches() ended before step {step}: yield for ever, or ask for fewer --steps."
-        ) from None
-    except (Exception, SystemExit) as error:
-        raise model_error("batches()", error, f" at step {step}") from error
-
-
-def model_error(what: str, error: BaseException, when: str = "") -> UserError:
-    """An error of one sentence for an exception in the user's code, with the line of that code."""
-    # The frame below the caller's is the user's; deeper frames may belong to a library.
-    frames = traceback.extract_tb(error.__traceback__)[1:2]
-    place = "".join(f" ({Path(frame.filename).name}:{frame.lineno})" for frame in frames)
-    message = " ".join(str(error).split())
-    reason = type(error).__name__ + (f": {message}" if message else "")
-    return UserError(f"{what} failed{when}{place}: {reason}")

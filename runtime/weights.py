@@ -74,6 +74,18 @@ class RankWeights:
             buffer.fill_(weight)
         self._sum = buffer[0] + self._sum
 
+    @property
+    def sum(self) -> float:
+        """The sum so far; reading it waits for the device."""
+        return float(self._sum)
+
+    def go_on(self, total: float) -> None:
+        """Begin with the sum that another run of the step had."""
+        if self._buffer is None:
+            self._sum = total
+        else:
+            self._sum = self._memory.buffer(self._buffer).new_tensor(total)
+
     def take(self) -> Tensor | float:
         """The sum, f32[] or a number of micro-batches; the next step begins with 0."""
         total, self._sum = self._sum, 0.0

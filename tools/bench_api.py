@@ -19,8 +19,10 @@ import torch
 import zeroir
 from tools import record_file
 from zeroir.frontend.entry import load_model_file
+from zeroir.runtime.data.training_data import RankOfData, TrainingData, repeated
 from zeroir.runtime.engine import Engine
-from zeroir.runtime.train import repeat_batch, train
+from zeroir.runtime.train import train
+from zeroir.runtime.training_state import TrainingState
 from zeroir.torch_ops.batches import Batch
 
 
@@ -33,7 +35,9 @@ def seconds(block: Callable[[], object]) -> float:
 
 def as_run_does(engine: Engine, batch: Batch, steps: int) -> None:
     """The training loop of `zeroir run`, without its output."""
-    train(engine, repeat_batch(lambda: batch), steps=steps, report=lambda _: None)
+    data = TrainingData(repeated(lambda: batch), RankOfData(rank=0, world_size=1, seed=0))
+    training = TrainingState(engine=engine, data=data, scheduler=None, seed=0)
+    train(training, steps=engine.step_count + steps, report=lambda _: None)
 
 
 def as_users_do(

@@ -147,17 +147,17 @@ def start(arguments: list[str]) -> str:
 
 def time_steps(path: Path, steps: int, kernels: str) -> None:
     """As a rank: the median of the seconds of a step, printed by rank 0."""
-    from zeroir.api.run import load_model, open_batches, open_engine
+    from zeroir.api.run import load_model, open_data, open_engine
     from zeroir.runtime import rendezvous
 
     compiled = zeroir.load(path)
     place = rendezvous.join_job()
     model_file = load_model(compiled)
     engine = open_engine(compiled, model_file, place, 0, kernels)
-    batches = open_batches(model_file, place, 0)
+    data = open_data(model_file, place, 0)
     seconds: list[float] = []
-    for _ in range(WARM_UP + steps):
-        batch = next(batches)
+    for step in range(WARM_UP + steps):
+        batch = data.take(step + 1)
         engine.finish()
         begin = time.perf_counter()
         engine.step(batch)

@@ -6,6 +6,7 @@ The public API is loaded on first use, so that ``import zeroir`` costs nothing a
 * ``zeroir.load(path)`` reads one from disk;
 * ``print(program)`` shows its schedule, ``program.engine()`` returns an ``Engine``, whose ``step(batch)`` trains and
   returns a ``StepResult``;
+* ``zeroir.ResumableLoader(dataset, ...)`` gives batches whose order survives a resume, by any number of ranks;
 * ``zeroir.simulate(program, "dgx-h100")`` predicts the time of a step, and ``zeroir.estimate(7.5e9, world_size=64)``
   memory and communication from the number of parameters alone;
 * ``zeroir.plan(model, "dgx-h100", memory="80GB")`` chooses the options with which a step is shortest.
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from zeroir.api.plan import plan
     from zeroir.config import CompileOptions
     from zeroir.errors import InternalError, UserError
+    from zeroir.runtime.data.loader import ResumableLoader
     from zeroir.runtime.engine import Engine
     from zeroir.runtime.results import Evaluation, StepResult
 
@@ -33,6 +35,7 @@ __all__ = [
     "Engine",
     "Evaluation",
     "InternalError",
+    "ResumableLoader",
     "StepResult",
     "UserError",
     "compile",
@@ -50,6 +53,7 @@ _HOMES = {
     "Engine": ("zeroir.runtime.engine", "Engine"),
     "Evaluation": ("zeroir.runtime.results", "Evaluation"),
     "InternalError": ("zeroir.errors", "InternalError"),
+    "ResumableLoader": ("zeroir.runtime.data.loader", "ResumableLoader"),
     "StepResult": ("zeroir.runtime.results", "StepResult"),
     "UserError": ("zeroir.errors", "UserError"),
     "compile": ("zeroir.api", "compile_model"),

@@ -34,6 +34,10 @@ class UserError(ZeroirError):
     exit_code: ClassVar[int] = 2
 
 
+class DamagedCheckpointError(UserError):
+    """A checkpoint is not what was saved; an earlier one may be."""
+
+
 class KernelWarning(UserWarning):
     """Segments run with other kernels than requested; results are equally exact, but the step may be slower."""
 
@@ -44,6 +48,10 @@ class GraphWarning(UserWarning):
 
 class ModelWarning(UserWarning):
     """A model's code does something that its program does differently, or leaves out."""
+
+
+class CheckpointWarning(UserWarning):
+    """A checkpoint lacks something that begins anew, or has something that is left out."""
 
 
 class InternalError(ZeroirError):

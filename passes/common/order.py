@@ -15,13 +15,14 @@ An ``alloc`` takes no time, but a buffer that begins before a wait may be live a
 ops that the wait is for. So each alloc is held back until an op of its stream first touches its buffer, and follows the
 waits of that op.
 
-Pending events are an exception, since only the section before knows what their ops touch: an event that is pending at
-the exit of a section keeps its name, and a wait for one that is pending at the entry stays.
+An event that is pending at the exit of a section keeps its name. The ops of all sections that signal an event which is
+pending at the entry count as earlier ops there, since each may be under way. Where no op signals it, nobody knows what
+its op touches, and the waits for it stay.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, assert_never
 
@@ -36,12 +37,19 @@ from zeroir.passes.common.conflicts import Touch, touches
 
 
 def without_waits(program: Program) -> Program:
-    """The program without the waits and events of its sections, but for those of ops that cross a joint."""
-    return rewrite.map_sections(program, _without_waits)
+    """The program without the waits and events of its sections, but for events, and waits, that cross a joint.
+
+    Of these, the waits for events that ops of the program signal are left out, too.
+    """
+    crossing = {p.event for section in program.sections for p in section.entry.pending}
+    signalled = (
+        {op.event for op in program.ops() if not isinstance(op, Wait)} if crossing else set()
+    )
+    return rewrite.map_sections(program, lambda section: _without_waits(section, signalled))
 
 
-def _without_waits(section: Section) -> Section:
-    entering = {pending.event for pending in section.entry.pending}
+def _without_waits(section: Section, signalled: Set[str | None]) -> Section:
+    entering = {pending.event for pending in section.entry.pending} - signalled
     leaving = {pending.event for pending in section.exit.pending}
     body: list[Op] = []
     for op in section.body:
@@ -59,7 +67,21 @@ def derive_waits(program: Program) -> Program:
     """The program with the waits and events that its sections need, in the place of those that it has."""
     program = without_waits(program)
     kinds = bounded_buffers(program.buffers, program.ops()) if program.bounds else {}
-    return rewrite.map_sections(program, lambda section: _Derivation(program, section, kinds).run())
+    crossing = _crossing_touches(program)
+    return rewrite.map_sections(
+        program, lambda section: _Derivation(program, section, kinds, crossing).run()
+    )
+
+
+def _crossing_touches(program: Program) -> Mapping[str, Sequence[Touch]]:
+    """The elements that the ops touch which signal each event that is pending at a joint."""
+    crossing: dict[str, list[Touch]] = {
+        pending.event: [] for section in program.sections for pending in section.entry.pending
+    }
+    for op in program.ops() if crossing else ():
+        if not isinstance(op, Wait) and op.event in crossing:
+            crossing[op.event] += touches(effects(op), program)
+    return crossing
 
 
 class _EffectsOfOp(NamedTuple):
@@ -138,8 +160,15 @@ class _BoundedReleases:
 class _Derivation:
     """The waits of one section."""
 
-    def __init__(self, program: Program, section: Section, kinds: Mapping[str, BoundKind]) -> None:
+    def __init__(
+        self,
+        program: Program,
+        section: Section,
+        kinds: Mapping[str, BoundKind],
+        crossing: Mapping[str, Sequence[Touch]],
+    ) -> None:
         self.program = program
+        self.crossing = crossing
         self.section = section
         self.clocks = StreamClocks(stream.name for stream in program.streams)
         self.issued: list[_PlacedOp] = []
@@ -163,6 +192,7 @@ class _Derivation:
         for pending in entry.pending:
             stream, _ = self.clocks.enter(pending)
             index = self._append(None, stream, pending.event)
+            self._record(self.crossing[pending.event], index)
             for holding in entry.holdings:
                 if holding.after == pending.event:
                     region = holding.region

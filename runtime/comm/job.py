@@ -76,6 +76,19 @@ class Job:
         rows = exchanged(torch.tensor(values, dtype=torch.float64), self.device)
         return [[float(value) for value in row] for row in rows.tolist()]
 
+    def shared_lines(self, own: Sequence[str]) -> list[str]:
+        """Rank 0's texts, which have no line breaks, on every rank. All ranks call this together."""
+        if self.is_alone:
+            return list(own)
+        # The last line break is there even if no text is.
+        lines = "".join(f"{text}\n" for text in own) + "\n"
+        text = torch.frombuffer(bytearray(lines.encode()), dtype=torch.uint8)
+        sizes = exchanged(torch.tensor([text.numel()], dtype=torch.int64), self.device).view(-1)
+        padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
+        padded[: text.numel()] = text
+        first = exchanged(padded, self.device)[0, : int(sizes[0])]
+        return first.numpy().tobytes().decode().split("\n")[:-2]
+
     def gather(self, own: bytes) -> list[bytes] | None:
         """Every rank's bytes, in rank order, on rank 0; None on the others. All ranks call this together."""
         if self.is_alone:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.checkpoints import save_checkpoint
+from tests.support.checkpoint_files import save_checkpoint
 from tests.support.power import Journal, recorded, write_images
 from zeroir.checkpoint.folder import CheckpointFolder
 from zeroir.checkpoint.reading import read_manifest, verify_all

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.checkpoints import flat_manifest, save_checkpoint
+from tests.support.checkpoint_files import flat_manifest, save_checkpoint
 from zeroir.checkpoint import local_storage
 from zeroir.checkpoint.folder import Best, CheckpointFolder
 from zeroir.checkpoint.manifest import MANIFEST_NAME, Manifest

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.checkpoints import flat_manifest, save_checkpoint, tensor_to_write
+from tests.support.checkpoint_files import flat_manifest, save_checkpoint, tensor_to_write
 from zeroir.checkpoint.folder import CheckpointFolder
 from zeroir.checkpoint.manifest import Manifest
 from zeroir.checkpoint.publish import begin

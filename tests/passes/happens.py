@@ -16,7 +16,10 @@ from zeroir.ir.program import Program
 
 
 def before(body: Sequence[Op]) -> list[int]:
-    """For each op a bit mask of the ops that have surely finished when it begins. No host waits, nothing pending."""
+    """For each op a bit mask of the ops that have surely finished when it begins. No host waits.
+
+    A wait for an event that is pending from before orders nothing here.
+    """
     last: dict[str, int] = {}
     signal: dict[str, int] = {}
     masks: list[int] = []
@@ -26,8 +29,9 @@ def before(body: Sequence[Op]) -> list[int]:
         if stream in last:
             mask |= masks[last[stream]] | 1 << last[stream]
         if isinstance(op, ops.Wait):
-            signaller = signal[op.waited]
-            mask |= masks[signaller] | 1 << signaller
+            if op.waited in signal:
+                signaller = signal[op.waited]
+                mask |= masks[signaller] | 1 << signaller
         elif op.event is not None:
             signal[op.event] = index
         masks.append(mask)

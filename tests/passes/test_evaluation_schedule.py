@@ -127,7 +127,7 @@ def test_the_figures_of_a_step_are_those_without_it(stage: int) -> None:
     for name in STEP_SECTIONS:
         assert with_it.section_by_name.get(name) == without.section_by_name.get(name)
     assert collective_bytes(with_it) == collective_bytes(without)
-    assert list(with_it.step_ops()) == list(without.ops())
+    assert list(with_it.step_ops()) == list(without.step_ops())
 
 
 def calls(program: Program, section: str) -> list[tuple[str, str]]:

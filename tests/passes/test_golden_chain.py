@@ -29,6 +29,7 @@ from zeroir.passes.overlap_update import OverlapUpdate
 from zeroir.passes.pipelines import PASSES, for_stage, parse_spec
 from zeroir.passes.plan_memory import PlanMemory
 from zeroir.passes.recompute import Recompute
+from zeroir.passes.save_state import SaveState
 from zeroir.passes.select_saved import SelectSaved
 from zeroir.passes.unshard import Unshard
 
@@ -64,6 +65,7 @@ LINKS: Final = (
     Link(logical=LOGICAL, earlier=CHAIN[:5], step=Unshard(units=("a",))),
     Link(logical=LOGICAL, earlier=CHAIN[:6], step=Bucket(bytes=4096)),
     Link(logical=LOGICAL, earlier=CHAIN[:8], step=OverlapUpdate()),
+    Link(logical=LOGICAL, earlier=CHAIN[:8], step=SaveState()),
     Link(logical=LOGICAL, earlier=CHAIN[:8], step=PlanMemory()),
 )
 EACH_LINK: Final = pytest.mark.parametrize("link", LINKS, ids=[link.step.name for link in LINKS])

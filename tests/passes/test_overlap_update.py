@@ -232,7 +232,7 @@ def test_a_global_decision_comes_before_any_step(precision: str, clip: float | N
 
 def test_a_user_may_have_the_update_apart() -> None:
     options = {"stage": 2, "world_size": 3}
-    assert for_options(make_options(options))[-2] == OverlapUpdate()
+    assert for_options(make_options(options))[-3] == OverlapUpdate()
     apart = make_options({**options, "overlap_update": False})
     assert OverlapUpdate() not in for_options(apart)
 

@@ -9,6 +9,7 @@ from zeroir.config import make_options, options_from_pairs
 from zeroir.passes.bound_gradients import BoundGradients
 from zeroir.passes.pipelines import for_options, for_stage, lower
 from zeroir.passes.plan_memory import PlanMemory
+from zeroir.passes.save_state import SaveState
 from zeroir.verify import verify
 
 
@@ -34,7 +35,7 @@ def test_options_choose_the_passes() -> None:
             "live_gradients": 3,
         }
     )
-    *chosen, last = for_options(options)
+    *chosen, saving, last = for_options(options)
     assert tuple(chosen) == for_stage(
         3,
         6,
@@ -45,7 +46,7 @@ def test_options_choose_the_passes() -> None:
         overlap_update=True,
         select=options.select_saved,
     )
-    assert last == PlanMemory()
+    assert (saving, last) == (SaveState(), PlanMemory())
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 5])

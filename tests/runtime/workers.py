@@ -40,9 +40,11 @@ from zeroir.passes.pipelines import lower
 from zeroir.runtime import initial, rendezvous, train
 from zeroir.runtime.comm.handout import Handout
 from zeroir.runtime.comm.job import Backend
+from zeroir.runtime.data.training_data import RankOfData, TrainingData
 from zeroir.runtime.engine import Engine
 from zeroir.runtime.kernels.choice import KernelBackend
 from zeroir.runtime.rank_memory import RankMemory
+from zeroir.runtime.training_state import TrainingState
 
 FOLDER = Path(os.environ["TEST_FOLDER"])
 RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -143,7 +145,7 @@ def evaluations(path: str) -> None:
         engine = Engine(lower(trace(source, options), options), seed=5)
         engine.initialise(source.model, 5)
         assert source.batches is not None
-        batches = source.batches(RANK, WORLD_SIZE, 5)
+        batches = iter(source.batches(RANK, WORLD_SIZE, 5))
         found: list[Tensor] = []
         for _ in range(3):
             evaluation = engine.evaluate(next(batches))
@@ -244,7 +246,10 @@ def nan_loss() -> None:
     batches = [step[RANK][0] for step in random_batches(5, WORLD_SIZE)]
     if RANK == 1:
         batches[2] = {"x": torch.full((4, 6), float("nan"))}
-    train.train(engine, iter(batches), steps=5, report=lambda _: None)
+    rank = RankOfData(rank=RANK, world_size=WORLD_SIZE, seed=0)
+    data = TrainingData(lambda *_: batches, rank)
+    training = TrainingState(engine=engine, data=data, scheduler=None, seed=0)
+    train.train(training, steps=5, report=lambda _: None)
 
 
 def other_settings() -> None:

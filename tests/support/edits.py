@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from random import Random
 
-from zeroir.ir.buffers import Buffer, Region
-from zeroir.ir.ops import Op
-from zeroir.ir.program import Program
+from zeroir.ir.buffers import Buffer, Region, Role
+from zeroir.ir.ops import Op, Wait
+from zeroir.ir.program import SAVE, Program, State
 from zeroir.passes.common.rewrite import map_regions
 
 Mutation = Callable[[Program, Random], Program | None]
@@ -76,6 +76,33 @@ def redirected(program: Program, chance: Random, old: str, new: str) -> Program 
 
     place = pick(program, chance, uses_old)
     return None if place is None else put(program, place, map_regions(at(program, place), renamed))
+
+
+def without_save(program: Program) -> Program:
+    """The program without section ``save``, its snapshots, and the waits for its copies."""
+    events = {op.event for op in program.section_by_name[SAVE].body if not isinstance(op, Wait)} - {
+        None
+    }
+
+    def without_events(state: State) -> State:
+        return replace(state, pending=tuple(p for p in state.pending if p.event not in events))
+
+    return replace(
+        program,
+        buffers=tuple(b for b in program.buffers if b.role is not Role.SNAPSHOT),
+        sections=tuple(
+            replace(
+                section,
+                entry=without_events(section.entry),
+                body=tuple(
+                    op for op in section.body if not (isinstance(op, Wait) and op.waited in events)
+                ),
+                exit=without_events(section.exit),
+            )
+            for section in program.sections
+            if section.name != SAVE
+        ),
+    )
 
 
 def on_one(

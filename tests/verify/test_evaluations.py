@@ -9,6 +9,7 @@ from functools import lru_cache
 import pytest
 
 from tests.support.captures import captured
+from tests.support.edits import without_save
 from tests.support.evaluating import model as source
 from zeroir.config import make_options
 from zeroir.frontend.entry import load_model_file
@@ -59,7 +60,7 @@ def test_it_is_proved_prints_and_parses() -> None:
 
 @pytest.mark.parametrize("name", ["loss", "step", "lr", "buffer.blocks.0.norm.running_mean"])
 def test_an_evaluation_changes_no_state(name: str) -> None:
-    program, _ = programs()
+    program = without_save(programs()[0])
     assert codes(appended(program, EVALUATE, fill(program, name))) & {"Z103", "Z405"}
 
 
@@ -153,7 +154,7 @@ def test_damaged_evaluations_are_rejected(name: str) -> None:
 
 
 def test_an_output_is_not_under_way_when_the_host_reads_it() -> None:
-    program, _ = programs()
+    program = without_save(programs()[0])
     section = program.section_by_name[EVALUATE]
     region = Region(buffer="output.loss", offset=0, numel=1)
     late = ops.Cast(source=region, destination=region, stream=COMPUTE, event="late")

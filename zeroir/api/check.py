@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import count
 from typing import TYPE_CHECKING
 
 from zeroir.api.compiled import compile_with
 from zeroir.config import CompileOptions
-from zeroir.errors import UserError
 from zeroir.report.names import counted
 
 if TYPE_CHECKING:
@@ -268,15 +268,12 @@ def _compare_tensors(
 
 def _batches(source: ModelSource, rank: int, world_size: int, seed: int) -> Iterator[Batch]:
     """The source's batches, or variations of its example, different on every rank and step."""
-    from zeroir.runtime.train import model_error
+    from zeroir.runtime.data.training_data import RankOfData, TrainingData
 
     if source.batches is not None:
-        try:
-            yield from source.batches(rank, world_size, seed, 0)
-        except UserError:
-            raise
-        except (Exception, SystemExit) as error:
-            raise model_error("batches()", error) from error
+        data = TrainingData(source.batches, RankOfData(rank=rank, world_size=world_size, seed=seed))
+        for step in count(1):
+            yield data.take(step)
     import torch
 
     from zeroir.torch_ops.batches import with_tensors

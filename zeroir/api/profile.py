@@ -7,7 +7,7 @@ from pathlib import Path
 
 from zeroir.api.compiled import load_program
 from zeroir.api.job import joined_job, watched_job
-from zeroir.api.run import fitted, load_model, open_batches, open_engine
+from zeroir.api.run import fitted, load_model, open_data, open_engine
 from zeroir.api.sentences import warnings_as_sentences
 from zeroir.artifact.outputs import MACHINE, write_whole
 from zeroir.cost.machine import Machine, load_machine, to_toml
@@ -72,8 +72,8 @@ def profile_program(
             compiled, _ = fitted(compiled, job_rank.world_size)
             with warnings_as_sentences():
                 engine = open_engine(compiled, source, job_rank, seed, kernels)
-            batches = open_batches(source, job_rank, seed)
-            recording = record(engine, batches, rounds=rounds)
+            data = open_data(source, job_rank, seed)
+            recording = record(engine, data, rounds=rounds)
             engine.close()
             if recording is None:
                 return None

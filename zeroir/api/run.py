@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 
 from zeroir.api.compiled import CompiledProgram, load_program
 from zeroir.api.job import ClosedOutputError, joined_job, watched_job
+from zeroir.api.run_checkpoints import held_folder, resume, saving
+from zeroir.api.run_options import RunOptions
 from zeroir.api.sentences import say, warnings_as_sentences
 from zeroir.artifact import Artifact
 from zeroir.artifact.outputs import TIMELINE, require_writable, write_whole
@@ -24,79 +26,74 @@ if TYPE_CHECKING:
     from zeroir.frontend.entry import ModelText
     from zeroir.frontend.source import Model, ModelSource
     from zeroir.ir.program import Program
+    from zeroir.runtime.data.training_data import TrainingData
     from zeroir.runtime.engine import Engine
     from zeroir.runtime.evaluations import Evaluations
     from zeroir.runtime.kernels.choice import KernelBackend
     from zeroir.runtime.module_values import StateSource
     from zeroir.runtime.rendezvous import JobRank
-    from zeroir.torch_ops.batches import Batch
+    from zeroir.runtime.saves import Saves
+    from zeroir.runtime.training_state import TrainingState
 
 
-def run_program(
-    path: Path,
-    *,
-    steps: int,
-    seed: int,
-    log_every: int,
-    eval_every: int | None,
-    model: str | None,
-    allow_model_change: bool,
-    as_json: bool,
-    trace: Path | None,
-    kernels: str,
-    cuda_graphs: bool,
-    self_check: bool,
-    micro_steps: int | None = None,
-) -> None:
-    """Train for ``steps`` steps as the rank that torchrun made this process, or alone without torchrun.
+def run_program(path: Path, options: RunOptions) -> None:
+    """Train as the rank that torchrun made this process, or alone without torchrun.
 
-    Each step takes ``micro_steps`` batches, by default as many as the program was compiled with.
-
-    Rank 0 prints, and writes the recorded timeline of the last step to ``trace``. In a job of several ranks, a rank
-    that fails prints why and ends its process at once, because its threads may be blocked in a collective with a
-    lost peer.
+    Rank 0 prints, and writes the recorded timeline of the last step. In a job of several ranks, a rank that fails
+    prints why and ends its process at once, because its threads may be blocked in a collective with a lost peer.
 
     Raises:
         UserError: in a job of one rank, or before the job is joined.
     """
+    trace = options.trace
     with watched_job():
         if trace is not None and os.environ.get("RANK", "0") == "0":
             require_writable(trace, TIMELINE)
         compiled = load_program(path)
-        source = load_model(compiled, model=model, allow_model_change=allow_model_change)
-        with joined_job() as job_rank:
+        source = load_model(
+            compiled, model=options.model, allow_model_change=options.allow_model_change
+        )
+        with joined_job() as job_rank, held_folder(options.save, job_rank.rank):
             compiled = _fit_and_report(compiled, job_rank)
-            evaluations = _evaluations(compiled, source, job_rank, seed, eval_every)
-            if micro_steps is not None and micro_steps > 1 and not compiled.accumulates:
-                compiled = compiled.for_accumulation(micro_steps)
+            evaluations = _evaluations(compiled, source, job_rank, options)
+            if (options.micro_steps or 1) > 1 and not compiled.accumulates:
+                compiled = compiled.for_accumulation(options.micro_steps or 1)
             with warnings_as_sentences():
                 engine = open_engine(
                     compiled,
                     source,
                     job_rank,
-                    seed,
-                    kernels,
-                    cuda_graphs=cuda_graphs,
-                    self_check=self_check,
+                    options.seed,
+                    options.kernels,
+                    cuda_graphs=options.cuda_graphs,
+                    self_check=options.self_check,
                 )
+                training = _training(engine, source, job_rank, options)
+                resume(training, options)
             if source.batches is None and job_rank.rank == 0:
                 say(f"There is no batches(): training on {source.names.batch} again and again.")
-            batches = open_batches(source, job_rank, seed)
+            training.data.open()
             if trace is not None:
-                engine.record(steps)
-            _train(
-                engine,
-                batches,
-                evaluations,
-                job_rank.rank,
-                steps,
-                log_every,
-                as_json=as_json,
-                micro_steps=micro_steps,
-            )
-            if trace is not None:
+                engine.record(options.steps)
+            with saving(training, options.save) as saves:
+                _train(training, evaluations, saves, options)
+            if trace is not None and engine.step_count == options.steps:
                 _write_trace(trace, engine)
             engine.close()
+
+
+def _training(
+    engine: Engine, source: ModelSource, job_rank: JobRank, options: RunOptions
+) -> TrainingState:
+    from zeroir.runtime.training_state import TrainingState
+
+    is_scheduled = "schedule" in engine.program.option
+    return TrainingState(
+        engine=engine,
+        data=open_data(source, job_rank, options.seed),
+        scheduler=engine.scheduler(options.steps) if is_scheduled else None,
+        seed=options.seed,
+    )
 
 
 def _fit_and_report(compiled: CompiledProgram, job_rank: JobRank) -> CompiledProgram:
@@ -123,34 +120,38 @@ def _same_on_all_ranks(job_rank: JobRank) -> Iterator[None]:
 
 
 def _train(
-    engine: Engine,
-    batches: Iterator[Batch],
+    training: TrainingState,
     evaluations: Evaluations | None,
-    rank: int,
-    steps: int,
-    log_every: int,
-    *,
-    as_json: bool,
-    micro_steps: int | None,
+    saves: Saves | None,
+    options: RunOptions,
 ) -> None:
     from zeroir.runtime import progress, train
 
+    engine = training.engine
+    if engine.step_count >= options.steps and engine.rank == 0:
+        say("There is no step left: ask for more --steps.")
     try:
         with (
             progress.reporter(
-                rank, steps, as_json=as_json, out=sys.stdout, err=sys.stderr
+                engine.rank,
+                options.steps,
+                as_json=options.as_json,
+                out=sys.stdout,
+                err=sys.stderr,
             ) as report,
             warnings_as_sentences(),
         ):
             train.train(
-                engine,
-                batches,
-                steps=steps,
+                training,
+                steps=options.steps,
                 report=report,
-                log_every=log_every,
-                micro_steps=micro_steps,
+                log_every=options.log_every,
+                micro_steps=options.micro_steps,
                 evaluations=evaluations,
+                saves=saves,
             )
+        if engine.step_count < options.steps and engine.rank == 0:
+            say(f"Stopped by SIGTERM after {engine.step_count} of {options.steps} steps.")
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise ClosedOutputError(
@@ -163,34 +164,25 @@ def _train(
         ) from error
 
 
-def open_batches(source: ModelSource, job_rank: JobRank, seed: int) -> Iterator[Batch]:
-    """This rank's batches: those of the source's ``batches``, or its example batch again and again.
+def open_data(source: ModelSource, job_rank: JobRank, seed: int) -> TrainingData:
+    """This rank's batches: those of the source's ``batches``, or its example batch again and again."""
+    from zeroir.runtime.data.training_data import RankOfData, TrainingData, repeated
 
-    Raises:
-        UserError: where ``batches`` fails.
-    """
-    from zeroir.runtime import train
-
-    if source.batches is None:
-        return train.repeat_batch(source.batch)
-    try:
-        return source.batches(job_rank.rank, job_rank.world_size, seed, 0)
-    except UserError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise train.model_error("batches()", error) from error
+    function = source.batches or repeated(source.batch)
+    rank = RankOfData(rank=job_rank.rank, world_size=job_rank.world_size, seed=seed)
+    return TrainingData(function, rank)
 
 
 def _evaluations(
     compiled: CompiledProgram,
     source: ModelSource,
     job_rank: JobRank,
-    seed: int,
-    every: int | None,
+    options: RunOptions,
 ) -> Evaluations | None:
     """The evaluations of a run, None without ``--eval-every``."""
     from zeroir.runtime.evaluations import Evaluations
 
+    every, seed = options.eval_every, options.seed
     if every is None:
         return None
     eval_batches = source.eval_batches

@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
-from zeroir.errors import GraphWarning, KernelWarning, ModelWarning
+from zeroir.errors import CheckpointWarning, GraphWarning, KernelWarning, ModelWarning
+
+_OWN = (CheckpointWarning, GraphWarning, KernelWarning, ModelWarning)
 
 
 def say(sentence: str) -> None:
@@ -20,7 +22,7 @@ def say(sentence: str) -> None:
 def warnings_as_sentences() -> Iterator[None]:
     """Print zeroir's own warnings as one sentence each, without the line of code that issued them."""
     with warnings.catch_warnings():
-        for category in (KernelWarning, GraphWarning, ModelWarning):
+        for category in _OWN:
             warnings.simplefilter("always", category)
         show_as_python = warnings.showwarning
 
@@ -32,7 +34,7 @@ def warnings_as_sentences() -> Iterator[None]:
             file: TextIO | None = None,
             line: str | None = None,
         ) -> None:
-            if issubclass(category, KernelWarning | GraphWarning | ModelWarning):
+            if issubclass(category, _OWN):
                 say(f"Warning: {message}")
             else:
                 show_as_python(message, category, filename, lineno, file, line)

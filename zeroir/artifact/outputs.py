@@ -6,9 +6,10 @@ import contextlib
 import os
 import re
 import secrets
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final
 
 from zeroir.errors import UserError
 
@@ -47,6 +48,11 @@ SNAPSHOT: Final = OutputKind(
     head=re.compile(rb"(?s)\x80\x04.{,20}segments"),
 )
 GRAPH: Final = OutputKind(noun="a graph", example="gpt.dot", head=re.compile(rb"digraph zeroir \{"))
+STATE_DICT: Final = OutputKind(
+    noun="a state_dict",
+    example="weights.pt",
+    head=re.compile(rb"(?s)PK\x03\x04.{26}archive/data\.pkl"),
+)
 DUMP: Final = OutputKind(
     noun="a flight-recorder dump",
     example="rank_0",
@@ -96,10 +102,22 @@ def write_whole(path: Path, data: bytes, kind: OutputKind) -> None:
     Raises:
         UserError: if the path cannot be written, or is a file of another kind.
     """
+    with written_whole(path, kind) as file:
+        file.write(data)
+
+
+@contextlib.contextmanager
+def written_whole(path: Path, kind: OutputKind) -> Iterator[BinaryIO]:
+    """Give a file to write into, and let it appear at the path if the body succeeds, as ``write_whole`` does.
+
+    Raises:
+        UserError: if the path cannot be written, or is a file of another kind.
+    """
     require_writable(path, kind)
     if _is_device(path):
         try:
-            path.write_bytes(data)
+            with path.open("wb") as device:
+                yield device
         except OSError as error:
             raise _unwritable(path, error) from error
         return
@@ -107,7 +125,7 @@ def write_whole(path: Path, data: bytes, kind: OutputKind) -> None:
     beside = target.with_name(f".{target.name}.{secrets.token_hex(6)}.tmp")
     try:
         with beside.open("xb") as file:
-            file.write(data)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         beside.replace(target)

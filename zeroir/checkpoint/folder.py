@@ -54,12 +54,12 @@ class CheckpointFolder:
             yield
 
     def list(self) -> tuple[Listed, ...]:
-        """The checkpoints by name, newest first; no file is read."""
+        """The checkpoints by name, newest first; no manifest is read."""
         listed = []
         for entry in self._storage.entries(self.root):
             match = CHECKPOINT_NAME.fullmatch(entry.name)
-            if match and entry.is_folder:
-                path = join(self.root, entry.name)
+            path = join(self.root, entry.name)
+            if match and entry.is_folder and self._storage.has_appeared(path):
                 listed.append(Listed(path=path, step=int(match[1]), attempt=int(match[2] or 1)))
         return tuple(sorted(listed, key=_age, reverse=True))
 

@@ -208,6 +208,16 @@ class LocalStorage:
             if file is not None:
                 file.abandon()
 
+    def discard(self, folder: str, token: str, *, was_sent: bool) -> None:
+        """Remove a folder that was not renamed."""
+        del token, was_sent
+        self.remove(folder)
+
+    def has_appeared(self, folder: str) -> bool:
+        """True: the folder has this name since the manifest is in it."""
+        del folder
+        return True
+
     def remove(self, folder: str) -> None:
         """Rename a checkpoint to ``.NAME.deleting-TOKEN``, durably, and remove that; remove a leftover at once.
 

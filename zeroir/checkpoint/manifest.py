@@ -91,8 +91,7 @@ class StoredFlat(Record):
 class StoredBuffer(Record):
     """A buffer of the model on some ranks: those that have these very bits.
 
-    ``aliases`` are the other names of the same tensor. ``is_persistent`` tells whether the ``state_dict`` of the model
-    has it.
+    ``aliases`` are the other names of the same tensor. ``is_persistent`` tells whether ``state_dict`` has it.
     """
 
     name: str
@@ -160,7 +159,7 @@ class Manifest(Record):
     ``metrics`` are numbers that the user gave, by which the best checkpoint is kept. ``shared`` is the state that is
     the same for all ranks, such as that of a learning-rate schedule. ``config`` is the configuration of a model for
     exports, where it is known (Hugging Face's ``config.to_dict()``), and ``config_owner`` the name of the module that
-    it describes: empty for the whole model.
+    has it: empty for the whole model.
     """
 
     format: Literal["zeroir-checkpoint"] = FORMAT

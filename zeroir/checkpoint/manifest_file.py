@@ -13,7 +13,7 @@ from pydantic import JsonValue, ValidationError
 from zeroir.checkpoint.checksums import checksum_of
 from zeroir.checkpoint.consistency import contradictions
 from zeroir.checkpoint.manifest import FORMAT, VERSION, Manifest
-from zeroir.errors import InternalError, UserError
+from zeroir.errors import DamagedCheckpointError, InternalError, UserError
 
 
 def manifest_bytes(manifest: Manifest) -> bytes:
@@ -34,7 +34,7 @@ def parse_manifest(data: bytes, path: str) -> Manifest:
     """The manifest in the bytes of a file; ``path`` is for messages.
 
     Raises:
-        UserError: if the bytes are not those that ``manifest_bytes`` gives for some manifest, or it contradicts itself.
+        DamagedCheckpointError: if the bytes are not those that ``manifest_bytes`` gives for some manifest, or it contradicts itself.
     """
     try:
         document = json.loads(data)
@@ -78,5 +78,5 @@ def _require_version(value: JsonValue, path: str) -> None:
         )
 
 
-def _damaged(path: str, problem: str) -> UserError:
-    return UserError(f"'{path}' is damaged: {problem}; use another checkpoint.")
+def _damaged(path: str, problem: str) -> DamagedCheckpointError:
+    return DamagedCheckpointError(f"'{path}' is damaged: {problem}; use another checkpoint.")

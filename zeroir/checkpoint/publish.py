@@ -12,7 +12,7 @@ from zeroir.checkpoint.storage import join, open_storage
 from zeroir.errors import UserError
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Draft:
     """A checkpoint while it is written: its files go to ``folder``, and readers will find it at ``target``.
 
@@ -22,6 +22,8 @@ class Draft:
     target: str
     folder: str
     token: str
+    was_sent: bool = False
+    """Whether its manifest may be on the way, even if publishing failed."""
 
     def file_name(self, rank: int) -> str:
         """The name of a rank's file."""
@@ -43,7 +45,8 @@ class Draft:
     def abandon(self) -> None:
         """Remove what is written of a checkpoint that did not appear. It raises nothing."""
         with contextlib.suppress(UserError):
-            open_storage(self.folder).remove(self.folder)
+            storage = open_storage(self.folder)
+            storage.discard(self.folder, self.token, was_sent=self.was_sent)
 
     def _publish(self, manifest: Manifest) -> None:
         storage = open_storage(self.folder)
@@ -59,6 +62,7 @@ class Draft:
                     f"'{join(self.folder, file.name)}' has {size_bytes} bytes instead of the {file.size_bytes} that "
                     "were written: save to another disk."
                 )
+        self.was_sent = True
         storage.publish(self.folder, self.target, manifest_bytes(manifest))
 
 

@@ -11,7 +11,7 @@ from zeroir.checkpoint.manifest import MANIFEST_NAME, Manifest, StoredFile, Stor
 from zeroir.checkpoint.manifest_file import parse_manifest
 from zeroir.checkpoint.safetensors_header import ITEMSIZE_BYTES
 from zeroir.checkpoint.storage import InputFile, join, open_storage
-from zeroir.errors import UserError
+from zeroir.errors import DamagedCheckpointError
 
 CHUNK_BYTES: Final = 16 << 20
 """The most bytes that verification reads at once."""
@@ -24,12 +24,12 @@ def read_manifest(path: str) -> Manifest:
     """The manifest of the checkpoint at a path.
 
     Raises:
-        UserError: if there is no checkpoint, or its manifest is damaged.
+        DamagedCheckpointError: if there is no checkpoint, or its manifest is damaged.
     """
     manifest_path = join(path, MANIFEST_NAME)
     storage = open_storage(path)
     if storage.size_bytes(manifest_path) is None:
-        raise UserError(
+        raise DamagedCheckpointError(
             f"'{path}' is not a checkpoint: it contains no {MANIFEST_NAME}; name a folder that does."
         )
     with contextlib.closing(storage.open(manifest_path)) as file:
@@ -77,7 +77,7 @@ class CheckpointFiles:
         """Fill a buffer with consecutive elements of a tensor, beginning with element ``start``.
 
         Raises:
-            UserError: if the file is missing, truncated, damaged or foreign, naming it.
+            DamagedCheckpointError: if the file is missing, truncated, damaged or foreign, naming it.
         """
         opened = self._file(file)
         place = opened.places[tensor]
@@ -100,7 +100,7 @@ class CheckpointFiles:
         """Read an item and compare its checksum.
 
         Raises:
-            UserError: if the file is missing, truncated, damaged or foreign, naming it and the tensor.
+            DamagedCheckpointError: if the file is missing, truncated, damaged or foreign, naming it and the tensor.
         """
         opened = self._file(item.file)
         if item.tensor is None:
@@ -224,8 +224,8 @@ def _header_bytes(file: StoredFile) -> int:
     return file.size_bytes - sum(_size_bytes(tensor) for tensor in file.tensors)
 
 
-def _refused(path: str, file: str, tensor: str | None, problem: str) -> UserError:
+def _refused(path: str, file: str, tensor: str | None, problem: str) -> DamagedCheckpointError:
     what = f"'{join(path, file)}'" if tensor is None else f"tensor {tensor} of '{join(path, file)}'"
-    return UserError(
+    return DamagedCheckpointError(
         f"{what[0].upper()}{what[1:]} is not what was saved: {problem}; use another checkpoint."
     )

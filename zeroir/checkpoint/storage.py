@@ -16,6 +16,13 @@ from zeroir.errors import UserError
 CHECKPOINT_NAME: Final = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,})(?:-([2-9]|[1-9][0-9]+))?")
 """Names of checkpoints in the folder of a job: ``step-00000100``, or ``step-00000100-2`` for the second of a step."""
 
+PAUSES_S: Final = (0.5, 2.0)
+"""The pauses between attempts after a ``PassingError``."""
+
+
+class PassingError(UserError):
+    """A failure of a store or the network between, which may pass; whether the call had its effect is not known."""
+
 
 class OutputFile(Protocol):
     """A file while it is written, from its start to its end."""
@@ -83,7 +90,17 @@ class Storage(Protocol):
         """Make the written files and the manifest durable, then let them appear at ``target`` at one instant.
 
         Every file in the folder has been finished by its writer.
+
+        Raises:
+            UserError: if something is at ``target``, or the disk or the store fails. Unless that says otherwise, the
+                checkpoint has not appeared.
         """
+
+    def discard(self, folder: str, token: str, *, was_sent: bool) -> None:
+        """Remove what was written aside. ``was_sent`` says that ``publish`` was tried, and failed."""
+
+    def has_appeared(self, folder: str) -> bool:
+        """Whether readers see a checkpoint in a folder that has the name of one."""
 
     def remove(self, folder: str) -> None:
         """Remove a checkpoint: it disappears at one instant, then its space is freed."""
@@ -101,10 +118,12 @@ class Storage(Protocol):
 
 def open_storage(path: str) -> Storage:
     """The storage of a path: a disk, or what fsspec opens for a URL such as ``s3://bucket/runs``."""
+    if "://" in path:
+        from zeroir.checkpoint.fsspec_storage import open_store
+
+        return open_store(path)
     from zeroir.checkpoint.local_storage import LocalStorage
 
-    if "://" in path:
-        raise UserError(f"'{path}' is a URL, and checkpoints are on disks only: name a folder.")
     return LocalStorage()
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import contextlib
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
@@ -14,7 +16,7 @@ from zeroir.checkpoint.safetensors_header import (
     header_bytes,
     in_file_order,
 )
-from zeroir.checkpoint.storage import OutputFile, Storage, join
+from zeroir.checkpoint.storage import PAUSES_S, OutputFile, PassingError, Storage, join
 from zeroir.errors import InternalError
 
 CHUNK_BYTES: Final = 16 << 20
@@ -31,6 +33,8 @@ def write_file(
 ) -> StoredFile:
     """Write a safetensors file that does not exist; it is durable on return.
 
+    If a store fails in a way that may pass, the file is written again, provided that the parts can be iterated again.
+
     Each tensor comes as consecutive parts of its bytes: contiguous views of any element type, which are not used after
     the next one is asked for. Tensors are written, and their parts asked for, in the order of falling element sizes.
 
@@ -40,6 +44,21 @@ def write_file(
     Raises:
         UserError: if the file cannot be written; nothing is left of it.
     """
+    can_repeat = not any(isinstance(parts, Iterator) for _, parts in tensors)
+    for pause_s in PAUSES_S if can_repeat else ():
+        with contextlib.suppress(PassingError):
+            return _write_once(storage, folder, name, tensors, metadata)
+        time.sleep(pause_s)
+    return _write_once(storage, folder, name, tensors, metadata)
+
+
+def _write_once(
+    storage: Storage,
+    folder: str,
+    name: str,
+    tensors: Sequence[tuple[StoredTensorSpec, Iterable[memoryview]]],
+    metadata: Mapping[str, str],
+) -> StoredFile:
     ordered = [tensors[index] for index in in_file_order([spec for spec, _ in tensors])]
     header = header_bytes([spec for spec, _ in ordered], metadata)
     whole = Checksum()

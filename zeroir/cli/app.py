@@ -8,22 +8,12 @@ import sys
 import traceback
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated
 
 from cyclopts import App, CycloptsError, MissingArgumentError, Parameter, UnusedCliTokensError
 
 from zeroir import __version__
-from zeroir.cli.arguments import (
-    AllowModelChange,
-    AsJson,
-    AtLeastOne,
-    Kernels,
-    MovedModel,
-    ProgramFile,
-    Ranks,
-    Seed,
-)
+from zeroir.cli.arguments import AsJson, ProgramFile
 from zeroir.cli.console import accept_any_text, err, out, print_json, shortened_words
 from zeroir.cli.exports import print_pass, show_passes
 from zeroir.errors import MEMORY_REMEDY, UserError, ZeroirError, is_out_of_memory
@@ -230,102 +220,10 @@ def explain(
     return 0
 
 
-@app.command
-def run(
-    program: ProgramFile,
-    /,
-    *,
-    steps: Annotated[int, Parameter(validator=AtLeastOne, help="Training steps.")] = 100,
-    nproc: Ranks = None,
-    micro_steps: Annotated[
-        int | None,
-        Parameter(
-            validator=AtLeastOne,
-            help="Batches of a step. [default: as many as the program was compiled with]",
-        ),
-    ] = None,
-    seed: Seed = 0,
-    log_every: Annotated[
-        int, Parameter(validator=AtLeastOne, help="Number of steps between two printed losses.")
-    ] = 10,
-    eval_every: Annotated[
-        int | None,
-        Parameter(
-            validator=AtLeastOne,
-            help="Number of steps between two evaluations on the model file's eval_batches(). [default: none]",
-        ),
-    ] = None,
-    model: MovedModel = None,
-    allow_model_change: AllowModelChange = False,
-    trace: Annotated[
-        Path | None,
-        Parameter(
-            help="Write the beginning and the end of every op of the last step, on all ranks, for ui.perfetto.dev."
-        ),
-    ] = None,
-    kernels: Kernels = "eager",
-    cuda_graphs: Annotated[
-        bool,
-        Parameter(negative=(), help="On a GPU, launch whole sections as CUDA graphs if possible."),
-    ] = False,
-    self_check: Annotated[
-        bool,
-        Parameter(
-            name="--self-check",
-            help="Compare each distinct kernel with its operators, on random numbers, before training.",
-        ),
-    ] = True,
-    as_json: Annotated[
-        bool, Parameter(name="--json", negative=(), help="Print one JSON object per line.")
-    ] = False,
-) -> int:
-    """Train a compiled program under torchrun: over NCCL on GPUs, over gloo or shared memory on CPUs.
-
-    Example: torchrun --nproc-per-node 2 -m zeroir run gpt.zir --steps 100
-    """
-    from zeroir.api.job import launch
-    from zeroir.api.run import run_program
-    from zeroir.artifact.outputs import TIMELINE, require_writable
-
-    if trace is not None and "RANK" not in os.environ:
-        require_writable(trace, TIMELINE)
-    if nproc is not None and "RANK" not in os.environ:
-        numbers = {"--steps": steps, "--seed": seed, "--log-every": log_every}
-        flags = {
-            "--allow-model-change": allow_model_change,
-            "--cuda-graphs": cuda_graphs,
-            "--no-self-check": not self_check,
-            "--json": as_json,
-        }
-        arguments = ["run", str(program)]
-        arguments += [text for name, value in numbers.items() for text in (name, str(value))]
-        arguments += [] if eval_every is None else ["--eval-every", str(eval_every)]
-        arguments += [] if micro_steps is None else ["--micro-steps", str(micro_steps)]
-        arguments += [] if model is None else ["--model", model]
-        arguments += [] if trace is None else ["--trace", str(trace)]
-        arguments += ["--kernels", kernels]
-        return launch(nproc, [*arguments, *(name for name, is_set in flags.items() if is_set)])
-    run_program(
-        program,
-        steps=steps,
-        micro_steps=micro_steps,
-        seed=seed,
-        log_every=log_every,
-        eval_every=eval_every,
-        model=model,
-        allow_model_change=allow_model_change,
-        as_json=as_json,
-        trace=trace,
-        cuda_graphs=cuda_graphs,
-        self_check=self_check,
-        kernels=kernels,
-    )
-    return 0
-
-
 # Imported only if they are called: their arguments are slow to load.
 app.command("zeroir.cli.compiling:compile", name="compile")
 app.command("zeroir.cli.compiling:check", name="check")
+app.command("zeroir.cli.training:run", name="run")
 app.command("zeroir.cli.costs:simulate", name="simulate")
 app.command("zeroir.cli.costs:estimate", name="estimate")
 app.command("zeroir.cli.plan:plan", name="plan")

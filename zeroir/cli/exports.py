@@ -10,14 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Literal, assert_never
 from cyclopts import Parameter
 
 from zeroir.cli.arguments import DEFAULT_MACHINE, AsJson, Machine, ProgramFile
-from zeroir.cli.console import out, print_json
+from zeroir.cli.console import err, out, print_json, progress
+from zeroir.convert.formats import AS_TRAINED, MAX_SHARD_BYTES, CheckpointFormat, WeightDtype
 from zeroir.errors import UserError
 
 if TYPE_CHECKING:
     from zeroir.api import CompiledProgram
     from zeroir.artifact.outputs import OutputKind
 
-Format = Literal["chrome", "memory-snapshot", "flight-recorder", "graphviz"]
+ProgramFormat = Literal["chrome", "memory-snapshot", "flight-recorder", "graphviz"]
+"""The formats of compiled programs."""
 FileFormat = Literal["chrome", "memory-snapshot", "graphviz"]
 """The formats of one file; ``flight-recorder`` is a folder."""
 
@@ -45,21 +47,44 @@ def print_pass(compiled: CompiledProgram) -> None:
 
 
 def export(
-    program: ProgramFile,
+    source: Annotated[
+        str,
+        Parameter(
+            help="A compiled program (.zir), a checkpoint, or a folder of checkpoints, of which the newest is exported."
+        ),
+    ],
     /,
     *,
     format: Annotated[  # noqa: A002  the flag is called --format
-        Format,
+        Literal[CheckpointFormat, ProgramFormat] | None,
         Parameter(
-            help="graphviz: ops, streams and events in DOT; memory-snapshot: for pytorch.org/memory_viz; "
+            help="Of a checkpoint, hf: a folder for Hugging Face's from_pretrained; state-dict: a file for torch.load; "
+            "dcp: a folder for torch.distributed.checkpoint, with the optimizer; deepspeed: a universal checkpoint. "
+            "Of a program, graphviz: ops, streams and events in DOT; memory-snapshot: for pytorch.org/memory_viz; "
             "flight-recorder: a folder with every rank's collectives, for torch's fr_trace; chrome: the simulated "
-            "step, for ui.perfetto.dev."
+            "step, for ui.perfetto.dev. [default: hf for a checkpoint]"
         ),
-    ],
+    ] = None,
     output: Annotated[
         Path,
-        Parameter(name=["-o", "--output"], help="The file, or for flight-recorder the folder."),
+        Parameter(
+            name=["-o", "--output"], help="The file or, where the format is one, the folder."
+        ),
     ],
+    dtype: Annotated[
+        WeightDtype | None,
+        Parameter(
+            help="The dtype of exported weights; as-trained: FP32 where the run had FP32 masters. [default: as-trained]"
+        ),
+    ] = None,
+    ema: Annotated[
+        bool,
+        Parameter(negative=(), help="Export the moving averages of the weights in their place."),
+    ] = False,
+    max_shard_size: Annotated[
+        str | None,
+        Parameter(help="The size of a file (hf) above which another begins. [default: 5GB]"),
+    ] = None,
     section: Annotated[str | None, Parameter(help="Only this section (graphviz).")] = None,
     machine: Annotated[
         str | None,
@@ -69,31 +94,122 @@ def export(
     ] = None,
     as_json: AsJson = False,
 ) -> int:
-    """Write a compiled program as a file for an existing viewer.
+    """Write a checkpoint in another library's format, or a compiled program as a file for an existing viewer.
+
+    Example: zeroir export checkpoints -o out --format hf --dtype bf16
 
     Example: zeroir export gpt.zir --format memory-snapshot -o gpt.pickle
     """
-    from zeroir.api import load_program
-    from zeroir.artifact.outputs import require_writable, write_whole
-
     if section is not None and format != "graphviz":
         raise UserError("--section can be combined only with --format graphviz.")
     if machine is not None and format != "chrome":
         raise UserError("--machine can be combined only with --format chrome.")
-    if format == "flight-recorder":
+    match format:
+        case "chrome" | "memory-snapshot" | "flight-recorder" | "graphviz":
+            for flag, is_given in (
+                ("--dtype", dtype is not None),
+                ("--ema", ema),
+                ("--max-shard-size", max_shard_size is not None),
+            ):
+                if is_given:
+                    raise UserError(f"{flag} can be combined only with the formats of checkpoints.")
+            return _export_program(
+                Path(source), format, output, section=section, machine=machine, as_json=as_json
+            )
+        case "hf" | "state-dict" | "dcp" | "deepspeed" | None:
+            return _export_checkpoint(
+                source,
+                format,
+                output,
+                dtype=dtype or AS_TRAINED,
+                use_ema=ema,
+                max_shard_size=max_shard_size,
+                as_json=as_json,
+            )
+        case _:
+            assert_never(format)
+
+
+def _export_checkpoint(
+    source: str,
+    format_: CheckpointFormat | None,
+    output: Path,
+    *,
+    dtype: WeightDtype,
+    use_ema: bool,
+    max_shard_size: str | None,
+    as_json: bool,
+) -> int:
+    from zeroir.convert.export import export_checkpoint, is_checkpoint
+    from zeroir.ir.amounts import parse_bytes
+
+    if not is_checkpoint(source):
+        if format_ is None and Path(source).is_file():
+            raise UserError(
+                "--format is missing: a compiled program is exported as chrome, memory-snapshot, flight-recorder or "
+                "graphviz."
+            )
+        raise UserError(
+            f"'{source}' is no checkpoint: name a folder that zeroir saved to, or the folder of one checkpoint."
+        )
+    chosen: CheckpointFormat = format_ or "hf"
+    max_shard_bytes = MAX_SHARD_BYTES
+    if max_shard_size is not None:
+        if chosen != "hf":
+            raise UserError("--max-shard-size can be combined only with --format hf.")
+        max_shard_bytes = parse_bytes(max_shard_size)
+    with progress(f"Exporting {source} …"):
+        report = export_checkpoint(
+            source,
+            output,
+            to=chosen,
+            dtype=dtype,
+            use_ema=use_ema,
+            max_shard_bytes=max_shard_bytes,
+        )
+    for note in report.notes:
+        err.print(note, markup=False)
+    if as_json:
+        print_json(
+            {
+                "format": chosen,
+                "paths": [str(output)],
+                "checkpoint": report.checkpoint,
+                "step": report.step,
+                "notes": list(report.notes),
+            }
+        )
+    else:
+        out.print(f"Wrote {output} from step {report.step}, {report.checkpoint}.", markup=False)
+    return 0
+
+
+def _export_program(
+    program: Path,
+    format_: ProgramFormat,
+    output: Path,
+    *,
+    section: str | None,
+    machine: str | None,
+    as_json: bool,
+) -> int:
+    from zeroir.api import load_program
+    from zeroir.artifact.outputs import require_writable, write_whole
+
+    if format_ == "flight-recorder":
         _require_empty(output)
     else:
-        require_writable(output, _kind(format))
+        require_writable(output, _kind(format_))
     compiled = load_program(program)
     compiled.require(section=section)
-    if format == "flight-recorder":
+    if format_ == "flight-recorder":
         written = _write_dumps(compiled, program, output)
     else:
-        content = _content(compiled, program, format, section, machine or DEFAULT_MACHINE)
-        write_whole(output, content, _kind(format))
+        content = _content(compiled, program, format_, section, machine or DEFAULT_MACHINE)
+        write_whole(output, content, _kind(format_))
         written = [output]
     if as_json:
-        print_json({"format": format, "paths": [str(path) for path in written]})
+        print_json({"format": format_, "paths": [str(path) for path in written]})
     elif len(written) == 1:
         out.print(f"Wrote {written[0]}.", markup=False)
     else:

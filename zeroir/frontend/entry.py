@@ -8,6 +8,7 @@ first entry of ``sys.path``, as for a script.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import importlib
 import sys
@@ -23,7 +24,7 @@ from zeroir.errors import UserError, ZeroirError
 from zeroir.frontend.code_contexts import line_of_caller, noting_autocasts
 from zeroir.frontend.imports import hashes_of_imports, hashes_of_modules
 from zeroir.frontend.source import (
-    BatchIterators,
+    BatchFunction,
     FileOrigin,
     ModelSource,
     SourceNames,
@@ -229,22 +230,23 @@ class _Functions:
 
         return initialised
 
-    def iterator(self, name: str, signature: str) -> BatchIterators | None:
+    def iterator(self, name: str, signature: str) -> BatchFunction | None:
         """The function ``name``, whose result must be an iterable over batches; None where there is none."""
         function = self.optional(name, signature)
         if function is None:
             return None
 
-        def iterate(*args: object, **kwargs: object) -> Iterator[Batch]:
+        @functools.wraps(function)
+        def iterable(*args: object, **kwargs: object) -> Iterable[Batch]:
             batches = function(*args, **kwargs)
             if not isinstance(batches, Iterable):
                 raise UserError(
-                    f"{name}() in {self.path} returned {type(batches).__name__}; it must return an iterator over "
+                    f"{name}() in {self.path} returned {type(batches).__name__}; it must return an iterable over "
                     "batches, as a function with `yield` does."
                 )
-            return cast("Iterator[Batch]", iter(batches))
+            return cast("Iterable[Batch]", batches)
 
-        return iterate
+        return iterable
 
     def _function(self, name: str, remedy: str) -> Callable[..., object] | None:
         function = getattr(self.module, name, None)

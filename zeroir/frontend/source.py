@@ -6,7 +6,7 @@ The compiler and the runtime use a source alone, whatever it was made from; ``en
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,7 +27,7 @@ LossFunction = Callable[..., object]
 WeightFunction = Callable[..., object]
 """From a batch to its weight, a number or a tensor of one element."""
 
-BatchIterators = Callable[..., Iterator[Batch]]
+BatchFunction = Callable[..., Iterable[Batch]]
 """From (rank, world_size, seed), and for training ``start_step``, to the batches of that rank."""
 
 
@@ -81,8 +81,8 @@ class ModelSource:
     batch: Callable[[], Batch]
     loss: LossFunction | None = None
     weight: WeightFunction | None = None
-    batches: BatchIterators | None = None
-    eval_batches: BatchIterators | None = None
+    batches: BatchFunction | None = None
+    eval_batches: BatchFunction | None = None
     modules: tuple[str, ...] = ()
     autocasts: Mapping[str, str] = field(default_factory=dict)
     file: FileOrigin | None = None

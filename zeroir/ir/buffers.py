@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from enum import StrEnum
 
-from zeroir.ir.contents import Content
+from zeroir.ir.contents import Content, SnapshotContent
 from zeroir.ir.dtypes import DType
 from zeroir.ir.mesh import Mesh
 
@@ -37,6 +37,7 @@ class Role(StrEnum):
     OUTPUT = "output"
     STAGING = "staging"
     WORKSPACE = "workspace"
+    SNAPSHOT = "snapshot"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +107,13 @@ class Region:
 def whole(buffer: Buffer) -> Region:
     """The region that covers a buffer."""
     return Region(buffer=buffer.name, offset=0, numel=buffer.numel)
+
+
+def copied_region(content: SnapshotContent) -> Region:
+    """The region that a snapshot is a copy of."""
+    return Region(
+        buffer=content.buffer, offset=content.offset, numel=content.numel, shard=content.shard
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -90,4 +90,19 @@ class WeightContent:
     reduced: tuple[str, ...] = ()
 
 
-Content = FlatContent | NamedContent | Zeros | WeightContent
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotContent:
+    """A copy of a region as it was when section ``save`` last ran; nothing before that. Only the host reads it.
+
+    The fields are those of a ``Region``, which this module cannot name. With an ``event``, that event is pending
+    between sections, and the copy is complete once it is done.
+    """
+
+    buffer: str
+    offset: int
+    numel: int
+    shard: str | None = None
+    event: str | None = None
+
+
+Content = FlatContent | NamedContent | Zeros | WeightContent | SnapshotContent

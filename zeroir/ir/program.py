@@ -25,10 +25,12 @@ MICRO_STEP: Final = "micro_step"
 LAST_MICRO_STEP: Final = "last_micro_step"
 UPDATE: Final = "update"
 EVALUATE: Final = "evaluate"
+SAVE: Final = "save"
 STEP_SECTIONS: Final = (MICRO_STEP, LAST_MICRO_STEP, UPDATE)
-SECTION_NAMES: Final = (*STEP_SECTIONS, EVALUATE)
+SECTION_NAMES: Final = (*STEP_SECTIONS, EVALUATE, SAVE)
 """A training step is ``micro_step`` k − 1 times, ``last_micro_step``, ``update``. ``micro_step`` is absent when a
-program is made for k = 1; ``evaluate`` may run between steps, and leaves only its loss and its outputs behind."""
+program is made for k = 1; ``evaluate`` may run between steps, and leaves only its loss and its outputs behind. ``save``
+may run between steps and between micro-steps. It copies the state of the training to snapshots in host memory."""
 
 BATCH_LOSS: Final = "batch_loss"
 """The buffer of the loss of the last micro-batch, where ``Program.loss`` is a sum over micro-batches."""
@@ -325,3 +327,10 @@ def why_not_evaluate(program: Program) -> str:
         "The program cannot evaluate, because its model could not be captured under eval(): compiling it again says "
         "why in a note."
     )
+
+
+def why_not_save(program: Program) -> str:
+    """Why a program has no section ``save``, in one sentence."""
+    if program.passes:
+        return "The program cannot save: it was made without a section `save`, so compile it again."
+    return "The program cannot save: it is a logical program, and the pass `save-state` adds its section `save`."

@@ -12,7 +12,14 @@ from dataclasses import replace
 from functools import cached_property
 
 from zeroir.ir.buffers import whole
-from zeroir.ir.program import LAST_MICRO_STEP, MICRO_STEP, SECTION_NAMES, UPDATE, Program
+from zeroir.ir.program import (
+    LAST_MICRO_STEP,
+    MICRO_STEP,
+    SAVE,
+    SECTION_NAMES,
+    UPDATE,
+    Program,
+)
 from zeroir.verify.arenas import check_arenas
 from zeroir.verify.bounds import check_bounds
 from zeroir.verify.budget import check_budget
@@ -27,6 +34,7 @@ from zeroir.verify.limits import check_limits
 from zeroir.verify.ordering import check_ordering
 from zeroir.verify.reference import content, contributor, mismatches
 from zeroir.verify.report import PROVED, Finding, Report, VerificationError
+from zeroir.verify.snapshots import check_snapshots
 from zeroir.verify.structure import check_structure
 
 __all__ = [
@@ -44,12 +52,12 @@ __all__ = [
     "verify_job",
 ]
 
-_STRUCTURE_CHECKS = (check_limits, check_declarations, check_structure)
+_STRUCTURE_CHECKS = (check_limits, check_declarations, check_structure, check_snapshots)
 """Whether each declaration and each op is right by itself; all other checks rely on it."""
 _ORDER_CHECKS = (check_collectives, check_ordering, check_arenas, check_bounds)
 """Whether every interleaving of the streams is safe; the values are examined in program order alone."""
 _ORDER_LAWS = ("Z101", "Z103", "Z104", "Z105", "Z106", "Z201", "Z202", "Z302")
-_VALUE_LAWS = ("Z102", "Z401", "Z402", "Z403", "Z404", "Z405", "Z406")
+_VALUE_LAWS = ("Z102", "Z401", "Z402", "Z403", "Z404", "Z405", "Z406", "Z407")
 
 
 class Reference:
@@ -137,6 +145,7 @@ def _asked(
     unasked |= {"Z301"} if budget_bytes is None else set()
     unasked |= {"Z106"} if all(buffer.offset is None for buffer in program.buffers) else set()
     unasked |= set() if program.bounds else {"Z302"}
+    unasked |= set() if SAVE in program.section_by_name else {"Z407"}
     return tuple(code for code in LAWS if code not in unasked)
 
 

@@ -127,6 +127,10 @@ LAWS: Final[Mapping[str, Law]] = {
         title="other values than in the logical program",
         remedy="Let the schedule compute each gradient from the same values as the logical program.",
     ),
+    "Z407": Law(
+        title="a save that does not copy the present state",
+        remedy="Let section `save` copy every buffer that training goes on from, each to a snapshot of its own.",
+    ),
 }
 
 CODES: Final[Mapping[str, Law]] = {**STRUCTURE, **LAWS}

@@ -15,6 +15,7 @@ from zeroir.ir.program import (
     EVALUATE,
     LAST_MICRO_STEP,
     MICRO_STEP,
+    SAVE,
     UPDATE,
     Program,
     Section,
@@ -30,6 +31,13 @@ JOINTS = (
     (EVALUATE, EVALUATE),
     (EVALUATE, MICRO_STEP),
     (EVALUATE, LAST_MICRO_STEP),
+    (MICRO_STEP, SAVE),
+    (UPDATE, SAVE),
+    (EVALUATE, SAVE),
+    (SAVE, SAVE),
+    (SAVE, MICRO_STEP),
+    (SAVE, LAST_MICRO_STEP),
+    (SAVE, EVALUATE),
 )
 """Sections that may follow each other."""
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import assert_never
 
 from zeroir.ir import ops
-from zeroir.ir.buffers import Buffer, Region, Role, whole
+from zeroir.ir.buffers import Buffer, Region, Role, copied_region, whole
 from zeroir.ir.contents import (
     GRAD,
     PARAM,
@@ -18,10 +19,11 @@ from zeroir.ir.contents import (
     FlatContent,
     Micro,
     NamedContent,
+    SnapshotContent,
     WeightContent,
     Zeros,
 )
-from zeroir.ir.program import EVALUATE, LAST_MICRO_STEP, MICRO_STEP, UPDATE, Holding
+from zeroir.ir.program import EVALUATE, LAST_MICRO_STEP, MICRO_STEP, SAVE, UPDATE, Holding
 from zeroir.verify import algebra
 from zeroir.verify.context import last_touch, spell
 from zeroir.verify.descriptions import CAUSES, describe
@@ -37,6 +39,7 @@ from zeroir.verify.domain import (
     Undefined,
     Value,
     Zero,
+    coalesced,
     cut,
     rebased,
     spread,
@@ -69,6 +72,8 @@ def check_exit(run: SectionRun) -> None:
         _check_reported(run)
     if run.section.name == EVALUATE:
         _check_evaluated(run)
+    if run.section.name == SAVE:
+        _check_saved(run)
 
 
 def _check_rest(run: SectionRun, buffer: Buffer, content: Content, holdings: list[Holding]) -> None:
@@ -141,6 +146,10 @@ def _check(
             )
             if wrong is not None:
                 _fail(run, "Z402", region, f"should be zeros but holds {describe(wrong)}")
+        case SnapshotContent():
+            pass  # Only the section `save` writes it; see ``zeroir.verify.snapshots``.
+        case _:
+            assert_never(content)
 
 
 def _fail(run: SectionRun, code: str, region: Region, sentence: str, advice: str = "") -> None:
@@ -351,6 +360,23 @@ def _check_evaluated(run: SectionRun) -> None:
             if isinstance(old, NamedContent) and value.key == NamedKey(old.name, old.version):
                 _fail(run, "Z103", region, "still holds what it held before the evaluation")
                 break
+
+
+def _check_saved(run: SectionRun) -> None:
+    """Section ``save`` leaves in each snapshot the present elements of the region that it is a copy of."""
+    for buffer in run.program.buffers:
+        if not isinstance(buffer.holds, SnapshotContent):
+            continue
+        source = copied_region(buffer.holds)
+        copied = coalesced(run.memory.read(whole(buffer)))
+        present = coalesced(run.memory.read(source))
+        if copied == present or any(algebra.is_poisoned(value) for *_, value in copied):
+            continue
+        wrong = next(piece for piece in copied if piece not in present)[2]
+        where = spell(source, run.program)
+        _fail(
+            run, "Z407", whole(buffer), f"should be a copy of {where} but holds {describe(wrong)}"
+        )
 
 
 def _declared_version(run: SectionRun, buffer: Buffer, content: NamedContent) -> int:

@@ -6,7 +6,16 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
 
-from zeroir.ir.contents import GRAD, Content, FlatContent, Micro, NamedContent, WeightContent, Zeros
+from zeroir.ir.contents import (
+    GRAD,
+    Content,
+    FlatContent,
+    Micro,
+    NamedContent,
+    SnapshotContent,
+    WeightContent,
+    Zeros,
+)
 from zeroir.ir.program import MICRO_STEP, Holding, Program, Slot
 from zeroir.verify.domain import (
     ALL_TERM,
@@ -109,6 +118,8 @@ class FlatLayout:
                 return [(0, numel, Elements(NamedKey(content.name, content.version)))]
             case WeightContent():
                 return [(0, numel, self._weight(content))]
+            case SnapshotContent():
+                return [(0, numel, STALE)]
             case FlatContent():
                 strides = self.strides(content, numel)
                 if content.quantity == GRAD:

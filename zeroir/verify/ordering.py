@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from zeroir.ir import ops
 from zeroir.ir.buffers import Region, Role
+from zeroir.ir.contents import SnapshotContent
 from zeroir.ir.effects import Effects, effects
 from zeroir.ir.ops import Op
 from zeroir.ir.program import EVALUATE, MICRO_STEP, UPDATE, Program, Section
@@ -348,8 +349,10 @@ class Ordering:
         return self.program.buffer_by_name[region.buffer].role
 
     def _leave_write(self, event: str, region: Region) -> None:
-        """The exit state must say that a pending op's results hold only after its event."""
+        """The exit state, or a snapshot itself, must say that a pending op's results hold only after its event."""
         buffer = self.program.buffer_by_name[region.buffer]
+        if isinstance(buffer.holds, SnapshotContent) and buffer.holds.event == event:
+            return
         over = [h for h in self.section.exit.holdings if h.region.overlaps(region)]
         is_wrong = any(holding.after != event for holding in over)
         if buffer.is_persistent and not over:

@@ -27,6 +27,7 @@ from zeroir.ir.contents import (
     FlatContent,
     Micro,
     NamedContent,
+    SnapshotContent,
     WeightContent,
     Zeros,
 )
@@ -36,6 +37,7 @@ from zeroir.ir.program import (
     EVALUATE,
     LAST_MICRO_STEP,
     MICRO_STEP,
+    SAVE,
     Holding,
     InputBinding,
     OutputBinding,
@@ -95,7 +97,7 @@ def provenance_problems(program: Program) -> Problems:
 
 def _is_between_steps(section: Section, state: State) -> bool:
     """Whether a state of a section may stand before the first step."""
-    if section.name in (MICRO_STEP, EVALUATE):
+    if section.name in (MICRO_STEP, EVALUATE, SAVE):
         return True
     return state is (section.entry if section.name == LAST_MICRO_STEP else section.exit)
 
@@ -210,6 +212,8 @@ def _role_problems(buffer: Buffer, bound: str | None) -> Iterator[str]:
         )
         if role is not expected:
             yield f"rests with {quantity} of flat {holds.flat}, but has the role {role}"
+    if isinstance(holds, SnapshotContent) is not (role is Role.SNAPSHOT):
+        yield f"has the role {role}, and a snapshot is what a buffer of the role {Role.SNAPSHOT} rests with"
     if isinstance(holds, Zeros) and role is not Role.GRAD:
         yield f"rests with zeros, which only a gradient does, but has the role {role}"
     if isinstance(holds, NamedContent | FlatContent) and holds.version:
@@ -239,6 +243,8 @@ def _holding_problem(buffer: Buffer, holding: Holding, *, is_between_steps: bool
         is_home = isinstance(rest, NamedContent) and rest.name == content.name
         if not is_home or holding.region != whole(buffer):
             return f"holds the value {content.name}, which only its own buffer holds"
+    if isinstance(content, SnapshotContent):
+        return "is described as a snapshot, which only the declaration of a buffer does"
     if not is_between_steps:
         return None
     if isinstance(content, NamedContent | FlatContent) and content.version:
@@ -267,7 +273,7 @@ def _is_cleared(content: Content) -> bool:
             return micro in (Micro.PAST, Micro.STALE)
         case FlatContent(quantity=quantity, micro=micro):
             return quantity == GRAD and micro in (Micro.PAST, Micro.STALE)
-        case NamedContent():
+        case NamedContent() | SnapshotContent():
             return False
         case _:
             assert_never(content)

@@ -7,7 +7,15 @@ import binascii
 
 from zeroir.ir.bounds import AheadBound, BehindBound, Bound, BoundKind
 from zeroir.ir.buffers import Buffer, Role, Space
-from zeroir.ir.contents import Content, FlatContent, Micro, NamedContent, WeightContent, Zeros
+from zeroir.ir.contents import (
+    Content,
+    FlatContent,
+    Micro,
+    NamedContent,
+    SnapshotContent,
+    WeightContent,
+    Zeros,
+)
 from zeroir.ir.mesh import STREAMS, Axis, Communicator, Executor, Mesh, Stream
 from zeroir.ir.ops import Algorithm, Op
 from zeroir.ir.program import (
@@ -353,6 +361,8 @@ class _ProgramParser:
             if quantity == "weight":
                 reduced = scan.several(scan.name) if scan.accept("reduced=") else ()
                 return WeightContent(reduced=reduced, micro=scan.attribute("micro", self._micro))
+            if quantity == "snapshot":
+                return self._snapshot()
             name = scan.name("the name of a value")
             return NamedContent(name=name, version=scan.optional("version", scan.integer, 0))
         flat = scan.name("a flat's name")
@@ -369,6 +379,19 @@ class _ProgramParser:
             version=version,
             reduced=reduced,
             micro=micro,
+        )
+
+    def _snapshot(self) -> SnapshotContent:
+        region = self.ops.region("a region such as '%b[0:64]'")
+        event = None
+        if self.scanner.accept("event="):
+            event = self.scanner.sigil_name("!", "an event such as '!0'")
+        return SnapshotContent(
+            buffer=region.buffer,
+            offset=region.offset,
+            numel=region.numel,
+            shard=region.shard,
+            event=event,
         )
 
     def _micro(self) -> Micro:

@@ -10,7 +10,13 @@ from collections.abc import Iterator
 
 from zeroir.ir.bounds import AheadBound, Bound
 from zeroir.ir.buffers import Buffer
-from zeroir.ir.contents import Content, FlatContent, NamedContent, WeightContent
+from zeroir.ir.contents import (
+    Content,
+    FlatContent,
+    NamedContent,
+    SnapshotContent,
+    WeightContent,
+)
 from zeroir.ir.dtypes import DType
 from zeroir.ir.ops import Op
 from zeroir.ir.program import Flat, Program, Section, State
@@ -132,12 +138,20 @@ def _buffer_line(buffer: Buffer, program: Program) -> str:
 
 
 def content_text(content: Content) -> str:
-    """The content of a region: ``param blocks.0 @dp``, ``value loss``, ``weight micro=past``, ``zeros``."""
+    """The content of a region: ``param blocks.0 @dp``, ``value loss``, ``weight micro=past``, ``zeros``.
+
+    A snapshot names the elements that it is a copy of even where they are a whole buffer: ``snapshot %b.param[0:64]``.
+    """
     if isinstance(content, NamedContent):
         version = f" version={content.version}" if content.version else ""
         return f"value {name(content.name)}{version}"
     if isinstance(content, WeightContent):
         return f"weight{_reduced(content.reduced)} micro={content.micro.value}"
+    if isinstance(content, SnapshotContent):
+        copied = f"%{name(content.buffer)}[{content.offset}:{content.offset + content.numel}]"
+        shard = "" if content.shard is None else f"@{name(content.shard)}"
+        event = "" if content.event is None else f" event=!{name(content.event)}"
+        return f"snapshot {copied}{shard}{event}"
     if not isinstance(content, FlatContent):
         return "zeros"
     quantity = content.quantity

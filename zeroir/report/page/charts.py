@@ -46,6 +46,7 @@ ROLE_COLOURS: Final = {
     "rng": "#cf6679",
     "staging": "#2aa198",
     "workspace": "#c4566e",
+    "snapshot": "#5f7c8a",
 }
 
 

@@ -1,0 +1,223 @@
+"""Add section ``save``: copies of the state of the training to host memory, for a checkpoint.
+
+The state is what the next step begins with and no host gives it: of each flat its master weights, or the parameters
+where it has none; optimizer states and averages; step counts and loss scales; and the module buffers that a section
+writes. Each has a *snapshot*, a persistent buffer in host memory that the runtime allocates at the first save. What all
+ranks along an axis of the mesh hold alike, each of them copies a slice of.
+
+The copies run on a stream of their own, beside the next steps. Each signals an event that is pending at all joints, so
+an op that overwrites what a copy reads waits for this copy alone, and only where it has to. The pass manager derives
+these waits, and Z105 proves them. Copies stand in the order in which the next step overwrites what they read. Scalars,
+of a few bytes, are copied on the compute stream, because the host may change them between steps.
+
+Passes that change which buffers are the state come before it.
+
+What ``save-state`` changes::
+
+    + buffer %a.param.snapshot : f32[256] host snapshot = snapshot %a.param[0:256] event=!saved.a.param
+      section update {
+    + entry pending !saved.a.param stream=copy_out
+    + wait !saved.a.param  on=compute
+      optimizer_step momentum param=%a.param grad=%a.grad states=(%a.momentum_buffer) …
+    + exit pending !saved.a.param stream=copy_out
+    + section save {
+    + !saved.a.param = to_host %a.param -> %a.param.snapshot  stream=copy_out
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from zeroir.errors import UserError
+from zeroir.ir import ops
+from zeroir.ir.buffers import Buffer, Region, Role, Space, copied_region, whole
+from zeroir.ir.contents import (
+    DIRECTION,
+    GRAD,
+    MASTER,
+    PARAM,
+    FlatContent,
+    SnapshotContent,
+)
+from zeroir.ir.effects import effects
+from zeroir.ir.mesh import COMPUTE, COPY_OUT
+from zeroir.ir.program import (
+    PARAMETER_ALIGNMENT_NUMEL,
+    SAVE,
+    UPDATE,
+    Pending,
+    Program,
+    Section,
+    State,
+)
+from zeroir.passes.base import NO_FACTS, Fact, Pass
+from zeroir.passes.common import rewrite
+
+_PASSING = (GRAD, DIRECTION)
+"""Quantities of flats that every step computes anew."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveState(Pass):
+    """See the module."""
+
+    name: ClassVar[str] = "save-state"
+    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.UNSAVED})
+    establishes: ClassVar[frozenset[Fact]] = NO_FACTS
+    destroys: ClassVar[frozenset[Fact]] = frozenset(
+        {Fact.UNSAVED, Fact.ONE_DEVICE, Fact.ONE_AXIS, Fact.UPDATE_APART}
+    )
+
+    def __call__(self, program: Program) -> Program:
+        """The program with section ``save`` and its snapshots, on whose events every section's states agree."""
+        order = _first_writes(program)
+        sources = sorted(_state(program), key=lambda b: order.get(b.name, len(order)))
+        taken = set(program.buffer_by_name)
+        snapshots = [_snapshot(buffer, program, taken) for buffer in sources]
+        body: list[ops.Op] = []
+        pending: list[Pending] = []
+        for buffer, content in snapshots:
+            stream = COMPUTE if content.event is None else COPY_OUT
+            body.append(
+                ops.ToHost(
+                    source=copied_region(content),
+                    destination=whole(buffer),
+                    stream=stream,
+                    event=content.event,
+                )
+            )
+            if content.event is not None:
+                pending.append(Pending(event=content.event, stream=stream))
+
+        def with_pending(state: State) -> State:
+            return replace(state, pending=(*state.pending, *pending))
+
+        between = _between_steps(program)
+        save = Section(name=SAVE, entry=between, body=tuple(body), exit=between)
+        program = replace(
+            program,
+            buffers=(*program.buffers, *(buffer for buffer, _ in snapshots)),
+            sections=(*program.sections, save),
+        )
+        return rewrite.map_sections(
+            program,
+            lambda section: replace(
+                section, entry=with_pending(section.entry), exit=with_pending(section.exit)
+            ),
+        )
+
+
+def _between_steps(program: Program) -> State:
+    """The state between two steps."""
+    update = program.section_by_name.get(UPDATE)
+    return State() if update is None else update.exit
+
+
+def _state(program: Program) -> Iterator[Buffer]:
+    """The buffers to save, each element of the state in one of them, in the order of the program."""
+    written = set(_first_writes(program))
+    counted = {name for op in program.ops() for name in _counts(op)}
+    has_masters = {
+        buffer.holds.flat
+        for buffer in program.buffers
+        if isinstance(buffer.holds, FlatContent) and buffer.holds.quantity == MASTER
+    }
+    covering = {buffer.name for buffer in _covering(program)}
+    for buffer in program.buffers:
+        is_changed = buffer.role is Role.MODULE_BUFFER and buffer.name in written
+        is_state = is_changed or buffer.name in counted
+        match buffer.holds:
+            case FlatContent(quantity=quantity, flat=flat):
+                is_cast = quantity == PARAM and flat in has_masters
+                is_state = buffer.name in covering and not (quantity in _PASSING or is_cast)
+            case _:
+                pass
+        if is_state:
+            yield _on_device(buffer)
+
+
+def _counts(op: ops.Op) -> Iterator[str]:
+    """The scalars that an op advances from one step to the next."""
+    match op:
+        case ops.Decide():
+            yield op.step.buffer
+        case ops.UpdateScale():
+            yield op.state.buffer
+        case _:
+            pass
+
+
+def _covering(program: Program) -> Iterator[Buffer]:
+    """Buffers that have every element of each quantity of the flats, those with slices of it before those with copies.
+
+    A buffer is left out where one of them has all of its elements.
+    """
+    flats = [(b, b.holds) for b in program.buffers if isinstance(b.holds, FlatContent)]
+    covered: dict[tuple[str, str], list[tuple[int, int]]] = {}
+    for buffer, content in sorted(flats, key=lambda pair: pair[1].shard is None):
+        extents = covered.setdefault((content.flat, content.quantity), [])
+        start, stop = _extent(program, buffer, content)
+        if not any(first <= start and stop <= last for first, last in extents):
+            extents.append((start, stop))
+            yield buffer
+
+
+def _extent(program: Program, buffer: Buffer, content: FlatContent) -> tuple[int, int]:
+    """The elements of the flat that all ranks hold together in a buffer."""
+    count = 1 if content.shard is None else program.mesh.size(content.shard)
+    return content.offset, content.offset + count * buffer.numel
+
+
+def _on_device(buffer: Buffer) -> Buffer:
+    if buffer.space is not Space.DEVICE:
+        raise UserError(
+            f"The pass `save-state` copies from the device, but %{buffer.name} is on the {buffer.space}."
+        )
+    return buffer
+
+
+def _first_writes(program: Program) -> dict[str, int]:
+    """The persistent buffers that the ops of a step write, numbered in the order of their first writes."""
+    order: dict[str, int] = {}
+    for op in program.step_ops():
+        effect = effects(op)
+        for region in (*effect.writes, *effect.accumulates):
+            order.setdefault(region.buffer, len(order))
+    return order
+
+
+def _snapshot(buffer: Buffer, program: Program, taken: set[str]) -> tuple[Buffer, SnapshotContent]:
+    """The snapshot of a buffer, under a name that is not ``taken``, and what it rests with."""
+    name = f"{buffer.name}.snapshot"
+    while name in taken:
+        name += "_"
+    taken.add(name)
+    region = _own_part(buffer, program)
+    content = SnapshotContent(
+        buffer=region.buffer,
+        offset=region.offset,
+        numel=region.numel,
+        shard=region.shard,
+        event=None if buffer.role is Role.SCALAR else f"saved.{buffer.name}",
+    )
+    snapshot = Buffer(
+        name=name,
+        dtype=buffer.dtype,
+        numel=region.local_numel(program.mesh),
+        space=Space.HOST,
+        role=Role.SNAPSHOT,
+        holds=content,
+    )
+    return snapshot, content
+
+
+def _own_part(buffer: Buffer, program: Program) -> Region:
+    """The part of a buffer that each rank copies: a slice along the first axis whose ranks hold the same elements."""
+    if isinstance(buffer.holds, FlatContent):
+        for axis in program.mesh.axes:
+            is_alike = axis.name != buffer.holds.shard and axis.size > 1
+            if is_alike and buffer.numel % (axis.size * PARAMETER_ALIGNMENT_NUMEL) == 0:
+                return replace(whole(buffer), shard=axis.name)
+    return whole(buffer)

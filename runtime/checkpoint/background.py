@@ -1,0 +1,117 @@
+"""Saves under way: a thread writes files while training goes on, and failures come to light at the next occasion."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+from collections.abc import Callable
+
+from zeroir.errors import ZeroirError
+
+
+class PendingSave:
+    """A save that has begun. ``path`` is where the checkpoint will be."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._done = threading.Event()
+        self._failure: BaseException | None = None
+        self._is_reported = False
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the save has ended, well or not."""
+        return self._done.is_set()
+
+    def wait(self) -> str:
+        """Return the path when the checkpoint is there, durable.
+
+        Raises:
+            UserError: where it could not be saved.
+        """
+        self._done.wait()
+        self.report()
+        return self.path
+
+    def report(self) -> None:
+        """Raise the failure, the first time that this is called after it."""
+        if self._done.is_set() and self._failure is not None and not self._is_reported:
+            self._is_reported = True
+            raise self._failure
+
+    def end(self, failure: BaseException | None) -> None:
+        """Note the end of the save."""
+        self._failure = failure
+        self._done.set()
+
+
+class BackgroundWriter:
+    """Runs one save at a time in a thread; the next one waits for it.
+
+    A failure is raised once: by ``PendingSave.wait``, or else by the next of ``report`` and ``join``. If the process
+    ends before, it is printed, and the exit code is the error's.
+    """
+
+    def __init__(self) -> None:
+        self._pending: PendingSave | None = None
+        self._thread: threading.Thread | None = None
+
+    def begin(self, path: str, save: Callable[[], object]) -> PendingSave:
+        """Begin a save, after the one that is under way has ended.
+
+        Raises:
+            UserError: where that one failed, and nobody knows yet; then this one does not begin.
+        """
+        self.join()
+        pending = PendingSave(path)
+
+        def run() -> None:
+            failure: BaseException | None = None
+            try:
+                save()
+            except BaseException as error:  # noqa: BLE001 - it is raised again in the thread of the engine
+                failure = error
+            pending.end(failure)
+
+        # A daemon, because a thread that hangs with a lost peer must not keep a failed process alive.
+        thread = threading.Thread(target=run, name="zeroir-save", daemon=True)
+        if self._thread is None:
+            atexit.register(self._end_process)
+        self._pending, self._thread = pending, thread
+        thread.start()
+        return pending
+
+    def report(self) -> None:
+        """Raise the failure of a save that has ended, if nobody knows of it yet."""
+        if self._pending is not None:
+            self._pending.report()
+
+    def join(self) -> None:
+        """Wait for the save under way.
+
+        Raises:
+            UserError: as ``report``.
+        """
+        if self._pending is not None:
+            self._pending.wait()
+
+    def close(self) -> None:
+        """Wait for the save under way, the last one.
+
+        Raises:
+            UserError: as ``report``.
+        """
+        atexit.unregister(self._end_process)
+        self.join()
+
+    def _end_process(self) -> None:
+        """At the end of the process, wait, and do not let a failure pass for success."""
+        try:
+            self.join()
+        except ZeroirError as error:
+            sys.stderr.write(f"error: {error}\n")
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(error.exit_code)

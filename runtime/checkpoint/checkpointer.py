@@ -1,0 +1,333 @@
+"""Saving and loading the state of an engine: a thread writes checkpoints, one at a time; training waits for a load."""
+
+from __future__ import annotations
+
+import datetime
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
+
+import torch
+from pydantic import JsonValue
+
+from zeroir import __version__
+from zeroir.checkpoint.manifest import Manifest, OpenStep, Origin
+from zeroir.checkpoint.reading import read_manifest
+from zeroir.checkpoint.state_tree import StoredArray, encode
+from zeroir.errors import CheckpointWarning, UserError
+from zeroir.ir.program import MICRO_STEP, SAVE, Program, why_not_save
+from zeroir.runtime.checkpoint.background import BackgroundWriter, PendingSave
+from zeroir.runtime.checkpoint.compatibility import require_loadable
+from zeroir.runtime.checkpoint.groups import restore_groups, stored_groups
+from zeroir.runtime.checkpoint.loading import (
+    SHARED,
+    LoadedState,
+    fill_kept_scalars,
+    fill_memory,
+    fill_open_step,
+    rank_state,
+    read_together,
+    shared_state,
+    verify_share,
+)
+from zeroir.runtime.checkpoint.mapping import StoredParameters
+from zeroir.runtime.checkpoint.model_facts import ModelFacts
+from zeroir.runtime.checkpoint.rounds import GlooRounds, Rounds, RoundsAlone, open_rounds
+from zeroir.runtime.checkpoint.saving import Leader, RankSave, save_in_rounds
+from zeroir.runtime.checkpoint.snapshots import Taker
+from zeroir.runtime.checkpoint.torch_trees import TorchTensors
+from zeroir.runtime.comm.job import Backend, Job, digest
+from zeroir.runtime.executor import StepExecutor
+from zeroir.runtime.live_optimizer import LiveOptimizer
+from zeroir.runtime.rank_memory import RankMemory
+from zeroir.runtime.saved_state import SavedState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Running:
+    """What runs at the time of a save or a load: the ranks of this process, and the settings of their optimizer.
+
+    ``facts`` tells of the model, where there is one; only rank 0 asks.
+    """
+
+    program: Program
+    memories: Sequence[RankMemory]
+    executor: StepExecutor
+    optimizer: LiveOptimizer | None
+    facts: Callable[[], ModelFacts]
+
+
+class Checkpointer:
+    """Saves and loads the state of the ranks of this process. All processes of the job call each method together.
+
+    ``timeout`` is that of the job's collectives.
+    """
+
+    def __init__(self, job: Job, timeout: timedelta) -> None:
+        self._job = job
+        self._timeout = timeout
+        self._rounds: GlooRounds | RoundsAlone | None = None
+        self._writer = BackgroundWriter()
+        self._digests: dict[int, str] = {}
+
+    def save(
+        self,
+        running: Running,
+        path: str,
+        *,
+        metrics: Mapping[str, float],
+        shared: object,
+        states: Sequence[object],
+        wait: bool,
+        read_back: bool,
+    ) -> PendingSave:
+        """See ``Engine.save``; ``states`` are those of the ranks of this process."""
+        if self._job.backend is Backend.FAKE:
+            raise UserError(
+                "The backend fake simulates the other ranks, so there is nothing to save of them."
+            )
+        if not wait and SAVE not in running.program.section_by_name:
+            raise UserError(why_not_save(running.program))
+        self._writer.join()
+        rounds = self._open_rounds("save its part of the checkpoint")
+        takers: list[Taker] = []
+        save: Callable[[], object]
+        try:
+            # Only what rank 0 has of the shared state counts.
+            shared_json, shared_arrays = encode(
+                shared if self._job.rank == 0 else None, prefix=SHARED, codec=TorchTensors()
+            )
+            own_states = [encode(state, codec=TorchTensors()) for state in states]
+            leader = self._leader(running, path, metrics, shared_json)
+            takers += _takers(running, is_copied=not wait)
+            save = partial(
+                self._write, rounds, leader, takers, own_states, shared_arrays, read_back
+            )
+        except Exception as error:  # noqa: BLE001 - the other ranks learn of it in the first round
+            save = partial(rounds.hold, partial(_raise, error), lambda _: b"")
+        pending = self._writer.begin(path, partial(_releasing, takers, save))
+        if wait:
+            pending.wait()
+        return pending
+
+    def _leader(
+        self, running: Running, path: str, metrics: Mapping[str, float], shared: JsonValue
+    ) -> Leader:
+        """What rank 0 knows of the checkpoint; the other ranks know the same, but for the model."""
+        executor, optimizer = running.executor, running.optimizer
+        facts = running.facts() if self._job.rank == 0 else ModelFacts()
+        base = Manifest(
+            step=executor.step_count,
+            seed=executor.seed,
+            origin=self._origin(running.program),
+            metrics=dict(metrics),
+            groups=() if optimizer is None else stored_groups(optimizer),
+            shared=shared,
+            config=facts.config,
+            config_owner=facts.config_owner,
+        )
+        return Leader(
+            target=path,
+            program=running.program,
+            base=base,
+            facts=facts,
+            micro_steps=executor.micro_steps_done or None,
+        )
+
+    def _write(
+        self,
+        rounds: Rounds,
+        leader: Leader,
+        takers: Sequence[Taker],
+        states: Sequence[tuple[JsonValue, Mapping[str, StoredArray]]],
+        shared: Mapping[str, StoredArray],
+        read_back: bool,
+    ) -> None:
+        """Write the checkpoint, in the writer's thread."""
+
+        def take() -> list[RankSave]:
+            return [
+                RankSave(
+                    rank=taker.rank,
+                    snapshot=taker.snapshot(),
+                    state=state,
+                    arrays={**arrays, **shared} if taker.rank == 0 else arrays,
+                )
+                for taker, (state, arrays) in zip(takers, states, strict=True)
+            ]
+
+        path = save_in_rounds(rounds, take, leader)
+        if read_back:
+            rounds.hold(partial(self._read_back, path), lambda _: b"")
+
+    def _read_back(self, path: str) -> bytes:
+        """Compare this rank's share of what the disk has with the checksums."""
+        verify_share(path, read_manifest(path), self._job.rank, self._world_size, from_disk=True)
+        return b""
+
+    def load(
+        self, running: Running, path: str, *, weights_only: bool, has_values: bool
+    ) -> LoadedState:
+        """See ``Engine.load``."""
+        self._writer.join()
+        program, executor = running.program, running.executor
+        rounds = self._open_rounds("load its part of the checkpoint")
+
+        def require(manifest: Manifest) -> list[str]:
+            stored = StoredParameters(manifest, path, weights_only=weights_only)
+            return require_loadable(
+                program, stored, weights_only=weights_only, has_values=has_values
+            )
+
+        manifest = read_together(rounds, path, require)
+        notes = require(manifest)
+        open_step, note = (None, None) if weights_only else self._open_step(program, manifest)
+        notes += [] if note is None else [note]
+
+        def verify() -> bytes:
+            verify_share(path, manifest, self._job.rank, self._world_size)
+            return b""
+
+        rounds.hold(verify, lambda _: b"")
+        stored = StoredParameters(manifest, path, weights_only=weights_only)
+        sums: list[float] = []
+
+        def fill() -> bytes:
+            for memory in running.memories:
+                fill_memory(program, memory, stored)
+                memory.allocate()
+                if not weights_only:
+                    fill_kept_scalars(program, memory, manifest)
+            return b""
+
+        def fill_sums(step: OpenStep) -> bytes:
+            sums.extend(fill_open_step(memory, path, manifest, step) for memory in running.memories)
+            return b""
+
+        with executor.entered(), executor.changing():
+            executor.finish()
+            executor.restart(0 if weights_only else manifest.step)
+            rounds.hold(fill, lambda _: b"")
+            if open_step is not None:
+                executor.establish(MICRO_STEP)
+                rounds.hold(partial(fill_sums, open_step), lambda _: b"")
+                executor.go_on_within(open_step.micro_steps, sums)
+        if not weights_only:
+            executor.seed = executor.seed if manifest.seed is None else manifest.seed
+        if running.optimizer is not None:
+            running.optimizer.forget_written()
+            if not weights_only and manifest.groups:
+                notes += restore_groups(manifest.groups, running.optimizer)
+        if self._job.rank == 0:
+            for note in notes:
+                warnings.warn(f"'{path}' {note}.", CheckpointWarning, stacklevel=3)
+        return LoadedState(
+            path=path,
+            manifest=manifest,
+            shared=None if weights_only else shared_state(path, manifest),
+            state=None if weights_only else rank_state(path, manifest, running.memories[0].rank),
+            micro_steps=0 if open_step is None else open_step.micro_steps,
+            notes=tuple(notes),
+        )
+
+    def _open_step(
+        self, program: Program, manifest: Manifest
+    ) -> tuple[OpenStep | None, str | None]:
+        """The step within which a checkpoint was saved, if this program can go on within it; otherwise a sentence."""
+        step = manifest.open_step
+        if step is None or manifest.origin.program_digest == self._digest(program):
+            return step, None
+        return None, (
+            f"was saved by another program after {step.micro_steps} micro-steps of a step: that step begins anew"
+        )
+
+    def report(self) -> None:
+        """Raise the failure of a save that has ended, if nobody knows of it yet."""
+        self._writer.report()
+
+    def join(self) -> None:
+        """Wait for the save under way, before something changes that is not copied.
+
+        Raises:
+            UserError: as ``report``.
+        """
+        self._writer.join()
+
+    def close(self) -> None:
+        """Wait for the save under way, and release the group.
+
+        Raises:
+            UserError: where the save failed, and nobody knows of it yet.
+        """
+        try:
+            self._writer.close()
+        finally:
+            if self._rounds is not None:
+                self._rounds.close()
+                self._rounds = None
+
+    @property
+    def _world_size(self) -> int:
+        return 1 if self._job.is_alone else torch.distributed.get_world_size()
+
+    def _open_rounds(self, task: str) -> GlooRounds | RoundsAlone:
+        if self._rounds is None:
+            self._rounds = RoundsAlone() if self._job.is_alone else open_rounds(self._timeout)
+        if isinstance(self._rounds, GlooRounds):
+            return replace(self._rounds, task=task)
+        return self._rounds
+
+    def _origin(self, program: Program) -> Origin:
+        return Origin(
+            zeroir=__version__,
+            torch=torch.__version__,
+            program_digest=self._digest(program),
+            fingerprint=program.fingerprint,
+            world_size=program.mesh.world_size,
+            mesh=tuple((axis.name, axis.size) for axis in program.mesh.axes),
+            options=program.options,
+            saved_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        )
+
+    def _digest(self, program: Program) -> str:
+        key = id(program)
+        if key not in self._digests:
+            self._digests[key] = digest(program)
+        return self._digests[key]
+
+
+def _takers(running: Running, *, is_copied: bool) -> Iterator[Taker]:
+    """Take the state of the ranks of this process: with ``is_copied`` training may go on while it is written."""
+    executor = running.executor
+    weight_sums = executor.weight_sums() if executor.micro_steps_done else None
+    saved: Sequence[SavedState | None] = [None] * len(running.memories)
+    if is_copied:
+        saved = executor.save_state()
+    with executor.entered():
+        if not is_copied:
+            executor.finish()
+        for index, memory in enumerate(running.memories):
+            yield Taker(
+                running.program,
+                memory,
+                saved=saved[index],
+                weight_sum=None if weight_sums is None else weight_sums[index],
+            )
+            if not is_copied and memory.device.type == "cuda":
+                torch.cuda.synchronize(
+                    memory.device
+                )  # The writer's thread knows nothing of streams.
+
+
+def _releasing(takers: Sequence[Taker], save: Callable[[], object]) -> None:
+    try:
+        save()
+    finally:
+        for taker in takers:
+            taker.release()
+
+
+def _raise(error: Exception) -> bytes:
+    raise error

@@ -1,0 +1,189 @@
+"""Whether a program can go on with a checkpoint: the same parameters, buffers and optimizers, however they are cut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+
+from zeroir.checkpoint.manifest import MASTER as TRAINED
+from zeroir.checkpoint.manifest import StoredBuffer
+from zeroir.errors import UserError
+from zeroir.ir.contents import EMA
+from zeroir.ir.effects import effects
+from zeroir.ir.program import ModuleBufferBinding, Program, Slot
+from zeroir.runtime.checkpoint.mapping import StoredParameters
+from zeroir.runtime.checkpoint.parts import saved_quantities, state_quantities
+
+_OTHER_MODEL = "load the checkpoint of this model, or compile the model that it was saved from"
+
+
+def require_loadable(
+    program: Program, stored: StoredParameters, *, weights_only: bool, has_values: bool
+) -> list[str]:
+    """Check that the program can take what it needs from a checkpoint; sentences on what begins anew.
+
+    With ``has_values`` the buffers of the model have values already, and those that no op changes may keep them.
+
+    Raises:
+        UserError: naming the parameter, buffer or optimizer that does not fit.
+    """
+    _require_parameters(program, stored)
+    notes = list(_check_buffers(program, stored, has_values=has_values))
+    if weights_only:
+        return notes
+    if not stored.manifest.groups and any(state_quantities(program).values()):
+        missing = [
+            slot.name
+            for flat in program.flats
+            if flat.is_trainable
+            for slot in flat.slots
+            for quantity in state_quantities(program)[flat.name]
+            if slot.numel and stored.place(slot, quantity) is None
+        ]
+        if missing:
+            notes.append("has weights alone: the optimizer begins anew")
+    else:
+        _require_algorithms(program, stored)
+        notes += _check_states(program, stored)
+    averaged = {flat.name for flat, quantity, _ in saved_quantities(program) if quantity == EMA}
+    has_averages = any(EMA in stored.quantities(flat) for flat in stored.manifest.flats)
+    if averaged and not has_averages:
+        notes.append("has no moving averages: they begin with the weights")
+    if has_averages and not averaged:
+        notes.append(
+            "has moving averages, which the program leaves out (it was compiled without --ema)"
+        )
+    return notes
+
+
+def stored_buffer(
+    stored: StoredParameters, binding: ModuleBufferBinding, rank: int
+) -> StoredBuffer | None:
+    """The tensor of the checkpoint with the values of a module buffer on a rank; None where there is none.
+
+    Where more ranks load than saved, the ranks that saved come round again.
+    """
+    saver = rank % stored.manifest.origin.world_size
+    return next(
+        (
+            buffer
+            for buffer in stored.manifest.buffers
+            if binding.name in (buffer.name, *buffer.aliases) and saver in buffer.ranks
+        ),
+        None,
+    )
+
+
+def _require_parameters(program: Program, stored: StoredParameters) -> None:
+    for flat in program.flats:
+        for slot in flat.slots:
+            _require_parameter(slot, stored)
+    for saved in stored.manifest.flats:
+        for parameter in saved.parameters:
+            names = (parameter.name, *parameter.aliases)
+            if not any(name in program.parameter_by_name for name in names):
+                raise UserError(
+                    f"'{stored.path}' has a parameter '{parameter.name}', which the program lacks: {_OTHER_MODEL}."
+                )
+
+
+def _require_parameter(slot: Slot, stored: StoredParameters) -> None:
+    home = stored.home(slot)
+    if home is None:
+        near = get_close_matches(slot.name, list(stored.names), n=3)
+        names = f" (names like it are {', '.join(near)})" if near else ""
+        raise UserError(
+            f"'{stored.path}' has no parameter '{slot.name}'{names}, which the program has: {_OTHER_MODEL}."
+        )
+    flat, index = home
+    shape = flat.parameters[index].shape
+    if shape != slot.shape:
+        raise UserError(
+            f"'{slot.name}' has the shape {list(shape)} in '{stored.path}', but {list(slot.shape)} in the program: "
+            f"{_OTHER_MODEL}."
+        )
+    if slot.numel and TRAINED not in stored.quantities(flat):
+        raise UserError(
+            f"'{stored.path}' has no values of the parameter '{slot.name}': use another checkpoint."
+        )
+
+
+def _require_algorithms(program: Program, stored: StoredParameters) -> None:
+    """Refuse a parameter that another optimizer updated."""
+    algorithms = {
+        name: group.algorithm for group in stored.manifest.groups for name in group.parameters
+    }
+    for name, algorithm in _algorithms(program).items():
+        slot = program.parameter_by_name[name][1]
+        saved = next((algorithms[n] for n in (slot.name, *slot.aliases) if n in algorithms), "")
+        if saved and saved != algorithm:
+            raise _another_optimizer(stored, name, saved, algorithm)
+
+
+def _check_states(program: Program, stored: StoredParameters) -> Iterator[str]:
+    """Refuse states that do not fit; a sentence on the parameters that had none because they were frozen."""
+    algorithms = _algorithms(program)
+    states = state_quantities(program)
+    thawed: list[str] = []
+    for flat in program.flats:
+        for slot in flat.slots if flat.is_trainable else ():
+            home = stored.home(slot)
+            if home is None or not slot.numel:
+                continue
+            if not home[0].is_trainable:
+                thawed.append(slot.name)
+                continue
+            saved = stored.quantities(home[0]) - {TRAINED, EMA}
+            if saved != states[flat.name]:
+                raise _another_optimizer(
+                    stored,
+                    slot.name,
+                    f"an optimizer with {_listed(saved)}",
+                    f"{algorithms.get(slot.name, 'one')} with {_listed(states[flat.name])}",
+                )
+    if thawed:
+        yield f"was saved with '{thawed[0]}' frozen: its optimizer state begins anew"
+
+
+def _algorithms(program: Program) -> Mapping[str, str]:
+    """The algorithm of each trained parameter, where the program names groups."""
+    algorithms: dict[str, str] = {}
+    for group in program.groups:
+        for name, start, stop in group.intervals:
+            for slot in program.flat_by_name[name].slots:
+                if start <= slot.offset < stop:
+                    algorithms[slot.name] = group.algorithm.value
+    return algorithms
+
+
+def _another_optimizer(stored: StoredParameters, name: str, saved: str, own: str) -> UserError:
+    return UserError(
+        f"'{stored.path}' was saved while '{name}' was trained by {saved}, and the program trains it by {own}: compile "
+        "the program with the optimizer of the checkpoint, or load the weights alone (weights_only=True)."
+    )
+
+
+def _listed(states: frozenset[str]) -> str:
+    return " and ".join(sorted(states)) or "no state"
+
+
+def _check_buffers(
+    program: Program, stored: StoredParameters, *, has_values: bool
+) -> Iterator[str]:
+    changed = {region.buffer for op in program.ops() for region in effects(op).writes}
+    for binding in program.module_buffers:
+        buffer = program.buffer_by_name[binding.buffer]
+        if binding.data is not None or not buffer.numel:
+            continue
+        saved = stored_buffer(stored, binding, 0)
+        if saved is not None and saved.shape == binding.shape:
+            continue
+        problem = f"has no buffer '{binding.name}'"
+        if saved is not None:
+            problem = (
+                f"has the buffer '{binding.name}' in the shape {list(saved.shape)} instead of "
+                f"{list(binding.shape)}"
+            )
+        if binding.buffer in changed or not has_values:
+            raise UserError(f"'{stored.path}' {problem}, which the program has: {_OTHER_MODEL}.")
+        yield f"{problem}: it keeps the value that the model gave it"

@@ -1,0 +1,253 @@
+"""Loading a checkpoint: every check comes first, then each rank reads the elements of its own buffers.
+
+Checksums are compared by all ranks, each of which reads a share of the bytes. Elements go from the files straight into
+the buffers, or by way of a small block of memory where their dtype or device differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+import torch
+from pydantic import JsonValue
+from torch import Tensor
+
+from zeroir.checkpoint.manifest import Manifest, OpenStep
+from zeroir.checkpoint.reading import CheckpointFiles, VerifyItem, read_manifest, verify_items
+from zeroir.checkpoint.state_tree import decode
+from zeroir.errors import UserError
+from zeroir.ir.buffers import Role
+from zeroir.ir.contents import DIRECTION, GRAD, FlatContent
+from zeroir.ir.program import Program
+from zeroir.runtime.checkpoint.compatibility import stored_buffer
+from zeroir.runtime.checkpoint.mapping import StoredParameters
+from zeroir.runtime.checkpoint.parts import kept_scalars
+from zeroir.runtime.checkpoint.rounds import Rounds
+from zeroir.runtime.checkpoint.snapshots import WEIGHT_SUM
+from zeroir.runtime.checkpoint.torch_trees import TorchTensors
+from zeroir.runtime.rank_memory import RankMemory
+from zeroir.runtime.state import fill_scalars
+from zeroir.runtime.tensors import TORCH_DTYPE
+
+_UNTOUCHED: Final = (Role.INPUT, Role.OUTPUT, Role.SNAPSHOT)
+
+SHARED: Final = "shared"
+"""How the names of the tensors of the shared state begin."""
+
+_CHUNK_BYTES: Final = 32 << 20
+"""The most bytes that are read at once; so much is the memory that a load takes beside the buffers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedState:
+    """What a load found beside the values of buffers.
+
+    ``shared`` is the state that was saved once for all ranks, and ``state`` that of this rank; None where none was
+    saved, or where fewer ranks saved. ``micro_steps`` counts those of the step in which the checkpoint was saved, if
+    the load goes on within it. ``notes`` say what begins anew, or was left out.
+    """
+
+    path: str
+    manifest: Manifest
+    shared: object
+    state: object
+    micro_steps: int
+    notes: tuple[str, ...]
+
+    @property
+    def step(self) -> int:
+        """The training steps that were done."""
+        return self.manifest.step
+
+    def state_of(self, rank: int) -> object:
+        """The state of one of the ranks that saved, read from its file; None where it saved none.
+
+        Raises:
+            UserError: where the file cannot be read.
+        """
+        return rank_state(self.path, self.manifest, rank)
+
+
+def read_together(rounds: Rounds, path: str, check: Callable[[Manifest], object]) -> Manifest:
+    """The manifest of a checkpoint, which rank 0 reads and checks; all ranks of a job call this together.
+
+    Raises:
+        UserError: where there is no checkpoint, its manifest is damaged, or ``check`` refuses it.
+    """
+
+    def checked() -> bytes:
+        manifest = read_manifest(path)
+        check(manifest)
+        return manifest.model_dump_json().encode()
+
+    return Manifest.model_validate_json(rounds.hold(lambda: b"", lambda _: checked()))
+
+
+def verify_share(
+    path: str, manifest: Manifest, rank: int, world_size: int, *, from_disk: bool = False
+) -> None:
+    """Compare the checksums of one rank's share of a checkpoint; the shares of all ranks are the whole of it.
+
+    With ``from_disk`` the system's copies of the files in memory do not count, where it allows that.
+
+    Raises:
+        UserError: naming the file and tensor that is not what was saved.
+    """
+    with CheckpointFiles(path=path, manifest=manifest, from_disk=from_disk) as files:
+        for item in _share(verify_items(manifest), rank, world_size):
+            files.verify(item)
+
+
+def _share(items: Sequence[VerifyItem], rank: int, world_size: int) -> Iterator[VerifyItem]:
+    """Consecutive items of about the same number of bytes for each rank."""
+    total = sum(item.size_bytes for item in items)
+    before = 0
+    for item in items:
+        middle = before + item.size_bytes / 2
+        if min(int(middle * world_size / max(total, 1)), world_size - 1) == rank:
+            yield item
+        before += item.size_bytes
+
+
+def fill_memory(program: Program, memory: RankMemory, stored: StoredParameters) -> None:
+    """Give the persistent buffers of a rank the values of a checkpoint that was checked.
+
+    Buffers of inputs stay as they are, and so do those of the model that the checkpoint lacks. Everything else that is
+    not saved is as before step 1.
+
+    Raises:
+        UserError: where a file cannot be read.
+    """
+    bindings = {binding.buffer: binding for binding in program.module_buffers}
+    copied = _Copier()
+    with CheckpointFiles(path=stored.path, manifest=stored.manifest) as files, torch.no_grad():
+        for buffer in program.buffers:
+            if not buffer.is_persistent or buffer.role in _UNTOUCHED:
+                continue
+            target = memory.buffer(buffer.name)
+            binding = bindings.get(buffer.name)
+            if binding is not None:
+                if binding.data is not None:
+                    if binding.data:
+                        data = torch.frombuffer(bytearray(binding.data), dtype=target.dtype)
+                        target.copy_(data)
+                    continue
+                saved = stored_buffer(stored, binding, memory.rank) if buffer.numel else None
+                if saved is not None and saved.shape == binding.shape:
+                    dtype = TORCH_DTYPE[stored.dtype(saved.dtype, f"the buffer '{saved.name}'")]
+                    read = partial(files.read_into, saved.file, saved.tensor)
+                    copied.copy(read, dtype, 0, target)
+                continue
+            target.zero_()
+            content = buffer.holds
+            if not isinstance(content, FlatContent) or content.quantity in (GRAD, DIRECTION):
+                continue
+            for elements in stored.elements(program, buffer, content, memory.rank):
+                read = partial(files.read_into, elements.file, elements.tensor)
+                stop = elements.offset + elements.stop - elements.start
+                copied.copy(
+                    read,
+                    TORCH_DTYPE[elements.dtype],
+                    elements.start,
+                    target[elements.offset : stop],
+                )
+    fill_scalars(program, [memory])
+
+
+def fill_kept_scalars(program: Program, memory: RankMemory, manifest: Manifest) -> None:
+    """Give the scalars that training keeps the values of a checkpoint, where it has them."""
+    saved = {scalar.name: scalar.values for scalar in manifest.scalars}
+    for name in kept_scalars(program):
+        target = memory.buffer(name)
+        values = saved.get(name)
+        if values is not None and len(values) == target.numel():
+            target.copy_(torch.tensor(values, dtype=torch.float64))
+
+
+def fill_open_step(memory: RankMemory, path: str, manifest: Manifest, open_step: OpenStep) -> float:
+    """Give a rank its sums of the step in which a checkpoint was saved by the same program; its sum of weights.
+
+    Raises:
+        UserError: where a file cannot be read.
+    """
+    copied = _Copier()
+    total = torch.zeros(1, dtype=torch.float64)
+    with CheckpointFiles(path=path, manifest=manifest) as files, torch.no_grad():
+        for piece in open_step.pieces:
+            if memory.rank not in piece.ranks:
+                continue
+            target = total if piece.name == WEIGHT_SUM else memory.buffer(piece.name)
+            read = partial(files.read_into, piece.file, piece.tensor)
+            copied.copy(read, target.dtype, 0, target)
+    return float(total)
+
+
+def rank_state(path: str, manifest: Manifest, rank: int) -> object:
+    """The state of a rank; see ``LoadedState.state_of``."""
+    saved = next((each for each in manifest.ranks if each.rank == rank), None)
+    if saved is None:
+        return None
+    return _decoded(path, manifest, saved.state, saved.file)
+
+
+def shared_state(path: str, manifest: Manifest) -> object:
+    """The state that was saved once for all ranks; rank 0 wrote its tensors.
+
+    Raises:
+        UserError: where the file cannot be read.
+    """
+    names = [
+        file.name
+        for file in manifest.files
+        if SHARED in {t.name.partition(".")[0] for t in file.tensors}
+    ]
+    return _decoded(path, manifest, manifest.shared, names[0] if names else None)
+
+
+def _decoded(path: str, manifest: Manifest, value: JsonValue, file: str | None) -> object:
+    with CheckpointFiles(path=path, manifest=manifest) as files:
+        numels = {
+            tensor.name: tensor.numel
+            for each in manifest.files
+            if each.name == file
+            for tensor in each.tensors
+        }
+
+        def load(name: str) -> memoryview:
+            if file is None or name not in numels:
+                raise UserError(
+                    f"'{path}' has no tensor {name} of its state: use another checkpoint."
+                )
+            return files.bytes(file, name, 0, numels[name])
+
+        return decode(value, load, codec=TorchTensors())
+
+
+class _Copier:
+    """Copies elements of files to tensors, with one block of memory for those that need a conversion."""
+
+    def __init__(self) -> None:
+        self._block: bytearray | None = None
+
+    def copy(
+        self,
+        read: Callable[[int, memoryview], None],
+        dtype: torch.dtype,
+        start: int,
+        target: Tensor,
+    ) -> None:
+        """Fill a flat tensor with elements of a dtype; ``read`` fills memory with those that begin with a given one."""
+        per_chunk = _CHUNK_BYTES // dtype.itemsize
+        is_direct = target.device.type == "cpu" and target.dtype == dtype
+        for first in range(0, target.numel(), per_chunk):
+            part = target[first : first + per_chunk]
+            if is_direct:
+                read(start + first, part.view(torch.uint8).numpy().data)
+                continue
+            if self._block is None:
+                self._block = bytearray(_CHUNK_BYTES)
+            read(start + first, memoryview(self._block)[: part.numel() * dtype.itemsize])
+            part.copy_(torch.frombuffer(self._block, dtype=dtype, count=part.numel()))

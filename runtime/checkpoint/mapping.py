@@ -1,0 +1,226 @@
+"""From the elements of a program's buffers to the tensors of a checkpoint, parameter by parameter.
+
+A parameter is found by its name, or by an alias, in whatever flat of the checkpoint it stands. So the units, the stage,
+the mesh and the precision of the program that saved it may differ.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from zeroir.checkpoint.manifest import MASTER as TRAINED
+from zeroir.checkpoint.manifest import Manifest, Piece, StoredFlat
+from zeroir.errors import UserError
+from zeroir.ir.buffers import Buffer
+from zeroir.ir.contents import EMA, FACTORS, MASTER, PARAM, PRECONDITIONERS, FlatContent
+from zeroir.ir.dtypes import DType
+from zeroir.ir.factors import factors, preconditioners
+from zeroir.ir.program import Flat, Program, Slot
+from zeroir.runtime.checkpoint.parts import held_elements, quantity_numel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredElements:
+    """Elements ``[start, stop)`` of a tensor of a file, and the element of a buffer at which they are to begin."""
+
+    file: str
+    tensor: str
+    dtype: DType
+    start: int
+    stop: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredPlace:
+    """A parameter in a quantity of a flat of a checkpoint: its number in the flat, and its first element."""
+
+    flat: str
+    quantity: str
+    index: int
+    start: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Run:
+    """Elements that follow one another in a quantity of the checkpoint, from ``start`` on, and in a buffer.
+
+    ``last`` is the number of the last parameter among them.
+    """
+
+    flat: str
+    quantity: str
+    last: int
+    start: int
+    stop: int
+    offset: int
+
+    def continues_at(self, place: StoredPlace, start: int, offset: int) -> bool:
+        """Whether a parameter comes next in both, so that nothing but padding is between."""
+        return (
+            (place.flat, place.quantity, place.index) == (self.flat, self.quantity, self.last + 1)
+            and start - self.start == offset - self.offset
+            and start >= self.stop
+        )
+
+
+class StoredParameters:
+    """The parameters of a checkpoint by name; ``path`` is for messages.
+
+    ``weights_only`` leaves out optimizer states.
+    """
+
+    def __init__(self, manifest: Manifest, path: str, *, weights_only: bool = False) -> None:
+        self.path = path
+        self.manifest = manifest
+        self._weights_only = weights_only
+        self._flats = {flat.name: flat for flat in manifest.flats}
+        self._homes = {
+            name: (flat, index)
+            for flat in manifest.flats
+            for index, parameter in enumerate(flat.parameters)
+            for name in (parameter.name, *parameter.aliases)
+        }
+        self._starts: dict[tuple[str, str], list[int]] = {}
+        self._pieces: dict[tuple[str, str], tuple[DType, list[Piece]]] = {}
+
+    @property
+    def names(self) -> Iterable[str]:
+        """The names and aliases of all parameters."""
+        return self._homes
+
+    def home(self, slot: Slot) -> tuple[StoredFlat, int] | None:
+        """The flat of the checkpoint that has a parameter, and its number there; None where there is none."""
+        return next((self._homes[n] for n in (slot.name, *slot.aliases) if n in self._homes), None)
+
+    def quantities(self, flat: StoredFlat) -> frozenset[str]:
+        """What the checkpoint has of a flat."""
+        names = frozenset(quantity.name for quantity in flat.quantities)
+        return names & {TRAINED, EMA} if self._weights_only else names
+
+    def place(self, slot: Slot, quantity: str) -> StoredPlace | None:
+        """Where the checkpoint has a quantity of a program's parameter; None where its values are to be the first ones.
+
+        Parameters and masters are saved as one quantity. An average that was not saved begins with the parameter.
+        """
+        home = self.home(slot)
+        if home is None:
+            return None
+        flat, index = home
+        stored = self.quantities(flat)
+        if quantity in (PARAM, MASTER) or (quantity == EMA and EMA not in stored):
+            quantity = TRAINED
+        if quantity not in stored:
+            return None
+        key = flat.name, quantity
+        if key not in self._starts:
+            self._starts[key] = [start for _, start, _ in extents(_as_flat(flat), quantity)]
+        return StoredPlace(
+            flat=flat.name, quantity=quantity, index=index, start=self._starts[key][index]
+        )
+
+    def elements(
+        self, program: Program, buffer: Buffer, content: FlatContent, rank: int
+    ) -> Iterator[StoredElements]:
+        """The elements of parameters that a buffer holds on a rank, and that the checkpoint has.
+
+        Raises:
+            UserError: where its manifest leaves out elements of a quantity that it has.
+        """
+        held = held_elements(program, buffer, content, rank)
+        run: _Run | None = None
+        for slot, start, numel in extents(program.flat_by_name[content.flat], content.quantity):
+            first, stop = max(start, held.start), min(start + numel, held.stop)
+            place = self.place(slot, content.quantity) if first < stop else None
+            if place is None:
+                continue
+            source, offset = place.start + first - start, first - held.start
+            is_next = run is not None and run.continues_at(place, source, offset)
+            if run is not None and not is_next:
+                yield from self._stored(run)
+            run = _Run(
+                flat=place.flat,
+                quantity=place.quantity,
+                last=place.index,
+                start=run.start if run is not None and is_next else source,
+                stop=source + stop - first,
+                offset=run.offset if run is not None and is_next else offset,
+            )
+        if run is not None:
+            yield from self._stored(run)
+
+    def _stored(self, run: _Run) -> Iterator[StoredElements]:
+        dtype, pieces = self._sorted_pieces(run.flat, run.quantity)
+        at = run.start
+        index = bisect_right(pieces, at, key=lambda piece: piece.start) - 1
+        while at < run.stop:
+            piece = pieces[index] if 0 <= index < len(pieces) else None
+            if piece is None or not piece.start <= at < piece.stop:
+                raise UserError(
+                    f"The manifest of '{self.path}' has no element {at} of {run.quantity} of {run.flat}: use another "
+                    "checkpoint."
+                )
+            stop = min(piece.stop, run.stop)
+            yield StoredElements(
+                file=piece.file,
+                tensor=piece.tensor,
+                dtype=dtype,
+                start=at - piece.start,
+                stop=stop - piece.start,
+                offset=run.offset + at - run.start,
+            )
+            at = stop
+            index += 1
+
+    def _sorted_pieces(self, flat: str, quantity: str) -> tuple[DType, list[Piece]]:
+        key = flat, quantity
+        if key not in self._pieces:
+            stored = next(q for q in self._flats[flat].quantities if q.name == quantity)
+            self._pieces[key] = (
+                self.dtype(stored.dtype, f"{quantity} of {flat}"),
+                sorted(stored.pieces, key=lambda piece: piece.start),
+            )
+        return self._pieces[key]
+
+    def dtype(self, name: str, what: str) -> DType:
+        """The dtype of a name in the manifest.
+
+        Raises:
+            UserError: where programs have no such dtype.
+        """
+        try:
+            return DType(name)
+        except ValueError:
+            raise UserError(
+                f"'{self.path}' has {what} in the dtype {name}, which no program computes with: convert it first."
+            ) from None
+
+
+def extents(flat: Flat, quantity: str) -> Sequence[tuple[Slot, int, int]]:
+    """The parameters of a flat in order, each with its first element in a quantity and the number of its elements."""
+    if quantity == FACTORS:
+        return [(factor.slot, factor.offset, factor.numel) for factor in factors(flat)]
+    if quantity == PRECONDITIONERS:
+        first = list(preconditioners(flat))
+        stops = [*(start for _, start in first[1:]), quantity_numel(flat, quantity)]
+        return [
+            (slot, start, stop - start) for (slot, start), stop in zip(first, stops, strict=True)
+        ]
+    return [(slot, slot.offset, slot.numel) for slot in flat.slots]
+
+
+def _as_flat(stored: StoredFlat) -> Flat:
+    """A flat of a checkpoint as one of a program, for the places of parameters in it."""
+    return Flat(
+        name=stored.name,
+        unit=stored.name,
+        dtype=DType.F32,
+        is_trainable=stored.is_trainable,
+        padded_numel=0,
+        slots=tuple(
+            Slot(name=p.name, offset=p.offset, shape=p.shape, aliases=p.aliases)
+            for p in stored.parameters
+        ),
+    )

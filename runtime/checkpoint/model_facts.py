@@ -1,0 +1,64 @@
+"""What a checkpoint tells of the model beside its values: the names of its buffers, and its configuration."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from pydantic import JsonValue
+from torch import nn
+
+from zeroir.runtime.named_tensors import NamedTensors
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """See the module's docstring; ``names`` has all names of each named tensor, under each of them.
+
+    ``saved`` are the names that the model's ``state_dict`` has, in order, or None where they are not known.
+    ``config_owner`` is the name of the module that ``config`` describes.
+    """
+
+    names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    saved: tuple[str, ...] | None = None
+    config: JsonValue = None
+    config_owner: str = ""
+
+    def aliases(self, name: str) -> tuple[str, ...]:
+        """The other names of a tensor."""
+        return tuple(other for other in self.names.get(name, ()) if other != name)
+
+    def is_persistent(self, name: str) -> bool:
+        """Whether the model's ``state_dict`` has the tensor under any name."""
+        if self.saved is None:
+            return True
+        return not set(self.saved).isdisjoint(self.names.get(name, (name,)))
+
+
+def model_facts(module: nn.Module) -> ModelFacts:
+    """The facts of a model, whose tensors may be on the meta device."""
+    tensors = NamedTensors(module)
+    names = {name: group for _, group in tensors.names_by_tensor() for name in group}
+    config, owner = _config(module)
+    return ModelFacts(
+        names=names,
+        saved=tuple(module.state_dict(keep_vars=True)),
+        config=config,
+        config_owner=owner,
+    )
+
+
+def _config(module: nn.Module) -> tuple[JsonValue, str]:
+    """The configuration of the outermost module that has one as Hugging Face's models do, and that module's name."""
+    for name, child in module.named_modules():
+        to_dict = getattr(getattr(child, "config", None), "to_dict", None)
+        if not callable(to_dict):
+            continue
+        try:
+            # Through text, because only what JSON can hold belongs there.
+            config: JsonValue = json.loads(json.dumps(to_dict(), allow_nan=False))
+        except (TypeError, ValueError):
+            continue
+        return config, name
+    return None, ""

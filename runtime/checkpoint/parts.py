@@ -1,0 +1,159 @@
+"""The elements of flats that each rank saves: every element of every quantity once, by one rank.
+
+Where several ranks hold the same elements, each saves an equal part of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from zeroir.checkpoint.manifest import MASTER as TRAINED
+from zeroir.ir import ops
+from zeroir.ir.buffers import Buffer
+from zeroir.ir.contents import (
+    DIRECTION,
+    EMA,
+    GRAD,
+    MASTER,
+    OWN_COORDINATES,
+    PARAM,
+    FlatContent,
+)
+from zeroir.ir.dtypes import DType
+from zeroir.ir.factors import own_numel
+from zeroir.ir.layout import round_up, used_numel
+from zeroir.ir.program import PARAMETER_ALIGNMENT_NUMEL, Flat, Program
+
+_PASSING: Final = (GRAD, DIRECTION)
+"""Quantities of flats that are no state of the training between steps."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedPart:
+    """Elements ``[start, stop)`` of a quantity of a flat, which a rank has from element ``offset`` of a buffer on."""
+
+    flat: str
+    quantity: str
+    dtype: DType
+    start: int
+    stop: int
+    buffer: str
+    offset: int
+
+    @property
+    def tensor(self) -> str:
+        """The name of the tensor that holds them in the rank's file."""
+        return f"{self.flat}.{self.quantity}[{self.start}:{self.stop}]"
+
+
+SavedQuantity = tuple[Flat, str, list[tuple[Buffer, FlatContent]]]
+"""A quantity of a flat, and the buffers that hold all of its elements once."""
+
+
+def saved_parts(
+    program: Program, rank: int, quantities: Sequence[SavedQuantity]
+) -> Iterator[SavedPart]:
+    """What a rank saves of these quantities, in their order. Padding after the last parameter is left out."""
+    for flat, quantity, buffers in quantities:
+        stop = quantity_numel(flat, quantity)
+        for buffer, content in buffers:
+            own = _own_elements(program, buffer, content, rank)
+            first, last = own.start, min(own.stop, stop)
+            if first >= last:
+                continue
+            yield SavedPart(
+                flat=flat.name,
+                quantity=quantity,
+                dtype=buffer.dtype,
+                start=first,
+                stop=last,
+                buffer=buffer.name,
+                offset=first - held_elements(program, buffer, content, rank).start,
+            )
+
+
+def saved_quantities(program: Program) -> list[SavedQuantity]:
+    """Every quantity that a checkpoint has of every flat, in the order of the program.
+
+    Parameters are saved as they were trained: as masters where there are some.
+    """
+    saved: list[SavedQuantity] = []
+    by_flat: dict[str, dict[str, list[tuple[Buffer, FlatContent]]]] = {}
+    for buffer in program.buffers:
+        content = buffer.holds
+        if isinstance(content, FlatContent) and content.quantity not in _PASSING:
+            quantities = by_flat.setdefault(content.flat, {})
+            quantities.setdefault(content.quantity, []).append((buffer, content))
+    for flat in program.flats:
+        quantities = by_flat.get(flat.name, {})
+        trained = quantities.pop(MASTER, None) or quantities.pop(PARAM, None)
+        quantities.pop(PARAM, None)
+        if trained is not None:
+            saved.append((flat, TRAINED, _covering(program, trained)))
+        for quantity, buffers in quantities.items():
+            saved.append((flat, quantity, _covering(program, buffers)))
+    return saved
+
+
+def state_quantities(program: Program) -> dict[str, frozenset[str]]:
+    """The optimizer's states of each flat, by the flat's name."""
+    states: dict[str, set[str]] = {flat.name: set() for flat in program.flats}
+    for flat, quantity, _ in saved_quantities(program):
+        if quantity not in (TRAINED, EMA):
+            states[flat.name].add(quantity)
+    return {name: frozenset(quantities) for name, quantities in states.items()}
+
+
+def quantity_numel(flat: Flat, quantity: str) -> int:
+    """The number of elements of a quantity of a flat up to the last one that belongs to a parameter."""
+    return own_numel(quantity, flat) if quantity in OWN_COORDINATES else used_numel(flat)
+
+
+def held_elements(program: Program, buffer: Buffer, content: FlatContent, rank: int) -> range:
+    """The elements of its flat that a buffer holds on a rank."""
+    start = content.offset
+    if content.shard is not None:
+        start += program.mesh.coordinate(rank)[content.shard] * buffer.numel
+    return range(start, start + buffer.numel)
+
+
+def kept_scalars(program: Program) -> tuple[str, ...]:
+    """The scalar buffers that training keeps from step to step and that no setting gives: counts and loss scales."""
+    names: list[str] = []
+    for op in program.ops():
+        match op:
+            case ops.Decide():
+                names.append(op.step.buffer)
+            case ops.UpdateScale():
+                names.append(op.state.buffer)
+            case _:
+                pass
+    return tuple(dict.fromkeys(names))
+
+
+def _own_elements(program: Program, buffer: Buffer, content: FlatContent, rank: int) -> range:
+    """The part that a rank saves of the elements in its buffer, which other ranks may hold, too."""
+    part = held_elements(program, buffer, content, rank)
+    # Axis by axis, as section ``save`` cuts its copies along the first one.
+    for axis in program.mesh.axes:
+        if axis.name != content.shard:
+            numel = round_up(-(-len(part) // axis.size), PARAMETER_ALIGNMENT_NUMEL)
+            part = part[program.mesh.coordinate(rank)[axis.name] * numel :][:numel]
+    return part
+
+
+def _covering(
+    program: Program, buffers: list[tuple[Buffer, FlatContent]]
+) -> list[tuple[Buffer, FlatContent]]:
+    """Buffers that hold every element of a quantity once: others rest with the same elements."""
+    covering: list[tuple[Buffer, FlatContent]] = []
+    covered: set[tuple[int, int]] = set()
+    for buffer, content in sorted(buffers, key=lambda pair: pair[1].shard is None):
+        count = 1 if content.shard is None else program.mesh.size(content.shard)
+        extent = (content.offset, content.offset + count * buffer.numel)
+        if not any(start <= extent[0] and extent[1] <= stop for start, stop in covered):
+            covered.add(extent)
+            covering.append((buffer, content))
+    return covering

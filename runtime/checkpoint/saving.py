@@ -1,0 +1,306 @@
+"""Saving a checkpoint: each rank writes its file, and rank 0 the manifest, after which the checkpoint appears.
+
+It takes two rounds of all ranks. In the first one ranks tell the checksums of the tensors that every rank has for
+itself, and rank 0 begins the checkpoint and names the rank that writes each. In the second one they write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from pydantic import JsonValue, TypeAdapter
+from torch import Tensor
+
+from zeroir.checkpoint.checksums import checksum_of
+from zeroir.checkpoint.manifest import (
+    Manifest,
+    OpenStep,
+    Piece,
+    RankState,
+    Record,
+    StoredBuffer,
+    StoredFile,
+    StoredFlat,
+    StoredParameter,
+    StoredQuantity,
+    StoredScalar,
+)
+from zeroir.checkpoint.publish import Draft, begin
+from zeroir.checkpoint.safetensors_header import StoredTensorSpec
+from zeroir.checkpoint.state_tree import StoredArray
+from zeroir.checkpoint.storage import open_storage
+from zeroir.checkpoint.writing import write_file
+from zeroir.ir.program import Program
+from zeroir.runtime.checkpoint.model_facts import ModelFacts
+from zeroir.runtime.checkpoint.parts import saved_parts, saved_quantities
+from zeroir.runtime.checkpoint.rounds import Rounds
+from zeroir.runtime.checkpoint.snapshots import RankTensor, Snapshot
+from zeroir.runtime.checkpoint.torch_trees import bytes_of, chunks_of
+
+_BUFFER: Final = "buffer"
+_SUM: Final = "sum"
+
+
+class Offer(Record):
+    """The tensors that a rank has for itself, each with its checksum."""
+
+    buffers: tuple[tuple[str, str], ...]
+    sums: tuple[tuple[str, str], ...]
+
+
+class Assignment(Record):
+    """The checkpoint that rank 0 has begun, and the writer of each tensor of each checksum, as ``[name][checksum]``."""
+
+    target: str
+    folder: str
+    token: str
+    buffers: dict[str, dict[str, int]]
+    sums: dict[str, dict[str, int]]
+
+    @property
+    def draft(self) -> Draft:
+        """The checkpoint while it is written."""
+        return Draft(target=self.target, folder=self.folder, token=self.token)
+
+
+class Written(Record):
+    """What a rank has written: its file, if there was anything, and its own state, whose tensors are in the file."""
+
+    file: StoredFile | None
+    state: JsonValue
+
+
+_Offers: Final = TypeAdapter(list[Offer])
+_AllWritten: Final = TypeAdapter(list[Written])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSave:
+    """What one rank saves. ``state`` is its own state, and ``arrays`` has its tensors and those of the shared state."""
+
+    snapshot: Snapshot
+    rank: int
+    state: JsonValue
+    arrays: Mapping[str, StoredArray]
+
+    def offer(self) -> Offer:
+        """The tensors that this rank has for itself."""
+        return Offer(
+            buffers=tuple(_checked(each) for each in self.snapshot.buffers),
+            sums=tuple(_checked(each) for each in self.snapshot.sums),
+        )
+
+    def write(self, assignment: Assignment, offer: Offer) -> Written:
+        """Write this rank's file.
+
+        Raises:
+            UserError: where it cannot be written.
+        """
+        tensors: list[tuple[StoredTensorSpec, Iterable[memoryview]]] = []
+
+        def add(name: str, dtype: str, tensor: Tensor) -> None:
+            spec = StoredTensorSpec(name=name, dtype=dtype, numel=tensor.numel())
+            tensors.append((spec, chunks_of(tensor)))
+
+        for part, tensor in self.snapshot.parts:
+            add(part.tensor, part.dtype.value, tensor)
+        for kind, own, writers, offered in (
+            (_BUFFER, self.snapshot.buffers, assignment.buffers, offer.buffers),
+            (_SUM, self.snapshot.sums, assignment.sums, offer.sums),
+        ):
+            for each, (name, checksum) in zip(own, offered, strict=True):
+                if writers[name][checksum] == self.rank:
+                    add(_tensor_name(kind, name, self.rank), each.dtype, each.tensor)
+        for name, array in self.arrays.items():
+            spec = StoredTensorSpec(name=name, dtype=array.dtype, numel=array.numel)
+            tensors.append((spec, (array.data,)))
+        if not tensors:
+            return Written(file=None, state=self.state)
+        draft = assignment.draft
+        file = write_file(
+            open_storage(draft.folder), draft.folder, draft.file_name(self.rank), tensors
+        )
+        return Written(file=file, state=self.state)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leader:
+    """What rank 0 knows of a checkpoint beside the files: ``base`` is the manifest without what ranks have written.
+
+    ``micro_steps`` counts those of a step that has begun; it is None between steps.
+    """
+
+    target: str
+    program: Program
+    base: Manifest
+    facts: ModelFacts
+    micro_steps: int | None
+
+    def assign(self, offers: Sequence[Offer]) -> Assignment:
+        """Begin the checkpoint, and let the first rank with some bits of a tensor write them.
+
+        Raises:
+            UserError: where the checkpoint cannot begin there.
+        """
+        draft = begin(self.target)
+        return Assignment(
+            target=draft.target,
+            folder=draft.folder,
+            token=draft.token,
+            buffers=_writers([offer.buffers for offer in offers]),
+            sums=_writers([offer.sums for offer in offers]),
+        )
+
+    def publish(
+        self,
+        assignment: Assignment,
+        offers: Sequence[Offer],
+        written: Sequence[Written],
+        scalars: Sequence[StoredScalar],
+    ) -> str:
+        """Let the checkpoint appear; its path.
+
+        Raises:
+            UserError: where this machine lacks a file, or the disk fails.
+        """
+        names = {rank: each.file.name for rank, each in enumerate(written) if each.file is not None}
+        open_step = None
+        if self.micro_steps is not None:
+            sums = _stored(_SUM, assignment.sums, [o.sums for o in offers], names, written)
+            open_step = OpenStep(micro_steps=self.micro_steps, pieces=tuple(sums))
+        buffers = _stored(_BUFFER, assignment.buffers, [o.buffers for o in offers], names, written)
+        shapes = {b.name: b.shape for b in self.program.module_buffers}
+        manifest = self.base.model_copy(
+            update={
+                "files": tuple(each.file for each in written if each.file is not None),
+                "scalars": tuple(scalars),
+                "flats": tuple(stored_flats(self.program, names)),
+                "buffers": tuple(
+                    each.model_copy(
+                        update={
+                            "shape": shapes[each.name],
+                            "aliases": self.facts.aliases(each.name),
+                            "is_persistent": self.facts.is_persistent(each.name),
+                        }
+                    )
+                    for each in buffers
+                ),
+                "ranks": tuple(
+                    RankState(rank=rank, state=each.state, file=names.get(rank))
+                    for rank, each in enumerate(written)
+                    if each.state is not None
+                ),
+                "open_step": open_step,
+            }
+        )
+        return assignment.draft.publish(manifest)
+
+
+def save_in_rounds(rounds: Rounds, take: Callable[[], Sequence[RankSave]], leader: Leader) -> str:
+    """Save a checkpoint; all processes of a job call this together, and each takes its ranks. Its path.
+
+    Raises:
+        UserError: where it cannot be saved; then nothing of it is left.
+    """
+    ranks: list[RankSave] = []
+    own_offers: list[Offer] = []
+    offers: list[Offer] = []
+
+    def assign(answers: Sequence[bytes]) -> bytes:
+        offers.extend(each for answer in answers for each in _Offers.validate_json(answer))
+        return leader.assign(offers).model_dump_json().encode()
+
+    def offer() -> bytes:
+        ranks.extend(take())
+        own_offers.extend(rank.offer() for rank in ranks)
+        return _Offers.dump_json(own_offers)
+
+    outcome = rounds.hold(offer, assign)
+    assignment = Assignment.model_validate_json(outcome)
+
+    def write() -> bytes:
+        return _AllWritten.dump_json(
+            [rank.write(assignment, offer) for rank, offer in zip(ranks, own_offers, strict=True)]
+        )
+
+    def publish(answers: Sequence[bytes]) -> bytes:
+        written = [each for answer in answers for each in _AllWritten.validate_json(answer)]
+        scalars = ranks[0].snapshot.scalars
+        return leader.publish(assignment, offers, written, scalars).encode()
+
+    try:
+        return rounds.hold(write, publish).decode()
+    except BaseException:
+        if ranks[0].rank == 0:
+            assignment.draft.abandon()
+        raise
+
+
+def stored_flats(program: Program, files: Mapping[int, str]) -> Iterator[StoredFlat]:
+    """The flats of a program in a manifest; ``files`` are the names of the files by rank."""
+    pieces: dict[tuple[str, str], list[Piece]] = {}
+    saved = saved_quantities(program)
+    for rank in range(program.mesh.world_size):
+        for part in saved_parts(program, rank, saved):
+            piece = Piece(file=files[rank], tensor=part.tensor, start=part.start, stop=part.stop)
+            pieces.setdefault((part.flat, part.quantity), []).append(piece)
+    quantities: dict[str, list[StoredQuantity]] = {flat.name: [] for flat in program.flats}
+    for flat, quantity, held in saved:
+        own = sorted(pieces.get((flat.name, quantity), []), key=lambda piece: piece.start)
+        stored = StoredQuantity(name=quantity, dtype=held[0][0].dtype.value, pieces=tuple(own))
+        quantities[flat.name].append(stored)
+    for flat in program.flats:
+        yield StoredFlat(
+            name=flat.name,
+            dtype=flat.dtype.value,
+            is_trainable=flat.is_trainable,
+            parameters=tuple(
+                StoredParameter(name=s.name, offset=s.offset, shape=s.shape, aliases=s.aliases)
+                for s in flat.slots
+            ),
+            quantities=tuple(quantities[flat.name]),
+        )
+
+
+def _checked(own: RankTensor) -> tuple[str, str]:
+    return own.name, checksum_of(bytes_of(own.tensor))
+
+
+def _tensor_name(kind: str, name: str, rank: int) -> str:
+    """The name of the tensor in the file of the rank that writes it."""
+    return f"{kind}.{name}" if rank == 0 else f"{kind}.{name}@{rank}"
+
+
+def _writers(offers: Sequence[Sequence[tuple[str, str]]]) -> dict[str, dict[str, int]]:
+    writers: dict[str, dict[str, int]] = {}
+    for rank, offer in enumerate(offers):
+        for name, checksum in offer:
+            writers.setdefault(name, {}).setdefault(checksum, rank)
+    return writers
+
+
+def _stored(
+    kind: str,
+    writers: Mapping[str, Mapping[str, int]],
+    offers: Sequence[Sequence[tuple[str, str]]],
+    files: Mapping[int, str],
+    written: Sequence[Written],
+) -> Iterator[StoredBuffer]:
+    """The tensors that ranks have for themselves, each with the ranks that have its bits."""
+    checksums = [dict(offer) for offer in offers]
+    for name, of_bits in writers.items():
+        for checksum, writer in of_bits.items():
+            file = written[writer].file
+            assert file is not None
+            tensor_name = _tensor_name(kind, name, writer)
+            stored = next(tensor for tensor in file.tensors if tensor.name == tensor_name)
+            yield StoredBuffer(
+                name=name,
+                dtype=stored.dtype,
+                shape=(stored.numel,),
+                ranks=tuple(r for r, own in enumerate(checksums) if own[name] == checksum),
+                file=files[writer],
+                tensor=tensor_name,
+            )

@@ -1,0 +1,152 @@
+"""What a rank saves of its memory at one moment: its buffers themselves while training waits, otherwise copies.
+
+The copies of section ``save`` are complete some time after it was issued, so a snapshot is made of two calls:
+``Taker.__init__`` while no section runs, and ``Taker.snapshot`` in the thread that writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from zeroir.checkpoint.manifest import StoredScalar
+from zeroir.ir.buffers import Role
+from zeroir.ir.contents import GRAD, FlatContent, WeightContent
+from zeroir.ir.program import MICRO_STEP, Program
+from zeroir.runtime.checkpoint.parts import SavedPart, kept_scalars, saved_parts, saved_quantities
+from zeroir.runtime.rank_memory import RankMemory
+from zeroir.runtime.saved_state import SavedState
+from zeroir.runtime.tensors import IR_DTYPE
+
+WEIGHT_SUM: Final = "sum of weights"
+"""The name of the sum of this rank's weights among the sums of an open step; no buffer has it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankTensor:
+    """A tensor that each rank has for itself, and that is written once for all ranks with the same bits."""
+
+    name: str
+    shape: tuple[int, ...]
+    tensor: Tensor
+
+    @property
+    def dtype(self) -> str:
+        """The dtype as the IR spells it."""
+        return IR_DTYPE[self.tensor.dtype].value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """The state of a rank: elements of flats, module buffers, scalars, and the sums of a step that has begun."""
+
+    parts: Sequence[tuple[SavedPart, Tensor]]
+    buffers: Sequence[RankTensor]
+    sums: Sequence[RankTensor]
+    scalars: Sequence[StoredScalar]
+
+
+class Taker:
+    """Takes the state of a rank between two sections. ``weight_sum`` is given within a step.
+
+    With ``saved`` the state is in its copies, and otherwise in the buffers, which then must not change before the
+    snapshot is written. Module buffers that no section writes are never copied: a load waits for the end of the save.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        memory: RankMemory,
+        *,
+        saved: SavedState | None,
+        weight_sum: float | None,
+    ) -> None:
+        self.rank = memory.rank
+        self._program = program
+        self._memory = memory
+        self._saved = saved
+        self._sums: list[RankTensor] = []
+        if weight_sum is not None:
+            for name in open_buffers(program):
+                tensor = memory.buffer(name).detach().to("cpu", copy=True)
+                self._sums.append(RankTensor(name=name, shape=tuple(tensor.shape), tensor=tensor))
+            total = torch.tensor([weight_sum], dtype=torch.float64)
+            self._sums.append(RankTensor(name=WEIGHT_SUM, shape=(1,), tensor=total))
+
+    def snapshot(self) -> Snapshot:
+        """The state, once its copies are complete; no stream of the training waits."""
+        if self._saved is not None:
+            self._saved.wait()
+        program = self._program
+        return Snapshot(
+            parts=[
+                (part, self._elements(part.buffer, part.offset, part.stop - part.start))
+                for part in saved_parts(program, self._memory.rank, saved_quantities(program))
+            ],
+            buffers=[
+                RankTensor(
+                    name=binding.name,
+                    shape=binding.shape,
+                    tensor=self._elements(
+                        binding.buffer, 0, program.buffer_by_name[binding.buffer].numel
+                    ).cpu(),
+                )
+                for binding in program.module_buffers
+                if binding.data is None and program.buffer_by_name[binding.buffer].numel
+            ],
+            sums=self._sums,
+            scalars=[
+                StoredScalar(
+                    name=name,
+                    dtype=program.buffer_by_name[name].dtype.value,
+                    values=tuple(
+                        self._elements(name, 0, program.buffer_by_name[name].numel)
+                        .double()
+                        .tolist()
+                    ),
+                )
+                for name in kept_scalars(program)
+            ],
+        )
+
+    def release(self) -> None:
+        """Leave the memory of the copies to the next save."""
+        if self._saved is not None:
+            self._saved.release()
+
+    def _elements(self, name: str, start: int, numel: int) -> Tensor:
+        """Elements of a buffer, from their copy if there is one."""
+        copied = None if self._saved is None else self._saved.tensors.get(name)
+        if copied is None:
+            return self._memory.buffer(name)[start : start + numel]
+        return copied.tensor[start - copied.start : start - copied.start + numel]
+
+
+def open_buffers(program: Program) -> list[str]:
+    """The buffers in which micro-steps hand something to the next one of their step.
+
+    The settings of optimizer groups do not belong to them.
+    """
+    section = program.section_by_name.get(MICRO_STEP)
+    if section is None:
+        return []
+    names: list[str] = []
+    settings = {name for group in program.groups for name in (group.lr, group.hyper)}
+    for buffer in program.buffers:
+        is_sum = isinstance(buffer.holds, WeightContent) or buffer.role is Role.SCALAR
+        if isinstance(buffer.holds, FlatContent):
+            is_sum = buffer.holds.quantity == GRAD
+        if buffer.is_persistent and is_sum and buffer.name not in settings:
+            names.append(buffer.name)
+    live = set(section.entry.live)
+    for holding in section.entry.holdings:
+        content = holding.content
+        if isinstance(content, FlatContent) and content.quantity != GRAD:
+            continue
+        if holding.region.buffer in live and holding.region.buffer not in names:
+            names.append(holding.region.buffer)
+    return names

@@ -1,0 +1,72 @@
+"""Bytes of torch's tensors: for the files of checkpoints, and for tensors in trees of state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from zeroir.checkpoint.state_tree import StoredArray
+from zeroir.errors import UserError
+
+_CHUNK_BYTES: Final = 64 << 20
+
+_NAMES: Final = {
+    torch.bool: "bool",
+    torch.uint8: "u8",
+    torch.int8: "i8",
+    torch.int16: "i16",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+    torch.float32: "f32",
+    torch.float64: "f64",
+}
+_DTYPES: Final = {name: dtype for dtype, name in _NAMES.items()}
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor, row-major: of a contiguous one on the CPU a view, otherwise a copy."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data
+
+
+def chunks_of(tensor: Tensor) -> Iterator[memoryview]:
+    """The bytes of a flat tensor in order; of one on a device no more than a chunk at a time is on the host."""
+    per_chunk = tensor.numel() if tensor.device.type == "cpu" else _CHUNK_BYTES // tensor.itemsize
+    for start in range(0, tensor.numel(), per_chunk):
+        yield bytes_of(tensor[start : start + per_chunk])
+
+
+class TorchTensors:
+    """Tensors of torch in trees of state; decoded ones are on the CPU."""
+
+    kind: str = "torch"
+
+    def encode(self, value: object) -> StoredArray | None:
+        """See ``state_tree.TensorCodec``."""
+        if not isinstance(value, Tensor):
+            return None
+        name = _NAMES.get(value.dtype)
+        if name is None or value.layout is not torch.strided or value.is_meta:
+            raise UserError(
+                f"The state has a tensor of {value.dtype} with the layout {value.layout} on {value.device}, which a "
+                "checkpoint cannot hold: convert it to a dense tensor of bool, integers or floats."
+            )
+        # A copy, because the tensor may change before it is written.
+        return StoredArray(
+            kind=self.kind,
+            dtype=name,
+            shape=tuple(value.shape),
+            data=memoryview(bytearray(bytes_of(value))),
+        )
+
+    def decode(self, array: StoredArray) -> object:
+        """See ``state_tree.TensorCodec``."""
+        flat = torch.empty(array.numel, dtype=_DTYPES[array.dtype])
+        if array.numel:
+            flat.view(torch.uint8).copy_(torch.frombuffer(bytearray(array.data), dtype=torch.uint8))
+        return flat.view(array.shape)

@@ -1,0 +1,221 @@
+"""The batches that a rank trains on, and the position in them, which a checkpoint keeps."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice, repeat
+from typing import Final, Literal, Protocol, runtime_checkable
+
+from zeroir.errors import UserError
+from zeroir.runtime.data.loader import IS_GLOBAL
+from zeroir.runtime.users_code import explained
+from zeroir.torch_ops.batches import Batch
+
+BatchFunction = Callable[..., Iterable[Batch]]
+"""The user's ``batches(rank, world_size, seed, start_step=0)``; ``start_step`` may be missing."""
+
+Resumption = Literal["new", "loader", "start-step", "replay"]
+"""How data goes on: it begins anew, a loader takes its state, ``batches`` takes ``start_step``, or some are skipped."""
+
+_TAKEN: Final = "batches"
+_LOADER: Final = "loader"
+
+
+@runtime_checkable
+class StatefulLoader(Protocol):
+    """A loader that knows its position, such as ``zeroir.ResumableLoader`` or torchdata's ``StatefulDataLoader``.
+
+    Its state is one rank's, or, where the key ``is_global`` of it is True, the same on all ranks for any number of
+    them.
+    """
+
+    def state_dict(self) -> Mapping[str, object]:
+        """The position after the batches that were taken."""
+
+    def load_state_dict(self, state: Mapping[str, object], /) -> object:
+        """Go on at that position with the next iterator."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankOfData:
+    """For whom the batches are: the first three arguments of the user's ``batches``."""
+
+    rank: int
+    world_size: int
+    seed: int
+
+
+class TrainingData:
+    """The batches of one rank. ``function`` is the user's, and is called once, when the first batch is needed.
+
+    The position counts the batches that were taken, not those that a loader holds ready.
+    """
+
+    def __init__(self, function: BatchFunction, rank: RankOfData) -> None:
+        self._function = function
+        self._rank = rank
+        self._taken = 0
+        self._batches: Iterable[Batch] | None = None
+        self._iterator: Iterator[Batch] | None = None
+
+    @property
+    def batches_taken(self) -> int:
+        """The number of batches that this rank took, those before a resume included."""
+        return self._taken
+
+    def open(self) -> None:
+        """Call the user's function now, if it was not called yet.
+
+        Raises:
+            UserError: where it fails.
+        """
+        self._opened()
+
+    def take(self, step: int) -> Batch:
+        """The next batch; ``step`` is the training step that needs it, for messages.
+
+        Raises:
+            UserError: where there is none.
+        """
+        iterator = self._opened()
+        try:
+            with explained("batches()", f" at step {step}"):
+                batch = next(iterator)
+        except StopIteration:
+            raise UserError(
+                f"batches() ended before step {step}: yield for ever, or ask for fewer --steps."
+            ) from None
+        self._taken += 1
+        return batch
+
+    def state_dict(self) -> dict[str, object]:
+        """The position: the number of batches taken, and the state of the loader if it has one.
+
+        Raises:
+            UserError: where the loader fails to give its state.
+        """
+        self._opened()
+        batches: object = self._batches
+        state: Mapping[str, object] | None = None
+        if isinstance(batches, StatefulLoader):
+            with explained("state_dict() of the loader"):
+                state = batches.state_dict()
+        return {_TAKEN: self._taken, _LOADER: state}
+
+    def load_state_dict(self, state: Mapping[str, object], world_size: int) -> Resumption:
+        """Go on at a position that a rank of a job of ``world_size`` ranks has saved, and tell how.
+
+        Raises:
+            UserError: where these batches cannot go on there.
+        """
+        taken, loader_state = state.get(_TAKEN), state.get(_LOADER)
+        if not isinstance(taken, int) or not isinstance(loader_state, Mapping | None):
+            raise UserError(
+                "The checkpoint does not say how far the data was: it was not saved by `zeroir run`."
+            )
+        if loader_state is not None:
+            resumption = self._load_loader(loader_state, world_size)
+        elif self._takes_start_step:
+            resumption = self._start_at(taken)
+        else:
+            resumption = self._replay(taken, world_size)
+        self._taken = taken
+        return resumption
+
+    def _opened(self) -> Iterator[Batch]:
+        if self._iterator is None:
+            self._batches = self._call(start_step=0)
+            self._iterator = _iterate(self._batches)
+        return self._iterator
+
+    def _load_loader(self, state: Mapping[str, object], world_size: int) -> Resumption:
+        if state.get(IS_GLOBAL) is not True and world_size != self._rank.world_size:
+            raise UserError(
+                f"The loader of batches() has a position for each rank of {world_size}, so {self._rank.world_size} "
+                f"cannot go on from it: use {world_size} ranks again, or return a zeroir.ResumableLoader, whose "
+                "position serves any number."
+            )
+        batches = self._call(start_step=0)
+        if not isinstance(batches, StatefulLoader):
+            raise UserError(
+                "The checkpoint has the state of a loader, but batches() returned a "
+                f"{type(batches).__name__} without load_state_dict(): return the loader itself again."
+            )
+        with explained("load_state_dict() of the loader"):
+            batches.load_state_dict(state)
+        self._batches, self._iterator = batches, _iterate(batches)
+        return "loader"
+
+    def _start_at(self, taken: int) -> Resumption:
+        self._batches = self._call(start_step=taken)
+        _require_no_loader(self._batches, taken)
+        self._iterator = _iterate(self._batches)
+        return "start-step"
+
+    def _replay(self, taken: int, world_size: int) -> Resumption:
+        if world_size != self._rank.world_size:
+            raise UserError(
+                f"batches() takes no start_step and gives other batches to each number of ranks, so "
+                f"{self._rank.world_size} cannot go on where {world_size} stopped: use {world_size} ranks again, give "
+                "it the parameter start_step, or let it return a zeroir.ResumableLoader."
+            )
+        self._batches = self._call(start_step=0)
+        _require_no_loader(self._batches, taken)
+        self._iterator = _iterate(self._batches)
+        with explained("batches()", f" while {taken} batches were skipped"):
+            skipped = sum(1 for _ in islice(self._iterator, taken))
+        if skipped < taken:
+            raise UserError(
+                f"batches() ended after {skipped} batches, but {taken} had been taken when the checkpoint was saved: "
+                "it must yield the same batches again."
+            )
+        return "replay"
+
+    @property
+    def _takes_start_step(self) -> bool:
+        """Whether the function has a parameter for the number of batches that were taken before."""
+        try:
+            parameters = list(inspect.signature(self._function).parameters.values())
+        except (TypeError, ValueError):  # callables of C
+            return True
+        positional = [each for each in parameters if each.kind in _POSITIONAL]
+        return len(positional) > 3 or any(
+            each.kind is inspect.Parameter.VAR_POSITIONAL for each in parameters
+        )
+
+    def _call(self, *, start_step: int) -> Iterable[Batch]:
+        given: tuple[int, ...] = (self._rank.rank, self._rank.world_size, self._rank.seed)
+        if self._takes_start_step:
+            given = (*given, start_step)
+        with explained("batches()"):
+            return self._function(*given)
+
+
+def _iterate(batches: Iterable[Batch]) -> Iterator[Batch]:
+    with explained("batches()"):
+        return iter(batches)
+
+
+_POSITIONAL: Final = (
+    inspect.Parameter.POSITIONAL_ONLY,
+    inspect.Parameter.POSITIONAL_OR_KEYWORD,
+)
+
+
+def _require_no_loader(batches: Iterable[Batch], taken: int) -> None:
+    if taken and isinstance(batches, StatefulLoader):
+        raise UserError(
+            "batches() returned a loader with load_state_dict(), but the checkpoint has no state of a loader: "
+            "return what it returned when the checkpoint was saved."
+        )
+
+
+def repeated(batch: Callable[[], Batch]) -> BatchFunction:
+    """The batches of a model file without ``batches``: its example, again and again."""
+
+    def batches(_rank: int, _world_size: int, _seed: int, _start_step: int) -> Iterator[Batch]:
+        return repeat(batch())
+
+    return batches

@@ -1,0 +1,132 @@
+"""What ``--format dcp`` writes, loaded by torch's own FSDP2, DDP and plain modules, which go on training."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from tests.convert import torch_workers as workers
+from tests.runtime.support import Ranks, require_success
+from tests.support.checkpoints import write_checkpoint
+from zeroir.checkpoint.manifest import StoredGroup
+from zeroir.convert import export_dcp
+from zeroir.convert.export import export_checkpoint
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:torch.distributed is disabled, unavailable or uninitialized:UserWarning"
+)
+
+
+def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    module = workers.Net()
+    optimizer = workers.optimizer_of(module)
+    workers.take_steps(module, optimizer, range(workers.STEPS_BEFORE))
+    return module, optimizer
+
+
+def write_trained(
+    folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer, rank_count: int
+) -> None:
+    """A checkpoint of a module and its AdamW, with our names of states and groups, and its export to DCP."""
+    names = {value: name for name, value in module.named_parameters()}
+    states = {
+        quantity: {name: optimizer.state[value][quantity] for value, name in names.items()}
+        for quantity in ("exp_avg", "exp_avg_sq")
+    }
+    groups = [
+        StoredGroup(
+            name=f"group{index}",
+            algorithm="adamw",
+            settings={
+                key: list(group[key]) if key == "betas" else group[key]
+                for key in ("lr", "betas", "eps", "weight_decay")
+            },
+            parameters=tuple(names[value] for value in group["params"]),
+        )
+        for index, group in enumerate(optimizer.param_groups)
+    ]
+    write_checkpoint(
+        folder / "checkpoint",
+        module,
+        rank_count=rank_count,
+        flat_count=3,
+        step=workers.STEPS_BEFORE,
+        states=states,
+        groups=groups,
+    )
+    export_checkpoint(str(folder / "checkpoint"), folder / "dcp", to="dcp")
+
+
+@pytest.mark.parametrize("rank_count", [1, 3, 5])
+def test_a_plain_module_goes_on_bit_for_bit(rank_count: int, tmp_path: Path) -> None:
+    module, optimizer = trained()
+    write_trained(tmp_path, module, optimizer, rank_count)
+    steps = range(workers.STEPS_BEFORE, workers.STEPS_BEFORE + workers.STEPS_AFTER)
+    expected = workers.take_steps(module, optimizer, steps)
+    assert workers.continued("plain", tmp_path) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.parametrize("kind", ["fsdp2", "ddp"])
+def test_two_ranks_of_torch_go_on_with_model_and_optimizer(kind: str, tmp_path: Path) -> None:
+    module, optimizer = trained()
+    write_trained(tmp_path, module, optimizer, rank_count=3)
+    steps = range(workers.STEPS_BEFORE, workers.STEPS_BEFORE + workers.STEPS_AFTER)
+    expected = workers.take_steps(module, optimizer, steps)
+    ranks = Ranks(2, tmp_path, kind, str(tmp_path), module="tests.convert.torch_workers")
+    require_success(ranks.wait())
+    losses = json.loads((tmp_path / f"{kind}.json").read_text())
+    # Two ranks add gradients in another order than one.
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=2e-6, atol=0)
+
+
+def test_every_tensor_is_whole_and_none_is_empty(tmp_path: Path) -> None:
+    module, optimizer = trained()
+    write_trained(tmp_path, module, optimizer, rank_count=7)
+    metadata = FileSystemReader(tmp_path / "dcp").read_metadata()
+    tensors = {
+        key: value
+        for key, value in metadata.state_dict_metadata.items()
+        if isinstance(value, TensorStorageMetadata)
+    }
+    assert {key for key in tensors if key.startswith("model.")} == {
+        f"model.{key}" for key in module.state_dict()
+    }
+    for key, value in tensors.items():
+        assert value.size.numel(), key
+        assert all(chunk.sizes.numel() for chunk in value.chunks), key
+    dcp_to_torch_save(tmp_path / "dcp", tmp_path / "whole.pt")
+    whole = torch.load(tmp_path / "whole.pt", weights_only=True)
+    for key, expected in module.state_dict().items():
+        assert torch.equal(whole["model"][key], expected)
+    for name, parameter in module.named_parameters():
+        for quantity, expected in optimizer.state[parameter].items():
+            assert torch.equal(whole["optim"]["state"][name][quantity], expected)
+
+
+def test_large_tensors_are_cut_into_blocks_of_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(export_dcp, "BLOCK_BYTES", 100)
+    module, optimizer = trained()
+    write_trained(tmp_path, module, optimizer, rank_count=3)
+    metadata = FileSystemReader(tmp_path / "dcp").read_metadata()
+    embedding = metadata.state_dict_metadata["model.embedding.weight"]
+    assert isinstance(embedding, TensorStorageMetadata)
+    assert [chunk.sizes[0] for chunk in embedding.chunks] == [2, 2, 2, 2, 2, 1]
+    loaded: dict[str, object] = {
+        "model": {key: torch.empty_like(value) for key, value in module.state_dict().items()}
+    }
+    load(loaded, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    model = loaded["model"]
+    assert isinstance(model, dict)
+    for key, expected in module.state_dict().items():
+        assert torch.equal(model[key], expected)

@@ -1,0 +1,110 @@
+"""What ``--format state-dict`` writes, read by torch without the right to run code."""
+
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests.convert import torch_workers as workers
+from tests.support.checkpoints import write_checkpoint
+from zeroir.convert import torch_archive
+from zeroir.convert.export import export_checkpoint
+from zeroir.errors import UserError
+
+
+class Kinds(nn.Module):
+    """Parameters and buffers of several dtypes, a scalar, a tied weight, and a buffer that is not saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(7, 5)
+        self.low = nn.Linear(5, 3).to(torch.bfloat16).requires_grad_(False)
+        self.norm = nn.BatchNorm1d(3)
+        self.scalar = nn.Parameter(torch.tensor(2.5, dtype=torch.float64))
+        self.tied = nn.Linear(7, 5, bias=False)
+        self.tied.weight = self.inner.weight
+        self.register_buffer("mask", torch.tensor([[True, False], [False, True]]))
+        self.register_buffer("cache", torch.zeros(9), persistent=False)
+
+
+@pytest.mark.parametrize("is_mapped", [False, True])
+@pytest.mark.parametrize("rank_count", [1, 3])
+def test_torch_loads_every_bit_strictly(rank_count: int, is_mapped: bool, tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    module = Kinds()
+    write_checkpoint(tmp_path / "c", module, rank_count=rank_count)
+    export_checkpoint(str(tmp_path / "c"), tmp_path / "weights.pt", to="state-dict")
+    loaded = torch.load(tmp_path / "weights.pt", weights_only=True, mmap=is_mapped)
+    for key, value in module.state_dict().items():
+        assert loaded[key].dtype == value.dtype
+        assert loaded[key].shape == value.shape
+        assert torch.equal(loaded[key], value), key
+        assert loaded[key].data_ptr() % 64 == 0
+    assert loaded["tied.weight"].data_ptr() == loaded["inner.weight"].data_ptr()
+    other = Kinds()
+    other.load_state_dict(loaded, strict=True)
+    assert torch.equal(other.tied.weight, module.tied.weight)
+
+
+def test_parameters_are_cast_and_buffers_are_not(tmp_path: Path) -> None:
+    module = Kinds()
+    write_checkpoint(tmp_path / "c", module)
+    export_checkpoint(str(tmp_path / "c"), tmp_path / "w.pt", to="state-dict", dtype="f16")
+    loaded = torch.load(tmp_path / "w.pt", weights_only=True)
+    assert {loaded[name].dtype for name, _ in module.named_parameters()} == {torch.float16}
+    for name in ("norm.running_mean", "norm.num_batches_tracked", "mask"):
+        assert loaded[name].dtype == module.state_dict()[name].dtype
+    assert torch.equal(loaded["inner.weight"], module.inner.weight.half())
+
+
+def test_records_above_four_gigabytes_have_their_sizes_in_64_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(zipfile, "ZIP64_LIMIT", 100)
+    module = nn.Linear(7, 5)
+    write_checkpoint(tmp_path / "c", module)
+    export_checkpoint(str(tmp_path / "c"), tmp_path / "w.pt", to="state-dict")
+    loaded = torch.load(tmp_path / "w.pt", weights_only=True, mmap=True)
+    assert torch.equal(loaded["weight"], module.weight)
+    assert loaded["weight"].data_ptr() % 64 == 0
+
+
+@pytest.mark.parametrize("value", [0, 1, 2**31 - 1, 2**31, 2**32, 2**40, 2**62])
+def test_sizes_of_any_length(value: int) -> None:
+    tensor = torch_archive.ArchivedTensor(
+        keys=("x",), dtype="u8", shape=(value,), numel=value, size_bytes=value, parts=()
+    )
+    from pickletools import genops
+
+    numbers = [
+        number
+        for opcode, number, _ in genops(torch_archive._pickled([tensor]))
+        if opcode.name in ("BININT", "LONG1")
+    ]
+    assert numbers == [value, 0, value, 1]
+
+
+def test_the_module_goes_on_with_an_optimizer_that_begins(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    module = workers.Net()
+    workers.take_steps(module, workers.optimizer_of(module), range(2))
+    write_checkpoint(tmp_path / "c", module, rank_count=5)
+    export_checkpoint(str(tmp_path / "c"), tmp_path / "w.pt", to="state-dict")
+    other = workers.Net()
+    other.load_state_dict(torch.load(tmp_path / "w.pt", weights_only=True))
+    expected = workers.take_steps(module, workers.optimizer_of(module), range(2, 7))
+    assert workers.take_steps(other, workers.optimizer_of(other), range(2, 7)) == expected
+
+
+def test_a_file_of_another_kind_stays(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "c", nn.Linear(2, 2))
+    target = tmp_path / "thesis.pt"
+    target.write_text("years of work")
+    with pytest.raises(UserError, match="is not a state_dict"):
+        export_checkpoint(str(tmp_path / "c"), target, to="state-dict")
+    assert target.read_text() == "years of work"
+    target.unlink()
+    for _ in range(2):  # the second time it replaces its own
+        export_checkpoint(str(tmp_path / "c"), target, to="state-dict")

@@ -1,0 +1,191 @@
+"""One rank that saves and loads checkpoints: ``python -m tests.runtime.checkpoint_workers SCENARIO [ARGUMENT]``."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from datetime import timedelta
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from tests.runtime.support import initial_flats, lowered, random_batches
+from tests.support.lowering import applied
+from tests.support.programs import mlp
+from zeroir.checkpoint.local_storage import LocalStorage
+from zeroir.errors import UserError, ZeroirError
+from zeroir.ir.program import Program
+from zeroir.passes.save_state import SaveState
+from zeroir.runtime.engine import Engine
+
+FOLDER = Path(os.environ["TEST_FOLDER"])
+RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+SEED = 11
+
+
+def program_of(case: str) -> Program:
+    """The program of a case such as ``fp16.2``, precision and stage, or ``fp16.2.2`` with two replicas."""
+    precision, stage, *replicas = case.split(".")
+    logical = mlp(dim=40, precision=precision, clip=0.5, ema=0.9, micro_steps=2)
+    program = lowered(logical, int(stage), WORLD_SIZE, *map(int, replicas))
+    return applied(program, (SaveState(),))
+
+
+def write_state(engine: Engine, name: str, losses: list[float]) -> None:
+    """Let rank 0 write the whole state and the losses."""
+    tensors = {f"{flat}/{quantity}": t for (flat, quantity), t in engine.full_state().items()}
+    tensors["losses"] = torch.tensor(losses, dtype=torch.float64)
+    tensors["scale"] = torch.tensor([engine.loss_scale], dtype=torch.float64)
+    if RANK == 0:
+        save_file({k: t.contiguous() for k, t in tensors.items()}, FOLDER / f"{name}.safetensors")
+
+
+def save(cases: str, steps: int = 3) -> None:
+    """A few steps of each case, a checkpoint, and as many steps again."""
+    for case in cases.split(","):
+        engine = Engine(program_of(case), seed=SEED)
+        engine.initialise_flats(initial_flats(engine.program))
+        batches = random_batches(2 * steps, WORLD_SIZE, micro_steps=2)
+        losses = [engine.step(ranks[RANK]).loss for ranks in batches[:steps]]
+        engine.optimizer.param_groups[0]["lr"] = 0.02
+        engine.save(
+            FOLDER / case, shared={"epoch": 3}, state={"rank": RANK, "draws": torch.arange(2)}
+        )
+        write_state(engine, f"{case}.saved", losses)
+        losses += [engine.step(ranks[RANK]).loss for ranks in batches[steps:]]
+        write_state(engine, f"{case}.after", losses)
+        engine.close()
+
+
+def load(folder: str, saved: str, cases: str) -> None:
+    """Load the checkpoint of each case of other ranks for a case of these, and take two steps."""
+    for source, case in zip(saved.split(","), cases.split(","), strict=True):
+        engine = Engine(program_of(case))
+        loaded = engine.load(Path(folder) / source)
+        assert loaded.step == engine.step_count == 3
+        assert loaded.shared == {"epoch": 3}
+        assert engine.optimizer.param_groups[0]["lr"] == 0.02
+        for rank in range(loaded.manifest.origin.world_size):
+            state = loaded.state_of(rank)
+            assert isinstance(state, dict)
+            assert state["rank"] == rank
+            assert state["draws"].tolist() == [0, 1]
+        write_state(engine, f"{source}.to.{case}", [])
+        batches = random_batches(2, WORLD_SIZE, micro_steps=2, seed=5)
+        losses = [engine.step(ranks[RANK]).loss for ranks in batches]
+        write_state(engine, f"{source}.to.{case}.after", losses)
+        engine.close()
+
+
+def resumes(folder: str, cases: str) -> None:
+    """Go on with the checkpoint of each case three times, one step each, every time with a new engine."""
+    for case in cases.split(","):
+        path = Path(folder) / case
+        losses: list[float] = []
+        batches = random_batches(6, WORLD_SIZE, micro_steps=2)
+        for step in range(3, 6):
+            engine = Engine(program_of(case))
+            engine.load(path)
+            losses.append(engine.step(batches[step][RANK]).loss)
+            path = FOLDER / f"{case}.{step}"
+            engine.save(path, wait=step == 4).wait()
+            if step == 5:
+                write_state(engine, f"{case}.resumed", losses)
+            engine.close()
+
+
+def within(case: str) -> None:
+    """Save after a micro-step; new engines finish the step with the same program, and begin it anew with another."""
+    engine = Engine(program_of(case))
+    engine.initialise_flats(initial_flats(engine.program))
+    steps = random_batches(3, WORLD_SIZE, micro_steps=3)
+    engine.step(steps[0][RANK])
+    first, second, third = steps[1][RANK]
+    engine.micro_step(first, is_last=False)
+    engine.micro_step(second)
+    with pytest.raises(UserError, match="is_last=False"):
+        engine.save(FOLDER / "unknown")
+    engine.micro_step(third)
+    losses = [engine.update().loss, engine.step(steps[2][RANK]).loss]
+    write_state(engine, "whole", losses)
+    engine.close()
+
+    engine = Engine(program_of(case))
+    engine.initialise_flats(initial_flats(engine.program))
+    engine.step(steps[0][RANK])
+    engine.micro_step(first, is_last=False)
+    engine.micro_step(second, is_last=False)
+    engine.save(FOLDER / "within", wait=False)
+    engine.close()
+
+    engine = Engine(program_of(case))
+    loaded = engine.load(FOLDER / "within")
+    assert (loaded.micro_steps, loaded.step, loaded.notes) == (2, 1, ())
+    engine.micro_step(third)
+    losses = [engine.update().loss, engine.step(steps[2][RANK]).loss]
+    write_state(engine, "continued", losses)
+    engine.close()
+
+
+def failing(where: str) -> None:
+    """The disk of one rank fails in the background; every rank learns of it, and the next save works."""
+    engine = Engine(program_of("fp32.2"))
+    engine.initialise_flats(initial_flats(engine.program))
+    batches = random_batches(3, WORLD_SIZE, micro_steps=2)
+    engine.step(batches[0][RANK])
+
+    def full(*_: object, **__: object) -> object:
+        raise UserError("the disk is full")
+
+    with ExitStack() as patches:
+        if RANK == 1:
+            patches.enter_context(patch.object(LocalStorage, "create", full))
+        pending = engine.save(FOLDER / "failed", wait=False)
+        while not pending.is_done:
+            time.sleep(0.01)
+    if where == "step":
+        try:
+            engine.step(batches[1][RANK])
+        except UserError as error:
+            sys.stdout.write(str(error))
+            sys.stdout.flush()
+        engine.step(batches[1][RANK])
+        engine.save(FOLDER / "next")
+    if where != "exit":
+        engine.close()
+
+
+def main() -> None:
+    scenario, *args = sys.argv[1:]
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{FOLDER}/store",
+        rank=RANK,
+        world_size=WORLD_SIZE,
+        timeout=timedelta(seconds=60),
+    )
+    code = 0
+    scenarios: dict[str, Callable[..., None]] = {
+        "save": save,
+        "load": load,
+        "resumes": resumes,
+        "within": within,
+        "failing": failing,
+    }
+    try:
+        scenarios[scenario](*args)
+    except ZeroirError as error:
+        sys.stderr.write(str(error))
+        code = error.exit_code
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

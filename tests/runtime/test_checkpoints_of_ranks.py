@@ -1,0 +1,132 @@
+"""Real processes save checkpoints; the same and other numbers of processes go on with them, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tests.runtime.support import Ranks, lowered, random_batches, require_success
+from tests.support.programs import mlp
+from zeroir.runtime.lockstep import Lockstep
+
+MODULE = "tests.runtime.checkpoint_workers"
+
+
+def run(world_size: int, folder: Path, *args: str) -> list[tuple[int, str, str]]:
+    folder.mkdir()
+    return Ranks(world_size, folder, *args, module=MODULE).wait()
+
+
+def require_same(expected: dict[str, Tensor], state: dict[str, Tensor]) -> None:
+    """Whatever the new state has is that of the expected one: a parameter, the trained master, rounded to its dtype."""
+    assert state
+    for name, values in state.items():
+        flat, _, quantity = name.partition("/")
+        source = name
+        if quantity in ("param", "master"):
+            source = f"{flat}/master" if f"{flat}/master" in expected else f"{flat}/param"
+        if name != "losses" and (name != "scale" or "scale" in expected):
+            assert torch.equal(values, expected[source].to(values.dtype)), name
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("savers", "saved", "loaders", "loaded"),
+    [
+        (2, "fp16.3,bf16.1", 3, "fp16.2,bf16.3"),
+        pytest.param(3, "fp32.2,fp16.0", 2, "bf16.3,fp16.3", marks=pytest.mark.slow),
+        pytest.param(4, "fp16.3.2,fp32.1.2", 1, "fp16.0,fp32.3", marks=pytest.mark.slow),
+        pytest.param(1, "bf16.3,fp32.0", 4, "bf16.0.2,fp16.3.2", marks=pytest.mark.slow),
+        pytest.param(3, "bf16.0,fp16.1", 4, "fp32.3,fp16.2.2", marks=pytest.mark.slow),
+    ],
+)
+def test_other_ranks_have_every_value(
+    tmp_path: Path, savers: int, saved: str, loaders: int, loaded: str
+) -> None:
+    require_success(run(savers, tmp_path / "saved", "save", saved))
+    require_success(
+        run(loaders, tmp_path / "loaded", "load", str(tmp_path / "saved"), saved, loaded)
+    )
+    for source, case in zip(saved.split(","), loaded.split(","), strict=True):
+        expected = load_file(tmp_path / "saved" / f"{source}.saved.safetensors")
+        state = load_file(tmp_path / "loaded" / f"{source}.to.{case}.safetensors")
+        if source[:4] != case[:4]:
+            del expected["scale"]  # Only FP16 has one.
+        require_same(expected, state)
+        require_next_steps(tmp_path, source, case, loaders)
+
+
+def require_next_steps(folder: Path, source: str, case: str, world_size: int) -> None:
+    """The next steps of the processes are those of the reference semantics with the same checkpoint."""
+    precision, stage, *replicas = case.split(".")
+    logical = mlp(dim=40, precision=precision, clip=0.5, ema=0.9, micro_steps=2)
+    lockstep = Lockstep(lowered(logical, int(stage), world_size, *map(int, replicas)))
+    lockstep.load(str(folder / "saved" / source))
+    after = load_file(folder / "loaded" / f"{source}.to.{case}.after.safetensors")
+    steps = random_batches(2, world_size, micro_steps=2, seed=5)
+    losses = [float(lockstep.step(ranks)[0].loss) for ranks in steps]
+    assert after["losses"].tolist() == losses
+    for (flat, quantity), values in lockstep.full_state().items():
+        assert torch.equal(after[f"{flat}/{quantity}"], values)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("world_size", "cases"),
+    [
+        (2, "fp16.3"),
+        pytest.param(3, "fp32.0,fp16.1,bf16.2,fp16.3", marks=pytest.mark.slow),
+        pytest.param(4, "fp32.3.2,fp16.2.2", marks=pytest.mark.slow),
+    ],
+)
+def test_three_resumes_are_the_uninterrupted_run(
+    tmp_path: Path, world_size: int, cases: str
+) -> None:
+    require_success(run(world_size, tmp_path / "saved", "save", cases))
+    require_success(
+        run(world_size, tmp_path / "resumed", "resumes", str(tmp_path / "saved"), cases)
+    )
+    for case in cases.split(","):
+        whole = load_file(tmp_path / "saved" / f"{case}.after.safetensors")
+        resumed = load_file(tmp_path / "resumed" / f"{case}.resumed.safetensors")
+        assert whole.pop("losses").tolist()[3:] == resumed.pop("losses").tolist()
+        assert whole.keys() == resumed.keys()
+        for name, values in whole.items():
+            assert torch.equal(values, resumed[name]), name
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    "case", ["fp16.3", *(pytest.param(f"fp32.{s}", marks=pytest.mark.slow) for s in range(3))]
+)
+def test_a_step_goes_on_where_it_was_saved(tmp_path: Path, case: str) -> None:
+    require_success(run(2, tmp_path / "job", "within", case))
+    whole = load_file(tmp_path / "job" / "whole.safetensors")
+    continued = load_file(tmp_path / "job" / "continued.safetensors")
+    assert whole.keys() == continued.keys()
+    for name, values in whole.items():
+        assert torch.equal(values, continued[name]), name
+
+
+@pytest.mark.dist
+def test_a_failure_in_the_background_is_reported_at_the_next_step(tmp_path: Path) -> None:
+    results = run(3, tmp_path / "job", "failing", "step")
+    require_success(results)
+    outputs = [out for _, out, _ in results]
+    assert outputs[1] == "the disk is full"
+    for rank in (0, 2):
+        assert outputs[rank] == "Rank 1 could not save its part of the checkpoint: the disk is full"
+    assert sorted(path.name for path in (tmp_path / "job").iterdir() if path.is_dir()) == ["next"]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("where", ["close", "exit"])
+def test_a_failure_in_the_background_is_an_error_at_the_end(tmp_path: Path, where: str) -> None:
+    """``exit`` ends the process without closing the engine."""
+    for code, _, err in run(2, tmp_path / "job", "failing", where):
+        assert code == 2
+        assert "the disk is full" in err

@@ -1,0 +1,89 @@
+"""The options of ``zeroir run`` and the rules on them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from zeroir.errors import UserError
+
+AUTO: Final = "auto"
+NONE: Final = "none"
+
+_METRICS: Final = ("loss", "eval_loss")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveOptions:
+    """Where and when checkpoints are saved, and which are kept: ``keep`` newest ones and that with the lowest metric.
+
+    ``every`` is None for one checkpoint at the end, and ``keep`` for all.
+    """
+
+    folder: str
+    every: int | None = None
+    keep: int | None = None
+    keep_best: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """Everything but the program that ``zeroir run`` is given; see its help.
+
+    ``steps`` counts from the beginning of training, so a resumed run takes those that are left. ``micro_steps`` is None
+    for as many as the program was compiled with.
+    """
+
+    steps: int
+    micro_steps: int | None = None
+    seed: int = 0
+    log_every: int = 10
+    eval_every: int | None = None
+    save: SaveOptions | None = None
+    resume: str = AUTO
+    model: str | None = None
+    allow_model_change: bool = False
+    trace: Path | None = None
+    kernels: str = "eager"
+    cuda_graphs: bool = False
+    self_check: bool = True
+    as_json: bool = False
+
+
+def save_options(
+    folder: str | None,
+    every: int | None,
+    keep: int | None,
+    keep_best: str | None,
+    eval_every: int | None,
+) -> SaveOptions | None:
+    """The options of ``--save``, ``--save-every``, ``--keep`` and ``--keep-best``; None without ``--save``.
+
+    Raises:
+        UserError: where one of them has no effect.
+    """
+    if folder is None:
+        for name, value in (("save-every", every), ("keep", keep), ("keep-best", keep_best)):
+            if value is not None:
+                raise UserError(
+                    f"--{name} has an effect only with --save, which names the folder of the checkpoints."
+                )
+        return None
+    if keep_best is not None:
+        if keep is None:
+            raise UserError(
+                "--keep-best has an effect only with --keep, because all checkpoints are kept without it."
+            )
+        if keep_best not in _METRICS:
+            raise UserError(
+                f"There is no metric '{keep_best}': choose {' or '.join(_METRICS)} for --keep-best."
+            )
+        if keep_best == "eval_loss" and eval_every is None:
+            raise UserError("--keep-best eval_loss needs evaluations: add --eval-every.")
+        if keep_best == "eval_loss" and every is not None and eval_every and every % eval_every:
+            raise UserError(
+                f"--keep-best eval_loss needs an evaluation at each step that is saved: make --save-every ({every}) a "
+                f"multiple of --eval-every ({eval_every})."
+            )
+    return SaveOptions(folder=folder, every=every, keep=keep, keep_best=keep_best)

@@ -1,0 +1,160 @@
+"""``zeroir run``: its arguments, and the ranks that it starts."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from zeroir.cli.arguments import (
+    AllowModelChange,
+    AtLeastOne,
+    Kernels,
+    MovedModel,
+    ProgramFile,
+    Ranks,
+    Seed,
+)
+
+
+def run(
+    program: ProgramFile,
+    /,
+    *,
+    steps: Annotated[
+        int,
+        Parameter(
+            validator=AtLeastOne, help="Training steps, those before a resumed checkpoint included."
+        ),
+    ] = 100,
+    nproc: Ranks = None,
+    micro_steps: Annotated[
+        int | None,
+        Parameter(
+            validator=AtLeastOne,
+            help="Batches of a step. [default: as many as the program was compiled with]",
+        ),
+    ] = None,
+    seed: Seed = 0,
+    log_every: Annotated[
+        int, Parameter(validator=AtLeastOne, help="Number of steps between two printed losses.")
+    ] = 10,
+    eval_every: Annotated[
+        int | None,
+        Parameter(
+            validator=AtLeastOne,
+            help="Number of steps between two evaluations on the model file's eval_batches(). [default: none]",
+        ),
+    ] = None,
+    save: Annotated[
+        str | None,
+        Parameter(
+            help="Save a checkpoint in this folder after the last step, and after the present one on SIGTERM."
+        ),
+    ] = None,
+    save_every: Annotated[
+        int | None,
+        Parameter(validator=AtLeastOne, help="Save after every so many steps, too."),
+    ] = None,
+    keep: Annotated[
+        int | None,
+        Parameter(
+            validator=AtLeastOne, help="Keep so many newest checkpoints. [default: all of them]"
+        ),
+    ] = None,
+    keep_best: Annotated[
+        str | None,
+        Parameter(
+            help="Keep the checkpoint with the lowest value of this, too: loss or eval_loss."
+        ),
+    ] = None,
+    resume: Annotated[
+        str,
+        Parameter(
+            help="Go on from a checkpoint: its path, 'auto' for the newest whole one of --save, or 'none'."
+        ),
+    ] = "auto",
+    model: MovedModel = None,
+    allow_model_change: AllowModelChange = False,
+    trace: Annotated[
+        Path | None,
+        Parameter(
+            help="Write the beginning and the end of every op of the last step, on all ranks, for ui.perfetto.dev."
+        ),
+    ] = None,
+    kernels: Kernels = "eager",
+    cuda_graphs: Annotated[
+        bool,
+        Parameter(negative=(), help="On a GPU, launch whole sections as CUDA graphs if possible."),
+    ] = False,
+    self_check: Annotated[
+        bool,
+        Parameter(
+            name="--self-check",
+            help="Compare each distinct kernel with its operators, on random numbers, before training.",
+        ),
+    ] = True,
+    as_json: Annotated[
+        bool, Parameter(name="--json", negative=(), help="Print one JSON object per line.")
+    ] = False,
+) -> int:
+    """Train a compiled program under torchrun: over NCCL on GPUs, over gloo or shared memory on CPUs.
+
+    Example: torchrun --nproc-per-node 2 -m zeroir run gpt.zir --steps 100 --save checkpoints
+    """
+    from zeroir.api.job import launch
+    from zeroir.api.run import run_program
+    from zeroir.api.run_options import RunOptions, save_options
+    from zeroir.artifact.outputs import TIMELINE, require_writable
+
+    saving = save_options(save, save_every, keep, keep_best, eval_every)
+    if trace is not None and "RANK" not in os.environ:
+        require_writable(trace, TIMELINE)
+    if nproc is not None and "RANK" not in os.environ:
+        values: dict[str, object | None] = {
+            "--steps": steps,
+            "--micro-steps": micro_steps,
+            "--seed": seed,
+            "--log-every": log_every,
+            "--eval-every": eval_every,
+            "--save": save,
+            "--save-every": save_every,
+            "--keep": keep,
+            "--keep-best": keep_best,
+            "--resume": resume,
+            "--model": model,
+            "--trace": trace,
+            "--kernels": kernels,
+        }
+        flags = {
+            "--allow-model-change": allow_model_change,
+            "--cuda-graphs": cuda_graphs,
+            "--no-self-check": not self_check,
+            "--json": as_json,
+        }
+        arguments = ["run", str(program)]
+        for name, value in values.items():
+            arguments += [] if value is None else [name, str(value)]
+        return launch(nproc, [*arguments, *(name for name, is_set in flags.items() if is_set)])
+    run_program(
+        program,
+        RunOptions(
+            steps=steps,
+            micro_steps=micro_steps,
+            seed=seed,
+            log_every=log_every,
+            eval_every=eval_every,
+            save=saving,
+            resume=resume,
+            model=model,
+            allow_model_change=allow_model_change,
+            trace=trace,
+            kernels=kernels,
+            cuda_graphs=cuda_graphs,
+            self_check=self_check,
+            as_json=as_json,
+        ),
+    )
+    return 0

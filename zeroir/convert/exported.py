@@ -1,0 +1,94 @@
+"""The weights of a checkpoint as an export writes them: with the chosen values and dtype, slice by slice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Final
+
+from zeroir.checkpoint.manifest import MASTER
+from zeroir.checkpoint.safetensors_header import ITEMSIZE_BYTES
+from zeroir.convert.formats import AS_TRAINED, WeightDtype
+from zeroir.convert.stored_tensors import BufferInFiles, StoredTensors, TensorInFiles
+from zeroir.ir.contents import EMA
+
+_FLOATING: Final = ("f64", "f32", "f16", "bf16")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportedTensor:
+    """A parameter or buffer: all its names, the dtype it is written in, and where its stored elements are."""
+
+    names: tuple[str, ...]
+    dtype: str
+    tensor: TensorInFiles
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape that the model gives it."""
+        return self.tensor.shape
+
+    @property
+    def size_bytes(self) -> int:
+        """The bytes that are written."""
+        return self.tensor.numel * ITEMSIZE_BYTES[self.dtype]
+
+    def elements(self, start: int, shape: tuple[int, ...]) -> ExportedTensor:
+        """The consecutive elements from ``start`` on that fill a shape."""
+        return replace(self, tensor=self.tensor.elements(start, shape))
+
+    def parts(self, stored: StoredTensors) -> Iterator[memoryview]:
+        """The bytes that are written, in order and in parts."""
+        return cast(stored.slices(self.tensor), self.tensor.dtype, self.dtype)
+
+
+def exported_parameters(
+    stored: StoredTensors, dtype: WeightDtype, *, use_ema: bool
+) -> list[ExportedTensor]:
+    """The parameters of a checkpoint, or with ``use_ema`` their averages; frozen ones have no average.
+
+    Raises:
+        UserError: if the checkpoint has no averages.
+    """
+    quantity = EMA if use_ema else MASTER
+    parameters = []
+    for parameter in stored.parameters:
+        tensor = stored.weight(parameter, quantity)
+        is_cast = dtype != AS_TRAINED and tensor.dtype in _FLOATING
+        parameters.append(
+            ExportedTensor(
+                names=parameter.names, dtype=dtype if is_cast else tensor.dtype, tensor=tensor
+            )
+        )
+    return parameters
+
+
+def exported_buffers(stored: StoredTensors) -> list[ExportedTensor]:
+    """The buffers of the model that its ``state_dict`` has, in their own dtypes."""
+    return [
+        ExportedTensor(names=buffer.names, dtype=buffer.tensor.dtype, tensor=buffer.tensor)
+        for buffer in stored.buffers
+    ]
+
+
+def notes_on_buffers(buffers: Iterable[BufferInFiles]) -> list[str]:
+    """One sentence where ranks have different buffers, of which one is exported."""
+    differing = [buffer.names[0] for buffer in buffers if buffer.differs]
+    if not differing:
+        return []
+    more = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
+    return [f"The buffer {differing[0]}{more} differs between ranks; that of rank 0 was written."]
+
+
+def cast(parts: Iterable[memoryview], stored: str, wanted: str) -> Iterator[memoryview]:
+    """Elements of one floating-point dtype in another one, rounded to nearest even as torch does."""
+    if stored == wanted:
+        yield from parts
+        return
+    import torch
+
+    from zeroir.convert.torch_dtypes import TORCH_DTYPES
+
+    for part in parts:
+        elements = torch.frombuffer(part, dtype=TORCH_DTYPES[stored]).to(TORCH_DTYPES[wanted])
+        yield elements.view(torch.uint8).numpy().data
