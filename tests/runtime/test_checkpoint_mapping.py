@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -79,7 +80,7 @@ def stored(
         stop = quantity_numel(flat, quantity)
         cuts = sorted({0, stop, *(generator.randint(0, stop) for _ in range(3))})
         pieces: list[Piece] = []
-        for first, last in zip(cuts, cuts[1:], strict=False):
+        for first, last in pairwise(cuts):
             name = f"{flat.name}[{first}:{last}]"
             tensors[name] = values[first:last]
             pieces.append(Piece(file="f", tensor=name, start=first, stop=last))
@@ -129,9 +130,7 @@ def test_every_element_comes_from_its_parameter(
         is_sharded = quantity in ("param", "exp_avg") and generator.random() < 0.7
         numel = flat.padded_numel // world_size if is_sharded else len(expected)
         buffer = Buffer(name="b", dtype=DType.F32, numel=numel, space=Space.DEVICE, role=Role.STATE)
-        content = FlatContent(
-            quantity=quantity, flat=flat.name, shard="dp" if is_sharded else None
-        )
+        content = FlatContent(quantity=quantity, flat=flat.name, shard="dp" if is_sharded else None)
         for rank in range(world_size):
             target = np.zeros(numel)
             for elements in source.elements(program, buffer, content, rank):
