@@ -14,7 +14,7 @@ from zeroir.errors import InternalError, ZeroirError
 
 
 class PendingSave:
-    """A save that has begun. ``path`` is where the checkpoint will be."""
+    """A save that has begun. ``path`` is where the checkpoint will be; on ranks other than 0 once it is there."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -48,8 +48,9 @@ class PendingSave:
         self._done.wait()
         return None if self._is_reported else self._failure
 
-    def end(self, failure: BaseException | None) -> None:
+    def end(self, path: str, failure: BaseException | None = None) -> None:
         """Note the end of the save."""
+        self.path = path
         self._failure = failure
         self._done.set()
 
@@ -65,8 +66,8 @@ class BackgroundWriter:
         self._pending: PendingSave | None = None
         self._thread: threading.Thread | None = None
 
-    def begin(self, path: str, save: Callable[[], object]) -> PendingSave:
-        """Begin a save, after the one that is under way has ended.
+    def begin(self, path: str, save: Callable[[], str]) -> PendingSave:
+        """Begin a save, which returns the path of the checkpoint, after the one that is under way has ended.
 
         Raises:
             UserError: where that one failed, and nobody knows yet; then this one does not begin.
@@ -75,12 +76,10 @@ class BackgroundWriter:
         pending = PendingSave(path)
 
         def run() -> None:
-            failure: BaseException | None = None
             try:
-                save()
+                pending.end(save())
             except BaseException as error:  # noqa: BLE001 - it is raised again in the thread of the engine
-                failure = error
-            pending.end(failure)
+                pending.end(path, error)
 
         # A daemon, because a thread that hangs with a lost peer must not keep a failed process alive.
         thread = threading.Thread(target=run, name="zeroir-save", daemon=True)
