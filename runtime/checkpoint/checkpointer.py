@@ -93,7 +93,7 @@ class Checkpointer:
         self._writer.join()
         rounds = self._open_rounds("save its part of the checkpoint")
         takers: list[Taker] = []
-        save: Callable[[], object]
+        save: Callable[[], str]
         try:
             # Only what rank 0 has of the shared state counts.
             shared_json, shared_arrays = encode(
@@ -106,7 +106,7 @@ class Checkpointer:
                 self._write, rounds, leader, takers, own_states, shared_arrays, read_back
             )
         except Exception as error:  # noqa: BLE001 - the other ranks learn of it in the first round
-            save = partial(rounds.hold, partial(_raise, error), lambda _: b"")
+            save = partial(_fail, rounds, error)
         pending = self._writer.begin(path, partial(_releasing, takers, save))
         if wait:
             pending.wait()
@@ -144,8 +144,8 @@ class Checkpointer:
         states: Sequence[tuple[JsonValue, Mapping[str, StoredArray]]],
         shared: Mapping[str, StoredArray],
         read_back: bool,
-    ) -> None:
-        """Write the checkpoint, in the writer's thread."""
+    ) -> str:
+        """Write the checkpoint, in the writer's thread; its path."""
 
         def take() -> list[RankSave]:
             return [
@@ -161,6 +161,7 @@ class Checkpointer:
         path = save_in_rounds(rounds, take, leader)
         if read_back:
             rounds.hold(partial(self._read_back, path), lambda _: b"")
+        return path
 
     def _read_back(self, path: str) -> bytes:
         """Compare this rank's share of what the disk has with the checksums."""
@@ -168,21 +169,29 @@ class Checkpointer:
         return b""
 
     def load(
-        self, running: Running, path: str, *, weights_only: bool, has_values: bool
+        self,
+        running: Running,
+        path: str,
+        *,
+        weights_only: bool,
+        has_values: bool,
+        go_on_within: Callable[[], Running] | None = None,
     ) -> LoadedState:
-        """See ``Engine.load``."""
+        """See ``Engine.load``; ``go_on_within`` makes ready for a checkpoint that was saved within a step."""
         self._writer.join()
-        program, executor = running.program, running.executor
         rounds = self._open_rounds("load its part of the checkpoint")
 
         def require(manifest: Manifest) -> list[str]:
             stored = StoredParameters(manifest, path, weights_only=weights_only)
             return require_loadable(
-                program, stored, weights_only=weights_only, has_values=has_values
+                running.program, stored, weights_only=weights_only, has_values=has_values
             )
 
         manifest = read_together(rounds, path, require)
         notes = require(manifest)
+        if manifest.open_step is not None and go_on_within is not None and not weights_only:
+            running = go_on_within()
+        program, executor = running.program, running.executor
         open_step, note = (None, None) if weights_only else self._open_step(program, manifest)
         notes += [] if note is None else [note]
 
@@ -321,13 +330,18 @@ def _takers(running: Running, *, is_copied: bool) -> Iterator[Taker]:
                 )  # The writer's thread knows nothing of streams.
 
 
-def _releasing(takers: Sequence[Taker], save: Callable[[], object]) -> None:
+def _releasing(takers: Sequence[Taker], save: Callable[[], str]) -> str:
     try:
-        save()
+        return save()
     finally:
         for taker in takers:
             taker.release()
 
 
-def _raise(error: Exception) -> bytes:
-    raise error
+def _fail(rounds: Rounds, error: Exception) -> str:
+    """Tell the other ranks of an error of this one, and raise it."""
+
+    def share() -> bytes:
+        raise error
+
+    return rounds.hold(share, lambda _: b"").decode()
