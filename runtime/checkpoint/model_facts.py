@@ -60,5 +60,8 @@ def _config(module: nn.Module) -> tuple[JsonValue, str]:
             config: JsonValue = json.loads(json.dumps(to_dict(), allow_nan=False))
         except (TypeError, ValueError):
             continue
+        if isinstance(config, dict) and not config.get("architectures"):
+            # ``save_pretrained`` notes it in the same way; a model that was built from a configuration lacks it.
+            config["architectures"] = [type(child).__name__]
         return config, name
     return None, ""

@@ -12,64 +12,29 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from tests.convert import torch_workers as workers
+from tests.convert.trained import trained, write_trained
 from tests.runtime.support import Ranks, require_success
-from tests.support.checkpoints import write_checkpoint
-from zeroir.checkpoint.manifest import StoredGroup
 from zeroir.convert import export_dcp
 from zeroir.convert.export import export_checkpoint
+
+
+def exported(
+    folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer, rank_count: int
+) -> None:
+    write_trained(folder / "checkpoint", module, optimizer, rank_count)
+    export_checkpoint(str(folder / "checkpoint"), folder / "dcp", to="dcp")
+
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.distributed is disabled, unavailable or uninitialized:UserWarning"
 )
 
 
-def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(0)
-    module = workers.Net()
-    optimizer = workers.optimizer_of(module)
-    workers.take_steps(module, optimizer, range(workers.STEPS_BEFORE))
-    return module, optimizer
-
-
-def write_trained(
-    folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer, rank_count: int
-) -> None:
-    """A checkpoint of a module and its AdamW, with our names of states and groups, and its export to DCP."""
-    names = {value: name for name, value in module.named_parameters()}
-    states = {
-        quantity: {name: optimizer.state[value][quantity] for value, name in names.items()}
-        for quantity in ("exp_avg", "exp_avg_sq")
-    }
-    groups = [
-        StoredGroup(
-            name=f"group{index}",
-            algorithm="adamw",
-            settings={
-                key: list(group[key]) if key == "betas" else group[key]
-                for key in ("lr", "betas", "eps", "weight_decay")
-            },
-            parameters=tuple(names[value] for value in group["params"]),
-        )
-        for index, group in enumerate(optimizer.param_groups)
-    ]
-    write_checkpoint(
-        folder / "checkpoint",
-        module,
-        rank_count=rank_count,
-        flat_count=3,
-        step=workers.STEPS_BEFORE,
-        states=states,
-        groups=groups,
-    )
-    export_checkpoint(str(folder / "checkpoint"), folder / "dcp", to="dcp")
-
-
 @pytest.mark.parametrize("rank_count", [1, 3, 5])
 def test_a_plain_module_goes_on_bit_for_bit(rank_count: int, tmp_path: Path) -> None:
     module, optimizer = trained()
-    write_trained(tmp_path, module, optimizer, rank_count)
-    steps = range(workers.STEPS_BEFORE, workers.STEPS_BEFORE + workers.STEPS_AFTER)
-    expected = workers.take_steps(module, optimizer, steps)
+    exported(tmp_path, module, optimizer, rank_count)
+    expected = workers.take_steps(module, optimizer, workers.AFTER)
     assert workers.continued("plain", tmp_path) == expected
 
 
@@ -78,9 +43,8 @@ def test_a_plain_module_goes_on_bit_for_bit(rank_count: int, tmp_path: Path) -> 
 @pytest.mark.parametrize("kind", ["fsdp2", "ddp"])
 def test_two_ranks_of_torch_go_on_with_model_and_optimizer(kind: str, tmp_path: Path) -> None:
     module, optimizer = trained()
-    write_trained(tmp_path, module, optimizer, rank_count=3)
-    steps = range(workers.STEPS_BEFORE, workers.STEPS_BEFORE + workers.STEPS_AFTER)
-    expected = workers.take_steps(module, optimizer, steps)
+    exported(tmp_path, module, optimizer, rank_count=3)
+    expected = workers.take_steps(module, optimizer, workers.AFTER)
     ranks = Ranks(2, tmp_path, kind, str(tmp_path), module="tests.convert.torch_workers")
     require_success(ranks.wait())
     losses = json.loads((tmp_path / f"{kind}.json").read_text())
@@ -90,7 +54,7 @@ def test_two_ranks_of_torch_go_on_with_model_and_optimizer(kind: str, tmp_path: 
 
 def test_every_tensor_is_whole_and_none_is_empty(tmp_path: Path) -> None:
     module, optimizer = trained()
-    write_trained(tmp_path, module, optimizer, rank_count=7)
+    exported(tmp_path, module, optimizer, rank_count=7)
     metadata = FileSystemReader(tmp_path / "dcp").read_metadata()
     tensors = {
         key: value
@@ -117,7 +81,7 @@ def test_large_tensors_are_cut_into_blocks_of_rows(
 ) -> None:
     monkeypatch.setattr(export_dcp, "BLOCK_BYTES", 100)
     module, optimizer = trained()
-    write_trained(tmp_path, module, optimizer, rank_count=3)
+    exported(tmp_path, module, optimizer, rank_count=3)
     metadata = FileSystemReader(tmp_path / "dcp").read_metadata()
     embedding = metadata.state_dict_metadata["model.embedding.weight"]
     assert isinstance(embedding, TensorStorageMetadata)

@@ -19,7 +19,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from tests.support.checkpoints import write_checkpoint
+from tests.support.stored_modules import write_checkpoint
 from zeroir.convert.export import ExportReport, export_checkpoint
 from zeroir.convert.formats import MAX_SHARD_BYTES
 from zeroir.errors import UserError

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tests.convert import torch_workers as workers
-from tests.support.checkpoints import write_checkpoint
+from tests.support.stored_modules import write_checkpoint
 from zeroir.convert import torch_archive
 from zeroir.convert.export import export_checkpoint
 from zeroir.errors import UserError

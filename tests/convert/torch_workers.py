@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,9 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-STEPS_BEFORE, STEPS_AFTER = 3, 5
+STEPS_BEFORE: Final = 3
+AFTER: Final = range(STEPS_BEFORE, STEPS_BEFORE + 5)
+"""The steps after the checkpoint."""
 
 
 class Block(nn.Module):
@@ -55,23 +58,19 @@ class Net(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), tokens.roll(1, 1).flatten())
 
 
-def optimizer_of(module: nn.Module) -> torch.optim.AdamW:
-    """Two groups, of which one has no decay."""
-    decayed = [value for value in module.parameters() if value.ndim > 1]
+def optimizer_of(module: nn.Module, group_count: int = 2) -> torch.optim.AdamW:
+    """One group, or two, of which the second has no decay and another learning rate."""
+    decayed = [value for value in module.parameters() if value.ndim > 1 or group_count == 1]
     others = [value for value in module.parameters() if value.ndim <= 1]
-    return torch.optim.AdamW(
-        [
-            {"params": decayed, "weight_decay": 0.1},
-            {"params": others, "weight_decay": 0.0, "lr": 3e-3},
-        ],
-        lr=1e-2,
-        betas=(0.8, 0.95),
-        foreach=False,
-    )
+    groups: list[dict[str, object]] = [
+        {"params": decayed, "weight_decay": 0.1},
+        {"params": others, "weight_decay": 0.0, "lr": 3e-3},
+    ]
+    return torch.optim.AdamW(groups[:group_count], lr=1e-2, betas=(0.8, 0.95), foreach=False)
 
 
 def batch(step: int) -> Tensor:
-    return torch.randint(0, 11, (4, 6), generator=torch.Generator().manual_seed(step))
+    return torch.randint(0, 11, (6, 6), generator=torch.Generator().manual_seed(step))
 
 
 def take_steps(module: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
@@ -116,18 +115,23 @@ def continued(kind: str, folder: Path) -> list[float]:
     load_dcp(module, optimizer, folder / "dcp")
     for name, value in module.state_dict().items():
         assert value.numel(), name
-    return take_steps(module, optimizer, range(STEPS_BEFORE, STEPS_BEFORE + STEPS_AFTER))
+    return take_steps(module, optimizer, AFTER)
 
 
-def main() -> None:
-    kind, folder = sys.argv[1], Path(sys.argv[2])
+def join(folder: Path) -> None:
+    """Join the other ranks, which meet in a folder."""
+    torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder}/rendezvous",
         rank=int(os.environ["RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),
     )
-    torch.set_num_threads(1)
+
+
+def main() -> None:
+    kind, folder = sys.argv[1], Path(sys.argv[2])
+    join(folder)
     losses = continued(kind, folder)
     if dist.get_rank() == 0:
         (folder / f"{kind}.json").write_text(json.dumps(losses))

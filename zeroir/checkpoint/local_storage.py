@@ -192,10 +192,9 @@ class LocalStorage:
         return f"rank-{rank:05}.safetensors"
 
     def publish(self, folder: str, target: str, manifest: bytes) -> None:
-        """Sync the names of the files, then the manifest and its name; rename; sync the name of the checkpoint."""
+        """Sync the manifest, then all names in the folder; rename it; sync the name of the checkpoint."""
         file = None
         try:
-            _sync_folder(folder)
             file = self.create(join(folder, MANIFEST_NAME))
             file.write(memoryview(manifest))
             file.finish()

@@ -91,7 +91,8 @@ class StoredFlat(Record):
 class StoredBuffer(Record):
     """A buffer of the model on some ranks: those that have these very bits.
 
-    ``aliases`` are the other names of the same tensor. ``is_persistent`` tells whether ``state_dict`` has it.
+    ``aliases`` are the other names of the same tensor. ``is_persistent`` tells whether the ``state_dict`` of the model
+    has it.
     """
 
     name: str

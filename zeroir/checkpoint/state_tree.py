@@ -32,8 +32,8 @@ from zeroir.errors import UserError
 
 TAG: Final = "$"
 NUMPY: Final = "numpy"
-LARGEST_DEPTH: Final = 100
-"""How deeply trees may be nested; JSON readers have such limits, too."""
+LARGEST_DEPTH: Final = 64
+"""How deeply trees may be nested: a level takes up to three of JSON, of which pydantic reads 255."""
 
 _NUMPY_DTYPES: Final = {
     "bool": np.dtype(np.bool_),

@@ -11,7 +11,8 @@
 ``"checkpoint": {"load_universal": true}`` in DeepSpeed's configuration makes ``engine.load_checkpoint(out)`` read it.
 The layout is what ``deepspeed/checkpoint/ds_to_universal.py`` of DeepSpeed 0.19 writes and
 ``universal_checkpoint.py`` and ``zero/stage3.py`` read. It holds Adam's states alone, and no frozen parameters: stage 3
-asks for ``exp_avg`` and ``exp_avg_sq`` by name, and no stage restores frozen parameters or buffers from it.
+asks for ``exp_avg`` and ``exp_avg_sq`` by name, and no stage restores frozen parameters or buffers from it. The state
+of a learning-rate schedule has no counterpart: a run with one passes ``load_lr_scheduler_states=False``.
 """
 
 from __future__ import annotations
@@ -39,10 +40,6 @@ from zeroir.ir.algorithms import Algorithm
 DEEPSPEED_VERSION: Final = "0.19.0"
 """The version whose layout this is; loaders compare it with the first one that they can read."""
 
-_NO_SCHEDULE: Final = (
-    "The universal layout has no state of a learning-rate schedule: pass load_lr_scheduler_states=False to "
-    "load_checkpoint."
-)
 _ADAMS: Final = (Algorithm.ADAM, Algorithm.ADAMW)
 
 
@@ -60,8 +57,7 @@ def export_deepspeed(stored: StoredTensors, output: Path) -> list[str]:
             f"'{stored.path}' is a checkpoint {has}, but DeepSpeed's universal layout holds the states of Adam alone: "
             "use --format dcp, hf or state-dict."
         )
-    step = stored.manifest.step
-    tag = f"global_step{step}_universal"
+    tag = f"global_step{stored.manifest.step}_universal"
     with folder_written_whole(output, UNIVERSAL) as folder:
         zero = folder / tag / "zero"
         zero.mkdir(parents=True)
@@ -75,7 +71,12 @@ def export_deepspeed(stored: StoredTensors, output: Path) -> list[str]:
         ):
             torch.save(_model_states(stored), folder / tag / name)
         (folder / "latest_universal").write_text(tag)
-    notes = [_NO_SCHEDULE]
+    notes = []
+    if len(groups) > 1:
+        notes.append(
+            "DeepSpeed's stage 3 gives the settings of the first group to all groups: set those of the others after "
+            "load_checkpoint. Stages 1 and 2 give each group its own."
+        )
     if any(not parameter.flat.is_trainable for parameter in stored.parameters) or stored.buffers:
         notes.append(
             "DeepSpeed does not load frozen parameters and buffers from a universal checkpoint: load them into the "
@@ -141,6 +142,7 @@ def _model_states(stored: StoredTensors) -> dict[str, object]:
         "buffer_names": [name for buffer in stored.buffers for name in buffer.names],
         "dp_world_size": manifest.origin.world_size,
         "mp_world_size": 1,
+        "lr_scheduler": None,
         "global_steps": manifest.step,
         "skipped_steps": skipped,
         "ds_version": DEEPSPEED_VERSION,

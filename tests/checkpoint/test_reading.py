@@ -1,0 +1,234 @@
+"""What was saved is read, and nothing else: damage is refused by the names of the file and the tensor."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from tests.support.checkpoints import rank_bytes, save_checkpoint
+from zeroir.checkpoint import reading
+from zeroir.checkpoint.manifest import Manifest
+from zeroir.checkpoint.reading import (
+    CheckpointFiles,
+    read_manifest,
+    require_files,
+    verify_all,
+    verify_file,
+    verify_items,
+)
+from zeroir.errors import UserError
+
+FILES = ("rank-00000.safetensors", "rank-00001.safetensors")
+NUMEL = 6
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Manifest]:
+    path = tmp_path_factory.mktemp("saved") / "step-00000003"
+    return path, save_checkpoint(str(path), step=3, numel=NUMEL)
+
+
+@pytest.fixture
+def copied(saved: tuple[Path, Manifest], tmp_path: Path) -> tuple[Path, Manifest]:
+    return Path(shutil.copytree(saved[0], tmp_path / "copy")), saved[1]
+
+
+def test_a_checkpoint_is_read_as_it_was_saved(saved: tuple[Path, Manifest]) -> None:
+    path, manifest = saved
+    assert read_manifest(str(path)) == manifest
+    verify_all(str(path), manifest)
+    assert sorted(entry.name for entry in path.iterdir()) == ["manifest.json", *FILES]
+
+
+@given(
+    st.integers(0, NUMEL),
+    st.integers(0, NUMEL),
+    st.integers(0, 1),
+    st.sampled_from(["flat.master", "flat.exp_avg"]),
+)
+def test_elements_are_those_that_were_saved(
+    saved: tuple[Path, Manifest], first: int, last: int, rank: int, tensor: str
+) -> None:
+    path, manifest = saved
+    start, stop = sorted((first, last))
+    size = 4 if tensor == "flat.master" else 2
+    with CheckpointFiles(path=str(path), manifest=manifest) as files:
+        data = files.bytes(FILES[rank], tensor, start, stop)
+        assert data == rank_bytes(3, rank, NUMEL)[tensor][start * size : stop * size]
+        with pytest.raises(ValueError, match="has 6 elements"):
+            files.bytes(FILES[rank], tensor, start, NUMEL + 1)
+
+
+def test_elements_fill_views_of_any_type(saved: tuple[Path, Manifest]) -> None:
+    path, manifest = saved
+    values = np.zeros(2, np.float32)
+    with CheckpointFiles(path=str(path), manifest=manifest) as files:
+        files.read_into(FILES[1], "flat.master", 2, values.data)
+    assert values.tobytes() == rank_bytes(3, 1, NUMEL)["flat.master"][8:16]
+
+
+def test_items_are_every_byte(saved: tuple[Path, Manifest]) -> None:
+    path, manifest = saved
+    items = verify_items(manifest)
+    for name in FILES:
+        sizes = [item.size_bytes for item in items if item.file == name]
+        assert sum(sizes) == (path / name).stat().st_size
+    assert [item.tensor for item in items] == [None, "flat.master", "flat.exp_avg"] * 2
+
+
+def test_few_files_are_open_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "OPEN_FILES", 2)
+    manifest = save_checkpoint(str(tmp_path / "many"), step=1, ranks=5)
+    descriptors = Path("/proc/self/fd")
+    before = len(list(descriptors.iterdir()))
+    with CheckpointFiles(path=str(tmp_path / "many"), manifest=manifest) as files:
+        for rank in (0, 1, 2, 3, 4, 0, 2):
+            data = files.bytes(manifest.files[rank].name, "flat.master", 0, 6)
+            assert data == rank_bytes(1, rank, 6)["flat.master"]
+            assert len(list(descriptors.iterdir())) <= before + 2
+    assert len(list(descriptors.iterdir())) == before
+
+
+def _place(path: Path, name: str, byte: int, manifest: Manifest) -> str:
+    """What a message must name: the file, and the tensor that has the byte."""
+    file = next(file for file in manifest.files if file.name == name)
+    items = [item for item in verify_items(manifest) if item.file == name]
+    stop = 0
+    for item in items:
+        stop += item.size_bytes
+        if byte < stop:
+            tensor = "" if item.tensor is None else f"tensor {item.tensor} of "
+            return re.escape(f"{tensor}'{path / file.name}'").replace("tensor", "[tT]ensor")
+    raise AssertionError
+
+
+def test_every_flipped_bit_is_named(copied: tuple[Path, Manifest]) -> None:
+    path, manifest = copied
+    verify_all(str(path), manifest)
+    for name in FILES[1:]:
+        whole = (path / name).read_bytes()
+        for byte in range(len(whole)):
+            place = re.compile(_place(path, name, byte, manifest))
+            for bit in range(8):
+                with (path / name).open("r+b") as file:
+                    file.seek(byte)
+                    file.write(bytes([whole[byte] ^ 1 << bit]))
+                with pytest.raises(UserError, match=place) as refusal:
+                    verify_all(str(path), manifest)
+                assert refusal.value.exit_code == 2
+            (path / name).write_bytes(whole)
+    verify_all(str(path), manifest)
+
+
+def test_every_truncated_file_is_named(copied: tuple[Path, Manifest]) -> None:
+    path, manifest = copied
+    for name in FILES:
+        whole = (path / name).read_bytes()
+        for length in (*range(len(whole)), len(whole) + 1):
+            (path / name).write_bytes((whole + b"\0")[:length])
+            message = f"'{path / name}' is not what was saved: it has {length} bytes instead of "
+            for check in (verify_all, require_files):
+                with pytest.raises(UserError, match=re.escape(message)):
+                    check(str(path), manifest)
+        (path / name).write_bytes(whole)
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_named(copied: tuple[Path, Manifest]) -> None:
+    path, manifest = copied
+    with CheckpointFiles(path=str(path), manifest=manifest) as files:
+        files.verify(verify_items(manifest)[1])
+        (path / FILES[0]).write_bytes(b"")
+        for read in (
+            lambda: files.verify(verify_items(manifest)[1]),
+            lambda: files.bytes(FILES[0], "flat.master", 0, 1),
+        ):
+            with pytest.raises(UserError, match=r"^Tensor flat.master of .* it ends early"):
+                read()
+
+
+def _remove(path: Path) -> None:
+    path.unlink()
+
+
+def _make_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def _make_loop(path: Path) -> None:
+    path.unlink()
+    path.symlink_to(path)
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (_remove, "it is missing"),
+        (_make_folder, "it is missing"),
+        (_make_loop, "cannot be read: Too many levels"),
+    ],
+)
+def test_a_missing_file_is_named(
+    copied: tuple[Path, Manifest], name: str, damage: Callable[[Path], None], message: str
+) -> None:
+    path, manifest = copied
+    damage(path / name)
+    for check in (verify_all, require_files):
+        with pytest.raises(UserError, match=f"{re.escape(str(path / name))}.*{message}"):
+            check(str(path), manifest)
+
+
+def test_a_file_of_another_checkpoint_is_named(
+    copied: tuple[Path, Manifest], tmp_path: Path
+) -> None:
+    path, manifest = copied
+    save_checkpoint(str(tmp_path / "other"), step=4, numel=NUMEL)
+    shutil.copy(tmp_path / "other" / FILES[1], path / FILES[1])
+    message = f"Tensor flat.master of '{path / FILES[1]}' is not what was saved: its checksum differs; use another"
+    with pytest.raises(UserError, match=re.escape(message)):
+        verify_all(str(path), manifest)
+    verify_file(str(path), manifest, FILES[0])
+    with pytest.raises(UserError, match=re.escape(message)):
+        verify_file(str(path), manifest, FILES[1])
+
+
+def test_files_of_ranks_that_are_exchanged_are_named(copied: tuple[Path, Manifest]) -> None:
+    path, manifest = copied
+    (path / FILES[0]).rename(path / "aside")
+    (path / FILES[1]).rename(path / FILES[0])
+    (path / "aside").rename(path / FILES[1])
+    for name in FILES:
+        with pytest.raises(UserError, match=f"flat.master of '.*{name}' is not what was saved"):
+            verify_file(str(path), manifest, name)
+
+
+def test_what_the_manifest_does_not_name_is_not_read(copied: tuple[Path, Manifest]) -> None:
+    path, manifest = copied
+    (path / "README").write_text("A note of the user's.")
+    verify_all(str(path), manifest)
+
+
+def test_a_folder_without_a_manifest_is_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "rank-00000.safetensors").write_bytes(b"")
+    (tmp_path / "file").touch()
+    for path in (tmp_path, tmp_path / "none", tmp_path / "file"):
+        with pytest.raises(
+            UserError, match=rf"^'{path}' is not a checkpoint: it contains no manifest.json; name"
+        ):
+            read_manifest(str(path))
+
+
+def test_others_read_a_checkpoint(saved: tuple[Path, Manifest]) -> None:
+    path, _ = saved
+    for rank, name in enumerate(FILES):
+        masters = load_file(path / name)["flat.master"]
+        assert masters.numpy().tobytes() == rank_bytes(3, rank, NUMEL)["flat.master"]

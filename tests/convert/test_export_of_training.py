@@ -1,0 +1,107 @@
+"""A run of zeroir that others continue: what ranks of an engine save is exported, loaded by torch and trained on."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+import zeroir
+from tests.convert import torch_workers as workers
+from tests.runtime.support import COMPILING_SOURCES, Ranks, require_success
+from zeroir.convert.export import export_checkpoint
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.parametrize("stage", [1, 3])
+def test_fsdp2_and_ddp_go_on_with_our_losses(stage: int, tmp_path: Path) -> None:
+    ranks = Ranks(
+        3,
+        tmp_path,
+        str(tmp_path),
+        str(stage),
+        module="tests.convert.zeroir_workers",
+        sources=COMPILING_SOURCES,
+    )
+    require_success(ranks.wait())
+    expected = json.loads((tmp_path / "zeroir.json").read_text())
+    export_checkpoint(str(tmp_path / "checkpoint"), tmp_path / "dcp", to="dcp")
+    for kind in ("fsdp2", "ddp"):
+        (tmp_path / "rendezvous").unlink(missing_ok=True)
+        require_success(
+            Ranks(2, tmp_path, kind, str(tmp_path), module="tests.convert.torch_workers").wait()
+        )
+        losses = json.loads((tmp_path / f"{kind}.json").read_text())
+        # Three ranks add gradients in another order than two.
+        torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=5e-6, atol=0)
+
+
+def sgd(module: nn.Module) -> Optimizer:
+    return torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9, dampening=0.1, foreach=False)
+
+
+def adam(module: nn.Module) -> Optimizer:
+    return torch.optim.Adam(module.parameters(), lr=0.01, eps=1e-6, foreach=False)
+
+
+def adafactor(module: nn.Module) -> Optimizer:
+    return torch.optim.Adafactor(module.parameters(), lr=0.01, foreach=False)
+
+
+@pytest.mark.parametrize("make", [sgd, adam, adafactor])
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_optimizers_of_torch_go_on_with_our_states(
+    make: Callable[[nn.Module], Optimizer], tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    module = workers.Net()
+    compiled = zeroir.compile(module, workers.batch(0), optimizer=make(module), world_size=1)
+    engine = compiled.engine(self_check=False)
+    for step in range(workers.STEPS_BEFORE):
+        engine.step(workers.batch(step))
+    engine.optimizer.param_groups[0]["lr"] = 0.02
+    engine.save(tmp_path / "checkpoint")
+    expected = [engine.step(workers.batch(step)).loss for step in workers.AFTER]
+    engine.close()
+    export_checkpoint(str(tmp_path / "checkpoint"), tmp_path / "dcp", to="dcp")
+    torch.manual_seed(99)
+    other = workers.Net()
+    optimizer = make(other)
+    workers.load_dcp(other, optimizer, tmp_path / "dcp")
+    assert optimizer.param_groups[0]["lr"] == 0.02
+    losses = workers.take_steps(other, optimizer, workers.AFTER)
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=5e-6, atol=0)
+
+
+def test_from_pretrained_of_a_trained_model_computes_our_loss(tmp_path: Path) -> None:
+    config = LlamaConfig(
+        vocab_size=61,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(0)
+    tokens = torch.randint(0, 61, (2, 8))
+    batch = {"input_ids": tokens, "labels": tokens.clone()}
+    model = LlamaForCausalLM(config)
+    compiled = zeroir.compile(model, batch, optimizer="adamw", lr=1e-2, world_size=1)
+    engine = compiled.engine(self_check=False)
+    for _ in range(3):
+        engine.step(batch)
+    engine.save(tmp_path / "checkpoint")
+    expected = engine.step(batch).loss
+    engine.close()
+    report = export_checkpoint(str(tmp_path / "checkpoint"), tmp_path / "out", to="hf")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert report.notes == ()
+    assert loaded.config.architectures == ["LlamaForCausalLM"]
+    with torch.no_grad():
+        loss = loaded.train()(**batch).loss
+    torch.testing.assert_close(loss.item(), expected, rtol=1e-6, atol=0)
