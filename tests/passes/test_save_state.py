@@ -32,7 +32,7 @@ from zeroir.passes.common.order import derive_waits, without_waits
 from zeroir.passes.overlap_update import OverlapUpdate
 from zeroir.passes.pipelines import for_options, for_stage, lower
 from zeroir.passes.save_state import SaveState
-from zeroir.runtime.checkpoint.parts import saved_parts
+from zeroir.runtime.checkpoint.parts import saved_parts, saved_quantities
 from zeroir.runtime.lockstep import Lockstep
 from zeroir.runtime.saved_state import SavedState
 from zeroir.verify import verify
@@ -158,7 +158,8 @@ def assert_saved(saved: Sequence[SavedState], expected: Sequence[dict[str, Tenso
 
 
 @pytest.mark.parametrize(
-    ("overlap_update", "micro_steps", "replicas"), product((False, True), (1, 2), (None, 2))
+    ("overlap_update", "micro_steps", "replicas"),
+    list(product((False, True), (1, 2), (None, 2))),
 )
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_saved_bits_are_those_of_the_joint_however_late_the_copies_run(
@@ -242,7 +243,7 @@ def test_every_part_of_a_checkpoint_has_a_copy(name: str) -> None:
             for content in (buffer.holds for buffer in program.buffers)
             if isinstance(content, SnapshotContent)
         }
-        for part in saved_parts(program, rank):
+        for part in saved_parts(program, rank, saved_quantities(program)):
             start, stop = ranges[part.buffer]
             assert start <= part.offset <= part.offset + part.stop - part.start <= stop
 
@@ -289,21 +290,22 @@ REFUSALS = {
     "drop-wait-for-copy": {"Z105"},
     "late-wait-for-copy": {"Z105"},
     "forget-saved-event": {"Z008", "Z009", "Z202"},
-    "save-other-buffer": {"Z008", "Z407", "Z002"},
+    "save-other-buffer": {"Z105", "Z407"},  # Nothing waits for the copy of another buffer.
     "save-other-slice": {"Z407"},
-    "use-snapshot": {"Z407"},
+    "use-snapshot": {"Z006", "Z407"},
     "save-less": {"Z407"},
 }
 
 
 @pytest.mark.parametrize("kind", SAVE_MUTATIONS)
-@pytest.mark.parametrize("name", ["stage 2, tied", "stage 3, overlapped", "hybrid", "paged"])
-def test_a_damaged_save_is_refused(name: str, kind: str) -> None:
-    program = subject(name).scheduled
-    assert verify(program).is_valid
-    mutants = [SAVE_MUTATIONS[kind](program, Random(seed)) for seed in range(12)]
-    damaged = [mutant for mutant in mutants if mutant is not None and mutant != program]
-    assert damaged
+def test_a_damaged_save_is_refused(kind: str) -> None:
+    damaged: list[Program] = []
+    for name in ("stage 2, tied", "stage 3, overlapped", "hybrid", "paged"):
+        program = subject(name).scheduled
+        assert verify(program).is_valid
+        mutants = [SAVE_MUTATIONS[kind](program, Random(seed)) for seed in range(10)]
+        damaged += [mutant for mutant in mutants if mutant is not None and mutant != program]
+    assert len(damaged) >= 8
     for mutant in damaged:
         codes = {finding.code for finding in verify(mutant).findings}
         assert codes & REFUSALS[kind], codes
