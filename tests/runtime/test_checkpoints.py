@@ -291,7 +291,9 @@ def test_a_step_that_had_begun_goes_on_with_the_accumulating_program(
     require_same(engine.full_state(), source.full_state())
 
     other = Engine(lowered(mlp(micro_steps=2, clip=0.5), stage, 1))
-    with pytest.warns(CheckpointWarning, match="after 2 micro-steps of a step: that step begins anew"):
+    with pytest.warns(
+        CheckpointWarning, match="after 2 micro-steps of a step: that step begins anew"
+    ):
         assert other.load(tmp_path / "saved").micro_steps == 0
     other.step([first, second, third])
 
