@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -70,7 +70,7 @@ class Checkpointer:
         self._timeout = timeout
         self._rounds: GlooRounds | RoundsAlone | None = None
         self._writer = BackgroundWriter()
-        self._digests: dict[int, str] = {}
+        self._digested: tuple[Program, str] | None = None
 
     def save(
         self,
@@ -301,33 +301,36 @@ class Checkpointer:
         )
 
     def _digest(self, program: Program) -> str:
-        key = id(program)
-        if key not in self._digests:
-            self._digests[key] = digest(program)
-        return self._digests[key]
+        if self._digested is None or self._digested[0] is not program:
+            self._digested = program, digest(program)
+        return self._digested[1]
 
 
-def _takers(running: Running, *, is_copied: bool) -> Iterator[Taker]:
+def _takers(running: Running, *, is_copied: bool) -> list[Taker]:
     """Take the state of the ranks of this process: with ``is_copied`` training may go on while it is written."""
-    executor = running.executor
-    weight_sums = executor.weight_sums() if executor.micro_steps_done else None
-    saved: Sequence[SavedState | None] = [None] * len(running.memories)
+    executor, memories = running.executor, running.memories
+    weight_sums: Sequence[float | None] = [None] * len(memories)
+    if executor.micro_steps_done:
+        weight_sums = executor.weight_sums()
+    saved: Sequence[SavedState | None] = [None] * len(memories)
     if is_copied:
         saved = executor.save_state()
-    with executor.entered():
-        if not is_copied:
-            executor.finish()
-        for index, memory in enumerate(running.memories):
-            yield Taker(
-                running.program,
-                memory,
-                saved=saved[index],
-                weight_sum=None if weight_sums is None else weight_sums[index],
-            )
-            if not is_copied and memory.device.type == "cuda":
-                torch.cuda.synchronize(
-                    memory.device
-                )  # The writer's thread knows nothing of streams.
+    try:
+        with executor.entered():
+            if not is_copied:
+                executor.finish()
+                if memories[0].device.type == "cuda":
+                    # The thread that writes knows nothing of streams.
+                    torch.cuda.synchronize(memories[0].device)
+            return [
+                Taker(running.program, memory, saved=copies, weight_sum=weight_sum)
+                for memory, copies, weight_sum in zip(memories, saved, weight_sums, strict=True)
+            ]
+    except BaseException:
+        for copies in saved:
+            if copies is not None:
+                copies.release()
+        raise
 
 
 def _releasing(takers: Sequence[Taker], save: Callable[[], str]) -> str:
