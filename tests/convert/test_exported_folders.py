@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import fsspec
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -126,6 +127,20 @@ def test_a_folder_without_a_whole_checkpoint_is_refused(tmp_path: Path) -> None:
     (tmp_path / "runs" / "step-00000002" / "manifest.json").write_text("{")
     with pytest.raises(UserError, match="contains no whole checkpoint"):
         export_checkpoint(str(tmp_path / "runs"), tmp_path / "out", to="hf")
+
+
+def test_a_checkpoint_in_a_store_is_exported(tmp_path: Path) -> None:
+    module = nn.Linear(3, 2)
+    write_checkpoint(tmp_path / "runs" / "step-00000001", module, step=1)
+    store = fsspec.filesystem("memory")
+    store.put(f"{tmp_path}/runs", "/exported-runs", recursive=True)
+    try:
+        report = export_checkpoint("memory://exported-runs", tmp_path / "out", to="hf")
+    finally:
+        store.rm("/exported-runs", recursive=True)
+    assert report.step == 1
+    loaded = load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(loaded["weight"], module.weight)
 
 
 MEMORY = """
