@@ -7,8 +7,9 @@ ranks along an axis of the mesh hold alike, each of them copies a slice of.
 
 The copies run on a stream of their own, beside the next steps. Each signals an event that is pending at all joints, so
 an op that overwrites what a copy reads waits for this copy alone, and only where it has to. The pass manager derives
-these waits, and Z105 proves them. Copies stand in the order in which the next step overwrites what they read. Scalars,
-of a few bytes, are copied on the compute stream, because the host may change them between steps.
+these waits, and Z105 proves them. Copies stand in the order in which the next step overwrites what they read, so a wait
+for the last copy of a flat stands for all of them. Scalars, of a few bytes, are copied on the compute stream, because
+the host may change them between steps.
 
 Passes that change which buffers are the state come before it.
 
@@ -17,7 +18,7 @@ What ``save-state`` changes::
     + buffer %a.param.snapshot : f32[256] host snapshot = snapshot %a.param[0:256] event=!saved.a.param
       section update {
     + entry pending !saved.a.param stream=copy_out
-    + wait !saved.a.param  on=compute
+    + wait !saved.a.momentum_buffer  on=compute
       optimizer_step momentum param=%a.param grad=%a.grad states=(%a.momentum_buffer) …
     + exit pending !saved.a.param stream=copy_out
     + section save {
@@ -26,11 +27,10 @@ What ``save-state`` changes::
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, assert_never
 
-from zeroir.errors import UserError
 from zeroir.ir import ops
 from zeroir.ir.buffers import Buffer, Region, Role, Space, copied_region, whole
 from zeroir.ir.contents import (
@@ -42,7 +42,7 @@ from zeroir.ir.contents import (
     SnapshotContent,
 )
 from zeroir.ir.effects import effects
-from zeroir.ir.mesh import COMPUTE, COPY_OUT
+from zeroir.ir.mesh import COMPUTE, COPY_OUT, IO, OPTIMIZER, STREAMS, Stream
 from zeroir.ir.program import (
     PARAMETER_ALIGNMENT_NUMEL,
     SAVE,
@@ -76,20 +76,13 @@ class SaveState(Pass):
         sources = sorted(_state(program), key=lambda b: order.get(b.name, len(order)))
         taken = set(program.buffer_by_name)
         snapshots = [_snapshot(buffer, program, taken) for buffer in sources]
-        body: list[ops.Op] = []
+        body: list[ops.IssuedOp] = []
         pending: list[Pending] = []
         for buffer, content in snapshots:
-            stream = COMPUTE if content.event is None else COPY_OUT
-            body.append(
-                ops.ToHost(
-                    source=copied_region(content),
-                    destination=whole(buffer),
-                    stream=stream,
-                    event=content.event,
-                )
-            )
+            copy = _copy(program.buffer_by_name[content.buffer].space, content, whole(buffer))
+            body.append(copy)
             if content.event is not None:
-                pending.append(Pending(event=content.event, stream=stream))
+                pending.append(Pending(event=content.event, stream=copy.stream))
 
         def with_pending(state: State) -> State:
             return replace(state, pending=(*state.pending, *pending))
@@ -98,6 +91,7 @@ class SaveState(Pass):
         save = Section(name=SAVE, entry=between, body=tuple(body), exit=between)
         program = replace(
             program,
+            streams=_with_streams(program.streams, body),
             buffers=(*program.buffers, *(buffer for buffer, _ in snapshots)),
             sections=(*program.sections, save),
         )
@@ -107,6 +101,27 @@ class SaveState(Pass):
                 section, entry=with_pending(section.entry), exit=with_pending(section.exit)
             ),
         )
+
+
+def _copy(space: Space, content: SnapshotContent, snapshot: Region) -> ops.IssuedOp:
+    """The copy of what a snapshot names, which is in this space, to the snapshot."""
+    source, event = copied_region(content), content.event
+    match space:
+        case Space.DEVICE:
+            stream = COMPUTE if event is None else COPY_OUT
+            return ops.ToHost(source=source, destination=snapshot, stream=stream, event=event)
+        case Space.HOST:
+            return ops.Cast(source=source, destination=snapshot, stream=OPTIMIZER, event=event)
+        case Space.DISK:
+            return ops.Load(source=source, destination=snapshot, stream=IO, event=event)
+        case _:
+            assert_never(space)
+
+
+def _with_streams(streams: tuple[Stream, ...], body: Sequence[ops.IssuedOp]) -> tuple[Stream, ...]:
+    """The streams, with those of the copies that are not among them."""
+    declared, used = {stream.name for stream in streams}, {op.stream for op in body}
+    return (*streams, *(s for s in STREAMS if s.name in used - declared))
 
 
 def _between_steps(program: Program) -> State:
@@ -135,7 +150,7 @@ def _state(program: Program) -> Iterator[Buffer]:
             case _:
                 pass
         if is_state:
-            yield _on_device(buffer)
+            yield buffer
 
 
 def _counts(op: ops.Op) -> Iterator[str]:
@@ -168,14 +183,6 @@ def _extent(program: Program, buffer: Buffer, content: FlatContent) -> tuple[int
     """The elements of the flat that all ranks hold together in a buffer."""
     count = 1 if content.shard is None else program.mesh.size(content.shard)
     return content.offset, content.offset + count * buffer.numel
-
-
-def _on_device(buffer: Buffer) -> Buffer:
-    if buffer.space is not Space.DEVICE:
-        raise UserError(
-            f"The pass `save-state` copies from the device, but %{buffer.name} is on the {buffer.space}."
-        )
-    return buffer
 
 
 def _first_writes(program: Program) -> dict[str, int]:

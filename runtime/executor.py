@@ -129,6 +129,13 @@ class StepExecutor:
         self._prepared: dict[str, list[Task]] = {}
         self._bound: dict[tuple[str, Watch | None], list[Task]] = {}
         self._saved: list[SavedState] = []
+        self._pending = {
+            section.name: (
+                [pending.event for pending in section.entry.pending],
+                [pending.event for pending in section.exit.pending],
+            )
+            for section in self._program.sections
+        }
 
     def step(self, batches: Sequence[Sequence[Batch]]) -> list[RankResult]:
         """One training step: ``batches[rank][micro_step]`` for the local ranks; one result per local rank."""
@@ -314,13 +321,14 @@ class StepExecutor:
         with torch.no_grad():
             if not self._is_begun:
                 self._begin(section)
-            self._streams.join([pending.event for pending in section.entry.pending])
+            entering, leaving = self._pending[name]
+            self._streams.join(entering)
             # Only ops that are issued one by one can be observed.
             if self._run_section is None or watch is not None:
                 self._issue(section, watch)
             else:
                 self._run_section(section, partial(self._issue, section, None))
-            self._streams.join([pending.event for pending in section.exit.pending])
+            self._streams.join(leaving)
         self._has_failed = False
 
     def _issue(self, section: Section, watch: Watch | None) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import secrets
 import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -73,3 +75,31 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path
     folder = (own if worker_id == "master" else own.parent) / "shared"
     folder.mkdir(exist_ok=True)
     return folder
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[Mapping[str, str]]:
+    """An emulator of S3; the environment in which clients find it."""
+    from tests.support import object_store
+
+    with object_store.running() as environment:
+        yield environment
+
+
+@pytest.fixture
+def s3_environment(
+    s3_server: Mapping[str, str], monkeypatch: pytest.MonkeyPatch
+) -> Mapping[str, str]:
+    """The environment of clients of an emulator of S3, which the test has."""
+    for name, value in s3_server.items():
+        monkeypatch.setenv(name, value)
+    return s3_server
+
+
+@pytest.fixture
+def s3_bucket(s3_environment: Mapping[str, str]) -> str:
+    """The URL of a new bucket of an emulator of S3."""
+    from tests.support import object_store
+
+    assert s3_environment
+    return object_store.make_bucket(f"bucket-{secrets.token_hex(6)}")

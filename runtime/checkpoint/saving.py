@@ -155,6 +155,7 @@ class Leader:
 
     def publish(
         self,
+        draft: Draft,
         assignment: Assignment,
         offers: Sequence[Offer],
         written: Sequence[Written],
@@ -195,7 +196,7 @@ class Leader:
                 "open_step": open_step,
             }
         )
-        return assignment.draft.publish(manifest)
+        return draft.publish(manifest)
 
 
 def save_in_rounds(rounds: Rounds, take: Callable[[], Sequence[RankSave]], leader: Leader) -> str:
@@ -219,6 +220,8 @@ def save_in_rounds(rounds: Rounds, take: Callable[[], Sequence[RankSave]], leade
 
     outcome = rounds.hold(offer, assign)
     assignment = Assignment.model_validate_json(outcome)
+    # It remembers whether its manifest was sent, after which nothing is removed from a store.
+    draft = assignment.draft
 
     def write() -> bytes:
         return _AllWritten.dump_json(
@@ -228,13 +231,13 @@ def save_in_rounds(rounds: Rounds, take: Callable[[], Sequence[RankSave]], leade
     def publish(answers: Sequence[bytes]) -> bytes:
         written = [each for answer in answers for each in _AllWritten.validate_json(answer)]
         scalars = ranks[0].snapshot.scalars
-        return leader.publish(assignment, offers, written, scalars).encode()
+        return leader.publish(draft, assignment, offers, written, scalars).encode()
 
     try:
         return rounds.hold(write, publish).decode()
     except BaseException:
         if ranks[0].rank == 0:
-            assignment.draft.abandon()
+            draft.abandon()
         raise
 
 

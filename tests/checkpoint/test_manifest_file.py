@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import JsonValue
 
-from tests.support.checkpoints import ORIGIN, manifests
+from tests.support.checkpoint_files import ORIGIN, manifests
 from zeroir.checkpoint.manifest import Manifest, Piece, StoredFile, StoredTensor
 from zeroir.checkpoint.manifest_file import manifest_bytes, parse_manifest
 from zeroir.errors import InternalError, UserError

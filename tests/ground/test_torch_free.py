@@ -6,8 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch import nn
 
 from tests.artifact.test_released import make
+from tests.support.checkpoints import write_checkpoint
 from zeroir import artifact as artifacts
 
 PACKAGE = Path(__file__).parents[2] / "zeroir"
@@ -112,12 +114,14 @@ def test_help_programs_and_modules_need_no_torch(tmp_path: Path) -> None:
 
     In one process, since what one of them has imported needs not be imported for the next.
     """
-    helping = ["compile", "run", "report"]
-    names = ("errors", "ir", "artifact", "config", "cost", "passes", "report", "cli")
+    helping = ["compile", "run", "report", "checkpoint"]
+    names = ("errors", "ir", "artifact", "config", "cost", "passes", "report", "cli", "checkpoint")
     program, out = str(tmp_path / "program.zir"), str(tmp_path / "out")
     artifacts.save(
         make(), Path(program)
     )  # Its passes are of this version, so what they did can be shown.
+    checkpoint = str(tmp_path / "checkpoints" / "step-00000001")
+    write_checkpoint(Path(checkpoint), nn.Linear(2, 3))
     commands = [
         ["show", program, "--passes"],
         ["verify", program],
@@ -128,6 +132,10 @@ def test_help_programs_and_modules_need_no_torch(tmp_path: Path) -> None:
         ),
         ["export", program, "--format", "flight-recorder", "-o", f"{out}.dumps"],
         ["report", program, "-o", out],
+        ["checkpoint", "ls", str(tmp_path / "checkpoints")],
+        ["checkpoint", "show", checkpoint],
+        ["checkpoint", "verify", checkpoint],
+        ["checkpoint", "diff", checkpoint, checkpoint],
     ]
     modules = [f"zeroir.{name}" for name in names if _exists(name)]
     _python(HELP + LOOK + WALK, helping, commands, modules)

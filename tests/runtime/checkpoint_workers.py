@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from tests.runtime.support import initial_flats, lowered, random_batches
 from tests.support.lowering import applied
 from tests.support.programs import mlp
+from tests.support.resident import peak_resident_bytes
 from zeroir.checkpoint.local_storage import LocalStorage
 from zeroir.errors import UserError, ZeroirError
 from zeroir.ir.program import Program
@@ -162,6 +163,31 @@ def failing(where: str) -> None:
         engine.close()
 
 
+def large(precision: str) -> Program:
+    """A program of 1.2 GB of weights and moments in all."""
+    return lowered(mlp(blocks=24, dim=2048, precision=precision), 3, WORLD_SIZE)
+
+
+def save_large() -> None:
+    """Save the large program."""
+    engine = Engine(large("fp32"))
+    engine.initialise_flats(initial_flats(engine.program))
+    engine.save(FOLDER.parent / "large")
+    engine.close()
+
+
+def load_large(precision: str) -> None:
+    """Print by how much a load raises the peak of this process, and the bytes of the buffers that it fills."""
+    engine = Engine(large(precision))
+    before = peak_resident_bytes()
+    engine.load(FOLDER.parent / "large")
+    after = peak_resident_bytes()
+    persistent = sum(buffer.size_bytes for buffer in engine.program.buffers if buffer.is_persistent)
+    sys.stdout.write(f"{after - before} {persistent}")
+    sys.stdout.flush()
+    engine.close()
+
+
 def main() -> None:
     scenario, *args = sys.argv[1:]
     dist.init_process_group(
@@ -178,6 +204,8 @@ def main() -> None:
         "resumes": resumes,
         "within": within,
         "failing": failing,
+        "save-large": save_large,
+        "load-large": load_large,
     }
     try:
         scenarios[scenario](*args)

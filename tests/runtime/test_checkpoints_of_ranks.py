@@ -130,3 +130,19 @@ def test_a_failure_in_the_background_is_an_error_at_the_end(tmp_path: Path, wher
     for code, _, err in run(2, tmp_path / "job", "failing", where):
         assert code == 2
         assert "the disk is full" in err
+
+
+_MEGABYTE = 1 << 20
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_a_load_takes_little_memory_beside_the_buffers(tmp_path: Path) -> None:
+    """1.2 GB of state, saved by two ranks and loaded by one or three, also with another precision."""
+    require_success(run(2, tmp_path / "saved", "save-large"))
+    for world_size, precision in ((1, "fp32"), (3, "bf16")):
+        results = run(world_size, tmp_path / f"loaded{world_size}", "load-large", precision)
+        require_success(results)
+        for _, out, _ in results:
+            raised, persistent = map(int, out.split())
+            assert raised - persistent <= 256 * _MEGABYTE

@@ -35,6 +35,9 @@ from zeroir.errors import UserError
 SCHEME: Final = "faulty"
 NEWEST: Final = 3
 """The step that the scenario saves; steps 1 and 2 are there before."""
+_PART_NUMEL: Final = 1_400_000
+"""5.6 MB, a part of an upload."""
+_CHANGES: Final = {"put_object", "upload_part", "complete_multipart_upload", "delete_object"}
 _LATE_S: Final = 20
 
 
@@ -43,11 +46,11 @@ class Kind(Enum):
 
     TIMEOUT_BEFORE = "an error that passes, without the effect"
     TIMEOUT_AFTER = "an error that passes, after the effect"
-    LATE = "an error that passes, and the effect at the very end"
+    LATE = "the request and its repetitions time out, and have their effect at the very end"
     OUTAGE = "no request succeeds from here on"
     OUTAGE_AFTER = "the effect, and no request succeeds from here on"
     REFUSED = "an error that lasts"
-    LOST = "success without the effect"
+    LOST = "success without the effect, if the request was to change something"
     KILL_BEFORE = "the process is killed"
     KILL_AFTER = "the effect, and the process is killed"
 
@@ -67,6 +70,8 @@ class Injector:
     fault: Fault | None
     methods: list[str] = field(default_factory=list)
     late: list[Callable[[], object]] = field(default_factory=list)
+    late_request: tuple[str, object] | None = None
+    """The method and the object of the requests that are late."""
 
     def register(self) -> None:
         """Let fsspec open ``faulty://`` URLs with a driver of S3 that this injector disturbs."""
@@ -82,6 +87,13 @@ class Injector:
             self.methods.append(method)
             fault = self.fault
             if fault is None or request < fault.request:
+                return await carry_out()
+            if fault.kind is Kind.LATE and request == fault.request:
+                self.late_request = method, keywords.get("Key")
+            if self.late_request == (method, keywords.get("Key")):
+                self.late.append(carry_out)
+                raise TimeoutError("the request is on its way")
+            if fault.kind is Kind.LOST and method not in _CHANGES:
                 return await carry_out()
             return await self._fail(fault.kind, request == fault.request, carry_out)
 
@@ -104,8 +116,7 @@ class Injector:
                 await _awaited(carry_out)
                 raise TimeoutError("the answer was lost")
             case Kind.LATE:
-                self.late.append(carry_out)
-                raise TimeoutError("the request is on its way")
+                return await _awaited(carry_out)
             case Kind.OUTAGE:
                 raise ConnectionError("the store is unreachable")
             case Kind.OUTAGE_AFTER:
@@ -115,7 +126,7 @@ class Injector:
             case Kind.REFUSED:
                 raise PermissionError(errno.EACCES, "Access Denied")
             case Kind.LOST:
-                return {"ETag": '"lost"', "UploadId": "lost"}
+                return {"ETag": '"lost"'}
             case Kind.KILL_BEFORE:
                 os.kill(os.getpid(), signal.SIGKILL)
             case Kind.KILL_AFTER:
@@ -136,13 +147,12 @@ def save(folder: CheckpointFolder, step: int) -> str:
     try:
         stored = []
         for rank, numel in enumerate((2_800_000, 1_000)):
-            data = np.full(numel, step + rank, "f4")
+            data = memoryview(np.full(numel, step + rank, "f4").data)
+            parts = [data[start : start + _PART_NUMEL] for start in range(0, numel, _PART_NUMEL)]
             spec = StoredTensorSpec(name="weight", dtype="f32", numel=numel)
             name = draft.file_name(rank)
             storage = open_storage(draft.folder)
-            stored.append(
-                write_file(storage, draft.folder, name, [(spec, [memoryview(data.data)])])
-            )
+            stored.append(write_file(storage, draft.folder, name, [(spec, parts)]))
         origin = Origin(zeroir="test", world_size=2, saved_at="2026-01-01T00:00:00Z")
         return draft.publish(Manifest(step=step, origin=origin, files=tuple(stored)))
     except UserError:

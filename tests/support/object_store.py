@@ -12,7 +12,8 @@ def running() -> Iterator[Mapping[str, str]]:
     """A server in a thread of this process; the environment in which S3's clients find it."""
     from moto.server import ThreadedMotoServer
 
-    logging.getLogger("werkzeug").setLevel(logging.WARNING)
+    # It prints every request, and its own failures, which clients get as answers.
+    logging.getLogger("werkzeug").setLevel(logging.CRITICAL)
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()

@@ -17,9 +17,12 @@ from tests.verify.test_crossing import carried, crossing_micro_steps
 from zeroir.api.compiled import compile_with
 from zeroir.config import make_options
 from zeroir.frontend.entry import load_model_file
-from zeroir.ir.program import EVALUATE, Program
+from zeroir.ir.program import EVALUATE, SAVE, Program
+from zeroir.passes.manager import apply
 from zeroir.passes.plan_memory import PlanMemory
+from zeroir.passes.save_state import SaveState
 from zeroir.runtime.lockstep import Lockstep
+from zeroir.runtime.saved_state import SavedState
 from zeroir.torch_ops.batches import Batch, flatten
 
 STEPS = 2
@@ -47,6 +50,8 @@ CAPTURED: Mapping[str, Mapping[str, object]] = {
     "captured, stage 3": {"stage": 3, "world_size": 2, "precision": "fp16", "clip": 0.5},
 }
 """Options with which a model of everything that is easy to get wrong is compiled."""
+SAVING = ("stage 0", "stage 2, tied", "stage 3, overlapped", "stage 1, averaged", *WRITTEN)
+"""Those that ``save-state`` is applied to; captured programs save by themselves."""
 _MODEL = "tests/support/models/traps.py"
 
 NAMES = (*CASES, *WRITTEN, *CAPTURED)
@@ -70,6 +75,7 @@ class Subject:
         else:
             lockstep.initialise_flats(initial(program))
         found: list[Tensor] = []
+        saved: list[SavedState] = []
         for batches in self.batches:
             if EVALUATE in program.section_by_name:
                 results = lockstep.evaluate([of_rank[0] for of_rank in batches])
@@ -77,6 +83,10 @@ class Subject:
             for result in lockstep.step(batches):
                 told = (result.loss, result.is_skipped, result.grad_norm)
                 found += [value for value in told if value is not None]
+            found += _contents(saved)
+            # Copies may be under way during the next step.
+            saved = lockstep.save_state() if SAVE in program.section_by_name else []
+        found += _contents(saved)
         state = lockstep.full_state()
         return found + [state[key] for key in sorted(state)]
 
@@ -90,6 +100,16 @@ class Subject:
         if len(found) == len(expected) and all(map(_is_equal, found, expected)):
             return None
         return "other numbers"
+
+
+def _contents(saved: Sequence[SavedState]) -> list[Tensor]:
+    """What was saved, once the copies are done; another save may follow."""
+    found: list[Tensor] = []
+    for of_rank in saved:
+        of_rank.wait()
+        found += [of_rank.tensors[name].tensor.clone() for name in sorted(of_rank.tensors)]
+        of_rank.release()
+    return found
 
 
 def _is_equal(one: Tensor, other: Tensor) -> bool:
@@ -109,6 +129,8 @@ def _expected(name: str) -> list[Tensor]:
 def subject(name: str) -> Subject:
     """One of the programs, made once a process."""
     scheduled, logical = _programs(name)
+    if name in SAVING:
+        scheduled = apply(SaveState(), scheduled)
     return Subject(
         name=name, scheduled=scheduled, logical=logical, batches=_batches(name, scheduled)
     )

@@ -42,7 +42,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return recorder.build(tmp_path_factory.mktemp("recorder"))
 
 
-def recorded(library: Path, folder: Path, script: str) -> tuple[Path, list[recorder.Operation]]:
+def recorded(library: Path, folder: Path, script: str) -> tuple[Path, list[recorder.FileOperation]]:
     """What a script did below the folder, and its log."""
     root, log = folder / "root", folder / "log"
     root.mkdir()
@@ -70,7 +70,7 @@ def tree(folder: Path) -> dict[str, bytes | None]:
 
 
 def cut(
-    root: Path, operations: list[recorder.Operation], target: Path, loss: Loss, seed: int = 0
+    root: Path, operations: list[recorder.FileOperation], target: Path, loss: Loss, seed: int = 0
 ) -> dict[str, bytes | None]:
     """The paths after all operations and a power cut."""
     disk = ForgetfulDisk(root)

@@ -14,7 +14,7 @@ from pathlib import Path
 from random import Random
 from typing import Final, TypeVar
 
-from tools.checkpoints.recorder import Operation, OperationKind
+from tools.checkpoints.recorder import FileOperation, OperationKind
 
 
 class Loss(StrEnum):
@@ -94,7 +94,7 @@ class ForgetfulDisk:
         self.folder = Folder()
         self._by_inode: dict[int, Entry] = {root.stat().st_ino: self.folder}
 
-    def apply(self, operation: Operation) -> None:
+    def apply(self, operation: FileOperation) -> None:
         """Carry out an operation of a log."""
         match operation.kind:
             case OperationKind.CREATE:
@@ -148,7 +148,7 @@ class ForgetfulDisk:
 
         _write_folder(self.folder, target, entries, content)
 
-    def _add(self, operation: Operation, made: Entry) -> None:
+    def _add(self, operation: FileOperation, made: Entry) -> None:
         self._by_inode[operation.inode] = made
         parent, name = self._entry(operation.path)
         parent.change((name, made))

@@ -34,7 +34,7 @@ class OperationKind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Operation:
+class FileOperation:
     """One operation that succeeded.
 
     ``number`` is the offset of a write, or the new size in bytes. ``path`` is absolute; for a mark it is the text.
@@ -71,12 +71,12 @@ def build(folder: Path) -> Path:
     return library
 
 
-def read_log(path: Path) -> Iterator[Operation]:
+def read_log(path: Path) -> Iterator[FileOperation]:
     """The operations of a log, the first one first."""
     with path.open("rb") as log:
         for line in log:
             kind, inode, number, first, second, size = line.decode().rstrip("\n").split("\t")
-            yield Operation(
+            yield FileOperation(
                 kind=OperationKind(kind),
                 inode=int(inode),
                 number=int(number),

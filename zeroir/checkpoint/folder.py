@@ -9,7 +9,14 @@ from dataclasses import dataclass, field
 
 from zeroir.checkpoint.manifest import Manifest
 from zeroir.checkpoint.reading import read_manifest, require_files
-from zeroir.checkpoint.storage import CHECKPOINT_NAME, Storage, join, open_storage, parent_and_name
+from zeroir.checkpoint.storage import (
+    CHECKPOINT_NAME,
+    PassingError,
+    Storage,
+    join,
+    open_storage,
+    parent_and_name,
+)
 from zeroir.errors import InternalError, UserError
 
 
@@ -83,6 +90,9 @@ class CheckpointFolder:
                 manifest = read_manifest(listed.path)
                 require_files(listed.path, manifest)
                 check(listed.path, manifest)
+            except PassingError:
+                # An older one is for damage. A job that starts again when the network is back loses nothing.
+                raise
             except UserError as error:
                 refused(listed.path, error)
                 continue
@@ -101,8 +111,11 @@ class CheckpointFolder:
         verified = join(self.root, parent_and_name(verified)[1])
         metrics = {}
         for listed in self.list():
-            with contextlib.suppress(UserError):
+            try:
                 metrics[listed.path] = self._metrics_of(listed.path)
+            except UserError as error:
+                if listed.path == verified or isinstance(error, PassingError):
+                    raise
         if verified not in metrics:
             raise InternalError(f"'{verified}' is not a checkpoint in '{self.root}'.")
         kept = {verified, *list(metrics)[:count]}

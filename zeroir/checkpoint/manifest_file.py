@@ -34,7 +34,8 @@ def parse_manifest(data: bytes, path: str) -> Manifest:
     """The manifest in the bytes of a file; ``path`` is for messages.
 
     Raises:
-        DamagedCheckpointError: if the bytes are not those that ``manifest_bytes`` gives for some manifest, or it contradicts itself.
+        DamagedCheckpointError: if the bytes are not those that ``manifest_bytes`` gives for some manifest, or it
+            contradicts itself.
     """
     try:
         document = json.loads(data)

@@ -272,17 +272,18 @@ class Ordering:
                     section=section,
                     buffers=(name,),
                 )
-        latest = ENTRY
+        latest: dict[str, int] = {}
         for pending in state.pending:
             at = self._leave_pending(pending.event, pending.stream)
-            if at is not None and at < latest:
+            if at is not None and at < latest.get(pending.stream, ENTRY):
                 self.findings.add(
                     "Z202",
                     f"the exit state of {section.name} lists !{pending.event} after an event that is "
-                    "signalled later: list pending events in the order of their ops",
+                    "signalled later: list the pending events of a stream in the order of their ops",
                     section=section,
                 )
-            latest = latest if at is None else at
+            if at is not None:
+                latest[pending.stream] = at
 
     def _leave_pending(self, event: str, stream: str) -> int | None:
         """Check one pending event; the op that signals it."""

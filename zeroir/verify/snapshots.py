@@ -86,7 +86,7 @@ def _check_users(program: Program, snapshots: Mapping[str, Buffer], findings: Fi
         for line, op in enumerate(section.body):
             op_effects = effects(op)
             written = (*op_effects.writes, *op_effects.accumulates)
-            if section.name == SAVE and not isinstance(op, ops.ToHost | ops.Wait):
+            if section.name == SAVE and not _is_copy(op):
                 sentence = f"{title(op)} is in section {SAVE}, which only copies to snapshots"
                 findings.add("Z407", sentence, section=section, line=line)
                 continue
@@ -109,6 +109,17 @@ def _check_users(program: Program, snapshots: Mapping[str, Buffer], findings: Fi
     for region, count in sources.items():
         if count > 1:
             findings.add("Z407", f"section {SAVE} writes %{region.buffer} {count} times")
+
+
+def _is_copy(op: ops.Op) -> bool:
+    """Whether an op may stand in ``save``: a copy from the device, the host or a disk, or a wait."""
+    match op:
+        case ops.Cast():
+            return op.mode is ops.Mode.WRITE
+        case ops.ToHost() | ops.Load() | ops.Wait():
+            return True
+        case _:
+            return False
 
 
 def _missing(program: Program, copied: Mapping[str, Region]) -> Iterator[tuple[str, str]]:

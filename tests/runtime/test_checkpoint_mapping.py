@@ -1,0 +1,190 @@
+"""Elements of buffers are found wherever the parameters stand in a checkpoint: an oracle of whole tensors by name."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.examples import examples
+from zeroir.checkpoint.manifest import (
+    MASTER,
+    Manifest,
+    Origin,
+    Piece,
+    StoredFlat,
+    StoredParameter,
+    StoredQuantity,
+)
+from zeroir.errors import UserError
+from zeroir.ir.buffers import Buffer, Role, Space
+from zeroir.ir.contents import FACTORS, PRECONDITIONERS, FlatContent
+from zeroir.ir.dtypes import DType
+from zeroir.ir.layout import Parameter, layout
+from zeroir.ir.mesh import Axis, Mesh
+from zeroir.ir.program import Flat, Program
+from zeroir.runtime.checkpoint.mapping import StoredParameters, extents
+from zeroir.runtime.checkpoint.parts import quantity_numel
+
+SHAPES = st.lists(
+    st.sampled_from([(), (1,), (7,), (64,), (3, 5), (16, 8), (2, 3, 4), (0, 4), (300,)]),
+    min_size=1,
+    max_size=8,
+)
+QUANTITIES = ("param", "exp_avg", FACTORS, PRECONDITIONERS)
+
+
+def flats_of(parameters: list[Parameter], generator: random.Random, world_size: int) -> list[Flat]:
+    """The parameters in any order, in any number of flats."""
+    order = generator.sample(parameters, len(parameters))
+    flats: list[Flat] = []
+    while order:
+        count = generator.randint(1, len(order))
+        slots, numel = layout(order[:count], world_size)
+        flats.append(
+            Flat(
+                name=f"flat{len(flats)}",
+                unit="u",
+                dtype=DType.F32,
+                is_trainable=True,
+                padded_numel=numel,
+                slots=slots,
+            )
+        )
+        order = order[count:]
+    return flats
+
+
+def values_of(flat: Flat, quantity: str) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
+    """A number of its own for each element of each parameter, the same in every layout; zeros between them."""
+    numel = max(quantity_numel(flat, quantity), flat.padded_numel)
+    values = np.zeros(numel)
+    for slot, start, count in extents(flat, quantity):
+        first = 1 + 10_000 * int(slot.name[1:])
+        values[start : start + count] = np.arange(first, first + count)
+    return values
+
+
+def stored(
+    flats: list[Flat], quantity: str, generator: random.Random
+) -> tuple[Manifest, dict[str, np.ndarray[tuple[int, ...], np.dtype[np.float64]]]]:
+    """A manifest whose pieces are cut anywhere, and its tensors."""
+    tensors: dict[str, np.ndarray[tuple[int, ...], np.dtype[np.float64]]] = {}
+    stored_flats: list[StoredFlat] = []
+    for flat in flats:
+        values = values_of(flat, quantity)
+        stop = quantity_numel(flat, quantity)
+        cuts = sorted({0, stop, *(generator.randint(0, stop) for _ in range(3))})
+        pieces: list[Piece] = []
+        for first, last in zip(cuts, cuts[1:], strict=False):
+            name = f"{flat.name}[{first}:{last}]"
+            tensors[name] = values[first:last]
+            pieces.append(Piece(file="f", tensor=name, start=first, stop=last))
+        generator.shuffle(pieces)
+        stored_flats.append(
+            StoredFlat(
+                name=flat.name,
+                dtype="f32",
+                is_trainable=True,
+                parameters=tuple(
+                    StoredParameter(
+                        name=s.aliases[0] if s.aliases else s.name,
+                        aliases=(s.name,) if s.aliases else (),
+                        offset=s.offset,
+                        shape=s.shape,
+                    )
+                    for s in flat.slots
+                ),
+                quantities=(
+                    StoredQuantity(
+                        name=MASTER if quantity == "param" else quantity,
+                        dtype="f32",
+                        pieces=tuple(pieces),
+                    ),
+                ),
+            )
+        )
+    origin = Origin(zeroir="0", world_size=1, saved_at="")
+    return Manifest(step=0, origin=origin, flats=tuple(stored_flats)), tensors
+
+
+@given(SHAPES, st.sampled_from(QUANTITIES), st.integers(1, 5), st.randoms(use_true_random=False))
+@examples(300)
+def test_every_element_comes_from_its_parameter(
+    shapes: list[tuple[int, ...]], quantity: str, world_size: int, generator: random.Random
+) -> None:
+    parameters = [
+        Parameter(name=f"p{i}", shape=shape, aliases=(f"tied{i}",) if i % 3 == 1 else ())
+        for i, shape in enumerate(shapes)
+    ]
+    manifest, tensors = stored(flats_of(parameters, generator, 1), quantity, generator)
+    source = StoredParameters(manifest, "saved")
+    flats = flats_of(parameters, generator, world_size)
+    program = Program(mesh=Mesh(axes=(Axis(name="dp", size=world_size),)), flats=tuple(flats))
+    for flat in flats:
+        expected = values_of(flat, quantity)
+        is_sharded = quantity in ("param", "exp_avg") and generator.random() < 0.7
+        numel = flat.padded_numel // world_size if is_sharded else len(expected)
+        buffer = Buffer(name="b", dtype=DType.F32, numel=numel, space=Space.DEVICE, role=Role.STATE)
+        content = FlatContent(quantity=quantity, flat=flat.name, shard="dp" if is_sharded else None)
+        for rank in range(world_size):
+            target = np.zeros(numel)
+            for elements in source.elements(program, buffer, content, rank):
+                count = elements.stop - elements.start
+                assert count > 0
+                target[elements.offset : elements.offset + count] = tensors[elements.tensor][
+                    elements.start : elements.stop
+                ]
+            start = rank * numel if is_sharded else 0
+            assert np.array_equal(target, expected[start : start + numel])
+
+
+def test_parameters_that_follow_one_another_are_read_at_once() -> None:
+    """With the padding between them: a flat of the same layout is one read, not one for each parameter."""
+    parameters = [Parameter(name=f"p{i}", shape=(5,)) for i in range(6)]
+    slots, numel = layout(parameters, 1)
+    flat = Flat(
+        name="a", unit="u", dtype=DType.F32, is_trainable=True, padded_numel=numel, slots=slots
+    )
+    generator = random.Random(0)
+    manifest, _ = stored([flat], "exp_avg", generator)
+    (saved,) = manifest.flats
+    (quantity,) = saved.quantities
+    stop = quantity_numel(flat, "exp_avg")
+    piece = Piece(file="f", tensor="t", start=0, stop=stop)
+    manifest = manifest.model_copy(
+        update={
+            "flats": (
+                saved.model_copy(
+                    update={"quantities": (quantity.model_copy(update={"pieces": (piece,)}),)}
+                ),
+            )
+        }
+    )
+    program = Program(mesh=Mesh(axes=(Axis(name="dp", size=1),)), flats=(flat,))
+    buffer = Buffer(name="b", dtype=DType.F32, numel=numel, space=Space.DEVICE, role=Role.STATE)
+    content = FlatContent(quantity="exp_avg", flat="a")
+    (read,) = StoredParameters(manifest, "saved").elements(program, buffer, content, 0)
+    assert (read.start, read.stop, read.offset) == (0, stop, 0)
+
+
+def test_a_manifest_that_leaves_out_elements_is_refused() -> None:
+    slots, numel = layout([Parameter(name="p0", shape=(100,))], 1)
+    flat = Flat(
+        name="a", unit="u", dtype=DType.F32, is_trainable=True, padded_numel=numel, slots=slots
+    )
+    manifest, _ = stored([flat], "exp_avg", random.Random(1))
+    (saved,) = manifest.flats
+    (quantity,) = saved.quantities
+    fewer = quantity.model_copy(update={"pieces": quantity.pieces[1:]})
+    manifest = manifest.model_copy(
+        update={"flats": (saved.model_copy(update={"quantities": (fewer,)}),)}
+    )
+    program = Program(mesh=Mesh(axes=(Axis(name="dp", size=1),)), flats=(flat,))
+    buffer = Buffer(name="b", dtype=DType.F32, numel=numel, space=Space.DEVICE, role=Role.STATE)
+    content = FlatContent(quantity="exp_avg", flat="a")
+    with pytest.raises(UserError, match="has no element"):
+        list(StoredParameters(manifest, "saved").elements(program, buffer, content, 0))

@@ -1,0 +1,92 @@
+"""Everything about a checkpoint that is not as it was saved, where a load stops at the first such thing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from zeroir.checkpoint.manifest import MANIFEST_NAME, Manifest
+from zeroir.checkpoint.reading import CheckpointFiles, VerifyItem, read_manifest, verify_items
+from zeroir.checkpoint.storage import join, open_storage
+from zeroir.errors import UserError
+
+_SUFFIX: Final = ".safetensors"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DamagedPart:
+    """A damaged part of a checkpoint: its file, the tensor (None: its header or all of it), and a sentence."""
+
+    file: str
+    tensor: str | None
+    sentence: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verification:
+    """The outcome for one checkpoint. ``manifest`` is None where that is damaged.
+
+    ``size_bytes`` counts the bytes whose checksums were compared. ``foreign_names`` are files and folders in the
+    checkpoint that its manifest does not name; nothing reads them.
+    """
+
+    path: str
+    manifest: Manifest | None
+    size_bytes: int
+    damages: tuple[DamagedPart, ...]
+    foreign_names: tuple[str, ...]
+
+
+def verify_checkpoint(path: str) -> Verification:
+    """Compare all checksums of a checkpoint, on the disk where the system allows that.
+
+    Raises:
+        UserError: if there is no checkpoint at the path, not even a damaged one.
+    """
+    storage = open_storage(path)
+    has_manifest = storage.size_bytes(join(path, MANIFEST_NAME)) is not None
+    has_files = any(entry.name.endswith(_SUFFIX) for entry in storage.entries(path))
+    try:
+        manifest = read_manifest(path)
+    except UserError as error:
+        if not has_manifest and not has_files:
+            raise
+        damage = DamagedPart(file=MANIFEST_NAME, tensor=None, sentence=str(error))
+        return Verification(
+            path=path, manifest=None, size_bytes=0, damages=(damage,), foreign_names=()
+        )
+    return Verification(
+        path=path,
+        manifest=manifest,
+        size_bytes=sum(file.size_bytes for file in manifest.files),
+        damages=tuple(_damages(path, manifest)),
+        foreign_names=_foreign_names(path, manifest),
+    )
+
+
+def _damages(path: str, manifest: Manifest) -> Iterator[DamagedPart]:
+    unreadable: set[str] = set()
+    with CheckpointFiles(path=path, manifest=manifest, from_disk=True) as files:
+        for item in verify_items(manifest):
+            if item.file in unreadable:
+                continue
+            sentence = _refusal(files, item)
+            if sentence is not None:
+                if item.tensor is None:
+                    unreadable.add(item.file)
+                yield DamagedPart(file=item.file, tensor=item.tensor, sentence=sentence)
+
+
+def _refusal(files: CheckpointFiles, item: VerifyItem) -> str | None:
+    try:
+        files.verify(item)
+    except UserError as error:
+        return str(error)
+    return None
+
+
+def _foreign_names(path: str, manifest: Manifest) -> tuple[str, ...]:
+    known = {MANIFEST_NAME, *(file.name for file in manifest.files)}
+    entries = open_storage(path).entries(path)
+    return tuple(entry.name for entry in entries if entry.name not in known)

@@ -1,0 +1,63 @@
+"""State dictionaries in files of ``torch.save``: of a model alone, or beside what its training keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from zeroir.convert.imported import ImportedModel, ImportedTensor, MappedFile, weights
+from zeroir.convert.imported_archive import UnknownTensor, open_archive
+from zeroir.convert.imported_optimizer import MODEL_KEYS, Tree, optimizer_in, with_optimizer
+from zeroir.errors import UserError
+
+_MOST_SHOWN: Final = 8
+
+
+def state_dict_tensors(file: MappedFile) -> dict[str, ImportedTensor]:
+    """The tensors of a model by name.
+
+    Raises:
+        UserError: if the file is damaged, or has no state dictionary.
+    """
+    return _tensors(_model(open_archive(file).plain_tree(), file), file)
+
+
+def import_state_dict(file: MappedFile) -> ImportedModel:
+    """The model in a file of ``torch.save``, and its optimizer's states where they have the names of parameters.
+
+    Raises:
+        UserError: if the file is damaged, or has no state dictionary.
+    """
+    tree = open_archive(file).plain_tree()
+    tensors = _tensors(_model(tree, file), file)
+    optimizer = optimizer_in(tree, tensors) if isinstance(tree, Mapping) else None
+    model = weights(tensors)
+    return model if optimizer is None else with_optimizer(model, optimizer, str(file.path))
+
+
+def _model(tree: object, file: MappedFile) -> Tree:
+    """The state dictionary of the model: what one of the usual keys has, or the whole file."""
+    if not isinstance(tree, Mapping):
+        raise UserError(
+            f"'{file.path}' has no state dictionary: save model.state_dict() instead of a model or a tensor."
+        )
+    for part in (*(tree.get(key) for key in MODEL_KEYS), tree):
+        if isinstance(part, Mapping) and any(
+            isinstance(value, ImportedTensor | UnknownTensor) for value in part.values()
+        ):
+            return part
+    shown = ", ".join(str(key) for key in list(tree)[:_MOST_SHOWN]) or "none"
+    raise UserError(
+        f"'{file.path}' has no state dictionary of a model: its keys are {shown}, and neither it nor one of "
+        f"{', '.join(MODEL_KEYS)} has tensors."
+    )
+
+
+def _tensors(tree: Tree, file: MappedFile) -> dict[str, ImportedTensor]:
+    tensors = {}
+    for name, value in tree.items():
+        if isinstance(value, UnknownTensor):
+            raise UserError(f"'{file.path}' has {name}, which cannot be imported: {value.reason}.")
+        if isinstance(value, ImportedTensor):
+            tensors[str(name)] = value
+    return tensors

@@ -1,0 +1,285 @@
+"""The optimizer of another library: its states by the names of parameters, and the settings of its groups.
+
+This is the form of ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict``, whole or flattened, and that
+of an optimizer of torch that knows the names of its parameters::
+
+    {"state": {name: {"step": …, "exp_avg": …}, …}, "param_groups": [{"params": [name, …], "lr": …}, …]}
+    {"state.<name>.exp_avg": …, "param_groups.<name>.lr": …}
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
+from pydantic import JsonValue
+
+from zeroir.checkpoint.manifest import StoredGroup, StoredScalar
+from zeroir.config.groups import DEFAULT_GROUP
+from zeroir.convert.imported import ImportedModel, ImportedParameter, ImportedTensor
+from zeroir.errors import UserError
+from zeroir.ir.algorithms import Algorithm
+
+Tree = Mapping[object, object]
+"""Dictionaries within dictionaries, with ``ImportedTensor``, numbers, texts, lists and None."""
+
+MODEL_KEYS: Final = ("model", "module", "state_dict", "model_state_dict", "model_state")
+"""The usual names of a model's state dictionary beside other things."""
+
+OPTIMIZER_KEYS: Final = ("optim", "optimizer", "optimizer_state_dict", "optim_state_dict")
+STEP: Final = "step"
+
+_NUMBERED: Final = (
+    "The states of the optimizer were left out: they have numbers instead of the names of parameters. Save those of "
+    "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict."
+)
+
+_SETTINGS: Final = frozenset(
+    {
+        "lr",
+        "initial_lr",
+        "betas",
+        "eps",
+        "weight_decay",
+        "momentum",
+        "dampening",
+        "nesterov",
+        "beta2_decay",
+        "d",
+        "ns_coefficients",
+        "ns_steps",
+        "adjust_lr_fn",
+    }
+)
+"""The settings that change results; what chooses an implementation means nothing to zeroir."""
+
+_NUMBERS: Final = {
+    "f64": "<f8",
+    "f32": "<f4",
+    "f16": "<f2",
+    "i64": "<i8",
+    "i32": "<i4",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerGroup:
+    """A group of an optimizer: the names of its parameters, and all its settings as they were found."""
+
+    parameters: tuple[str, ...]
+    settings: Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerState:
+    """An optimizer: the states of each parameter, and its groups. ``notes`` say what is left out."""
+
+    states: Mapping[str, Mapping[str, object]]
+    groups: Sequence[OptimizerGroup]
+    notes: tuple[str, ...] = ()
+
+
+def optimizer_in(tree: Tree, names: Iterable[str]) -> OptimizerState | None:
+    """The optimizer among what a checkpoint has beside a model with these names; None if there is none."""
+    for key in OPTIMIZER_KEYS:
+        part = tree.get(key)
+        if isinstance(part, Mapping):
+            if isinstance(part.get("state"), Mapping):
+                return _nested(part)
+            if any(isinstance(key, str) and key.startswith("state.") for key in part):
+                return _flattened(part, names)
+    return None
+
+
+def with_optimizer(model: ImportedModel, optimizer: OptimizerState, source: str) -> ImportedModel:
+    """A model with the states of an optimizer; ``source`` is named in errors.
+
+    Raises:
+        UserError: if a state has another shape than its parameter, or parameters took different numbers of steps.
+    """
+    trained = {name for group in optimizer.groups for name in group.parameters}
+    steps: set[float] = set()
+    parameters = []
+    left_out: set[str] = set()
+    for parameter in model.parameters:
+        names = (parameter.name, *parameter.aliases)
+        found = next((optimizer.states[name] for name in names if name in optimizer.states), {})
+        states = {}
+        for name, value in found.items():
+            number = number_in(value)
+            if name == STEP and number is not None:
+                steps.add(number)
+            elif isinstance(value, ImportedTensor) and value.numel == parameter.values.numel:
+                states[name] = value
+            elif value is not None:
+                left_out.add(name)
+        is_trainable = bool(states) or not trained or not trained.isdisjoint(names)
+        parameters.append(replace(parameter, states=states, is_trainable=is_trainable))
+    if len(steps) > 1:
+        raise UserError(
+            f"The parameters of '{source}' took from {min(steps):g} to {max(steps):g} steps, and zeroir counts once "
+            "for all: import the weights alone (--weights-only)."
+        )
+    notes = list(optimizer.notes)
+    if left_out:
+        notes.append(
+            f"States without the shape of their parameter were left out: {', '.join(sorted(left_out))}."
+        )
+    groups = tuple(_stored_groups(parameters, optimizer.groups))
+    if len(groups) < len(optimizer.groups):
+        notes.append(
+            "The settings of the optimizer were left out, since its kind is not known: give them when you compile."
+        )
+        groups = ()
+    return replace(
+        model,
+        parameters=tuple(parameters),
+        scalars=(*model.scalars, *(step_scalar(step) for step in steps)),
+        step=model.step or int(max(steps, default=0)),
+        groups=groups,
+        notes=(*model.notes, *notes),
+    )
+
+
+def step_scalar(step: float) -> StoredScalar:
+    """The count of the updates of the optimizer."""
+    return StoredScalar(name=STEP, dtype="f32", values=(step,))
+
+
+def number_in(value: object) -> float | None:
+    """A finite number, or the only element of a tensor; None for anything else."""
+    if isinstance(value, ImportedTensor) and value.numel == 1 and value.dtype in _NUMBERS:
+        bits = np.frombuffer(b"".join(value.blocks("a number")), _NUMBERS[value.dtype])
+        value = bits.item()
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return float(value)
+
+
+def _nested(part: Tree) -> OptimizerState:
+    groups = part.get("param_groups")
+    lists = [group for group in _values(groups) if isinstance(group, Mapping)]
+    states = part["state"] if isinstance(part["state"], Mapping) else {}
+    names = _names_of_numbers(lists)
+    if any(isinstance(key, int) and key not in names for key in states):
+        return OptimizerState(
+            states={},
+            groups=(),
+            notes=(_NUMBERED,),
+        )
+    return OptimizerState(
+        states={
+            names.get(key, str(key)): {str(name): value for name, value in of_parameter.items()}
+            for key, of_parameter in states.items()
+            if isinstance(of_parameter, Mapping)
+        },
+        groups=[
+            OptimizerGroup(
+                parameters=tuple(names.get(key, str(key)) for key in _values(group.get("params"))),
+                settings={str(name): value for name, value in group.items()},
+            )
+            for group in lists
+        ],
+    )
+
+
+def _names_of_numbers(groups: Sequence[Tree]) -> dict[object, str]:
+    """The names of parameters by their numbers, of an optimizer that was given ``named_parameters()``."""
+    return {
+        number: name
+        for group in groups
+        for number, name in zip(
+            _values(group.get("params")), _values(group.get("param_names")), strict=False
+        )
+        if isinstance(number, int) and isinstance(name, str)
+    }
+
+
+def _values(items: object) -> list[object]:
+    """The items of a list, or of a dictionary with their numbers."""
+    if isinstance(items, Mapping):
+        return list(items.values())
+    return list(items) if isinstance(items, list | tuple) else []
+
+
+def _flattened(part: Tree, names: Iterable[str]) -> OptimizerState:
+    """Entries ``state.<name>.<state>`` and ``param_groups.<name>.<setting>``; names contain dots, settings none."""
+    known = set(names)
+    states: dict[str, dict[str, object]] = {}
+    settings: dict[str, dict[str, object]] = {}
+    for key, value in part.items():
+        kind, _, rest = str(key).partition(".")
+        name, _, last = rest.rpartition(".")
+        if name in known and kind in ("state", "param_groups"):
+            (states if kind == "state" else settings).setdefault(name, {})[last] = value
+    groups: dict[str, tuple[list[str], Mapping[str, object]]] = {}
+    for name, own in settings.items():
+        plain = {
+            key: number_in(value) if isinstance(value, ImportedTensor) else value
+            for key, value in own.items()
+        }
+        groups.setdefault(repr(sorted(plain.items())), ([], plain))[0].append(name)
+    return OptimizerState(
+        states=states,
+        groups=[
+            OptimizerGroup(parameters=tuple(members), settings=own)
+            for members, own in groups.values()
+        ],
+    )
+
+
+def _stored_groups(
+    parameters: Sequence[ImportedParameter], groups: Sequence[OptimizerGroup]
+) -> Iterator[StoredGroup]:
+    """The groups whose algorithm is known. Without names they have those that programs give to groups in order."""
+    own_names = {
+        alias: parameter
+        for parameter in parameters
+        for alias in (parameter.name, *parameter.aliases)
+    }
+    for number, group in enumerate(groups):
+        members = [own_names[name] for name in group.parameters if name in own_names]
+        states = {name for parameter in members for name in parameter.states}
+        algorithm = _algorithm(states, group.settings)
+        if algorithm is None:
+            continue
+        name = group.settings.get("name")
+        first = DEFAULT_GROUP if number == 0 else f"group{number}"
+        yield StoredGroup(
+            name=name if isinstance(name, str) else first,
+            algorithm=algorithm,
+            settings={
+                key: setting
+                for key in group.settings
+                if key in _SETTINGS and (setting := _setting(group.settings[key])) is not None
+            },
+            parameters=tuple(dict.fromkeys(parameter.name for parameter in members)),
+        )
+
+
+def _setting(value: object) -> JsonValue:
+    if isinstance(value, bool | str):
+        return value
+    if isinstance(value, list | tuple):
+        return [number_in(item) for item in value]
+    number = number_in(value)
+    return int(number) if isinstance(value, int) and number is not None else number
+
+
+def _algorithm(states: set[str], settings: Mapping[str, object]) -> Algorithm | None:
+    """The optimizer with such states and settings. Adam and AdamW have the same ones but in newer versions of torch."""
+    if states == {"exp_avg", "exp_avg_sq"}:
+        is_decoupled = settings.get("decoupled_weight_decay")
+        if is_decoupled is None:
+            return None
+        return Algorithm.ADAMW if is_decoupled else Algorithm.ADAM
+    if states == {"exp_avg"} and "betas" in settings:
+        return Algorithm.LION
+    if states == {"momentum_buffer"}:
+        return Algorithm.MUON if "ns_steps" in settings else Algorithm.MOMENTUM
+    if not states and settings.get("momentum") == 0 and "dampening" in settings:
+        return Algorithm.SGD
+    return None
