@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import importlib
 import os
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 
-from zeroir.errors import ZeroirError
+from zeroir.errors import InternalError, ZeroirError
 
 
 class PendingSave:
@@ -40,6 +42,11 @@ class PendingSave:
         if self._done.is_set() and self._failure is not None and not self._is_reported:
             self._is_reported = True
             raise self._failure
+
+    def unreported_failure(self) -> BaseException | None:
+        """Wait for the end, and return the failure if nobody knows of it yet."""
+        self._done.wait()
+        return None if self._is_reported else self._failure
 
     def end(self, path: str, failure: BaseException | None = None) -> None:
         """Note the end of the save."""
@@ -77,7 +84,7 @@ class BackgroundWriter:
         # A daemon, because a thread that hangs with a lost peer must not keep a failed process alive.
         thread = threading.Thread(target=run, name="zeroir-save", daemon=True)
         if self._thread is None:
-            atexit.register(self._end_process)
+            _call_at_end(self._end_process)
         self._pending, self._thread = pending, thread
         thread.start()
         return pending
@@ -102,15 +109,30 @@ class BackgroundWriter:
         Raises:
             UserError: as ``report``.
         """
-        atexit.unregister(self._end_process)
         self.join()
 
     def _end_process(self) -> None:
         """At the end of the process, wait, and do not let a failure pass for success."""
-        try:
-            self.join()
-        except ZeroirError as error:
-            sys.stderr.write(f"error: {error}\n")
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(error.exit_code)
+        failure = None if self._pending is None else self._pending.unreported_failure()
+        if failure is None:
+            return
+        if isinstance(failure, ZeroirError):
+            sys.stderr.write(f"error: {failure}\n")
+            code = failure.exit_code
+        else:
+            traceback.print_exception(failure)
+            code = InternalError.exit_code
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _call_at_end(end: Callable[[], None]) -> None:
+    """Call something when the main thread has ended, while pools of threads still take work.
+
+    The functions of ``atexit`` come later: no pool takes work then, and drivers of stores look names up in one. Python
+    calls what is registered here in reverse order, so that the end of the pools, which their import registers, is last.
+    """
+    importlib.import_module("concurrent.futures.thread")
+    register = getattr(threading, "_register_atexit", atexit.register)
+    register(end)
