@@ -434,7 +434,11 @@ class Engine:
                 than the program; then the engine is as it was.
         """
         loaded = self._checkpoints.load(
-            self._running, os.fspath(path), weights_only=weights_only, has_values=self._has_values
+            self._running,
+            os.fspath(path),
+            weights_only=weights_only,
+            has_values=self._has_values,
+            go_on_within=None if self._accumulating is None else self._running_within,
         )
         self._has_values = True
         self._accumulation.go_on(loaded.micro_steps)
@@ -518,6 +522,11 @@ class Engine:
             optimizer=self._optimizer,
             facts=self._model_facts,
         )
+
+    def _running_within(self) -> Running:
+        """What runs a checkpoint that was saved within a step: the program for steps of several batches."""
+        self._accumulate()
+        return self._running
 
     def _model_facts(self) -> ModelFacts:
         """The names and the configuration of the user's model, where there is one."""

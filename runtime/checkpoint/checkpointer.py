@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -70,7 +70,7 @@ class Checkpointer:
         self._timeout = timeout
         self._rounds: GlooRounds | RoundsAlone | None = None
         self._writer = BackgroundWriter()
-        self._digests: dict[int, str] = {}
+        self._digested: tuple[Program, str] | None = None
 
     def save(
         self,
@@ -93,7 +93,7 @@ class Checkpointer:
         self._writer.join()
         rounds = self._open_rounds("save its part of the checkpoint")
         takers: list[Taker] = []
-        save: Callable[[], object]
+        save: Callable[[], str]
         try:
             # Only what rank 0 has of the shared state counts.
             shared_json, shared_arrays = encode(
@@ -106,7 +106,7 @@ class Checkpointer:
                 self._write, rounds, leader, takers, own_states, shared_arrays, read_back
             )
         except Exception as error:  # noqa: BLE001 - the other ranks learn of it in the first round
-            save = partial(rounds.hold, partial(_raise, error), lambda _: b"")
+            save = partial(_fail, rounds, error)
         pending = self._writer.begin(path, partial(_releasing, takers, save))
         if wait:
             pending.wait()
@@ -144,8 +144,8 @@ class Checkpointer:
         states: Sequence[tuple[JsonValue, Mapping[str, StoredArray]]],
         shared: Mapping[str, StoredArray],
         read_back: bool,
-    ) -> None:
-        """Write the checkpoint, in the writer's thread."""
+    ) -> str:
+        """Write the checkpoint, in the writer's thread; its path."""
 
         def take() -> list[RankSave]:
             return [
@@ -161,6 +161,7 @@ class Checkpointer:
         path = save_in_rounds(rounds, take, leader)
         if read_back:
             rounds.hold(partial(self._read_back, path), lambda _: b"")
+        return path
 
     def _read_back(self, path: str) -> bytes:
         """Compare this rank's share of what the disk has with the checksums."""
@@ -168,21 +169,29 @@ class Checkpointer:
         return b""
 
     def load(
-        self, running: Running, path: str, *, weights_only: bool, has_values: bool
+        self,
+        running: Running,
+        path: str,
+        *,
+        weights_only: bool,
+        has_values: bool,
+        go_on_within: Callable[[], Running] | None = None,
     ) -> LoadedState:
-        """See ``Engine.load``."""
+        """See ``Engine.load``; ``go_on_within`` makes ready for a checkpoint that was saved within a step."""
         self._writer.join()
-        program, executor = running.program, running.executor
         rounds = self._open_rounds("load its part of the checkpoint")
 
         def require(manifest: Manifest) -> list[str]:
             stored = StoredParameters(manifest, path, weights_only=weights_only)
             return require_loadable(
-                program, stored, weights_only=weights_only, has_values=has_values
+                running.program, stored, weights_only=weights_only, has_values=has_values
             )
 
         manifest = read_together(rounds, path, require)
         notes = require(manifest)
+        if manifest.open_step is not None and go_on_within is not None and not weights_only:
+            running = go_on_within()
+        program, executor = running.program, running.executor
         open_step, note = (None, None) if weights_only else self._open_step(program, manifest)
         notes += [] if note is None else [note]
 
@@ -292,42 +301,50 @@ class Checkpointer:
         )
 
     def _digest(self, program: Program) -> str:
-        key = id(program)
-        if key not in self._digests:
-            self._digests[key] = digest(program)
-        return self._digests[key]
+        if self._digested is None or self._digested[0] is not program:
+            self._digested = program, digest(program)
+        return self._digested[1]
 
 
-def _takers(running: Running, *, is_copied: bool) -> Iterator[Taker]:
+def _takers(running: Running, *, is_copied: bool) -> list[Taker]:
     """Take the state of the ranks of this process: with ``is_copied`` training may go on while it is written."""
-    executor = running.executor
-    weight_sums = executor.weight_sums() if executor.micro_steps_done else None
-    saved: Sequence[SavedState | None] = [None] * len(running.memories)
+    executor, memories = running.executor, running.memories
+    weight_sums: Sequence[float | None] = [None] * len(memories)
+    if executor.micro_steps_done:
+        weight_sums = executor.weight_sums()
+    saved: Sequence[SavedState | None] = [None] * len(memories)
     if is_copied:
         saved = executor.save_state()
-    with executor.entered():
-        if not is_copied:
-            executor.finish()
-        for index, memory in enumerate(running.memories):
-            yield Taker(
-                running.program,
-                memory,
-                saved=saved[index],
-                weight_sum=None if weight_sums is None else weight_sums[index],
-            )
-            if not is_copied and memory.device.type == "cuda":
-                torch.cuda.synchronize(
-                    memory.device
-                )  # The writer's thread knows nothing of streams.
-
-
-def _releasing(takers: Sequence[Taker], save: Callable[[], object]) -> None:
     try:
-        save()
+        with executor.entered():
+            if not is_copied:
+                executor.finish()
+                if memories[0].device.type == "cuda":
+                    # The thread that writes knows nothing of streams.
+                    torch.cuda.synchronize(memories[0].device)
+            return [
+                Taker(running.program, memory, saved=copies, weight_sum=weight_sum)
+                for memory, copies, weight_sum in zip(memories, saved, weight_sums, strict=True)
+            ]
+    except BaseException:
+        for copies in saved:
+            if copies is not None:
+                copies.release()
+        raise
+
+
+def _releasing(takers: Sequence[Taker], save: Callable[[], str]) -> str:
+    try:
+        return save()
     finally:
         for taker in takers:
             taker.release()
 
 
-def _raise(error: Exception) -> bytes:
-    raise error
+def _fail(rounds: Rounds, error: Exception) -> str:
+    """Tell the other ranks of an error of this one, and raise it."""
+
+    def share() -> bytes:
+        raise error
+
+    return rounds.hold(share, lambda _: b"").decode()

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.support.checkpoints import save_checkpoint
+import pytest
+
+from tests.support.checkpoint_files import save_checkpoint
 from tests.support.power import Journal, recorded, write_images
 from zeroir.checkpoint.folder import CheckpointFolder
 from zeroir.checkpoint.reading import read_manifest, verify_all
@@ -67,6 +69,7 @@ def test_a_power_cut_loses_nothing_at_any_moment(tmp_path: Path) -> None:
     assert len(journal.events) > 50
 
 
+@pytest.mark.slow
 def test_every_sync_is_needed(tmp_path: Path) -> None:
     """The law above notices each sync that is left out."""
     syncs = record(tmp_path / "live")[0].syncs

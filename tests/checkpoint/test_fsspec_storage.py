@@ -11,7 +11,7 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from tests.support.checkpoints import save_checkpoint
+from tests.support.checkpoint_files import save_checkpoint
 from zeroir.checkpoint import fsspec_storage
 from zeroir.checkpoint.folder import CheckpointFolder
 from zeroir.checkpoint.fsspec_storage import FsspecStorage, open_store

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from tests.support.checkpoints import rank_bytes, save_checkpoint
+from tests.support.checkpoint_files import rank_bytes, save_checkpoint
 from zeroir.checkpoint import reading
 from zeroir.checkpoint.manifest import Manifest
 from zeroir.checkpoint.reading import (

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
 from pydantic import JsonValue
 
-from tests.support.checkpoints import ORIGIN
+from tests.support.checkpoint_files import ORIGIN
 from zeroir.checkpoint.manifest import Manifest, RankState
 from zeroir.checkpoint.manifest_file import manifest_bytes, parse_manifest
 from zeroir.checkpoint.state_tree import (

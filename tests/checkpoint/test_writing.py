@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load, load_file, save_file
 
-from tests.support.checkpoints import tensor_to_write
+from tests.support.checkpoint_files import tensor_to_write
 from zeroir.checkpoint import local_storage, writing
 from zeroir.checkpoint.manifest import StoredFile
 from zeroir.checkpoint.safetensors_header import ITEMSIZE_BYTES, StoredTensorSpec, header_bytes

@@ -60,6 +60,14 @@ def save(cases: str, steps: int = 3) -> None:
             FOLDER / case, shared={"epoch": 3}, state={"rank": RANK, "draws": torch.arange(2)}
         )
         write_state(engine, f"{case}.saved", losses)
+        state = engine.state_dict(rank0_only=True)
+        if RANK != 0:
+            assert state == {}
+        parameters = engine.full_parameters()
+        for name, values in engine.state_dict().items():
+            assert torch.equal(values, parameters[name])
+            assert RANK != 0 or torch.equal(values, state[name])
+        engine.load_state_dict(parameters)
         losses += [engine.step(ranks[RANK]).loss for ranks in batches[steps:]]
         write_state(engine, f"{case}.after", losses)
         engine.close()

@@ -265,6 +265,39 @@ def test_what_steps_hand_on_comes_from_the_checkpoint(tmp_path: Path) -> None:
     assert before != after == float(values["blocks.0.param"][3])
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_step_that_had_begun_goes_on_with_the_accumulating_program(
+    tmp_path: Path, stage: int
+) -> None:
+    """An engine that has not met several batches yet makes itself ready for the rest of the step."""
+
+    def accumulating() -> Program:
+        return lowered(mlp(micro_steps=2), stage, 1)
+
+    ((first, second, third),) = random_batches(1, 1, micro_steps=3)[0]
+    source = Engine(lowered(mlp(), stage, 1), accumulating=accumulating)
+    source.initialise_flats(initial_flats(source.program))
+    source.micro_step(first, is_last=False)
+    source.micro_step(second, is_last=False)
+    source.save(tmp_path / "saved")
+    source.micro_step(third)
+    expected = source.update().loss
+
+    engine = Engine(lowered(mlp(), stage, 1), accumulating=accumulating)
+    loaded = engine.load(tmp_path / "saved")
+    assert (loaded.micro_steps, engine.step_count) == (2, 0)
+    engine.micro_step(third)
+    assert engine.update().loss == expected
+    require_same(engine.full_state(), source.full_state())
+
+    other = Engine(lowered(mlp(micro_steps=2, clip=0.5), stage, 1))
+    with pytest.warns(
+        CheckpointWarning, match="after 2 micro-steps of a step: that step begins anew"
+    ):
+        assert other.load(tmp_path / "saved").micro_steps == 0
+    other.step([first, second, third])
+
+
 # ---------------------------------------------------------------------------------------------------------- refusals
 
 

@@ -1,211 +1,179 @@
-"""Small checkpoints, as a job of several ranks would save them, and arbitrary manifests."""
+"""Checkpoints of modules, written without an engine: cut into flats, and each flat into the files of several ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from itertools import pairwise
-from math import prod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 
-import numpy as np
-from hypothesis import strategies as st
+import torch
+from pydantic import JsonValue
+from torch import Tensor, nn
 
+from zeroir.checkpoint.local_storage import LocalStorage
 from zeroir.checkpoint.manifest import (
     MASTER,
     Manifest,
-    OpenStep,
     Origin,
     Piece,
-    RankState,
     StoredBuffer,
-    StoredFile,
     StoredFlat,
     StoredGroup,
     StoredParameter,
     StoredQuantity,
     StoredScalar,
-    StoredTensor,
 )
 from zeroir.checkpoint.publish import begin
-from zeroir.checkpoint.safetensors_header import ITEMSIZE_BYTES, StoredTensorSpec
-from zeroir.checkpoint.storage import open_storage
+from zeroir.checkpoint.safetensors_header import StoredTensorSpec
 from zeroir.checkpoint.writing import write_file
 
-ORIGIN = Origin(zeroir="1.0.0", world_size=2, saved_at="2026-01-01T00:00:00Z")
+DTYPES = {
+    torch.float32: "f32",
+    torch.float64: "f64",
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+    torch.int64: "i64",
+    torch.bool: "bool",
+}
+
+States = Mapping[str, Mapping[str, Tensor]]
+"""Quantities beside the weights: by the name of the quantity and that of the parameter."""
 
 
-def tensor_to_write(
-    name: str, dtype: str, data: bytes
-) -> tuple[StoredTensorSpec, list[memoryview]]:
-    """A tensor of these bytes."""
-    spec = StoredTensorSpec(name=name, dtype=dtype, numel=len(data) // ITEMSIZE_BYTES[dtype])
-    return spec, [memoryview(data)]
+@dataclass(slots=True)
+class _RankFile:
+    tensors: list[tuple[StoredTensorSpec, Iterable[memoryview]]] = field(default_factory=list)
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        spec = StoredTensorSpec(name=name, dtype=DTYPES[tensor.dtype], numel=tensor.numel())
+        data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        self.tensors.append((spec, [data.numpy().data]))
 
 
-def rank_bytes(step: int, rank: int, numel: int) -> dict[str, bytes]:
-    """The tensors of a rank: half of a flat's masters, and a moment in half precision."""
-    draws = np.random.default_rng((step, rank))
-    return {
-        "flat.master": draws.standard_normal(numel, np.float32).tobytes(),
-        "flat.exp_avg": draws.integers(0, 1 << 16, numel, np.uint16).tobytes(),
-    }
-
-
-def save_checkpoint(
-    path: str,
+def write_checkpoint(
+    path: Path,
+    module: nn.Module,
     *,
-    step: int,
-    ranks: int = 2,
-    numel: int = 6,
-    metrics: Mapping[str, float] | None = None,
+    rank_count: int = 3,
+    flat_count: int = 2,
+    step: int = 0,
+    states: States | None = None,
+    groups: Sequence[StoredGroup] = (),
+    scalars: Sequence[StoredScalar] = (),
+    config: JsonValue = None,
+    config_owner: str = "",
 ) -> Manifest:
-    """Save a checkpoint of one flat, of which each rank has ``numel`` elements."""
-    draft = begin(path)
-    files = []
-    for rank in range(ranks):
-        data = rank_bytes(step, rank, numel)
-        tensors = [
-            tensor_to_write("flat.exp_avg", "bf16", data["flat.exp_avg"]),
-            tensor_to_write("flat.master", "f32", data["flat.master"]),
-        ]
-        name = draft.file_name(rank)
-        files.append(write_file(open_storage(path), draft.folder, name, tensors))
-    manifest = flat_manifest(files, step=step, numel=numel, metrics=metrics or {})
+    """Write a checkpoint of a module, cut as if ranks had saved shards; empty pieces are left out as ours are."""
+    draft = begin(str(path))
+    files = [_RankFile() for _ in range(rank_count)]
+    flats = [
+        _flat(f"flat{index}", parameters, states or {}, files)
+        for index, parameters in enumerate(_flats(module, flat_count))
+    ]
+    buffers = list(_buffers(module, files[-1], draft.file_name(rank_count - 1)))
+    named = [
+        (draft.file_name(rank), file.tensors) for rank, file in enumerate(files) if file.tensors
+    ]
+    stored = [write_file(LocalStorage(), draft.folder, name, each) for name, each in named]
+    manifest = Manifest(
+        step=step,
+        origin=Origin(zeroir="test", world_size=rank_count, saved_at="2026-01-01T00:00:00Z"),
+        files=tuple(stored),
+        flats=tuple(flats),
+        buffers=tuple(buffers),
+        scalars=(StoredScalar(name="step", dtype="f32", values=(float(step),)), *scalars),
+        groups=tuple(groups),
+        config=config,
+        config_owner=config_owner,
+    )
     draft.publish(manifest)
     return manifest
 
 
-def flat_manifest(
-    files: list[StoredFile], *, step: int, numel: int, metrics: Mapping[str, float]
-) -> Manifest:
-    """The manifest of these files: one parameter, padded with one element."""
-
-    def quantity(name: str, dtype: str) -> StoredQuantity:
-        pieces = tuple(
-            Piece(
-                file=file.name, tensor=f"flat.{name}", start=rank * numel, stop=(rank + 1) * numel
-            )
-            for rank, file in enumerate(files)
-        )
-        return StoredQuantity(name=name, dtype=dtype, pieces=pieces)
-
-    total = len(files) * numel
-    flat = StoredFlat(
-        name="flat",
-        dtype="bf16",
-        is_trainable=True,
-        parameters=(StoredParameter(name="weight", offset=0, shape=(total - 1,)),),
-        quantities=(quantity(MASTER, "f32"), quantity("exp_avg", "bf16")),
-    )
-    return Manifest(
-        step=step, origin=ORIGIN, metrics=dict(metrics), files=tuple(files), flats=(flat,)
-    )
+def adamw_group(module: nn.Module, **settings: JsonValue) -> StoredGroup:
+    """One group of AdamW with all trainable parameters of a module."""
+    names = tuple(name for name, value in module.named_parameters() if value.requires_grad)
+    return StoredGroup(name="default", algorithm="adamw", settings=settings, parameters=names)
 
 
-_words = st.text(st.characters(codec="utf-8"), max_size=8)
-_checksums = st.binary(min_size=16, max_size=16).map(lambda data: f"xxh3_128:{data.hex()}")
-_dtypes = st.sampled_from(sorted(ITEMSIZE_BYTES))
-_floats = st.floats(allow_nan=False)
-_json = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats(allow_nan=False, allow_infinity=False)
-    | _words,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_words, inner, max_size=3),
-    max_leaves=6,
-)
-
-
-@st.composite
-def manifests(draw: st.DrawFn) -> Manifest:
-    """A manifest without contradictions. Of metrics that are no number, none is equal to itself: there are none."""
-    names = draw(
-        st.lists(st.text("ab.", min_size=1, max_size=6), unique=True, min_size=1, max_size=5)
-    )
-    ranks = draw(st.integers(1, 3))
-    tensors: list[list[StoredTensor]] = [[] for _ in range(ranks)]
-
-    def stored(name: str, dtype: str, numel: int, rank: int) -> tuple[str, str]:
-        unique = f"{name}.{sum(map(len, tensors))}"
-        checksum = draw(_checksums)
-        tensors[rank].append(StoredTensor(name=unique, dtype=dtype, numel=numel, checksum=checksum))
-        return f"rank-{rank:05}.safetensors", unique
-
-    def quantity(name: str, numel: int) -> StoredQuantity:
-        dtype = draw(_dtypes)
-        cuts = sorted({0, numel, *draw(st.lists(st.integers(0, numel), max_size=2))})
-        pieces = []
-        for start, stop in pairwise(cuts):
-            file, tensor = stored(name, dtype, stop - start, draw(st.integers(0, ranks - 1)))
-            pieces.append(Piece(file=file, tensor=tensor, start=start, stop=stop))
-        return StoredQuantity(name=name, dtype=dtype, pieces=tuple(draw(st.permutations(pieces))))
-
-    def buffer(name: str) -> StoredBuffer:
-        shape = tuple(draw(st.lists(st.integers(0, 3), max_size=2)))
-        dtype, rank = draw(_dtypes), draw(st.integers(0, ranks - 1))
-        file, tensor = stored(name, dtype, prod(shape), rank) if prod(shape) else ("", "")
-        return StoredBuffer(
-            name=name, dtype=dtype, shape=shape, ranks=(rank,), file=file, tensor=tensor
-        )
-
-    parameters = []
-    offset = 0
-    for name in names:
-        shape = tuple(draw(st.lists(st.integers(0, 4), max_size=2)))
-        offset += draw(st.integers(0, 3))
-        parameters.append(StoredParameter(name=name, offset=offset, shape=shape))
-        offset += prod(shape)
-    flat = StoredFlat(
-        name=draw(_words),
-        dtype=draw(_dtypes),
-        is_trainable=draw(st.booleans()),
-        parameters=tuple(parameters),
-        quantities=(quantity(MASTER, offset), quantity("exp_avg", offset)),
-    )
-    buffers = tuple(buffer(name) for name in draw(st.lists(_words, max_size=2)))
-    open_step = draw(
-        st.none() | st.builds(OpenStep, micro_steps=st.integers(1, 9), pieces=st.just(()))
-    )
-    return Manifest(
-        step=draw(st.integers(0, 1 << 40)),
-        seed=draw(st.none() | st.integers()),
-        origin=ORIGIN,
-        metrics=draw(st.dictionaries(_words, _floats, max_size=2)),
-        flats=(flat,),
-        buffers=buffers,
-        scalars=tuple(
-            draw(
-                st.lists(
-                    st.builds(StoredScalar, name=_words, dtype=_dtypes, values=st.tuples(_floats))
+def _flats(
+    module: nn.Module, flat_count: int
+) -> Iterator[Sequence[tuple[StoredParameter, Tensor]]]:
+    """The parameters of each flat: consecutive ones of one dtype, trainable or frozen, at multiples of 64 elements."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    kinds: dict[tuple[torch.dtype, bool], list[nn.Parameter]] = {}
+    for parameter in module.parameters():
+        kinds.setdefault((parameter.dtype, parameter.requires_grad), []).append(parameter)
+    for parameters in kinds.values():
+        per_flat = -(-len(parameters) // flat_count)
+        for start in range(0, len(parameters), per_flat):
+            offset = 0
+            slots: list[tuple[StoredParameter, Tensor]] = []
+            for parameter in parameters[start : start + per_flat]:
+                name, *aliases = names[id(parameter)]
+                slot = StoredParameter(
+                    name=name, offset=offset, shape=tuple(parameter.shape), aliases=tuple(aliases)
                 )
+                slots.append((slot, parameter))
+                offset += -(-parameter.numel() // 64) * 64
+            yield slots
+
+
+def _flat(
+    name: str,
+    parameters: Sequence[tuple[StoredParameter, Tensor]],
+    states: States,
+    files: Sequence[_RankFile],
+) -> StoredFlat:
+    last, last_values = parameters[-1]
+    numel = last.offset + last_values.numel()
+    by_quantity: dict[str, Mapping[str, Tensor]] = {
+        MASTER: {slot.name: values for slot, values in parameters}
+    }
+    is_trainable = parameters[0][1].requires_grad
+    if is_trainable:
+        by_quantity |= states
+    quantities = []
+    for quantity, values in by_quantity.items():
+        dtype = next(iter(values.values())).dtype
+        whole = torch.zeros(numel, dtype=dtype)
+        for slot, parameter in parameters:
+            whole[slot.offset : slot.offset + parameter.numel()] = (
+                values[slot.name].detach().flatten()
             )
-        ),
-        groups=tuple(
-            draw(
-                st.lists(
-                    st.builds(
-                        StoredGroup,
-                        name=_words,
-                        algorithm=_words,
-                        settings=st.dictionaries(_words, _json, max_size=2),
-                    ),
-                    max_size=2,
-                )
-            )
-        ),
-        shared=draw(_json),
-        ranks=tuple(RankState(rank=rank, state=draw(_json)) for rank in range(ranks)),
-        open_step=open_step,
-        config=draw(_json),
-        files=tuple(
-            StoredFile(
-                name=f"rank-{rank:05}.safetensors",
-                size_bytes=1000
-                + sum(tensor.numel * ITEMSIZE_BYTES[tensor.dtype] for tensor in tensors[rank]),
-                checksum=draw(_checksums),
-                header_checksum=draw(_checksums),
-                tensors=tuple(tensors[rank]),
-            )
-            for rank in range(ranks)
-        ),
+        pieces = tuple(_pieces(f"{name}.{quantity}", whole, files))
+        quantities.append(StoredQuantity(name=quantity, dtype=DTYPES[dtype], pieces=pieces))
+    return StoredFlat(
+        name=name,
+        dtype=DTYPES[parameters[0][1].dtype],
+        is_trainable=is_trainable,
+        parameters=tuple(slot for slot, _ in parameters),
+        quantities=tuple(quantities),
     )
+
+
+def _pieces(name: str, whole: Tensor, files: Sequence[_RankFile]) -> Iterator[Piece]:
+    """Each rank's part of a flat; small flats leave nothing for the last ranks."""
+    part_numel = -(-whole.numel() // len(files) // 256) * 256
+    for rank, file in enumerate(files):
+        start, stop = rank * part_numel, min((rank + 1) * part_numel, whole.numel())
+        if start < stop:
+            file.add(name, whole[start:stop].clone())
+            yield Piece(file=f"rank-{rank:05}.safetensors", tensor=name, start=start, stop=stop)
+
+
+def _buffers(module: nn.Module, file: _RankFile, file_name: str) -> Iterator[StoredBuffer]:
+    saved = module.state_dict().keys()
+    for name, buffer in module.named_buffers():
+        file.add(f"buffer.{name}", buffer)
+        yield StoredBuffer(
+            name=name,
+            dtype=DTYPES[buffer.dtype],
+            shape=tuple(buffer.shape),
+            ranks=(0,),
+            file=file_name,
+            tensor=f"buffer.{name}",
+            is_persistent=name in saved,
+        )

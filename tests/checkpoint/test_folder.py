@@ -1,0 +1,260 @@
+"""A folder of checkpoints: which is the newest whole one, which are kept, and who may write to it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.checkpoint_files import flat_manifest, save_checkpoint
+from zeroir.checkpoint import local_storage
+from zeroir.checkpoint.folder import Best, CheckpointFolder
+from zeroir.checkpoint.manifest import MANIFEST_NAME, Manifest
+from zeroir.checkpoint.manifest_file import manifest_bytes
+from zeroir.checkpoint.publish import begin
+from zeroir.checkpoint.reading import verify_all
+from zeroir.errors import InternalError, UserError
+
+
+def names(folder: CheckpointFolder) -> list[str]:
+    return [Path(listed.path).name for listed in folder.list()]
+
+
+def no_refusal(path: str, error: UserError) -> None:
+    raise AssertionError(f"{path}: {error}")
+
+
+def save_empty(folder: CheckpointFolder, step: int, **metrics: float) -> str:
+    """Save a checkpoint without files."""
+    manifest = flat_manifest([], step=step, numel=0, metrics=metrics)
+    return begin(folder.next_path(step)).publish(manifest.model_copy(update={"flats": ()}))
+
+
+def test_checkpoints_are_listed_newest_first(tmp_path: Path) -> None:
+    folder = CheckpointFolder(root=str(tmp_path))
+    for step in (9, 100, 99_999_999, 100_000_000, 100, 100, 9):
+        save_empty(folder, step)
+    for name in (
+        "step-7",
+        "step-00000007-1",
+        "step-000000007",
+        "other",
+        ".step-00000008.saving-000000000000",
+    ):
+        (tmp_path / name).mkdir()
+    (tmp_path / "step-00000008").touch()
+    assert names(folder) == [
+        "step-100000000",
+        "step-99999999",
+        "step-00000100-3",
+        "step-00000100-2",
+        "step-00000100",
+        "step-00000009-2",
+        "step-00000009",
+    ]
+
+
+def test_a_folder_that_is_missing_has_no_checkpoints(tmp_path: Path) -> None:
+    folder = CheckpointFolder(root=str(tmp_path / "none"))
+    assert folder.list() == ()
+    assert folder.newest_whole(verify_all, no_refusal) is None
+    assert folder.next_path(3) == str(tmp_path / "none" / "step-00000003")
+
+
+def test_the_newest_whole_checkpoint_is_found_and_the_others_are_told(tmp_path: Path) -> None:
+    folder = CheckpointFolder(root=str(tmp_path))
+    for step in range(1, 6):
+        save_checkpoint(str(tmp_path / f"step-{step:08}"), step=step)
+    (tmp_path / "step-00000005" / MANIFEST_NAME).unlink()
+    (tmp_path / "step-00000004" / "rank-00001.safetensors").unlink()
+    flipped = tmp_path / "step-00000003" / "rank-00000.safetensors"
+    flipped.write_bytes(flipped.read_bytes()[:-1] + b"\xff")
+    refused: list[tuple[str, str]] = []
+    newest = folder.newest_whole(
+        verify_all, lambda path, error: refused.append((Path(path).name, str(error)))
+    )
+    assert newest is not None
+    assert (Path(newest[0]).name, newest[1].step) == ("step-00000002", 2)
+    assert [name for name, _ in refused] == ["step-00000005", "step-00000004", "step-00000003"]
+    for (_, message), part in zip(
+        refused,
+        (
+            "contains no manifest.json",
+            "rank-00001.safetensors' is not what was saved: it is missing",
+            "Tensor flat.exp_avg of '",
+        ),
+        strict=True,
+    ):
+        assert part in message
+
+
+def test_the_newest_are_kept(tmp_path: Path) -> None:
+    folder = CheckpointFolder(root=str(tmp_path))
+    for step in (1, 2, 3):
+        save_empty(folder, step)
+    path = save_empty(folder, 3)
+    removed = folder.retain(2, verified=path)
+    assert [Path(gone).name for gone in removed] == ["step-00000001", "step-00000002"]
+    assert names(folder) == ["step-00000003-2", "step-00000003"]
+    assert {entry.name for entry in tmp_path.iterdir()} == set(names(folder))
+
+
+def test_the_best_is_kept_too(tmp_path: Path) -> None:
+    folder = CheckpointFolder(root=str(tmp_path))
+    values = {1: 0.5, 2: 0.1, 3: float("nan"), 4: 0.1, 5: 0.9, 6: float("inf")}
+    for step, loss in values.items():
+        save_empty(folder, step, loss=loss)
+    path = save_empty(folder, 7)
+    folder.retain(1, verified=path, best=Best(metric="loss"))
+    assert names(folder) == ["step-00000007", "step-00000004"]
+
+
+def test_the_best_may_be_the_highest(tmp_path: Path) -> None:
+    folder = CheckpointFolder(root=str(tmp_path))
+    for step, accuracy in {1: 0.5, 2: 0.7}.items():
+        save_empty(folder, step, accuracy=accuracy)
+    path = save_empty(folder, 3, accuracy=0.6)
+    folder.retain(1, verified=path, best=Best(metric="accuracy", is_highest=True))
+    assert names(folder) == ["step-00000003", "step-00000002"]
+
+
+def test_a_metric_that_no_checkpoint_has_keeps_none(tmp_path: Path) -> None:
+    folder = CheckpointFolder(root=str(tmp_path))
+    save_empty(folder, 1)
+    path = save_empty(folder, 2)
+    folder.retain(1, verified=path, best=Best(metric="loss"))
+    assert names(folder) == ["step-00000002"]
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 4), st.floats()), min_size=1, max_size=6),
+    st.integers(1, 3),
+    st.data(),
+)
+def test_the_verified_checkpoint_always_remains(
+    tmp_path_factory: pytest.TempPathFactory,
+    saves: list[tuple[int, float]],
+    count: int,
+    data: st.DataObject,
+) -> None:
+    folder = CheckpointFolder(root=str(tmp_path_factory.mktemp("folder")))
+    paths = [save_empty(folder, step, loss=loss) for step, loss in saves]
+    verified = data.draw(st.sampled_from(paths))
+    damaged = data.draw(
+        st.lists(st.sampled_from(paths).filter(lambda path: path != verified))
+        if len(paths) > 1
+        else st.just([])
+    )
+    for path in damaged:
+        (Path(path) / MANIFEST_NAME).write_bytes(b"")
+    before = names(folder)
+    removed = folder.retain(count, verified=verified, best=Best(metric="loss"))
+    after = names(folder)
+    assert Path(verified).name in after
+    assert {Path(path).name for path in damaged} <= set(after)
+    assert set(before) - set(after) == {Path(path).name for path in removed}
+    whole = [name for name in before if name not in {Path(path).name for path in damaged}]
+    assert set(whole[:count]) <= set(after)
+    assert len(set(after) & set(whole)) <= count + 2
+
+
+def test_the_verified_checkpoint_must_be_there(tmp_path: Path) -> None:
+    folder = CheckpointFolder(root=str(tmp_path))
+    save_empty(folder, 1)
+    with pytest.raises(InternalError, match="is not a checkpoint in"):
+        folder.retain(1, verified=str(tmp_path / "step-00000002"))
+    assert names(folder) == ["step-00000001"]
+
+
+def test_a_checkpoint_that_is_a_link_is_removed_as_a_link(tmp_path: Path) -> None:
+    elsewhere = CheckpointFolder(root=str(tmp_path / "elsewhere"))
+    save_empty(elsewhere, 1)
+    folder = CheckpointFolder(root=str(tmp_path / "runs"))
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "step-00000001").symlink_to(tmp_path / "elsewhere" / "step-00000001")
+    path = save_empty(folder, 2)
+    folder.retain(1, verified=path)
+    assert names(folder) == ["step-00000002"]
+    assert names(elsewhere) == ["step-00000001"]
+
+
+def test_leftovers_of_killed_jobs_are_removed_under_the_lock(tmp_path: Path) -> None:
+    folder = CheckpointFolder(root=str(tmp_path))
+    for name in ("step-00000001", "step-00000002-2"):
+        for state in ("saving", "deleting"):
+            leftover = tmp_path / f".{name}.{state}-0123456789ab"
+            (leftover / "deep").mkdir(parents=True)
+            (leftover / "deep" / "file").touch()
+    theirs = [".mine.saving-0123456789ab", ".step-00000001.saving-mine", "step-00000009", ".git"]
+    for name in theirs:
+        (tmp_path / name).mkdir()
+    with folder.lock():
+        assert {entry.name for entry in tmp_path.iterdir()} == {".lock", *theirs}
+
+
+def test_a_second_job_is_refused_in_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local_storage, "LOCK_WAIT_S", 0.0)
+    folder = CheckpointFolder(root=str(tmp_path))
+    with folder.lock():
+        draft = begin(folder.next_path(1))
+        message = f"^Another job saves checkpoints to '{tmp_path}': end it first, or name another folder.$"
+        with pytest.raises(UserError, match=message), CheckpointFolder(root=str(tmp_path)).lock():
+            pass
+        assert Path(draft.folder).is_dir()
+    with folder.lock():
+        assert not Path(draft.folder).exists()
+
+
+def test_the_lock_is_free_when_its_process_is_killed(tmp_path: Path) -> None:
+    program = (
+        "import sys\n"
+        "from zeroir.checkpoint.folder import CheckpointFolder\n"
+        "with CheckpointFolder(root=sys.argv[1]).lock():\n"
+        "    print('locked', flush=True)\n"
+        "    sys.stdin.read()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "locked\n"
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(local_storage, "LOCK_WAIT_S", 0.0)
+            with pytest.raises(UserError), CheckpointFolder(root=str(tmp_path)).lock():
+                pass
+        process.kill()
+    with CheckpointFolder(root=str(tmp_path)).lock():
+        pass
+
+
+def test_manifests_are_read_once_for_retention(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = CheckpointFolder(root=str(tmp_path))
+    one = save_empty(folder, 1)
+    folder.retain(3, verified=one)
+    two = save_empty(folder, 2)
+    read: list[str] = []
+    from zeroir.checkpoint import folder as module
+
+    def recorded(path: str) -> Manifest:
+        read.append(path)
+        return flat_manifest([], step=1, numel=0, metrics={})
+
+    monkeypatch.setattr(module, "read_manifest", recorded)
+    folder.retain(3, verified=two)
+    assert read == [two]
+
+
+def test_the_manifest_of_the_test_is_a_manifest() -> None:
+    manifest = flat_manifest([], step=1, numel=0, metrics={})
+    assert manifest_bytes(manifest.model_copy(update={"flats": ()}))
