@@ -212,7 +212,7 @@ class Engine:
                 others = initial.initialise(
                     self.program,
                     [self._memory],
-                    source,
+                    self._noted(source),
                     seed,
                     handout,
                     state=state,
@@ -434,7 +434,11 @@ class Engine:
                 than the program; then the engine is as it was.
         """
         loaded = self._checkpoints.load(
-            self._running, os.fspath(path), weights_only=weights_only, has_values=self._has_values
+            self._running,
+            os.fspath(path),
+            weights_only=weights_only,
+            has_values=self._has_values,
+            go_on_within=None if self._accumulating is None else self._running_within,
         )
         self._has_values = True
         self._accumulation.go_on(loaded.micro_steps)
@@ -519,8 +523,27 @@ class Engine:
             facts=self._model_facts,
         )
 
+    def _running_within(self) -> Running:
+        """What runs a checkpoint that was saved within a step: the program for steps of several batches."""
+        self._accumulate()
+        return self._running
+
+    def _noted(self, source: Factory | nn.Module) -> Factory | nn.Module:
+        """The source of the user's model, of which the facts are noted as soon as it is there."""
+        if isinstance(source, nn.Module):
+            self._facts = model_facts(source)
+            return source
+
+        def noting() -> nn.Module:
+            module = source()
+            if isinstance(module, nn.Module):
+                self._facts = model_facts(module)
+            return module
+
+        return noting
+
     def _model_facts(self) -> ModelFacts:
-        """The names and the configuration of the user's model, where there is one."""
+        """The names and the configuration of the user's model, where there is one; made anew where none was noted."""
         if self._facts is None:
             self._facts = ModelFacts() if self._lender is None else model_facts(self._lender.make())
         return self._facts

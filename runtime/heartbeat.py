@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from zeroir.runtime.rendezvous import JOIN_TIMEOUT, KeyValueStore, LaunchEnvironment, open_store
+from zeroir.runtime.rendezvous import JOIN_TIMEOUT, LaunchEnvironment, open_store
+from zeroir.runtime.roll_call import KeyValueStore
 
 _INTERVAL_S: Final = 3.0
 _SILENCE_S: Final = 60.0

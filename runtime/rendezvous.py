@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Final, Protocol
+from typing import Any, Final, cast
 
 import torch
 import torch.distributed as dist
@@ -13,28 +13,13 @@ import torch.distributed as dist
 from zeroir.errors import UserError
 from zeroir.runtime.comm.job import DEFAULT_TIMEOUT
 from zeroir.runtime.orphans import end_with_agent
+from zeroir.runtime.roll_call import AbsentRankError, KeyValueStore, call_roll
 
 JOIN_TIMEOUT: Final = timedelta(seconds=240)
 """Seconds that ranks wait for a rank that does not join. An agent takes 30 s more to kill a frozen one."""
 
 _MOST_RANKS: Final = 65536
 _REMEDY: Final = "start the job with torchrun or `zeroir run --nproc`, which set it"
-
-
-class KeyValueStore(Protocol):
-    """The methods in use of torch's stores, whose types torch does not export."""
-
-    def set(self, key: str, value: str, /) -> None:
-        """Set a value, which every rank can read."""
-
-    def get(self, key: str, /) -> bytes:
-        """Wait for a value and return it."""
-
-    def check(self, keys: list[str], /) -> bool:
-        """Whether all keys have a value."""
-
-    def wait(self, keys: list[str], timeout: timedelta, /) -> None:
-        """Return when all keys have a value; DistStoreError where one has none within the timeout."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +94,7 @@ def open_store(launch: LaunchEnvironment, purpose: str, timeout: timedelta) -> K
         UserError: where the store cannot be reached within the timeout.
     """
     assert launch.port is not None
-    # A restarted job uses the same store, so the keys name the restart.
+    # torchrun restarts a job with the same store, so the keys name the restart.
     start = f"{os.environ.get('TORCHELASTIC_RUN_ID', '')}.{os.environ.get('TORCHELASTIC_RESTART_COUNT', '')}"
     try:
         store = dist.TCPStore(  # type: ignore[attr-defined]
@@ -145,9 +130,15 @@ def join_job(timeout: timedelta = DEFAULT_TIMEOUT, patience: timedelta = JOIN_TI
             # Some machines cannot resolve their own name, and ranks of one machine do not need it.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         store = open_store(launch, "joined", patience)
-        _await_others(launch, store, patience)
+        store = _called(launch, store, patience)
         try:
-            dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
+            dist.init_process_group(
+                "nccl" if device.type == "cuda" else "gloo",
+                store=cast("Any", store),
+                rank=launch.rank,
+                world_size=launch.world_size,
+                timeout=timeout,
+            )
         except (RuntimeError, ValueError) as error:
             raise _cannot_join(launch, error) from error
     return JobRank(rank=launch.rank, world_size=launch.world_size, device=device)
@@ -159,22 +150,24 @@ def leave_job() -> None:
         dist.destroy_process_group()
 
 
-def _await_others(launch: LaunchEnvironment, store: KeyValueStore, patience: timedelta) -> None:
-    """Return when every rank has reached this point; name a rank that does not."""
-    keys = [str(rank) for rank in range(launch.world_size)]
+def _called(launch: LaunchEnvironment, store: KeyValueStore, patience: timedelta) -> KeyValueStore:
+    """Return when every rank has reached this point, with a part of the store for this attempt of the job alone.
+
+    Raises:
+        UserError: where a rank does not reach it, or the store is lost.
+    """
     try:
-        store.set(keys[launch.rank], "")
-        try:
-            store.wait(keys, patience)
-        except dist.DistStoreError:
-            missing = next(key for key in keys if not store.check([key]))
-            raise UserError(
-                f"Rank {missing} has not joined the job within {patience.total_seconds():.0f} s: it was not started, "
-                "it was stopped, or it cannot reach "
-                f"{launch.address}:{launch.port}; look at what it printed."
-            ) from None
+        job = call_roll(store, launch.rank, launch.world_size, patience)
+    except AbsentRankError as error:
+        raise UserError(
+            f"Rank {error.rank} has not joined the job within {patience.total_seconds():.0f} s: it was not started, "
+            "it was stopped, or it cannot reach "
+            f"{launch.address}:{launch.port}; look at what it printed."
+        ) from None
     except RuntimeError as error:
         raise _cannot_join(launch, error) from error
+    own: KeyValueStore = dist.PrefixStore(job, cast("Any", store))  # type: ignore[attr-defined]
+    return own
 
 
 def _cannot_join(launch: LaunchEnvironment, error: Exception) -> UserError:

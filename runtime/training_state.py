@@ -40,6 +40,10 @@ class TrainingState:
     scheduler: Scheduler | None
     seed: int
 
+    def begin(self) -> None:
+        """Seed the global generators for a run that goes on from no checkpoint; each rank draws other numbers."""
+        self._seed_generators(0)
+
     def of_rank(self) -> dict[str, object]:
         """What differs between ranks: the position in the data, and the global generators of random numbers."""
         return {
@@ -59,7 +63,7 @@ class TrainingState:
         Raises:
             UserError: where the checkpoint was trained with another seed, or its data cannot go on here.
         """
-        rank, manifest = self.engine.rank, loaded.manifest
+        manifest = loaded.manifest
         if manifest.seed is not None and manifest.seed != self.seed:
             raise UserError(
                 f"'{loaded.path}' was trained with the seed {manifest.seed}, not {self.seed}: resume it with --seed "
@@ -78,12 +82,15 @@ class TrainingState:
             resumption = self.data.load_state_dict(own[_DATA], saved_world_size)
             # Last, because opening the data may draw random numbers.
             if loaded.state is None:
-                seed_generators(drawn(self.seed, loaded.step, rank) >> 1)
+                self._seed_generators(loaded.step)
             else:
                 set_random_states(own[_RANDOM], self.engine.device)
         return Resumed(
             resumption=resumption, batches=self.data.batches_taken, schedule=schedule, steps=steps
         )
+
+    def _seed_generators(self, step: int) -> None:
+        seed_generators(drawn(self.seed, step, self.engine.rank) >> 1)
 
     def _restore_scheduler(self, shared: object, steps_done: int) -> tuple[str | None, int | None]:
         if self.scheduler is None:

@@ -5,7 +5,7 @@ The public API is loaded on first use, so that ``import zeroir`` costs nothing a
 * ``zeroir.compile(model, stage=3, ...)`` compiles a model file and returns a ``CompiledProgram``;
 * ``zeroir.load(path)`` reads one from disk;
 * ``print(program)`` shows its schedule, ``program.engine()`` returns an ``Engine``, whose ``step(batch)`` trains and
-  returns a ``StepResult``;
+  returns a ``StepResult``; its ``save(path)`` returns a ``PendingSave``, its ``load(path)`` a ``LoadedState``;
 * ``zeroir.ResumableLoader(dataset, ...)`` gives batches whose order survives a resume, by any number of ranks;
 * ``zeroir.simulate(program, "dgx-h100")`` predicts the time of a step, and ``zeroir.estimate(7.5e9, world_size=64)``
   memory and communication from the number of parameters alone;
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from zeroir.api.plan import plan
     from zeroir.config import CompileOptions
     from zeroir.errors import InternalError, UserError
+    from zeroir.runtime.checkpoint.background import PendingSave
+    from zeroir.runtime.checkpoint.loading import LoadedState
     from zeroir.runtime.data.loader import ResumableLoader
     from zeroir.runtime.engine import Engine
     from zeroir.runtime.results import Evaluation, StepResult
@@ -35,6 +37,8 @@ __all__ = [
     "Engine",
     "Evaluation",
     "InternalError",
+    "LoadedState",
+    "PendingSave",
     "ResumableLoader",
     "StepResult",
     "UserError",
@@ -53,6 +57,8 @@ _HOMES = {
     "Engine": ("zeroir.runtime.engine", "Engine"),
     "Evaluation": ("zeroir.runtime.results", "Evaluation"),
     "InternalError": ("zeroir.errors", "InternalError"),
+    "LoadedState": ("zeroir.runtime.checkpoint.loading", "LoadedState"),
+    "PendingSave": ("zeroir.runtime.checkpoint.background", "PendingSave"),
     "ResumableLoader": ("zeroir.runtime.data.loader", "ResumableLoader"),
     "StepResult": ("zeroir.runtime.results", "StepResult"),
     "UserError": ("zeroir.errors", "UserError"),

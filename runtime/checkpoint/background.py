@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import atexit
+import importlib
 import os
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 
-from zeroir.errors import ZeroirError
+from zeroir.errors import InternalError, ZeroirError
 
 
 class PendingSave:
-    """A save that has begun. ``path`` is where the checkpoint will be."""
+    """A save that has begun. ``path`` is where the checkpoint will be; on ranks other than 0 once it is there."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -41,8 +43,14 @@ class PendingSave:
             self._is_reported = True
             raise self._failure
 
-    def end(self, failure: BaseException | None) -> None:
+    def unreported_failure(self) -> BaseException | None:
+        """Wait for the end, and return the failure if nobody knows of it yet."""
+        self._done.wait()
+        return None if self._is_reported else self._failure
+
+    def end(self, path: str, failure: BaseException | None = None) -> None:
         """Note the end of the save."""
+        self.path = path
         self._failure = failure
         self._done.set()
 
@@ -58,8 +66,8 @@ class BackgroundWriter:
         self._pending: PendingSave | None = None
         self._thread: threading.Thread | None = None
 
-    def begin(self, path: str, save: Callable[[], object]) -> PendingSave:
-        """Begin a save, after the one that is under way has ended.
+    def begin(self, path: str, save: Callable[[], str]) -> PendingSave:
+        """Begin a save, which returns the path of the checkpoint, after the one that is under way has ended.
 
         Raises:
             UserError: where that one failed, and nobody knows yet; then this one does not begin.
@@ -68,17 +76,15 @@ class BackgroundWriter:
         pending = PendingSave(path)
 
         def run() -> None:
-            failure: BaseException | None = None
             try:
-                save()
+                pending.end(save())
             except BaseException as error:  # noqa: BLE001 - it is raised again in the thread of the engine
-                failure = error
-            pending.end(failure)
+                pending.end(path, error)
 
         # A daemon, because a thread that hangs with a lost peer must not keep a failed process alive.
         thread = threading.Thread(target=run, name="zeroir-save", daemon=True)
         if self._thread is None:
-            atexit.register(self._end_process)
+            _call_at_end(self._end_process)
         self._pending, self._thread = pending, thread
         thread.start()
         return pending
@@ -103,15 +109,30 @@ class BackgroundWriter:
         Raises:
             UserError: as ``report``.
         """
-        atexit.unregister(self._end_process)
         self.join()
 
     def _end_process(self) -> None:
         """At the end of the process, wait, and do not let a failure pass for success."""
-        try:
-            self.join()
-        except ZeroirError as error:
-            sys.stderr.write(f"error: {error}\n")
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(error.exit_code)
+        failure = None if self._pending is None else self._pending.unreported_failure()
+        if failure is None:
+            return
+        if isinstance(failure, ZeroirError):
+            sys.stderr.write(f"error: {failure}\n")
+            code = failure.exit_code
+        else:
+            traceback.print_exception(failure)
+            code = InternalError.exit_code
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _call_at_end(end: Callable[[], None]) -> None:
+    """Call something when the main thread has ended, while pools of threads still take work.
+
+    The functions of ``atexit`` come later: no pool takes work then, and drivers of stores look names up in one. Python
+    calls what is registered here in reverse order, so that the end of the pools, which their import registers, is last.
+    """
+    importlib.import_module("concurrent.futures.thread")
+    register = getattr(threading, "_register_atexit", atexit.register)
+    register(end)

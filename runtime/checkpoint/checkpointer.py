@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import datetime
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 
@@ -22,6 +22,7 @@ from zeroir.runtime.checkpoint.background import BackgroundWriter, PendingSave
 from zeroir.runtime.checkpoint.compatibility import require_loadable
 from zeroir.runtime.checkpoint.groups import restore_groups, stored_groups
 from zeroir.runtime.checkpoint.loading import (
+    LOADING,
     SHARED,
     LoadedState,
     fill_kept_scalars,
@@ -34,8 +35,8 @@ from zeroir.runtime.checkpoint.loading import (
 )
 from zeroir.runtime.checkpoint.mapping import StoredParameters
 from zeroir.runtime.checkpoint.model_facts import ModelFacts
-from zeroir.runtime.checkpoint.rounds import GlooRounds, Rounds, RoundsAlone, open_rounds
-from zeroir.runtime.checkpoint.saving import Leader, RankSave, save_in_rounds
+from zeroir.runtime.checkpoint.rounds import Rounds, RoundsAlone, open_rounds
+from zeroir.runtime.checkpoint.saving import SAVING, Leader, RankSave, save_in_rounds
 from zeroir.runtime.checkpoint.snapshots import Taker
 from zeroir.runtime.checkpoint.torch_trees import TorchTensors
 from zeroir.runtime.comm.job import Backend, Job, digest
@@ -68,9 +69,9 @@ class Checkpointer:
     def __init__(self, job: Job, timeout: timedelta) -> None:
         self._job = job
         self._timeout = timeout
-        self._rounds: GlooRounds | RoundsAlone | None = None
+        self._rounds: Rounds | None = None
         self._writer = BackgroundWriter()
-        self._digests: dict[int, str] = {}
+        self._digested: tuple[Program, str] | None = None
 
     def save(
         self,
@@ -91,9 +92,9 @@ class Checkpointer:
         if not wait and SAVE not in running.program.section_by_name:
             raise UserError(why_not_save(running.program))
         self._writer.join()
-        rounds = self._open_rounds("save its part of the checkpoint")
+        rounds = self._open_rounds()
         takers: list[Taker] = []
-        save: Callable[[], object]
+        save: Callable[[], str]
         try:
             # Only what rank 0 has of the shared state counts.
             shared_json, shared_arrays = encode(
@@ -106,7 +107,7 @@ class Checkpointer:
                 self._write, rounds, leader, takers, own_states, shared_arrays, read_back
             )
         except Exception as error:  # noqa: BLE001 - the other ranks learn of it in the first round
-            save = partial(rounds.hold, partial(_raise, error), lambda _: b"")
+            save = partial(_fail, rounds, error)
         pending = self._writer.begin(path, partial(_releasing, takers, save))
         if wait:
             pending.wait()
@@ -144,8 +145,8 @@ class Checkpointer:
         states: Sequence[tuple[JsonValue, Mapping[str, StoredArray]]],
         shared: Mapping[str, StoredArray],
         read_back: bool,
-    ) -> None:
-        """Write the checkpoint, in the writer's thread."""
+    ) -> str:
+        """Write the checkpoint, in the writer's thread; its path."""
 
         def take() -> list[RankSave]:
             return [
@@ -160,7 +161,8 @@ class Checkpointer:
 
         path = save_in_rounds(rounds, take, leader)
         if read_back:
-            rounds.hold(partial(self._read_back, path), lambda _: b"")
+            rounds.hold(SAVING, partial(self._read_back, path))
+        return path
 
     def _read_back(self, path: str) -> bytes:
         """Compare this rank's share of what the disk has with the checksums."""
@@ -168,29 +170,42 @@ class Checkpointer:
         return b""
 
     def load(
-        self, running: Running, path: str, *, weights_only: bool, has_values: bool
+        self,
+        running: Running,
+        path: str,
+        *,
+        weights_only: bool,
+        has_values: bool,
+        go_on_within: Callable[[], Running] | None = None,
     ) -> LoadedState:
-        """See ``Engine.load``."""
+        """See ``Engine.load``; ``go_on_within`` makes ready for a checkpoint that was saved within a step."""
         self._writer.join()
-        program, executor = running.program, running.executor
-        rounds = self._open_rounds("load its part of the checkpoint")
+        rounds = self._open_rounds()
 
         def require(manifest: Manifest) -> list[str]:
             stored = StoredParameters(manifest, path, weights_only=weights_only)
             return require_loadable(
-                program, stored, weights_only=weights_only, has_values=has_values
+                running.program, stored, weights_only=weights_only, has_values=has_values
             )
 
         manifest = read_together(rounds, path, require)
         notes = require(manifest)
+        if manifest.open_step is not None and go_on_within is not None and not weights_only:
+            running = go_on_within()
+        program, executor = running.program, running.executor
         open_step, note = (None, None) if weights_only else self._open_step(program, manifest)
         notes += [] if note is None else [note]
 
+        states: list[object] = [None, None]
+
         def verify() -> bytes:
             verify_share(path, manifest, self._job.rank, self._world_size)
+            if not weights_only:
+                own_rank = running.memories[0].rank
+                states[:] = shared_state(path, manifest), rank_state(path, manifest, own_rank)
             return b""
 
-        rounds.hold(verify, lambda _: b"")
+        rounds.hold(LOADING, verify)
         stored = StoredParameters(manifest, path, weights_only=weights_only)
         sums: list[float] = []
 
@@ -209,10 +224,10 @@ class Checkpointer:
         with executor.entered(), executor.changing():
             executor.finish()
             executor.restart(0 if weights_only else manifest.step)
-            rounds.hold(fill, lambda _: b"")
+            rounds.hold(LOADING, fill)
             if open_step is not None:
                 executor.establish(MICRO_STEP)
-                rounds.hold(partial(fill_sums, open_step), lambda _: b"")
+                rounds.hold(LOADING, partial(fill_sums, open_step))
                 executor.go_on_within(open_step.micro_steps, sums)
         if not weights_only:
             executor.seed = executor.seed if manifest.seed is None else manifest.seed
@@ -226,8 +241,8 @@ class Checkpointer:
         return LoadedState(
             path=path,
             manifest=manifest,
-            shared=None if weights_only else shared_state(path, manifest),
-            state=None if weights_only else rank_state(path, manifest, running.memories[0].rank),
+            shared=states[0],
+            state=states[1],
             micro_steps=0 if open_step is None else open_step.micro_steps,
             notes=tuple(notes),
         )
@@ -272,11 +287,9 @@ class Checkpointer:
     def _world_size(self) -> int:
         return 1 if self._job.is_alone else torch.distributed.get_world_size()
 
-    def _open_rounds(self, task: str) -> GlooRounds | RoundsAlone:
+    def _open_rounds(self) -> Rounds:
         if self._rounds is None:
             self._rounds = RoundsAlone() if self._job.is_alone else open_rounds(self._timeout)
-        if isinstance(self._rounds, GlooRounds):
-            return replace(self._rounds, task=task)
         return self._rounds
 
     def _origin(self, program: Program) -> Origin:
@@ -292,42 +305,50 @@ class Checkpointer:
         )
 
     def _digest(self, program: Program) -> str:
-        key = id(program)
-        if key not in self._digests:
-            self._digests[key] = digest(program)
-        return self._digests[key]
+        if self._digested is None or self._digested[0] is not program:
+            self._digested = program, digest(program)
+        return self._digested[1]
 
 
-def _takers(running: Running, *, is_copied: bool) -> Iterator[Taker]:
+def _takers(running: Running, *, is_copied: bool) -> list[Taker]:
     """Take the state of the ranks of this process: with ``is_copied`` training may go on while it is written."""
-    executor = running.executor
-    weight_sums = executor.weight_sums() if executor.micro_steps_done else None
-    saved: Sequence[SavedState | None] = [None] * len(running.memories)
+    executor, memories = running.executor, running.memories
+    weight_sums: Sequence[float | None] = [None] * len(memories)
+    if executor.micro_steps_done:
+        weight_sums = executor.weight_sums()
+    saved: Sequence[SavedState | None] = [None] * len(memories)
     if is_copied:
         saved = executor.save_state()
-    with executor.entered():
-        if not is_copied:
-            executor.finish()
-        for index, memory in enumerate(running.memories):
-            yield Taker(
-                running.program,
-                memory,
-                saved=saved[index],
-                weight_sum=None if weight_sums is None else weight_sums[index],
-            )
-            if not is_copied and memory.device.type == "cuda":
-                torch.cuda.synchronize(
-                    memory.device
-                )  # The writer's thread knows nothing of streams.
-
-
-def _releasing(takers: Sequence[Taker], save: Callable[[], object]) -> None:
     try:
-        save()
+        with executor.entered():
+            if not is_copied:
+                executor.finish()
+                if memories[0].device.type == "cuda":
+                    # The thread that writes knows nothing of streams.
+                    torch.cuda.synchronize(memories[0].device)
+            return [
+                Taker(running.program, memory, saved=copies, weight_sum=weight_sum)
+                for memory, copies, weight_sum in zip(memories, saved, weight_sums, strict=True)
+            ]
+    except BaseException:
+        for copies in saved:
+            if copies is not None:
+                copies.release()
+        raise
+
+
+def _releasing(takers: Sequence[Taker], save: Callable[[], str]) -> str:
+    try:
+        return save()
     finally:
         for taker in takers:
             taker.release()
 
 
-def _raise(error: Exception) -> bytes:
-    raise error
+def _fail(rounds: Rounds, error: Exception) -> str:
+    """Tell the other ranks of an error of this one, and raise it."""
+
+    def share() -> bytes:
+        raise error
+
+    return rounds.hold(SAVING, share).decode()

@@ -53,7 +53,12 @@ def adafactor(module: nn.Module) -> Optimizer:
     return torch.optim.Adafactor(module.parameters(), lr=0.01, foreach=False)
 
 
-@pytest.mark.parametrize("make", [sgd, adam, adafactor])
+def muon(module: nn.Module) -> Optimizer:
+    matrices = [value for value in module.parameters() if value.ndim == 2]
+    return torch.optim.Muon(matrices, lr=0.01, adjust_lr_fn="match_rms_adamw")
+
+
+@pytest.mark.parametrize("make", [sgd, adam, adafactor, muon])
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 def test_optimizers_of_torch_go_on_with_our_states(
     make: Callable[[nn.Module], Optimizer], tmp_path: Path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -79,7 +80,7 @@ def stored(
         stop = quantity_numel(flat, quantity)
         cuts = sorted({0, stop, *(generator.randint(0, stop) for _ in range(3))})
         pieces: list[Piece] = []
-        for first, last in zip(cuts, cuts[1:], strict=False):
+        for first, last in pairwise(cuts):
             name = f"{flat.name}[{first}:{last}]"
             tensors[name] = values[first:last]
             pieces.append(Piece(file="f", tensor=name, start=first, stop=last))

@@ -1,4 +1,4 @@
-"""Positions in the batches of a model file: loaders with a state, functions with ``start_step``, and plain generators."""
+"""Positions in a model file's batches: loaders with a state, functions with ``start_step``, and plain generators."""
 
 from __future__ import annotations
 

@@ -60,17 +60,21 @@ def save_checkpoint(
 ) -> Manifest:
     """Save a checkpoint of one flat, of which each rank has ``numel`` elements."""
     draft = begin(path)
-    files = []
-    for rank in range(ranks):
-        data = rank_bytes(step, rank, numel)
-        tensors = [
-            tensor_to_write("flat.exp_avg", "bf16", data["flat.exp_avg"]),
-            tensor_to_write("flat.master", "f32", data["flat.master"]),
-        ]
-        name = draft.file_name(rank)
-        files.append(write_file(open_storage(path), draft.folder, name, tensors))
-    manifest = flat_manifest(files, step=step, numel=numel, metrics=metrics or {})
-    draft.publish(manifest)
+    try:
+        files = []
+        for rank in range(ranks):
+            data = rank_bytes(step, rank, numel)
+            tensors = [
+                tensor_to_write("flat.exp_avg", "bf16", data["flat.exp_avg"]),
+                tensor_to_write("flat.master", "f32", data["flat.master"]),
+            ]
+            name = draft.file_name(rank)
+            files.append(write_file(open_storage(path), draft.folder, name, tensors))
+        manifest = flat_manifest(files, step=step, numel=numel, metrics=metrics or {})
+        draft.publish(manifest)
+    except BaseException:
+        draft.abandon()
+        raise
     return manifest
 
 

@@ -20,9 +20,6 @@ from zeroir.ir.mesh import Communicator
 from zeroir.ir.ops import Op
 from zeroir.ir.program import (
     EVALUATE,
-    LAST_MICRO_STEP,
-    MICRO_STEP,
-    UPDATE,
     Holding,
     Pending,
     Program,
@@ -32,6 +29,7 @@ from zeroir.ir.program import (
 from zeroir.ir.segment import Node, Ref, Segment
 from zeroir.ir.views import is_view
 from zeroir.passes.plan_memory import PlanMemory
+from zeroir.verify.crossing import JOINTS
 
 # ---------------------------------------------------------------------------------------------------------- segments
 
@@ -259,12 +257,7 @@ def _deferred(program: Program, chance: Random) -> Program | None:
     )
     streams = [s.name for s in program.streams]
     passes_on = chance.random() < 0.4
-    followers = {
-        MICRO_STEP: {MICRO_STEP, LAST_MICRO_STEP},
-        LAST_MICRO_STEP: {UPDATE},
-        UPDATE: {MICRO_STEP, LAST_MICRO_STEP, EVALUATE},
-        EVALUATE: {EVALUATE, MICRO_STEP, LAST_MICRO_STEP},
-    }[section.name]
+    followers = {second for first, second in JOINTS if first == section.name}
     written = _written(op)
 
     def after(state: State) -> State:

@@ -99,6 +99,7 @@ def resume(training: TrainingState, options: RunOptions) -> None:
             for sentence in _sentences(training, options, loaded, resumed):
                 say(sentence)
         return
+    training.begin()
 
 
 def _candidates(options: RunOptions) -> Sequence[str]:

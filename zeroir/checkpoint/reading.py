@@ -13,7 +13,7 @@ from zeroir.checkpoint.safetensors_header import ITEMSIZE_BYTES
 from zeroir.checkpoint.storage import InputFile, join, open_storage
 from zeroir.errors import DamagedCheckpointError
 
-CHUNK_BYTES: Final = 16 << 20
+CHUNK_BYTES: Final = 4 << 20
 """The most bytes that verification reads at once."""
 
 OPEN_FILES: Final = 64

@@ -34,6 +34,8 @@ class ExportReport:
 
 def is_checkpoint(path: str) -> bool:
     """Whether the path is a checkpoint, or a folder of checkpoints."""
+    if Path(path).is_file():
+        return False
     if open_storage(path).size_bytes(join(path, MANIFEST_NAME)) is not None:
         return True
     return bool(CheckpointFolder(root=path).list())

@@ -52,8 +52,11 @@ from zeroir.convert.torch_optimizer_states import (
     states,
 )
 
-BLOCK_BYTES: Final = 64 << 20
+BLOCK_BYTES: Final = 32 << 20
 """The most bytes of a block of rows, unless one row is larger."""
+
+FILE_BYTES: Final = 64 << 20
+"""The most bytes of a file, unless one block is larger."""
 
 
 def export_dcp(
@@ -171,15 +174,38 @@ class _Planner(DefaultSavePlanner):
 
 
 def _write(folder: Path, state_dict: dict[str, object]) -> None:
-    """Write a state dictionary with torch's planner and writer, as ``save`` does in a job of one process."""
+    """Write a state dictionary with torch's planner and writer, as a job does whose ranks save one after the other.
+
+    The writer keeps the tensors of a file in memory until the file is written, hence several files.
+    """
     writer = FileSystemWriter(folder, single_file_per_rank=True, thread_count=1)
     planner = _Planner()
     planner.set_up_planner(state_dict, writer.storage_meta(), is_coordinator=True)
     writer.set_up_storage_writer(True)
+    whole = writer.prepare_local_plan(planner.create_local_plan())
     plans, metadata = planner.create_global_plan(
-        [writer.prepare_local_plan(planner.create_local_plan())]
+        [replace(whole, items=items) for items in _files(whole.items)]
     )
-    plan = planner.finish_plan(writer.prepare_global_plan(plans)[0])
-    results = writer.write_data(plan, planner)
-    results.wait()
-    writer.finish(metadata, [results.value()])
+    results = []
+    for plan in writer.prepare_global_plan(plans):
+        written = writer.write_data(planner.finish_plan(plan), planner)
+        written.wait()
+        results.append(written.value())
+    writer.finish(metadata, results)
+
+
+def _files(items: Iterable[WriteItem]) -> list[list[WriteItem]]:
+    """The items of each file."""
+    files: list[list[WriteItem]] = [[]]
+    size_bytes = 0
+    for item in items:
+        item_bytes = 0
+        if item.tensor_data is not None:
+            data = item.tensor_data
+            item_bytes = data.chunk.sizes.numel() * data.properties.dtype.itemsize
+        if files[-1] and size_bytes + item_bytes > FILE_BYTES:
+            files.append([])
+            size_bytes = 0
+        files[-1].append(item)
+        size_bytes += item_bytes
+    return files

@@ -1,0 +1,95 @@
+"""The ranks of a job find one another in its store, in which earlier attempts of the job have left their keys.
+
+torchrun restarts a job with the same store, and a restart after machines came or went has even the same number. So a
+key alone does not tell whether a rank of this attempt wrote it: a rank that reads the address of a process that has
+ended waits in vain. Each rank therefore shows a token of its own, and rank 0 answers each token with that of the job.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from datetime import timedelta
+from typing import Final, Protocol
+
+import torch.distributed as dist
+
+from zeroir.errors import UserError
+
+_POLL_S: Final = 0.02
+
+
+class KeyValueStore(Protocol):
+    """The methods in use of torch's stores, whose types torch does not export."""
+
+    def set(self, key: str, value: str, /) -> None:
+        """Set a value, which every rank can read."""
+
+    def get(self, key: str, /) -> bytes:
+        """Wait for a value and return it."""
+
+    def check(self, keys: list[str], /) -> bool:
+        """Whether all keys have a value."""
+
+    def wait(self, keys: list[str], timeout: timedelta, /) -> None:
+        """Return when all keys have a value; DistStoreError where one has none within the timeout."""
+
+
+class AbsentRankError(UserError):
+    """A rank did not answer the call in time; ``rank`` is the first such rank."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(f"Rank {rank} is absent.")
+        self.rank = rank
+
+
+def call_roll(store: KeyValueStore, rank: int, world_size: int, patience: timedelta) -> str:
+    """Return when every rank of this attempt has called this; the result is a new token, equal on all of them.
+
+    Raises:
+        AbsentRankError: where a rank does not within ``patience``.
+    """
+    deadline = time.monotonic() + patience.total_seconds()
+    if rank == 0:
+        job = uuid.uuid4().hex
+        _answer_all(store, job, world_size, deadline)
+        store.set(f"all/{job}", "")
+        return job
+    own = uuid.uuid4().hex
+    store.set(f"rank/{rank}", own)
+    if not _awaited(store, f"answer/{own}", deadline):
+        raise AbsentRankError(0)
+    job = store.get(f"answer/{own}").decode()
+    store.set(f"present/{job}/{rank}", "")
+    if not _awaited(store, f"all/{job}", deadline):
+        raise AbsentRankError(
+            next(r for r in range(1, world_size) if not store.check([f"present/{job}/{r}"]))
+        )
+    return job
+
+
+def _answer_all(store: KeyValueStore, job: str, world_size: int, deadline: float) -> None:
+    """As rank 0: answer every token of every other rank, until each has seen its answer."""
+    answered: dict[int, bytes] = {}
+    missing = list(range(1, world_size))
+    while missing:
+        for rank in missing:
+            if store.check([f"rank/{rank}"]):
+                token = store.get(f"rank/{rank}")
+                if answered.get(rank) != token:
+                    store.set(f"answer/{token.decode()}", job)
+                    answered[rank] = token
+        missing = [rank for rank in missing if not store.check([f"present/{job}/{rank}"])]
+        if missing:
+            if time.monotonic() > deadline:
+                raise AbsentRankError(missing[0])
+            time.sleep(_POLL_S)
+
+
+def _awaited(store: KeyValueStore, key: str, deadline: float) -> bool:
+    """Whether the key gets a value in time. The store tells, because thousands of ranks should not ask repeatedly."""
+    try:
+        store.wait([key], timedelta(seconds=max(0.001, deadline - time.monotonic())))
+    except dist.DistStoreError:
+        return False
+    return True
