@@ -148,18 +148,6 @@ def require_files(path: str, manifest: Manifest) -> None:
         _require_size(file, path, storage.size_bytes(join(path, file.name)))
 
 
-def verify_file(path: str, manifest: Manifest, file: str) -> None:
-    """Read a file of a checkpoint back from the disk.
-
-    Raises:
-        DamagedCheckpointError: if it is not what was saved, naming it and the tensor.
-    """
-    with CheckpointFiles(path=path, manifest=manifest, from_disk=True) as files:
-        for item in verify_items(manifest):
-            if item.file == file:
-                files.verify(item)
-
-
 def verify_all(path: str, manifest: Manifest) -> None:
     """Read a whole checkpoint.
 
