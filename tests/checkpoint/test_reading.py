@@ -130,6 +130,23 @@ def test_every_flipped_bit_is_named(copied: tuple[Path, Manifest]) -> None:
     verify_all(str(path), manifest)
 
 
+@pytest.mark.parametrize("chunk_bytes", [1, 5, 8, 23, 24, 25])
+def test_tensors_of_several_chunks_are_verified_whole(
+    copied: tuple[Path, Manifest], monkeypatch: pytest.MonkeyPatch, chunk_bytes: int
+) -> None:
+    monkeypatch.setattr(reading, "CHUNK_BYTES", chunk_bytes)
+    path, manifest = copied
+    verify_all(str(path), manifest)
+    whole = (path / FILES[0]).read_bytes()
+    start = whole.index(rank_bytes(3, 0, NUMEL)["flat.master"])
+    for byte in range(start, start + 4 * NUMEL):
+        flipped = bytearray(whole)
+        flipped[byte] ^= 1
+        (path / FILES[0]).write_bytes(flipped)
+        with pytest.raises(DamagedCheckpointError, match=r"^Tensor flat.master of .* its checksum"):
+            verify_all(str(path), manifest)
+
+
 def test_every_truncated_file_is_named(copied: tuple[Path, Manifest]) -> None:
     path, manifest = copied
     for name in FILES:
