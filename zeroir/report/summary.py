@@ -38,8 +38,8 @@ class Summary(TypedDict):
 
     The peak is that of the buffers on the device in a step, in program order and without the workspaces of segments.
     ``bounds`` are spelled as in the program's text. ``ops`` and ``distinct_segments`` count those of training steps.
-    ``evaluation`` has the figures of one evaluation; None where the program has none. ``snapshot_bytes_per_rank`` is the
-    memory of the host that saving takes from the first save on; 0 where the program cannot save.
+    ``evaluation`` has the figures of one evaluation; None where the program has none. ``snapshot_bytes_per_rank`` is
+    the memory of the host that saving takes from the first save on; 0 where the program cannot save.
     """
 
     stage: int
