@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from zeroir.checkpoint.manifest import MASTER as TRAINED
 from zeroir.checkpoint.manifest import StoredBuffer
 from zeroir.errors import UserError
+from zeroir.ir import ops
 from zeroir.ir.contents import EMA
 from zeroir.ir.effects import effects
 from zeroir.ir.program import ModuleBufferBinding, Program, Slot
@@ -45,6 +46,9 @@ def require_loadable(
     else:
         _require_algorithms(program, stored)
         notes += _check_states(program, stored)
+        counts = {op.step.buffer for op in program.ops() if isinstance(op, ops.Decide)}
+        if counts - {scalar.name for scalar in stored.manifest.scalars}:
+            notes.append("has no count of the optimizer's steps: it begins with 0")
     averaged = {flat.name for flat, quantity, _ in saved_quantities(program) if quantity == EMA}
     has_averages = any(EMA in stored.quantities(flat) for flat in stored.manifest.flats)
     if averaged and not has_averages:

@@ -39,6 +39,9 @@ from zeroir.runtime.checkpoint.rounds import Rounds
 from zeroir.runtime.checkpoint.snapshots import RankTensor, Snapshot
 from zeroir.runtime.checkpoint.torch_trees import bytes_of, chunks_of
 
+SAVING: Final = "save its part of the checkpoint"
+"""What a rank could not do, for the other ranks."""
+
 _BUFFER: Final = "buffer"
 _SUM: Final = "sum"
 
@@ -218,7 +221,7 @@ def save_in_rounds(rounds: Rounds, take: Callable[[], Sequence[RankSave]], leade
         own_offers.extend(rank.offer() for rank in ranks)
         return _Offers.dump_json(own_offers)
 
-    outcome = rounds.hold(offer, assign)
+    outcome = rounds.hold(SAVING, offer, assign)
     assignment = Assignment.model_validate_json(outcome)
     # It remembers whether its manifest was sent, after which nothing is removed from a store.
     draft = assignment.draft
@@ -234,7 +237,7 @@ def save_in_rounds(rounds: Rounds, take: Callable[[], Sequence[RankSave]], leade
         return leader.publish(draft, assignment, offers, written, scalars).encode()
 
     try:
-        return rounds.hold(write, publish).decode()
+        return rounds.hold(SAVING, write, publish).decode()
     except BaseException:
         if ranks[0].rank == 0:
             draft.abandon()

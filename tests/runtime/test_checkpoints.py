@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -426,9 +426,9 @@ def test_settings_of_groups_come_back_by_name(tmp_path: Path) -> None:
 # --------------------------------------------------------------------------------------------------- in the background
 
 
-def test_the_next_save_waits_for_the_one_under_way(tmp_path: Path) -> None:
-    program = applied(lowered(mlp(), 3, 1), (SaveState(),))
-    engine = engine_of(program)
+@contextmanager
+def slow_writes() -> Iterator[threading.Event]:
+    """Saves in the body write no file before the event is set."""
     go_on = threading.Event()
     write = saving.RankSave.write
 
@@ -438,8 +438,15 @@ def test_the_next_save_waits_for_the_one_under_way(tmp_path: Path) -> None:
         assert go_on.wait(30)
         return write(self, assignment, offer)
 
-    expected = {key: values.clone() for key, values in engine.full_state().items()}
     with patch.object(saving.RankSave, "write", slow):
+        yield go_on
+
+
+def test_the_next_save_waits_for_the_one_under_way(tmp_path: Path) -> None:
+    program = applied(lowered(mlp(), 3, 1), (SaveState(),))
+    engine = engine_of(program)
+    expected = {key: values.clone() for key, values in engine.full_state().items()}
+    with slow_writes() as go_on:
         first = engine.save(tmp_path / "first", wait=False)
         engine.step(random_batches(1, 1)[0][0])
         assert not first.is_done
@@ -452,6 +459,29 @@ def test_the_next_save_waits_for_the_one_under_way(tmp_path: Path) -> None:
     require_same(loaded.full_state(), expected)
     assert loaded.load(tmp_path / "second").step == 2
     require_same(loaded.full_state(), engine.full_state())
+
+
+def test_a_save_outlives_the_program_that_began_it(tmp_path: Path) -> None:
+    """A step of several batches needs another program: its engine takes the place of the one that is being saved."""
+    save_state = (SaveState(),)
+    engine = Engine(
+        applied(lowered(mlp(), 3, 1), save_state),
+        accumulating=lambda: applied(lowered(mlp(micro_steps=2), 3, 1), save_state),
+    )
+    engine.initialise_flats(initial_flats(mlp()))
+    (first,), (second,) = random_batches(2, 1, micro_steps=2)
+    engine.step(first[0])
+    expected = {key: values.clone() for key, values in engine.full_state().items()}
+    with slow_writes() as go_on:
+        engine.save(tmp_path / "first", wait=False)
+        engine.step(second)
+        go_on.set()
+        engine.save(tmp_path / "second", wait=False).wait()
+    again = Engine(lowered(mlp(), 0, 1))
+    again.load(tmp_path / "first")
+    require_same(again.full_state(), expected)
+    again.load(tmp_path / "second")
+    require_same(again.full_state(), engine.full_state())
 
 
 def test_closing_waits_for_the_save_under_way(tmp_path: Path) -> None:
