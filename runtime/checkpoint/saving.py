@@ -132,13 +132,15 @@ class RankSave:
 class Leader:
     """What rank 0 knows of a checkpoint beside the files: ``base`` is the manifest without what ranks have written.
 
-    ``micro_steps`` counts those of a step that has begun; it is None between steps.
+    ``micro_steps`` counts those of a step that has begun; it is None between steps. ``unread`` are tensors of the model
+    that its ``state_dict`` has, and the program does not.
     """
 
     target: str
     program: Program
     base: Manifest
     facts: ModelFacts
+    unread: Mapping[str, Tensor]
     micro_steps: int | None
 
     def assign(self, offers: Sequence[Offer]) -> Assignment:
@@ -175,7 +177,8 @@ class Leader:
             sums = _stored(_SUM, assignment.sums, [o.sums for o in offers], names, written)
             open_step = OpenStep(micro_steps=self.micro_steps, pieces=tuple(sums))
         buffers = _stored(_BUFFER, assignment.buffers, [o.buffers for o in offers], names, written)
-        shapes = {b.name: b.shape for b in self.program.module_buffers}
+        shapes = {name: tuple(value.shape) for name, value in self.unread.items()}
+        shapes |= {b.name: b.shape for b in self.program.module_buffers}
         manifest = self.base.model_copy(
             update={
                 "files": tuple(each.file for each in written if each.file is not None),
