@@ -290,7 +290,7 @@ REFUSALS = {
     "drop-wait-for-copy": {"Z105"},
     "late-wait-for-copy": {"Z105"},
     "forget-saved-event": {"Z008", "Z009", "Z202"},
-    "save-other-buffer": {"Z105", "Z407"},  # Nothing waits for the copy of another buffer.
+    "save-other-buffer": {"Z008", "Z105", "Z407"},  # Nothing waits for the copy of another buffer.
     "save-other-slice": {"Z407"},
     "use-snapshot": {"Z006", "Z407"},
     "save-less": {"Z407"},

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.runtime.support import initial_flats, lowered, random_batches
+from tests.support.lowering import applied
 from tests.support.programs import mlp
 from zeroir.errors import GraphWarning
 from zeroir.ir import ops
@@ -20,12 +21,15 @@ from zeroir.ir.mesh import COMPUTE, GATHER, HOST, OPTIMIZER
 from zeroir.ir.program import (
     LAST_MICRO_STEP,
     MICRO_STEP,
+    SAVE,
     UPDATE,
     Pending,
     Program,
     Section,
     State,
 )
+from zeroir.passes.pipelines import for_stage
+from zeroir.passes.save_state import SaveState
 from zeroir.runtime.comm.job import Backend, Job, open_job
 from zeroir.runtime.cuda_graphs import WARM_UP, SectionGraphs, why_not
 from zeroir.runtime.engine import Engine
@@ -234,6 +238,47 @@ def test_every_section_is_issued_then_captured_once_then_launched(micro_steps: i
         assert launches == (WARM_UP + 3) * (micro_steps + 1) - WARM_UP * len(program.sections)
         assert found == expected_losses(program, batches)[WARM_UP:]
     assert all(graph.is_reset for graph in run.device.graphs)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_sections_that_wait_for_copies_can_be_graphs(stage: int) -> None:
+    logical = mlp(precision="fp16", micro_steps=2)
+    program = applied(logical, (*for_stage(stage, 4), SaveState()))
+    for section in program.sections:
+        reason = why_not(program, section, Backend.NCCL)
+        assert (reason is None) is (section.name != SAVE), reason
+
+
+@pytest.mark.parametrize("overlap_update", [False, True])
+def test_after_a_save_the_sections_that_wait_for_copies_run_op_by_op_once(
+    overlap_update: bool, recwarn: pytest.WarningsRecorder
+) -> None:
+    """As a graph the whole section would wait, and not just the ops that overwrite what is saved."""
+    logical = mlp(micro_steps=2)
+    passes = for_stage(2, 1, overlap_update=overlap_update)
+    program = applied(logical, (*passes, SaveState()))
+    waiting = LAST_MICRO_STEP if overlap_update else UPDATE
+    batches = batches_of(WARM_UP + 6, 2)
+
+    def launches(run: Training) -> dict[str, int]:
+        return {
+            name: captured.graph.replays
+            for name, captured in run.graphs._captured.items()
+            if isinstance(captured.graph, Recorded)
+        }
+
+    with training(program) as run:
+        found = run.steps(batches[: WARM_UP + 2])
+        before = launches(run)
+        (saved,) = run.executor.save_state()
+        found += run.steps(batches[WARM_UP + 2 : WARM_UP + 3])
+        after = launches(run)
+        assert after == {name: n + (name != waiting) for name, n in before.items()}
+        found += run.steps(batches[WARM_UP + 3 :])
+        assert launches(run) == {name: n + 3 for name, n in after.items()}
+        saved.wait()
+        assert found == expected_losses(program, batches)
+    assert not [w for w in recwarn if issubclass(w.category, GraphWarning)]
 
 
 def test_changed_hyper_parameters_are_captured_anew_and_a_learning_rate_is_not() -> None:

@@ -12,12 +12,15 @@ import torch
 
 from tests.runtime.support import lowered
 from tests.support.clocks import Clocks
+from tests.support.lowering import applied
 from tests.support.programs import mlp
 from zeroir.ir import ops
 from zeroir.ir.buffers import Region
-from zeroir.ir.mesh import COMPUTE, GATHER, HOST, REDUCE
+from zeroir.ir.mesh import COMPUTE, COPY_OUT, GATHER, HOST, REDUCE
 from zeroir.ir.ops import Op
 from zeroir.ir.program import Pending, Program, Section, State
+from zeroir.passes.pipelines import for_stage
+from zeroir.passes.save_state import SaveState
 from zeroir.runtime.cuda import CudaGraph, CudaStreams
 from zeroir.runtime.trace import HostClock, Mark, SpanRecorder
 
@@ -124,6 +127,26 @@ def test_the_device_orders_what_the_program_orders_and_no_more(
     program = lowered(mlp(blocks=4, clip=1.0, micro_steps=micro_steps), stage, 4)
     found, expected = run(program)
     assert nonzero(found) == nonzero(expected)
+
+
+@pytest.mark.parametrize("overlap_update", [False, True])
+@pytest.mark.parametrize("stage", range(4))
+def test_copies_run_beside_the_steps_and_hold_up_only_what_overwrites(
+    stage: int, overlap_update: bool
+) -> None:
+    program = applied(
+        mlp(blocks=2), (*for_stage(stage, 4, overlap_update=overlap_update), SaveState())
+    )
+    by_name = program.section_by_name
+    step = (by_name["last_micro_step"], by_name["update"])
+    found, expected = run(
+        replace(program, sections=(by_name["save"], *step, by_name["save"], *step))
+    )
+    assert nonzero(found) == nonzero(expected)
+    computed = [clock for op, clock in found if isinstance(op, ops.Compute)]
+    assert COPY_OUT not in computed[0]
+    updated = [clock for op, clock in found if isinstance(op, ops.OptimizerStep)]
+    assert all(clock[COPY_OUT] for clock in updated)
 
 
 def fill(stream: str, event: str | None = None, value: float = 0.0) -> ops.Fill:
@@ -297,8 +320,12 @@ def captured(
         done.append((stream, dict(stream.clock)))
         stream.clock[stream.name] = stream.clock.get(stream.name, 0) + 1
 
-    program = replace(mlp(), sections=(Section(name="last_micro_step", body=body),))
-    streams = CudaStreams(program, torch.device("cuda"))
+    pending = State(pending=(Pending(event="saved", stream=COPY_OUT),))
+    sections = (
+        Section(name="last_micro_step", entry=pending, body=body, exit=pending),
+        Section(name="save", body=(fill(COPY_OUT, "saved"),), exit=pending),
+    )
+    streams = CudaStreams(replace(mlp(), sections=sections), torch.device("cuda"))
 
     def issue() -> None:
         for op in body:
@@ -328,6 +355,27 @@ def test_a_capture_forks_to_every_stream_and_ends_after_all(graph: Graph) -> Non
     assert first.clock == {first.name: 1, gather.name: 1, reduce.name: 1}
     assert stand_in(streams, COMPUTE) is own
     found.replay()
+    assert graph.told == ["begin", "end", f"replay on {own.name}"]
+
+
+def test_a_graph_waits_as_a_whole_for_events_of_before_it(graph: Graph) -> None:
+    """CUDA cannot capture a wait for work outside a graph; each launch waits for the event's latest signal."""
+    streams, done, capture = captured(
+        fill(COMPUTE), ops.Wait(waited="saved", on=COMPUTE), fill(COMPUTE, "0")
+    )
+
+    def copy() -> None:
+        stream = Driver.current
+        stream.clock[stream.name] = stream.clock.get(stream.name, 0) + 1
+
+    copies, own = stand_in(streams, COPY_OUT), stand_in(streams, COMPUTE)
+    streams.bind(fill(COPY_OUT, "saved"), copy)()
+    found = capture()
+    assert all(copies.name not in clock for _, clock in done)
+    streams.bind(fill(COPY_OUT, "saved"), copy)()
+    assert copies.name not in own.clock
+    found.replay()
+    assert own.clock[copies.name] == 2
     assert graph.told == ["begin", "end", f"replay on {own.name}"]
 
 

@@ -42,6 +42,9 @@ class Clocks:
             if event in self._at:
                 stream, clock = self._at[event]
                 counts[stream] = min(counts[stream], clock[stream] - 1)
+        # What comes after an op also comes after all that the op has waited for, a pending op too.
+        for stream, clock in self._clocks.items():
+            _join(counts, {other: count for other, count in clock.items() if other != stream})
         for own in (self._of(HOST), *self._clocks.values()):
             _join(own, counts)
 

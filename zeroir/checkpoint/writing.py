@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
-from zeroir.checkpoint.checksums import Checksum
+from zeroir.checkpoint.checksums import Checksum, HashingThread
 from zeroir.checkpoint.manifest import StoredFile, StoredTensor
 from zeroir.checkpoint.safetensors_header import (
     METADATA,
@@ -67,9 +66,9 @@ def _write_once(
     try:
         whole.add(header)
         output.write(memoryview(header))
-        with ThreadPoolExecutor(1) as hasher:
+        with HashingThread() as hashing:
             for spec, parts in ordered:
-                checksum = _write_tensor(hasher, output, spec, parts, whole)
+                checksum = _write_tensor(hashing, output, spec, parts, whole)
                 stored.append(
                     StoredTensor(
                         name=spec.name, dtype=spec.dtype, numel=spec.numel, checksum=checksum
@@ -90,7 +89,7 @@ def _write_once(
 
 
 def _write_tensor(
-    hasher: ThreadPoolExecutor,
+    hashing: HashingThread,
     output: OutputFile,
     spec: StoredTensorSpec,
     parts: Iterable[memoryview],
@@ -99,20 +98,15 @@ def _write_tensor(
     """Write one tensor, and add its bytes to the checksum of the whole file; its own checksum."""
     checksum = Checksum()
     written_bytes = 0
-
-    def add(chunk: memoryview) -> None:
-        checksum.add(chunk)
-        whole.add(chunk)
-
     for part in parts:
         if not part.nbytes:
             continue
         data = part.cast("B")
         for start in range(0, data.nbytes, CHUNK_BYTES):
             chunk = data[start : start + CHUNK_BYTES]
-            added = hasher.submit(add, chunk)
+            hashing.begin(chunk, (checksum, whole))
             output.write(chunk)
-            added.result()
+            hashing.end()
         written_bytes += data.nbytes
     if written_bytes != spec.size_bytes:
         raise InternalError(f"{spec} came with {written_bytes} bytes instead of {spec.size_bytes}.")
