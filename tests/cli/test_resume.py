@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.cli.conftest import Zeroir
 from tests.support.resuming import (
@@ -18,6 +19,7 @@ from tests.support.resuming import (
     saved_paths,
 )
 from tests.support.zygote import run_forked
+from zeroir.api import load_program
 from zeroir.cli.app import run_command
 
 
@@ -93,6 +95,28 @@ def test_it_goes_on_from_the_newest(zeroir: Zeroir, program: Path, own: Path) ->
     code, out, err = run(zeroir, program, "--steps", "7", "--save", own)
     assert (code, out) == (0, "")
     assert "There is no step left: ask for more --steps." in err
+
+
+def test_a_checkpoint_of_a_script(
+    zeroir: Zeroir, program: Path, saved: Path, tmp_path: Path
+) -> None:
+    """It has values, but no position in the data, unless it was saved within a step, which only the script can end."""
+    engine = load_program(program).engine(model=program.with_suffix(".py"), self_check=False)
+    engine.load(saved / "step-00000002")
+    batch = torch.zeros(4, 8), torch.zeros(4, dtype=torch.int64)
+    engine.step(batch)
+    engine.save(tmp_path / "between")
+    engine.step([batch, batch])
+    engine.micro_step(batch, is_last=False)
+    engine.save(tmp_path / "within")
+    engine.close()
+    code, out, err = run(zeroir, program, "--steps", "4", "--resume", tmp_path / "between")
+    assert (code, list(losses(out))) == (0, [4])
+    assert "It has no position in the data, which begins anew." in err
+    within = ("--resume", tmp_path / "within", "--micro-steps", "2")
+    code, out, err = run(zeroir, program, "--steps", "5", *within)
+    assert (code, out) == (2, "")
+    assert "was saved within a step (micro-steps taken: 1)" in " ".join(err.split())
 
 
 @pytest.mark.parametrize("resume", ["", "step-00000002"])
