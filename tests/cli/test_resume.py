@@ -97,6 +97,7 @@ def test_it_goes_on_from_the_newest(zeroir: Zeroir, program: Path, own: Path) ->
     assert "There is no step left: ask for more --steps." in err
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_a_script(
     zeroir: Zeroir, program: Path, saved: Path, tmp_path: Path
 ) -> None:
@@ -188,6 +189,7 @@ def test_damage_that_another_rank_found(tmp_path: Path) -> None:
     assert err.count("is not what was saved") == 1
 
 
+@pytest.mark.slow
 def test_retention(zeroir: Zeroir, program: Path, tmp_path: Path) -> None:
     folder = tmp_path / "kept"
     saving = ("--save", folder, "--save-every", "1", "--keep", "2", "--keep-best", "eval_loss")
@@ -198,6 +200,7 @@ def test_retention(zeroir: Zeroir, program: Path, tmp_path: Path) -> None:
     assert saved_paths(folder) == [f"step-{step:08}" for step in sorted({best, 5, 6})]
 
 
+@pytest.mark.slow
 def test_a_generator_is_made_again_and_skipped(zeroir: Zeroir, tmp_path: Path) -> None:
     program = compiled(tmp_path, MODEL + GENERATOR)
     _, whole, _ = run(zeroir, program, "--steps", "5")
@@ -209,6 +212,7 @@ def test_a_generator_is_made_again_and_skipped(zeroir: Zeroir, tmp_path: Path) -
     assert "batches() takes no start_step, so the 3 batches that it had given were made" in err
 
 
+@pytest.mark.slow
 def test_a_schedule_for_another_number_of_steps(zeroir: Zeroir, tmp_path: Path) -> None:
     program = compiled(tmp_path, MODEL.replace("WORKERS = 2", "WORKERS = 0"), "linear")
     folder = tmp_path / "saved"
