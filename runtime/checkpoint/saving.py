@@ -37,7 +37,7 @@ from zeroir.runtime.checkpoint.model_facts import ModelFacts
 from zeroir.runtime.checkpoint.parts import saved_parts, saved_quantities
 from zeroir.runtime.checkpoint.rounds import Rounds
 from zeroir.runtime.checkpoint.snapshots import RankTensor, Snapshot
-from zeroir.runtime.checkpoint.torch_trees import bytes_of, chunks_of
+from zeroir.runtime.checkpoint.torch_trees import Chunks, bytes_of
 
 SAVING: Final = "save its part of the checkpoint"
 """What a rank could not do, for the other ranks."""
@@ -105,7 +105,7 @@ class RankSave:
 
         def add(name: str, dtype: str, tensor: Tensor) -> None:
             spec = StoredTensorSpec(name=name, dtype=dtype, numel=tensor.numel())
-            tensors.append((spec, chunks_of(tensor)))
+            tensors.append((spec, Chunks(tensor=tensor)))
 
         for part, tensor in self.snapshot.parts:
             add(part.tensor, part.dtype.value, tensor)
