@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -24,7 +26,7 @@ from zeroir.checkpoint.reading import (
     verify_file,
     verify_items,
 )
-from zeroir.errors import UserError
+from zeroir.errors import DamagedCheckpointError, UserError
 
 FILES = ("rank-00000.safetensors", "rank-00001.safetensors")
 NUMEL = 6
@@ -232,3 +234,29 @@ def test_others_read_a_checkpoint(saved: tuple[Path, Manifest]) -> None:
     for rank, name in enumerate(FILES):
         masters = load_file(path / name)["flat.master"]
         assert masters.numpy().tobytes() == rank_bytes(3, rank, NUMEL)["flat.master"]
+
+
+@pytest.mark.parametrize(
+    ("number", "is_damage"),
+    [
+        (errno.EIO, True),
+        (errno.EUCLEAN, True),
+        (errno.ESTALE, True),
+        (errno.EACCES, False),
+        (errno.EMFILE, False),
+    ],
+)
+def test_a_checkpoint_that_the_disk_cannot_read_is_damaged(
+    saved: tuple[Path, Manifest], monkeypatch: pytest.MonkeyPatch, number: int, is_damage: bool
+) -> None:
+    """Where others may be readable, an earlier checkpoint is used; permissions are for the user to mend."""
+    path, manifest = saved
+
+    def fail(*_: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "preadv", fail)
+    for read in (lambda: read_manifest(str(path)), lambda: verify_all(str(path), manifest)):
+        with pytest.raises(UserError, match=f"^'{path}/.*' cannot be read: .*: ") as refusal:
+            read()
+        assert isinstance(refusal.value, DamagedCheckpointError) is is_damage

@@ -23,7 +23,7 @@ from filelock import FileLock, Timeout
 from zeroir.checkpoint.file_errors import unreadable, unwritable
 from zeroir.checkpoint.manifest import MANIFEST_NAME
 from zeroir.checkpoint.storage import CHECKPOINT_NAME, Entry, join, parent_and_name
-from zeroir.errors import UserError
+from zeroir.errors import DamagedCheckpointError, UserError
 
 LOCK_NAME: Final = ".lock"
 LOCK_WAIT_S: Final = 5.0
@@ -164,7 +164,7 @@ class LocalStorage:
         try:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):
-                raise UserError(f"'{path}' is not a file: use another checkpoint.")
+                raise DamagedCheckpointError(f"'{path}' is not a file: use another checkpoint.")
             if from_disk:
                 os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         except BaseException as error:

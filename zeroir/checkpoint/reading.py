@@ -141,7 +141,7 @@ def require_files(path: str, manifest: Manifest) -> None:
     """Check that all files of a checkpoint are there with their sizes; nothing is read.
 
     Raises:
-        UserError: if a file is missing or truncated, naming it.
+        DamagedCheckpointError: if a file is missing or truncated, naming it.
     """
     storage = open_storage(path)
     for file in manifest.files:
@@ -152,7 +152,7 @@ def verify_file(path: str, manifest: Manifest, file: str) -> None:
     """Read a file of a checkpoint back from the disk.
 
     Raises:
-        UserError: if it is not what was saved, naming it and the tensor.
+        DamagedCheckpointError: if it is not what was saved, naming it and the tensor.
     """
     with CheckpointFiles(path=path, manifest=manifest, from_disk=True) as files:
         for item in verify_items(manifest):
@@ -164,7 +164,7 @@ def verify_all(path: str, manifest: Manifest) -> None:
     """Read a whole checkpoint.
 
     Raises:
-        UserError: if it is not what was saved, naming the file and the tensor.
+        DamagedCheckpointError: if it is not what was saved, naming the file and the tensor.
     """
     with CheckpointFiles(path=path, manifest=manifest) as files:
         for item in verify_items(manifest):
