@@ -521,6 +521,7 @@ class Engine:
             executor=self._executor,
             optimizer=self._optimizer,
             facts=self._model_facts,
+            others=self._others,
         )
 
     def _running_within(self) -> Running:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import datetime
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 
 import torch
 from pydantic import JsonValue
+from torch import Tensor
 
 from zeroir import __version__
 from zeroir.checkpoint.manifest import Manifest, OpenStep, Origin
@@ -37,7 +38,7 @@ from zeroir.runtime.checkpoint.mapping import StoredParameters
 from zeroir.runtime.checkpoint.model_facts import ModelFacts
 from zeroir.runtime.checkpoint.rounds import Rounds, RoundsAlone, open_rounds
 from zeroir.runtime.checkpoint.saving import SAVING, Leader, RankSave, save_in_rounds
-from zeroir.runtime.checkpoint.snapshots import Taker
+from zeroir.runtime.checkpoint.snapshots import Taker, with_unread
 from zeroir.runtime.checkpoint.torch_trees import TorchTensors
 from zeroir.runtime.comm.job import Backend, Job, digest
 from zeroir.runtime.executor import StepExecutor
@@ -50,7 +51,8 @@ from zeroir.runtime.saved_state import SavedState
 class Running:
     """What runs at the time of a save or a load: the ranks of this process, and the settings of their optimizer.
 
-    ``facts`` tells of the model, where there is one; only rank 0 asks.
+    ``facts`` tells of the model, where there is one; only rank 0 asks. ``others`` are the values of the model's tensors
+    that the program does not hold.
     """
 
     program: Program
@@ -58,6 +60,7 @@ class Running:
     executor: StepExecutor
     optimizer: LiveOptimizer | None
     facts: Callable[[], ModelFacts]
+    others: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 class Checkpointer:
@@ -134,6 +137,7 @@ class Checkpointer:
             program=running.program,
             base=base,
             facts=facts,
+            unread=facts.unread(running.others),
             micro_steps=executor.micro_steps_done or None,
         )
 
@@ -152,7 +156,8 @@ class Checkpointer:
             return [
                 RankSave(
                     rank=taker.rank,
-                    snapshot=taker.snapshot(),
+                    # Rank 0 alone knows the model, and writes what its program does not hold.
+                    snapshot=with_unread(taker.snapshot(), leader.unread),
                     state=state,
                     arrays={**arrays, **shared} if taker.rank == 0 else arrays,
                 )

@@ -206,7 +206,10 @@ def test_a_file_that_exists_stays(tmp_path: Path) -> None:
     [
         (errno.ENOSPC, "its disk is full: free space or name a folder on another disk"),
         (errno.EDQUOT, "your quota on its disk is used up"),
-        (errno.EIO, r"its disk reports an error \(EIO\)"),
+        (
+            errno.EIO,
+            r"its disk fails \(Input/output error\): see the system's log and name a folder on another",
+        ),
         (errno.EXDEV, "Invalid cross-device link: name another folder"),
     ],
 )

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
 from tests.numerics.test_whole_parameters import CHOICES, MODEL
 from tests.runtime.constructors import Mlp
 from tests.runtime.support import initial_flats, lowered, random_batches
-from tests.runtime.workers_cases import varied
+from tests.runtime.workers_cases import varied, weight_of_values
 from tests.support.eager import traced
 from tests.support.examples import examples
 from tests.support.groups import in_groups
@@ -265,32 +265,40 @@ def test_what_steps_hand_on_comes_from_the_checkpoint(tmp_path: Path) -> None:
     assert before != after == float(values["blocks.0.param"][3])
 
 
+@pytest.mark.parametrize("is_weighted", [False, True])
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_step_that_had_begun_goes_on_with_the_accumulating_program(
-    tmp_path: Path, stage: int
+    tmp_path: Path, stage: int, *, is_weighted: bool
 ) -> None:
     """An engine that has not met several batches yet makes itself ready for the rest of the step."""
+    weight = weight_of_values if is_weighted else None
 
     def accumulating() -> Program:
-        return lowered(mlp(micro_steps=2), stage, 1)
+        return lowered(mlp(micro_steps=2, is_weighted=is_weighted), stage, 1)
+
+    def engine_for_one_batch() -> Engine:
+        program = lowered(mlp(is_weighted=is_weighted), stage, 1)
+        return Engine(program, accumulating=accumulating, weight=weight)
 
     ((first, second, third),) = random_batches(1, 1, micro_steps=3)[0]
-    source = Engine(lowered(mlp(), stage, 1), accumulating=accumulating)
+    source = engine_for_one_batch()
     source.initialise_flats(initial_flats(source.program))
     source.micro_step(first, is_last=False)
     source.micro_step(second, is_last=False)
     source.save(tmp_path / "saved")
     source.micro_step(third)
-    expected = source.update().loss
+    expected = source.update()
 
-    engine = Engine(lowered(mlp(), stage, 1), accumulating=accumulating)
+    engine = engine_for_one_batch()
     loaded = engine.load(tmp_path / "saved")
     assert (loaded.micro_steps, engine.step_count) == (2, 0)
     engine.micro_step(third)
-    assert engine.update().loss == expected
+    result = engine.update()
+    assert (result.loss, result.weight) == (expected.loss, expected.weight)
     require_same(engine.full_state(), source.full_state())
 
-    other = Engine(lowered(mlp(micro_steps=2, clip=0.5), stage, 1))
+    program = lowered(mlp(micro_steps=2, clip=0.5, is_weighted=is_weighted), stage, 1)
+    other = Engine(program, weight=weight)
     with pytest.warns(
         CheckpointWarning, match="after 2 micro-steps of a step: that step begins anew"
     ):
@@ -421,6 +429,20 @@ def test_settings_of_groups_come_back_by_name(tmp_path: Path) -> None:
     alone.save(tmp_path / "alone")
     with pytest.warns(CheckpointWarning, match="no settings for the optimizer's group own"):
         Engine(lowered(in_groups(mlp()), 3, 1)).load(tmp_path / "alone")
+
+
+def test_a_running_engine_goes_back(tmp_path: Path) -> None:
+    """Settings that were written before count again after the load."""
+    engine = engine_of(lowered(mlp(precision="fp16", clip=0.5, ema=0.5), 2, 1))
+    engine.optimizer.param_groups[0] |= {"lr": 0.25, "betas": (0.5, 0.75)}
+    batches = [step[0][0] for step in random_batches(3, 1, seed=6)]
+    engine.step(batches[0])
+    engine.save(tmp_path / "saved")
+    losses = [engine.step(batch).loss for batch in batches]
+    expected = {key: values.clone() for key, values in engine.full_state().items()}
+    assert engine.load(tmp_path / "saved").step == engine.step_count == 2
+    assert [engine.step(batch).loss for batch in batches] == losses
+    require_same(engine.full_state(), expected)
 
 
 # --------------------------------------------------------------------------------------------------- in the background

@@ -26,3 +26,8 @@ def model_state_bytes(program: Program) -> Mapping[str, int]:
         if buffer.is_persistent and buffer.role in MODEL_STATE_ROLES:
             sizes[buffer.role.value] += buffer.size_bytes
     return sizes
+
+
+def snapshot_bytes(program: Program) -> int:
+    """Bytes of the host's memory on one rank that snapshots take from the first save on; 0 where nothing is saved."""
+    return sum(b.size_bytes for b in program.buffers if b.role is Role.SNAPSHOT)

@@ -85,6 +85,9 @@ def render_summary(summary: Summary) -> RenderableType:
             "evaluation",
             f"peak buffers {format_bytes(most)} per rank, {format_bytes(sent)} on the wire",
         )
+    if summary["snapshot_bytes_per_rank"]:
+        size = format_bytes(summary["snapshot_bytes_per_rank"])
+        grid.add_row("saving", f"{size} of the host's memory per rank, from the first save on")
     if summary["bounds"]:
         grid.add_row("bounds", ", ".join(summary["bounds"]))
     grid.add_row("laws", Text(laws, style="red" if broken else "green"))

@@ -12,7 +12,7 @@ from zeroir.ir.text.printer import bound_text
 from zeroir.ir.traffic import collective_bytes
 from zeroir.memory.curve import peak
 from zeroir.memory.placement import placements_with_bound
-from zeroir.memory.states import model_state_bytes
+from zeroir.memory.states import model_state_bytes, snapshot_bytes
 from zeroir.verify import Report
 
 
@@ -38,7 +38,8 @@ class Summary(TypedDict):
 
     The peak is that of the buffers on the device in a step, in program order and without the workspaces of segments.
     ``bounds`` are spelled as in the program's text. ``ops`` and ``distinct_segments`` count those of training steps.
-    ``evaluation`` has the figures of one evaluation; None where the program has none.
+    ``evaluation`` has the figures of one evaluation; None where the program has none. ``snapshot_bytes_per_rank`` is
+    the memory of the host that saving takes from the first save on; 0 where the program cannot save.
     """
 
     stage: int
@@ -57,6 +58,7 @@ class Summary(TypedDict):
     peak_bytes_per_rank: dict[str, int]
     temporary_bytes_per_rank: TemporaryBytes
     evaluation: EvaluationFigures | None
+    snapshot_bytes_per_rank: int
     laws: dict[str, str]
     fingerprint: str
 
@@ -84,6 +86,7 @@ def summarise(program: Program, report: Report, *, stage: int, precision: str) -
         peak_bytes_per_rank=dict(peak(program, sections=STEP_SECTIONS).role_bytes),
         temporary_bytes_per_rank=_temporary(program),
         evaluation=_evaluation(program),
+        snapshot_bytes_per_rank=snapshot_bytes(program),
         laws=dict(report.laws),
         fingerprint=program.fingerprint,
     )
