@@ -34,9 +34,13 @@ def test_checkpoints_of_every_version_are_read(update_golden: bool) -> None:
 
 
 def test_the_fields_are_the_locked_ones(update_golden: bool) -> None:
+    # Other modules have records of their own, which no file contains.
+    records = [
+        record for record in Record.__subclasses__() if record.__module__ == Record.__module__
+    ]
     schema = {
         "version": list(VERSION),
-        "records": {record.__name__: _fields(record) for record in Record.__subclasses__()},
+        "records": {record.__name__: _fields(record) for record in records},
     }
     if update_golden:
         LOCK.write_text(json.dumps(schema, indent=1) + "\n", "utf-8")

@@ -62,6 +62,17 @@ def test_parameters_are_cast_and_buffers_are_not(tmp_path: Path) -> None:
     assert torch.equal(loaded["inner.weight"], module.inner.weight.half())
 
 
+def test_where_ranks_have_different_buffers_those_of_rank_0_are_written(tmp_path: Path) -> None:
+    module, other = Kinds(), Kinds()
+    module.norm.running_mean = torch.tensor([1.0, 2.0, 3.0])
+    write_checkpoint(tmp_path / "c", module, buffers_of_rank_1=other)
+    report = export_checkpoint(str(tmp_path / "c"), tmp_path / "w.pt", to="state-dict")
+    loaded = torch.load(tmp_path / "w.pt", weights_only=True)
+    assert loaded["norm.running_mean"].tolist() == [1, 2, 3]
+    (note,) = report.notes
+    assert note.startswith("Buffers differ between ranks")
+
+
 def test_records_above_four_gigabytes_have_their_sizes_in_64_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -166,3 +166,28 @@ def test_a_cut_file_is_refused(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-500])
     with pytest.raises(UserError, match="ends early"):
         import_checkpoint(tmp_path / "dcp", str(tmp_path / "checkpoint"))
+
+
+def test_parameters_that_took_different_numbers_of_steps_are_refused(tmp_path: Path) -> None:
+    states = {
+        name: {"step": torch.tensor(float(steps)), "exp_avg": torch.ones(3)}
+        for name, steps in (("a", 3), ("b", 2))
+    }
+    state = {
+        "model": {name: torch.ones(3) for name in states},
+        "optim": {"state": states, "param_groups": [{"params": ["a", "b"], "lr": 1e-3}]},
+    }
+    save(state, checkpoint_id=tmp_path / "dcp")
+    with pytest.raises(UserError, match=r"from 2 to 3 steps.*--weights-only"):
+        import_checkpoint(tmp_path / "dcp", str(tmp_path / "checkpoint"))
+
+
+def test_weights_alone_leave_the_training_behind(tmp_path: Path) -> None:
+    module, _ = trained(tmp_path, is_flattened=False)
+    report = import_checkpoint(tmp_path / "dcp", str(tmp_path / "checkpoint"), weights_only=True)
+    assert (report.step, report.states, report.notes) == (0, (), ())
+    manifest = read_manifest(str(tmp_path / "checkpoint"))
+    assert not manifest.groups
+    assert not manifest.scalars
+    names = {*imported_tensors(tmp_path / "checkpoint")}
+    assert names == {f"{name}.master" for name in module.state_dict()}

@@ -431,6 +431,20 @@ def test_settings_of_groups_come_back_by_name(tmp_path: Path) -> None:
         Engine(lowered(in_groups(mlp()), 3, 1)).load(tmp_path / "alone")
 
 
+def test_a_running_engine_goes_back(tmp_path: Path) -> None:
+    """Settings that were written before count again after the load."""
+    engine = engine_of(lowered(mlp(precision="fp16", clip=0.5, ema=0.5), 2, 1))
+    engine.optimizer.param_groups[0] |= {"lr": 0.25, "betas": (0.5, 0.75)}
+    batches = [step[0][0] for step in random_batches(3, 1, seed=6)]
+    engine.step(batches[0])
+    engine.save(tmp_path / "saved")
+    losses = [engine.step(batch).loss for batch in batches]
+    expected = {key: values.clone() for key, values in engine.full_state().items()}
+    assert engine.load(tmp_path / "saved").step == engine.step_count == 2
+    assert [engine.step(batch).loss for batch in batches] == losses
+    require_same(engine.full_state(), expected)
+
+
 # --------------------------------------------------------------------------------------------------- in the background
 
 

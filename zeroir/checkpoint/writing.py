@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 from zeroir.checkpoint.checksums import Checksum, HashingThread
 from zeroir.checkpoint.manifest import StoredFile, StoredTensor
 from zeroir.checkpoint.safetensors_header import (
-    METADATA,
     StoredTensorSpec,
     header_bytes,
     in_file_order,
@@ -27,8 +26,6 @@ def write_file(
     folder: str,
     name: str,
     tensors: Sequence[tuple[StoredTensorSpec, Iterable[memoryview]]],
-    *,
-    metadata: Mapping[str, str] = METADATA,
 ) -> StoredFile:
     """Write a safetensors file that does not exist; it is durable on return.
 
@@ -46,9 +43,9 @@ def write_file(
     can_repeat = not any(isinstance(parts, Iterator) for _, parts in tensors)
     for pause_s in PAUSES_S if can_repeat else ():
         with contextlib.suppress(PassingError):
-            return _write_once(storage, folder, name, tensors, metadata)
+            return _write_once(storage, folder, name, tensors)
         time.sleep(pause_s)
-    return _write_once(storage, folder, name, tensors, metadata)
+    return _write_once(storage, folder, name, tensors)
 
 
 def _write_once(
@@ -56,10 +53,9 @@ def _write_once(
     folder: str,
     name: str,
     tensors: Sequence[tuple[StoredTensorSpec, Iterable[memoryview]]],
-    metadata: Mapping[str, str],
 ) -> StoredFile:
     ordered = [tensors[index] for index in in_file_order([spec for spec, _ in tensors])]
-    header = header_bytes([spec for spec, _ in ordered], metadata)
+    header = header_bytes([spec for spec, _ in ordered])
     whole = Checksum()
     stored = []
     output = storage.create(join(folder, name))
