@@ -212,7 +212,7 @@ class Engine:
                 others = initial.initialise(
                     self.program,
                     [self._memory],
-                    source,
+                    self._noted(source),
                     seed,
                     handout,
                     state=state,
@@ -521,6 +521,7 @@ class Engine:
             executor=self._executor,
             optimizer=self._optimizer,
             facts=self._model_facts,
+            others=self._others,
         )
 
     def _running_within(self) -> Running:
@@ -528,8 +529,22 @@ class Engine:
         self._accumulate()
         return self._running
 
+    def _noted(self, source: Factory | nn.Module) -> Factory | nn.Module:
+        """The source of the user's model, of which the facts are noted as soon as it is there."""
+        if isinstance(source, nn.Module):
+            self._facts = model_facts(source)
+            return source
+
+        def noting() -> nn.Module:
+            module = source()
+            if isinstance(module, nn.Module):
+                self._facts = model_facts(module)
+            return module
+
+        return noting
+
     def _model_facts(self) -> ModelFacts:
-        """The names and the configuration of the user's model, where there is one."""
+        """The names and the configuration of the user's model, where there is one; made anew where none was noted."""
         if self._facts is None:
             self._facts = ModelFacts() if self._lender is None else model_facts(self._lender.make())
         return self._facts

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from zeroir.errors import UserError
 from zeroir.runtime.comm.job import PeerError
-from zeroir.runtime.users_code import explained
+from zeroir.runtime.users_code import in_users_code
 from zeroir.torch_ops.batches import Batch
 
 
@@ -67,7 +67,7 @@ def evaluate(engine: Evaluator, evaluations: Evaluations, step: int) -> Evaluati
     """
     start = time.perf_counter()
     losses: list[float] = []
-    with explained("eval_batches()", f" after step {step}"):
+    with in_users_code("eval_batches()", f" after step {step}"):
         iterator = iter(evaluations.batches())
     while True:
         batch, is_there = _next(iterator, step)
@@ -90,7 +90,7 @@ def evaluate(engine: Evaluator, evaluations: Evaluations, step: int) -> Evaluati
 def _next(iterator: Iterator[Batch], step: int) -> tuple[Batch, bool]:
     """The next batch, and whether there is one."""
     try:
-        with explained("eval_batches()", f" after step {step}"):
+        with in_users_code("eval_batches()", f" after step {step}"):
             return next(iterator), True
     except StopIteration:
         return None, False

@@ -71,7 +71,7 @@ class TrainingState:
             )
         if loaded.micro_steps:
             raise UserError(
-                f"'{loaded.path}' was saved within a step, after {loaded.micro_steps} micro-steps: go on with it in "
+                f"'{loaded.path}' was saved within a step (micro-steps taken: {loaded.micro_steps}): go on with it in "
                 "the script that saved it, or resume another one."
             )
         own = loaded.state if loaded.state is not None else loaded.state_of(0)

@@ -24,7 +24,7 @@ _NOT_THE_USERS: Final = (
 
 
 @contextmanager
-def explained(what: str, when: str = "") -> Iterator[None]:
+def in_users_code(what: str, when: str = "") -> Iterator[None]:
     """Run the user's code ``what``; its exceptions, and ``sys.exit``, become a UserError of one sentence.
 
     ``when`` follows "failed" in the sentence, and begins with a space.

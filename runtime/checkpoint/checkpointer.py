@@ -5,12 +5,13 @@ from __future__ import annotations
 import datetime
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 
 import torch
 from pydantic import JsonValue
+from torch import Tensor
 
 from zeroir import __version__
 from zeroir.checkpoint.manifest import Manifest, OpenStep, Origin
@@ -22,6 +23,7 @@ from zeroir.runtime.checkpoint.background import BackgroundWriter, PendingSave
 from zeroir.runtime.checkpoint.compatibility import require_loadable
 from zeroir.runtime.checkpoint.groups import restore_groups, stored_groups
 from zeroir.runtime.checkpoint.loading import (
+    LOADING,
     SHARED,
     LoadedState,
     fill_kept_scalars,
@@ -34,9 +36,9 @@ from zeroir.runtime.checkpoint.loading import (
 )
 from zeroir.runtime.checkpoint.mapping import StoredParameters
 from zeroir.runtime.checkpoint.model_facts import ModelFacts
-from zeroir.runtime.checkpoint.rounds import GlooRounds, Rounds, RoundsAlone, open_rounds
-from zeroir.runtime.checkpoint.saving import Leader, RankSave, save_in_rounds
-from zeroir.runtime.checkpoint.snapshots import Taker
+from zeroir.runtime.checkpoint.rounds import Rounds, RoundsAlone, open_rounds
+from zeroir.runtime.checkpoint.saving import SAVING, Leader, RankSave, save_in_rounds
+from zeroir.runtime.checkpoint.snapshots import Taker, with_unread
 from zeroir.runtime.checkpoint.torch_trees import TorchTensors
 from zeroir.runtime.comm.job import Backend, Job, digest
 from zeroir.runtime.executor import StepExecutor
@@ -49,7 +51,8 @@ from zeroir.runtime.saved_state import SavedState
 class Running:
     """What runs at the time of a save or a load: the ranks of this process, and the settings of their optimizer.
 
-    ``facts`` tells of the model, where there is one; only rank 0 asks.
+    ``facts`` tells of the model, where there is one; only rank 0 asks. ``others`` are the values of the model's tensors
+    that the program does not hold.
     """
 
     program: Program
@@ -57,6 +60,7 @@ class Running:
     executor: StepExecutor
     optimizer: LiveOptimizer | None
     facts: Callable[[], ModelFacts]
+    others: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 class Checkpointer:
@@ -68,7 +72,7 @@ class Checkpointer:
     def __init__(self, job: Job, timeout: timedelta) -> None:
         self._job = job
         self._timeout = timeout
-        self._rounds: GlooRounds | RoundsAlone | None = None
+        self._rounds: Rounds | None = None
         self._writer = BackgroundWriter()
         self._digested: tuple[Program, str] | None = None
 
@@ -91,7 +95,7 @@ class Checkpointer:
         if not wait and SAVE not in running.program.section_by_name:
             raise UserError(why_not_save(running.program))
         self._writer.join()
-        rounds = self._open_rounds("save its part of the checkpoint")
+        rounds = self._open_rounds()
         takers: list[Taker] = []
         save: Callable[[], str]
         try:
@@ -133,6 +137,7 @@ class Checkpointer:
             program=running.program,
             base=base,
             facts=facts,
+            unread=facts.unread(running.others),
             micro_steps=executor.micro_steps_done or None,
         )
 
@@ -151,7 +156,8 @@ class Checkpointer:
             return [
                 RankSave(
                     rank=taker.rank,
-                    snapshot=taker.snapshot(),
+                    # Rank 0 alone knows the model, and writes what its program does not hold.
+                    snapshot=with_unread(taker.snapshot(), leader.unread),
                     state=state,
                     arrays={**arrays, **shared} if taker.rank == 0 else arrays,
                 )
@@ -160,7 +166,7 @@ class Checkpointer:
 
         path = save_in_rounds(rounds, take, leader)
         if read_back:
-            rounds.hold(partial(self._read_back, path), lambda _: b"")
+            rounds.hold(SAVING, partial(self._read_back, path))
         return path
 
     def _read_back(self, path: str) -> bytes:
@@ -179,7 +185,7 @@ class Checkpointer:
     ) -> LoadedState:
         """See ``Engine.load``; ``go_on_within`` makes ready for a checkpoint that was saved within a step."""
         self._writer.join()
-        rounds = self._open_rounds("load its part of the checkpoint")
+        rounds = self._open_rounds()
 
         def require(manifest: Manifest) -> list[str]:
             stored = StoredParameters(manifest, path, weights_only=weights_only)
@@ -195,11 +201,16 @@ class Checkpointer:
         open_step, note = (None, None) if weights_only else self._open_step(program, manifest)
         notes += [] if note is None else [note]
 
+        states: list[object] = [None, None]
+
         def verify() -> bytes:
             verify_share(path, manifest, self._job.rank, self._world_size)
+            if not weights_only:
+                own_rank = running.memories[0].rank
+                states[:] = shared_state(path, manifest), rank_state(path, manifest, own_rank)
             return b""
 
-        rounds.hold(verify, lambda _: b"")
+        rounds.hold(LOADING, verify)
         stored = StoredParameters(manifest, path, weights_only=weights_only)
         sums: list[float] = []
 
@@ -218,10 +229,10 @@ class Checkpointer:
         with executor.entered(), executor.changing():
             executor.finish()
             executor.restart(0 if weights_only else manifest.step)
-            rounds.hold(fill, lambda _: b"")
+            rounds.hold(LOADING, fill)
             if open_step is not None:
                 executor.establish(MICRO_STEP)
-                rounds.hold(partial(fill_sums, open_step), lambda _: b"")
+                rounds.hold(LOADING, partial(fill_sums, open_step))
                 executor.go_on_within(open_step.micro_steps, sums)
         if not weights_only:
             executor.seed = executor.seed if manifest.seed is None else manifest.seed
@@ -235,8 +246,8 @@ class Checkpointer:
         return LoadedState(
             path=path,
             manifest=manifest,
-            shared=None if weights_only else shared_state(path, manifest),
-            state=None if weights_only else rank_state(path, manifest, running.memories[0].rank),
+            shared=states[0],
+            state=states[1],
             micro_steps=0 if open_step is None else open_step.micro_steps,
             notes=tuple(notes),
         )
@@ -281,11 +292,9 @@ class Checkpointer:
     def _world_size(self) -> int:
         return 1 if self._job.is_alone else torch.distributed.get_world_size()
 
-    def _open_rounds(self, task: str) -> GlooRounds | RoundsAlone:
+    def _open_rounds(self) -> Rounds:
         if self._rounds is None:
             self._rounds = RoundsAlone() if self._job.is_alone else open_rounds(self._timeout)
-        if isinstance(self._rounds, GlooRounds):
-            return replace(self._rounds, task=task)
         return self._rounds
 
     def _origin(self, program: Program) -> Origin:
@@ -347,4 +356,4 @@ def _fail(rounds: Rounds, error: Exception) -> str:
     def share() -> bytes:
         raise error
 
-    return rounds.hold(share, lambda _: b"").decode()
+    return rounds.hold(SAVING, share).decode()

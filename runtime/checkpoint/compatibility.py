@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from zeroir.checkpoint.manifest import MASTER as TRAINED
 from zeroir.checkpoint.manifest import StoredBuffer
 from zeroir.errors import UserError
+from zeroir.ir import ops
 from zeroir.ir.contents import EMA
 from zeroir.ir.effects import effects
 from zeroir.ir.program import ModuleBufferBinding, Program, Slot
@@ -45,6 +46,9 @@ def require_loadable(
     else:
         _require_algorithms(program, stored)
         notes += _check_states(program, stored)
+        counts = {op.step.buffer for op in program.ops() if isinstance(op, ops.Decide)}
+        if counts - {scalar.name for scalar in stored.manifest.scalars}:
+            notes.append("has no count of the optimizer's steps: it begins with 0")
     averaged = {flat.name for flat, quantity, _ in saved_quantities(program) if quantity == EMA}
     has_averages = any(EMA in stored.quantities(flat) for flat in stored.manifest.flats)
     if averaged and not has_averages:
@@ -61,7 +65,8 @@ def stored_buffer(
 ) -> StoredBuffer | None:
     """The tensor of the checkpoint with the values of a module buffer on a rank; None where there is none.
 
-    Where more ranks load than saved, the ranks that saved come round again.
+    Where more ranks load than saved, the ranks that saved come round again. A checkpoint from a library that does not
+    tell parameters and buffers apart may have the buffer among its parameters.
     """
     saver = rank % stored.manifest.origin.world_size
     return next(
@@ -70,7 +75,7 @@ def stored_buffer(
             for buffer in stored.manifest.buffers
             if binding.name in (buffer.name, *buffer.aliases) and saver in buffer.ranks
         ),
-        None,
+        stored.as_buffer(binding.name),
     )
 
 
@@ -78,10 +83,10 @@ def _require_parameters(program: Program, stored: StoredParameters) -> None:
     for flat in program.flats:
         for slot in flat.slots:
             _require_parameter(slot, stored)
+    known = {*program.parameter_by_name, *(binding.name for binding in program.module_buffers)}
     for saved in stored.manifest.flats:
         for parameter in saved.parameters:
-            names = (parameter.name, *parameter.aliases)
-            if not any(name in program.parameter_by_name for name in names):
+            if known.isdisjoint((parameter.name, *parameter.aliases)):
                 raise UserError(
                     f"'{stored.path}' has a parameter '{parameter.name}', which the program lacks: {_OTHER_MODEL}."
                 )

@@ -34,6 +34,9 @@ from zeroir.runtime.tensors import TORCH_DTYPE
 
 _UNTOUCHED: Final = (Role.INPUT, Role.OUTPUT, Role.SNAPSHOT)
 
+LOADING: Final = "load its part of the checkpoint"
+"""What a rank could not do, for the other ranks."""
+
 SHARED: Final = "shared"
 """How the names of the tensors of the shared state begin."""
 
@@ -83,7 +86,7 @@ def read_together(rounds: Rounds, path: str, check: Callable[[Manifest], object]
         check(manifest)
         return manifest.model_dump_json().encode()
 
-    return Manifest.model_validate_json(rounds.hold(lambda: b"", lambda _: checked()))
+    return Manifest.model_validate_json(rounds.hold(LOADING, lambda: b"", lambda _: checked()))
 
 
 def verify_share(

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from zeroir.checkpoint.manifest import MASTER as TRAINED
-from zeroir.checkpoint.manifest import Manifest, Piece, StoredFlat
+from zeroir.checkpoint.manifest import Manifest, Piece, StoredBuffer, StoredFlat
 from zeroir.errors import UserError
 from zeroir.ir.buffers import Buffer
 from zeroir.ir.contents import EMA, FACTORS, MASTER, PARAM, PRECONDITIONERS, FlatContent
@@ -94,6 +94,23 @@ class StoredParameters:
     def home(self, slot: Slot) -> tuple[StoredFlat, int] | None:
         """The flat of the checkpoint that has a parameter, and its number there; None where there is none."""
         return next((self._homes[n] for n in (slot.name, *slot.aliases) if n in self._homes), None)
+
+    def as_buffer(self, name: str) -> StoredBuffer | None:
+        """A parameter that has a flat and a tensor for itself, as a buffer of the model; None where there is none."""
+        flat, _ = self._homes.get(name, (None, 0))
+        if flat is None or len(flat.parameters) > 1:
+            return None
+        pieces = [piece for q in flat.quantities if q.name == TRAINED for piece in q.pieces]
+        if len(pieces) != 1:
+            return None
+        return StoredBuffer(
+            name=name,
+            dtype=flat.dtype,
+            shape=flat.parameters[0].shape,
+            ranks=(),
+            file=pieces[0].file,
+            tensor=pieces[0].tensor,
+        )
 
     def quantities(self, flat: StoredFlat) -> frozenset[str]:
         """What the checkpoint has of a flat."""

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from pydantic import JsonValue
-from torch import nn
+from torch import Tensor, nn
 
 from zeroir.runtime.named_tensors import NamedTensors
+from zeroir.runtime.tensors import IR_DTYPE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +29,15 @@ class ModelFacts:
     def aliases(self, name: str) -> tuple[str, ...]:
         """The other names of a tensor."""
         return tuple(other for other in self.names.get(name, ()) if other != name)
+
+    def unread(self, others: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors that the ``state_dict`` has, of those that the program does not hold: they never change."""
+        saved = frozenset() if self.saved is None else self.saved
+        return {
+            name: value
+            for name, value in others.items()
+            if name in saved and value.dtype in IR_DTYPE and value.numel()
+        }
 
     def is_persistent(self, name: str) -> bool:
         """Whether the model's ``state_dict`` has the tensor under any name."""

@@ -25,40 +25,64 @@ _DONE: Final = b"\0"
 _FAILED: Final = b"\1"
 
 
-class Rounds(Protocol):
-    """Rounds of the ranks of a job."""
+def nothing(_: Sequence[bytes]) -> bytes:
+    """The decision of a round in which ranks only learn whether all of them succeeded."""
+    return b""
 
-    def hold(self, share: Callable[[], bytes], decide: Callable[[Sequence[bytes]], bytes]) -> bytes:
+
+class Rounds(Protocol):
+    """Rounds of the processes of a job."""
+
+    def hold(
+        self,
+        task: str,
+        /,
+        share: Callable[[], bytes],
+        decide: Callable[[Sequence[bytes]], bytes] = nothing,
+    ) -> bytes:
         """Call ``share`` on every rank, then ``decide`` on rank 0 with all results in rank order; return its result.
+
+        ``task`` is a verb phrase that tells the other ranks what a rank could not do.
 
         Raises:
             PeerError: where another rank failed.
             Exception: what ``share`` or ``decide`` raised on this rank.
         """
 
+    def close(self) -> None:
+        """Release what the rounds hold; no round follows."""
+
 
 class RoundsAlone:
-    """Rounds of a job of one rank."""
+    """Rounds of a job of one process."""
 
-    def hold(self, share: Callable[[], bytes], decide: Callable[[Sequence[bytes]], bytes]) -> bytes:
+    def hold(
+        self,
+        _: str,
+        /,
+        share: Callable[[], bytes],
+        decide: Callable[[Sequence[bytes]], bytes] = nothing,
+    ) -> bytes:
         """See ``Rounds.hold``."""
         return decide([share()])
 
     def close(self) -> None:
-        """Nothing is held."""
+        """See ``Rounds.close``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GlooRounds:
-    """Rounds over a gloo group of all ranks, which nothing else uses meanwhile.
-
-    ``task`` is a verb phrase for messages.
-    """
+    """Rounds over a gloo group of all ranks, which nothing else uses meanwhile."""
 
     group: ProcessGroup
-    task: str = "do its part"
 
-    def hold(self, share: Callable[[], bytes], decide: Callable[[Sequence[bytes]], bytes]) -> bytes:
+    def hold(
+        self,
+        task: str,
+        /,
+        share: Callable[[], bytes],
+        decide: Callable[[Sequence[bytes]], bytes] = nothing,
+    ) -> bytes:
         """See ``Rounds.hold``."""
         failure: Exception | None = None
         try:
@@ -83,11 +107,11 @@ class GlooRounds:
             raise failure
         if outcome[:1] == _FAILED:
             rank = int.from_bytes(outcome[1:5], "little")
-            raise PeerError(f"Rank {rank} could not {self.task}: {outcome[5:].decode()}")
+            raise PeerError(f"Rank {rank} could not {task}: {outcome[5:].decode()}")
         return outcome[1:]
 
     def close(self) -> None:
-        """Destroy the group."""
+        """See ``Rounds.close``."""
         if dist.is_initialized():
             dist.destroy_process_group(self.group)
 

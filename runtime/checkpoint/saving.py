@@ -37,7 +37,10 @@ from zeroir.runtime.checkpoint.model_facts import ModelFacts
 from zeroir.runtime.checkpoint.parts import saved_parts, saved_quantities
 from zeroir.runtime.checkpoint.rounds import Rounds
 from zeroir.runtime.checkpoint.snapshots import RankTensor, Snapshot
-from zeroir.runtime.checkpoint.torch_trees import bytes_of, chunks_of
+from zeroir.runtime.checkpoint.torch_trees import Chunks, bytes_of
+
+SAVING: Final = "save its part of the checkpoint"
+"""What a rank could not do, for the other ranks."""
 
 _BUFFER: Final = "buffer"
 _SUM: Final = "sum"
@@ -102,7 +105,7 @@ class RankSave:
 
         def add(name: str, dtype: str, tensor: Tensor) -> None:
             spec = StoredTensorSpec(name=name, dtype=dtype, numel=tensor.numel())
-            tensors.append((spec, chunks_of(tensor)))
+            tensors.append((spec, Chunks(tensor=tensor)))
 
         for part, tensor in self.snapshot.parts:
             add(part.tensor, part.dtype.value, tensor)
@@ -129,13 +132,15 @@ class RankSave:
 class Leader:
     """What rank 0 knows of a checkpoint beside the files: ``base`` is the manifest without what ranks have written.
 
-    ``micro_steps`` counts those of a step that has begun; it is None between steps.
+    ``micro_steps`` counts those of a step that has begun; it is None between steps. ``unread`` are tensors of the model
+    that its ``state_dict`` has, and the program does not.
     """
 
     target: str
     program: Program
     base: Manifest
     facts: ModelFacts
+    unread: Mapping[str, Tensor]
     micro_steps: int | None
 
     def assign(self, offers: Sequence[Offer]) -> Assignment:
@@ -172,7 +177,8 @@ class Leader:
             sums = _stored(_SUM, assignment.sums, [o.sums for o in offers], names, written)
             open_step = OpenStep(micro_steps=self.micro_steps, pieces=tuple(sums))
         buffers = _stored(_BUFFER, assignment.buffers, [o.buffers for o in offers], names, written)
-        shapes = {b.name: b.shape for b in self.program.module_buffers}
+        shapes = {name: tuple(value.shape) for name, value in self.unread.items()}
+        shapes |= {b.name: b.shape for b in self.program.module_buffers}
         manifest = self.base.model_copy(
             update={
                 "files": tuple(each.file for each in written if each.file is not None),
@@ -218,7 +224,7 @@ def save_in_rounds(rounds: Rounds, take: Callable[[], Sequence[RankSave]], leade
         own_offers.extend(rank.offer() for rank in ranks)
         return _Offers.dump_json(own_offers)
 
-    outcome = rounds.hold(offer, assign)
+    outcome = rounds.hold(SAVING, offer, assign)
     assignment = Assignment.model_validate_json(outcome)
     # It remembers whether its manifest was sent, after which nothing is removed from a store.
     draft = assignment.draft
@@ -234,7 +240,7 @@ def save_in_rounds(rounds: Rounds, take: Callable[[], Sequence[RankSave]], leade
         return leader.publish(draft, assignment, offers, written, scalars).encode()
 
     try:
-        return rounds.hold(write, publish).decode()
+        return rounds.hold(SAVING, write, publish).decode()
     except BaseException:
         if ranks[0].rank == 0:
             draft.abandon()

@@ -6,8 +6,8 @@ The copies of section ``save`` are complete some time after it was issued, so a 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
@@ -48,6 +48,17 @@ class Snapshot:
     buffers: Sequence[RankTensor]
     sums: Sequence[RankTensor]
     scalars: Sequence[StoredScalar]
+
+
+def with_unread(snapshot: Snapshot, unread: Mapping[str, Tensor]) -> Snapshot:
+    """A snapshot with tensors of the model, too, that the program does not hold."""
+    added = [
+        RankTensor(
+            name=name, shape=tuple(value.shape), tensor=value.detach().cpu().contiguous().flatten()
+        )
+        for name, value in unread.items()
+    ]
+    return replace(snapshot, buffers=[*snapshot.buffers, *added])
 
 
 class Taker:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -34,11 +35,21 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data
 
 
-def chunks_of(tensor: Tensor) -> Iterator[memoryview]:
-    """The bytes of a flat tensor in order; of one on a device no more than a chunk at a time is on the host."""
-    per_chunk = tensor.numel() if tensor.device.type == "cpu" else _CHUNK_BYTES // tensor.itemsize
-    for start in range(0, tensor.numel(), per_chunk):
-        yield bytes_of(tensor[start : start + per_chunk])
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunks:
+    """The bytes of a flat tensor in order; of one on a device no more than a chunk at a time is on the host.
+
+    They can be iterated again, so that a file is written again where a store has failed in passing.
+    """
+
+    tensor: Tensor
+
+    def __iter__(self) -> Iterator[memoryview]:
+        numel = self.tensor.numel()
+        is_on_host = self.tensor.device.type == "cpu"
+        per_chunk = numel if is_on_host else _CHUNK_BYTES // self.tensor.itemsize
+        for start in range(0, numel, per_chunk):
+            yield bytes_of(self.tensor[start : start + per_chunk])
 
 
 class TorchTensors:

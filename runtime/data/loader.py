@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -148,6 +149,7 @@ class ResumableLoader(Generic[Sample]):
             prefetch_factor=self._prefetch_factor,
             pin_memory=self._pin_memory,
             collate_fn=_unchanged,
+            worker_init_fn=_leave_process_group if self._num_workers else None,
             # Otherwise each iterator would draw from the global generator.
             generator=torch.Generator().manual_seed(0),
         )
@@ -268,6 +270,12 @@ def _size(dataset: object) -> int:
     if size < 1:
         raise UserError("The data set is empty: give at least one sample.")
     return size
+
+
+def _leave_process_group(_worker: int) -> None:
+    """Leave the process group of the rank: torchrun sends SIGTERM to all of it, after which the rank needs its data."""
+    if hasattr(os, "setpgid"):
+        os.setpgid(0, 0)
 
 
 def _unchanged(batch: object) -> object:

@@ -10,7 +10,7 @@ from typing import Final, Literal, Protocol, runtime_checkable
 
 from zeroir.errors import UserError
 from zeroir.runtime.data.loader import IS_GLOBAL
-from zeroir.runtime.users_code import explained
+from zeroir.runtime.users_code import in_users_code
 from zeroir.torch_ops.batches import Batch
 
 BatchFunction = Callable[..., Iterable[Batch]]
@@ -81,7 +81,7 @@ class TrainingData:
         """
         iterator = self._opened()
         try:
-            with explained("batches()", f" at step {step}"):
+            with in_users_code("batches()", f" at step {step}"):
                 batch = next(iterator)
         except StopIteration:
             raise UserError(
@@ -100,7 +100,7 @@ class TrainingData:
         batches: object = self._batches
         state: Mapping[str, object] | None = None
         if isinstance(batches, StatefulLoader):
-            with explained("state_dict() of the loader"):
+            with in_users_code("state_dict() of the loader"):
                 state = batches.state_dict()
         return {_TAKEN: self._taken, _LOADER: state}
 
@@ -143,7 +143,7 @@ class TrainingData:
                 "The checkpoint has the state of a loader, but batches() returned a "
                 f"{type(batches).__name__} without load_state_dict(): return the loader itself again."
             )
-        with explained("load_state_dict() of the loader"):
+        with in_users_code("load_state_dict() of the loader"):
             batches.load_state_dict(state)
         self._batches, self._iterator = batches, _iterate(batches)
         return "loader"
@@ -164,7 +164,7 @@ class TrainingData:
         self._batches = self._call(start_step=0)
         _require_no_loader(self._batches, taken)
         self._iterator = _iterate(self._batches)
-        with explained("batches()", f" while {taken} batches were skipped"):
+        with in_users_code("batches()", f" while {taken} batches were skipped"):
             skipped = sum(1 for _ in islice(self._iterator, taken))
         if skipped < taken:
             raise UserError(
@@ -189,12 +189,12 @@ class TrainingData:
         given: tuple[int, ...] = (self._rank.rank, self._rank.world_size, self._rank.seed)
         if self._takes_start_step:
             given = (*given, start_step)
-        with explained("batches()"):
+        with in_users_code("batches()"):
             return self._function(*given)
 
 
 def _iterate(batches: Iterable[Batch]) -> Iterator[Batch]:
-    with explained("batches()"):
+    with in_users_code("batches()"):
         return iter(batches)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -203,7 +204,8 @@ def test_a_second_job_is_refused_in_one_sentence(
     folder = CheckpointFolder(root=str(tmp_path))
     with folder.lock():
         draft = begin(folder.next_path(1))
-        message = f"^Another job saves checkpoints to '{tmp_path}': end it first, or name another folder.$"
+        holder = rf"\(process {os.getpid()} on \S+\)"
+        message = f"^Another job {holder} saves checkpoints to '{tmp_path}': end it first, or name"
         with pytest.raises(UserError, match=message), CheckpointFolder(root=str(tmp_path)).lock():
             pass
         assert Path(draft.folder).is_dir()

@@ -269,6 +269,38 @@ def test_manifests_that_stay_are_said(memory_root: str, monkeypatch: pytest.Monk
     verify_all(path, manifest)
 
 
+@pytest.mark.parametrize("removals", [0, 1, 2])
+def test_a_removal_that_ends_early_leaves_a_whole_checkpoint_or_none(
+    memory_root: str, monkeypatch: pytest.MonkeyPatch, removals: int
+) -> None:
+    path = join(memory_root, "step-00000001")
+    save_checkpoint(path, step=1)
+    remove = MemoryFileSystem.rm_file
+    removed: list[str] = []
+
+    def ending(driver: MemoryFileSystem, inner: str) -> None:
+        if len(removed) == removals:
+            raise PermissionError("Access Denied")
+        remove(driver, inner)
+        removed.append(inner)
+
+    monkeypatch.setattr(MemoryFileSystem, "rm_file", ending)
+    with pytest.raises(UserError, match="Access Denied"):
+        open_storage(path).remove(path)
+    listed = CheckpointFolder(root=memory_root).list()
+    assert len(listed) == (removals == 0)
+    for each in listed:
+        verify_all(each.path, read_manifest(each.path))
+
+
+def test_a_manifest_that_a_store_loses_is_missed(
+    memory_root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(MemoryFileSystem, "pipe_file", lambda *_, **__: None)
+    with pytest.raises(UserError, match="was written and is not there"):
+        save_checkpoint(join(memory_root, "step-00000001"), step=1)
+
+
 def test_a_truncated_and_a_foreign_object_are_named(root: str) -> None:
     path = join(root, "step-00000001")
     manifest = save_checkpoint(path, step=1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -18,13 +20,13 @@ from zeroir.checkpoint import reading
 from zeroir.checkpoint.manifest import Manifest
 from zeroir.checkpoint.reading import (
     CheckpointFiles,
+    VerifyItem,
     read_manifest,
     require_files,
     verify_all,
-    verify_file,
     verify_items,
 )
-from zeroir.errors import UserError
+from zeroir.errors import DamagedCheckpointError, UserError
 
 FILES = ("rank-00000.safetensors", "rank-00001.safetensors")
 NUMEL = 6
@@ -128,6 +130,23 @@ def test_every_flipped_bit_is_named(copied: tuple[Path, Manifest]) -> None:
     verify_all(str(path), manifest)
 
 
+@pytest.mark.parametrize("chunk_bytes", [1, 5, 8, 23, 24, 25])
+def test_tensors_of_several_chunks_are_verified_whole(
+    copied: tuple[Path, Manifest], monkeypatch: pytest.MonkeyPatch, chunk_bytes: int
+) -> None:
+    monkeypatch.setattr(reading, "CHUNK_BYTES", chunk_bytes)
+    path, manifest = copied
+    verify_all(str(path), manifest)
+    whole = (path / FILES[0]).read_bytes()
+    start = whole.index(rank_bytes(3, 0, NUMEL)["flat.master"])
+    for byte in range(start, start + 4 * NUMEL):
+        flipped = bytearray(whole)
+        flipped[byte] ^= 1
+        (path / FILES[0]).write_bytes(flipped)
+        with pytest.raises(DamagedCheckpointError, match=r"^Tensor flat.master of .* its checksum"):
+            verify_all(str(path), manifest)
+
+
 def test_every_truncated_file_is_named(copied: tuple[Path, Manifest]) -> None:
     path, manifest = copied
     for name in FILES:
@@ -196,9 +215,19 @@ def test_a_file_of_another_checkpoint_is_named(
     message = f"Tensor flat.master of '{path / FILES[1]}' is not what was saved: its checksum differs; use another"
     with pytest.raises(UserError, match=re.escape(message)):
         verify_all(str(path), manifest)
-    verify_file(str(path), manifest, FILES[0])
-    with pytest.raises(UserError, match=re.escape(message)):
-        verify_file(str(path), manifest, FILES[1])
+    with CheckpointFiles(path=str(path), manifest=manifest, from_disk=True) as files:
+        refused = {
+            (item.file, item.tensor) for item in verify_items(manifest) if is_refused(files, item)
+        }
+    assert refused == {(FILES[1], "flat.master"), (FILES[1], "flat.exp_avg")}
+
+
+def is_refused(files: CheckpointFiles, item: VerifyItem) -> bool:
+    try:
+        files.verify(item)
+    except DamagedCheckpointError as error:
+        return f"{item.file}' is not what was saved" in str(error)
+    return False
 
 
 def test_files_of_ranks_that_are_exchanged_are_named(copied: tuple[Path, Manifest]) -> None:
@@ -206,9 +235,9 @@ def test_files_of_ranks_that_are_exchanged_are_named(copied: tuple[Path, Manifes
     (path / FILES[0]).rename(path / "aside")
     (path / FILES[1]).rename(path / FILES[0])
     (path / "aside").rename(path / FILES[1])
-    for name in FILES:
-        with pytest.raises(UserError, match=f"flat.master of '.*{name}' is not what was saved"):
-            verify_file(str(path), manifest, name)
+    with CheckpointFiles(path=str(path), manifest=manifest) as files:
+        tensors = [item for item in verify_items(manifest) if item.tensor is not None]
+        assert all(is_refused(files, item) for item in tensors)
 
 
 def test_what_the_manifest_does_not_name_is_not_read(copied: tuple[Path, Manifest]) -> None:
@@ -232,3 +261,29 @@ def test_others_read_a_checkpoint(saved: tuple[Path, Manifest]) -> None:
     for rank, name in enumerate(FILES):
         masters = load_file(path / name)["flat.master"]
         assert masters.numpy().tobytes() == rank_bytes(3, rank, NUMEL)["flat.master"]
+
+
+@pytest.mark.parametrize(
+    ("number", "is_damage"),
+    [
+        (errno.EIO, True),
+        (errno.EUCLEAN, True),
+        (errno.ESTALE, True),
+        (errno.EACCES, False),
+        (errno.EMFILE, False),
+    ],
+)
+def test_a_checkpoint_that_the_disk_cannot_read_is_damaged(
+    saved: tuple[Path, Manifest], monkeypatch: pytest.MonkeyPatch, number: int, is_damage: bool
+) -> None:
+    """Where others may be readable, an earlier checkpoint is used; permissions are for the user to mend."""
+    path, manifest = saved
+
+    def fail(*_: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "preadv", fail)
+    for read in (lambda: read_manifest(str(path)), lambda: verify_all(str(path), manifest)):
+        with pytest.raises(UserError, match=f"^'{path}/.*' cannot be read: .*: ") as refusal:
+            read()
+        assert isinstance(refusal.value, DamagedCheckpointError) is is_damage

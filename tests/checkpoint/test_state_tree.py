@@ -83,8 +83,8 @@ def require_same(left: object, right: object) -> None:
             assert struct.pack("<d", left) == struct.pack("<d", right)
         case (list() | tuple(), list() | tuple()):
             assert len(left) == len(right)
-            for one, other in zip(left, right, strict=True):
-                require_same(one, other)
+            for pair in zip(left, right, strict=True):
+                require_same(*pair)
         case dict(), dict():
             require_same(list(left), list(right))
             require_same(list(left.values()), list(right.values()))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -204,7 +206,10 @@ def test_a_file_that_exists_stays(tmp_path: Path) -> None:
     [
         (errno.ENOSPC, "its disk is full: free space or name a folder on another disk"),
         (errno.EDQUOT, "your quota on its disk is used up"),
-        (errno.EIO, r"its disk reports an error \(EIO\)"),
+        (
+            errno.EIO,
+            r"its disk fails \(Input/output error\): see the system's log and name a folder on another",
+        ),
         (errno.EXDEV, "Invalid cross-device link: name another folder"),
     ],
 )
@@ -233,3 +238,28 @@ def test_an_interrupted_file_is_removed(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         write_file(open_storage(str(tmp_path)), str(tmp_path), "x", [(spec, parts())])
     assert not list(tmp_path.iterdir())
+
+
+def test_a_file_is_written_to_its_end_when_the_program_ends(tmp_path: Path) -> None:
+    program = """
+import atexit, sys, threading, time
+from zeroir.checkpoint.safetensors_header import StoredTensorSpec
+from zeroir.checkpoint.storage import open_storage
+from zeroir.checkpoint.writing import write_file
+
+def parts():
+    for value in range(20):
+        time.sleep(0.01)
+        yield memoryview(bytes([value]))
+
+def write():
+    spec = StoredTensorSpec(name="a", dtype="u8", numel=20)
+    threading.main_thread().join()
+    write_file(open_storage(sys.argv[1]), sys.argv[1], "x", [(spec, parts())])
+
+thread = threading.Thread(target=write, daemon=True)
+thread.start()
+atexit.register(thread.join)
+"""
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True, timeout=60)
+    assert load((tmp_path / "x").read_bytes())["a"].tolist() == list(range(20))

@@ -151,6 +151,14 @@ def test_verify_finds_missing_damaged_and_foreign_files(zeroir: Zeroir, folder: 
             assert "manifest.json" in answer.out
 
 
+def test_an_empty_checkpoint_among_others_is_damaged(zeroir: Zeroir, folder: Path) -> None:
+    (folder / "step-00000009").mkdir()
+    answer = zeroir("checkpoint", "verify", folder)
+    assert answer.exit_code == 1
+    assert f"'{folder}/step-00000009' is not a checkpoint" in answer.out
+    assert answer.out.count("is whole") == 2
+
+
 def test_equal_states_have_no_difference_whatever_their_layout(
     zeroir: Zeroir, folder: Path
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -62,6 +63,8 @@ def started(arguments: list[str], folder: Path) -> Iterator[subprocess.Popen[str
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
+            if process.stdout is not None:
+                process.stdout.close()
 
 
 def said(folder: Path) -> str:
@@ -95,7 +98,9 @@ def ranks_of(agent: int) -> dict[int, int]:
     """The process of each rank whose agent this is."""
     processes: dict[int, int] = {}
     for child in Path(f"/proc/{agent}/task/{agent}/children").read_text().split():
-        environment = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
+        environment: list[bytes] = []
+        with contextlib.suppress(OSError):  # it has ended
+            environment = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
         for variable in environment:
             if variable.startswith(b"RANK="):
                 processes[int(variable[5:])] = int(child)
@@ -129,20 +134,16 @@ def test_it_goes_on_with_fewer_ranks(zeroir: Zeroir, program: Path, tmp_path: Pa
     options = torchrun(
         *("--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "3", "--rdzv-id", "job"),
         *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}"),
-        *("--rdzv-conf", "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=2"),
+        *("--rdzv-conf", "last_call_timeout=10,keep_alive_interval=1,keep_alive_max_attempt=2"),
     )
-    # The first agent keeps the store. With both there, the job begins with two ranks at once.
     job = [*options, *running(program, 40)]
     with started([*job, "--seed", "3"], tmp_path) as first:
+        # The first agent keeps the store. With both there, the job begins with two ranks at once.
+        await_server(port)
         with started([*job, "--seed", "3"], tmp_path) as second:
             agents = {"first": first, "second": second}
             ranks = await_ranks(agents)
-            reporter = agents[ranks[0]]
-            if ranks[0] == "second":
-                begun = await_report(second.stdout, "saved", 4)
-            else:
-                begun = await_report(first.stdout, "saved", 4)
-            assert reporter.poll() is None
+            begun = await_report(agents[ranks[0]].stdout, "saved", 4)
             os.killpg(second.pid, signal.SIGKILL)
         rest, _ = first.communicate(timeout=DEADLINE_S)
         assert first.returncode == 0, said(tmp_path)
@@ -161,6 +162,16 @@ def test_it_goes_on_with_fewer_ranks(zeroir: Zeroir, program: Path, tmp_path: Pa
     assert losses(begun)
     name = "step-00000040"
     assert contents(tmp_path / "saved" / name) == contents(tmp_path / "alone" / name)
+
+
+def await_server(port: int) -> None:
+    """Return when a process listens at the port."""
+    deadline = time.monotonic() + DEADLINE_S
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError), socket.create_connection(("localhost", port), 1):
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"nobody listens at {port}")
 
 
 def await_ranks(agents: dict[str, subprocess.Popen[str]]) -> dict[int, str]:

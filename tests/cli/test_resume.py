@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.cli.conftest import Zeroir
 from tests.support.resuming import (
@@ -18,6 +19,7 @@ from tests.support.resuming import (
     saved_paths,
 )
 from tests.support.zygote import run_forked
+from zeroir.api import load_program
 from zeroir.cli.app import run_command
 
 
@@ -95,6 +97,29 @@ def test_it_goes_on_from_the_newest(zeroir: Zeroir, program: Path, own: Path) ->
     assert "There is no step left: ask for more --steps." in err
 
 
+@pytest.mark.slow
+def test_a_checkpoint_of_a_script(
+    zeroir: Zeroir, program: Path, saved: Path, tmp_path: Path
+) -> None:
+    """It has values, but no position in the data, unless it was saved within a step, which only the script can end."""
+    engine = load_program(program).engine(model=program.with_suffix(".py"), self_check=False)
+    engine.load(saved / "step-00000002")
+    batch = torch.zeros(4, 8), torch.zeros(4, dtype=torch.int64)
+    engine.step(batch)
+    engine.save(tmp_path / "between")
+    engine.step([batch, batch])
+    engine.micro_step(batch, is_last=False)
+    engine.save(tmp_path / "within")
+    engine.close()
+    code, out, err = run(zeroir, program, "--steps", "4", "--resume", tmp_path / "between")
+    assert (code, list(losses(out))) == (0, [4])
+    assert "It has no position in the data, which begins anew." in err
+    within = ("--resume", tmp_path / "within", "--micro-steps", "2")
+    code, out, err = run(zeroir, program, "--steps", "5", *within)
+    assert (code, out) == (2, "")
+    assert "was saved within a step (micro-steps taken: 1)" in " ".join(err.split())
+
+
 @pytest.mark.parametrize("resume", ["", "step-00000002"])
 def test_it_goes_on_from_a_path(
     zeroir: Zeroir, program: Path, saved: Path, tmp_path: Path, resume: str
@@ -164,6 +189,7 @@ def test_damage_that_another_rank_found(tmp_path: Path) -> None:
     assert err.count("is not what was saved") == 1
 
 
+@pytest.mark.slow
 def test_retention(zeroir: Zeroir, program: Path, tmp_path: Path) -> None:
     folder = tmp_path / "kept"
     saving = ("--save", folder, "--save-every", "1", "--keep", "2", "--keep-best", "eval_loss")
@@ -174,6 +200,7 @@ def test_retention(zeroir: Zeroir, program: Path, tmp_path: Path) -> None:
     assert saved_paths(folder) == [f"step-{step:08}" for step in sorted({best, 5, 6})]
 
 
+@pytest.mark.slow
 def test_a_generator_is_made_again_and_skipped(zeroir: Zeroir, tmp_path: Path) -> None:
     program = compiled(tmp_path, MODEL + GENERATOR)
     _, whole, _ = run(zeroir, program, "--steps", "5")
@@ -185,6 +212,7 @@ def test_a_generator_is_made_again_and_skipped(zeroir: Zeroir, tmp_path: Path) -
     assert "batches() takes no start_step, so the 3 batches that it had given were made" in err
 
 
+@pytest.mark.slow
 def test_a_schedule_for_another_number_of_steps(zeroir: Zeroir, tmp_path: Path) -> None:
     program = compiled(tmp_path, MODEL.replace("WORKERS = 2", "WORKERS = 0"), "linear")
     folder = tmp_path / "saved"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -81,6 +81,63 @@ def test_optimizers_of_torch_go_on_with_our_states(
     assert optimizer.param_groups[0]["lr"] == 0.02
     losses = workers.take_steps(other, optimizer, workers.AFTER)
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=5e-6, atol=0)
+
+
+class Counting(nn.Module):
+    """Statistics that a step changes, a buffer that no forward reads, one that is not saved, and unused parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 3)
+        self.norm = nn.BatchNorm1d(3)
+        self.register_buffer("scale", torch.tensor([1.0, 2.0, 3.0]))
+        self.register_buffer("version", torch.tensor(3))
+        self.register_buffer("cache", torch.zeros(2), persistent=False)
+        self.frozen = nn.Linear(3, 3, bias=False).requires_grad_(False)
+        self.unused = nn.Parameter(torch.arange(5.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.frozen(self.norm(self.inner(x))) * self.get_buffer("scale")
+        return y.square().mean() + self.get_buffer("cache").sum()
+
+
+def test_the_state_dict_of_a_run_is_that_of_its_model(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    module = Counting()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    batch = torch.randn(8, 4)
+    compiled = zeroir.compile(module, batch, optimizer=adam(module), world_size=1)
+    engine = compiled.engine(self_check=False)
+    for _ in range(2):
+        engine.step(batch)
+    engine.save(tmp_path / "checkpoint")
+    engine.close()
+    export_checkpoint(str(tmp_path / "checkpoint"), tmp_path / "w.pt", to="state-dict")
+    weights = torch.load(tmp_path / "w.pt", weights_only=True)
+    other = Counting()
+    other.load_state_dict(weights, strict=True)
+    assert other.norm.num_batches_tracked == 2
+    assert not torch.equal(weights["norm.running_mean"], before["norm.running_mean"])
+    assert not torch.equal(weights["inner.weight"], before["inner.weight"])
+    for name in ("scale", "version", "frozen.weight", "unused"):
+        assert torch.equal(weights[name], before[name]), name
+
+
+def test_states_that_torch_does_not_know_are_left_out_and_named(tmp_path: Path) -> None:
+    module = nn.Linear(4, 3, bias=False)
+    compiled = zeroir.compile(
+        module,
+        torch.randn(8, 4),
+        loss=lambda model, batch: model(batch).square().mean(),
+        optimizer="shampoo",
+        world_size=1,
+    )
+    engine = compiled.engine(self_check=False)
+    engine.step(torch.randn(8, 4))
+    engine.save(tmp_path / "checkpoint")
+    engine.close()
+    report = export_checkpoint(str(tmp_path / "checkpoint"), tmp_path / "dcp", to="dcp")
+    assert any("Shampoo" in note for note in report.notes)
 
 
 def test_from_pretrained_of_a_trained_model_computes_our_loss(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """What ``--format state-dict`` writes, read by torch without the right to run code."""
 
+import json
 import zipfile
 from pathlib import Path
 
@@ -8,6 +9,8 @@ import torch
 from torch import nn
 
 from tests.convert import torch_workers as workers
+from tests.convert.trained import trained
+from tests.runtime.support import Ranks, require_success
 from tests.support.stored_modules import write_checkpoint
 from zeroir.convert import torch_archive
 from zeroir.convert.export import export_checkpoint
@@ -59,6 +62,17 @@ def test_parameters_are_cast_and_buffers_are_not(tmp_path: Path) -> None:
     assert torch.equal(loaded["inner.weight"], module.inner.weight.half())
 
 
+def test_where_ranks_have_different_buffers_those_of_rank_0_are_written(tmp_path: Path) -> None:
+    module, other = Kinds(), Kinds()
+    module.norm.running_mean = torch.tensor([1.0, 2.0, 3.0])
+    write_checkpoint(tmp_path / "c", module, buffers_of_rank_1=other)
+    report = export_checkpoint(str(tmp_path / "c"), tmp_path / "w.pt", to="state-dict")
+    loaded = torch.load(tmp_path / "w.pt", weights_only=True)
+    assert loaded["norm.running_mean"].tolist() == [1, 2, 3]
+    (note,) = report.notes
+    assert note.startswith("Buffers differ between ranks")
+
+
 def test_records_above_four_gigabytes_have_their_sizes_in_64_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,6 +110,21 @@ def test_the_module_goes_on_with_an_optimizer_that_begins(tmp_path: Path) -> Non
     other.load_state_dict(torch.load(tmp_path / "w.pt", weights_only=True))
     expected = workers.take_steps(module, workers.optimizer_of(module), range(2, 7))
     assert workers.take_steps(other, workers.optimizer_of(other), range(2, 7)) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.parametrize("kind", ["fsdp2", "ddp"])
+def test_two_ranks_of_torch_go_on_with_the_weights(kind: str, tmp_path: Path) -> None:
+    module, _ = trained()
+    write_checkpoint(tmp_path / "c", module, rank_count=5)
+    export_checkpoint(str(tmp_path / "c"), tmp_path / "weights.pt", to="state-dict")
+    expected = workers.take_steps(module, workers.optimizer_of(module), workers.AFTER)
+    ranks = Ranks(2, tmp_path, kind, str(tmp_path), module="tests.convert.torch_workers")
+    require_success(ranks.wait())
+    losses = json.loads((tmp_path / f"{kind}.json").read_text())
+    # Two ranks add gradients in another order than one.
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=5e-6, atol=0)
 
 
 def test_a_file_of_another_kind_stays(tmp_path: Path) -> None:

@@ -171,6 +171,20 @@ def failing(where: str) -> None:
         engine.close()
 
 
+def lost() -> None:
+    """Rank 1 ends while it writes; the others say so, and the next job finds no half of a checkpoint."""
+    engine = Engine(program_of("fp32.2"))
+    engine.initialise_flats(initial_flats(engine.program))
+
+    def end(*_: object, **__: object) -> object:
+        os._exit(9)
+
+    with ExitStack() as patches:
+        if RANK == 1:
+            patches.enter_context(patch.object(LocalStorage, "create", end))
+        engine.save(FOLDER / "half")
+
+
 def large(precision: str) -> Program:
     """A program of 1.2 GB of weights and moments in all."""
     return lowered(mlp(blocks=24, dim=2048, precision=precision), 3, WORLD_SIZE)
@@ -212,6 +226,7 @@ def main() -> None:
         "resumes": resumes,
         "within": within,
         "failing": failing,
+        "lost": lost,
         "save-large": save_large,
         "load-large": load_large,
     }

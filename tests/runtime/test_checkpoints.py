@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
 from tests.numerics.test_whole_parameters import CHOICES, MODEL
 from tests.runtime.constructors import Mlp
 from tests.runtime.support import initial_flats, lowered, random_batches
-from tests.runtime.workers_cases import varied
+from tests.runtime.workers_cases import varied, weight_of_values
 from tests.support.eager import traced
 from tests.support.examples import examples
 from tests.support.groups import in_groups
@@ -265,32 +265,40 @@ def test_what_steps_hand_on_comes_from_the_checkpoint(tmp_path: Path) -> None:
     assert before != after == float(values["blocks.0.param"][3])
 
 
+@pytest.mark.parametrize("is_weighted", [False, True])
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_step_that_had_begun_goes_on_with_the_accumulating_program(
-    tmp_path: Path, stage: int
+    tmp_path: Path, stage: int, *, is_weighted: bool
 ) -> None:
     """An engine that has not met several batches yet makes itself ready for the rest of the step."""
+    weight = weight_of_values if is_weighted else None
 
     def accumulating() -> Program:
-        return lowered(mlp(micro_steps=2), stage, 1)
+        return lowered(mlp(micro_steps=2, is_weighted=is_weighted), stage, 1)
+
+    def engine_for_one_batch() -> Engine:
+        program = lowered(mlp(is_weighted=is_weighted), stage, 1)
+        return Engine(program, accumulating=accumulating, weight=weight)
 
     ((first, second, third),) = random_batches(1, 1, micro_steps=3)[0]
-    source = Engine(lowered(mlp(), stage, 1), accumulating=accumulating)
+    source = engine_for_one_batch()
     source.initialise_flats(initial_flats(source.program))
     source.micro_step(first, is_last=False)
     source.micro_step(second, is_last=False)
     source.save(tmp_path / "saved")
     source.micro_step(third)
-    expected = source.update().loss
+    expected = source.update()
 
-    engine = Engine(lowered(mlp(), stage, 1), accumulating=accumulating)
+    engine = engine_for_one_batch()
     loaded = engine.load(tmp_path / "saved")
     assert (loaded.micro_steps, engine.step_count) == (2, 0)
     engine.micro_step(third)
-    assert engine.update().loss == expected
+    result = engine.update()
+    assert (result.loss, result.weight) == (expected.loss, expected.weight)
     require_same(engine.full_state(), source.full_state())
 
-    other = Engine(lowered(mlp(micro_steps=2, clip=0.5), stage, 1))
+    program = lowered(mlp(micro_steps=2, clip=0.5, is_weighted=is_weighted), stage, 1)
+    other = Engine(program, weight=weight)
     with pytest.warns(
         CheckpointWarning, match="after 2 micro-steps of a step: that step begins anew"
     ):
@@ -423,12 +431,26 @@ def test_settings_of_groups_come_back_by_name(tmp_path: Path) -> None:
         Engine(lowered(in_groups(mlp()), 3, 1)).load(tmp_path / "alone")
 
 
+def test_a_running_engine_goes_back(tmp_path: Path) -> None:
+    """Settings that were written before count again after the load."""
+    engine = engine_of(lowered(mlp(precision="fp16", clip=0.5, ema=0.5), 2, 1))
+    engine.optimizer.param_groups[0] |= {"lr": 0.25, "betas": (0.5, 0.75)}
+    batches = [step[0][0] for step in random_batches(3, 1, seed=6)]
+    engine.step(batches[0])
+    engine.save(tmp_path / "saved")
+    losses = [engine.step(batch).loss for batch in batches]
+    expected = {key: values.clone() for key, values in engine.full_state().items()}
+    assert engine.load(tmp_path / "saved").step == engine.step_count == 2
+    assert [engine.step(batch).loss for batch in batches] == losses
+    require_same(engine.full_state(), expected)
+
+
 # --------------------------------------------------------------------------------------------------- in the background
 
 
-def test_the_next_save_waits_for_the_one_under_way(tmp_path: Path) -> None:
-    program = applied(lowered(mlp(), 3, 1), (SaveState(),))
-    engine = engine_of(program)
+@contextmanager
+def slow_writes() -> Iterator[threading.Event]:
+    """Saves in the body write no file before the event is set."""
     go_on = threading.Event()
     write = saving.RankSave.write
 
@@ -438,8 +460,15 @@ def test_the_next_save_waits_for_the_one_under_way(tmp_path: Path) -> None:
         assert go_on.wait(30)
         return write(self, assignment, offer)
 
-    expected = {key: values.clone() for key, values in engine.full_state().items()}
     with patch.object(saving.RankSave, "write", slow):
+        yield go_on
+
+
+def test_the_next_save_waits_for_the_one_under_way(tmp_path: Path) -> None:
+    program = applied(lowered(mlp(), 3, 1), (SaveState(),))
+    engine = engine_of(program)
+    expected = {key: values.clone() for key, values in engine.full_state().items()}
+    with slow_writes() as go_on:
         first = engine.save(tmp_path / "first", wait=False)
         engine.step(random_batches(1, 1)[0][0])
         assert not first.is_done
@@ -452,6 +481,29 @@ def test_the_next_save_waits_for_the_one_under_way(tmp_path: Path) -> None:
     require_same(loaded.full_state(), expected)
     assert loaded.load(tmp_path / "second").step == 2
     require_same(loaded.full_state(), engine.full_state())
+
+
+def test_a_save_outlives_the_program_that_began_it(tmp_path: Path) -> None:
+    """A step of several batches needs another program: its engine takes the place of the one that is being saved."""
+    save_state = (SaveState(),)
+    engine = Engine(
+        applied(lowered(mlp(), 3, 1), save_state),
+        accumulating=lambda: applied(lowered(mlp(micro_steps=2), 3, 1), save_state),
+    )
+    engine.initialise_flats(initial_flats(mlp()))
+    (first,), (second,) = random_batches(2, 1, micro_steps=2)
+    engine.step(first[0])
+    expected = {key: values.clone() for key, values in engine.full_state().items()}
+    with slow_writes() as go_on:
+        engine.save(tmp_path / "first", wait=False)
+        engine.step(second)
+        go_on.set()
+        engine.save(tmp_path / "second", wait=False).wait()
+    again = Engine(lowered(mlp(), 0, 1))
+    again.load(tmp_path / "first")
+    require_same(again.full_state(), expected)
+    again.load(tmp_path / "second")
+    require_same(again.full_state(), engine.full_state())
 
 
 def test_closing_waits_for_the_save_under_way(tmp_path: Path) -> None:

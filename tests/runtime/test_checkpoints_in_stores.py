@@ -6,10 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
-from tests.runtime.support import Ranks, require_success
+from tests.runtime.support import Ranks, initial_flats, lowered, require_success
+from tests.support.programs import mlp
 from zeroir.checkpoint.folder import CheckpointFolder
 from zeroir.checkpoint.reading import read_manifest, verify_all
+from zeroir.runtime.lockstep import Lockstep
 
 
 @pytest.mark.dist
@@ -35,3 +38,24 @@ def test_ranks_save_to_a_store_and_load_from_it(
         for listed in CheckpointFolder(root=url).list():
             verify_all(listed.path, read_manifest(listed.path))
     assert [listed.step for listed in CheckpointFolder(root=url).list()] == [2, 1]
+
+
+def test_the_file_of_a_rank_is_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the store fails in passing: the bytes of the state can be read again."""
+    lockstep = Lockstep(lowered(mlp(), 2, 2))
+    lockstep.initialise_flats(initial_flats(lockstep.program))
+    write = MemoryFile.write
+    failures = [TimeoutError("slow"), ConnectionResetError("gone")]
+
+    def failing(file: MemoryFile, data: memoryview) -> int:
+        if failures and file.tell() > 0:
+            raise failures.pop()
+        return int(write(file, data))
+
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    monkeypatch.setattr(MemoryFile, "write", failing, raising=False)
+    path = "memory://again/step-00000000"
+    lockstep.save(path)
+    assert not failures
+    verify_all(path, read_manifest(path))
+    MemoryFileSystem.store.clear()

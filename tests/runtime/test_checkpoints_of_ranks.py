@@ -132,6 +132,15 @@ def test_a_failure_in_the_background_is_an_error_at_the_end(tmp_path: Path, wher
         assert "the disk is full" in err
 
 
+@pytest.mark.dist
+def test_a_rank_that_ends_while_it_saves_ends_the_save(tmp_path: Path) -> None:
+    results = run(3, tmp_path / "job", "lost")
+    assert [code for code, _, _ in results] == [2, 9, 2]
+    for rank in (0, 2):
+        assert "lost its peers" in results[rank][2]
+    assert not (tmp_path / "job" / "half").exists()
+
+
 _MEGABYTE = 1 << 20
 
 

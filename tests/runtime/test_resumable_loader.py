@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterator
 from itertools import islice
@@ -168,6 +169,25 @@ def test_samples_of_one_tensor_make_a_tensor() -> None:
         torch.arange(4.0), batch_size=3, rank=0, world_size=1, shuffle=False
     )
     assert torch.equal(torch.as_tensor(next(iter(made))), torch.tensor([0.0, 1.0, 2.0]))
+
+
+class Outside:
+    """Tells whether the process that makes a sample is outside the process group of the one that made the data set."""
+
+    def __init__(self) -> None:
+        self.group = os.getpgid(0)
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> bool:
+        return os.getpgid(0) != self.group
+
+
+def test_workers_are_out_of_reach_of_signals_to_the_rank() -> None:
+    """torchrun sends SIGTERM to the rank and all of its process group, and the rank goes on to the end of its step."""
+    made = zeroir.ResumableLoader(Outside(), batch_size=1, rank=0, world_size=1, num_workers=1)
+    assert next(iter(made)) == torch.tensor([True])
 
 
 class Failing:

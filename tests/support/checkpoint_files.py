@@ -43,10 +43,11 @@ def tensor_to_write(
 
 def rank_bytes(step: int, rank: int, numel: int) -> dict[str, bytes]:
     """The tensors of a rank: half of a flat's masters, and a moment in half precision."""
-    draws = np.random.default_rng((step, rank))
+    first = 10_000 * step + 100 * rank
+    elements = np.arange(first, first + numel, dtype=np.uint32)
     return {
-        "flat.master": draws.standard_normal(numel, np.float32).tobytes(),
-        "flat.exp_avg": draws.integers(0, 1 << 16, numel, np.uint16).tobytes(),
+        "flat.master": (elements.astype(np.float32) / 7).tobytes(),
+        "flat.exp_avg": (elements * 40_503).astype(np.uint16).tobytes(),
     }
 
 

@@ -62,15 +62,24 @@ def write_checkpoint(
     scalars: Sequence[StoredScalar] = (),
     config: JsonValue = None,
     config_owner: str = "",
+    buffers_of_rank_1: nn.Module | None = None,
 ) -> Manifest:
-    """Write a checkpoint of a module, cut as if ranks had saved shards; empty pieces are left out as ours are."""
+    """Write a checkpoint of a module, cut as if ranks had saved shards; empty pieces are left out as ours are.
+
+    Buffers are those of rank 0, and of all ranks where no other module has those of rank 1.
+    """
     draft = begin(str(path))
     files = [_RankFile() for _ in range(rank_count)]
     flats = [
         _flat(f"flat{index}", parameters, states or {}, files)
         for index, parameters in enumerate(_flats(module, flat_count))
     ]
-    buffers = list(_buffers(module, files[-1], draft.file_name(rank_count - 1)))
+    last = draft.file_name(rank_count - 1)
+    everyone = tuple(range(rank_count))
+    others = everyone if buffers_of_rank_1 is None else (0, *everyone[2:])
+    buffers = list(_buffers(module, files[-1], last, others))
+    if buffers_of_rank_1 is not None:
+        buffers[:0] = _buffers(buffers_of_rank_1, files[-1], last, (1,))
     named = [
         (draft.file_name(rank), file.tensors) for rank, file in enumerate(files) if file.tensors
     ]
@@ -164,16 +173,19 @@ def _pieces(name: str, whole: Tensor, files: Sequence[_RankFile]) -> Iterator[Pi
             yield Piece(file=f"rank-{rank:05}.safetensors", tensor=name, start=start, stop=stop)
 
 
-def _buffers(module: nn.Module, file: _RankFile, file_name: str) -> Iterator[StoredBuffer]:
+def _buffers(
+    module: nn.Module, file: _RankFile, file_name: str, ranks: tuple[int, ...]
+) -> Iterator[StoredBuffer]:
     saved = module.state_dict().keys()
     for name, buffer in module.named_buffers():
-        file.add(f"buffer.{name}", buffer)
+        tensor = f"buffer.{name}.{ranks[0]}"
+        file.add(tensor, buffer)
         yield StoredBuffer(
             name=name,
             dtype=DTYPES[buffer.dtype],
             shape=tuple(buffer.shape),
-            ranks=(0,),
+            ranks=ranks,
             file=file_name,
-            tensor=f"buffer.{name}",
+            tensor=tensor,
             is_persistent=name in saved,
         )

@@ -11,7 +11,7 @@ import traceback
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Final, NoReturn
 
 from zeroir.api.sentences import say
 from zeroir.errors import (
@@ -92,6 +92,9 @@ def _fail(error: BaseException, rank: int) -> NoReturn:
                 train.give_way()
             say("Interrupted." if rank == 0 else f"Rank {rank} was interrupted.")
             train.abandon_job(130)
+        case RuntimeError() if str(error).startswith(_LOST_WORKER):
+            say(f"Error on rank {rank}: {' '.join(str(error).split())}")
+            train.abandon_job(UserError.exit_code)
         case _ if is_out_of_memory(error):
             say(f"Error on rank {rank}: Memory ran out: {MEMORY_REMEDY}.")
             train.abandon_job(UserError.exit_code)
@@ -102,6 +105,9 @@ def _fail(error: BaseException, rank: int) -> NoReturn:
             )
             train.abandon_job(70)
 
+
+_LOST_WORKER: Final = "DataLoader worker"
+"""How torch's errors begin where a worker of a loader was killed, whatever the rank is doing at that moment."""
 
 _EXPLAINED_CODES = (UserError.exit_code, InternalError.exit_code, ClosedOutputError.exit_code, 130)
 """Exit codes of ranks that have said why they stopped."""

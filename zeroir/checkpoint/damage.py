@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
+from zeroir.checkpoint.folder import CheckpointFolder
 from zeroir.checkpoint.manifest import MANIFEST_NAME, Manifest
 from zeroir.checkpoint.reading import CheckpointFiles, VerifyItem, read_manifest, verify_items
-from zeroir.checkpoint.storage import join, open_storage
+from zeroir.checkpoint.storage import open_storage
 from zeroir.errors import UserError
 
 _SUFFIX: Final = ".safetensors"
@@ -38,20 +39,24 @@ class Verification:
     foreign_names: tuple[str, ...]
 
 
-def verify_checkpoint(path: str) -> Verification:
-    """Compare all checksums of a checkpoint, on the disk where the system allows that.
+def checkpoints_at(path: str) -> tuple[str, ...]:
+    """The checkpoints of a folder, newest first, or the one at the path itself, damaged ones among them.
 
     Raises:
-        UserError: if there is no checkpoint at the path, not even a damaged one.
+        UserError: if there is none.
     """
-    storage = open_storage(path)
-    has_manifest = storage.size_bytes(join(path, MANIFEST_NAME)) is not None
-    has_files = any(entry.name.endswith(_SUFFIX) for entry in storage.entries(path))
+    listed = tuple(each.path for each in CheckpointFolder(root=path).list())
+    names = [entry.name for entry in open_storage(path).entries(path) if not entry.is_folder]
+    if not listed and not any(name.endswith(_SUFFIX) for name in names):
+        read_manifest(path)
+    return listed or (path,)
+
+
+def verify_checkpoint(path: str) -> Verification:
+    """Compare all checksums of a checkpoint, on the disk where the system allows that."""
     try:
         manifest = read_manifest(path)
     except UserError as error:
-        if not has_manifest and not has_files:
-            raise
         damage = DamagedPart(file=MANIFEST_NAME, tensor=None, sentence=str(error))
         return Verification(
             path=path, manifest=None, size_bytes=0, damages=(damage,), foreign_names=()

@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import errno
+from typing import Final
 
-from zeroir.errors import UserError
+from zeroir.errors import DamagedCheckpointError, UserError
+
+_BROKEN_DISK: Final = (errno.EIO, errno.EUCLEAN, errno.EBADMSG)
+"""A disk that fails, and a file system or a file that is damaged on it."""
+_DAMAGES: Final = frozenset(
+    (*_BROKEN_DISK, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ESTALE)
+)
 
 
 def unwritable(path: str, error: OSError) -> UserError:
@@ -32,15 +39,15 @@ def unwritable(path: str, error: OSError) -> UserError:
             reason = "the name is too long: name a shorter one"
         case errno.EMFILE | errno.ENFILE:
             reason = "too many files are open: raise the limit (ulimit -n)"
-        case errno.EIO:
-            reason = "its disk reports an error (EIO): see the system's log and name a folder on another disk"
+        case number if number in _BROKEN_DISK:
+            reason = f"its disk fails ({_told(error)}): see the system's log and name a folder on another disk"
         case _:
             reason = f"{_told(error)}: name another folder"
     return UserError(f"'{path}' cannot be written: {reason}.")
 
 
 def unreadable(path: str, error: OSError) -> UserError:
-    """The error that a path cannot be read, with its remedy."""
+    """The error that a path cannot be read, with its remedy; a damaged checkpoint if other ones may be readable."""
     match error.errno:
         case errno.ENOENT | errno.ENOTDIR:
             reason = "it does not exist: name a folder that contains a checkpoint"
@@ -50,15 +57,16 @@ def unreadable(path: str, error: OSError) -> UserError:
             reason = "you may not read it: change the permissions"
         case errno.EMFILE | errno.ENFILE:
             reason = "too many files are open: raise the limit (ulimit -n)"
-        case errno.EIO:
+        case number if number in _BROKEN_DISK:
             reason = (
-                "its disk reports an error (EIO): see the system's log and use another checkpoint"
+                f"its disk fails ({_told(error)}): see the system's log and use another checkpoint"
             )
         case errno.ESTALE:
             reason = "it was removed while it was read: use another checkpoint"
         case _:
             reason = f"{_told(error)}: use another checkpoint"
-    return UserError(f"'{path}' cannot be read: {reason}.")
+    kind = DamagedCheckpointError if error.errno in _DAMAGES else UserError
+    return kind(f"'{path}' cannot be read: {reason}.")
 
 
 def _told(error: OSError) -> str:

@@ -62,19 +62,27 @@ class CheckpointFolder:
 
     def list(self) -> tuple[Listed, ...]:
         """The checkpoints by name, newest first; no manifest is read."""
-        listed = []
-        for entry in self._storage.entries(self.root):
-            match = CHECKPOINT_NAME.fullmatch(entry.name)
-            path = join(self.root, entry.name)
-            if match and entry.is_folder and self._storage.has_appeared(path):
-                listed.append(Listed(path=path, step=int(match[1]), attempt=int(match[2] or 1)))
-        return tuple(sorted(listed, key=_age, reverse=True))
+        return tuple(listed for listed in self._named() if self._storage.has_appeared(listed.path))
 
     def next_path(self, step: int) -> str:
         """The path for a checkpoint of a step: ``step-00000100``, or with ``-2``, … if there are some of this step."""
         name = f"step-{step:08}"
-        attempts = [listed.attempt for listed in self.list() if listed.step == step]
+        attempts = [
+            listed.attempt
+            for listed in self._named()
+            if listed.step == step and self._storage.has_appeared(listed.path)
+        ]
         return join(self.root, name if not attempts else f"{name}-{max(attempts) + 1}")
+
+    def _named(self) -> tuple[Listed, ...]:
+        """The folders with names of checkpoints, newest first; in a store some may be without a manifest."""
+        named = []
+        for entry in self._storage.entries(self.root):
+            match = CHECKPOINT_NAME.fullmatch(entry.name)
+            if match and entry.is_folder:
+                path = join(self.root, entry.name)
+                named.append(Listed(path=path, step=int(match[1]), attempt=int(match[2] or 1)))
+        return tuple(sorted(named, key=_age, reverse=True))
 
     def newest_whole(
         self,

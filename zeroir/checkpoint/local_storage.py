@@ -12,6 +12,7 @@ import errno
 import os
 import re
 import secrets
+import socket
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from filelock import FileLock, Timeout
 from zeroir.checkpoint.file_errors import unreadable, unwritable
 from zeroir.checkpoint.manifest import MANIFEST_NAME
 from zeroir.checkpoint.storage import CHECKPOINT_NAME, Entry, join, parent_and_name
-from zeroir.errors import UserError
+from zeroir.errors import DamagedCheckpointError, UserError
 
 LOCK_NAME: Final = ".lock"
 LOCK_WAIT_S: Final = 5.0
@@ -164,7 +165,7 @@ class LocalStorage:
         try:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):
-                raise UserError(f"'{path}' is not a file: use another checkpoint.")
+                raise DamagedCheckpointError(f"'{path}' is not a file: use another checkpoint.")
             if from_disk:
                 os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         except BaseException as error:
@@ -255,16 +256,20 @@ class LocalStorage:
     def lock(self, root: str) -> Iterator[None]:
         """Hold ``.lock`` of a folder, which is made if missing. The system frees it when the process ends."""
         make_folders(root)
-        lock = FileLock(join(root, LOCK_NAME), timeout=LOCK_WAIT_S, thread_local=False)
+        path = join(root, LOCK_NAME)
+        lock = FileLock(path, timeout=LOCK_WAIT_S, thread_local=False)
         try:
             lock.acquire()
         except Timeout as error:
             raise UserError(
-                f"Another job saves checkpoints to '{root}': end it first, or name another folder."
+                f"Another job{_holder(path)} saves checkpoints to '{root}': end it first, or name another folder."
             ) from error
         except OSError as error:
-            raise unwritable(join(root, LOCK_NAME), error) from error
+            raise unwritable(path, error) from error
         try:
+            # For the message to others; a full disk is reported when it matters.
+            with contextlib.suppress(OSError):
+                Path(path).write_text(f"process {os.getpid()} on {socket.gethostname()}", "utf-8")
             yield
         finally:
             lock.release()
@@ -289,6 +294,15 @@ def make_folders(path: str) -> None:
         _sync_folder(parent)
     except OSError as error:
         raise unwritable(path, error) from error
+
+
+def _holder(path: str) -> str:
+    """Which process has a lock, in parentheses; nothing if it has not written that yet."""
+    try:
+        holder = Path(path).read_text("utf-8")
+    except (OSError, ValueError):
+        return ""
+    return f" ({holder})" if re.fullmatch(r"process [0-9]+ on \S+", holder) else ""
 
 
 def _require_free(target: str) -> None:

@@ -25,9 +25,7 @@ def manifest_bytes(manifest: Manifest) -> bytes:
     problem = next(contradictions(manifest), None)
     if problem is not None:
         raise InternalError(f"The manifest of a checkpoint contradicts itself: {problem}.")
-    value = json.loads(manifest.model_dump_json())
-    checksum = checksum_of(_canonical(value))
-    return _canonical({"checksum": checksum, "manifest": value}) + b"\n"
+    return _document(_canonical(json.loads(manifest.model_dump_json())))
 
 
 def parse_manifest(data: bytes, path: str) -> Manifest:
@@ -45,11 +43,10 @@ def parse_manifest(data: bytes, path: str) -> Manifest:
         raise _damaged(path, "it is not a manifest")
     value = document["manifest"]
     try:
-        is_canonical = data == _canonical(document) + b"\n"
-        checksum = checksum_of(_canonical(value))
+        text = _canonical(value)
     except ValueError as error:
         raise _damaged(path, "it has numbers that JSON has not") from error
-    if not is_canonical or document["checksum"] != checksum:
+    if data != _document(text):
         raise _damaged(path, "its checksum is not that of its text")
     _require_version(value, path)
     try:
@@ -62,6 +59,11 @@ def parse_manifest(data: bytes, path: str) -> Manifest:
     if problem is not None:
         raise _damaged(path, problem)
     return manifest
+
+
+def _document(text: bytes) -> bytes:
+    """The bytes of the file for the text of a manifest."""
+    return b'{"checksum":"%s","manifest":%s}\n' % (checksum_of(text).encode(), text)
 
 
 def _canonical(value: JsonValue) -> bytes:

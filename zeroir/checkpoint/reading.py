@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
-from zeroir.checkpoint.checksums import Checksum, checksum_of
+from zeroir.checkpoint.checksums import Checksum, HashingThread, checksum_of
 from zeroir.checkpoint.manifest import MANIFEST_NAME, Manifest, StoredFile, StoredTensor
 from zeroir.checkpoint.manifest_file import parse_manifest
 from zeroir.checkpoint.safetensors_header import ITEMSIZE_BYTES
@@ -107,12 +108,18 @@ class CheckpointFiles:
             return
         place = opened.places[item.tensor]
         checksum = Checksum()
-        buffer = memoryview(bytearray(min(CHUNK_BYTES, item.size_bytes)))
-        for start in range(0, item.size_bytes, CHUNK_BYTES):
-            chunk = buffer[: min(CHUNK_BYTES, item.size_bytes - start)]
-            if opened.input.read_into(chunk, place.offset_bytes + start) < chunk.nbytes:
-                raise _refused(self.path, item.file, item.tensor, "it ends early")
-            checksum.add(chunk)
+        chunks = _chunks(opened.input, place.offset_bytes, item.size_bytes)
+        read_bytes = 0
+        with HashingThread() as hashing:
+            for chunk in chunks:
+                if read_bytes:
+                    hashing.end()
+                hashing.begin(chunk, (checksum,))
+                read_bytes += chunk.nbytes
+            if read_bytes:
+                hashing.end()
+        if read_bytes < item.size_bytes:
+            raise _refused(self.path, item.file, item.tensor, "it ends early")
         if checksum.text != place.tensor.checksum:
             raise _refused(self.path, item.file, item.tensor, "its checksum differs")
 
@@ -141,30 +148,18 @@ def require_files(path: str, manifest: Manifest) -> None:
     """Check that all files of a checkpoint are there with their sizes; nothing is read.
 
     Raises:
-        UserError: if a file is missing or truncated, naming it.
+        DamagedCheckpointError: if a file is missing or truncated, naming it.
     """
     storage = open_storage(path)
     for file in manifest.files:
         _require_size(file, path, storage.size_bytes(join(path, file.name)))
 
 
-def verify_file(path: str, manifest: Manifest, file: str) -> None:
-    """Read a file of a checkpoint back from the disk.
-
-    Raises:
-        UserError: if it is not what was saved, naming it and the tensor.
-    """
-    with CheckpointFiles(path=path, manifest=manifest, from_disk=True) as files:
-        for item in verify_items(manifest):
-            if item.file == file:
-                files.verify(item)
-
-
 def verify_all(path: str, manifest: Manifest) -> None:
     """Read a whole checkpoint.
 
     Raises:
-        UserError: if it is not what was saved, naming the file and the tensor.
+        DamagedCheckpointError: if it is not what was saved, naming the file and the tensor.
     """
     with CheckpointFiles(path=path, manifest=manifest) as files:
         for item in verify_items(manifest):
@@ -204,6 +199,17 @@ def _open_file(path: str, stored: StoredFile, from_disk: bool) -> _OpenFile:
         file.close()
         raise
     return _OpenFile(input=file, places=places)
+
+
+def _chunks(file: InputFile, offset: int, size_bytes: int) -> Iterator[memoryview]:
+    """The bytes of a file from an offset on; a chunk may be used until the one after the next is asked for."""
+    buffers = [memoryview(bytearray(min(CHUNK_BYTES, size_bytes))) for _ in range(2)]
+    for number, start in enumerate(range(0, size_bytes, CHUNK_BYTES)):
+        chunk = buffers[number % 2][: min(CHUNK_BYTES, size_bytes - start)]
+        read_bytes = file.read_into(chunk, offset + start)
+        yield chunk[:read_bytes]
+        if read_bytes < chunk.nbytes:
+            return
 
 
 def _require_size(file: StoredFile, path: str, size_bytes: int | None) -> None:

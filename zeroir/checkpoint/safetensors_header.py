@@ -23,7 +23,7 @@ ITEMSIZE_BYTES: Final[Mapping[str, int]] = {
 """Bytes of one element of each dtype of a manifest; in upper case they are the names that safetensors uses."""
 
 LENGTH_BYTES: Final = 8
-METADATA: Final = {"format": "pt"}
+_METADATA: Final = {"format": "pt"}
 """Hugging Face's loaders ask for it."""
 
 _ALIGNMENT_BYTES: Final = 8
@@ -51,15 +51,13 @@ def in_file_order(specs: Sequence[StoredTensorSpec]) -> list[int]:
     return sorted(range(len(specs)), key=lambda index: -ITEMSIZE_BYTES[specs[index].dtype])
 
 
-def header_bytes(
-    specs: Sequence[StoredTensorSpec], metadata: Mapping[str, str] = METADATA
-) -> bytes:
+def header_bytes(specs: Sequence[StoredTensorSpec]) -> bytes:
     """The header of a file whose tensors are in this order.
 
     Raises:
         InternalError: if a tensor is empty, a name stands twice, or the header is larger than readers accept.
     """
-    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    header: dict[str, object] = {"__metadata__": _METADATA}
     start = 0
     for spec in specs:
         shape = (spec.numel,) if spec.shape is None else spec.shape

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
-from zeroir.checkpoint.checksums import Checksum
+from zeroir.checkpoint.checksums import Checksum, HashingThread
 from zeroir.checkpoint.manifest import StoredFile, StoredTensor
 from zeroir.checkpoint.safetensors_header import (
-    METADATA,
     StoredTensorSpec,
     header_bytes,
     in_file_order,
@@ -28,8 +26,6 @@ def write_file(
     folder: str,
     name: str,
     tensors: Sequence[tuple[StoredTensorSpec, Iterable[memoryview]]],
-    *,
-    metadata: Mapping[str, str] = METADATA,
 ) -> StoredFile:
     """Write a safetensors file that does not exist; it is durable on return.
 
@@ -47,9 +43,9 @@ def write_file(
     can_repeat = not any(isinstance(parts, Iterator) for _, parts in tensors)
     for pause_s in PAUSES_S if can_repeat else ():
         with contextlib.suppress(PassingError):
-            return _write_once(storage, folder, name, tensors, metadata)
+            return _write_once(storage, folder, name, tensors)
         time.sleep(pause_s)
-    return _write_once(storage, folder, name, tensors, metadata)
+    return _write_once(storage, folder, name, tensors)
 
 
 def _write_once(
@@ -57,19 +53,18 @@ def _write_once(
     folder: str,
     name: str,
     tensors: Sequence[tuple[StoredTensorSpec, Iterable[memoryview]]],
-    metadata: Mapping[str, str],
 ) -> StoredFile:
     ordered = [tensors[index] for index in in_file_order([spec for spec, _ in tensors])]
-    header = header_bytes([spec for spec, _ in ordered], metadata)
+    header = header_bytes([spec for spec, _ in ordered])
     whole = Checksum()
     stored = []
     output = storage.create(join(folder, name))
     try:
         whole.add(header)
         output.write(memoryview(header))
-        with ThreadPoolExecutor(1) as hasher:
+        with HashingThread() as hashing:
             for spec, parts in ordered:
-                checksum = _write_tensor(hasher, output, spec, parts, whole)
+                checksum = _write_tensor(hashing, output, spec, parts, whole)
                 stored.append(
                     StoredTensor(
                         name=spec.name, dtype=spec.dtype, numel=spec.numel, checksum=checksum
@@ -90,7 +85,7 @@ def _write_once(
 
 
 def _write_tensor(
-    hasher: ThreadPoolExecutor,
+    hashing: HashingThread,
     output: OutputFile,
     spec: StoredTensorSpec,
     parts: Iterable[memoryview],
@@ -99,20 +94,15 @@ def _write_tensor(
     """Write one tensor, and add its bytes to the checksum of the whole file; its own checksum."""
     checksum = Checksum()
     written_bytes = 0
-
-    def add(chunk: memoryview) -> None:
-        checksum.add(chunk)
-        whole.add(chunk)
-
     for part in parts:
         if not part.nbytes:
             continue
         data = part.cast("B")
         for start in range(0, data.nbytes, CHUNK_BYTES):
             chunk = data[start : start + CHUNK_BYTES]
-            added = hasher.submit(add, chunk)
+            hashing.begin(chunk, (checksum, whole))
             output.write(chunk)
-            added.result()
+            hashing.end()
         written_bytes += data.nbytes
     if written_bytes != spec.size_bytes:
         raise InternalError(f"{spec} came with {written_bytes} bytes instead of {spec.size_bytes}.")

@@ -78,13 +78,11 @@ def verify(
 
     Example: zeroir checkpoint verify ckpts/step-00000100
     """
-    from zeroir.checkpoint.damage import verify_checkpoint
-    from zeroir.checkpoint.folder import CheckpointFolder
+    from zeroir.checkpoint.damage import checkpoints_at, verify_checkpoint
     from zeroir.report.checkpoints import render_verification, verification_json
 
-    paths = [listed.path for listed in CheckpointFolder(root=path).list()] or [path]
     verifications = []
-    for each in paths:
+    for each in checkpoints_at(path):
         with progress(f"Verifying {each} …"):
             verification = verify_checkpoint(each)
         if not as_json:

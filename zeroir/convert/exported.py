@@ -76,8 +76,7 @@ def notes_on_buffers(buffers: Iterable[BufferInFiles]) -> list[str]:
     differing = [buffer.names[0] for buffer in buffers if buffer.differs]
     if not differing:
         return []
-    more = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
-    return [f"The buffer {differing[0]}{more} differs between ranks; that of rank 0 was written."]
+    return [f"Buffers differ between ranks, such as {differing[0]}; those of rank 0 were written."]
 
 
 def cast(parts: Iterable[memoryview], stored: str, wanted: str) -> Iterator[memoryview]:

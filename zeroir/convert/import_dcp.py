@@ -1,8 +1,8 @@
 """Checkpoints of ``torch.distributed.checkpoint``: of FSDP2, DDP, torchtitan and others.
 
 ``.metadata`` is the pickle of ``torch.distributed.checkpoint.metadata.Metadata``, which is read as data. It names the
-shape of each tensor, its chunks, and the file, offset and length of each. Chunks are files of ``torch.save`` in
-larger ones, or tensors of safetensors files where the format of Hugging Face was chosen.
+shape of each tensor, its chunks, and the file, offset and length of each. A chunk is a file of ``torch.save`` within a
+larger one.
 """
 
 from __future__ import annotations

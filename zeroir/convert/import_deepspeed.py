@@ -407,24 +407,27 @@ def _kind(head: Tree) -> dict[str, object]:
 
 
 def _loss_scale(scaler: object) -> tuple[StoredScalar, ...]:
-    """The state of a dynamic loss scaler: the scale, the steps since its last change, the hysteresis left.
-
-    DeepSpeed's scale grows when the steps since the last overflow, that of the overflow not counted, are a positive
-    multiple of the window; the second number is such that zeroir's grows at the same step.
-    """
+    """The state of a dynamic loss scaler: the scale, the steps since its last change, the hysteresis left."""
     if not isinstance(scaler, Made) or scaler.path != f"{_SCALER}DynamicLossScaler":
         return ()
     state = scaler.state if isinstance(scaler.state, Mapping) else {}
     keys = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_window", "cur_hysteresis")
-    numbers = [number_in(state.get(key)) for key in keys]
-    scale, now, overflow, window, hysteresis = (
-        0.0 if number is None else number for number in numbers
-    )
-    if None in numbers or window < 1:
+    numbers = [number for key in keys if (number := number_in(state.get(key))) is not None]
+    if len(numbers) < len(keys) or numbers[3] < 1:
         return ()
-    since = now - overflow - 1
-    steps = (since - 1) % window if since > 0 else -1.0
+    scale, now, overflow, window, hysteresis = numbers
+    steps = float(loss_scale_steps(int(now), int(overflow), int(window)))
     return (StoredScalar(name="loss_scale", dtype="f32", values=(scale, steps, hysteresis)),)
+
+
+def loss_scale_steps(step: int, last_overflow: int, window: int) -> int:
+    """The steps since the last change of the scale, as zeroir counts them, before step ``step`` of a scaler.
+
+    DeepSpeed's scale grows in a step if the number of steps between it and the last overflow is a positive multiple of
+    the window, so that it grows one step later than zeroir's after an overflow: then the count begins at -1.
+    """
+    between = step - last_overflow - 1
+    return (between - 1) % window if between > 0 else -1
 
 
 def _list(files: _Files, tree: Tree, key: str) -> list[object]:

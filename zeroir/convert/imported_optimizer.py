@@ -271,7 +271,7 @@ def _setting(value: object) -> JsonValue:
 
 def _algorithm(states: set[str], settings: Mapping[str, object]) -> Algorithm | None:
     """The optimizer with such states and settings. Adam and AdamW have the same ones but in newer versions of torch."""
-    if states == {"exp_avg", "exp_avg_sq"}:
+    if states <= {"exp_avg", "exp_avg_sq"} and {"betas", "eps"} <= settings.keys():
         is_decoupled = settings.get("decoupled_weight_decay")
         if is_decoupled is None:
             return None

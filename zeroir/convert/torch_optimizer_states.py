@@ -65,15 +65,15 @@ def optimizer_groups(stored: StoredTensors) -> list[OptimizerGroupInFiles]:
 
 def states(stored: StoredTensors, parameter: ParameterInFiles) -> dict[str, TensorInFiles]:
     """The states of a parameter by torch's names, without the count of steps."""
-    found: dict[str, TensorInFiles] = {}
+    tensors: dict[str, TensorInFiles] = {}
     for quantity in parameter.flat.quantities:
         if quantity.name == FACTORS:
-            found |= _factors(stored, parameter)
+            tensors |= _factors(stored, parameter)
         elif quantity.name not in _NO_STATES:
-            found[quantity.name] = stored.elements(
+            tensors[quantity.name] = stored.elements(
                 quantity, parameter.slot.offset, parameter.slot.shape, parameter.name
             )
-    return found
+    return tensors
 
 
 def notes_on_states(groups: list[OptimizerGroupInFiles]) -> list[str]:
@@ -86,8 +86,8 @@ def notes_on_states(groups: list[OptimizerGroupInFiles]) -> list[str]:
 def _group(stored: StoredTensors, group: StoredGroup) -> OptimizerGroupInFiles:
     if group.algorithm not in set(Algorithm):
         raise UserError(
-            f"'{stored.path}' has an optimizer {group.algorithm}, which this version of zeroir does not know: "
-            "use a newer version."
+            f"'{stored.path}' has an optimizer '{group.algorithm}', which this version of zeroir does not know: "
+            "use a newer version, or --format hf or state-dict for the weights alone."
         )
     algorithm = Algorithm(group.algorithm)
     members = set(group.parameters)
