@@ -136,7 +136,9 @@ def problems(folder: Path, program: Path, damage: CheckpointDamage) -> Iterator[
 def _names(said: str, damage: CheckpointDamage, *, is_first_enough: bool = False) -> bool:
     """Whether messages name the file and all tensors; a load stops at the first one."""
     told = [f"ensor {name} of " in said for name in damage.names]
-    return f"/{damage.file}'" in said and (any(told) if told and is_first_enough else all(told))
+    # Without its manifest a folder is no checkpoint at all.
+    is_file_named = f"/{damage.file}'" in said or f"contains no {MANIFEST_NAME}" in said
+    return is_file_named and (any(told) if told and is_first_enough else all(told))
 
 
 def _said(*arguments: object) -> tuple[int, str]:

@@ -79,7 +79,7 @@ class Cycle:
     problems: tuple[str, ...]
 
 
-class Job:
+class SavingJob:
     """``zeroir run`` in a folder, under an agent."""
 
     def __init__(self, folder: Path, program: Path, world_size: int, steps: int, save: str) -> None:
@@ -143,7 +143,7 @@ def kill_cycle(folder: Path, program: Path, world_size: int, chance: Random) -> 
     root = folder / "checkpoints"
     before = [listed.step for listed in CheckpointFolder(root=str(root)).list()]
     leftovers = set(_aside(root))
-    job = Job(folder, program, world_size, _MANY_STEPS, root.name)
+    job = SavingJob(folder, program, world_size, _MANY_STEPS, root.name)
     problems: list[str] = []
     # Most kills hit a job that saves; some hit one that starts, removes leftovers, and loads.
     is_starting = chance.random() < 0.15
@@ -186,7 +186,7 @@ def kill_cycle(folder: Path, program: Path, world_size: int, chance: Random) -> 
     )
 
 
-def _end(job: Job, ranks: list[int]) -> list[str]:
+def _end(job: SavingJob, ranks: list[int]) -> list[str]:
     """Wait until no process of the job is left."""
     deadline = time.monotonic() + _END_SECONDS
     while not job.has_ended() or any(_is_alive(rank) for rank in ranks):
@@ -241,7 +241,7 @@ def _lost(root: Path, before: list[int], reported: list[int]) -> Iterator[str]:
 
 def finished(folder: Path, program: Path, world_size: int, steps: int, save: str) -> str:
     """Train up to so many steps in a job that nobody kills, and return the checkpoint that it saves in the end."""
-    job = Job(folder, program, world_size, steps, save)
+    job = SavingJob(folder, program, world_size, steps, save)
     if job.wait() != 0:
         raise RuntimeError(f"The job that nobody kills failed: {job.output()[-2000:]}")
     return CheckpointFolder(root=str(folder / save)).list()[0].path

@@ -18,7 +18,10 @@ from statistics import median
 from tools.bench_peers import COLUMNS, RATIO_COLUMNS, SETS, PeerRecord, ratio_rows
 
 DOCS = Path(__file__).parents[1] / "docs"
-PAGES = tuple(DOCS / name for name in ("conformance.md", "ir.md", "performance.md", "trust.md"))
+PAGES = tuple(
+    DOCS / name
+    for name in ("checkpoints.md", "conformance.md", "ir.md", "performance.md", "trust.md")
+)
 RECORDS = DOCS / "records"
 _PLACE = re.compile(
     r"(<!-- record (?P<name>[a-z-]+)\.json(?P<part> [a-z]+)? -->\n).*?(<!-- end -->)", re.DOTALL
@@ -108,6 +111,10 @@ _TABLES: Mapping[str, Callable[[Mapping[str, object]], str]] = {
     "predict": _rows,
     "mutants": _rows,
     "fuzz": _rows,
+    "kill-checkpoint": _rows,
+    "power-cut": _rows,
+    "flip-checkpoint": _rows,
+    "bench-checkpoint": _rows,
     "conformance": _outcomes,
     "conformance refused": _refusals,
 }

@@ -44,7 +44,7 @@ class Write:
 
 
 @dataclass(slots=True, eq=False)
-class File:
+class DiskFile:
     """A file: what is durable of it, and the writes since then."""
 
     durable: bytes = b""
@@ -64,7 +64,7 @@ class EntryChange:
 
 
 @dataclass(slots=True, eq=False)
-class Folder:
+class DiskFolder:
     """A folder: its durable entries, its present ones, and the changes that lie between them."""
 
     durable: dict[str, Entry] = field(default_factory=dict)
@@ -83,7 +83,7 @@ class Folder:
         self.pending = []
 
 
-Entry = File | Folder
+Entry = DiskFile | DiskFolder
 
 
 class ForgetfulDisk:
@@ -91,16 +91,16 @@ class ForgetfulDisk:
 
     def __init__(self, root: Path) -> None:
         self._root = root.resolve()
-        self.folder = Folder()
+        self.folder = DiskFolder()
         self._by_inode: dict[int, Entry] = {root.stat().st_ino: self.folder}
 
     def apply(self, operation: FileOperation) -> None:
         """Carry out an operation of a log."""
         match operation.kind:
             case OperationKind.CREATE:
-                self._add(operation, File())
+                self._add(operation, DiskFile())
             case OperationKind.MAKE_FOLDER:
-                self._add(operation, Folder())
+                self._add(operation, DiskFolder())
             case OperationKind.LINK:
                 self._add(operation, self._by_inode[operation.inode])
             case OperationKind.REMOVE:
@@ -128,7 +128,7 @@ class ForgetfulDisk:
     def write(self, target: Path) -> None:
         """Write the present contents to an empty folder."""
 
-        def content(file: File) -> bytes:
+        def content(file: DiskFile) -> bytes:
             return _written(file.durable, file.pending)
 
         _write_folder(self.folder, target, lambda folder: folder.present, content)
@@ -137,13 +137,13 @@ class ForgetfulDisk:
         """Write the contents after a power cut to an empty folder; the disk itself goes on."""
         change_share, write_share = _KEPT_SHARES[loss]
 
-        def entries(folder: Folder) -> dict[str, Entry]:
+        def entries(folder: DiskFolder) -> dict[str, Entry]:
             left = dict(folder.durable)
             for change in _part(folder.pending, change_share, chance):
                 _apply(left, change)
             return left
 
-        def content(file: File) -> bytes:
+        def content(file: DiskFile) -> bytes:
             return _written(file.durable, _part(file.pending, write_share, chance))
 
         _write_folder(self.folder, target, entries, content)
@@ -153,18 +153,18 @@ class ForgetfulDisk:
         parent, name = self._entry(operation.path)
         parent.change((name, made))
 
-    def _file(self, inode: int) -> File:
+    def _file(self, inode: int) -> DiskFile:
         file = self._by_inode[inode]
-        assert isinstance(file, File)
+        assert isinstance(file, DiskFile)
         return file
 
-    def _entry(self, path: str) -> tuple[Folder, str]:
+    def _entry(self, path: str) -> tuple[DiskFolder, str]:
         """The folder of a path as it is at present, and the last part of the path."""
         *parents, name = Path(path).relative_to(self._root).parts
         folder = self.folder
         for part in parents:
             inner = folder.present[part]
-            assert isinstance(inner, Folder)
+            assert isinstance(inner, DiskFolder)
             folder = inner
         return folder, name
 
@@ -198,15 +198,15 @@ def _written(content: bytes, writes: Sequence[Write]) -> bytes:
 
 
 def _write_folder(
-    folder: Folder,
+    folder: DiskFolder,
     target: Path,
-    entries: Callable[[Folder], Mapping[str, Entry]],
-    content: Callable[[File], bytes],
+    entries: Callable[[DiskFolder], Mapping[str, Entry]],
+    content: Callable[[DiskFile], bytes],
 ) -> None:
     for name, entry in entries(folder).items():
         match entry:
-            case File():
+            case DiskFile():
                 (target / name).write_bytes(content(entry))
-            case Folder():
+            case DiskFolder():
                 (target / name).mkdir()
                 _write_folder(entry, target / name, entries, content)

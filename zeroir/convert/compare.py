@@ -281,7 +281,7 @@ def _values(data: NDArray[np.uint8], dtype: str) -> NDArray[np.float64]:
 
 def _facts(manifest: Manifest) -> dict[str, JsonValue]:
     """What a checkpoint knows beside tensors, and training depends on."""
-    facts: dict[str, JsonValue] = {"step": manifest.step, "seed": manifest.seed}
+    facts: dict[str, JsonValue] = {"training steps": manifest.step, "seed": manifest.seed}
     if manifest.open_step is not None:
         facts["micro-steps of the open step"] = manifest.open_step.micro_steps
     for scalar in manifest.scalars:
