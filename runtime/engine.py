@@ -7,12 +7,10 @@ import copy
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -21,16 +19,17 @@ from zeroir.errors import GraphWarning, UserError, ZeroirError, memory_for
 from zeroir.ir import ops
 from zeroir.ir.program import Program
 from zeroir.ir.spans import Span
-from zeroir.runtime import initial, state_dicts
+from zeroir.runtime import initial
 from zeroir.runtime import state as state_of_buffers
 from zeroir.runtime.accumulation import Accumulation, MicroStepResult
 from zeroir.runtime.batch import inputs_of
 from zeroir.runtime.checkpoint.background import PendingSave
 from zeroir.runtime.checkpoint.checkpointer import Checkpointer, Running
 from zeroir.runtime.checkpoint.loading import LoadedState
-from zeroir.runtime.checkpoint.model_facts import ModelFacts, model_facts
+from zeroir.runtime.checkpoint.model_facts import model_facts
 from zeroir.runtime.comm.handout import ALONE, Handout
 from zeroir.runtime.comm.job import DEFAULT_TIMEOUT, Backend, open_job
+from zeroir.runtime.engine_values import EngineValues
 from zeroir.runtime.gathered import DeepCopy, Lender, module_maker
 from zeroir.runtime.kernels.choice import KernelBackend
 from zeroir.runtime.live_optimizer import LiveOptimizer, SettingsOfRanks
@@ -43,14 +42,10 @@ from zeroir.runtime.results import Evaluation, StepResult
 from zeroir.runtime.scheduled import Scheduler
 from zeroir.runtime.trace import HostClock, SpanRecorder, StreamClock, aligned, to_bytes
 from zeroir.runtime.weights import WeightFunction
-from zeroir.runtime.whole_parameters import whole_parameters
 from zeroir.torch_ops.batches import Batch
 
-_LESS: Final = "gather smaller modules, one after the other"
-"""The remedy if memory runs out for a lent module."""
 
-
-class Engine:
+class Engine(EngineValues):
     """One rank of a program on this process's device.
 
     The default process group must exist (``rendezvous.join_job``), unless the program is for one rank or the backend
@@ -92,11 +87,11 @@ class Engine:
         self._accumulating = accumulating
         if self.device.type == "cpu":
             return_freed_memory()
-        self._lender: Lender | None = None
+        self._lender = None
         self._recorder = SpanRecorder()
         self._accumulation = Accumulation(partial(inputs_of, program), self._micro_step)
-        self._optimizer: LiveOptimizer | None = None
-        self._facts: ModelFacts | None = None
+        self._optimizer = None
+        self._facts = None
         self._is_allocated = False
         self._has_values = False
         self._open(program)
@@ -123,17 +118,6 @@ class Engine:
             self._optimizer = LiveOptimizer(program, [self._memory], self.update)
         if self._optimizer is not None:
             self._executor.settings = SettingsOfRanks(optimizer=self._optimizer, job=self.job)
-
-    @property
-    def optimizer(self) -> LiveOptimizer:
-        """The settings of the optimizer groups; changes count from the next update. All ranks change them alike.
-
-        Raises:
-            UserError: where the program updates nothing.
-        """
-        if self._optimizer is None:
-            raise UserError("The program updates no parameter, so it has no optimizer.")
-        return self._optimizer
 
     def scheduler(self, steps: int | None = None) -> Scheduler:
         """The program's learning-rate schedule, which drives ``optimizer``: call its ``step`` after each step.
@@ -167,21 +151,6 @@ class Engine:
             )
         with self._executor.entered():
             self._memory.allocate()
-
-    @property
-    def rank(self) -> int:
-        """This process's rank in the mesh."""
-        return self.job.rank
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks of the mesh."""
-        return self.program.mesh.world_size
-
-    @property
-    def step_count(self) -> int:
-        """Training steps that ``step`` has carried out, skipped ones included."""
-        return self._executor.step_count
 
     def initialise(
         self,
@@ -301,76 +270,6 @@ class Engine:
         (evaluation,) = self._executor.evaluate([batch])
         return Evaluation(rank=evaluation)
 
-    def buffer(self, name: str) -> Tensor:
-        """A buffer of this rank; it is not a copy."""
-        return self._memory.buffer(name)
-
-    @contextmanager
-    def gathered(
-        self, name: str = "", *, masters: bool = False, ema: bool = False
-    ) -> Iterator[nn.Module]:
-        """Lend a module of the model, or the whole, with the present values, for reading. All ranks call this together.
-
-        ``name`` is as in ``named_modules``. The module is the user's class on this rank's device; its parameters have
-        the dtypes that the program computes with, or FP32 with ``masters``, and with ``ema`` the values of the moving
-        averages of ``--ema``. Its buffers have this rank's values. A module in hand is lent in the mode, training or
-        evaluation, that the user left it in; another one as it is built. Parts of the model that are not lent stay on
-        the meta device. At the end of the block the module's memory is freed, and every use of its tensors raises a
-        UserError.
-
-        Raises:
-            UserError: where the model has no such module, the engine was initialised without a module, the program
-                keeps no averages, or the block changed a parameter in place.
-        """
-        if self._lender is None:
-            raise UserError(
-                "The engine was not initialised from a module, so there is none that it could lend."
-            )
-        with self._executor.entered():
-            self._executor.finish()
-            loan = ExitStack()
-            with memory_for(f"the parameters of {name or 'the whole model'} on each rank", _LESS):
-                module = loan.enter_context(self._lender.lent(name, masters=masters, ema=ema))
-        with loan:
-            yield module
-
-    def parameters(self, *, masters: bool = True) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter with its name, whole, one unit after the other, FP32 masters where there are some.
-
-        Each tensor is a copy. Tied parameters come under their first name. All ranks iterate together, to the end, and
-        do nothing else with the engine meanwhile.
-        """
-        with self._executor.entered():
-            self._executor.finish()
-        parameters = whole_parameters(self.program, [self._memory], self.job.comm, masters=masters)
-        while True:
-            with self._executor.entered():
-                following = next(parameters, None)
-            if following is None:
-                return
-            slot, (values,) = following
-            yield slot.name, values
-
-    def full_parameters(self, *, ema: bool = False) -> dict[str, Tensor]:
-        """Every parameter by name, whole, FP32 where the program has masters. All ranks call this together.
-
-        With ``ema`` these are the moving averages of ``--ema``; frozen parameters are themselves.
-
-        Raises:
-            UserError: with ``ema``, where the program keeps no averages.
-        """
-        with self._executor.entered():
-            self._executor.finish()
-            return state_of_buffers.full_parameters(
-                self.program, [self._memory], self.job.comm, ema=ema
-            )
-
-    def full_state(self) -> dict[tuple[str, str], Tensor]:
-        """Parameters, masters and optimizer states, whole, by (flat, quantity). All ranks call this together."""
-        with self._executor.entered():
-            self._executor.finish()
-            return state_of_buffers.full_state(self.program, [self._memory], self.job.comm)
-
     def average(self, value: float) -> float:
         """The mean of every rank's value, added in rank order. All ranks call this together."""
         return self.job.average(value)
@@ -444,75 +343,6 @@ class Engine:
         self._accumulation.go_on(loaded.micro_steps)
         return loaded
 
-    def state_dict(self, *, rank0_only: bool = False) -> dict[str, Tensor]:
-        """What the module's ``state_dict`` would have: whole tensors on the CPU, copied. All ranks call this together.
-
-        Parameters are FP32 where the program has masters. Tied ones stand under each of their names. With
-        ``rank0_only`` the result is empty on the other ranks.
-        """
-        is_kept = self.rank == 0 or not rank0_only
-        facts = self._model_facts() if is_kept else ModelFacts()
-        with self._executor.entered():
-            self._executor.finish()
-            return state_dicts.module_state(
-                self.program, self._memory, self.job.comm, facts, self._others, is_kept=is_kept
-            )
-
-    def load_state_dict(
-        self, state_dict: Mapping[str, Tensor], strict: bool = True
-    ) -> tuple[list[str], list[str]]:
-        """Take over whole tensors by the names of the module; the optimizer's state stays. Every rank gives them alike.
-
-        Moving averages begin with them before step 1. Returns the missing and the unknown names, as
-        ``nn.Module.load_state_dict`` does.
-
-        Raises:
-            UserError: where a tensor has another shape, with ``strict`` where a name is missing or unknown; then
-                nothing has changed. Within a step.
-        """
-        self._accumulation.require_none("load_state_dict")
-        self._checkpoints.join()
-        with self._executor.entered():
-            self._executor.finish()
-            names = state_dicts.load_module_state(
-                self.program,
-                self._memory,
-                state_dict,
-                self._model_facts(),
-                self._others,
-                is_strict=strict,
-                has_averages=self.step_count > 0,
-            )
-            self._executor.restart(self.step_count)
-        return names
-
-    def optimizer_state_dict(
-        self, *, rank0_only: bool = False
-    ) -> dict[str, dict[str, object] | list[dict[str, object]]]:
-        """The optimizer's state by the names of parameters, whole, on the CPU. All ranks call this together.
-
-        Its form is that of ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict``, with torch's names of
-        states. With ``rank0_only`` the result is empty on the other ranks.
-
-        Raises:
-            UserError: where the program updates nothing.
-        """
-        optimizer = self.optimizer
-        with self._executor.entered():
-            self._executor.finish()
-            return state_dicts.optimizer_state(
-                self.program,
-                self._memory,
-                self.job.comm,
-                optimizer,
-                is_kept=self.rank == 0 or not rank0_only,
-            )
-
-    @property
-    def _others(self) -> Mapping[str, Tensor]:
-        """The tensors of the module that the program does not hold."""
-        return {} if self._lender is None else self._lender.others
-
     @property
     def _running(self) -> Running:
         return Running(
@@ -542,12 +372,6 @@ class Engine:
             return module
 
         return noting
-
-    def _model_facts(self) -> ModelFacts:
-        """The names and the configuration of the user's model, where there is one; made anew where none was noted."""
-        if self._facts is None:
-            self._facts = ModelFacts() if self._lender is None else model_facts(self._lender.make())
-        return self._facts
 
     def record(self, step: int) -> None:
         """Record the beginning and end of every op of that step, counting from 1, for ``timelines``."""

@@ -65,7 +65,7 @@ def check_exit(run: SectionRun) -> None:
             pieces = _unsplit(pieces)
         _check(run, region, pieces, holding.content, (0, run.memory.numel(region)))
     for buffer in run.program.buffers:
-        if buffer.holds is not None:
+        if buffer.holds is not None and not isinstance(buffer.holds, SnapshotContent):
             _check_rest(run, buffer, buffer.holds, holdings.get(buffer.name, []))
     _check_scalars(run)
     if run.section.name == UPDATE:
