@@ -125,7 +125,7 @@ def test_batches_without_dense_values(zeroir: Zeroir, model: Path, tensor: str, 
     ("body", "words"),
     [
         ("    raise ValueError('no data')\n", "ValueError: no data"),
-        ("    return None\n", "returned NoneType; it must return an iterator"),
+        ("    return None\n", "returned NoneType; it must return an iterable"),
         ("    yield None\n", "The batch has the constant None at '0'"),
         ("    raise SystemExit(3)\n", "batches() failed"),
     ],

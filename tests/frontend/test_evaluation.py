@@ -21,7 +21,7 @@ from zeroir.errors import ModelWarning, UserError
 from zeroir.frontend.capture import capture
 from zeroir.frontend.entry import load_model_file
 from zeroir.frontend.joint_graph import InputKind, JointGraph
-from zeroir.ir.program import EVALUATE, UPDATE
+from zeroir.ir.program import EVALUATE, LAST_MICRO_STEP, SAVE, UPDATE
 
 BATCH = torch.arange(8.0).view(2, 4)
 
@@ -207,7 +207,7 @@ def test_no_evaluate_leaves_it_out() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         compiled = zeroir.compile(Net(), BATCH, stage=0, world_size=1, evaluate=False)
-    assert [s.name for s in compiled.program.sections] == ["last_micro_step", UPDATE]
+    assert [s.name for s in compiled.program.sections] == [LAST_MICRO_STEP, UPDATE, SAVE]
     assert compiled.program.eval_loss is None
     engine = compiled.engine()
     with pytest.raises(UserError, match="compiled with --no-evaluate"):

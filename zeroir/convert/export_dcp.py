@@ -149,7 +149,7 @@ class _StoredValue:
             )
 
 
-class _Planner(DefaultSavePlanner):
+class _BlockwisePlanner(DefaultSavePlanner):
     """torch's planner, for state dictionaries with stored values."""
 
     def create_local_plan(self) -> SavePlan:
@@ -179,7 +179,7 @@ def _write(folder: Path, state_dict: dict[str, object]) -> None:
     The writer keeps the tensors of a file in memory until the file is written, hence several files.
     """
     writer = FileSystemWriter(folder, single_file_per_rank=True, thread_count=1)
-    planner = _Planner()
+    planner = _BlockwisePlanner()
     planner.set_up_planner(state_dict, writer.storage_meta(), is_coordinator=True)
     writer.set_up_storage_writer(True)
     whole = writer.prepare_local_plan(planner.create_local_plan())

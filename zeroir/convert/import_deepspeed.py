@@ -32,7 +32,7 @@ from zeroir.convert.imported import (
 from zeroir.convert.imported_archive import Archive, UnknownTensor, open_archive
 from zeroir.convert.imported_optimizer import (
     STEP,
-    OptimizerGroup,
+    ImportedGroup,
     OptimizerState,
     Tree,
     number_in,
@@ -361,7 +361,7 @@ def _optimizer(
             for name in names:
                 states[name].setdefault(STEP, group[STEP])
         groups.append(
-            OptimizerGroup(
+            ImportedGroup(
                 parameters=tuple(names),
                 settings={**_kind(head), **{str(k): v for k, v in group.items()}},
             )

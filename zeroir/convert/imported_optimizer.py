@@ -66,7 +66,7 @@ _NUMBERS: Final = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerGroup:
+class ImportedGroup:
     """A group of an optimizer: the names of its parameters, and all its settings as they were found."""
 
     parameters: tuple[str, ...]
@@ -78,7 +78,7 @@ class OptimizerState:
     """An optimizer: the states of each parameter, and its groups. ``notes`` say what is left out."""
 
     states: Mapping[str, Mapping[str, object]]
-    groups: Sequence[OptimizerGroup]
+    groups: Sequence[ImportedGroup]
     notes: tuple[str, ...] = ()
 
 
@@ -177,7 +177,7 @@ def _nested(part: Tree) -> OptimizerState:
             if isinstance(of_parameter, Mapping)
         },
         groups=[
-            OptimizerGroup(
+            ImportedGroup(
                 parameters=tuple(names.get(key, str(key)) for key in _values(group.get("params"))),
                 settings={str(name): value for name, value in group.items()},
             )
@@ -225,14 +225,14 @@ def _flattened(part: Tree, names: Iterable[str]) -> OptimizerState:
     return OptimizerState(
         states=states,
         groups=[
-            OptimizerGroup(parameters=tuple(members), settings=own)
+            ImportedGroup(parameters=tuple(members), settings=own)
             for members, own in groups.values()
         ],
     )
 
 
 def _stored_groups(
-    parameters: Sequence[ImportedParameter], groups: Sequence[OptimizerGroup]
+    parameters: Sequence[ImportedParameter], groups: Sequence[ImportedGroup]
 ) -> Iterator[StoredGroup]:
     """The groups whose algorithm is known. Without names they have those that programs give to groups in order."""
     own_names = {

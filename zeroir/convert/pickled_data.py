@@ -99,18 +99,18 @@ def read_pickle(data: bytes) -> object:
     Raises:
         UnreadablePickleError: if it is not a well-formed pickle.
     """
-    machine = _Machine()
+    stack = _OpcodeStack()
     try:
         for opcode, argument, _ in pickletools.genops(data):
             if opcode.name == "STOP":
-                return machine.pop()
-            machine.follow(opcode.name, argument)
+                return stack.pop()
+            stack.follow(opcode.name, argument)
     except (ValueError, IndexError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise UnreadablePickleError(str(error) or type(error).__name__) from error
     raise UnreadablePickleError("it does not end")
 
 
-class _Machine:
+class _OpcodeStack:
     """The stack and the memo of a pickle; ``marked`` are the stacks below marks."""
 
     def __init__(self) -> None:
