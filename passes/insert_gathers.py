@@ -41,7 +41,7 @@ class InsertGathers(Pass):
     """Gather before every run of uses, or exactly twice."""
 
     name: ClassVar[str] = "insert-gathers"
-    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.PARAMETERS_SHARDED})
+    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.PARAMETERS_SHARDED, Fact.ONE_AXIS})
     establishes: ClassVar[frozenset[Fact]] = frozenset({Fact.GATHERED_PER_RUN})
     destroys: ClassVar[frozenset[Fact]] = NO_FACTS
 

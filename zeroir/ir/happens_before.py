@@ -94,12 +94,18 @@ class StreamClocks:
     def join(self, pending: Collection[str]) -> list[Position]:
         """Pass a joint: the last op of each stream that later ops come after, for streams that have one.
 
-        A stream is done in order, so later ops come after those before its first op that is pending.
+        A stream is done in order, so later ops come after those before its first op that is pending and that no stream
+        has waited for.
         """
         clock = [own[stream] for stream, own in enumerate(self.done)]
         self._signals = {event: self._signals[event] for event in pending if event in self._signals}
         for stream, signal in self._signals.values():
             clock[stream] = min(clock[stream], signal[stream] - 1)
+        # What one stream has waited for, a pending op too, is before the joint for all of them.
+        for stream, own in enumerate(self.done):
+            for other, count in enumerate(own):
+                if other != stream:
+                    clock[other] = max(clock[other], count)
         for stream in range(len(self.done)):
             self.follow(stream, clock)
         return [(stream, count) for stream, count in enumerate(clock) if count]
