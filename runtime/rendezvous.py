@@ -87,6 +87,11 @@ def _number(name: str, least: int, most: int, *, default: int | None = None) -> 
     raise UserError(f"{name} is '{shown}', but must be a number from {least} to {most}: {_REMEDY}.")
 
 
+def is_restart() -> bool:
+    """Whether torchrun has started the ranks of this job again after it lost some."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") not in ("", "0")
+
+
 def open_store(launch: LaunchEnvironment, purpose: str, timeout: timedelta) -> KeyValueStore:
     """A new connection to the part of the job's store for this purpose; the host rank creates the store.
 

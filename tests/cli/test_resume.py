@@ -133,6 +133,23 @@ def test_it_goes_on_from_a_path(
     assert losses(out).items() <= losses(whole).items()
 
 
+def test_going_back_needs_a_folder_of_its_own(
+    zeroir: Zeroir, program: Path, own: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A later resume would find what is left behind; a restart of the same job goes on from its own."""
+    back = ("--steps", "6", "--save", own, "--resume", own / "step-00000002")
+    code, out, err = run(zeroir, program, *back)
+    assert (code, out) == (2, "")
+    assert f"would leave behind, the newest '{own}/step-00000005'" in " ".join(err.split())
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    code, out, err = run(zeroir, program, *back)
+    assert (code, list(losses(out))) == (0, [6])
+    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT")
+    newest = ("--steps", "7", "--save", own, "--resume", own / "step-00000006")
+    code, out, err = run(zeroir, program, *newest)
+    assert (code, list(losses(out))) == (0, [7])
+
+
 def damage(folder: Path, step: int) -> None:
     file = folder / f"step-{step:08}" / "rank-00000.safetensors"
     data = bytearray(file.read_bytes())

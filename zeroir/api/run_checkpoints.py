@@ -5,11 +5,12 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from zeroir.api.run_options import AUTO, NONE, RunOptions, SaveOptions
 from zeroir.api.sentences import say
-from zeroir.checkpoint.folder import Best, CheckpointFolder
+from zeroir.checkpoint.folder import Best, CheckpointFolder, Listed
 from zeroir.errors import DamagedCheckpointError, UserError
 from zeroir.report.names import counted
 
@@ -106,8 +107,11 @@ def _candidates(options: RunOptions) -> Sequence[str]:
     """The paths of the checkpoints to try, in order.
 
     Raises:
-        UserError: where training is to begin anew in a folder that has checkpoints of another run.
+        UserError: where training is to begin anew, or to go back, in a folder that has checkpoints of another run: a
+            later resume would find those.
     """
+    from zeroir.runtime.rendezvous import is_restart
+
     saved = () if options.save is None else CheckpointFolder(root=options.save.folder).list()
     match options.resume:
         case "none":
@@ -120,8 +124,24 @@ def _candidates(options: RunOptions) -> Sequence[str]:
         case "auto":
             return [listed.path for listed in saved]
         case path:
+            if saved and is_restart():
+                return [listed.path for listed in saved]
             inside = CheckpointFolder(root=path).list()
+            if saved and options.save is not None and not _is_same(path, saved[0].path, inside):
+                raise UserError(
+                    f"'{options.save.folder}' has checkpoints that --resume {path} would leave behind, the newest "
+                    f"'{saved[0].path}', and a later resume would find them: name another folder with --save, or go on "
+                    f"with --resume {AUTO}."
+                )
             return [listed.path for listed in inside] or [path]
+
+
+def _is_same(path: str, newest: str, inside: Sequence[Listed]) -> bool:
+    """Whether a path means the newest checkpoint of the folder to save in, or this folder."""
+    if "://" in path:
+        return path.rstrip("/") == newest or any(listed.path == newest for listed in inside)
+    resumed = Path(inside[0].path if inside else path)
+    return resumed.resolve() == Path(newest).resolve()
 
 
 def _sentences(

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from zeroir.checkpoint.damage import Verification
 from zeroir.checkpoint.folder import CheckpointFolder
-from zeroir.checkpoint.manifest import Manifest
+from zeroir.checkpoint.manifest import MANIFEST_NAME, Manifest
 from zeroir.checkpoint.reading import read_manifest
 from zeroir.checkpoint.safetensors_header import ITEMSIZE_BYTES
 from zeroir.checkpoint.storage import join, open_storage
@@ -40,6 +40,10 @@ def list_checkpoints(root: str) -> tuple[ListedCheckpoint, ...]:
     """
     checkpoints = tuple(_listed(listed.path) for listed in CheckpointFolder(root=root).list())
     if not checkpoints:
+        if open_storage(root).size_bytes(join(root, MANIFEST_NAME)) is not None:
+            raise UserError(
+                f"'{root}' is one checkpoint: look at it with `zeroir checkpoint show`, or name the folder that it is in."
+            )
         raise UserError(
             f"'{root}' contains no checkpoints: name the folder that `zeroir run --save` was given."
         )
