@@ -85,7 +85,7 @@ def test_ls_names_checkpoints_newest_first_and_damaged_ones(zeroir: Zeroir, fold
     assert listed[2]["step"] == 1
     answer = zeroir("checkpoint", "ls", folder / "step-00000001")
     assert answer.exit_code == 2
-    assert "is one checkpoint: look at it with `zeroir checkpoint show`" in answer.err
+    assert "is one checkpoint: see `zeroir checkpoint show`" in answer.err
 
 
 def test_show_tells_what_is_in_it(zeroir: Zeroir, folder: Path, module: nn.Module) -> None:

@@ -42,7 +42,7 @@ def list_checkpoints(root: str) -> tuple[ListedCheckpoint, ...]:
     if not checkpoints:
         if open_storage(root).size_bytes(join(root, MANIFEST_NAME)) is not None:
             raise UserError(
-                f"'{root}' is one checkpoint: look at it with `zeroir checkpoint show`, or name the folder that it is in."
+                f"'{root}' is one checkpoint: see `zeroir checkpoint show`, or name the folder that it is in."
             )
         raise UserError(
             f"'{root}' contains no checkpoints: name the folder that `zeroir run --save` was given."
