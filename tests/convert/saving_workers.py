@@ -19,6 +19,7 @@ from tests.convert.torch_workers import (
     STEPS_BEFORE,
     Net,
     join,
+    leave,
     optimizer_of,
     take_steps,
 )
@@ -43,7 +44,7 @@ def main(kind: str, folder: Path) -> None:
     losses = take_steps(module, optimizer, AFTER)
     if dist.get_rank() == 0:
         (folder / "losses.json").write_text(json.dumps(losses))
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

@@ -58,6 +58,7 @@ def muon(module: nn.Module) -> Optimizer:
     return torch.optim.Muon(matrices, lr=0.01, adjust_lr_fn="match_rms_adamw")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [sgd, adam, adafactor, muon])
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 def test_optimizers_of_torch_go_on_with_our_states(
@@ -140,6 +141,7 @@ def test_states_that_torch_does_not_know_are_left_out_and_named(tmp_path: Path) 
     assert any("Shampoo" in note for note in report.notes)
 
 
+@pytest.mark.slow
 def test_from_pretrained_of_a_trained_model_computes_our_loss(tmp_path: Path) -> None:
     config = LlamaConfig(
         vocab_size=61,

@@ -231,6 +231,7 @@ def test_plain_values_are_what_they_were(value: object, protocol: int) -> None:
         assert read_pickle(data) == value
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(data=st.binary(max_size=60), value=PLAIN, place=st.integers(0, 1 << 16))
 def test_any_bytes_are_data_or_refused(data: bytes, value: object, place: int) -> None:
@@ -243,6 +244,7 @@ def test_any_bytes_are_data_or_refused(data: bytes, value: object, place: int) -
             continue
 
 
+@pytest.mark.slow
 def test_deep_and_endless_pickles_are_read_or_refused() -> None:
     deep = b"(" * 200_000 + b"t" * 200_000 + b"."
     assert isinstance(read_pickle(deep), tuple)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import sys
@@ -135,7 +136,8 @@ def continued(kind: str, folder: Path) -> list[float]:
 
 
 def join(folder: Path) -> None:
-    """Join the other ranks, which meet in a folder."""
+    """Join the other ranks, which meet in a folder; a rank that hangs ends with the stacks of its threads."""
+    faulthandler.dump_traceback_later(90, exit=True)
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
@@ -145,13 +147,20 @@ def join(folder: Path) -> None:
     )
 
 
+def leave() -> None:
+    """Leave the job together with the other ranks: none takes its connections away while another one needs them."""
+    dist.barrier()
+    dist.destroy_process_group()
+    faulthandler.cancel_dump_traceback_later()
+
+
 def main() -> None:
     kind, folder = sys.argv[1], Path(sys.argv[2])
     join(folder)
     losses = continued(kind, folder)
     if dist.get_rank() == 0:
         (folder / f"{kind}.json").write_text(json.dumps(losses))
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ def main() -> None:
     if rank == 0:
         (folder / "zeroir.json").write_text(json.dumps(losses))
     engine.close()
-    dist.destroy_process_group()
+    torch_workers.leave()
 
 
 if __name__ == "__main__":

@@ -157,6 +157,7 @@ def assert_saved(saved: Sequence[SavedState], expected: Sequence[dict[str, Tenso
         of_rank.release()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overlap_update", "micro_steps", "replicas"),
     list(product((False, True), (1, 2), (None, 2))),

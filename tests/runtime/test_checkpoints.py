@@ -98,6 +98,7 @@ def has_loss_scaling(program: Program) -> bool:
     return "overflow" in program.buffer_by_name
 
 
+@pytest.mark.slow
 @given(PRECISIONS, LAYOUTS, st.booleans(), PRECISIONS, LAYOUTS, st.booleans())
 @examples(60)
 def test_any_layout_and_precision_goes_on_with_any(
@@ -141,6 +142,7 @@ def require_same(state: Values, expected: Values) -> None:
         assert torch.equal(values, expected[key]), key
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["muon in groups", "shampoo, otherwise", "adafactor", "lion"])
 def test_states_of_whole_parameters_come_back(tmp_path: Path, name: str) -> None:
     path = tmp_path / "model.py"

@@ -15,6 +15,7 @@ from zeroir.checkpoint.reading import read_manifest, verify_all
 from zeroir.runtime.lockstep import Lockstep
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_ranks_save_to_a_store_and_load_from_it(
     tmp_path: Path, s3_bucket: str, s3_environment: Mapping[str, str]

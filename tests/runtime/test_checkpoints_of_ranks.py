@@ -112,6 +112,7 @@ def test_a_step_goes_on_where_it_was_saved(tmp_path: Path, case: str) -> None:
         assert torch.equal(values, continued[name]), name
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_a_failure_in_the_background_is_reported_at_the_next_step(tmp_path: Path) -> None:
     results = run(3, tmp_path / "job", "failing", "step")
@@ -123,6 +124,7 @@ def test_a_failure_in_the_background_is_reported_at_the_next_step(tmp_path: Path
     assert sorted(path.name for path in (tmp_path / "job").iterdir() if path.is_dir()) == ["next"]
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.parametrize("where", ["close", "exit"])
 def test_a_failure_in_the_background_is_an_error_at_the_end(tmp_path: Path, where: str) -> None:
@@ -132,6 +134,7 @@ def test_a_failure_in_the_background_is_an_error_at_the_end(tmp_path: Path, wher
         assert "the disk is full" in err
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_a_rank_that_ends_while_it_saves_ends_the_save(tmp_path: Path) -> None:
     results = run(3, tmp_path / "job", "lost")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,6 +23,7 @@ def test_every_epoch_has_every_sample_once(size: int, seed: int, epoch: int) -> 
     assert sorted(order.indices(epoch * size, (epoch + 1) * size)) == list(range(size))
 
 
+@pytest.mark.slow
 @given(SIZES, SEEDS, st.lists(st.integers(0, 1000), min_size=3, max_size=3))
 def test_a_part_is_that_of_the_whole(size: int, seed: int, places: list[int]) -> None:
     first, middle, last = sorted(places)

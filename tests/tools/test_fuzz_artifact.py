@@ -23,5 +23,6 @@ def test_damaged_programs_end_with_a_sentence() -> None:
     assert ["all", "edits", "100"] in [row[:3] for row in rows]
 
 
+@pytest.mark.slow
 def test_what_is_whole_is_accepted(tmp_path: Path) -> None:
     assert {ending(Damage("none", body), tmp_path).outcome for body in subjects()} == {"accepted"}
