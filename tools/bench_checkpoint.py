@@ -42,7 +42,8 @@ from zeroir.checkpoint.reading import read_manifest
 from zeroir.runtime.engine import Engine
 
 _STEPS: Final = 6
-_BLOCK_BYTES: Final = 16 << 20
+_BLOCK_BYTES: Final = 256 << 10
+"""The fastest of ``dd`` on Linux: above 1 MiB it is several times slower."""
 
 
 @dataclass(slots=True)

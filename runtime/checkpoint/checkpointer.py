@@ -107,7 +107,14 @@ class Checkpointer:
             leader = self._leader(running, path, metrics, shared_json)
             takers += _takers(running, is_copied=not wait)
             save = partial(
-                self._write, rounds, leader, takers, own_states, shared_arrays, read_back
+                self._write,
+                rounds,
+                leader,
+                takers,
+                own_states,
+                shared_arrays,
+                read_back=read_back,
+                is_awaited=wait,
             )
         except Exception as error:  # noqa: BLE001 - the other ranks learn of it in the first round
             save = partial(_fail, rounds, error)
@@ -148,7 +155,9 @@ class Checkpointer:
         takers: Sequence[Taker],
         states: Sequence[tuple[JsonValue, Mapping[str, StoredArray]]],
         shared: Mapping[str, StoredArray],
+        *,
         read_back: bool,
+        is_awaited: bool,
     ) -> str:
         """Write the checkpoint, in the writer's thread; its path."""
 
@@ -160,6 +169,7 @@ class Checkpointer:
                     snapshot=with_unread(taker.snapshot(), leader.unread),
                     state=state,
                     arrays={**arrays, **shared} if taker.rank == 0 else arrays,
+                    is_awaited=is_awaited,
                 )
                 for taker, (state, arrays) in zip(takers, states, strict=True)
             ]

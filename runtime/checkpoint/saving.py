@@ -81,12 +81,16 @@ _AllWritten: Final = TypeAdapter(list[Written])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSave:
-    """What one rank saves. ``state`` is its own state, and ``arrays`` has its tensors and those of the shared state."""
+    """What one rank saves. ``state`` is its own state, and ``arrays`` has its tensors and those of the shared state.
+
+    ``is_awaited`` tells whether training waits for the save; otherwise it leaves the processor's cores to training.
+    """
 
     snapshot: Snapshot
     rank: int
     state: JsonValue
     arrays: Mapping[str, StoredArray]
+    is_awaited: bool
 
     def offer(self) -> Offer:
         """The tensors that this rank has for itself."""
@@ -123,7 +127,11 @@ class RankSave:
             return Written(file=None, state=self.state)
         draft = assignment.draft
         file = write_file(
-            open_storage(draft.folder), draft.folder, draft.file_name(self.rank), tensors
+            open_storage(draft.folder),
+            draft.folder,
+            draft.file_name(self.rank),
+            tensors,
+            hashes_beside=self.is_awaited,
         )
         return Written(file=file, state=self.state)
 

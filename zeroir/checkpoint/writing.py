@@ -26,6 +26,8 @@ def write_file(
     folder: str,
     name: str,
     tensors: Sequence[tuple[StoredTensorSpec, Iterable[memoryview]]],
+    *,
+    hashes_beside: bool = True,
 ) -> StoredFile:
     """Write a safetensors file that does not exist; it is durable on return.
 
@@ -33,6 +35,7 @@ def write_file(
 
     Each tensor comes as consecutive parts of its bytes: contiguous views of any element type, which are not used after
     the next one is asked for. Tensors are written, and their parts asked for, in the order of falling element sizes.
+    With ``hashes_beside`` another thread hashes meanwhile, which is faster and takes a second core.
 
     Returns:
         the file's record for the manifest, with the checksums of what the caller's memory had.
@@ -43,9 +46,9 @@ def write_file(
     can_repeat = not any(isinstance(parts, Iterator) for _, parts in tensors)
     for pause_s in PAUSES_S if can_repeat else ():
         with contextlib.suppress(PassingError):
-            return _write_once(storage, folder, name, tensors)
+            return _write_once(storage, folder, name, tensors, hashes_beside=hashes_beside)
         time.sleep(pause_s)
-    return _write_once(storage, folder, name, tensors)
+    return _write_once(storage, folder, name, tensors, hashes_beside=hashes_beside)
 
 
 def _write_once(
@@ -53,6 +56,8 @@ def _write_once(
     folder: str,
     name: str,
     tensors: Sequence[tuple[StoredTensorSpec, Iterable[memoryview]]],
+    *,
+    hashes_beside: bool,
 ) -> StoredFile:
     ordered = [tensors[index] for index in in_file_order([spec for spec, _ in tensors])]
     header = header_bytes([spec for spec, _ in ordered])
@@ -62,7 +67,7 @@ def _write_once(
     try:
         whole.add(header)
         output.write(memoryview(header))
-        with HashingThread() as hashing:
+        with HashingThread() if hashes_beside else contextlib.nullcontext() as hashing:
             for spec, parts in ordered:
                 checksum = _write_tensor(hashing, output, spec, parts, whole)
                 stored.append(
@@ -85,7 +90,7 @@ def _write_once(
 
 
 def _write_tensor(
-    hashing: HashingThread,
+    hashing: HashingThread | None,
     output: OutputFile,
     spec: StoredTensorSpec,
     parts: Iterable[memoryview],
@@ -100,9 +105,14 @@ def _write_tensor(
         data = part.cast("B")
         for start in range(0, data.nbytes, CHUNK_BYTES):
             chunk = data[start : start + CHUNK_BYTES]
-            hashing.begin(chunk, (checksum, whole))
+            if hashing is not None:
+                hashing.begin(chunk, (checksum, whole))
+                output.write(chunk)
+                hashing.end()
+                continue
+            checksum.add(chunk)
+            whole.add(chunk)
             output.write(chunk)
-            hashing.end()
         written_bytes += data.nbytes
     if written_bytes != spec.size_bytes:
         raise InternalError(f"{spec} came with {written_bytes} bytes instead of {spec.size_bytes}.")
