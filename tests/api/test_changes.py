@@ -60,6 +60,7 @@ def folder(compiled: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(compiled, tmp_path / "copy"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
@@ -77,6 +78,7 @@ def test_what_changed_is_named_and_not_run(folder: Path, name: str, sentence: st
     assert not changed.with_suffix(".ran").exists()
 
 
+@pytest.mark.slow
 def test_a_change_is_run_where_that_is_allowed(folder: Path) -> None:
     changed = folder / "model.py"
     changed.write_text(changed.read_text() + TRACE)

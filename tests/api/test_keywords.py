@@ -84,6 +84,7 @@ def test_what_the_types_allow_beyond_the_fields_is_valid() -> None:
     assert chosen.unshard == ("a", "b")
 
 
+@pytest.mark.slow
 def test_a_type_checker_accepts_right_options_and_rejects_wrong_ones(tmp_path: Path) -> None:
     configuration = tmp_path / "mypy.ini"
     configuration.write_text(CONFIGURATION)

@@ -117,6 +117,7 @@ def test_functions_in_a_lent_module_hold_the_lent_module() -> None:
         assert torch.equal(lent(BATCH), expected)
 
 
+@pytest.mark.slow
 def test_a_function_and_a_file_are_lent_as_they_are_built(tmp_path: Path) -> None:
     path = tmp_path / "net.py"
     path.write_text(
@@ -153,6 +154,7 @@ def test_a_function_and_a_file_are_lent_as_they_are_built(tmp_path: Path) -> Non
         assert torch.equal(lent.get_buffer("mask"), mask)  # drawn on rank 0, though nobody reads it
 
 
+@pytest.mark.slow
 def test_a_saved_program_takes_a_module_and_a_state(tmp_path: Path) -> None:
     source = Net()
     zeroir.compile(source, BATCH, stage=2).save(tmp_path / "net.zir")

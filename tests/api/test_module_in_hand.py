@@ -38,6 +38,7 @@ def test_three_ranks_train_a_module_in_hand_as_its_file_bit_for_bit(tmp_path: Pa
 Gradients = tuple[Tensor, ...] | Tensor
 
 
+@pytest.mark.slow
 def test_a_file_with_a_loss_function_and_constants_equals_eager_replicas(tmp_path: Path) -> None:
     path = tmp_path / "model.py"
     path.write_text(workers.FILE)
@@ -166,6 +167,7 @@ def test_a_module_in_hand_trains_as_in_eager_pytorch_and_stays_as_it_is(what: st
         assert torch.equal(found[name], parameter), name
 
 
+@pytest.mark.slow
 def test_a_compiled_module_is_compiled_from_its_own_code() -> None:
     text = compiled(made(unchanged)).text()
     wrapped: object = torch.compile(made(unchanged))
@@ -173,6 +175,7 @@ def test_a_compiled_module_is_compiled_from_its_own_code() -> None:
     assert compiled(wrapped).text() == text
 
 
+@pytest.mark.slow
 def test_a_module_in_the_memory_of_another_parameter_is_tied() -> None:
     net = made(lambda net: setattr(net.second, "weight", nn.Parameter(net.first.weight.data)))
     tied = made(lambda net: setattr(net.second, "weight", net.first.weight))
@@ -298,6 +301,7 @@ REFUSED: dict[str, tuple[Callable[[Net], object], str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", REFUSED)
 @pytest.mark.filterwarnings("ignore")
 def test_what_a_program_would_not_honour_is_refused_by_name(what: str) -> None:
@@ -349,6 +353,7 @@ def test_a_module_that_is_distributed_already_is_refused(what: str) -> None:
         compiled(change(made(unchanged)))
 
 
+@pytest.mark.slow
 def test_the_callers_modes_do_not_matter_but_autocast_is_refused() -> None:
     text = compiled(made(unchanged)).text()
     for mode in (torch.no_grad(), torch.inference_mode(), torch.device("meta")):
@@ -499,6 +504,7 @@ def test_a_module_in_hand_is_planned_as_well() -> None:
     assert plan.compiled.engine(self_check=False).step(BATCH).loss > 0
 
 
+@pytest.mark.slow
 def test_constants_of_a_batch_are_a_part_of_the_program() -> None:
     module = workers.make_module()
     batch = workers.example(0, 0)

@@ -47,6 +47,7 @@ FORWARDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORWARDS)
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
 def test_models_equal_eager_replicas(name: str, tmp_path: Path) -> None:
@@ -97,12 +98,14 @@ def test_views_without_elements_begin_within_their_buffers(name: str) -> None:
     assert [verdict.outcome for verdict in verdicts] == 3 * [SampleOutcome.RIGHT]
 
 
+@pytest.mark.slow
 def test_what_is_complex_is_refused_in_a_sentence() -> None:
     (verdict,) = (judge(sample) for sample in chosen("op linalg.eig", 1))
     assert verdict.outcome is SampleOutcome.REFUSED
     assert "makes a tensor of torch.complex64" in verdict.why
 
 
+@pytest.mark.slow
 def test_shapes_that_a_tensor_says_are_refused_as_such() -> None:
     refused = [judge(sample) for sample in chosen("op tensor_split", 5)]
     assert any("uses the values of a tensor" in verdict.why for verdict in refused)

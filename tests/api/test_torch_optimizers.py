@@ -257,6 +257,7 @@ def test_groups_are_called_as_in_the_instance() -> None:
     assert [group.name for group in compiled.program.groups] == ["all"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "given", "expected"),
     [

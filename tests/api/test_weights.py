@@ -42,6 +42,7 @@ def test_weighted_training_equals_eager_replicas(choices: dict[str, Any]) -> Non
     assert comparison.is_equal, str(comparison)
 
 
+@pytest.mark.slow
 def test_k_batches_are_one_batch_of_their_labels() -> None:
     """The gradient of 4 batches of 2 sequences is that of one batch of 8, within the rounding of sums."""
     stream = unlabelled.batches(0, 1, seed=5)
@@ -68,6 +69,7 @@ def test_k_batches_are_one_batch_of_their_labels() -> None:
         torch.testing.assert_close(value, trained[1][name], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_program_from_a_file_is_given_its_weights_again(tmp_path: Path) -> None:
     example = unlabelled.batch()
     compiled = zeroir.compile(
@@ -81,6 +83,7 @@ def test_a_program_from_a_file_is_given_its_weights_again(tmp_path: Path) -> Non
     assert math.isfinite(engine.step([example, example]).loss)
 
 
+@pytest.mark.slow
 def test_a_program_for_one_batch_says_that_it_is_lowered_again(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -112,6 +112,7 @@ def _place(path: Path, name: str, byte: int, manifest: Manifest) -> str:
     raise AssertionError
 
 
+@pytest.mark.slow
 def test_every_flipped_bit_is_named(copied: tuple[Path, Manifest]) -> None:
     path, manifest = copied
     verify_all(str(path), manifest)
@@ -147,6 +148,7 @@ def test_tensors_of_several_chunks_are_verified_whole(
             verify_all(str(path), manifest)
 
 
+@pytest.mark.slow
 def test_every_truncated_file_is_named(copied: tuple[Path, Manifest]) -> None:
     path, manifest = copied
     for name in FILES:

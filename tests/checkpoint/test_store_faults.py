@@ -22,14 +22,8 @@ def test_nothing_is_lost_and_nothing_half_visible(
         assert not outcome.is_half_visible, (fault, outcome)
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        Kind.LATE,
-        pytest.param(Kind.KILL_BEFORE, marks=pytest.mark.slow),
-        pytest.param(Kind.OUTAGE_AFTER, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [Kind.LATE, Kind.KILL_BEFORE, Kind.OUTAGE_AFTER])
 def test_a_manifest_on_its_way(
     kind: Kind, s3_bucket: str, s3_environment: Mapping[str, str]
 ) -> None:

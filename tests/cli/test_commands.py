@@ -310,6 +310,7 @@ def batch():
 """
 
 
+@pytest.mark.slow
 def test_check_never_finds_nan_equal(zeroir: Zeroir, tmp_path: Path) -> None:
     """A mask may be infinite, a loss or a parameter may not: NaN on both sides would prove nothing."""
     model = tmp_path / "diverging.py"

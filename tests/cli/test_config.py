@@ -90,6 +90,7 @@ def test_without_a_schedule_no_learning_rate_is_printed(zeroir: Zeroir) -> None:
 FOUND = "Options come from zeroir.toml in the current folder.\n"
 
 
+@pytest.mark.slow
 def test_zeroir_toml_of_the_current_folder_is_used(zeroir: Zeroir, folder: Path) -> None:
     (folder / "zeroir.toml").write_text("stage = 1\nworld_size = 2\nlr = 0.25\n")
     answer = zeroir("compile", "net.py", "--lr", "0.5")

@@ -61,6 +61,7 @@ def one_rank(path: Path) -> Program:
     return load_program(path).for_world_size(1).program
 
 
+@pytest.mark.slow
 def test_a_line_of_text(zeroir: Zeroir, program: Path) -> None:
     answer = zeroir("run", program, "--model", FILE, "--steps", "2", "--eval-every", "2")
     assert answer.exit_code == 0, answer.err
@@ -88,6 +89,7 @@ def test_the_mean_is_over_all_ranks(program: Path, tmp_path: Path) -> None:
     assert found["eval_loss"] == (sums[0] / 3 + sums[1] / 3) / 2
 
 
+@pytest.mark.slow
 def test_a_file_without_eval_batches_is_one_sentence(zeroir: Zeroir, tmp_path: Path) -> None:
     file = tmp_path / "model.py"
     text = Path(FILE).read_text()
@@ -102,6 +104,7 @@ def test_a_file_without_eval_batches_is_one_sentence(zeroir: Zeroir, tmp_path: P
     assert "step" not in answer.out
 
 
+@pytest.mark.slow
 def test_a_program_without_evaluations_is_one_sentence(zeroir: Zeroir, tmp_path: Path) -> None:
     path = tmp_path / "model.zir"
     given = ("compile", FILE, "--world-size", "1", "--no-evaluate", "-o", path)

@@ -102,6 +102,7 @@ def test_an_output_that_is_not_in_utf8(encoding: str, arguments: list[str]) -> N
     assert made.stdout.decode(encoding)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tensor", "words"),
     [
@@ -121,6 +122,7 @@ def test_batches_without_dense_values(zeroir: Zeroir, model: Path, tensor: str, 
     assert_refused(zeroir("check", model, "--world-size", "1"), "The input 0 of the batch", words)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("body", "words"),
     [

@@ -48,6 +48,7 @@ def test_a_file_of_another_kind_stays(
     assert list(tmp_path.iterdir()) == [path]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["simulate", "chrome", "snapshot", "graph", "report"])
 def test_a_file_of_its_own_kind_is_written_anew(
     zeroir: Zeroir, programs: dict[int, Path], tmp_path: Path, name: str

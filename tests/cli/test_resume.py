@@ -120,6 +120,7 @@ def test_a_checkpoint_of_a_script(
     assert "was saved within a step (micro-steps taken: 1)" in " ".join(err.split())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("resume", ["", "step-00000002"])
 def test_it_goes_on_from_a_path(
     zeroir: Zeroir, program: Path, saved: Path, tmp_path: Path, resume: str

@@ -16,6 +16,7 @@ from tests.cli.conftest import Zeroir
 from tests.report.torch_judges import flight_recorder_verdicts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["chrome", "memory-snapshot", "graphviz"])
 def test_one_file_is_written(
     zeroir: Zeroir, programs: dict[int, Path], tmp_path: Path, kind: str

@@ -25,6 +25,7 @@ def shell(line: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "streams", "code", "expected"),
     [
@@ -57,6 +58,7 @@ def test_a_machine_without_loopback_starts_no_ranks(tmp_path: Path) -> None:
     assert made.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_a_wrong_environment_is_a_sentence(tmp_path: Path) -> None:
     made = shell(f"RANK=abc WORLD_SIZE=1 exec {shlex.join(command('run', 'none.zir'))}", tmp_path)
     assert made.returncode == 2

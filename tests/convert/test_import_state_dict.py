@@ -256,6 +256,7 @@ def test_deep_and_endless_pickles_are_read_or_refused() -> None:
     assert isinstance(read_pickle(b"cos\nsystem\n(S'true'\ntR."), Made)
 
 
+@pytest.mark.slow
 def test_damaged_files_are_refused_or_read(tmp_path: Path) -> None:
     buffer = io.BytesIO()
     torch.save({"w": torch.arange(40.0), "v": torch.ones(3, 5)[:, 1:]}, buffer)

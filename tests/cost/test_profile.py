@@ -133,6 +133,7 @@ def test_a_measured_machine_is_written_and_read(tmp_path: Path) -> None:
     assert load_machine(path) == measured
 
 
+@pytest.mark.slow
 def test_workspaces_that_were_measured_count(
     zeroir: Zeroir, programs: dict[int, Path], tmp_path: Path
 ) -> None:

@@ -92,6 +92,7 @@ def test_equal_blocks_are_traced_once() -> None:
     assert reused_blocks_of(model_file(lambda: Stack(lambda _: Block()))) == names(*range(LAYERS))
 
 
+@pytest.mark.slow
 def test_a_dozen_equal_blocks_are_traced_built_and_hashed_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -273,6 +273,7 @@ class Shared(nn.Module):
         }
 
 
+@pytest.mark.slow
 def test_any_tensor_can_be_an_output() -> None:
     def loss(module: nn.Module, x: object) -> object:
         return module(x)

@@ -174,6 +174,7 @@ SAID = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("forward", SAID)
 def test_state_that_changes_no_value_gives_at_most_a_warning(forward: str, tmp_path: Path) -> None:
     sentences, expected = warned(write(tmp_path, forward=forward)), SAID[forward]
@@ -197,6 +198,7 @@ KEPT = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("forward", KEPT)
 def test_state_that_a_later_forward_or_the_user_may_read_is_refused(
     forward: str, tmp_path: Path
@@ -232,6 +234,7 @@ def test_a_checkpoint_of_less_than_a_unit_gives_a_warning(tmp_path: Path) -> Non
     assert re.match(r"model\.py:45 checkpoints less than a unit", sentence)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "parts",
     [
@@ -262,6 +265,7 @@ def test_disabled_autocast_gives_no_warning(tmp_path: Path) -> None:
     assert warned(write(tmp_path, forward=forward)) == []
 
 
+@pytest.mark.slow
 def test_a_hook_that_changes_nothing_gives_a_warning(tmp_path: Path) -> None:
     path = write(tmp_path, init="self.pre.weight.register_hook(lambda gradient: None)")
     with pytest.warns(

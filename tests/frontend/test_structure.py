@@ -54,6 +54,7 @@ def is_dense(kind: TensorType) -> bool:
     return stride == contiguous_stride(shape)
 
 
+@pytest.mark.slow
 def test_the_verifier_accepts_it(program: Program) -> None:
     report = verify(program)
     assert report.is_valid, report.findings
@@ -63,6 +64,7 @@ def test_its_text_parses_to_the_same_program(program: Program) -> None:
     assert parse(print_program(program)) == program
 
 
+@pytest.mark.slow
 def test_tracing_again_gives_the_same_program() -> None:
     options = make_options({"world_size": 1, "clip": 1.0})
     again = capture(load_model_file(str(GPT)), options.precision, options.keep_fp32)

@@ -109,6 +109,7 @@ def test_what_looks_at_programs_loads_nothing_that_it_does_not_need(
     )
 
 
+@pytest.mark.slow
 def test_help_programs_and_modules_need_no_torch(tmp_path: Path) -> None:
     """Help, whatever looks at a compiled program and neither runs it nor compares it with the model, and all modules.
 

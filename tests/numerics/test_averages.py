@@ -56,6 +56,7 @@ def train(program: Program, logical: Program, seed: int = 0) -> Lockstep:
     return lockstep
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 3, 4])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_averages_equal_those_of_torch_at_every_stage(world_size: int, precision: str) -> None:
@@ -68,6 +69,7 @@ def test_averages_equal_those_of_torch_at_every_stage(world_size: int, precision
         assert all(torch.equal(state[key], first[key]) for key in state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", range(4))
 def test_averages_of_an_overlapped_update_and_of_a_mesh_have_the_same_bits(stage: int) -> None:
     logical = mlp(ema=DECAY, micro_steps=2 if stage == 2 else 1)

@@ -119,6 +119,7 @@ def test_evaluations_change_nothing(stage: int, micro_steps: int) -> None:
     assert all(map(torch.equal, runs[0][1], runs[1][1]))
 
 
+@pytest.mark.slow
 def test_later_evaluations_leave_earlier_outputs_alone() -> None:
     lockstep = started(lowered(options(0, 1)))
     first, second = islice(source.batches(0, 1, 9), 2)
@@ -129,6 +130,7 @@ def test_later_evaluations_leave_earlier_outputs_alone() -> None:
     assert all(map(torch.equal, leaves(evaluation.outputs), kept))
 
 
+@pytest.mark.slow
 def test_the_check_compares_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = options(2, 3)
     assert check_model(str(FILE), chosen, steps=2, seed=0).is_equal

@@ -73,6 +73,7 @@ def test_it_equals_torch_with_the_same_groups(
     assert comparison.tolerance == 0
 
 
+@pytest.mark.slow
 def test_each_setting_of_a_group_counts(model: str) -> None:
     """Otherwise the comparison above would hold for groups that nobody applies."""
     losses = [
@@ -88,6 +89,7 @@ def test_each_setting_of_a_group_counts(model: str) -> None:
     assert len(set(losses)) == len(losses) - 1  # these patterns have no parameter in common
 
 
+@pytest.mark.slow
 def test_flats_are_split_by_algorithm_alone(model: str) -> None:
     whole = compile_with(model, make_options({"world_size": 2}))
     grouped = compile_with(model, make_options({"world_size": 2, **ADAMW}))

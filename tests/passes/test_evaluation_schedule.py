@@ -59,6 +59,7 @@ def test_each_flat_is_gathered_once(choices: dict[str, object]) -> None:
     assert gathered == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("distance", [0, 1, 2])
 def test_gathers_run_ahead_of_their_use(distance: int) -> None:
     body = evaluation(scheduled({"prefetch": distance})).body
@@ -120,6 +121,7 @@ def test_it_takes_less_memory_than_a_step(path: str, stage: int) -> None:
     assert footprint(program).total_bytes == footprint(alone).total_bytes + loss_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", range(4))
 def test_the_figures_of_a_step_are_those_without_it(stage: int) -> None:
     with_it = scheduled({"stage": stage})

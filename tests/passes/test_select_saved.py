@@ -70,6 +70,7 @@ def saved_by_effects(program: Program) -> int:
     return sum(b.size_bytes for b in buffers if not b.is_persistent)
 
 
+@pytest.mark.slow
 def test_a_chain_may_be_longer_than_the_stack_of_python() -> None:
     """2,000 cheap ops in a row between what is at hand and what the backward needs."""
     length = 2000
@@ -325,6 +326,7 @@ def codes(program: Program, reference: Program) -> set[str]:
     return {finding.code for finding in verify(program, reference).findings}
 
 
+@pytest.mark.slow
 def test_every_argument_matters(gpt: Program) -> None:
     """In the example's backwards, any saved value in place of another of its type is rejected."""
     program = SelectSaved()(gpt)

@@ -8,6 +8,8 @@ from datetime import timedelta
 from functools import partial
 from queue import SimpleQueue
 
+import pytest
+
 from zeroir.runtime.heartbeat import Heartbeat, HeartbeatTiming
 
 BEAT = HeartbeatTiming(interval_s=0.02, silence_s=0.3)
@@ -56,6 +58,7 @@ class FrozenStore(SharedStore):
         return self._shared.check(keys)
 
 
+@pytest.mark.slow
 def test_a_silent_rank_is_noticed_by_the_one_before_it() -> None:
     shared = SharedStore()
     stopped = FrozenStore(shared)
@@ -81,6 +84,7 @@ def test_a_silent_rank_is_noticed_by_the_one_before_it() -> None:
         beat.stop()
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_done_or_not_yet_there_is_not_missed() -> None:
     """The last rank comes late, the first one leaves early."""
     shared = SharedStore()

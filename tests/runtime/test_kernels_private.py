@@ -45,6 +45,7 @@ def test_tensors_become_handles() -> None:
     assert all(one.data_ptr() == other.data_ptr() for one, other in zip(back, tensors, strict=True))
 
 
+@pytest.mark.slow
 def test_loading_needs_no_compiler() -> None:
     code = (
         "import sys, zeroir.runtime.kernels.inductor\n"

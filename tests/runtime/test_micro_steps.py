@@ -152,6 +152,7 @@ def test_a_program_for_one_batch_says_how_it_takes_several() -> None:
         engine.micro_step(batches_of(1)[0], is_last=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize("one_by_one", [False, True])
 @pytest.mark.parametrize("is_weighted", [False, True])

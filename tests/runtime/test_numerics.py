@@ -137,6 +137,7 @@ def test_clipping_follows_torch() -> None:
     assert step.item() == 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("source", "destination"), list(itertools.permutations(DTYPES, 2)))
 def test_adding_in_another_dtype_takes_a_piece_at_a_time(
     source: torch.dtype, destination: torch.dtype

@@ -71,6 +71,7 @@ def test_attempts_in_one_store_have_their_own_tokens(ranks: list[int]) -> None:
     assert len(set(tokens)) == 3
 
 
+@pytest.mark.slow
 def test_a_rank_of_an_earlier_attempt_counts_for_nothing() -> None:
     """Rank 0 of the second attempt comes last, and rank 1 last but one: each finds the keys of the first attempt."""
     store = Store()

@@ -114,6 +114,7 @@ def batch():
 """
 
 
+@pytest.mark.slow
 def test_a_random_model_equals_eager_pytorch_with_the_same_seeds(tmp_path: Path) -> None:
     path = tmp_path / "model.py"
     path.write_text(MODEL)

@@ -78,6 +78,7 @@ CASES = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_planned_kernels_equal_plain_torch(name: str, tmp_path: Path) -> None:
     block, model = CASES[name]

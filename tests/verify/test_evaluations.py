@@ -49,6 +49,7 @@ def codes(program: Program) -> set[str]:
     return {finding.code for finding in verify(program, programs()[1]).findings}
 
 
+@pytest.mark.slow
 def test_it_is_proved_prints_and_parses() -> None:
     program, _ = programs()
     assert codes(program) == set()

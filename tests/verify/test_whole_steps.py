@@ -146,6 +146,7 @@ def test_a_part_of_the_factors_is_not_enough() -> None:
     assert "needs factors of the whole flat" in sentences(mutant)
 
 
+@pytest.mark.slow
 def test_preconditioners_are_moved_where_they_rest() -> None:
     """The runtime finds the sums of a parameter by their places in the buffer at rest."""
     program = compile_with(TRAPS, make_options({"stage": 0, "optimizer": "shampoo"})).logical
