@@ -89,6 +89,7 @@ def test_a_change_is_run_where_that_is_allowed(folder: Path) -> None:
     assert changed.with_suffix(".ran").exists()
 
 
+@pytest.mark.slow
 def test_what_changed_is_imported_anew_in_one_process(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -102,6 +103,7 @@ def test_what_changed_is_imported_anew_in_one_process(
     assert before.artifact.model_imports != after.artifact.model_imports
 
 
+@pytest.mark.slow
 def test_modules_that_went_are_named(folder: Path) -> None:
     (folder / "blocks" / "parts.py").rename(folder / "blocks" / "others.py")
     made = run_forked("zeroir", RUN, folder)

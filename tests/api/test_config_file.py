@@ -180,6 +180,7 @@ def test_a_batch_without_samples_is_one_sentence(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------------------------------------------- programs
 
 
+@pytest.mark.slow
 def test_the_reference_file_is_refused_for_its_offloading_alone(model: str) -> None:
     config = json.loads((DATA / "ds_config.json").read_text())
     with pytest.raises(UserError) as caught:
@@ -218,6 +219,7 @@ def test_an_artefact_keeps_the_configuration(model: str, tmp_path: Path) -> None
     assert zeroir.load(tmp_path / "net.zir").config == record
 
 
+@pytest.mark.slow
 def test_a_script_follows_the_schedule_of_its_configuration(model: str) -> None:
     scheduler_block = {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}
     config = {"scheduler": scheduler_block, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}

@@ -69,6 +69,7 @@ def test_a_lent_module_computes_what_the_program_computes(precision: Precision) 
             assert torch.equal(lent(BATCH), eager(BATCH))
 
 
+@pytest.mark.slow
 def test_a_forward_that_changes_buffers_of_a_lent_module_is_noted() -> None:
     engine = zeroir.compile(Net(), BATCH, stage=3).engine()
     with (
@@ -81,6 +82,7 @@ def test_a_forward_that_changes_buffers_of_a_lent_module_is_noted() -> None:
         assert norm.get_buffer("num_batches_tracked") == 0
 
 
+@pytest.mark.slow
 def test_changes_are_named_as_the_user_knows_the_tensor() -> None:
     engine = zeroir.compile(Net(), BATCH, stage=3).engine()
     for name in ("first", "last"):

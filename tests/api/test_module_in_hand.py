@@ -372,6 +372,7 @@ def positions(length: int) -> Tensor:
     return torch.arange(length, dtype=torch.float32)
 
 
+@pytest.mark.slow
 def test_functions_with_a_cache_keep_no_tensor_of_the_trace() -> None:
     positions(3)
     net = made(

@@ -112,5 +112,6 @@ def test_shapes_that_a_tensor_says_are_refused_as_such() -> None:
     assert all("its data" not in verdict.why for verdict in refused)
 
 
+@pytest.mark.slow
 def test_torch_has_its_samples_where_they_are_looked_for() -> None:
     assert set(SUBJECTS) <= set(subjects())

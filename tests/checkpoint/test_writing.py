@@ -240,6 +240,7 @@ def test_an_interrupted_file_is_removed(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_file_is_written_to_its_end_when_the_program_ends(tmp_path: Path) -> None:
     program = """
 import atexit, sys, threading, time

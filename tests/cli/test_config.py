@@ -79,6 +79,7 @@ def test_the_total_of_a_schedule_is_that_of_the_run(zeroir: Zeroir) -> None:
     assert lrs == pytest.approx([0.5, 0.4, 0.3, 0.2, 0.1])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("folder")
 def test_without_a_schedule_no_learning_rate_is_printed(zeroir: Zeroir) -> None:
     assert zeroir("compile", "net.py", "--world-size", "1").exit_code == 0
@@ -105,6 +106,7 @@ def test_zeroir_toml_of_the_current_folder_is_used(zeroir: Zeroir, folder: Path)
     assert (other.err, other.out.splitlines()[0]) == ("", "Options with ds.json")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("folder")
 def test_check_and_plan_take_the_file(zeroir: Zeroir) -> None:
     config = ("--config", "ds.json", "--world-size", "2")

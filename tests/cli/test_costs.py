@@ -42,6 +42,7 @@ def test_a_simulation_as_json_is_the_apis(zeroir: Zeroir, programs: dict[int, Pa
     )
 
 
+@pytest.mark.slow
 def test_measured_segments_are_counted(
     zeroir: Zeroir, programs: dict[int, Path], tmp_path: Path
 ) -> None:

@@ -51,6 +51,7 @@ def model(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_the_plan_as_json_is_that_of_the_program_that_it_writes(
     zeroir: Zeroir, model: Path, tmp_path: Path
 ) -> None:
@@ -87,6 +88,7 @@ def test_the_plan_as_json_is_that_of_the_program_that_it_writes(
         assert planned["options"][name] == chosen["settings"][name]
 
 
+@pytest.mark.slow
 def test_the_plan_in_words(zeroir: Zeroir, model: Path, tmp_path: Path) -> None:
     answer = zeroir("plan", model, *FIXED, "--most-tried", "4", "--machine", "dgx-a100-80g")
     assert answer.exit_code == 0, answer.err

@@ -134,6 +134,7 @@ def test_it_goes_on_from_a_path(
     assert losses(out).items() <= losses(whole).items()
 
 
+@pytest.mark.slow
 def test_going_back_needs_a_folder_of_its_own(
     zeroir: Zeroir, program: Path, own: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -60,6 +60,7 @@ def test_a_folder_of_dumps_that_torch_finds_consistent(
     assert "is not an empty folder" in again.err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_new", [True, False])
 def test_a_disk_that_is_full_leaves_no_dumps_of_some_ranks(
     zeroir: Zeroir,

@@ -67,6 +67,7 @@ def test_rows_are_unfolded_where_that_is_asked_for(
     assert numbers == [str(row["line"]) for row in rows["last_micro_step"]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags", [["--passes", "--text"], ["--passes", "--pass", "1"], ["--text", "--unfold"]]
 )

@@ -44,6 +44,7 @@ def test_a_stream_that_cannot_be_written(
     assert (made.returncode, made.stderr, made.stdout) == (code, expected, "")
 
 
+@pytest.mark.slow
 def test_a_machine_without_loopback_starts_no_ranks(tmp_path: Path) -> None:
     """In a network of its own, whose loopback is down; torchrun's agent would wait for ever."""
     if subprocess.run(["unshare", "-rn", "true"], capture_output=True, check=False).returncode:

@@ -30,6 +30,7 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank_count", [1, 3, 5])
 def test_a_plain_module_goes_on_bit_for_bit(rank_count: int, tmp_path: Path) -> None:
     module, optimizer = trained()

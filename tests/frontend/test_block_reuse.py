@@ -193,6 +193,7 @@ class Penalised(Stack):
         return super().run(x + gradient)
 
 
+@pytest.mark.slow
 def test_the_models_code_runs_once(capsys: pytest.CaptureFixture[str]) -> None:
     class Noticing(Stack):
         def run(self, x: Tensor) -> Tensor:

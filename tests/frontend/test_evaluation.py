@@ -295,6 +295,7 @@ def test_any_tensor_can_be_an_output() -> None:
     engine.close()
 
 
+@pytest.mark.slow
 def test_no_evaluation_in_the_middle_of_a_step() -> None:
     engine = zeroir.compile(
         Shared(), BATCH, loss=first, stage=3, world_size=1, micro_steps=2

@@ -228,6 +228,7 @@ def test_units_under_a_checkpoint_are_recomputed(call: str, tmp_path: Path) -> N
     )
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_less_than_a_unit_gives_a_warning(tmp_path: Path) -> None:
     path = write(tmp_path, forward="x = checkpoint(self.post, x, use_reentrant=False)")
     (sentence,) = warned(path)
@@ -260,6 +261,7 @@ def test_a_command_prints_the_warning_as_a_sentence(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_disabled_autocast_gives_no_warning(tmp_path: Path) -> None:
     forward = "with torch.autocast('cuda', enabled=False): x = self.post(x)"
     assert warned(write(tmp_path, forward=forward)) == []

@@ -60,6 +60,7 @@ def test_the_verifier_accepts_it(program: Program) -> None:
     assert report.is_valid, report.findings
 
 
+@pytest.mark.slow
 def test_its_text_parses_to_the_same_program(program: Program) -> None:
     assert parse(print_program(program)) == program
 

@@ -88,6 +88,7 @@ def require_right(judged: Judged, program: Program) -> None:
     assert any(v.peak_bytes for v in judged.verdicts if isinstance(v.op, ops.Compute))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("optimizer", "ema"), [("adamw", None), ("lion", 0.9)])
 @pytest.mark.parametrize(
     ("precision", "stage", "ranks"),

@@ -128,6 +128,7 @@ def test_a_step_is_the_same_however_it_is_called(
                 first.setdefault(is_local, at_once).assert_equals(at_once)
 
 
+@pytest.mark.slow
 def test_the_number_of_micro_steps_of_the_option_is_one_of_many() -> None:
     """A program with the number in its divisor, as earlier versions made it, computes the same for that number."""
     steps = drawn(3, (2, 2))
@@ -215,6 +216,7 @@ def test_weighted_steps_equal_eager_replicas(world_size: int, is_overlapped: boo
             assert torch.equal(value, parameters[name]), f"stage {stage}: {name}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clip", [None, 1.0])
 def test_weighted_steps_of_one_batch_equal_eager_replicas(clip: float | None) -> None:
     steps = drawn(3, (1, 1, 1))
@@ -265,6 +267,7 @@ def test_k_batches_are_one_batch_of_as_many_rows() -> None:
             assert torch.equal(value, whole[name]), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize("is_overlapped", [False, True])
@@ -311,6 +314,7 @@ def test_a_step_whose_weights_are_all_zero_changes_nothing(
         assert torch.equal(now, then)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("is_local", [False, True])
 def test_an_overflow_in_one_micro_step_of_one_rank_skips_everywhere(

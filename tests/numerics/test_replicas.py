@@ -72,6 +72,7 @@ def test_fp32_equals_replicas_bit_for_bit(world_size: int) -> None:
             assert torch.equal(value, expected[name]), f"stage {stage}: {name}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("precision", "tolerance"), [("fp32", 1e-5), ("bf16", 2e-2), ("fp16", 5e-3)]
 )

@@ -159,6 +159,7 @@ def test_muon_leaves_what_is_no_matrix_to_adamw(model: str) -> None:
     assert shapes == {(35, 35), (51, 35), (3, 51)}
 
 
+@pytest.mark.slow
 def test_directions_are_gathered_in_bf16_and_states_are_shards(model: str) -> None:
     whole = compiled(model, "muon", stage=0, world_size=2)
     program = compiled(model, "muon", stage=3, world_size=2)
@@ -215,6 +216,7 @@ def test_muons_products_are_counted_on_the_rank_that_has_most(model: str) -> Non
     assert max(many.values()) == 5 * tall
 
 
+@pytest.mark.slow
 def test_adafactors_moments_are_few_and_alike_on_every_rank(model: str) -> None:
     program = compiled(model, "adafactor", stage=3, world_size=3)
     factors = {b.name: b.numel for b in program.buffers if b.name.endswith(".factors")}
@@ -277,6 +279,7 @@ def test_states_are_the_same_bits_at_every_stage(model: str, optimizer: str) -> 
         assert all(torch.equal(state[key], states[0][key]) for key in state)
 
 
+@pytest.mark.slow
 def test_shampoos_sums_are_sharded_and_gathered(model: str) -> None:
     """Of each matrix both sums, cut without regard to where they begin."""
     alone = compiled(model, "shampoo", stage=0, world_size=1).buffer_by_name

@@ -82,6 +82,7 @@ def test_gathers_run_ahead_of_their_use(distance: int) -> None:
     assert ahead[distance] == len(units) - distance
 
 
+@pytest.mark.slow
 def test_nothing_is_kept() -> None:
     program = scheduled({})
     live: set[str] = set()
@@ -153,6 +154,7 @@ def test_selecting_and_recomputing_leave_it_alone() -> None:
         program = changed
 
 
+@pytest.mark.slow
 def test_an_evaluation_of_other_values_breaks_a_law() -> None:
     options = make_options({"stage": 3, "world_size": 4})
     reference = logical(options)

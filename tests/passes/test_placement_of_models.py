@@ -63,6 +63,7 @@ def lowered(logical: Program, values: Mapping[str, object]) -> Program:
     return program
 
 
+@pytest.mark.slow
 def test_a_plan_is_as_tight_for_a_stack_of_linear_layers() -> None:
     gap, options = worst_gap(mlp(blocks=8, dim=64, batch=64), {})
     assert gap <= 0.03, options

@@ -113,6 +113,7 @@ def test_one_group_is_plain_data_parallelism(stage: int) -> None:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", STAGES)
 def test_groups_of_one_rank_are_plain_replicas(stage: int) -> None:
     # Without clipping: norms are added up by shards there, and by whole gradients here.

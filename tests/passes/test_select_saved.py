@@ -185,6 +185,7 @@ def test_dropout_equals_eager_replicas() -> None:
 # ---------------------------------------------------------------------------------------------------- made programs
 
 
+@pytest.mark.slow
 @examples(6)
 @given(cases(world_sizes=(1, 3)), st.integers(0, 2**16))
 def test_every_stage_computes_the_same_after_it(case: Case, schedule_seed: int) -> None:

@@ -46,6 +46,7 @@ def rows_of(program: Program) -> list[Row]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("micro_steps", [1, 2])
 @pytest.mark.parametrize("stage", range(4))

@@ -157,5 +157,6 @@ def test_no_parameter_is_copied(model: str, dimensions: set[int], stage: int) ->
     assert {len(shape) for shape in found.only_once} == dimensions
 
 
+@pytest.mark.slow
 def test_a_copy_is_seen() -> None:
     assert watched(ROOT / "examples" / "gpt.py", 3, is_clumsy=True).copies

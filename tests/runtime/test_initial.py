@@ -79,6 +79,7 @@ def test_rank_0_alone_builds_and_all_ranks_have_its_values(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_ranks_say_why_they_cannot_begin(tmp_path: Path) -> None:
     """A connection that damages a message, and a constructor that raises on rank 0."""

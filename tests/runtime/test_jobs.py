@@ -58,6 +58,7 @@ def test_a_killed_rank_stops_the_others(tmp_path: Path, delay_s: str, backend: s
         assert err.count("\n") == 1, err
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_an_interrupt_stops_every_rank(tmp_path: Path) -> None:
     ranks = Ranks(WORLD_SIZE, tmp_path, "steps-for-ever", "0", "peer-memory")
@@ -81,6 +82,7 @@ def test_a_rank_with_another_program_stops_all(tmp_path: Path) -> None:
         assert err.count("\n") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_a_loss_that_is_no_number_stops_all(tmp_path: Path) -> None:
     for rank, (code, _, err) in enumerate(Ranks(WORLD_SIZE, tmp_path, "nan-loss").wait(60.0)):
@@ -90,6 +92,7 @@ def test_a_loss_that_is_no_number_stops_all(tmp_path: Path) -> None:
         assert err.count("\n") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_ranks_with_different_settings_stop_with_a_sentence(tmp_path: Path) -> None:
     for rank, (code, _, err) in enumerate(Ranks(WORLD_SIZE, tmp_path, "other-settings").wait(60.0)):
@@ -98,6 +101,7 @@ def test_ranks_with_different_settings_stop_with_a_sentence(tmp_path: Path) -> N
         assert "0.001 instead of 0.01" in err, rank
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_a_schedule_changes_the_settings_of_every_rank(tmp_path: Path) -> None:
     """Real processes equal virtual ranks, bit for bit."""

@@ -58,6 +58,7 @@ def test_every_stage_and_every_schedule_gives_the_same_bits(stage: int, schedule
     assert is_equal(run(PROGRAMS[stage], schedule_seed), EXPECTED)
 
 
+@pytest.mark.slow
 def test_a_missing_wait_shows() -> None:
     program = PROGRAMS[3]
     section = program.section_by_name[LAST_MICRO_STEP]

@@ -88,6 +88,7 @@ def test_ranks_join_and_leave(tmp_path: Path) -> None:
         assert rank.output()[0] == "joined\n"
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
     rank = Joining(tmp_path).start(0, "join", "1", "30")

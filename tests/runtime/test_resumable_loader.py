@@ -92,6 +92,7 @@ def test_workers_change_nothing() -> None:
     assert taken(iter(loader(1, 2, workers=2)), 8) == taken(iter(loader(1, 2)), 8)
 
 
+@pytest.mark.slow
 def test_three_resumes_within_an_epoch_with_workers() -> None:
     """The position is that of the batches taken, whatever the workers have made ready."""
     whole = taken(iter(loader(0, 2, workers=2)), 9)

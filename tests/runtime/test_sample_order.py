@@ -40,6 +40,7 @@ def test_epochs_and_seeds_differ() -> None:
     assert len(set(epochs)) == 9
 
 
+@pytest.mark.slow
 def test_all_permutations_are_about_equally_frequent() -> None:
     order = SampleOrder(size=4, seed=3)
     counts = Counter(tuple(order.indices(4 * epoch, 4 * epoch + 4)) for epoch in range(6000))

@@ -84,6 +84,7 @@ def state(memory: RankMemory, program: Program) -> dict[str, Tensor]:
     return {b.name: memory.buffer(b.name).clone() for b in program.buffers if b.role in roles}
 
 
+@pytest.mark.slow
 def test_the_forward_runs_beside_the_copies_and_the_update_waits_for_them() -> None:
     program = saving(micro_steps=2)
     with training(program) as (executor, memory, streams):

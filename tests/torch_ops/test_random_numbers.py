@@ -52,6 +52,7 @@ MOMENTS: dict[str, tuple[Callable[[], Tensor], float, float]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MOMENTS)
 def test_numbers_have_their_distribution(name: str) -> None:
     make, mean, deviation = MOMENTS[name]

@@ -224,6 +224,7 @@ def _one(name: str) -> Region:
 MICRO = Case(stage=3, precision="bf16", micro_steps=2, clip=1.0)
 
 
+@pytest.mark.slow
 def test_a_gather_may_cross_every_joint_of_a_step() -> None:
     """One event is pending at the entry and signalled again for the exit."""
     program = crossing_micro_steps(MICRO.scheduled)

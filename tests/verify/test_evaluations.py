@@ -59,12 +59,14 @@ def test_it_is_proved_prints_and_parses() -> None:
     assert "output \"['logits']\" : f32[6,7] <- %output.logits\n" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["loss", "step", "lr", "buffer.blocks.0.norm.running_mean"])
 def test_an_evaluation_changes_no_state(name: str) -> None:
     program = without_save(programs()[0])
     assert codes(appended(program, EVALUATE, fill(program, name))) & {"Z103", "Z405"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("section", [LAST_MICRO_STEP, UPDATE])
 @pytest.mark.parametrize("name", ["eval_loss", "output.logits"])
 def test_nothing_but_an_evaluation_writes_its_results(section: str, name: str) -> None:
