@@ -46,7 +46,6 @@ from zeroir.ir.ops import Op
 from zeroir.ir.program import LAST_MICRO_STEP, Flat, Holding, Program, Section, State
 from zeroir.passes.base import NO_FACTS, Fact, Pass
 from zeroir.passes.common import rewrite
-from zeroir.passes.common.streams import with_streams
 from zeroir.passes.common.units import check_patterns, matching
 
 
@@ -156,8 +155,12 @@ class _Offload:
         # A 16-bit flat has two buffers on the way, the gradient's and the parameters', an FP32 flat one.
         ahead = 1 + any(not buffer.is_persistent for buffer in self.copies.values())
         bound = AheadBound(kind=BoundKind.HOST_STAGING, ahead=ahead)
-        program = replace(program, buffers=tuple(buffers), bounds=with_bound(program.bounds, bound))
-        return with_streams(program)
+        return replace(
+            program,
+            buffers=tuple(buffers),
+            streams=rewrite.with_streams(program.streams, {COPY_IN, COPY_OUT, OPTIMIZER}),
+            bounds=with_bound(program.bounds, bound),
+        )
 
     # -------------------------------------------------------------------------------------------------- what there is
 

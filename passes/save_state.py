@@ -54,7 +54,6 @@ from zeroir.ir.program import (
 )
 from zeroir.passes.base import NO_FACTS, Fact, Pass
 from zeroir.passes.common import rewrite
-from zeroir.passes.common.streams import with_streams
 
 _PASSING = (GRAD, DIRECTION)
 """Quantities of flats that every step computes anew."""
@@ -92,11 +91,12 @@ class SaveState(Pass):
         save = Section(name=SAVE, entry=between, body=tuple(body), exit=between)
         program = replace(
             program,
+            streams=rewrite.with_streams(program.streams, {op.stream for op in body}),
             buffers=(*program.buffers, *(buffer for buffer, _ in snapshots)),
             sections=(*program.sections, save),
         )
         return rewrite.map_sections(
-            with_streams(program),
+            program,
             lambda section: replace(
                 section, entry=with_pending(section.entry), exit=with_pending(section.exit)
             ),
