@@ -19,6 +19,8 @@ from tests.support.examples import examples
 from tests.support.groups import in_groups
 from tests.support.lowering import applied, proved
 from tests.support.programs import mlp
+from tests.support.subjects import CAPTURED, subject
+from zeroir.config import make_options
 from zeroir.errors import UserError
 from zeroir.ir import ops
 from zeroir.ir.buffers import Role, Space
@@ -31,9 +33,10 @@ from zeroir.memory.placement import rounded
 from zeroir.passes import manager
 from zeroir.passes.base import Pass
 from zeroir.passes.common import rewrite
+from zeroir.passes.offload_optimizer import OffloadOptimizer
 from zeroir.passes.offload_parameters import OffloadParameters
 from zeroir.passes.overlap_update import OverlapUpdate
-from zeroir.passes.pipelines import for_stage, parse_spec
+from zeroir.passes.pipelines import for_options, for_stage, parse_spec
 from zeroir.passes.save_state import SaveState
 from zeroir.passes.unshard import Unshard
 from zeroir.runtime.lockstep import Lockstep
@@ -129,6 +132,62 @@ def test_what_was_saved_goes_on_with_or_without_it(stage: int, tmp_path: Path) -
             state = resumed.full_state()
             assert state.keys() == expected.keys()
             assert all((state[key] == expected[key]).all() for key in state)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CAPTURED)
+def test_no_bit_of_a_captured_model_changes(name: str) -> None:
+    """Tied, frozen, unused and twice-called parts, running statistics, dropout, evaluations and saves between steps."""
+    made = subject(name)
+    options = make_options(CAPTURED[name])
+    passes = list(for_options(options))
+    before_saving = next(at for at, step in enumerate(passes) if isinstance(step, SaveState))
+    passes.insert(before_saving, OffloadParameters())
+    program = manager.run(replace(made.logical, options=options.to_pairs()), passes)
+    assert not _sizes(program, Role.PARAM, Space.DEVICE)
+    for schedule_seed in range(3):
+        assert made.difference(program, schedule_seed) is None
+
+
+# --------------------------------------------------------------------------------------------- an update on the host
+
+
+@examples(15)
+@given(cases(world_sizes=(1, 4)), st.booleans(), st.integers(0, 2**16))
+def test_an_update_on_the_host_changes_no_bit(case: Case, is_overlapped: bool, seed: int) -> None:
+    logical = case.logical()
+    others: tuple[Pass, ...] = (OverlapUpdate(),) if is_overlapped else ()
+    batches = inputs(logical, case.world_size, case.micro_steps)
+    plain = applied(logical, (*case.passes(), *others))
+    program = manager.run(plain, [OffloadOptimizer(), OffloadParameters()], reference=logical)
+    result = run(program, batches, seed)
+    assert_equal(result, run(plain, batches), range(case.world_size), f"stage {case.stage}")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_update_on_the_host_writes_the_home(stage: int, precision: str) -> None:
+    """The host has the parameters once, and nothing goes up that no gather needs."""
+    logical = mlp(blocks=2, precision=precision)
+    passes = (*for_stage(stage, 4), OffloadOptimizer())
+    program = proved(logical, (*passes, OffloadParameters()))
+    parameters = [b for b in program.buffers if b.role is Role.PARAM]
+    assert len(parameters) == len(program.flats)
+    assert all(buffer.space is Space.HOST for buffer in parameters)
+    gathered = sum(buffer.size_bytes for buffer in parameters) if stage in (1, 2) else 0
+    up, down = (transfer_bytes(program, UPDATE, kind) for kind in (ops.ToDevice, ops.ToHost))
+    gradients = transfer_bytes(applied(logical, passes), UPDATE, ops.ToHost)
+    assert up == gathered // 4
+    assert down == gradients + gathered
+
+
+def test_a_part_of_the_update_on_the_host() -> None:
+    logical = mlp(blocks=3, precision="bf16")
+    passes = (*for_stage(1, 3), OffloadOptimizer(fraction=0.5))
+    program = proved(logical, (*passes, OffloadParameters(units=("blocks.*", "root.post"))))
+    batches = inputs(logical, 3, 1)
+    expected = run(applied(logical, for_stage(1, 3)), batches)
+    assert_equal(run(program, batches, 6), expected, range(3), "a part")
 
 
 # ------------------------------------------------------------------------------------------------------ what travels
