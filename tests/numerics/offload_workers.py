@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -17,8 +18,10 @@ from tests.runtime.support import random_batches, require_parameters
 from tests.runtime.workers_cases import CASES
 from tests.support.lowering import applied
 from tests.support.programs import mlp
+from zeroir.ir.program import Program
 from zeroir.runtime.comm.job import Backend
 from zeroir.runtime.engine import Engine
+from zeroir.torch_ops.batches import Batch
 
 FOLDER = Path(os.environ["TEST_FOLDER"])
 RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -32,28 +35,38 @@ def train(name: str, backend: str) -> None:
     batches = random_batches(STEPS, WORLD_SIZE)
     for stage in range(4):
         program = applied(logical, passes(stage, WORLD_SIZE))
-        losses: list[float] = []
         folder = FOLDER / f"saved.{stage}"
-        for begin in (0, STEPS // 2):
+
+        def started(program: Program = program) -> Engine:
             engine = Engine(program, backend=Backend(backend))
-            torch.manual_seed(begin)
+            torch.manual_seed(0)
             engine.initialise(Mlp())
-            if begin:
-                engine.load(folder)
-            for step in batches[begin : begin + STEPS // 2]:
-                losses.append(engine.step(step[RANK]).loss)
-                expected = engine.full_parameters()
-                with engine.gathered("blocks", masters=True) as module:
-                    require_parameters(module, "blocks", expected, torch.float32)
-            if not begin:
-                engine.save(folder)
-                engine.close()
+            return engine
+
+        engine = started()
+        losses = _losses(engine, batches[: STEPS // 2])
+        engine.save(folder)
+        engine.close()
+        engine = started()
+        engine.load(folder)
+        losses += _losses(engine, batches[STEPS // 2 :])
         tensors = {f"{flat}/{kind}": t for (flat, kind), t in engine.full_state().items()}
         tensors["losses"] = torch.tensor(losses, dtype=torch.float64)
         engine.close()
         if RANK == 0:
             path = FOLDER / f"{stage}.safetensors"
             save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, path)
+
+
+def _losses(engine: Engine, batches: Sequence[Sequence[Sequence[Batch]]]) -> list[float]:
+    """The losses of steps, with a loan of some modules after each of them."""
+    losses: list[float] = []
+    for step in batches:
+        losses.append(engine.step(step[RANK]).loss)
+        expected = engine.full_parameters()
+        with engine.gathered("blocks", masters=True) as module:
+            require_parameters(module, "blocks", expected, torch.float32)
+    return losses
 
 
 def main() -> None:
