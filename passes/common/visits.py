@@ -7,8 +7,9 @@ without the buffer, where an op uses another buffer that is away from home, or o
 op works on the home itself.
 
 Visits that are live together form a *stop*. The transfers to stop n stand ``distance`` stops or computations ahead, so
-they run beside these; the bound ``device_staging ahead=0`` (or ``host_staging``) keeps them from running further ahead.
-So at most ``distance`` + 1 stops are live: with a distance of 1, staging is double-buffered.
+they run beside these; the bound ``device_staging`` (or ``host_staging``) keeps them from running further ahead. So at
+most ``distance`` + 1 stops are live: with a distance of 1, staging is double-buffered. Where a section has visits that
+take changes home beside visits that do not, one more may be live, so that the latter need not wait for the former.
 
 Nothing here names a role or an optimizer: what a visit brings and takes back follows from the effects of the ops.
 """
@@ -27,7 +28,7 @@ from zeroir.ir.buffers import Buffer, Region, Role, Space
 from zeroir.ir.effects import effects
 from zeroir.ir.mesh import COPY_IN, COPY_OUT, IO
 from zeroir.ir.ops import Op
-from zeroir.ir.program import Program
+from zeroir.ir.program import Program, Section
 from zeroir.passes.common import rewrite
 
 
@@ -121,19 +122,20 @@ def with_visits(
     if not homes:
         return program
     staging = _StagingBuffers(program, route)
+    visits = {s.name: find_visits(s.body, homes, is_at_home) for s in program.sections}
 
-    def body_with_visits(body: Sequence[Op]) -> tuple[Op, ...]:
-        visits = find_visits(body, homes, is_at_home)
-        return place_visits(body, visits, staging.of, route, distance=distance)
+    def with_own_visits(section: Section) -> Section:
+        own = visits[section.name]
+        body = place_visits(section.body, own, staging.of, route, distance=distance)
+        return replace(section, body=body)
 
-    program = rewrite.map_sections(
-        program, lambda section: replace(section, body=body_with_visits(section.body))
-    )
+    program = rewrite.map_sections(program, with_own_visits)
     changed = {
         name: (replace(program.buffer_by_name[name], space=route.home), *staging.of_home(name))
         for name in homes
     }
-    bound = AheadBound(kind=route.bound, ahead=0)
+    is_mixed = any(len({bool(v.departing) for v in own}) == 2 for own in visits.values())
+    bound = AheadBound(kind=route.bound, ahead=1 if is_mixed else 0)
     return replace(
         rewrite.replace_buffers(program, changed),
         streams=rewrite.with_streams(program.streams, {route.inward, route.outward}),
