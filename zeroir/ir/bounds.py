@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from zeroir.ir import ops
-from zeroir.ir.buffers import Buffer, Role
+from zeroir.ir.buffers import Buffer, Role, Space
 from zeroir.ir.effects import effects
 from zeroir.ir.ops import Op
 
@@ -32,10 +32,13 @@ class BoundKind(StrEnum):
     * ``full_parameters``: gathered parameters. A group are those that one op is the first to read.
     * ``full_gradients``: buffers into which compute ops put gradients. A group are those that one op completes, being
       the last to write them; those that one launch reduces are one group.
+    * ``activations``: values on the device that compute ops hand to each other, among them those that a forward saves
+      for its backward. A group are those that one op is the first to write.
     """
 
     FULL_PARAMETERS = "full_parameters"
     FULL_GRADIENTS = "full_gradients"
+    ACTIVATIONS = "activations"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,10 +67,13 @@ def with_bound(bounds: Iterable[Bound], bound: Bound) -> tuple[Bound, ...]:
 
 def bounded_buffers(buffers: Iterable[Buffer], body: Iterable[Op]) -> Mapping[str, BoundKind]:
     """The buffers of a program that bounds can be about, by name; ``body`` are its ops."""
-    temporary = {buffer.name: buffer.role for buffer in buffers if not buffer.is_persistent}
-    kinds = {
-        name: BoundKind.FULL_PARAMETERS for name, role in temporary.items() if role is Role.GATHERED
-    }
+    temporary = {buffer.name: buffer for buffer in buffers if not buffer.is_persistent}
+    kinds: dict[str, BoundKind] = {}
+    for name, buffer in temporary.items():
+        if buffer.role is Role.GATHERED:
+            kinds[name] = BoundKind.FULL_PARAMETERS
+        elif buffer.role in (Role.SAVED, Role.ACTIVATION) and buffer.space is Space.DEVICE:
+            kinds[name] = BoundKind.ACTIVATIONS
     for op in body:
         if isinstance(op, ops.Compute):
             for destination in op.destinations:
@@ -108,8 +114,13 @@ def _note_makers(
         if kinds[name] is BoundKind.FULL_PARAMETERS:
             makers.setdefault(name, index)
     for region in (*effect.writes, *effect.accumulates):
-        if kinds.get(region.buffer) is BoundKind.FULL_GRADIENTS:
-            makers[region.buffer] = index
+        match kinds.get(region.buffer):
+            case BoundKind.FULL_GRADIENTS:
+                makers[region.buffer] = index
+            case BoundKind.ACTIVATIONS:
+                makers.setdefault(region.buffer, index)
+            case _:
+                pass
     if isinstance(op, ops.ReduceScatter):
         reduced = [name for name in read if kinds[name] is BoundKind.FULL_GRADIENTS]
         last = max((makers.get(name, index) for name in reduced), default=index)
