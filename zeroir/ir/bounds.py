@@ -96,10 +96,10 @@ def bounded_buffers(buffers: Iterable[Buffer], body: Iterable[Op]) -> Mapping[st
                             kinds[name] = BoundKind.FULL_GRADIENTS
             case ops.Transfer():
                 for name in (op.source.buffer, op.destination.buffer):
-                    buffer = temporary.get(name)
-                    if buffer is None or buffer.role is not Role.STAGING:
+                    end = temporary.get(name)
+                    if end is None or end.role is not Role.STAGING:
                         continue
-                    if (staging := _STAGING.get(buffer.space)) is not None:
+                    if (staging := _STAGING.get(end.space)) is not None:
                         kinds[name] = staging
             case _:
                 pass
