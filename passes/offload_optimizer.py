@@ -235,11 +235,15 @@ class _Offload:
             (index for index, op in enumerate(section.body) if self._is_scaled(op)), default=-1
         )
         body: list[Op] = []
+        gathers: list[Op] = []
         stepped: set[str] = set()
         for index, op in enumerate(section.body):
             if isinstance(op, ops.Fill) and op.destination.buffer in self.sums & stepped:
                 # A sum is cleared behind its copy and on the copy's stream, so that no other stream waits for it.
                 body.append(replace(op, stream=COPY_OUT))
+                continue
+            if last_use >= 0 and isinstance(op, ops.Gather) and self._is_of_new_parameters(op):
+                gathers.append(op)
                 continue
             body += self._op(op)
             if isinstance(op, ops.OptimizerStep):
@@ -253,8 +257,18 @@ class _Offload:
         return replace(
             section,
             entry=self._with_copies(section.entry),
-            body=tuple(body),
+            # Whoever issues a collective waits until the copy up before it is issued: at the end that delays nothing.
+            body=(*body, *gathers),
             exit=self._with_copies(section.exit),
+        )
+
+    def _is_of_new_parameters(self, op: ops.Gather) -> bool:
+        """Whether the op gathers parameters at rest in place, all of them of flats that the host updates."""
+        return all(
+            self._own(pair.destination) is not None
+            and self._quantity(pair.destination) == PARAM
+            and pair.source.buffer == pair.destination.buffer
+            for pair in op.pairs
         )
 
     def _is_scaled(self, op: Op) -> bool:
