@@ -26,6 +26,7 @@ from zeroir.passes import manager
 from zeroir.passes.base import Pass
 from zeroir.passes.bucket import Bucket
 from zeroir.passes.offload_activations import OffloadActivations
+from zeroir.passes.offload_gradients import OffloadGradients
 from zeroir.passes.offload_optimizer import OffloadOptimizer
 from zeroir.passes.offload_parameters import OffloadParameters
 from zeroir.passes.overlap_update import OverlapUpdate
@@ -69,6 +70,7 @@ LINKS: Final = (
     Link(logical=LOGICAL, earlier=CHAIN[:6], step=Bucket(bytes=4096)),
     Link(logical=LOGICAL, earlier=CHAIN[:8], step=OverlapUpdate()),
     Link(logical=LOGICAL, earlier=CHAIN[:8], step=OffloadOptimizer()),
+    Link(logical=LOGICAL, earlier=CHAIN[:8], step=OffloadGradients()),
     Link(logical=LOGICAL, earlier=CHAIN[:8], step=OffloadParameters()),
     Link(logical=AWAY, step=OffloadActivations(units=("a",), smallest=0)),
     Link(logical=LOGICAL, earlier=CHAIN[:8], step=SaveState()),
