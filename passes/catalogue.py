@@ -10,6 +10,8 @@ from zeroir.passes.bucket import Bucket
 from zeroir.passes.insert_gathers import InsertGathers
 from zeroir.passes.insert_releases import InsertReleases
 from zeroir.passes.offload_activations import OffloadActivations
+from zeroir.passes.offload_optimizer import OffloadOptimizer
+from zeroir.passes.offload_parameters import OffloadParameters
 from zeroir.passes.overlap_update import OverlapUpdate
 from zeroir.passes.plan_memory import PlanMemory
 from zeroir.passes.prefetch import PrefetchGathers
@@ -37,6 +39,8 @@ PASSES: tuple[type[Pass], ...] = (
     BoundGradients,
     ReplicateShards,
     OverlapUpdate,
+    OffloadOptimizer,
+    OffloadParameters,
     OffloadActivations,
     SaveState,
     PlanMemory,

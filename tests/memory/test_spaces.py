@@ -33,7 +33,7 @@ CPU: Final = torch.device("cpu")
 RANKS: Final = 3
 IN_MEMORY: Final = (Space.DEVICE, Space.HOST)
 NOTHING: Final = "nothing"
-EACH_OFFLOAD: Final = pytest.mark.parametrize("offload", (NOTHING, *OFFLOADS))
+EACH_OFFLOAD: Final = pytest.mark.parametrize("offload", [NOTHING, *OFFLOADS])
 EACH_STAGE: Final = pytest.mark.parametrize("stage", range(4))
 
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Final
 
 from zeroir.ir import ops
 from zeroir.ir.buffers import Buffer, Role, Space
@@ -34,11 +35,22 @@ class BoundKind(StrEnum):
       the last to write them; those that one launch reduces are one group.
     * ``activations``: values on the device that compute ops hand to each other, among them those that a forward saves
       for its backward. A group are those that one op is the first to write.
+    * ``device_staging``, ``host_staging``: buffers of the role ``staging`` in that space which a transfer fills or
+      empties. A group are those that one op is the first to use, apart from the transfers that fill them.
     """
 
     FULL_PARAMETERS = "full_parameters"
     FULL_GRADIENTS = "full_gradients"
     ACTIVATIONS = "activations"
+    DEVICE_STAGING = "device_staging"
+    HOST_STAGING = "host_staging"
+
+
+_STAGING: Final = {
+    Space.DEVICE: BoundKind.DEVICE_STAGING,
+    Space.HOST: BoundKind.HOST_STAGING,
+}
+_OF_FIRST_READER: Final = frozenset({BoundKind.FULL_PARAMETERS, *_STAGING.values()})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,12 +87,22 @@ def bounded_buffers(buffers: Iterable[Buffer], body: Iterable[Op]) -> Mapping[st
         elif buffer.role in (Role.SAVED, Role.ACTIVATION) and buffer.space is Space.DEVICE:
             kinds[name] = BoundKind.ACTIVATIONS
     for op in body:
-        if isinstance(op, ops.Compute):
-            for destination in op.destinations:
-                if destination is not None and destination.gradient is not None:
-                    name = destination.view.region.buffer
-                    if name in temporary:
-                        kinds[name] = BoundKind.FULL_GRADIENTS
+        match op:
+            case ops.Compute():
+                for destination in op.destinations:
+                    if destination is not None and destination.gradient is not None:
+                        name = destination.view.region.buffer
+                        if name in temporary:
+                            kinds[name] = BoundKind.FULL_GRADIENTS
+            case ops.Transfer():
+                for name in (op.source.buffer, op.destination.buffer):
+                    moved = temporary.get(name)
+                    if moved is None or moved.role is not Role.STAGING:
+                        continue
+                    if (staging := _STAGING.get(moved.space)) is not None:
+                        kinds[name] = staging
+            case _:
+                pass
     return kinds
 
 
@@ -111,7 +133,7 @@ def _note_makers(
     effect = effects(op)
     read = {region.buffer for region in effect.reads} & kinds.keys()
     for name in read:
-        if kinds[name] is BoundKind.FULL_PARAMETERS:
+        if kinds[name] in _OF_FIRST_READER:
             makers.setdefault(name, index)
     for region in (*effect.writes, *effect.accumulates):
         match kinds.get(region.buffer):
@@ -119,6 +141,9 @@ def _note_makers(
                 makers[region.buffer] = index
             case BoundKind.ACTIVATIONS:
                 makers.setdefault(region.buffer, index)
+            case BoundKind.DEVICE_STAGING | BoundKind.HOST_STAGING:
+                if not isinstance(op, ops.Transfer):
+                    makers.setdefault(region.buffer, index)
             case _:
                 pass
     if isinstance(op, ops.ReduceScatter):
