@@ -96,10 +96,10 @@ def bounded_buffers(buffers: Iterable[Buffer], body: Iterable[Op]) -> Mapping[st
                             kinds[name] = BoundKind.FULL_GRADIENTS
             case ops.Transfer():
                 for name in (op.source.buffer, op.destination.buffer):
-                    end = temporary.get(name)
-                    if end is None or end.role is not Role.STAGING:
+                    moved = temporary.get(name)
+                    if moved is None or moved.role is not Role.STAGING:
                         continue
-                    if (staging := _STAGING.get(end.space)) is not None:
+                    if (staging := _STAGING.get(moved.space)) is not None:
                         kinds[name] = staging
             case _:
                 pass
