@@ -10,6 +10,7 @@ from zeroir.passes.bucket import Bucket
 from zeroir.passes.insert_gathers import InsertGathers
 from zeroir.passes.insert_releases import InsertReleases
 from zeroir.passes.overlap_update import OverlapUpdate
+from zeroir.passes.page_optimizer import PageOptimizer
 from zeroir.passes.plan_memory import PlanMemory
 from zeroir.passes.prefetch import PrefetchGathers
 from zeroir.passes.recompute import Recompute
@@ -36,6 +37,7 @@ PASSES: tuple[type[Pass], ...] = (
     BoundGradients,
     ReplicateShards,
     OverlapUpdate,
+    PageOptimizer,
     SaveState,
     PlanMemory,
 )

@@ -26,6 +26,7 @@ from zeroir.passes import manager
 from zeroir.passes.base import Pass
 from zeroir.passes.bucket import Bucket
 from zeroir.passes.overlap_update import OverlapUpdate
+from zeroir.passes.page_optimizer import PageOptimizer
 from zeroir.passes.pipelines import PASSES, for_stage, parse_spec
 from zeroir.passes.plan_memory import PlanMemory
 from zeroir.passes.recompute import Recompute
@@ -65,6 +66,11 @@ LINKS: Final = (
     Link(logical=LOGICAL, earlier=CHAIN[:5], step=Unshard(units=("a",))),
     Link(logical=LOGICAL, earlier=CHAIN[:6], step=Bucket(bytes=4096)),
     Link(logical=LOGICAL, earlier=CHAIN[:8], step=OverlapUpdate()),
+    Link(
+        logical=LOGICAL,
+        earlier=CHAIN[:1],
+        step=PageOptimizer(device_bytes=2048, page_bytes=1024),
+    ),
     Link(logical=LOGICAL, earlier=CHAIN[:8], step=SaveState()),
     Link(logical=LOGICAL, earlier=CHAIN[:8], step=PlanMemory()),
 )

@@ -3,15 +3,17 @@
 Nothing but data holds a stream back. A fast stream may therefore begin buffers long before the op of another stream
 that stands in front of them, and a slow one may end them long after the ops behind. A bound of a program limits that
 for one kind of buffer. Passes state bounds and never the waits: the waits are derived from the bounds and from what
-data need, and the verifier checks each section against each bound (Z302).
+data need, and the verifier checks each section against each bound (Z302, and Z503 for pages).
 
-Both bounds speak of a buffer's beginning, at its ``alloc``:
+Each bound speaks of a buffer's beginning, at its ``alloc``:
 
 * ``bound KIND ahead=N``: buffers of the kind come in groups. Of the groups that have a release above the ``alloc``, all
   but the last N have surely ended when the buffer begins. So at most N groups are live beyond those that the order of
   the ops has live there; what is released below the ``alloc`` is live by choice and does not count.
 * ``bound KIND behind=STREAM``: the last op of the stream above the ``alloc``, other than an ``alloc``, is surely done
   when the buffer begins. So the stream that begins buffers of the kind never runs ahead of STREAM.
+* ``bound KIND live=N``: of the buffers of the kind that begin above the ``alloc``, all but N - 1 have surely ended. So
+  at most N are live at once in any order of the ops.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Final
 
 from zeroir.ir import ops
 from zeroir.ir.buffers import Buffer, Role
@@ -32,10 +35,12 @@ class BoundKind(StrEnum):
     * ``full_parameters``: gathered parameters. A group are those that one op is the first to read.
     * ``full_gradients``: buffers into which compute ops put gradients. A group are those that one op completes, being
       the last to write them; those that one launch reduces are one group.
+    * ``pages``: buffers of the role ``page``. Each is a group.
     """
 
     FULL_PARAMETERS = "full_parameters"
     FULL_GRADIENTS = "full_gradients"
+    PAGES = "pages"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +59,18 @@ class BehindBound:
     behind: str
 
 
-Bound = AheadBound | BehindBound
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveBound:
+    """At most ``live`` buffers of the kind are live at once."""
+
+    kind: BoundKind
+    live: int
+
+
+Bound = AheadBound | BehindBound | LiveBound
+
+
+_OF_ROLE: Final = {Role.GATHERED: BoundKind.FULL_PARAMETERS, Role.PAGE: BoundKind.PAGES}
 
 
 def with_bound(bounds: Iterable[Bound], bound: Bound) -> tuple[Bound, ...]:
@@ -65,9 +81,7 @@ def with_bound(bounds: Iterable[Bound], bound: Bound) -> tuple[Bound, ...]:
 def bounded_buffers(buffers: Iterable[Buffer], body: Iterable[Op]) -> Mapping[str, BoundKind]:
     """The buffers of a program that bounds can be about, by name; ``body`` are its ops."""
     temporary = {buffer.name: buffer.role for buffer in buffers if not buffer.is_persistent}
-    kinds = {
-        name: BoundKind.FULL_PARAMETERS for name, role in temporary.items() if role is Role.GATHERED
-    }
+    kinds = {name: _OF_ROLE[role] for name, role in temporary.items() if role in _OF_ROLE}
     for op in body:
         if isinstance(op, ops.Compute):
             for destination in op.destinations:

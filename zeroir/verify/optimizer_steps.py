@@ -274,7 +274,7 @@ def _check_state(
         if value != expected and not algebra.is_poisoned(value):
             state = op.states[op.algorithm.state_names.index(name)]
             run.fail(
-                "Z403",
+                "Z501" if state.buffer in run.shared.pages else "Z403",
                 f"{_name(op)} of {spell(changed_region(op), run.program)} takes {spell(state, run.program)} as its "
                 f"{name}, which holds {describe(value)}",
                 changed_region(op).buffer,
