@@ -1,22 +1,24 @@
 """Keep optimizer states in host memory as pages, which visit the device through a few slots while they are updated.
 
-A *page* are the same elements of all states of one flat, at most ``page_bytes`` of them together, so that one page is
+A *page* has the same elements of all states of one flat, at most ``page_bytes`` of them together, so that one page is
 all that the update of these elements needs. The step of each flat becomes one step a page: the page comes in on
-``copy_in``, the step changes it, and it goes out on ``copy_out``. Slots take turns. With three of them, one page comes in
-and one goes out while a third is updated; with two, the next page comes in while the last one is updated and goes out.
-Their number is a bound of the program (``bound pages live=N``). The runtime neither misses nor evicts a page.
+``copy_in``, the step changes it, and it goes out on ``copy_out``. The slots take turns. With three of them, one page
+comes in and one goes out while a third is updated; with two, a page comes in while the one before it is updated and
+goes out. Their number is a bound of the program (``bound pages live=N``). At run time no page is missed.
 
-``device_bytes`` is what the states take of the device. What the slots leave of it, pages have for good: these rest on the
-device. Every step uses each page once, in one order, so the page that has just been used is always the one whose next
-use is furthest. Belady's rule (Belady 1966, "A study of replacement algorithms for a virtual-storage computer", IBM
-Systems Journal 5(2), algorithm MIN) therefore evicts the newest page and keeps the others: of N pages, a memory of C
-misses (N − C) · N / (N − 1) a step on average, and no replacement misses less. Here the pages beyond those that rest on
-the device, N − C of them, come in once a step: less than the rule's misses in a memory of those C pages, because the
-slots are beside it, and at most one more than its misses where the page in use is one of the C. LRU misses all N. The
-pages that rest on the device are those that are updated last, after which no backward is left to hide transfers.
+``device_bytes`` is what the states take of the device. What the slots leave of it holds pages that rest there. Every
+step uses each page once, in one order, so the page that was just used is the one whose next use is furthest. Belady's
+rule (Belady 1966, "A study of replacement algorithms for a virtual-storage computer", IBM Systems Journal 5(2))
+therefore evicts the newest page and keeps the others: of N pages, a memory for C of them misses N (N - C) / (N - 1) a
+step on average, and no rule of replacement misses fewer. Here a memory for R pages, beside the slots, lets N - R pages
+come in a step: no more than Belady's rule with a memory for R pages, and at most one more than with R + 1, where the
+page in use counts. LRU misses all N as soon as C < N. The pages that rest on the device are those that are updated
+last: no backward is left that could hide their transfers.
 
-Only the states that the optimizer keeps of each element are paged, as by paged optimizers elsewhere (QLoRA, Dettmers et
-al. 2023, §3): parameters, master weights, averages and the moments of whole parameters stay where they are.
+Only states that the optimizer keeps of each element are paged, as in QLoRA's paged optimizers (Dettmers et al. 2023,
+section 3). Parameters, master weights, averages and the moments of whole parameters stay where they are. The first
+pages come in at the beginning of ``update``, beside the norm; where the update is in the backward, before its first
+step.
 
 What ``page-optimizer{device_bytes=2048, page_bytes=1024}`` changes::
 
@@ -122,13 +124,13 @@ class PageOptimizer(Pass):
             for dtype, held in states.page_numels(numel).items():
                 numels[dtype] = max(numels.get(dtype, 0), held)
         slot_bytes = sum(numel * dtype.itemsize_bytes for dtype, numel in numels.items())
-        count_ = min(_MOST_SLOTS, self.device_bytes // slot_bytes)
-        if count_ < _LEAST_SLOTS:
+        slots = min(_MOST_SLOTS, self.device_bytes // slot_bytes)
+        if slots < _LEAST_SLOTS:
             raise UserError(
-                f"`{self.spec()}` has no room for {_LEAST_SLOTS} pages of {slot_bytes} bytes on the device, of which one "
-                "comes in while the other is updated: raise device_bytes or lower page_bytes."
+                f"`{self.spec()}` has no room on the device for {_LEAST_SLOTS} pages of {slot_bytes} bytes, one that "
+                "comes in and one that is updated: raise device_bytes, or lower page_bytes."
             )
-        room_bytes = self.device_bytes - count_ * slot_bytes
+        room_bytes = self.device_bytes - slots * slot_bytes
         paged: dict[tuple[str, ...], _PagedStates] = {}
         for states, numel in reversed(list(zip(stepped, sizes, strict=True))):
             most = room_bytes // states.aligned_bytes * SHARD_ALIGNMENT_NUMEL
@@ -140,7 +142,7 @@ class PageOptimizer(Pass):
         taken = set(program.buffer_by_name)
         return _Paging(
             of_step=paged,
-            slots=tuple(_slot(number, numels, taken) for number in range(count_)),
+            slots=tuple(_slot(number, numels, taken) for number in range(slots)),
         )
 
     def _page_numel(self, states: _States) -> int:
@@ -185,7 +187,7 @@ class _States:
         return self.size_bytes // (self.numel // SHARD_ALIGNMENT_NUMEL)
 
     def elements(self, index: int, start: int, stop: int) -> tuple[int, int]:
-        """The elements of a buffer that belong to elements ``[start, stop)``, which begin and end at multiples of 256."""
+        """The elements of a buffer that belong to elements ``[start, stop)`` of the flat, multiples of 256."""
         share = self.numel // self.numels[index]
         return start // share, stop // share
 
