@@ -86,6 +86,16 @@ class PageOptimizer(Pass):
     device_bytes: int
     page_bytes: int = 2 * 1024**2
 
+    def __post_init__(self) -> None:
+        for option, amount in (
+            ("device_bytes", self.device_bytes),
+            ("page_bytes", self.page_bytes),
+        ):
+            if amount < 0:
+                raise UserError(
+                    f"The option `{option}` of `{self.name}` is a number of bytes, at least 0, not {amount}."
+                )
+
     def __call__(self, program: Program) -> Program:
         """The program with paged optimizer states.
 
