@@ -63,6 +63,7 @@ from zeroir.ir.program import (
 )
 from zeroir.passes.base import NO_FACTS, Fact, Pass, listed
 from zeroir.passes.common import rewrite
+from zeroir.passes.common.paged_states import PagedStates, StepStates
 
 _Step = ops.Direction | ops.OptimizerStep
 _LEAST_SLOTS: Final = 2
@@ -126,7 +127,7 @@ class PageOptimizer(Pass):
             buffers=(*program.buffers, *chain.from_iterable(paging.slots)),
         )
 
-    def _paging(self, program: Program, stepped: Sequence[_States]) -> _Paging:
+    def _paging(self, program: Program, stepped: Sequence[StepStates]) -> _Paging:
         """What is paged, through which slots; ``stepped`` are the states of each step, in the order of the steps."""
         sizes = [self._page_numel(states) for states in stepped]
         numels: dict[DType, int] = {}
@@ -141,12 +142,12 @@ class PageOptimizer(Pass):
                 "comes in and one that is updated: raise device_bytes, or lower page_bytes."
             )
         room_bytes = self.device_bytes - slots * slot_bytes
-        paged: dict[tuple[str, ...], _PagedStates] = {}
+        paged: dict[tuple[str, ...], PagedStates] = {}
         for states, numel in reversed(list(zip(stepped, sizes, strict=True))):
             most = room_bytes // states.aligned_bytes * SHARD_ALIGNMENT_NUMEL
             resident = min(states.numel, most)
             room_bytes -= resident // SHARD_ALIGNMENT_NUMEL * states.aligned_bytes
-            paged[states.buffers] = _PagedStates(
+            paged[states.buffers] = PagedStates(
                 states=states, page_numel=numel, host_numel=states.numel - resident
             )
         taken = set(program.buffer_by_name)
@@ -155,7 +156,7 @@ class PageOptimizer(Pass):
             slots=tuple(_slot(number, numels, taken) for number in range(slots)),
         )
 
-    def _page_numel(self, states: _States) -> int:
+    def _page_numel(self, states: StepStates) -> int:
         """The elements of a flat in a page of these states."""
         most = self.page_bytes // states.aligned_bytes * SHARD_ALIGNMENT_NUMEL
         if not most:
@@ -170,98 +171,10 @@ class PageOptimizer(Pass):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _States:
-    """The states that one step changes: their buffers in the order of the op, and the elements that they are of.
-
-    Each buffer has ``numel`` elements, or one for each few of them. ``aligned_bytes`` are those of 256 elements.
-    """
-
-    buffers: tuple[str, ...]
-    dtypes: tuple[DType, ...]
-    numels: tuple[int, ...]
-
-    @property
-    def numel(self) -> int:
-        """Elements of the flat on one rank."""
-        return max(self.numels)
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of all states on one rank."""
-        pairs = zip(self.numels, self.dtypes, strict=True)
-        return sum(numel * dtype.itemsize_bytes for numel, dtype in pairs)
-
-    @property
-    def aligned_bytes(self) -> int:
-        """Bytes of the states of 256 elements."""
-        return self.size_bytes // (self.numel // SHARD_ALIGNMENT_NUMEL)
-
-    def elements(self, index: int, start: int, stop: int) -> tuple[int, int]:
-        """The elements of a buffer that belong to elements ``[start, stop)`` of the flat, multiples of 256."""
-        share = self.numel // self.numels[index]
-        return start // share, stop // share
-
-    def page_numels(self, numel: int) -> Mapping[DType, int]:
-        """How many elements of each dtype a page of ``numel`` elements has."""
-        numels: dict[DType, int] = {}
-        for index, dtype in enumerate(self.dtypes):
-            start, stop = self.elements(index, 0, numel)
-            numels[dtype] = numels.get(dtype, 0) + stop - start
-        return numels
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _PagedStates:
-    """States of which elements ``[0, host_numel)`` rest in host memory, in pages, and the others on the device."""
-
-    states: _States
-    page_numel: int
-    host_numel: int
-
-    def pages(self) -> Iterator[tuple[int, int]]:
-        """The elements of each page."""
-        for start in range(0, self.host_numel, self.page_numel):
-            yield start, min(start + self.page_numel, self.host_numel)
-
-    def homes(self, program: Program) -> Mapping[str, tuple[Buffer, ...]]:
-        """The buffers in which each state rests, by the name of the one in which it rested."""
-        homes: dict[str, tuple[Buffer, ...]] = {}
-        for index, name in enumerate(self.states.buffers):
-            buffer = program.buffer_by_name[name]
-            _, numel = self.states.elements(index, 0, self.host_numel)
-            cut = (
-                _cut(buffer, 0, numel, buffer.name, Space.HOST),
-                _cut(buffer, numel, buffer.numel, self.resident(name), Space.DEVICE),
-            )
-            homes[name] = tuple(part for part in cut if part.numel)
-        return homes
-
-    def resident(self, name: str) -> str:
-        """The buffer with what rests on the device of the state that rested in a buffer."""
-        return f"{name}.resident" if self.host_numel else name
-
-    def resident_region(self, index: int) -> Region:
-        """What rests on the device of one of the states."""
-        start, stop = self.states.elements(index, self.host_numel, self.states.numel)
-        return Region(
-            buffer=self.resident(self.states.buffers[index]), offset=0, numel=stop - start
-        )
-
-
-def _cut(buffer: Buffer, start: int, stop: int, name: str, space: Space) -> Buffer:
-    """Elements ``[start, stop)`` of a buffer as one that rests in a space."""
-    holds = buffer.holds
-    assert isinstance(holds, FlatContent)
-    is_part = holds.shard is not None and stop - start < buffer.numel
-    holds = replace(holds, offset=holds.offset + start, stride=buffer.numel if is_part else None)
-    return replace(buffer, name=name, numel=stop - start, space=space, holds=holds)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Paging:
     """What is paged, by the buffers of the states that a step names, and the buffers of each slot, one a dtype."""
 
-    of_step: Mapping[tuple[str, ...], _PagedStates]
+    of_step: Mapping[tuple[str, ...], PagedStates]
     slots: tuple[tuple[Buffer, ...], ...]
 
 
@@ -279,7 +192,7 @@ def _slot(number: int, numels: Mapping[DType, int], taken: set[str]) -> tuple[Bu
     return tuple(buffers)
 
 
-def _steps(program: Program) -> Iterator[tuple[Section, int, _States]]:
+def _steps(program: Program) -> Iterator[tuple[Section, int, StepStates]]:
     """The ops that change states of elements, with their sections and indices, in the order in which they run.
 
     Raises:
@@ -291,7 +204,7 @@ def _steps(program: Program) -> Iterator[tuple[Section, int, _States]]:
                 yield section, index, _states(op, program)
 
 
-def _states(op: _Step, program: Program) -> _States:
+def _states(op: _Step, program: Program) -> StepStates:
     names = tuple(region.buffer for region in op.states)
     for region in op.states:
         if not rewrite.is_whole(region, program) or region.shard is not None:
@@ -305,7 +218,7 @@ def _states(op: _Step, program: Program) -> _States:
             "parameters of each group in units of their own, or keep the states on the device."
         )
     buffers = [program.buffer_by_name[name] for name in names]
-    return _States(
+    return StepStates(
         buffers=names,
         dtypes=tuple(buffer.dtype for buffer in buffers),
         numels=tuple(buffer.numel for buffer in buffers),

@@ -9,7 +9,7 @@ as large as a page (2 MiB on CUDA), and the one whose use is longest ago leaves.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -69,7 +69,7 @@ def blocks(program: Program, block_bytes: int) -> Mapping[Page, int]:
 
 def bytes_in(rule: Rule, sizes: Mapping[Page, int], frames: int) -> float:
     """The bytes that come in a step, on average over the steps after the first."""
-    pages: Sequence[Page] = list(sizes)
+    pages = list(sizes)
     first = sum(sizes[page] for page in rule(pages, frames).came_in)
     total = sum(sizes[page] for page in rule(pages * STEPS, frames).came_in)
     return (total - first) / (STEPS - 1)

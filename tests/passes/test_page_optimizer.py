@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,7 +17,10 @@ from tests.support.lowering import applied, proved
 from tests.support.programs import mlp
 from tools.bench_paging import page_bytes_by_page, planned_bytes
 from tools.page_replacement import belady, lru
+from zeroir.api.compiled import compile_with
+from zeroir.config import make_options
 from zeroir.errors import UserError
+from zeroir.frontend.entry import load_model_file
 from zeroir.ir import ops
 from zeroir.ir.buffers import Buffer, Region, Role, Space, whole
 from zeroir.ir.contents import FlatContent
@@ -31,6 +35,8 @@ from zeroir.passes.page_optimizer import PageOptimizer
 from zeroir.passes.pipelines import for_stage
 from zeroir.passes.plan_memory import PlanMemory
 from zeroir.passes.save_state import SaveState
+from zeroir.runtime.lockstep import Lockstep
+from zeroir.torch_ops.batches import flatten
 
 STATES = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 
@@ -131,10 +137,39 @@ def test_a_skipped_step_leaves_pages_as_they_were(overflowing: tuple[int, ...]) 
     after = proved(logical, (*base, PageOptimizer(device_bytes=8192, page_bytes=2048)))
     batches = inputs(logical, 3, 1)
     for rank in overflowing:
-        batches[1][rank][0]["x"] *= 1e3
+        x = flatten(batches[1][rank][0]).tensors["x"]
+        batches[1][rank][0] = {"x": x * 1e3}
     result = run(after, batches, 5)
     assert result.skipped[1] is bool(overflowing)
     assert_equal(result, run(applied(logical, base), batches), range(3), str(overflowing))
+
+
+@pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("optimizer", ["muon", pytest.param("lion", marks=pytest.mark.slow)])
+def test_other_optimizers_have_pages_too(stage: int, optimizer: str) -> None:
+    """Muon's momentum is paged where its direction is computed, of matrices alone; AdamW's states beside it, too."""
+    logical = compile_with(
+        "tests/support/models/traps.py", make_options({"optimizer": optimizer, "world_size": 3})
+    ).logical
+    base = for_stage(stage, 3)
+    size_bytes = state_bytes(applied(logical, base), Space.DEVICE)
+    paging = PageOptimizer(device_bytes=int(0.6 * size_bytes), page_bytes=2048)
+    after = proved(logical, (*base, paging))
+    pages = {buffer.name for buffer in after.buffers if buffer.role is Role.PAGE}
+    kind = ops.Direction if optimizer == "muon" else ops.OptimizerStep
+    paged = [op for op in after.ops() if isinstance(op, kind) and op.states]
+    assert any(op.states[0].buffer in pages for op in paged)
+    model_file = load_model_file("tests/support/models/traps.py")
+    states = []
+    for program in (applied(logical, base), after):
+        lockstep = Lockstep(program, schedule_seed=stage)
+        lockstep.initialise(model_file.model, seed=0)
+        for _ in range(2):
+            lockstep.step([[model_file.batch()]] * 3)
+        states.append(lockstep.full_state())
+    assert states[0].keys() == states[1].keys()
+    for key, tensor in states[0].items():
+        assert torch.equal(tensor, states[1][key]), key
 
 
 # --------------------------------------------------------------------------------------------------------- memory
@@ -302,6 +337,32 @@ def test_negative_amounts_are_refused(value: int) -> None:
         PageOptimizer(device_bytes=value)
     with pytest.raises(UserError, match="at least 0"):
         PageOptimizer(device_bytes=0, page_bytes=value)
+
+
+def test_settings_found_by_places_of_states_are_refused() -> None:
+    """Muon's direction takes the settings of several groups by the places of its states."""
+    update = Update(numels=(4, 4), algorithm=Algorithm.MOMENTUM).program()
+    scalar = Region(buffer="scalar", offset=0, numel=1)
+    body = tuple(
+        ops.Direction(
+            algorithm=Algorithm.MUON,
+            grad=op.grad,
+            states=op.states,
+            direction=op.grad,
+            step=scalar,
+            lr=scalar,
+            hyper=scalar,
+            gradient_divisor=scalar,
+            stream="compute",
+            group="matrices",
+            others=(ops.GroupSettings(group="heads", lr=scalar, hyper=scalar),),
+        )
+        for op in update.ops()
+        if isinstance(op, ops.OptimizerStep)
+    )
+    program = replace(update, sections=(Section(name=UPDATE, body=body),))
+    with pytest.raises(UserError, match="the groups matrices and heads by the places"):
+        PageOptimizer(device_bytes=4096, page_bytes=1024)(program)
 
 
 def test_passes_that_move_the_states_come_before_it() -> None:
