@@ -50,7 +50,7 @@ from zeroir.ir.bounds import BoundKind, LiveBound, with_bound
 from zeroir.ir.buffers import Buffer, Region, Role, Space, part_of, whole
 from zeroir.ir.contents import FlatContent
 from zeroir.ir.dtypes import DType
-from zeroir.ir.mesh import COPY_IN, COPY_OUT, STREAMS
+from zeroir.ir.mesh import COPY_IN, COPY_OUT
 from zeroir.ir.ops import Op
 from zeroir.ir.program import (
     SHARD_ALIGNMENT_NUMEL,
@@ -118,11 +118,9 @@ class PageOptimizer(Pass):
         )
         program = rewrite.replace_buffers(program, changed)
         bound = LiveBound(kind=BoundKind.PAGES, live=sum(map(len, paging.slots)))
-        declared = {stream.name for stream in program.streams}
-        copying = (s for s in STREAMS if s.name in {COPY_IN, COPY_OUT} - declared)
         return replace(
             program,
-            streams=(*program.streams, *copying),
+            streams=rewrite.with_streams(program.streams, {COPY_IN, COPY_OUT}),
             bounds=with_bound(program.bounds, bound),
             buffers=(*program.buffers, *chain.from_iterable(paging.slots)),
         )

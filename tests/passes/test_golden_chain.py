@@ -25,6 +25,8 @@ from zeroir.ir.text import parse, print_program
 from zeroir.passes import manager
 from zeroir.passes.base import Pass
 from zeroir.passes.bucket import Bucket
+from zeroir.passes.offload_optimizer import OffloadOptimizer
+from zeroir.passes.offload_parameters import OffloadParameters
 from zeroir.passes.overlap_update import OverlapUpdate
 from zeroir.passes.page_optimizer import PageOptimizer
 from zeroir.passes.pipelines import PASSES, for_stage, parse_spec
@@ -71,6 +73,8 @@ LINKS: Final = (
         earlier=CHAIN[:1],
         step=PageOptimizer(device_bytes=2048, page_bytes=1024),
     ),
+    Link(logical=LOGICAL, earlier=CHAIN[:8], step=OffloadOptimizer()),
+    Link(logical=LOGICAL, earlier=CHAIN[:8], step=OffloadParameters()),
     Link(logical=LOGICAL, earlier=CHAIN[:8], step=SaveState()),
     Link(logical=LOGICAL, earlier=CHAIN[:8], step=PlanMemory()),
 )
