@@ -18,13 +18,14 @@ from typing import Final
 
 import pytest
 
-from tests.passes.example_programs import KEEPING, LOGICAL, SAVING
+from tests.passes.example_programs import AWAY, KEEPING, LOGICAL, SAVING
 from tests.support.lowering import applied
 from zeroir.ir.program import Program
 from zeroir.ir.text import parse, print_program
 from zeroir.passes import manager
 from zeroir.passes.base import Pass
 from zeroir.passes.bucket import Bucket
+from zeroir.passes.offload_activations import OffloadActivations
 from zeroir.passes.offload_gradients import OffloadGradients
 from zeroir.passes.offload_optimizer import OffloadOptimizer
 from zeroir.passes.offload_parameters import OffloadParameters
@@ -71,6 +72,7 @@ LINKS: Final = (
     Link(logical=LOGICAL, earlier=CHAIN[:8], step=OffloadOptimizer()),
     Link(logical=LOGICAL, earlier=CHAIN[:8], step=OffloadGradients()),
     Link(logical=LOGICAL, earlier=CHAIN[:8], step=OffloadParameters()),
+    Link(logical=AWAY, step=OffloadActivations(units=("a",), smallest=0)),
     Link(logical=LOGICAL, earlier=CHAIN[:8], step=SaveState()),
     Link(logical=LOGICAL, earlier=CHAIN[:8], step=PlanMemory()),
 )
