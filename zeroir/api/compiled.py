@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Unpack
 
 from zeroir import artifact as artifacts
 from zeroir.api.config_file import Config, resolve_options
-from zeroir.api.keywords import CompileKeywords, is_torchs
+from zeroir.api.keywords import CompileKeywords, OffloadKeywords, is_torchs
 from zeroir.artifact import Artifact, ConfigRecord
-from zeroir.config import CompileOptions, options_from_pairs
+from zeroir.config import CompileOptions, make_options, options_from_pairs
 from zeroir.errors import InternalError, UserError
 from zeroir.ir.amounts import parse_bytes
 from zeroir.ir.program import EVALUATE, MICRO_STEP, Program, why_not_evaluate
@@ -36,13 +36,15 @@ class CompiledProgram:
     """A scheduled program, the logical program that it was lowered from, and its verification report.
 
     ``path`` is the file that it was read from, if any; the model file is also searched from there. ``source`` is the
-    module in hand or function that it was compiled from in this process, if any.
+    module in hand or function that it was compiled from in this process, if any. ``offload_folder`` is the folder on
+    the disk that keeps what is offloaded there, None where none is named.
     """
 
     artifact: Artifact
     report: Report
     path: Path | None = None
     source: ModelSource | None = field(default=None, compare=False)
+    offload_folder: str | None = field(default=None, compare=False)
 
     @property
     def program(self) -> Program:
@@ -112,7 +114,22 @@ class CompiledProgram:
         """
         options = self.options.for_world_size(world_size)
         compiled = _with_proof(self.artifact, _lower(self.logical, options), self.path)
-        return replace(compiled, source=self.source)
+        return replace(compiled, source=self.source, offload_folder=self.offload_folder)
+
+    def with_offload(self, **given: Unpack[OffloadKeywords]) -> CompiledProgram:
+        """The same program, lowered again from its logical program where these options differ from its own.
+
+        They say what is kept outside device memory; those that are not given stay as they are.
+
+        Raises:
+            UserError: where the options do not go together.
+        """
+        options = make_options({**self.options.model_dump(), **given})
+        compiled = self
+        if options.to_pairs() != self.options.to_pairs():
+            compiled = _with_proof(self.artifact, _lower(self.logical, options), self.path)
+        folder = options.offload_folder or self.offload_folder
+        return replace(compiled, source=self.source, offload_folder=folder)
 
     @property
     def accumulates(self) -> bool:
@@ -131,7 +148,7 @@ class CompiledProgram:
         logical = declared(replace(accumulate(self.logical), options=options.to_pairs()))
         artifact = replace(self.artifact, logical=logical)
         compiled = _with_proof(artifact, _lower(logical, options), self.path)
-        return replace(compiled, source=self.source)
+        return replace(compiled, source=self.source, offload_folder=self.offload_folder)
 
     def after_pass(self, number: int) -> CompiledProgram:
         """The program after the first ``number`` passes; after 0 passes it is the program of one device.
@@ -277,7 +294,7 @@ def compile_source(
     problem = misdeclared(proof.program.segments)
     if problem is not None:
         raise InternalError(f"The program declares results that torch does not compute: {problem}.")
-    compiled = _with_proof(artifact, proof, None)
+    compiled = replace(_with_proof(artifact, proof, None), offload_folder=options.offload_folder)
     return compiled if source.file is not None else replace(compiled, source=source)
 
 
