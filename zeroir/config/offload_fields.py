@@ -77,8 +77,8 @@ OffloadTo = Annotated[
 OffloadUnits = Annotated[
     Names,
     Field(
-        description="Units of which something is offloaded: names or patterns; * means all repeated units. "
-        "[default: every unit]"
+        description="Units of which something is offloaded: names or patterns; * means all repeated units. A pattern "
+        "such as activations:blocks.* is for one kind. [default: every unit]"
     ),
 ]
 
