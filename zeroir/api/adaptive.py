@@ -8,7 +8,7 @@ gradients, activations, which travel once each way, and last parameters, which b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
 from zeroir.api.candidates import Candidate, CandidateMeasurer
@@ -25,7 +25,7 @@ from zeroir.config.offload_fields import (
 )
 from zeroir.cost.machine import Machine
 from zeroir.cost.search import SearchOutcome
-from zeroir.errors import InternalError
+from zeroir.errors import InternalError, UserError
 from zeroir.ir import ops
 from zeroir.ir.amounts import parse_bytes
 from zeroir.ir.program import Program
@@ -64,7 +64,8 @@ def settled(
         elsewhere = {"offload_to": place} if settings.get("offload") else {}
         return measurer.measure({**settings, **elsewhere})
 
-    chosen = least_offload(measure, units, is_timed=machine is not None)
+    movable = {kind: units[kind] for kind in possible_kinds(measure, units)}
+    chosen = least_offload(measure, movable, is_timed=machine is not None)
     values = {**plain.model_dump(), **chosen}
     if not chosen:
         values["offload_to"] = HOST
@@ -89,6 +90,19 @@ def movable_units(logical: Program) -> Mapping[str, tuple[str, ...]]:
         ACTIVATIONS: computed,
         PARAMETERS: tuple(unit for unit in computed if unit in owners),
     }
+
+
+def possible_kinds(measure: Measure, kinds: Iterable[str]) -> tuple[str, ...]:
+    """Those of the kinds that this program can keep outside device memory: a pass refuses the others."""
+
+    def is_possible(kind: str) -> bool:
+        try:
+            measure({"offload": (kind,)})
+        except UserError:
+            return False
+        return True
+
+    return tuple(filter(is_possible, kinds))
 
 
 def least_offload(
@@ -143,6 +157,8 @@ def _moved_until_it_fits(
 
     counts: dict[str, int] = {}
     for kind in order:
+        if kind not in units:
+            continue
         counts[kind] = len(units[kind])
         if fits(counts):
             break

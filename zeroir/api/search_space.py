@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from math import prod
 from typing import Final, assert_never
 
 from zeroir.api.unit_classes import repeated_units, to_recompute, to_unshard, unit_classes
 from zeroir.config import CompileOptions
+from zeroir.config.offload_fields import ACTIVATIONS, GRADIENTS, OFFLOADED, OPTIMIZER, PARAMETERS
 from zeroir.cost.search import Family, Point
 from zeroir.ir.mesh import REPLICATE_AXIS, SHARD_AXIS
 from zeroir.ir.program import Program
@@ -152,6 +153,29 @@ class SearchRegion:
         return Family(sizes=tuple(sizes), starts=tuple(starts))
 
 
+def with_offload(regions: Sequence[SearchRegion], kinds: Sequence[str]) -> tuple[SearchRegion, ...]:
+    """The same choices, each with every useful set of these kinds of what is kept outside device memory.
+
+    States and gradients go together, and parameters only with them: they travel most for their bytes.
+    """
+    states = tuple(kind for kind in (OPTIMIZER, GRADIENTS) if kind in kinds)
+    activations = tuple(kind for kind in (ACTIVATIONS,) if kind in kinds)
+    parameters = tuple(kind for kind in (PARAMETERS,) if kind in kinds)
+    sets = dict.fromkeys(
+        tuple(kind for kind in OFFLOADED if kind in chosen)
+        for chosen in (
+            (),
+            activations,
+            states,
+            states + activations,
+            states + parameters,
+            states + activations + parameters,
+        )
+    )
+    dimension = Dimension(name="offload", values=tuple(sets), fast=0, usual=0, lean=len(sets) - 1)
+    return tuple(replace(region, dimensions=(*region.dimensions, dimension)) for region in regions)
+
+
 def words(settings: Mapping[str, Value]) -> str:
     """A choice in short: ``stage 3, prefetch 2``; options that are off are left out."""
     said: list[str] = []
@@ -165,6 +189,8 @@ def words(settings: Mapping[str, Value]) -> str:
                 said.append(f"buckets of {format_bytes(value)}")
             case _, ():
                 pass
+            case "offload", tuple():
+                said.append(f"offload {', '.join(value)}")
             case _, tuple():
                 said.append(f"{name} {unit_ranges(value)}")
             case _, bool():
