@@ -18,6 +18,8 @@ from zeroir.passes.catalogue import PASSES, parse_spec
 from zeroir.passes.insert_gathers import InsertGathers
 from zeroir.passes.insert_releases import InsertReleases
 from zeroir.passes.manager import Proof, prove
+from zeroir.passes.offload_optimizer import OffloadOptimizer
+from zeroir.passes.offload_parameters import OffloadParameters
 from zeroir.passes.overlap_update import OverlapUpdate
 from zeroir.passes.plan_memory import PlanMemory
 from zeroir.passes.prefetch import PrefetchGathers
@@ -147,7 +149,14 @@ def _offload(options: CompileOptions) -> tuple[Pass, ...]:
     """
     made: list[Pass] = []
     for kind in options.offload:
-        raise UserError(f"--offload {kind} cannot be compiled yet; leave it out.")
+        units = options.offloaded_units(kind) or None
+        match kind:
+            case "optimizer":
+                made.append(OffloadOptimizer(units=units, fraction=options.offload_fraction))
+            case "parameters":
+                made.append(OffloadParameters(units=units))
+            case _:
+                raise UserError(f"--offload {kind} cannot be compiled yet; leave it out.")
     if options.page_optimizer is not None:
         raise UserError("--page-optimizer cannot be compiled yet; leave it out.")
     if options.optimizer_bits != 32:

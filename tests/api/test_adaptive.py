@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import product
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroir.api.adaptive import Measure, least_offload, offload_settings
+from tests.support.lowering import applied
+from tests.support.programs import mlp
+from zeroir.api.adaptive import Measure, least_offload, movable_units, offload_settings, settled
 from zeroir.api.candidates import Candidate
 from zeroir.api.search_space import Value
+from zeroir.config import CompileOptions, make_options
 from zeroir.config.offload_fields import OFFLOADED
+from zeroir.cost.machine import load_machine
 from zeroir.cost.search import SearchOutcome
+from zeroir.memory.footprint import footprint
+from zeroir.passes.pipelines import for_options
 
 UNITS = {kind: tuple(f"u.{number}" for number in range(4)) for kind in OFFLOADED}
 SETTINGS = {
@@ -91,3 +98,64 @@ def test_states_go_first_where_no_machine_is_known() -> None:
         "offload": ("optimizer", "gradients"),
         "offload_units": ("gradients:u.0",),
     }
+
+
+LOGICAL = mlp(blocks=4, dim=64)
+
+
+def needed_bytes(options: CompileOptions) -> int:
+    program = replace(LOGICAL, options=options.to_pairs())
+    return footprint(applied(program, for_options(options))).total_bytes
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("share", [0.95, 0.85, 0.75])
+def test_a_program_fits_its_budget_and_would_not_with_a_unit_less(stage: int, share: float) -> None:
+    plain = make_options({"world_size": 2, "stage": stage})
+    budget_bytes = int(needed_bytes(plain) * share)
+    asked = {"offload": "adaptive", "memory_budget": str(budget_bytes)}
+    options = settled(LOGICAL, make_options({"world_size": 2, "stage": stage, **asked}))
+    assert "adaptive" not in options.offload
+    assert needed_bytes(options) <= budget_bytes
+    units = movable_units(LOGICAL)
+    for kind in options.offload:
+        moved = [u for u in units[kind] if u in options.offloaded_units(kind)] or [*units[kind]]
+        less = {
+            other: [f"{other}:{unit}" for unit in options.offloaded_units(other)]
+            or [f"{other}:{unit}" for unit in units[other]]
+            for other in options.offload
+        }
+        less[kind] = [f"{kind}:{unit}" for unit in moved[:-1]]
+        changed = {
+            "offload": [other for other in options.offload if less[other]],
+            "offload_units": [pattern for patterns in less.values() for pattern in patterns],
+        }
+        assert needed_bytes(options.model_copy(update=fields(changed))) > budget_bytes
+
+
+def fields(values: Mapping[str, list[str]]) -> dict[str, tuple[str, ...]]:
+    return {name: tuple(items) for name, items in values.items()}
+
+
+def test_a_budget_that_nothing_fits_moves_everything() -> None:
+    asked = {"offload": "adaptive", "memory_budget": "1kB"}
+    options = settled(LOGICAL, make_options({"world_size": 2, **asked}))
+    assert {"optimizer", "parameters"} <= set(options.offload)
+    assert options.offload_units == ()
+
+
+def test_a_budget_that_fits_offloads_nothing() -> None:
+    asked = {"offload": "adaptive", "offload_to": "disk", "memory_budget": "1GB"}
+    options = settled(LOGICAL, make_options({"world_size": 2, **asked}))
+    assert (options.offload, options.offload_to) == ((), "host")
+
+
+def test_on_a_machine_the_choice_is_of_several_orders() -> None:
+    plain = make_options({"world_size": 2})
+    budget_bytes = int(needed_bytes(plain) * 0.8)
+    asked = make_options(
+        {"world_size": 2, "offload": "adaptive", "memory_budget": str(budget_bytes)}
+    )
+    options = settled(LOGICAL, asked, load_machine("cpu-local"))
+    assert options.offload
+    assert needed_bytes(options) <= budget_bytes

@@ -55,7 +55,7 @@ def settled(
         return options
     if options.memory_budget is None:
         raise InternalError("Options without a memory budget ask for adaptive offloading.")
-    plain = options.model_copy(update={"offload": ()})
+    plain = options.model_copy(update={"offload": (), "offload_to": HOST})
     measurer = CandidateMeasurer(logical, plain, parse_bytes(options.memory_budget), machine)
     place = options.offload_to
     units = movable_units(logical)
@@ -66,10 +66,8 @@ def settled(
 
     movable = {kind: units[kind] for kind in possible_kinds(measure, units)}
     chosen = least_offload(measure, movable, is_timed=machine is not None)
-    values = {**plain.model_dump(), **chosen}
-    if not chosen:
-        values["offload_to"] = HOST
-    return make_options(values)
+    elsewhere = {"offload_to": place} if chosen else {}
+    return make_options({**plain.model_dump(), **chosen, **elsewhere})
 
 
 def movable_units(logical: Program) -> Mapping[str, tuple[str, ...]]:
