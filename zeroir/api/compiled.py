@@ -37,15 +37,13 @@ class CompiledProgram:
     """A scheduled program, the logical program that it was lowered from, and its verification report.
 
     ``path`` is the file that it was read from, if any; the model file is also searched from there. ``source`` is the
-    module in hand or function that it was compiled from in this process, if any. ``offload_folder`` is the folder on
-    the disk that keeps what is offloaded there, None where none is named.
+    module in hand or function that it was compiled from in this process, if any.
     """
 
     artifact: Artifact
     report: Report
     path: Path | None = None
     source: ModelSource | None = field(default=None, compare=False)
-    offload_folder: str | None = field(default=None, compare=False)
 
     @property
     def program(self) -> Program:
@@ -124,7 +122,7 @@ class CompiledProgram:
         """
         options = self._as_requested.for_world_size(world_size)
         compiled = _with_proof(self.artifact, _lower(self.logical, options), self.path)
-        return replace(compiled, source=self.source, offload_folder=self.offload_folder)
+        return replace(compiled, source=self.source)
 
     def with_offload(self, **given: Unpack[OffloadKeywords]) -> CompiledProgram:
         """The same program, lowered again from its logical program where these options differ from its own.
@@ -136,11 +134,12 @@ class CompiledProgram:
         """
         requested = self._as_requested
         options = make_options({**requested.model_dump(), **given})
-        compiled = self
-        if options.to_pairs() != requested.to_pairs():
-            compiled = _with_proof(self.artifact, _lower(self.logical, options), self.path)
-        folder = options.offload_folder or self.offload_folder
-        return replace(compiled, source=self.source, offload_folder=folder)
+        folder = options.offload_folder or self.artifact.offload_folder
+        artifact = replace(self.artifact, offload_folder=folder)
+        if options.to_pairs() == requested.to_pairs():
+            return replace(self, artifact=artifact)
+        compiled = _with_proof(artifact, _lower(self.logical, options), self.path)
+        return replace(compiled, source=self.source)
 
     @property
     def accumulates(self) -> bool:
@@ -159,7 +158,7 @@ class CompiledProgram:
         logical = declared(replace(accumulate(self.logical), options=options.to_pairs()))
         artifact = replace(self.artifact, logical=logical)
         compiled = _with_proof(artifact, _lower(logical, options), self.path)
-        return replace(compiled, source=self.source, offload_folder=self.offload_folder)
+        return replace(compiled, source=self.source)
 
     def after_pass(self, number: int) -> CompiledProgram:
         """The program after the first ``number`` passes; after 0 passes it is the program of one device.
@@ -305,7 +304,7 @@ def compile_source(
     problem = misdeclared(proof.program.segments)
     if problem is not None:
         raise InternalError(f"The program declares results that torch does not compute: {problem}.")
-    compiled = replace(_with_proof(artifact, proof, None), offload_folder=options.offload_folder)
+    compiled = _with_proof(artifact, proof, None)
     return compiled if source.file is not None else replace(compiled, source=source)
 
 
@@ -334,6 +333,7 @@ def capture_source(source: ModelSource, options: CompileOptions) -> Artifact:
         model_imports=None if file is None else tuple(sorted(file.imports.items())),
         torch_version=torch.__version__,
         zeroir_version=__version__,
+        offload_folder=options.offload_folder,
     )
 
 
