@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 
 from tests.support.lowering import applied
 from tests.support.programs import mlp
-from zeroir.api.adaptive import Measure, least_offload, movable_units, offload_settings, settled
+from zeroir.api.adaptive import (
+    Measure,
+    chosen_in_words,
+    least_offload,
+    movable_units,
+    offload_settings,
+    settled,
+)
 from zeroir.api.candidates import Candidate
 from zeroir.api.search_space import Value
 from zeroir.config import CompileOptions, make_options
@@ -159,3 +166,12 @@ def test_on_a_machine_the_choice_is_of_several_orders() -> None:
     options = settled(LOGICAL, asked, load_machine("cpu-local"))
     assert options.offload
     assert needed_bytes(options) <= budget_bytes
+
+
+def test_what_was_chosen_is_said_in_a_sentence() -> None:
+    base = make_options({"world_size": 1})
+    assert chosen_in_words(base) == "Nothing is offloaded: the program fits its budget without."
+    offloaded = ("optimizer", "activations")
+    units = ("activations:blocks.10", "activations:blocks.9", "activations:blocks.11")
+    some = base.model_copy(update={"offload": offloaded, "offload_units": units})
+    assert chosen_in_words(some) == "Offloaded: optimizer, activations of blocks.9-11."

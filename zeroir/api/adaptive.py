@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
 from zeroir.api.candidates import Candidate, CandidateMeasurer
-from zeroir.api.search_space import Value
+from zeroir.api.search_space import Value, unit_ranges
 from zeroir.config import CompileOptions, make_options
 from zeroir.config.offload_fields import (
     ACTIVATIONS,
@@ -68,6 +68,23 @@ def settled(
     chosen = least_offload(measure, movable, is_timed=machine is not None)
     elsewhere = {"offload_to": place} if chosen else {}
     return make_options({**plain.model_dump(), **chosen, **elsewhere})
+
+
+def chosen_in_words(options: CompileOptions) -> str:
+    """What ``adaptive`` came to, as a sentence: ``Offloaded: optimizer, activations of blocks.0-3.``"""
+    if not options.offload:
+        return "Nothing is offloaded: the program fits its budget without."
+    said: list[str] = []
+    for kind in options.offload:
+        units = options.offloaded_units(kind)
+        ranges = unit_ranges(sorted(units, key=_by_number))
+        said.append(f"{kind} of {ranges}" if units else kind)
+    return f"Offloaded: {', '.join(said)}."
+
+
+def _by_number(unit: str) -> tuple[tuple[int, str], ...]:
+    """A key that puts ``blocks.9`` before ``blocks.10``."""
+    return tuple((int(part) if part.isdecimal() else -1, part) for part in unit.split("."))
 
 
 def movable_units(logical: Program) -> Mapping[str, tuple[str, ...]]:
