@@ -71,7 +71,7 @@ def settled(
 
 
 def chosen_in_words(options: CompileOptions) -> str:
-    """What ``adaptive`` came to, as a sentence: ``Offloaded: optimizer, activations of blocks.0-3.``"""
+    """A sentence on what ``adaptive`` came to, such as ``Offloaded: optimizer, activations of blocks.0-3.``."""
     if not options.offload:
         return "Nothing is offloaded: the program fits its budget without."
     said: list[str] = []
