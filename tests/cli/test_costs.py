@@ -78,7 +78,7 @@ def test_a_machine_of_ones_own(zeroir: Zeroir, programs: dict[int, Path], tmp_pa
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["--machine", "abacus"], "choose 8x4090-pcie"),
+        (["--machine", "abacus"], "choose 1xh100-pcie"),
         (["--straggler", "0.5"], "at least 1 times"),
         (["--straggler", "1e308"], "how slow the straggler is"),
         (["--micro-steps", "2"], "compile it with --micro-steps 2"),

@@ -17,7 +17,9 @@ from zeroir.cost.estimate import (
     states_per_parameter,
 )
 from zeroir.cost.simulate import ClassResult, Measured, PathItem, Simulation
+from zeroir.cost.wires import Wire
 from zeroir.ir import ops
+from zeroir.ir.mesh import Executor
 from zeroir.ir.program import Program
 from zeroir.report.names import counted, format_bytes
 from zeroir.report.tables import Lines, columns_table, facts_table
@@ -60,13 +62,21 @@ def _what(program: Program, item: PathItem) -> str:
     if item.is_issue:
         return "issuing ops on the host"
     op = program.section_by_name[item.section].body[item.index]
+    name = ops.op_name(type(op))
     match op:
         case ops.Compute():
             return f"compute @{op.segment}"
         case ops.Collective():
-            return f"{ops.op_name(type(op))} comm={op.comm}"
+            return f"{name} comm={op.comm}"
+        case ops.Elementwise() | ops.Update() if _is_of_host(program, op.stream):
+            return f"{name} on the host"
         case _:
-            return ops.op_name(type(op))
+            return name
+
+
+def _is_of_host(program: Program, stream: str) -> bool:
+    executors = {declared.name: declared.executor for declared in program.streams}
+    return executors[stream] is not Executor.DEVICE
 
 
 def render_simulation(program: Program, simulation: Simulation) -> RenderableType:
@@ -79,6 +89,9 @@ def render_simulation(program: Program, simulation: Simulation) -> RenderableTyp
     if simulation.evaluation_s is not None:
         grid.add_row("evaluation", f"{format_seconds(simulation.evaluation_s)}, between two steps")
     grid.add_row("exposed communication", _share(simulation.exposed_s, simulation.step_s))
+    if any(isinstance(op, ops.Transfer) for op in program.step_ops()):
+        shown = _share(simulation.exposed_transfers_s, simulation.step_s)
+        grid.add_row("exposed transfers", shown)
     again = "" if simulation.hfu <= simulation.mfu else f", HFU {simulation.hfu:.1%}"
     grid.add_row("MFU", f"{simulation.mfu:.1%} of the dense peak{again}")
     measured = simulation.measured
@@ -111,8 +124,23 @@ def _class_table(result: ClassResult, simulation: Simulation, *, is_alone: bool)
     for stream, busy_s in result.busy_s.items():
         table.add_row(stream, _share(busy_s, simulation.step_s))
     for wire, count in result.bytes_by_wire.items():
-        table.add_row(f"over the {wire.replace('_', ' ')}", f"{format_bytes(round(count))} sent")
+        table.add_row(wire_label(wire), f"{format_bytes(round(count))} sent")
     return table
+
+
+def wire_label(wire: str) -> str:
+    """A link in words: the direction of one to the host or a disk."""
+    match Wire(wire):
+        case Wire.TO_DEVICE:
+            return "host to device"
+        case Wire.TO_HOST:
+            return "device to host"
+        case Wire.DISK_READ:
+            return "disk to host"
+        case Wire.DISK_WRITE:
+            return "host to disk"
+        case _:
+            return f"over the {wire.replace('_', ' ')}"
 
 
 def _path_table(program: Program, simulation: Simulation) -> Table:
@@ -143,6 +171,7 @@ def simulation_json(program: Program, simulation: Simulation) -> dict[str, objec
         "step_seconds": simulation.step_s,
         "evaluation_seconds": simulation.evaluation_s,
         "exposed_communication_seconds": simulation.exposed_s,
+        "exposed_transfer_seconds": simulation.exposed_transfers_s,
         "flops_per_rank": simulation.flops,
         "mfu": simulation.mfu,
         "hfu": simulation.hfu,
@@ -154,6 +183,7 @@ def simulation_json(program: Program, simulation: Simulation) -> dict[str, objec
                 "is_straggler": result.is_straggler,
                 "busy_seconds": dict(result.busy_s),
                 "exposed_communication_seconds": result.exposed_s,
+                "exposed_transfer_seconds": result.exposed_transfers_s,
                 "bytes_sent_by_wire": dict(result.bytes_by_wire),
             }
             for result in simulation.classes
