@@ -109,7 +109,12 @@ def for_stage(
 
 
 def for_options(options: CompileOptions) -> tuple[Pass, ...]:
-    """The passes that a user's choices amount to; the last one plans the memory of what the others made."""
+    """The passes that a user's choices amount to; the last one plans the memory of what the others made.
+
+    Raises:
+        UserError: where an option asks for a pass that there is not yet.
+    """
+    _require_passes(options)
     return (
         *for_stage(
             options.stage,
@@ -133,6 +138,17 @@ def for_options(options: CompileOptions) -> tuple[Pass, ...]:
         SaveState(),
         PlanMemory(),
     )
+
+
+def _require_passes(options: CompileOptions) -> None:
+    asked = {
+        f"--offload {','.join(options.offload)}": bool(options.offload),
+        "--page-optimizer": options.page_optimizer is not None,
+        f"--optimizer-bits {options.optimizer_bits}": options.optimizer_bits != 32,
+    }
+    for flag, is_asked in asked.items():
+        if is_asked:
+            raise UserError(f"{flag} cannot be compiled yet; leave it out.")
 
 
 def lower(logical: Program, options: CompileOptions) -> Program:
