@@ -124,7 +124,7 @@ def test_an_estimate_as_json_is_the_apis(zeroir: Zeroir) -> None:
         offload="optimizer",
         master=False,
     )
-    assert estimated["options"] == same.options.model_dump()
+    assert estimated["options"] == same.options.model_dump(mode="json")
     for row, stage in zip(estimated["stages"], same.stages, strict=True):
         assert row["total_bytes"] == stage.total_bytes
         assert row["host_bytes"] == stage.host_bytes > 0

@@ -14,6 +14,7 @@ from zeroir.cost.estimate import (
     Estimate,
     StageEstimate,
     gathered_bytes_per_parameter,
+    has_master,
     states_per_parameter,
 )
 from zeroir.cost.simulate import ClassResult, Measured, PathItem, Simulation
@@ -207,22 +208,24 @@ def render_estimate(estimate: Estimate) -> RenderableType:
     low, high = states_per_parameter(options.optimizer)
     per, optimizer = options.itemsize_bytes, estimate.optimizer_bytes_per_parameter
     states = f"{low}" if low == high else f"{low} to {high}"
-    # Bytes beyond the states of the optimizer and the average are those of the master weight.
-    kept = high + int(options.ema)
-    beside = ["the FP32 master weight"] if optimizer > 4 * kept else []
+    is_apart = has_master(options) and options.optimizer != "adam-fp32-master"
+    beside = ["the FP32 master weight"] if is_apart else []
     beside += ["an average"] if options.ema else []
     also = "".join(f", and {what}" for what in beside)
     grid = facts_table()
     grid.add_row("parameters", f"{options.params:,.0f}, {options.precision}")
     grid.add_row("ranks", f"{options.world_size:,}")
-    grid.add_row("optimizer", f"{options.optimizer}: {states} FP32 numbers a parameter{also}")
+    kind = "FP32 numbers" if options.optimizer_bits == 32 else "numbers of 8 bits"
+    grid.add_row("optimizer", f"{options.optimizer}: {states} {kind} a parameter{also}")
     grid.add_row(
-        "a parameter takes", f"{per} + {per} + {optimizer} bytes (weight, gradient, optimizer)"
+        "a parameter takes", f"{per} + {per} + {optimizer:.4g} bytes (weight, gradient, optimizer)"
     )
     grid.add_row("a full gradient", format_bytes(estimate.full_gradient_bytes))
     tables = [grid, _states_table(estimate)]
-    if options.layers is not None or options.offload != "none":
+    if options.layers is not None:
         tables.append(_beside_table(estimate))
+    if options.offload:
+        tables.append(_outside_table(estimate))
     tables.append(_communication_table(estimate))
     if estimate.activations is not None:
         tables.append(_activations_grid(estimate.activations))
@@ -245,19 +248,30 @@ def _states_table(estimate: Estimate) -> Table:
 
 def _beside_table(estimate: Estimate) -> Table:
     """A second table: one table of all columns is too wide for a terminal."""
-    has_units = estimate.options.layers is not None
     has_activations = estimate.activations is not None
-    is_offloaded = estimate.options.offload != "none"
-    figures = ["whole units"] * has_units + ["activations"] * has_activations
-    figures += ["with model states"] * has_units + ["on the host", "moved a step"] * is_offloaded
+    figures = ["whole units", *["activations"] * has_activations, "with model states"]
     table = columns_table("stage", *figures, figures=figures, title="beside the model states")
     for stage in estimate.stages:
-        row = [format_bytes(_whole_units(stage))] * has_units
+        row = [format_bytes(_whole_units(stage))]
         if stage.activations_bytes is not None:
             row.append(format_bytes(stage.activations_bytes))
-        row += [format_bytes(stage.total_bytes)] * has_units
-        row += [format_bytes(stage.host_bytes), format_bytes(stage.moved_bytes)] * is_offloaded
-        table.add_row(str(stage.stage), *row)
+        table.add_row(str(stage.stage), *row, format_bytes(stage.total_bytes))
+    return table
+
+
+def _outside_table(estimate: Estimate) -> Table:
+    """What is kept outside the device, and what a step copies for it."""
+    is_disk = estimate.options.offload_to == "disk"
+    figures = ["on the host", *["on disk"] * is_disk, "to host", "to device"]
+    figures += ["loaded", "stored"] * is_disk
+    table = columns_table(
+        "stage", *figures, figures=figures, title="offloaded, and copied in a step"
+    )
+    for stage in estimate.stages:
+        moved = stage.moved
+        row = [stage.host_bytes, *[stage.disk_bytes] * is_disk, moved.to_host, moved.to_device]
+        row += [moved.load, moved.store] if is_disk else []
+        table.add_row(str(stage.stage), *map(format_bytes, row))
     return table
 
 
