@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from decimal import Decimal
 from itertools import combinations
@@ -23,9 +24,13 @@ from zeroir.cost.estimate import (
     optimizer_bytes_per_parameter,
     states_per_parameter,
 )
-from zeroir.ir.traffic import collective_bytes
-from zeroir.memory.states import model_state_bytes
+from zeroir.ir.buffers import Role, Space
+from zeroir.ir.traffic import collective_bytes, transfer_bytes
+from zeroir.memory.states import MODEL_STATE_ROLES, model_state_bytes
+from zeroir.passes.base import Pass
 from zeroir.passes.manager import apply
+from zeroir.passes.offload_optimizer import OffloadOptimizer
+from zeroir.passes.offload_parameters import OffloadParameters
 from zeroir.passes.pipelines import for_stage
 
 PAPER = json.loads(
@@ -235,6 +240,42 @@ def test_offloaded_bytes_leave_the_device_and_rest_elsewhere(
         outside = (after.host_bytes, after.disk_bytes)
         assert outside == ((left, 0) if place == "host" else (0, left))
         assert (after.moved.load > 0) == (after.moved.store > 0) == (place == "disk")
+
+
+PASSES: Mapping[str, Pass] = {"optimizer": OffloadOptimizer(), "parameters": OffloadParameters()}
+SCALAR_BYTES = 16
+"""Bytes of the step's scalars that go down with the gradients."""
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("offload", [("optimizer",), ("parameters",), ("optimizer", "parameters")])
+def test_an_estimate_of_what_is_offloaded_equals_a_program(
+    stage: int, precision: str, offload: tuple[str, ...]
+) -> None:
+    """In padded elements; visits of whole parameters, which stages 0 to 2 have, leave the padding out."""
+    program = mlp(blocks=2, dim=16, precision=precision, optimizer="adamw")
+    for step in (*for_stage(stage, 4, elide=False), *(PASSES[kind] for kind in offload)):
+        program = apply(step, program)
+    count = sum(flat.padded_numel for flat in program.flats)
+    options = {"params": count, "world_size": 4, "precision": precision, "offload": offload}
+    estimated = of(**options).stages[stage]
+    on_host = (b for b in program.buffers if b.is_persistent and b.space is Space.HOST)
+    assert estimated.host_bytes == sum(b.size_bytes for b in on_host if b.role is not Role.SCALAR)
+    on_device = sum(
+        b.size_bytes
+        for b in program.buffers
+        if b.is_persistent and b.space is Space.DEVICE and b.role in MODEL_STATE_ROLES
+    )
+    assert estimated.model_states_bytes == on_device
+    traffic = transfer_bytes(program)
+    assert 0 <= traffic["to_host"] - estimated.moved.to_host <= SCALAR_BYTES
+    padding = count - program.parameters_numel
+    item = 4 if precision == "fp32" else 2
+    left_out = 2 * item * padding if "parameters" in offload and stage < 3 else 0
+    assert traffic["to_device"] == pytest.approx(
+        estimated.moved.to_device - left_out, abs=item * 64 * len(program.flats)
+    )
 
 
 def test_the_traffic_of_zero_offload_is_4_bytes_a_parameter() -> None:

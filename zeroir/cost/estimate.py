@@ -374,7 +374,8 @@ def _outside(stage: int, options: EstimateOptions, activations: Activations | No
         store += item * gradient_shard
     if PARAMETERS in options.offload:
         kept += item * held
-        up += 2 * item * held
+        # Without master weights the device's update needs them once more.
+        up += 2 * item * held + (0.0 if has_master(options) else item * (owned - updated))
         down += item * (held if stage in (1, 2) else held - updated)
         load += 2 * item * held
         store += item * held
