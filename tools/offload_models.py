@@ -8,41 +8,29 @@ import torch
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-
-def gpt_10b() -> nn.Module:
-    return _gpt(width=4096, layers=50, heads=32, length=1024)
-
-
-def llama_13b() -> nn.Module:
-    return _llama(width=5120, inner=13824, layers=40, heads=40, groups=40)
+LENGTHS = {"gpt_10b": 1024, "llama_13b": 2048, "llama_70b": 2048, "gpt_175b": 2048}
+"""Tokens of a sequence, by model."""
 
 
-def llama_70b() -> nn.Module:
-    return _llama(width=8192, inner=28672, layers=80, heads=64, groups=8)
+def module(name: str) -> nn.Module:
+    """A model by its name, on the meta device."""
+    with torch.device("meta"):
+        match name:
+            case "gpt_10b":
+                return _gpt(width=4096, layers=50, heads=32, length=LENGTHS[name])
+            case "llama_13b":
+                return _llama(width=5120, inner=13824, layers=40, heads=40, groups=40)
+            case "llama_70b":
+                return _llama(width=8192, inner=28672, layers=80, heads=64, groups=8)
+            case "gpt_175b":
+                return _gpt(width=12288, layers=96, heads=96, length=LENGTHS[name])
+            case _:
+                raise ValueError(name)
 
 
-def gpt_175b() -> nn.Module:
-    return _gpt(width=12288, layers=96, heads=96, length=2048)
-
-
-def batch_10() -> dict[str, Tensor]:
-    return _tokens(10, 1024)
-
-
-def batch_2() -> dict[str, Tensor]:
-    return _tokens(2, 2048)
-
-
-def batch_4() -> dict[str, Tensor]:
-    return _tokens(4, 2048)
-
-
-def batch_8() -> dict[str, Tensor]:
-    return _tokens(8, 2048)
-
-
-def _tokens(size: int, length: int) -> dict[str, Tensor]:
-    tokens = torch.zeros(size, length, dtype=torch.int64)
+def batch(name: str, size: int) -> dict[str, Tensor]:
+    """A batch of so many sequences for the model of that name."""
+    tokens = torch.zeros(size, LENGTHS[name], dtype=torch.int64)
     return {"input_ids": tokens, "labels": tokens.clone()}
 
 
