@@ -24,7 +24,7 @@ from typing import Final
 
 from zeroir.ir import ops
 from zeroir.ir.bounds import AheadBound, BoundKind, with_bound
-from zeroir.ir.buffers import Buffer, Region, Role, Space
+from zeroir.ir.buffers import Buffer, Region, Role, Space, whole
 from zeroir.ir.effects import effects
 from zeroir.ir.mesh import COPY_IN, COPY_OUT, IO
 from zeroir.ir.ops import Op
@@ -100,8 +100,8 @@ class Visit:
 
     def moved(self, region: Region, buffer: Buffer) -> Region:
         """A region of the home, where the visit in this buffer holds it; the visit begins at element 0."""
-        if self.region.shard is not None:
-            return Region(buffer=buffer.name, offset=0, numel=buffer.numel)
+        if not _is_plain(self.region):
+            return whole(buffer)
         return replace(region, buffer=buffer.name, offset=region.offset - self.region.offset)
 
 
@@ -112,17 +112,19 @@ def with_visits(
     *,
     distance: int = 1,
     is_at_home: Callable[[Op], bool] = lambda _: False,
+    is_used_up: Callable[[Op, Region], bool] = lambda _, __: False,
 ) -> Program:
     """The program with these persistent buffers at home in another space, and visits around the ops that use them.
 
     The program has no waits yet. Its ops use these buffers in the space ``route.away``, in which the buffers are still,
-    except those that ``is_at_home`` names: these use them in ``route.home``. Each distinct region of a home that is
-    visited has one staging buffer, with the role ``staging``.
+    except those that ``is_at_home`` names: these use them in ``route.home``. What an op leaves in a region that
+    ``is_used_up`` names nobody reads, so it is not taken home. Each distinct region of a home that is visited has one
+    staging buffer, with the role ``staging``.
     """
     if not homes:
         return program
     staging = _StagingBuffers(program, route)
-    visits = {s.name: find_visits(s.body, homes, is_at_home) for s in program.sections}
+    visits = {s.name: find_visits(s.body, homes, is_at_home, is_used_up) for s in program.sections}
 
     def with_own_visits(section: Section) -> Section:
         own = visits[section.name]
@@ -134,10 +136,16 @@ def with_visits(
         name: (replace(program.buffer_by_name[name], space=route.home), *staging.of_home(name))
         for name in homes
     }
+    program = rewrite.replace_buffers(program, changed)
+    if not any(visits.values()):
+        return program
     is_mixed = any(len({bool(v.departing) for v in own}) == 2 for own in visits.values())
-    bound = AheadBound(kind=route.bound, ahead=1 if is_mixed else 0)
+    stated = (
+        b.ahead for b in program.bounds if isinstance(b, AheadBound) and b.kind is route.bound
+    )
+    bound = AheadBound(kind=route.bound, ahead=max(int(is_mixed), *stated, 0))
     return replace(
-        rewrite.replace_buffers(program, changed),
+        program,
         streams=rewrite.with_streams(program.streams, {route.inward, route.outward}),
         bounds=with_bound(program.bounds, bound),
     )
@@ -181,7 +189,10 @@ class _StagingBuffers:
 
 
 def find_visits(
-    body: Sequence[Op], homes: Collection[str], is_at_home: Callable[[Op], bool]
+    body: Sequence[Op],
+    homes: Collection[str],
+    is_at_home: Callable[[Op], bool],
+    is_used_up: Callable[[Op, Region], bool],
 ) -> list[Visit]:
     """The visits that the ops of a section need, in the order of their first uses."""
     visits: list[Visit] = []
@@ -197,7 +208,7 @@ def find_visits(
             if region.buffer in homes:
                 uses.setdefault(region.buffer, _Use([], [])).read.append(region)
         for region in (*effect.writes, *effect.accumulates):
-            if region.buffer in homes:
+            if region.buffer in homes and not is_used_up(op, region):
                 uses.setdefault(region.buffer, _Use([], [])).written.append(region)
         if is_at_home(op):
             end(uses.keys() & runs.keys())
@@ -231,7 +242,7 @@ class _Run:
     def is_continued(self, use: _Use | None) -> bool:
         """Whether the run goes on with an op: it uses elements that the run has used."""
         return use is not None and any(
-            region.overlaps(used) for region in (*use.read, *use.written) for used in self._regions
+            _overlap(region, used) for region in (*use.read, *use.written) for used in self._regions
         )
 
     def add(self, index: int, use: _Use) -> None:
@@ -249,7 +260,7 @@ class _Run:
         """The visit that serves the run."""
         arriving = (_hull(self._arriving),) if self._arriving else ()
         departing = _merged(self._written)
-        if len({region.shard for region in departing}) > 1:
+        if len({_is_plain(region) for region in departing}) > 1:
             # Slices and other parts together: what lies between them must go home, too.
             arriving = departing = (_hull(self._regions),)
         return Visit(
@@ -261,10 +272,23 @@ class _Run:
         )
 
 
+def _is_plain(region: Region) -> bool:
+    """Whether a region is no slice, nor a part of one."""
+    return region.shard is None and region.part is None
+
+
+def _overlap(one: Region, other: Region) -> bool:
+    """Whether two regions have elements in common on one rank; parts of one slice are told apart."""
+    is_of_one_slice = replace(one, part=None) == replace(other, part=None)
+    if is_of_one_slice and one.part is not None and other.part is not None:
+        return one.part[0] < other.part[1] and other.part[0] < one.part[1]
+    return one.overlaps(other)
+
+
 def _covers(outer: Region, inner: Region) -> bool:
     """Whether one region has all elements of another of the same buffer, on every rank."""
     return outer == inner or (
-        outer.shard is None and outer.offset <= inner.offset and inner.stop <= outer.stop
+        _is_plain(outer) and outer.offset <= inner.offset and inner.stop <= outer.stop
     )
 
 
@@ -281,12 +305,12 @@ def _hull(regions: Collection[Region]) -> Region:
 def _merged(regions: Collection[Region]) -> tuple[Region, ...]:
     """Regions that have exactly these elements: adjacent and overlapping ones are one."""
     merged: list[Region] = []
-    for region in sorted((r for r in regions if r.shard is None), key=lambda r: r.offset):
+    for region in sorted(filter(_is_plain, regions), key=lambda r: r.offset):
         if merged and region.offset <= merged[-1].stop:
             merged[-1] = _hull((merged[-1], region))
         else:
             merged.append(region)
-    slices = [r for r in regions if r.shard is not None and not any(_covers(m, r) for m in merged)]
+    slices = [r for r in regions if not (_is_plain(r) or any(_covers(m, r) for m in merged))]
     return (*merged, *slices)
 
 
@@ -408,7 +432,7 @@ def _earliest_places(
         place = ends.get(name, 0)
         for index, region in changes[visit.home]:
             is_earlier = place <= index < visit.uses[0]
-            if is_earlier and any(region.overlaps(arriving) for arriving in visit.arriving):
+            if is_earlier and any(_overlap(region, arriving) for arriving in visit.arriving):
                 place = index + 1
         earliest.append(place)
         ends[name] = visit.uses[-1] + 1

@@ -33,7 +33,7 @@ def passes(stage: int, world_size: int) -> tuple[Pass, ...]:
 )
 def test_every_stage_equals_a_run_on_the_device(tmp_path: Path, name: str, backend: str) -> None:
     """Three ranks, saved and resumed in between; their parameters can be gathered after each step."""
-    ranks = Ranks(3, tmp_path, name, backend, module="tests.numerics.offload_workers")
+    ranks = Ranks(3, tmp_path, name, backend, module="tests.numerics.host_parameter_workers")
     require_success(ranks.wait())
     precision, clip = CASES[name]
     logical = mlp(precision=precision, clip=clip)
