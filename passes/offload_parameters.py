@@ -31,10 +31,9 @@ What ``offload-parameters`` changes::
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Final
+from typing import ClassVar
 
 from zeroir.ir import ops
 from zeroir.ir.buffers import Buffer, Region, Space, whole
@@ -45,7 +44,6 @@ from zeroir.ir.ops import Op
 from zeroir.ir.program import Program, Section, State
 from zeroir.passes.base import NO_FACTS, Fact, Pass
 from zeroir.passes.common import rewrite
-from zeroir.passes.common.conflicts import Touched
 from zeroir.passes.common.units import check_patterns, matching
 from zeroir.passes.common.visits import HOST_TO_DEVICE, with_visits
 
@@ -123,41 +121,6 @@ def _updated_at_home(program: Program, homes: Collection[str]) -> Program:
 
     program = rewrite.map_sections(program, rewritten)
     return rewrite.replace_buffers(program, dict.fromkeys(beside, ()))
-
-
-_LAG: Final = 2
-"""By how many flats the gathers of parameters stay behind their updates on the host."""
-
-
-def _gathered_later(section: Section, homes: Collection[str], program: Program) -> Section:
-    """The section with each gather of parameters that the host has updated two such gathers later, or at the end.
-
-    A gather waits for the host, and everything behind it on its streams waits with it: what arrives for the backward,
-    and the gradients of the next flats. So these go first, and the host always has the next flats to update.
-    """
-    on_host = {s.name for s in program.streams if s.executor is not Executor.DEVICE}
-    updated: set[str] = set()
-    gathers: deque[Op] = deque()
-    body: list[Op] = []
-    for op in section.body:
-        effect = effects(op)
-        changed = {region.buffer for region in (*effect.writes, *effect.accumulates)}
-        if isinstance(op, ops.AllGather) and changed <= updated:
-            gathers.append(op)
-            if len(gathers) > _LAG:
-                body.append(gathers.popleft())
-            continue
-        touched = Touched(program)
-        for index, gather in enumerate(gathers):
-            touched.add(gather, index)
-        if touched.is_against(op):
-            body += gathers
-            gathers.clear()
-        body.append(op)
-        updated.difference_update(changed)
-        if effect.stream in on_host:
-            updated |= changed.intersection(homes)
-    return replace(section, body=(*body, *gathers))
 
 
 def _is_of(op: Op, beside: Collection[str]) -> bool:
