@@ -68,8 +68,7 @@ def live_bytes(
             change(name, at, 1)
         for name in effect.frees:
             change(name, at, -1)
-        if space is Space.DEVICE:
-            workspace[at] = scratch_bytes(program, op, kernels=kernels)
+        workspace[at] = scratch_bytes(program, op, kernels=kernels, space=space)
     curves = {role: list(accumulate(changes[role])) for role in Role if role in changes}
     return LiveBytes(
         section=section.name,

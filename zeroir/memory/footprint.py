@@ -90,16 +90,17 @@ def footprint(
     names = program.buffer_by_name
 
     def has_scratch(op: Op) -> bool:
-        return scratch_bytes(program, op, kernels=kernels) > 0
+        return scratch_bytes(program, op, kernels=kernels, space=space) > 0
 
-    lifetimes = Lifetimes.of(program, has_scratch if space is Space.DEVICE else None)
+    lifetimes = Lifetimes.of(program, has_scratch)
     sizes: list[int] = []
     for life, name in enumerate(lifetimes.buffers):
         if name:
             sizes.append(names[name].size_bytes if names[name].space is space else 0)
         else:
             section, index = lifetimes.place(program, lifetimes.firsts[life])
-            sizes.append(scratch_bytes(program, section.body[index], kernels=kernels))
+            op = section.body[index]
+            sizes.append(scratch_bytes(program, op, kernels=kernels, space=space))
     used = [life for life, size in enumerate(sizes) if size]
     scratch_lives = [life for life in used if not lifetimes.buffers[life]]
     most = most_live(lifetimes, used, sizes)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Final, assert_never
 
 from zeroir.ir import ops
-from zeroir.ir.buffers import Region
+from zeroir.ir.buffers import Region, Space
 from zeroir.ir.contents import FlatContent
 from zeroir.ir.copies import at_rest
 from zeroir.ir.dtypes import DType
@@ -36,12 +36,19 @@ SCALAR_BYTES: Final = 32
 """No op that decides over scalars has more of them at once than this."""
 
 
-def scratch_bytes(program: Program, op: Op, *, kernels: str = EAGER) -> int:
+def scratch_bytes(
+    program: Program, op: Op, *, kernels: str = EAGER, space: Space | None = None
+) -> int:
     """The most bytes that an op holds at once beside its buffers, on any rank.
 
-    For ops over scalars the figure is a bound, ``SCALAR_BYTES``, and for ``compute`` what its segment declares for
-    these kernels, 0 where it declares nothing.
+    It holds them in the memory of whoever carries its stream out, the device or the host; with a ``space`` only what it
+    holds there counts. For ops over scalars the figure is a bound, ``SCALAR_BYTES``, and for ``compute`` what its
+    segment declares for these kernels, 0 where it declares nothing.
     """
+    if space is not None and not isinstance(op, ops.Wait):
+        is_on_device = op.stream not in program.streams_off_device
+        if space is Space.DISK or is_on_device is not (space is Space.DEVICE):
+            return 0
     match op:
         case ops.Compute():
             return dict(program.segment_by_name[op.segment].workspace_bytes).get(kernels, 0)
