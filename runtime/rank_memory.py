@@ -18,6 +18,7 @@ from zeroir.ir.buffers import Region, Role, Space, View
 from zeroir.ir.dtypes import DType
 from zeroir.ir.program import Program
 from zeroir.memory.placement import Placement, places_to_run
+from zeroir.runtime.pinned_memory import pinned_empty
 from zeroir.runtime.tensors import TORCH_DTYPE, poison
 
 
@@ -187,8 +188,9 @@ class RankMemory:
             case Space.DEVICE:
                 return torch.empty(numel, dtype=torch_dtype, device=self.device)
             case Space.HOST:
-                is_pinned = self.device.type == "cuda"
-                return torch.empty(numel, dtype=torch_dtype, pin_memory=is_pinned)
+                if self.device.type == "cuda":
+                    return pinned_empty(numel, torch_dtype)
+                return torch.empty(numel, dtype=torch_dtype)
             case Space.DISK:
                 path = self._disk() / f"{name}.bin"
                 path.parent.mkdir(parents=True, exist_ok=True)
