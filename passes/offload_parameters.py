@@ -4,7 +4,8 @@ The flats of the units that ``units`` names, by default of all, have their home 
 sharded, each gather has its shard on the device for as long as it reads it. Otherwise the flat, or as much of it as is
 used, is on the device for each run of uses, as a gather would have it there. The transfers to the device run one use
 ahead, on the stream ``copy_in``, beside the computation; the bound ``device_staging ahead=0`` keeps at most two uses'
-parameters there. The update changes the parameters during a visit, and ``copy_out`` takes them home.
+parameters there. The update changes the parameters during a visit, and ``copy_out`` takes them home; where it runs
+beside the backward, the bound allows the parameters of one more use.
 
 Where the update computes new parameters in host memory and copies them to the device (see ``offload-optimizer``), the
 copy to the device is left out, and the parameters are written in their home. The buffers of modules stay on the device.
@@ -30,9 +31,10 @@ What ``offload-parameters`` changes::
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, Final
 
 from zeroir.ir import ops
 from zeroir.ir.buffers import Buffer, Region, Space, whole
@@ -43,6 +45,7 @@ from zeroir.ir.ops import Op
 from zeroir.ir.program import Program, Section, State
 from zeroir.passes.base import NO_FACTS, Fact, Pass
 from zeroir.passes.common import rewrite
+from zeroir.passes.common.conflicts import Touched
 from zeroir.passes.common.units import check_patterns, matching
 from zeroir.passes.common.visits import HOST_TO_DEVICE, with_visits
 
@@ -73,7 +76,10 @@ class OffloadParameters(Pass):
             if program.buffer_by_name[name].space is Space.DEVICE
             and (units is None or flat.unit in units)
         ]
-        program = _updated_at_home(program, homes)
+        program = rewrite.map_sections(
+            _updated_at_home(program, homes),
+            lambda section: _gathered_later(section, homes, program),
+        )
         on_host = {s.name for s in program.streams if s.executor is not Executor.DEVICE}
         return with_visits(
             program, homes, HOST_TO_DEVICE, is_at_home=lambda op: effects(op).stream in on_host
@@ -117,6 +123,41 @@ def _updated_at_home(program: Program, homes: Collection[str]) -> Program:
 
     program = rewrite.map_sections(program, rewritten)
     return rewrite.replace_buffers(program, dict.fromkeys(beside, ()))
+
+
+_LAG: Final = 2
+"""By how many flats the gathers of parameters stay behind their updates on the host."""
+
+
+def _gathered_later(section: Section, homes: Collection[str], program: Program) -> Section:
+    """The section with each gather of parameters that the host has updated two such gathers later, or at the end.
+
+    A gather waits for the host, and everything behind it on its streams waits with it: what arrives for the backward,
+    and the gradients of the next flats. So these go first, and the host always has the next flats to update.
+    """
+    on_host = {s.name for s in program.streams if s.executor is not Executor.DEVICE}
+    updated: set[str] = set()
+    gathers: deque[Op] = deque()
+    body: list[Op] = []
+    for op in section.body:
+        effect = effects(op)
+        changed = {region.buffer for region in (*effect.writes, *effect.accumulates)}
+        if isinstance(op, ops.AllGather) and changed <= updated:
+            gathers.append(op)
+            if len(gathers) > _LAG:
+                body.append(gathers.popleft())
+            continue
+        touched = Touched(program)
+        for index, gather in enumerate(gathers):
+            touched.add(gather, index)
+        if touched.is_against(op):
+            body += gathers
+            gathers.clear()
+        body.append(op)
+        updated.difference_update(changed)
+        if effect.stream in on_host:
+            updated |= changed.intersection(homes)
+    return replace(section, body=(*body, *gathers))
 
 
 def _is_of(op: Op, beside: Collection[str]) -> bool:
