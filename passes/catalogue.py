@@ -9,6 +9,8 @@ from zeroir.passes.bound_gradients import BoundGradients
 from zeroir.passes.bucket import Bucket
 from zeroir.passes.insert_gathers import InsertGathers
 from zeroir.passes.insert_releases import InsertReleases
+from zeroir.passes.offload_activations import OffloadActivations
+from zeroir.passes.offload_gradients import OffloadGradients
 from zeroir.passes.offload_optimizer import OffloadOptimizer
 from zeroir.passes.offload_parameters import OffloadParameters
 from zeroir.passes.overlap_update import OverlapUpdate
@@ -41,7 +43,9 @@ PASSES: tuple[type[Pass], ...] = (
     OverlapUpdate,
     PageOptimizer,
     OffloadOptimizer,
+    OffloadGradients,
     OffloadParameters,
+    OffloadActivations,
     SaveState,
     PlanMemory,
 )

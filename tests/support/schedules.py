@@ -14,6 +14,7 @@ from tests.support.programs import mlp
 from zeroir.ir.dtypes import DType
 from zeroir.ir.program import Program
 from zeroir.passes.manager import apply
+from zeroir.passes.offload_parameters import OffloadParameters
 from zeroir.passes.page_optimizer import PageOptimizer
 from zeroir.passes.pipelines import for_stage
 
@@ -43,6 +44,7 @@ class Case:
     is_weighted: bool = False
     has_fixed_divisor: bool = False
     is_grouped: bool = False
+    has_parameters_on_host: bool = False
     paging: PageOptimizer | None = None
     blocks: int = field(default=2)
 
@@ -89,7 +91,7 @@ def _scheduled(case: Case) -> Program:
     passes += () if case.paging is None else (case.paging,)
     for step in passes:
         program = apply(step, program)
-    return program
+    return apply(OffloadParameters(), program) if case.has_parameters_on_host else program
 
 
 def run(program: Program, steps: int = 2, schedule_seed: int = 0) -> LockstepResult:

@@ -75,6 +75,13 @@ class CompileKeywords(TypedDict, total=False):
     bucket: int
     bucket_gathers: int | None
     overlap_update: bool
+    offload: str | Sequence[str]
+    offload_to: str
+    offload_units: str | Sequence[str]
+    offload_fraction: float | None
+    page_optimizer: str | None
+    page_bytes: int
+    optimizer_bits: Literal[32, 8]
     memory_budget: str | None
     elide: bool
     loss_scale: float | None
@@ -84,6 +91,17 @@ class CompileKeywords(TypedDict, total=False):
     loss_scale_hysteresis: int
     loss_scale_consecutive_hysteresis: bool
     minimum_loss_scale: float
+
+
+class OffloadKeywords(TypedDict, total=False):
+    """The fields of ``CompileOptions`` by which a compiled program is lowered again."""
+
+    offload: str | Sequence[str]
+    offload_to: str
+    offload_units: str | Sequence[str]
+    offload_fraction: float | None
+    page_optimizer: str | None
+    page_bytes: int
 
 
 def is_torchs(optimizer: object) -> bool:

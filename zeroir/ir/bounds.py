@@ -35,6 +35,8 @@ class BoundKind(StrEnum):
     * ``full_parameters``: gathered parameters. A group are those that one op is the first to read.
     * ``full_gradients``: buffers into which compute ops put gradients. A group are those that one op completes, being
       the last to write them; those that one launch reduces are one group.
+    * ``activations``: values on the device that compute ops hand to each other, among them those that a forward saves
+      for its backward. A group are those that one op is the first to write.
     * ``device_staging``, ``host_staging``: buffers of the role ``staging`` in that space which a transfer fills or
       empties. A group are those that one op is the first to use, apart from the transfers that fill them.
     * ``pages``: buffers of the role ``page``. Each is a group.
@@ -42,6 +44,7 @@ class BoundKind(StrEnum):
 
     FULL_PARAMETERS = "full_parameters"
     FULL_GRADIENTS = "full_gradients"
+    ACTIVATIONS = "activations"
     DEVICE_STAGING = "device_staging"
     HOST_STAGING = "host_staging"
     PAGES = "pages"
@@ -92,9 +95,12 @@ def with_bound(bounds: Iterable[Bound], bound: Bound) -> tuple[Bound, ...]:
 def bounded_buffers(buffers: Iterable[Buffer], body: Iterable[Op]) -> Mapping[str, BoundKind]:
     """The buffers of a program that bounds can be about, by name; ``body`` are its ops."""
     temporary = {buffer.name: buffer for buffer in buffers if not buffer.is_persistent}
-    kinds = {
-        name: _OF_ROLE[buffer.role] for name, buffer in temporary.items() if buffer.role in _OF_ROLE
-    }
+    kinds: dict[str, BoundKind] = {}
+    for name, buffer in temporary.items():
+        if buffer.role in _OF_ROLE:
+            kinds[name] = _OF_ROLE[buffer.role]
+        elif buffer.role in (Role.SAVED, Role.ACTIVATION) and buffer.space is Space.DEVICE:
+            kinds[name] = BoundKind.ACTIVATIONS
     for op in body:
         match op:
             case ops.Compute():
@@ -105,10 +111,10 @@ def bounded_buffers(buffers: Iterable[Buffer], body: Iterable[Op]) -> Mapping[st
                             kinds[name] = BoundKind.FULL_GRADIENTS
             case ops.Transfer():
                 for name in (op.source.buffer, op.destination.buffer):
-                    buffer = temporary.get(name)
-                    if buffer is None or buffer.role is not Role.STAGING:
+                    moved = temporary.get(name)
+                    if moved is None or moved.role is not Role.STAGING:
                         continue
-                    if (staging := _STAGING.get(buffer.space)) is not None:
+                    if (staging := _STAGING.get(moved.space)) is not None:
                         kinds[name] = staging
             case _:
                 pass
@@ -148,6 +154,8 @@ def _note_makers(
         match kinds.get(region.buffer):
             case BoundKind.FULL_GRADIENTS:
                 makers[region.buffer] = index
+            case BoundKind.ACTIVATIONS:
+                makers.setdefault(region.buffer, index)
             case BoundKind.DEVICE_STAGING | BoundKind.HOST_STAGING:
                 if not isinstance(op, ops.Transfer):
                     makers.setdefault(region.buffer, index)
