@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -68,16 +69,16 @@ def _with_content(program: Program, name: str, content: FlatContent) -> Program:
 
 
 @pytest.mark.parametrize(
-    ("changes", "sentence"),
+    ("change", "sentence"),
     [
-        ({"shard": None}, "has a stride, but is not cut along an axis"),
-        ({"stride": 100}, "each rank's part must be less than its slice"),
-        ({"quantity": "param"}, "holds param with a stride"),
-        ({"stride": 4096}, "which has"),
+        (lambda c: replace(c, shard=None), "has a stride, but is not cut along an axis"),
+        (lambda c: replace(c, stride=100), "each rank's part must be less than its slice"),
+        (lambda c: replace(c, quantity="param"), "holds param with a stride"),
+        (lambda c: replace(c, stride=4096), "which has"),
     ],
 )
 def test_a_stride_is_that_of_slices_of_a_state(
-    changes: dict[str, str | int], sentence: str
+    change: Callable[[FlatContent], FlatContent], sentence: str
 ) -> None:
     program = paged()
     name, content = next(
@@ -85,7 +86,7 @@ def test_a_stride_is_that_of_slices_of_a_state(
         for b in program.buffers
         if isinstance(b.holds, FlatContent) and b.holds.stride is not None
     )
-    report = verify(_with_content(program, name, replace(content, **changes)))
+    report = verify(_with_content(program, name, change(content)))
     findings = [f for f in report.findings if sentence in f.sentence]
     assert findings
     assert findings[0].code == "Z008"
