@@ -28,7 +28,7 @@ What ``save-state`` changes::
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar, assert_never
 
@@ -44,7 +44,7 @@ from zeroir.ir.contents import (
     SnapshotContent,
 )
 from zeroir.ir.effects import effects
-from zeroir.ir.mesh import COMPUTE, COPY_OUT, OPTIMIZER, STREAMS, Stream
+from zeroir.ir.mesh import COMPUTE, COPY_OUT, OPTIMIZER
 from zeroir.ir.program import (
     PARAMETER_ALIGNMENT_NUMEL,
     SAVE,
@@ -95,7 +95,7 @@ class SaveState(Pass):
         save = Section(name=SAVE, entry=between, body=tuple(body), exit=between)
         program = replace(
             program,
-            streams=_with_streams(program.streams, body),
+            streams=rewrite.with_streams(program.streams, {op.stream for op in body}),
             buffers=(*program.buffers, *(buffer for buffer, _ in snapshots)),
             sections=(*program.sections, save),
         )
@@ -120,12 +120,6 @@ def _copy(space: Space, content: SnapshotContent, snapshot: Region) -> ops.Issue
             raise InternalError(f"%{source.buffer} is on disk, and there is no copy of it to make")
         case _:
             assert_never(space)
-
-
-def _with_streams(streams: tuple[Stream, ...], body: Sequence[ops.IssuedOp]) -> tuple[Stream, ...]:
-    """The streams, with those of the copies that are not among them."""
-    declared, used = {stream.name for stream in streams}, {op.stream for op in body}
-    return (*streams, *(s for s in STREAMS if s.name in used - declared))
 
 
 def _between_steps(program: Program) -> State:

@@ -17,6 +17,7 @@ from zeroir.ir import ops
 from zeroir.ir.buffers import Buffer, Region, View
 from zeroir.ir.contents import OWN_COORDINATES, PARAM, FlatContent, Micro
 from zeroir.ir.effects import effects
+from zeroir.ir.mesh import STREAMS, Stream
 from zeroir.ir.op_fields import op_fields, operands
 from zeroir.ir.ops import Op
 from zeroir.ir.program import Flat, Holding, Program, Section, State
@@ -130,6 +131,12 @@ def map_sections(program: Program, change: Callable[[Section], Section]) -> Prog
 
 
 # ------------------------------------------------------------------------------------------------------- buffers
+
+
+def with_streams(streams: tuple[Stream, ...], used: Collection[str]) -> tuple[Stream, ...]:
+    """The streams, with those that are used and not among them."""
+    declared = {stream.name for stream in streams}
+    return (*streams, *(s for s in STREAMS if s.name in used and s.name not in declared))
 
 
 def replace_buffers(program: Program, changed: Mapping[str, Sequence[Buffer]]) -> Program:

@@ -10,6 +10,7 @@ from typing import Final, assert_never
 from zeroir.ir import ops
 from zeroir.ir.buffers import Region
 from zeroir.ir.contents import FlatContent
+from zeroir.ir.copies import at_rest
 from zeroir.ir.dtypes import DType
 from zeroir.ir.ops import Algorithm, Mode, Op
 from zeroir.ir.program import Program, Slot
@@ -95,7 +96,8 @@ def _step_bytes(program: Program, op: ops.OptimizerStep) -> int:
 
 def _slots(program: Program, op: ops.OptimizerStep) -> tuple[Slot, ...]:
     """The parameters of the flat that a step on whole parameters updates."""
-    holds = program.buffer_by_name[op.param.buffer].holds
+    param = at_rest(program, op.param)
+    holds = None if param is None else program.buffer_by_name[param.buffer].holds
     return program.flat_by_name[holds.flat].slots if isinstance(holds, FlatContent) else ()
 
 
