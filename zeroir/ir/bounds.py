@@ -34,20 +34,24 @@ class BoundKind(StrEnum):
     * ``full_gradients``: buffers into which compute ops put gradients. A group are those that one op completes, being
       the last to write them; those that one launch reduces are one group.
     * ``device_staging``, ``host_staging``: buffers of the role ``staging`` in that space which a transfer fills or
-      empties. A group are those that one op is the first to use, apart from the transfers that fill them.
+      empties; ``disk_staging``: those on the host which a load fills or a store empties. A group are those that one op
+      is the first to use, apart from the transfers that fill them.
     """
 
     FULL_PARAMETERS = "full_parameters"
     FULL_GRADIENTS = "full_gradients"
     DEVICE_STAGING = "device_staging"
     HOST_STAGING = "host_staging"
+    DISK_STAGING = "disk_staging"
 
 
 _STAGING: Final = {
     Space.DEVICE: BoundKind.DEVICE_STAGING,
     Space.HOST: BoundKind.HOST_STAGING,
 }
-_OF_FIRST_READER: Final = frozenset({BoundKind.FULL_PARAMETERS, *_STAGING.values()})
+_OF_FIRST_READER: Final = frozenset(
+    {BoundKind.FULL_PARAMETERS, BoundKind.DISK_STAGING, *_STAGING.values()}
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,8 +99,11 @@ def bounded_buffers(buffers: Iterable[Buffer], body: Iterable[Op]) -> Mapping[st
                     buffer = temporary.get(name)
                     if buffer is None or buffer.role is not Role.STAGING:
                         continue
-                    if (staging := _STAGING.get(buffer.space)) is not None:
-                        kinds[name] = staging
+                    staging = _STAGING.get(buffer.space)
+                    if staging is BoundKind.HOST_STAGING and isinstance(op, ops.Load | ops.Store):
+                        kinds[name] = BoundKind.DISK_STAGING
+                    elif staging is not None:
+                        kinds.setdefault(name, staging)
             case _:
                 pass
     return kinds
@@ -135,7 +142,7 @@ def _note_makers(
         match kinds.get(region.buffer):
             case BoundKind.FULL_GRADIENTS:
                 makers[region.buffer] = index
-            case BoundKind.DEVICE_STAGING | BoundKind.HOST_STAGING:
+            case BoundKind.DEVICE_STAGING | BoundKind.HOST_STAGING | BoundKind.DISK_STAGING:
                 if not isinstance(op, ops.Transfer):
                     makers.setdefault(region.buffer, index)
             case _:
