@@ -105,8 +105,10 @@ def _shortage(folder: str, size_bytes: int) -> str:
         free_bytes = shutil.disk_usage(folder).free
     except OSError:
         return ""
-    return f" ({_gigabytes(size_bytes)} are needed, {_gigabytes(free_bytes)} are free)"
+    return f" ({_told(size_bytes)} are needed, {_told(free_bytes)} are free)"
 
 
-def _gigabytes(size_bytes: int) -> str:
-    return f"{size_bytes / 1e9:.3g} GB"
+def _told(size_bytes: int) -> str:
+    if size_bytes < 10**9:
+        return f"{size_bytes / 10**6:.3g} MB"
+    return f"{size_bytes / 10**9:,.4g} GB"
