@@ -128,9 +128,11 @@ class Injector:
         def written(descriptor: int, sources: Sequence[memoryview], offset: int) -> int:
             return self._transfer("write", write, descriptor, sources, offset)
 
-        calls = {"open": opened, "posix_fallocate": allocated, "preadv": was_read}
         with (
-            mock.patch.multiple(os, **calls, pwritev=written),
+            mock.patch.object(os, "open", opened),
+            mock.patch.object(os, "posix_fallocate", allocated),
+            mock.patch.object(os, "preadv", was_read),
+            mock.patch.object(os, "pwritev", written),
             mock.patch.object(fcntl, "fcntl", controlled),
         ):
             yield
