@@ -46,7 +46,7 @@ class OffloadToDisk(Pass):
     )
 
     what: tuple[str, ...] = _KINDS
-    piece_numel: int = 4 << 20
+    piece_numel: int = 8 << 20
 
     def __post_init__(self) -> None:
         for kind in self.what:
