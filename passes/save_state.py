@@ -163,18 +163,24 @@ def _counts(op: ops.Op) -> Iterator[str]:
 
 
 def _covering(program: Program) -> Iterator[Buffer]:
-    """Buffers that have every element of each quantity of the flats, those with slices of it before those with copies.
+    """Buffers that have every element of each quantity of the flats.
 
-    A buffer is left out where one of them has all of its elements.
+    Slices come before copies, and of these buffers in host memory before others. A buffer is left out where one of
+    them has all of its elements.
     """
     flats = [(b, b.holds) for b in program.buffers if isinstance(b.holds, FlatContent)]
     covered: dict[tuple[str, str], list[tuple[int, int]]] = {}
-    for buffer, content in sorted(flats, key=lambda pair: pair[1].shard is None):
+    for buffer, content in sorted(flats, key=_preference):
         extents = covered.setdefault((content.flat, content.quantity), [])
         start, stop = _extent(program, buffer, content)
         if not any(first <= start and stop <= last for first, last in extents):
             extents.append((start, stop))
             yield buffer
+
+
+def _preference(held: tuple[Buffer, FlatContent]) -> tuple[bool, bool]:
+    buffer, content = held
+    return content.shard is None, buffer.space is not Space.HOST
 
 
 def _extent(program: Program, buffer: Buffer, content: FlatContent) -> tuple[int, int]:

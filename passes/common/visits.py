@@ -245,14 +245,17 @@ class _Run:
 
     def visit(self) -> Visit:
         """The visit that serves the run."""
-        first, *others = self._regions
-        region = first if not others else _hull(self._regions)
+        arriving = (_hull(self._arriving),) if self._arriving else ()
+        departing = _merged(self._written)
+        if len({region.shard for region in departing}) > 1:
+            # Slices and other parts together: what lies between them must go home, too.
+            arriving = departing = (_hull(self._regions),)
         return Visit(
             home=self._home,
             uses=tuple(self._uses),
-            region=region,
-            arriving=_joined(self._arriving),
-            departing=_merged(self._written),
+            region=_hull(self._regions),
+            arriving=arriving,
+            departing=departing,
         )
 
 
@@ -264,22 +267,13 @@ def _covers(outer: Region, inner: Region) -> bool:
 
 
 def _hull(regions: Collection[Region]) -> Region:
-    """The smallest region without slices that has the elements of all of them."""
+    """The smallest region that has the elements of all of them; a slice where they are one, else without slices."""
+    first, *others = regions
+    if not others:
+        return first
     start = min(region.offset for region in regions)
     stop = max(region.stop for region in regions)
-    return Region(
-        buffer=next(iter(regions)).buffer,
-        offset=start,
-        numel=stop - start,
-    )
-
-
-def _joined(regions: Collection[Region]) -> tuple[Region, ...]:
-    """One region that has all these and what lies between them, and slices that it does not have."""
-    plain = [region for region in regions if region.shard is None]
-    hulls = [_hull(plain)] if plain else []
-    slices = [r for r in regions if r.shard is not None and not any(_covers(h, r) for h in hulls)]
-    return (*hulls, *slices)
+    return Region(buffer=first.buffer, offset=start, numel=stop - start)
 
 
 def _merged(regions: Collection[Region]) -> tuple[Region, ...]:
