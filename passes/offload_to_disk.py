@@ -2,14 +2,25 @@
 
 The buffers that ``offload-optimizer`` and ``offload-parameters`` have put in host memory get their home on disk. Around
 the ops that use them on the host, and the copies to the device, stand visits: a ``load`` before, a ``store`` after what
-changed. Updates of large flats are cut into pieces, so the memory for visits does not grow with the flats; loads of the
-next piece and stores of the previous one run beside the update of a piece.
+changed. Large flats are worked on in pieces, so the memory for visits does not grow with them: that of two pieces. The
+load of the next piece and the store of the previous one run beside the update of a piece.
 
-Elements travel once each way in an update: master weights, states and averages are loaded once, updated, averaged and
+An update moves each element once each way: master weights, states and averages are loaded once, updated, averaged and
 rounded to 16 bits, and stored once.
 
 What ``offload-to-disk`` changes::
 
+    + bound disk_staging ahead=0
+    - buffer %a.momentum_buffer : f32[256] host state = momentum_buffer a @dp
+    + buffer %a.momentum_buffer : f32[256] disk state = momentum_buffer a @dp
+    + buffer %a.momentum_buffer.host : f32[256] host staging
+    + load %a.momentum_buffer -> %a.momentum_buffer.host  stream=io
+    + load %b.momentum_buffer -> %b.momentum_buffer.host  stream=io
+    - !2 = optimizer_step momentum param=%a.param_host grad=%a.grad_host states=(%a.momentum_buffer) …
+    + !4 = optimizer_step momentum param=%a.param_host.host grad=%a.grad_host states=(%a.momentum_buffer.host) …
+    + wait !4  on=io
+    + store %a.momentum_buffer.host -> %a.momentum_buffer  stream=io
+    + release %a.momentum_buffer.host  stream=io
 """
 
 from __future__ import annotations

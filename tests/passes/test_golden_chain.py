@@ -27,6 +27,7 @@ from zeroir.passes.base import Pass
 from zeroir.passes.bucket import Bucket
 from zeroir.passes.offload_optimizer import OffloadOptimizer
 from zeroir.passes.offload_parameters import OffloadParameters
+from zeroir.passes.offload_to_disk import OffloadToDisk
 from zeroir.passes.overlap_update import OverlapUpdate
 from zeroir.passes.pipelines import PASSES, for_stage, parse_spec
 from zeroir.passes.plan_memory import PlanMemory
@@ -69,6 +70,7 @@ LINKS: Final = (
     Link(logical=LOGICAL, earlier=CHAIN[:8], step=OverlapUpdate()),
     Link(logical=LOGICAL, earlier=CHAIN[:8], step=OffloadOptimizer()),
     Link(logical=LOGICAL, earlier=CHAIN[:8], step=OffloadParameters()),
+    Link(logical=LOGICAL, earlier=(*CHAIN[:8], OffloadOptimizer()), step=OffloadToDisk()),
     Link(logical=LOGICAL, earlier=CHAIN[:8], step=SaveState()),
     Link(logical=LOGICAL, earlier=CHAIN[:8], step=PlanMemory()),
 )
