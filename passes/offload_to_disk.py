@@ -59,7 +59,19 @@ class OffloadToDisk(Pass):
     what: tuple[str, ...] = _KINDS
     piece_numel: int = 8 << 20
 
-    def __post_init__(self) -> None:
+    def __call__(self, program: Program) -> Program:
+        """The program with these buffers on disk; as it was where none of them rests in host memory.
+
+        Raises:
+            UserError: where an option has no such value.
+        """
+        self._check_options()
+        homes = frozenset(buffer.name for buffer in self._homes(program))
+        if not homes:
+            return program
+        return with_visits(in_pieces(program, homes, self.piece_numel), homes, DISK_TO_HOST)
+
+    def _check_options(self) -> None:
         for kind in self.what:
             if kind not in _KINDS:
                 raise UserError(
@@ -70,13 +82,6 @@ class OffloadToDisk(Pass):
                 f"The option `piece_numel` of `{self.name}` is a multiple of {PIECE_ALIGNMENT_NUMEL} above 0, not "
                 f"{self.piece_numel}."
             )
-
-    def __call__(self, program: Program) -> Program:
-        """The program with these buffers on disk; as it was where none of them rests in host memory."""
-        homes = frozenset(buffer.name for buffer in self._homes(program))
-        if not homes:
-            return program
-        return with_visits(in_pieces(program, homes, self.piece_numel), homes, DISK_TO_HOST)
 
     def _homes(self, program: Program) -> Iterator[Buffer]:
         """The buffers to move: of flats, at rest in host memory."""

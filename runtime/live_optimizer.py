@@ -21,6 +21,7 @@ from zeroir.config.hyper_parameters import ADJUST_LR_FNS
 from zeroir.errors import UserError
 from zeroir.ir import ops
 from zeroir.ir.buffers import Region
+from zeroir.ir.copies import at_rest
 from zeroir.ir.ops import Algorithm
 from zeroir.ir.program import Program
 from zeroir.runtime.comm.job import Job, PeerError
@@ -303,13 +304,18 @@ def _groups(program: Program) -> list[_LiveGroup]:
         _LiveGroup(
             name=name,
             algorithm=used[name][0],
-            lr=used[name][1].lr,
-            hyper=used[name][1].hyper,
+            lr=_resting(used[name][1].lr, program),
+            hyper=_resting(used[name][1].hyper, program),
             parameters=parameters[name],
             places=[_place(used[name][0], each) for each in ("lr", *used[name][0].hyper_names)],
         )
         for name in names
     ]
+
+
+def _resting(region: Region, program: Program) -> Region:
+    """The scalars themselves, where steps on the host read copies."""
+    return at_rest(program, region) or region
 
 
 def _placeholder(shape: tuple[int, ...]) -> Tensor:

@@ -228,4 +228,4 @@ def test_only_what_is_asked_for_moves() -> None:
 )
 def test_options_that_make_no_sense(what: tuple[str, ...], piece_numel: int, sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
-        OffloadToDisk(what=what, piece_numel=piece_numel)
+        OffloadToDisk(what=what, piece_numel=piece_numel)(mlp())

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import gc
 import os
+import time
 from collections.abc import Callable, Sequence
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
@@ -140,6 +141,67 @@ def test_parts_of_a_page_may_change_at_once(tmp_path: Path) -> None:
         found = torch.empty(PAGE_BYTES, dtype=torch.uint8)
         disk.reading("a", 0, found)()
         assert torch.equal(found, torch.cat(parts))
+
+
+# -------------------------------------------------------------------------------------------------- a disk that fails
+
+
+@pytest.mark.parametrize(
+    ("number", "remedy"),
+    [
+        (
+            errno.EIO,
+            "its disk fails (Input/output error): see the system's log and name a folder on another disk",
+        ),
+        (
+            errno.ENOSPC,
+            "its disk is full: free space, use more ranks, or name a folder on another disk",
+        ),
+        (errno.ESTALE, "its server has forgotten the file: name a folder on another disk"),
+        (errno.EINVAL, "Invalid argument: name a folder on another disk"),
+    ],
+)
+@pytest.mark.parametrize("size_bytes", [PAGE_BYTES, 3 * REQUEST_BYTES])
+def test_a_failure_is_one_sentence_once_no_request_is_under_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, remedy: str, size_bytes: int
+) -> None:
+    disk = DiskBuffers(tmp_path, 2)
+    disk.add({"a": size_bytes})
+    under_way = 0
+
+    def fail(*_: object) -> int:
+        nonlocal under_way
+        under_way += 1
+        time.sleep(0.01)
+        under_way -= 1
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "preadv", fail)
+    monkeypatch.setattr(os, "pwritev", fail)
+    memory = torch.zeros(size_bytes, dtype=torch.uint8)
+    for transfer, verb in ((disk.reading, "read"), (disk.writing, "write")):
+        with pytest.raises(UserError) as caught:
+            transfer("a", 0, memory)()
+        assert under_way == 0
+        assert str(caught.value) == (
+            f"Rank 2 cannot {verb} its buffers on disk in '{tmp_path}': {remedy}; go on from the last checkpoint."
+        )
+
+
+def test_a_disk_that_gives_and_takes_nothing_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = DiskBuffers(tmp_path, 0)
+    disk.add({"a": PAGE_BYTES})
+    memory = torch.zeros(PAGE_BYTES, dtype=torch.uint8)
+    monkeypatch.setattr(os, "preadv", lambda *_: 0)
+    monkeypatch.setattr(os, "pwritev", lambda *_: 0)
+    with pytest.raises(
+        UserError, match="the file has become shorter, so something else changes it"
+    ):
+        disk.reading("a", 0, memory)()
+    with pytest.raises(UserError, match="the disk takes no further bytes"):
+        disk.writing("a", 0, memory)()
 
 
 # ------------------------------------------------------------------------------------------------------- the folder

@@ -18,9 +18,8 @@ FAULTS = 12
 """One of each kind; ``tools/fault_offload.py`` tries more."""
 
 
-@pytest.mark.parametrize(
-    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
 def test_a_call_that_goes_wrong(tmp_path: Path, seed: int) -> None:
     calls, expected = calls_of_the_system(tmp_path / "undisturbed")
     faults = draw(calls, FAULTS, seed)

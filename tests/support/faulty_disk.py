@@ -22,11 +22,12 @@ from unittest import mock
 import torch
 
 from tests.passes.numbers import initial
+from tests.support.lowering import applied
 from tests.support.programs import mlp
 from zeroir.checkpoint.damage import verify_checkpoint
 from zeroir.errors import UserError
 from zeroir.ir.program import Program
-from zeroir.passes import manager
+from zeroir.passes.offload_optimizer import OffloadOptimizer
 from zeroir.passes.offload_parameters import OffloadParameters
 from zeroir.passes.offload_to_disk import OffloadToDisk
 from zeroir.passes.pipelines import for_stage
@@ -183,10 +184,9 @@ class Injector:
 
 @cache
 def offloaded() -> Program:
-    """A small program that keeps parameters on disk."""
-    logical = mlp(dim=64)
-    passes = (*for_stage(3, 1), OffloadParameters(), OffloadToDisk(piece_numel=4096))
-    return manager.run(logical, passes)
+    """A small program that keeps its optimizer and parameters on disk."""
+    to_disk = (OffloadOptimizer(), OffloadParameters(), OffloadToDisk(piece_numel=4096))
+    return applied(mlp(blocks=1, dim=96, precision="bf16"), (*for_stage(3, 1), *to_disk))
 
 
 def scenario(folder: Path, checkpoints: Path) -> list[torch.Tensor]:
