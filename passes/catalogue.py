@@ -9,6 +9,8 @@ from zeroir.passes.bound_gradients import BoundGradients
 from zeroir.passes.bucket import Bucket
 from zeroir.passes.insert_gathers import InsertGathers
 from zeroir.passes.insert_releases import InsertReleases
+from zeroir.passes.offload_activations import OffloadActivations
+from zeroir.passes.offload_gradients import OffloadGradients
 from zeroir.passes.offload_optimizer import OffloadOptimizer
 from zeroir.passes.offload_parameters import OffloadParameters
 from zeroir.passes.offload_to_disk import OffloadToDisk
@@ -40,7 +42,9 @@ PASSES: tuple[type[Pass], ...] = (
     ReplicateShards,
     OverlapUpdate,
     OffloadOptimizer,
+    OffloadGradients,
     OffloadParameters,
+    OffloadActivations,
     OffloadToDisk,
     SaveState,
     PlanMemory,

@@ -8,6 +8,7 @@ from typing import Final, assert_never
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from zeroir.errors import InternalError, memory_for
 from zeroir.ir.buffers import Region, Role, Space, View
@@ -21,6 +22,11 @@ from zeroir.runtime.tensors import TORCH_DTYPE, poison
 
 CHUNK_BYTES: Final = 32 << 20
 """The most bytes on the host of a buffer on disk that is read or written between steps."""
+
+
+def allocation_range(space: Space) -> str:
+    """The name under which profilers show the allocations of this space: on a CPU, all are in one memory."""
+    return f"{space} memory"
 
 
 class RankMemory:
@@ -287,7 +293,7 @@ class RankMemory:
         self._has_blocks = True
 
     def _new(self, space: Space, numel: int, dtype: DType) -> Tensor:
-        with memory_for("the program's buffers"):
+        with memory_for("the program's buffers"), record_function(allocation_range(space)):
             return self._uninitialised(space, numel, TORCH_DTYPE[dtype])
 
     def _uninitialised(self, space: Space, numel: int, torch_dtype: torch.dtype) -> Tensor:

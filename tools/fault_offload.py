@@ -2,10 +2,10 @@
 
     python -m tools.fault_offload --trials 200 --record docs/records/fault-offload.json
 
-Each trial trains two steps with its optimizer and parameters on disk and saves two checkpoints, in a process of its own. Every kind of
-fault hits as many calls, drawn with a seed. A trial is wrong if it does not end, ends with other numbers than without a
-fault, is refused by anything but one sentence that names the folder, leaves a file in the folder, or leaves a
-checkpoint that is not whole. The exit code is 1 if one is wrong.
+Each trial trains two steps with the optimizer and the parameters on disk, and saves two checkpoints, in a process of
+its own. Every kind of fault hits as many calls, drawn with a seed. A trial is wrong if it does not end, ends with other
+numbers than without a fault, is refused by anything but one sentence that names the folder, leaves a file in the
+folder, or leaves a checkpoint that is not whole. The exit code is 1 if one is wrong.
 """
 
 from __future__ import annotations

@@ -18,13 +18,15 @@ from typing import Final
 
 import pytest
 
-from tests.passes.example_programs import KEEPING, LOGICAL, SAVING
+from tests.passes.example_programs import AWAY, KEEPING, LOGICAL, SAVING
 from tests.support.lowering import applied
 from zeroir.ir.program import Program
 from zeroir.ir.text import parse, print_program
 from zeroir.passes import manager
 from zeroir.passes.base import Pass
 from zeroir.passes.bucket import Bucket
+from zeroir.passes.offload_activations import OffloadActivations
+from zeroir.passes.offload_gradients import OffloadGradients
 from zeroir.passes.offload_optimizer import OffloadOptimizer
 from zeroir.passes.offload_parameters import OffloadParameters
 from zeroir.passes.offload_to_disk import OffloadToDisk
@@ -69,7 +71,9 @@ LINKS: Final = (
     Link(logical=LOGICAL, earlier=CHAIN[:6], step=Bucket(bytes=4096)),
     Link(logical=LOGICAL, earlier=CHAIN[:8], step=OverlapUpdate()),
     Link(logical=LOGICAL, earlier=CHAIN[:8], step=OffloadOptimizer()),
+    Link(logical=LOGICAL, earlier=CHAIN[:8], step=OffloadGradients()),
     Link(logical=LOGICAL, earlier=CHAIN[:8], step=OffloadParameters()),
+    Link(logical=AWAY, step=OffloadActivations(units=("a",), smallest=0)),
     Link(logical=LOGICAL, earlier=(*CHAIN[:8], OffloadOptimizer()), step=OffloadToDisk()),
     Link(logical=LOGICAL, earlier=CHAIN[:8], step=SaveState()),
     Link(logical=LOGICAL, earlier=CHAIN[:8], step=PlanMemory()),

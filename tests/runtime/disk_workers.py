@@ -1,4 +1,4 @@
-"""One rank that keeps its optimizer and parameters on disk: ``python -m tests.runtime.disk_workers NAME PRECISION STAGE``."""
+"""One rank with its state on disk: ``python -m tests.runtime.disk_workers NAME PRECISION STAGE``."""
 
 from __future__ import annotations
 

@@ -17,6 +17,7 @@ from tests.support.mutate_claims import CLAIM_MUTATIONS
 from tests.support.mutate_saves import SAVE_MUTATIONS
 from tests.support.mutate_sums import SUM_MUTATIONS
 from tests.support.mutate_updates import UPDATE_MUTATIONS
+from tests.support.mutate_visits import VISIT_MUTATIONS
 from zeroir.ir import ops
 from zeroir.ir.buffers import Region
 from zeroir.ir.contents import FlatContent, Micro
@@ -379,4 +380,5 @@ MUTATIONS: Mapping[str, Mutation] = {
     **SAVE_MUTATIONS,
     **SUM_MUTATIONS,
     **UPDATE_MUTATIONS,
+    **VISIT_MUTATIONS,
 }

@@ -33,6 +33,8 @@ class BoundKind(StrEnum):
     * ``full_parameters``: gathered parameters. A group are those that one op is the first to read.
     * ``full_gradients``: buffers into which compute ops put gradients. A group are those that one op completes, being
       the last to write them; those that one launch reduces are one group.
+    * ``activations``: values on the device that compute ops hand to each other, among them those that a forward saves
+      for its backward. A group are those that one op is the first to write.
     * ``device_staging``, ``host_staging``: buffers of the role ``staging`` in that space which a transfer fills or
       empties; ``disk_staging``: those on the host which a load fills or a store empties. A group are those that one op
       is the first to use, apart from the transfers that fill them.
@@ -40,6 +42,7 @@ class BoundKind(StrEnum):
 
     FULL_PARAMETERS = "full_parameters"
     FULL_GRADIENTS = "full_gradients"
+    ACTIVATIONS = "activations"
     DEVICE_STAGING = "device_staging"
     HOST_STAGING = "host_staging"
     DISK_STAGING = "disk_staging"
@@ -81,11 +84,12 @@ def with_bound(bounds: Iterable[Bound], bound: Bound) -> tuple[Bound, ...]:
 def bounded_buffers(buffers: Iterable[Buffer], body: Iterable[Op]) -> Mapping[str, BoundKind]:
     """The buffers of a program that bounds can be about, by name; ``body`` are its ops."""
     temporary = {buffer.name: buffer for buffer in buffers if not buffer.is_persistent}
-    kinds = {
-        name: BoundKind.FULL_PARAMETERS
-        for name, buffer in temporary.items()
-        if buffer.role is Role.GATHERED
-    }
+    kinds: dict[str, BoundKind] = {}
+    for name, buffer in temporary.items():
+        if buffer.role is Role.GATHERED:
+            kinds[name] = BoundKind.FULL_PARAMETERS
+        elif buffer.role in (Role.SAVED, Role.ACTIVATION) and buffer.space is Space.DEVICE:
+            kinds[name] = BoundKind.ACTIVATIONS
     for op in body:
         match op:
             case ops.Compute():
@@ -96,10 +100,10 @@ def bounded_buffers(buffers: Iterable[Buffer], body: Iterable[Op]) -> Mapping[st
                             kinds[name] = BoundKind.FULL_GRADIENTS
             case ops.Transfer():
                 for name in (op.source.buffer, op.destination.buffer):
-                    buffer = temporary.get(name)
-                    if buffer is None or buffer.role is not Role.STAGING:
+                    moved = temporary.get(name)
+                    if moved is None or moved.role is not Role.STAGING:
                         continue
-                    staging = _STAGING.get(buffer.space)
+                    staging = _STAGING.get(moved.space)
                     if staging is BoundKind.HOST_STAGING and isinstance(op, ops.Load | ops.Store):
                         kinds[name] = BoundKind.DISK_STAGING
                     elif staging is not None:
@@ -142,6 +146,8 @@ def _note_makers(
         match kinds.get(region.buffer):
             case BoundKind.FULL_GRADIENTS:
                 makers[region.buffer] = index
+            case BoundKind.ACTIVATIONS:
+                makers.setdefault(region.buffer, index)
             case BoundKind.DEVICE_STAGING | BoundKind.HOST_STAGING | BoundKind.DISK_STAGING:
                 if not isinstance(op, ops.Transfer):
                     makers.setdefault(region.buffer, index)
