@@ -15,6 +15,7 @@ from zeroir.passes.offload_optimizer import OffloadOptimizer
 from zeroir.passes.offload_parameters import OffloadParameters
 from zeroir.passes.offload_to_disk import OffloadToDisk
 from zeroir.passes.overlap_update import OverlapUpdate
+from zeroir.passes.page_optimizer import PageOptimizer
 from zeroir.passes.plan_memory import PlanMemory
 from zeroir.passes.prefetch import PrefetchGathers
 from zeroir.passes.recompute import Recompute
@@ -41,6 +42,7 @@ PASSES: tuple[type[Pass], ...] = (
     BoundGradients,
     ReplicateShards,
     OverlapUpdate,
+    PageOptimizer,
     OffloadOptimizer,
     OffloadGradients,
     OffloadParameters,
