@@ -18,9 +18,8 @@ PCIe 4.0 link, 64 KiB travel for 3 µs, less than the fixed time of a transfer, 
 gradients, inputs and other persistent buffers are no saved values.
 
 By default all values are offloaded that can be, with ``units`` those that the backwards of these units are the first
-to read. With ``bytes`` only as many are as make the fullest moment of the device at least that much smaller: those that
-are away for the most turns first, and of these the largest. The fullest moment is that of
-``zeroir.memory.footprint``, without gaps between places.
+to read. With ``bytes`` only as many are as let the device do with that much less memory: those that are away for the
+most turns first, and of these the largest. What the device needs is what ``zeroir.memory.footprint`` says.
 
 What ``offload-activations{units=a, smallest=0}`` changes::
 
@@ -43,10 +42,10 @@ What ``offload-activations{units=a, smallest=0}`` changes::
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, count
+from itertools import accumulate, chain, count
 from typing import ClassVar, Final
 
 from zeroir.errors import UserError
@@ -58,7 +57,7 @@ from zeroir.ir.ops import Op
 from zeroir.ir.program import Program, Section
 from zeroir.ir.section_view import SectionView
 from zeroir.memory.footprint import footprint
-from zeroir.memory.placement import unplaced
+from zeroir.memory.placement import rounded
 from zeroir.passes.base import NO_FACTS, Fact, Pass
 from zeroir.passes.common import rewrite
 from zeroir.passes.common.order import derive_waits
@@ -71,7 +70,7 @@ _FEWEST_TURNS: Final = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadActivations(Pass):
-    """Offload the values that the backwards of these ``units`` read; as many as make the peak ``bytes`` smaller.
+    """Offload the values that the backwards of these ``units`` read, or as many as save the device ``bytes``.
 
     Values of fewer than ``smallest`` bytes stay.
     """
@@ -100,7 +99,7 @@ class OffloadActivations(Pass):
         """The program with the copies of the chosen values, and the bound that holds the streams to their order.
 
         Raises:
-            UserError: where a pattern names no unit, or the peak cannot be made ``bytes`` smaller.
+            UserError: where a pattern names no unit, or the device cannot do with ``bytes`` less.
         """
         units = None if self.units is None else matching(self.units, program, self.spec())
         by_section = {
@@ -216,23 +215,30 @@ def _longest_away_first(sections: Collection[Mapping[str, _SavedValue]]) -> Sequ
 def _fewest(
     program: Program, by_section: _BySection, candidates: Sequence[str], wanted_bytes: int
 ) -> Sequence[str]:
-    """The fewest of the first candidates with which the fullest moment is smaller by the bytes that are wanted.
+    """The fewest of the first candidates with which the device needs fewer bytes by those that are wanted.
 
     Raises:
         UserError: where all of them are not enough.
     """
-    before_bytes = _fullest_bytes(program)
+    before_bytes = _needed_bytes(program)
 
     def saved_bytes(number: int) -> int:
-        return before_bytes - _fullest_bytes(_offloaded(program, by_section, candidates[:number]))
+        return before_bytes - _needed_bytes(_offloaded(program, by_section, candidates[:number]))
 
-    too_few, enough = -1, len(candidates)
-    most_bytes = saved_bytes(enough)
-    if most_bytes < wanted_bytes:
-        raise UserError(
-            f"Offloading activations makes the fullest moment of the device at most {most_bytes:,} bytes smaller, "
-            f"and not {wanted_bytes:,}."
-        )
+    # A byte that leaves the device saves one at most.
+    sizes = (rounded(program.buffer_by_name[name].size_bytes) for name in candidates)
+    enough = bisect_left([0, *accumulate(sizes)], wanted_bytes)
+    too_few, step = enough - 1, 1
+    while enough < len(candidates) and saved_bytes(enough) < wanted_bytes:
+        too_few, enough, step = enough, enough + step, 2 * step
+    if enough >= len(candidates):
+        enough = len(candidates)
+        most_bytes = saved_bytes(enough)
+        if most_bytes < wanted_bytes:
+            raise UserError(
+                f"Offloading activations saves the device at most {most_bytes:,} bytes, and not {wanted_bytes:,}; "
+                "offload something else, too, or ask for less."
+            )
     while enough - too_few > 1:
         middle = (too_few + enough) // 2
         if saved_bytes(middle) < wanted_bytes:
@@ -242,9 +248,9 @@ def _fewest(
     return candidates[:enough]
 
 
-def _fullest_bytes(program: Program) -> int:
-    """The most bytes that any order of the streams has live on the device, scratch memory included."""
-    return footprint(derive_waits(program), place=unplaced).fullest.bound_bytes
+def _needed_bytes(program: Program) -> int:
+    """The bytes that the device must have."""
+    return footprint(derive_waits(program)).total_bytes
 
 
 # --------------------------------------------------------------------------------------------------------- rewrite

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zeroir.config import CompileOptions, make_options, options_from_pairs
+from zeroir.config.offload_fields import OFFLOADED
 from zeroir.errors import UserError
 from zeroir.ir.mesh import Axis, Mesh
 from zeroir.ir.ops import Algorithm
@@ -34,10 +35,25 @@ OPTIONS = st.builds(
         },
     ),
     st.one_of(
+        st.just({}),
+        st.fixed_dictionaries(
+            {"offload": st.sets(st.sampled_from(OFFLOADED), min_size=1).map(list)},
+            optional={"offload_to": st.sampled_from(["host", "disk"]), "offload_units": PATTERNS},
+        ),
+        st.fixed_dictionaries(
+            {"page_optimizer": st.sampled_from(["2GiB", "1e9"])},
+            optional={"page_bytes": st.integers(1, 512).map(lambda blocks: 4096 * blocks)},
+        ),
+    ),
+    st.one_of(
         st.just({"optimizer": "sgd"}),
         st.fixed_dictionaries(
             {"optimizer": st.sampled_from(["adam", "adamw"])},
-            optional={"beta1": FRACTIONS, "eps": POSITIVE},
+            optional={
+                "beta1": FRACTIONS,
+                "eps": POSITIVE,
+                "optimizer_bits": st.sampled_from([32, 8]),
+            },
         ),
         st.fixed_dictionaries({"optimizer": st.just("momentum"), "momentum": FRACTIONS}),
     ),
@@ -125,6 +141,40 @@ IN_VAIN: list[tuple[dict[str, object], str]] = [
     ({"optimizer": "muon", "dampening": 0.5}, "--dampening 0.5 needs --optimizer momentum"),
     ({"ns_steps": 3}, "--ns-steps 3 needs --optimizer muon"),
     ({"d": 2.0}, "--d 2.0 needs --optimizer adafactor"),
+    ({"offload_to": "disk"}, "--offload-to disk needs --offload, which says"),
+    ({"offload_units": "a.*"}, "--offload-units a.* needs --offload, which says"),
+    ({"offload_fraction": 0.5}, "--offload-fraction 0.5 needs --offload optimizer"),
+    (
+        {"offload": "parameters", "offload_fraction": 0.5},
+        "--offload-fraction 0.5 needs --offload optimizer",
+    ),
+    ({"page_bytes": 4096}, "--page-bytes 4096 needs --page-optimizer"),
+    (
+        {"page_optimizer": "1MB"},
+        "--page-optimizer 1MB is less than one page of --page-bytes 2097152",
+    ),
+    (
+        {"page_optimizer": "1GB", "offload": ("parameters", "optimizer")},
+        "--page-optimizer 1GB updates on the device, and --offload optimizer on the host",
+    ),
+    ({"offload": "adaptive"}, "--offload adaptive needs --memory-budget"),
+    (
+        {"offload": "adaptive", "memory_budget": "1GB", "offload_units": "a"},
+        "--offload adaptive chooses what --offload-units says",
+    ),
+    (
+        {"offload": "adaptive", "memory_budget": "1GB", "page_optimizer": "1GB"},
+        "--offload adaptive chooses what --page-optimizer says",
+    ),
+    (
+        {"optimizer": "muon", "optimizer_bits": 8},
+        "--optimizer-bits 8 is for states of single elements",
+    ),
+    (
+        {"group": "a:optimizer=shampoo", "optimizer_bits": 8},
+        "lion), but shampoo works on whole parameters",
+    ),
+    ({"optimizer": "sgd", "optimizer_bits": 8}, "--optimizer-bits 8 has no effect: sgd keeps no"),
 ]
 
 
@@ -242,3 +292,40 @@ def test_the_default_world_size_is_that_of_the_job(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("WORLD_SIZE", "6")
     assert make_options({}).world_size == 6
     assert make_options({"mesh": "replicate=2,shard=2"}).world_size == 4
+
+
+def test_a_program_does_not_name_the_folder_of_its_disk() -> None:
+    here = make_options({"world_size": 2, "offload": "parameters", "offload_to": "disk:/nvme"})
+    there = make_options({"world_size": 2, "offload": "parameters", "offload_to": "disk"})
+    assert here.to_pairs() == there.to_pairs()
+    assert (here.offload_folder, there.offload_folder) == ("/nvme", None)
+    assert here.is_offloaded_to_disk
+    assert options_from_pairs(here.to_pairs()).is_offloaded_to_disk
+
+
+WRONG: list[tuple[dict[str, object], str]] = [
+    ({"offload": "optimiser"}, "--offload is optimiser, but should be some of optimizer,"),
+    ({"offload": ["adaptive", "optimizer"]}, "or adaptive alone."),
+    ({"offload_to": "nvme"}, "--offload-to is nvme, but should be host, disk or disk:FOLDER."),
+    ({"offload_to": "disk:"}, "--offload-to is disk:, but should be host, disk or disk:FOLDER."),
+    ({"offload_to": "host:x"}, "--offload-to is host:x, but should be host, disk or disk:FOLDER."),
+    ({"offload_fraction": 1.5}, "--offload-fraction is 1.5, but should be less than or equal to 1"),
+    ({"page_optimizer": "much"}, "--page-optimizer is much, but should be an amount of memory"),
+    ({"page_bytes": 4097}, "--page-bytes is 4097, but should be a multiple of 4096."),
+    ({"optimizer_bits": 16}, "--optimizer-bits is 16, but should be 32 or 8."),
+    ({"optimizer_bits": [8]}, "--optimizer-bits is [8], but should be 32 or 8."),
+]
+
+
+@pytest.mark.parametrize(("values", "words"), WRONG)
+def test_a_wrong_value_is_named_with_what_it_should_be(
+    values: dict[str, object], words: str
+) -> None:
+    with pytest.raises(UserError) as caught:
+        make_options({"world_size": 2, **values})
+    assert words in str(caught.value)
+
+
+def test_what_is_offloaded_has_one_order() -> None:
+    options = make_options({"world_size": 2, "offload": "activations,optimizer,activations"})
+    assert options.offload == ("optimizer", "activations")

@@ -1,4 +1,4 @@
-"""One rank that trains with its parameters in host memory: ``python -m tests.numerics.host_parameter_workers PRECISION``."""
+"""One rank that trains with its parameters in host memory: ``python -m … PRECISION BACKEND``."""
 
 from __future__ import annotations
 

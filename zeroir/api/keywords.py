@@ -11,7 +11,7 @@ from typing import Literal, Protocol, TypedDict
 
 from zeroir.config import Precision
 from zeroir.config.hyper_parameters import AdjustLr
-from zeroir.cost.estimate import Offload, Optimizer
+from zeroir.cost.estimate import Optimizer
 from zeroir.ir.ops import Algorithm
 
 OptimizerName = Literal["sgd", "momentum", "adam", "adamw", "lion", "muon", "adafactor", "shampoo"]
@@ -75,6 +75,13 @@ class CompileKeywords(TypedDict, total=False):
     bucket: int
     bucket_gathers: int | None
     overlap_update: bool
+    offload: str | Sequence[str]
+    offload_to: str
+    offload_units: str | Sequence[str]
+    offload_fraction: float | None
+    page_optimizer: str | None
+    page_bytes: int
+    optimizer_bits: Literal[32, 8]
     memory_budget: str | None
     elide: bool
     loss_scale: float | None
@@ -84,6 +91,17 @@ class CompileKeywords(TypedDict, total=False):
     loss_scale_hysteresis: int
     loss_scale_consecutive_hysteresis: bool
     minimum_loss_scale: float
+
+
+class OffloadKeywords(TypedDict, total=False):
+    """The fields of ``CompileOptions`` by which a compiled program is lowered again."""
+
+    offload: str | Sequence[str]
+    offload_to: str
+    offload_units: str | Sequence[str]
+    offload_fraction: float | None
+    page_optimizer: str | None
+    page_bytes: int
 
 
 def is_torchs(optimizer: object) -> bool:
@@ -107,4 +125,7 @@ class EstimateKeywords(TypedDict, total=False):
     vocab: int | None
     recompute: bool
     flash: bool
-    offload: Offload
+    offload: str | tuple[str, ...]
+    offload_to: Literal["host", "disk"]
+    offload_fraction: float | None
+    optimizer_bits: Literal[32, 8]

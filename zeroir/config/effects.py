@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from zeroir.config import hyper_parameters
+from zeroir.config.offload_rules import offload_problem
 from zeroir.config.texts import text_of
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ def first_without_effect(options: CompileOptions) -> str | None:
     decays = (o.effective_weight_decay for o in (options, *map(options.of_group, options.groups)))
     if options.no_decay and not any(decays):
         return "--no-decay needs a --weight-decay above 0"
-    return None
+    return offload_problem(options)
 
 
 def _asks_for(options: CompileOptions, name: str) -> bool:

@@ -8,11 +8,22 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 from pydantic_core import PydanticCustomError
 
+from zeroir.config.field_types import Names, OptionalAmount
 from zeroir.config.groups import SEPARATOR, GroupError, group_text
 from zeroir.config.hyper_parameters import AdjustLr
 from zeroir.config.meshes import default_world_size, parse_mesh
+from zeroir.config.offload_fields import (
+    HOST,
+    PAGE_BYTES,
+    Offload,
+    OffloadFraction,
+    OffloadTo,
+    OffloadUnits,
+    OptimizerBits,
+    PageBytes,
+    PageOptimizer,
+)
 from zeroir.errors import UserError
-from zeroir.ir.amounts import parse_bytes
 from zeroir.ir.limits import MOST_BYTES, MOST_COUNT, MOST_RANKS
 from zeroir.ir.ops import Algorithm
 from zeroir.schedules import parse_schedule
@@ -75,7 +86,7 @@ class OptionFields(BaseModel):
         ),
     ] = None
     keep_fp32: Annotated[
-        tuple[str, ...],
+        Names,
         Field(
             description="Modules or parameters that stay FP32: patterns of names, separated by commas."
         ),
@@ -88,7 +99,7 @@ class OptionFields(BaseModel):
         ),
     ] = True
     outputs: Annotated[
-        tuple[str, ...],
+        Names,
         Field(
             description="What an evaluation yields beside the loss: names in the object or dict that forward, or the "
             "loss function, returns, separated by commas. [default: the second part of a pair (loss, outputs)]"
@@ -228,14 +239,14 @@ class OptionFields(BaseModel):
         ),
     ] = None
     prefetch_budget: Annotated[
-        str | None,
+        OptionalAmount,
         Field(
             description="Gather parameters as early as this amount of device memory allows, such as 80GB, instead of "
             "--prefetch units ahead (stage 3). [default: none]"
         ),
     ] = None
     unshard: Annotated[
-        tuple[str, ...],
+        Names,
         Field(
             description="Units whose parameters are kept from forward to backward instead of gathered twice: names or "
             "patterns; * means all repeated units (stage 3)."
@@ -251,7 +262,7 @@ class OptionFields(BaseModel):
         ),
     ] = None
     recompute: Annotated[
-        tuple[str, ...],
+        Names,
         Field(
             description="Units whose forward is recomputed before their backward instead of saving its values "
             "(activation checkpointing): names or patterns; * means all repeated units."
@@ -293,8 +304,15 @@ class OptionFields(BaseModel):
             description="Update each unit as soon as its gradient is reduced (without --clip and fp16)."
         ),
     ] = True
+    offload: Offload = ()
+    offload_to: OffloadTo = HOST
+    offload_units: OffloadUnits = ()
+    offload_fraction: OffloadFraction = None
+    page_optimizer: PageOptimizer = None
+    page_bytes: PageBytes = PAGE_BYTES
+    optimizer_bits: OptimizerBits = 32
     memory_budget: Annotated[
-        str | None,
+        OptionalAmount,
         Field(
             description="Device memory of a rank, such as 80GB: a program that needs more is refused (Z301). "
             "[default: no budget]"
@@ -344,14 +362,6 @@ class OptionFields(BaseModel):
         1.0
     )
 
-    @field_validator("keep_fp32", "outputs", "unshard", "recompute", mode="before")
-    @classmethod
-    def _split_at_commas(cls, value: object) -> object:
-        items = [value] if isinstance(value, str) else value
-        if not isinstance(items, list | tuple) or not all(isinstance(i, str) for i in items):
-            return value
-        return tuple(part for item in items for part in item.split(",") if part)
-
     @field_validator("ns_coefficients", mode="before")
     @classmethod
     def _three_numbers(cls, value: object) -> object:
@@ -381,18 +391,6 @@ class OptionFields(BaseModel):
             return value
         texts = (part.strip() for item in items for part in item.split(SEPARATOR))
         return tuple(text for text in texts if text)
-
-    @field_validator("memory_budget", "prefetch_budget")
-    @classmethod
-    def _is_an_amount(cls, value: str | None) -> str | None:
-        if value is not None:
-            try:
-                parse_bytes(value)
-            except UserError:
-                raise PydanticCustomError(
-                    "amount", "an amount of memory, such as 80GB, 512MiB or 1e9"
-                ) from None
-        return value
 
     @field_validator("schedule")
     @classmethod

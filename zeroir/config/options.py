@@ -12,6 +12,7 @@ from zeroir.config import hyper_parameters
 from zeroir.config.effects import first_without_effect
 from zeroir.config.groups import SEPARATOR, GroupError, GroupSpec, parse_groups
 from zeroir.config.meshes import parse_mesh
+from zeroir.config.offload_fields import HOST
 from zeroir.config.option_fields import GivenOptions, OptionFields
 from zeroir.config.texts import explain_validation, first_problem, text_of
 from zeroir.errors import UserError
@@ -119,6 +120,29 @@ class CompileOptions(OptionFields):
         return self.initial_loss_scale if self.loss_scale is None else self.loss_scale
 
     @property
+    def is_offloaded_to_disk(self) -> bool:
+        """Whether a disk keeps what is offloaded, and host memory is its cache."""
+        return self.offload_to != HOST
+
+    @property
+    def offload_folder(self) -> str | None:
+        """The folder on the disk; None where there is none, or where the run is to name it."""
+        return self.offload_to.partition(":")[2] or None
+
+    def offloaded_units(self, kind: str) -> tuple[str, ...]:
+        """The patterns of the units of which a kind is offloaded; none where all units' is.
+
+        A pattern is for all kinds, or for the one before its colon.
+        """
+        kinds_and_patterns = (pattern.rpartition(":") for pattern in self.offload_units)
+        return tuple(pattern for own, _, pattern in kinds_and_patterns if own in ("", kind))
+
+    @property
+    def page_optimizer_bytes(self) -> int | None:
+        """The device memory for pages of the optimizer's states; None without pages."""
+        return None if self.page_optimizer is None else parse_bytes(self.page_optimizer)
+
+    @property
     def prefetch_budget_bytes(self) -> int | None:
         """The device memory that early gathers may fill; None if ``prefetch`` sets the distance instead."""
         return None if self.prefetch_budget is None else parse_bytes(self.prefetch_budget)
@@ -187,8 +211,12 @@ class CompileOptions(OptionFields):
         return tuple(self._number(name) for name in self.optimizer.hyper_names)
 
     def to_pairs(self) -> tuple[tuple[str, str], ...]:
-        """The options as a program stores them: names and texts, sorted by name, without options that are not set."""
-        values = sorted(self.model_dump().items())
+        """The options as a program stores them: names and texts, sorted by name, without options that are not set.
+
+        The folder of ``offload_to`` is left out: it is a matter of the machine that runs the program.
+        """
+        kind = self.offload_to.partition(":")[0]
+        values = sorted({**self.model_dump(), "offload_to": kind}.items())
         texts = ((name, text_of(value, _SEPARATORS.get(name, ","))) for name, value in values)
         are_set = (value not in (None, ()) for _, value in values)
         return tuple(compress(texts, are_set))

@@ -59,7 +59,8 @@ class Footprint:
     """Bytes on one rank in one space.
 
     ``resting_bytes`` are of persistent buffers, ``arena_bytes`` of the block in which temporary ones stand, planned or
-    not, and ``scratch_bytes`` the most that ops need beyond their buffers, all that may run at once together.
+    not, and ``scratch_bytes`` the most that the ops that work in this space need beyond their buffers, all that may run
+    at once together.
     """
 
     space: Space

@@ -12,6 +12,7 @@ from zeroir.ir.buffers import Region, Space
 from zeroir.ir.contents import FlatContent
 from zeroir.ir.copies import at_rest
 from zeroir.ir.dtypes import DType
+from zeroir.ir.effects import effects
 from zeroir.ir.ops import Algorithm, Mode, Op
 from zeroir.ir.program import Program, Slot
 from zeroir.workspace.scratch.allowance import SLACK_BYTES, product_allowance_bytes
@@ -45,10 +46,8 @@ def scratch_bytes(
     holds there counts. For ops over scalars the figure is a bound, ``SCALAR_BYTES``, and for ``compute`` what its
     segment declares for these kernels, 0 where it declares nothing.
     """
-    if space is not None and not isinstance(op, ops.Wait):
-        is_on_device = op.stream not in program.streams_off_device
-        if space is Space.DISK or is_on_device is not (space is Space.DEVICE):
-            return 0
+    if space is not None and scratch_space(program, op) is not space:
+        return 0
     match op:
         case ops.Compute():
             return dict(program.segment_by_name[op.segment].workspace_bytes).get(kernels, 0)
@@ -73,6 +72,11 @@ def scratch_bytes(
             return SCALAR_BYTES + (chunk if op.skip is None else 2 * chunk)
         case _:
             assert_never(op)
+
+
+def scratch_space(program: Program, op: Op) -> Space:
+    """The memory in which an op has its scratch: the device's on a stream of the device, the host's on any other."""
+    return Space.HOST if effects(op).stream in program.streams_off_device else Space.DEVICE
 
 
 def _direction_bytes(program: Program, op: ops.Direction) -> int:

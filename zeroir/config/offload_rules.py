@@ -1,0 +1,88 @@
+"""The rules on options of what is kept outside device memory, beside other options."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from zeroir.config.offload_fields import ADAPTIVE, HOST, OPTIMIZER
+from zeroir.ir.ops import Algorithm
+
+if TYPE_CHECKING:
+    from zeroir.config.options import CompileOptions
+
+
+def offload_problem(options: CompileOptions) -> str | None:
+    """A sentence on the first of these options that does not go with the others; None if all do."""
+    kinds = options.offload
+    if ADAPTIVE in kinds:
+        return _adaptive_problem(options)
+    if not kinds and options.offload_to != HOST:
+        return f"--offload-to {options.offload_to} needs --offload, which says what is kept there"
+    if not kinds and options.offload_units:
+        return (
+            f"--offload-units {','.join(options.offload_units)} needs --offload, which says what is kept "
+            "outside device memory"
+        )
+    for pattern in options.offload_units:
+        kind, colon, _ = pattern.rpartition(":")
+        if colon and kind not in kinds:
+            return (
+                f"--offload-units {pattern} is for {kind!r}, but --offload has {', '.join(kinds)}"
+            )
+    if options.offload_fraction is not None and OPTIMIZER not in kinds:
+        return f"--offload-fraction {options.offload_fraction:g} needs --offload optimizer"
+    if options.page_optimizer is not None and OPTIMIZER in kinds:
+        return (
+            f"--page-optimizer {options.page_optimizer} updates on the device, and --offload optimizer on the host; "
+            "leave one of them out"
+        )
+    return _page_problem(options) or _bits_problem(options)
+
+
+def _adaptive_problem(options: CompileOptions) -> str | None:
+    if options.memory_budget is None:
+        return (
+            f"--offload {ADAPTIVE} needs --memory-budget, which says how much stays on the device"
+        )
+    chosen = {
+        "--offload-units": options.offload_units,
+        "--offload-fraction": options.offload_fraction,
+        "--page-optimizer": options.page_optimizer,
+    }
+    for flag, value in chosen.items():
+        if value:
+            return f"--offload {ADAPTIVE} chooses what {flag} says; leave one of them out"
+    return _page_problem(options) or _bits_problem(options)
+
+
+def _page_problem(options: CompileOptions) -> str | None:
+    budget_bytes = options.page_optimizer_bytes
+    if budget_bytes is None:
+        if options.page_bytes != type(options).model_fields["page_bytes"].default:
+            return f"--page-bytes {options.page_bytes} needs --page-optimizer"
+        return None
+    if budget_bytes < options.page_bytes:
+        return (
+            f"--page-optimizer {options.page_optimizer} is less than one page of --page-bytes "
+            f"{options.page_bytes}"
+        )
+    return None
+
+
+def _bits_problem(options: CompileOptions) -> str | None:
+    if options.optimizer_bits == 32:
+        return None
+    for algorithm in dict.fromkeys(_algorithms(options)):
+        if algorithm.direction_dtype is not None:
+            return (
+                f"--optimizer-bits {options.optimizer_bits} is for states of single elements (momentum, adam, adamw, "
+                f"lion), but {algorithm} works on whole parameters"
+            )
+    if not any(algorithm.state_names for algorithm in _algorithms(options)):
+        return f"--optimizer-bits {options.optimizer_bits} has no effect: {options.optimizer} keeps no states"
+    return None
+
+
+def _algorithms(options: CompileOptions) -> tuple[Algorithm, ...]:
+    """The optimizers of all parameters."""
+    return (options.optimizer, *(options.of_group(spec).optimizer for spec in options.groups))
