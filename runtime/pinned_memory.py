@@ -9,6 +9,8 @@ from __future__ import annotations
 import ctypes
 import mmap
 import weakref
+from collections.abc import Callable
+from types import ModuleType
 from typing import Final
 
 import torch
@@ -34,7 +36,8 @@ def pinned_empty(numel: int, dtype: torch.dtype) -> Tensor:
     pages = mmap.mmap(-1, size_bytes)
     memory = (ctypes.c_char * size_bytes).from_buffer(pages)
     address = ctypes.addressof(memory)
-    runtime = torch.cuda.cudart()
+    find_runtime: Callable[[], ModuleType] = torch.cuda.cudart
+    runtime = find_runtime()
     code = int(runtime.cudaHostRegister(address, size_bytes, _PORTABLE))
     if code != _SUCCESS:
         raise MemoryError(f"CUDA cannot pin {size_bytes:,} bytes of host memory (error {code})")
