@@ -137,7 +137,8 @@ def test_collectives_through_the_host_share_its_link() -> None:
     assert set(cost.bytes_by_wire) == {Wire.NODE_LINK}
 
 
-def test_measured_times_replace_computed_ones_and_still_share_their_wires() -> None:
+def test_measured_times_replace_computed_ones_and_share_nothing() -> None:
+    """They were measured beside what else flows in a step."""
     measured = [
         {
             "name": name,
@@ -153,7 +154,7 @@ def test_measured_times_replace_computed_ones_and_still_share_their_wires() -> N
     assert seconds(copy(ops.ToDevice, COPY_IN), on=on) == pytest.approx(0.5 + 2.0)
     assert seconds(fill(OPTIMIZER), on=on) == pytest.approx(0.5 + 1.0)
     together = seconds(copy(ops.ToDevice, COPY_IN), fill(OPTIMIZER), on=on)
-    assert together == pytest.approx(0.5 + 3.0, rel=1e-6)
+    assert together == pytest.approx(0.5 + 2.0, rel=1e-6)
 
 
 @pytest.mark.parametrize("name", GATES)
