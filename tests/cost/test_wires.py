@@ -226,6 +226,23 @@ def test_more_ranks_never_have_more_of_a_node(
         assert few == many
 
 
+@examples(30)
+@given(
+    name=st.sampled_from(GATES),
+    latencies=st.lists(st.sampled_from([0.0, 1e-6, 1e-3, 1.0]), min_size=2, max_size=2),
+)
+def test_a_longer_latency_never_makes_a_step_shorter(name: str, latencies: list[float]) -> None:
+    """Where nothing shares a wire; where flows do, a later one may let an urgent one pass."""
+    program = gate(name)
+    shorter, longer = sorted(latencies)
+    for kind in ("link_s", "disk_s"):
+        less, more = (
+            end_s(simulate(program, host_machine({kind: value}, ranks=4)).classes[0])
+            for value in (shorter, longer)
+        )
+        assert less <= more
+
+
 def test_a_device_that_waits_for_the_host_stops_the_issuing_thread() -> None:
     """CUDA cannot wait for a thread: a copy that needs nothing of the host's update is issued after it all the same."""
     update = ops.Fill(destination=REGION, value=0.0, stream=OPTIMIZER, event="updated")

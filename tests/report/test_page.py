@@ -60,6 +60,17 @@ def page_of(made: Program, name: str, *, budget_bytes: int | None = BUDGET_BYTES
     )
 
 
+def test_transfers_and_the_hosts_update_have_lanes_of_their_own() -> None:
+    made = gate("offload")
+    page = page_of(made, "offload.zir")
+    data = json.loads(re.search(r'<script[^>]*id="data"[^>]*>(.*?)</script>', page, re.S)[1])
+    lanes = {lane["stream"] for lane in data["lanes"]}
+    assert {"copy_in", "copy_out", "optimizer"} <= lanes
+    for words in ("exposed transfers", "host to device", "device to host"):
+        assert words in page
+        assert words not in page_of(program(), "plain.zir")
+
+
 @pytest.mark.parametrize("micro_steps", [1, 3])
 def test_every_op_of_the_step_has_its_time_and_memory(micro_steps: int) -> None:
     made = program(micro_steps)
