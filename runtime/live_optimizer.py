@@ -286,6 +286,10 @@ def _groups(program: Program) -> list[_LiveGroup]:
     # A program without groups takes all settings from its steps; its group has no names of parameters.
     used = {own.group: (step.algorithm, own) for step in reversed(steps) for own in step.settings}
     names = [group.name for group in program.groups if group.name in used] or list(used)
+    # A step in another space reads a temporary copy of its settings.
+    copied = {
+        op.destination.buffer: op.source for op in program.ops() if isinstance(op, ops.Transfer)
+    }
     parameters: dict[str, list[tuple[str, tuple[int, ...]]]] = {name: [] for name in names}
     intervals: dict[str, list[tuple[int, int, str]]] = {flat.name: [] for flat in program.flats}
     for group in program.groups:
@@ -303,13 +307,20 @@ def _groups(program: Program) -> list[_LiveGroup]:
         _LiveGroup(
             name=name,
             algorithm=used[name][0],
-            lr=used[name][1].lr,
-            hyper=used[name][1].hyper,
+            lr=_at_rest(used[name][1].lr, copied),
+            hyper=_at_rest(used[name][1].hyper, copied),
             parameters=parameters[name],
             places=[_place(used[name][0], each) for each in ("lr", *used[name][0].hyper_names)],
         )
         for name in names
     ]
+
+
+def _at_rest(region: Region, copied: Mapping[str, Region]) -> Region:
+    """The region in which a setting rests, where an op reads it or a copy of it."""
+    while region.buffer in copied:
+        region = copied[region.buffer]
+    return region
 
 
 def _placeholder(shape: tuple[int, ...]) -> Tensor:

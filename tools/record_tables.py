@@ -129,6 +129,7 @@ _TABLES: Mapping[str, Callable[[Mapping[str, object]], str]] = {
     "power-cut": _rows,
     "flip-checkpoint": _rows,
     "bench-checkpoint": _rows,
+    "paging": _rows,
     **{f"bench-offload {part}": _part(part) for part in ("traffic", "rates", "paper", "published")},
     "conformance": _outcomes,
     "conformance refused": _refusals,

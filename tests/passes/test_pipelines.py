@@ -69,9 +69,7 @@ def test_lowering_twice_gives_equal_programs() -> None:
 @pytest.mark.parametrize(
     "asked",
     [
-        {"offload": "optimizer"},
         {"offload": "gradients"},
-        {"offload": "parameters"},
         {"offload": "activations"},
         {"page_optimizer": "1GiB"},
         {"optimizer_bits": 8},

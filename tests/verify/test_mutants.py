@@ -33,6 +33,7 @@ ANY_CASE = st.builds(
     ema=st.sampled_from([None, None, 0.5]),
     optimizer=st.sampled_from(["adamw", "adamw", "adafactor"]),
     is_grouped=st.booleans(),
+    has_parameters_on_host=st.sampled_from([False, False, True]),
 )
 CHECKS = [HealthCheck.filter_too_much, HealthCheck.too_slow]
 SETTINGS = settings(deadline=None, suppress_health_check=CHECKS)

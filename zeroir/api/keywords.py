@@ -93,6 +93,17 @@ class CompileKeywords(TypedDict, total=False):
     minimum_loss_scale: float
 
 
+class OffloadKeywords(TypedDict, total=False):
+    """The fields of ``CompileOptions`` by which a compiled program is lowered again."""
+
+    offload: str | Sequence[str]
+    offload_to: str
+    offload_units: str | Sequence[str]
+    offload_fraction: float | None
+    page_optimizer: str | None
+    page_bytes: int
+
+
 def is_torchs(optimizer: object) -> bool:
     """Whether an optimizer is given as torch's class or instance instead of as a name; no torch is imported."""
     return not (optimizer is None or isinstance(optimizer, str))
