@@ -18,9 +18,9 @@ PCIe 4.0 link, 64 KiB travel for 3 µs, less than the fixed time of a transfer, 
 gradients, inputs and other persistent buffers are no saved values.
 
 By default all values are offloaded that can be, with ``units`` those that the backwards of these units are the first
-to read. With ``bytes`` only as many are as make the fullest moment of the device at least that much smaller: those that
-are away for the most turns first, and of these the largest. The fullest moment is that of
-``zeroir.memory.footprint``, without gaps between places.
+to read. With ``bytes`` only as many are as let the device do with that much less memory: those that are away for the
+most turns first, and of these the largest. What the device needs is what `zeroir.memory.footprint` says, without gaps
+between the places of buffers.
 
 What ``offload-activations{units=a, smallest=0}`` changes::
 
@@ -71,7 +71,7 @@ _FEWEST_TURNS: Final = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadActivations(Pass):
-    """Offload the values that the backwards of these ``units`` read; as many as make the peak ``bytes`` smaller.
+    """Offload the values that the backwards of these ``units`` read, or as many as save the device ``bytes``.
 
     Values of fewer than ``smallest`` bytes stay.
     """
@@ -100,7 +100,7 @@ class OffloadActivations(Pass):
         """The program with the copies of the chosen values, and the bound that holds the streams to their order.
 
         Raises:
-            UserError: where a pattern names no unit, or the peak cannot be made ``bytes`` smaller.
+            UserError: where a pattern names no unit, or the device cannot do with ``bytes`` less.
         """
         units = None if self.units is None else matching(self.units, program, self.spec())
         by_section = {
@@ -216,22 +216,22 @@ def _longest_away_first(sections: Collection[Mapping[str, _SavedValue]]) -> Sequ
 def _fewest(
     program: Program, by_section: _BySection, candidates: Sequence[str], wanted_bytes: int
 ) -> Sequence[str]:
-    """The fewest of the first candidates with which the fullest moment is smaller by the bytes that are wanted.
+    """The fewest of the first candidates with which the device needs fewer bytes by those that are wanted.
 
     Raises:
         UserError: where all of them are not enough.
     """
-    before_bytes = _fullest_bytes(program)
+    before_bytes = _needed_bytes(program)
 
     def saved_bytes(number: int) -> int:
-        return before_bytes - _fullest_bytes(_offloaded(program, by_section, candidates[:number]))
+        return before_bytes - _needed_bytes(_offloaded(program, by_section, candidates[:number]))
 
     too_few, enough = -1, len(candidates)
     most_bytes = saved_bytes(enough)
     if most_bytes < wanted_bytes:
         raise UserError(
-            f"Offloading activations makes the fullest moment of the device at most {most_bytes:,} bytes smaller, "
-            f"and not {wanted_bytes:,}."
+            f"Offloading activations saves the device at most {most_bytes:,} bytes, and not {wanted_bytes:,}; offload "
+            "something else, too, or ask for less."
         )
     while enough - too_few > 1:
         middle = (too_few + enough) // 2
@@ -242,9 +242,9 @@ def _fewest(
     return candidates[:enough]
 
 
-def _fullest_bytes(program: Program) -> int:
-    """The most bytes that any order of the streams has live on the device, scratch memory included."""
-    return footprint(derive_waits(program), place=unplaced).fullest.bound_bytes
+def _needed_bytes(program: Program) -> int:
+    """The bytes that the device must have, the buffers standing without gaps."""
+    return footprint(derive_waits(program), place=unplaced).total_bytes
 
 
 # --------------------------------------------------------------------------------------------------------- rewrite

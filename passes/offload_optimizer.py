@@ -54,10 +54,12 @@ class OffloadOptimizer(Pass):
     """Keep the optimizer's states of these units, all by default, in host memory, and update them there."""
 
     name: ClassVar[str] = "offload-optimizer"
-    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.GRADIENTS_REDUCED, Fact.UNSAVED})
+    requires: ClassVar[frozenset[Fact]] = frozenset(
+        {Fact.GRADIENTS_REDUCED, Fact.UNSAVED, Fact.STATES_ON_DEVICE}
+    )
     establishes: ClassVar[frozenset[Fact]] = NO_FACTS
     destroys: ClassVar[frozenset[Fact]] = frozenset(
-        {Fact.ONE_DEVICE, Fact.ONE_AXIS, Fact.UPDATE_APART}
+        {Fact.ONE_DEVICE, Fact.ONE_AXIS, Fact.UPDATE_APART, Fact.STATES_ON_DEVICE}
     )
 
     units: tuple[str, ...] | None = None

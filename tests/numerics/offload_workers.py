@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
@@ -13,11 +12,10 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from tests.runtime.support import initial_flats, random_batches
+from tests.support.offloads import OFFLOADS
 from tests.support.programs import mlp
 from zeroir.ir.program import Program
-from zeroir.passes.base import Pass
 from zeroir.passes.manager import apply
-from zeroir.passes.offload_activations import OffloadActivations
 from zeroir.passes.pipelines import for_stage
 from zeroir.passes.plan_memory import PlanMemory
 from zeroir.runtime import rendezvous
@@ -26,10 +24,6 @@ from zeroir.runtime.engine import Engine
 
 STEPS: Final = 4
 MICRO_STEPS: Final = 2
-OFFLOADS: Final[Mapping[str, tuple[Pass, ...]]] = {
-    "activations": (OffloadActivations(smallest=0),),
-}
-"""The passes that move something out of the memory of the device, by what they move."""
 
 
 def logical() -> Program:

@@ -8,9 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.numerics.offload_workers import MICRO_STEPS, OFFLOADS, STEPS, logical, scheduled
+from tests.numerics.offload_workers import MICRO_STEPS, STEPS, logical, scheduled
 from tests.runtime.support import Ranks, initial_flats, lowered, random_batches, require_success
 from tests.support.lockstep import run_lockstep
+from tests.support.offloads import OFFLOADS
 from zeroir.ir import ops
 from zeroir.ir.program import LAST_MICRO_STEP
 

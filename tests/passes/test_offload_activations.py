@@ -315,8 +315,8 @@ def test_it_is_idempotent_and_leaves_its_input_alone() -> None:
 # ------------------------------------------------------------------------------------------- as many bytes as asked
 
 
-def fullest_bytes(program: Program) -> int:
-    return footprint(program, place=unplaced).fullest.bound_bytes
+def needed_bytes(program: Program) -> int:
+    return footprint(program, place=unplaced).total_bytes
 
 
 def offloaded_bytes(program: Program) -> int:
@@ -329,19 +329,19 @@ def offloaded_bytes(program: Program) -> int:
 def test_bytes_are_as_many_as_asked_and_no_value_more(stage: int) -> None:
     logical, passes = mlp(blocks=8, batch=2048), for_stage(stage, 2)
     before = applied(logical, passes)
-    most = fullest_bytes(before) - fullest_bytes(applied(logical, (*passes, ALL)))
+    most = needed_bytes(before) - needed_bytes(applied(logical, (*passes, ALL)))
     value_bytes = 2048 * 8 * 4
     assert most >= 6 * value_bytes
     moved: list[int] = []
     for wanted in (0, 1, value_bytes, value_bytes + 1, most // 2, most):
         program = proved(logical, (*passes, OffloadActivations(bytes=wanted, smallest=0)))
-        assert fullest_bytes(before) - fullest_bytes(program) >= wanted
+        assert needed_bytes(before) - needed_bytes(program) >= wanted
         moved.append(offloaded_bytes(program))
         # No fewer can do, because a byte that stays frees nothing.
         assert wanted <= moved[-1] < wanted + 2 * value_bytes or wanted == most
     assert moved == sorted(moved)
     assert moved[0] == 0
-    sentence = f"at most {most:,} bytes smaller, and not {most + 1:,}"
+    sentence = f"saves the device at most {most:,} bytes, and not {most + 1:,};"
     with pytest.raises(UserError, match=sentence):
         applied(logical, (*passes, OffloadActivations(bytes=most + 1, smallest=0)))
 

@@ -15,6 +15,7 @@ from zeroir.ir.dtypes import DType
 from zeroir.ir.program import Program
 from zeroir.passes.manager import apply
 from zeroir.passes.offload_parameters import OffloadParameters
+from zeroir.passes.page_optimizer import PageOptimizer
 from zeroir.passes.pipelines import for_stage
 
 TORCH_DTYPES = {DType.F32: torch.float32, DType.F16: torch.float16, DType.BF16: torch.bfloat16}
@@ -44,6 +45,7 @@ class Case:
     has_fixed_divisor: bool = False
     is_grouped: bool = False
     has_parameters_on_host: bool = False
+    paging: PageOptimizer | None = None
     blocks: int = field(default=2)
 
     @property
@@ -86,6 +88,7 @@ def _scheduled(case: Case) -> Program:
         distance=case.distance,
         overlap_update=case.overlap_update,
     )
+    passes += () if case.paging is None else (case.paging,)
     for step in passes:
         program = apply(step, program)
     return apply(OffloadParameters(), program) if case.has_parameters_on_host else program

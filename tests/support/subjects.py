@@ -19,6 +19,7 @@ from zeroir.config import make_options
 from zeroir.frontend.entry import load_model_file
 from zeroir.ir.program import EVALUATE, SAVE, Program
 from zeroir.passes.manager import apply
+from zeroir.passes.page_optimizer import PageOptimizer
 from zeroir.passes.plan_memory import PlanMemory
 from zeroir.passes.save_state import SaveState
 from zeroir.runtime.lockstep import Lockstep
@@ -45,6 +46,17 @@ CASES: Mapping[str, Case] = {
     "stage 3, parameters on the host": Case(
         stage=3, precision="bf16", overlap_update=True, has_parameters_on_host=True
     ),
+    "stage 3, paged": Case(
+        stage=3,
+        precision="bf16",
+        clip=1.0,
+        paging=PageOptimizer(device_bytes=6144, page_bytes=2048),
+    ),
+    "stage 1, paged, overlapped": Case(
+        stage=1,
+        overlap_update=True,
+        paging=PageOptimizer(device_bytes=4096, page_bytes=2048),
+    ),
 }
 WRITTEN = ("hybrid", "paged", "offload", "evaluate", "carried", "crossing")
 CAPTURED: Mapping[str, Mapping[str, object]] = {
@@ -60,6 +72,7 @@ SAVING = (
     "stage 3, overlapped",
     "stage 1, averaged",
     "stage 3, parameters on the host",
+    "stage 3, paged",
     *WRITTEN,
 )
 """Those that ``save-state`` is applied to; captured programs save by themselves."""

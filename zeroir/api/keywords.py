@@ -11,7 +11,7 @@ from typing import Literal, Protocol, TypedDict
 
 from zeroir.config import Precision
 from zeroir.config.hyper_parameters import AdjustLr
-from zeroir.cost.estimate import Offload, Optimizer
+from zeroir.cost.estimate import Optimizer
 from zeroir.ir.ops import Algorithm
 
 OptimizerName = Literal["sgd", "momentum", "adam", "adamw", "lion", "muon", "adafactor", "shampoo"]
@@ -125,4 +125,7 @@ class EstimateKeywords(TypedDict, total=False):
     vocab: int | None
     recompute: bool
     flash: bool
-    offload: Offload
+    offload: str | tuple[str, ...]
+    offload_to: Literal["host", "disk"]
+    offload_fraction: float | None
+    optimizer_bits: Literal[32, 8]

@@ -53,6 +53,7 @@ def profile(
     from zeroir.api.profile import profile_program
     from zeroir.artifact.outputs import MACHINE, require_writable
     from zeroir.report.costs import format_seconds
+    from zeroir.report.names import format_bytes
 
     is_rank = "RANK" in os.environ
     if not is_rank or os.environ["RANK"] == "0":
@@ -92,6 +93,13 @@ def profile(
     out.print(
         f"measured   {len(result.machine.segments)} segments, {len(result.machine.collectives)} kinds of collectives, "
         f"{len(result.machine.ops)} of other ops, {format_seconds(result.machine.host.issue_s.value)} to issue an op",
+        markup=False,
+    )
+    host = result.host
+    out.print(
+        f"host       {format_bytes(round(host.to_device_bytes_per_s))}/s to the device, "
+        f"{format_bytes(round(host.to_host_bytes_per_s))}/s from it, "
+        f"{format_bytes(round(host.update_bytes_per_s))}/s in an update, on each rank",
         markup=False,
     )
     out.print(f"Wrote {output}.", markup=False)

@@ -12,6 +12,7 @@ from zeroir.cost.simulate import Simulation
 from zeroir.ir.mesh import HOST
 from zeroir.ir.program import MICRO_STEP, Program
 from zeroir.ir.traffic import on_the_wire
+from zeroir.report.costs import wire_label
 from zeroir.report.names import counted, format_bytes, format_flops
 from zeroir.report.page import charts
 from zeroir.report.page.facts import (
@@ -230,7 +231,7 @@ def _volume(summary: Summary, simulation: Simulation) -> str:
     ]
     by_kind = _table(["collective", *(f"#over {axis}" for axis, _ in axes)], rows)
     wires = [
-        [result.label, wire.replace("_", " "), format_bytes(round(count))]
+        [result.label, wire_label(wire), format_bytes(round(count))]
         for result in simulation.classes
         for wire, count in result.bytes_by_wire.items()
     ]
