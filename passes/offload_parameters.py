@@ -31,13 +31,12 @@ What ``offload-parameters`` changes::
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Final
+from typing import ClassVar
 
 from zeroir.ir import ops
-from zeroir.ir.buffers import Buffer, Region, Space, whole
+from zeroir.ir.buffers import Buffer, Region, Space, part_of, whole
 from zeroir.ir.contents import FlatContent
 from zeroir.ir.effects import effects
 from zeroir.ir.mesh import Executor
@@ -45,7 +44,6 @@ from zeroir.ir.ops import Op
 from zeroir.ir.program import Program, Section, State
 from zeroir.passes.base import NO_FACTS, Fact, Pass
 from zeroir.passes.common import rewrite
-from zeroir.passes.common.conflicts import Touched
 from zeroir.passes.common.units import check_patterns, matching
 from zeroir.passes.common.visits import HOST_TO_DEVICE, with_visits
 
@@ -76,10 +74,7 @@ class OffloadParameters(Pass):
             if program.buffer_by_name[name].space is Space.DEVICE
             and (units is None or flat.unit in units)
         ]
-        program = rewrite.map_sections(
-            _updated_at_home(program, homes),
-            lambda section: _gathered_later(section, homes, program),
-        )
+        program = _updated_at_home(program, homes)
         on_host = {s.name for s in program.streams if s.executor is not Executor.DEVICE}
         return with_visits(
             program, homes, HOST_TO_DEVICE, is_at_home=lambda op: effects(op).stream in on_host
@@ -102,9 +97,8 @@ def _updated_at_home(program: Program, homes: Collection[str]) -> Program:
         if region.buffer not in beside:
             return region
         home = beside[region.buffer]
-        if region == whole(program.buffer_by_name[region.buffer]):
-            return home
-        return replace(region, buffer=home.buffer, offset=home.offset + region.offset)
+        is_all = region == whole(program.buffer_by_name[region.buffer])
+        return home if is_all else part_of(home, region.offset, region.stop)
 
     def without(state: State) -> State:
         holdings = tuple(h for h in state.holdings if h.region.buffer not in beside)
@@ -125,41 +119,6 @@ def _updated_at_home(program: Program, homes: Collection[str]) -> Program:
     return rewrite.replace_buffers(program, dict.fromkeys(beside, ()))
 
 
-_LAG: Final = 2
-"""By how many flats the gathers of parameters stay behind their updates on the host."""
-
-
-def _gathered_later(section: Section, homes: Collection[str], program: Program) -> Section:
-    """The section with each gather of parameters that the host has updated two such gathers later, or at the end.
-
-    A gather waits for the host, and everything behind it on its streams waits with it: what arrives for the backward,
-    and the gradients of the next flats. So these go first, and the host always has the next flats to update.
-    """
-    on_host = {s.name for s in program.streams if s.executor is not Executor.DEVICE}
-    updated: set[str] = set()
-    gathers: deque[Op] = deque()
-    body: list[Op] = []
-    for op in section.body:
-        effect = effects(op)
-        changed = {region.buffer for region in (*effect.writes, *effect.accumulates)}
-        if isinstance(op, ops.AllGather) and changed <= updated:
-            gathers.append(op)
-            if len(gathers) > _LAG:
-                body.append(gathers.popleft())
-            continue
-        touched = Touched(program)
-        for index, gather in enumerate(gathers):
-            touched.add(gather, index)
-        if touched.is_against(op):
-            body += gathers
-            gathers.clear()
-        body.append(op)
-        updated.difference_update(changed)
-        if effect.stream in on_host:
-            updated |= changed.intersection(homes)
-    return replace(section, body=(*body, *gathers))
-
-
 def _is_of(op: Op, beside: Collection[str]) -> bool:
     return isinstance(op, ops.Memory) and op.buffer in beside
 
@@ -178,15 +137,26 @@ def _beside(program: Program, homes: Collection[str]) -> Mapping[str, Region]:
                 if op.source == whole(program.buffer_by_name[op.source.buffer])
                 else op.source
             )
+    sliced = {
+        region.buffer
+        for op in program.ops()
+        for region in _regions(op)
+        if region.shard is not None or region.part is not None
+    }
     beside: dict[str, Region] = {}
     for name, regions in copied_to.items():
         (region, *others) = regions
-        if others or region.buffer not in homes:
+        if others or region.buffer not in homes or name in sliced:
             continue
         is_alike = _is_alike(program.buffer_by_name[name], region, program)
         if is_alike and all(_is_copied_at_once(s.body, name, region) for s in program.sections):
             beside[name] = region
     return beside
+
+
+def _regions(op: Op) -> tuple[Region, ...]:
+    effect = effects(op)
+    return (*effect.reads, *effect.writes, *effect.accumulates)
 
 
 def _is_alike(buffer: Buffer, region: Region, program: Program) -> bool:
