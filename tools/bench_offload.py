@@ -25,7 +25,7 @@ from statistics import median
 import torch
 
 import zeroir
-from tools import offload_on_paper, record_file
+from tools import bench_disk, offload_on_paper, record_file
 from tools.peers import gpt
 from zeroir.api import CompiledProgram
 from zeroir.cost.durations import Durations
@@ -54,6 +54,7 @@ TRAFFIC_HEAD = [
 ]
 RATES_HEAD = ["what", "GB/s", "against", "GB/s", "share"]
 WARM_UP = 3
+_DISK_BYTES = 512 << 20
 
 
 @dataclass(slots=True, kw_only=True)
@@ -166,7 +167,6 @@ def beside_segments(program: Program, spans: Iterable[Span]) -> float:
 
 def rates(steps: int, folder: Path) -> list[list[str]]:
     """The rows of the second table."""
-    del folder
     contestant = _contestant("optimizer")
     for _ in range(WARM_UP):
         contestant.step()
@@ -183,7 +183,19 @@ def rates(steps: int, folder: Path) -> list[list[str]]:
     return [
         _rate_cells("an update in a step", update, "a copy in memory", copy),
         _rate_cells("an update alone", host.update_bytes_per_s, "a copy in memory", copy),
+        *_disk_rows(folder, steps),
     ]
+
+
+def _disk_rows(folder: Path, rounds: int) -> list[list[str]]:
+    """The engine's reads and writes of a buffer in turns with fio's, or dd's, of a file."""
+    measured = bench_disk.measure(folder, _DISK_BYTES, rounds)
+    rows = []
+    for direction, by_program in measured.items():
+        (judge,) = by_program.keys() - {"zeroir"}
+        own, other = median(by_program["zeroir"]), median(by_program[judge])
+        rows.append(_rate_cells(f"the disk, {direction}", own, judge, other))
+    return rows
 
 
 def update_bytes_per_s(program: Program, spans: Iterable[Span]) -> float:
