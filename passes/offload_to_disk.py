@@ -1,9 +1,10 @@
-"""ZeRO-Infinity: what earlier passes have moved to host memory rests on disk, and the host has what it works on.
+"""ZeRO-Infinity: what earlier passes have moved to host memory goes to disk, and the host has what it works on.
 
-The buffers that ``offload-optimizer`` and ``offload-parameters`` have put in host memory get their home on disk. Around
-the ops that use them on the host, and the copies to the device, stand visits: a ``load`` before, a ``store`` after what
-changed. Large flats are worked on in pieces, so the memory for visits does not grow with them: that of two pieces. The
-load of the next piece and the store of the previous one run beside the update of a piece.
+The buffers that ``offload-optimizer``, ``offload-parameters`` and ``offload-activations`` have put in host memory get
+their home on disk. Around the ops that use them on the host, and the copies from and to the device, stand visits: a
+``load`` before, a ``store`` after what changed. Large buffers are worked on in pieces, so that the memory for visits
+is that of two pieces, however large they are. The load of the next piece and the store of the previous one run beside
+the work on a piece.
 
 An update moves each element once each way: master weights, states and averages are loaded once, updated, averaged and
 rounded to 16 bits, and stored once.
@@ -30,7 +31,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Final
 
 from zeroir.errors import UserError
-from zeroir.ir.buffers import Buffer, Space
+from zeroir.ir.buffers import Buffer, Role, Space
 from zeroir.ir.contents import GRAD, PARAM, FlatContent
 from zeroir.ir.program import Program
 from zeroir.passes.base import NO_FACTS, Fact, Pass, listed
@@ -39,14 +40,15 @@ from zeroir.passes.common.visits import DISK_TO_HOST, with_visits
 
 OPTIMIZER: Final = "optimizer"
 PARAMETERS: Final = "parameters"
-_KINDS: Final = (OPTIMIZER, PARAMETERS)
+ACTIVATIONS: Final = "activations"
+_KINDS: Final = (OPTIMIZER, PARAMETERS, ACTIVATIONS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadToDisk(Pass):
-    """Keep on disk what rests in host memory: the ``optimizer``'s buffers, the ``parameters``, or both.
+    """Keep on disk what is in host memory of the ``optimizer``, the ``parameters`` and the ``activations``.
 
-    ``piece_numel`` is the most elements of one buffer that are loaded for one op.
+    ``piece_numel`` is the most elements of one buffer that are loaded or stored for one op.
     """
 
     name: ClassVar[str] = "offload-to-disk"
@@ -84,19 +86,24 @@ class OffloadToDisk(Pass):
             )
 
     def _homes(self, program: Program) -> Iterator[Buffer]:
-        """The buffers to move: of flats, at rest in host memory."""
+        """The buffers to move, which are in host memory."""
         on_device = {
             (b.holds.flat, b.holds.quantity)
             for b in program.buffers
             if isinstance(b.holds, FlatContent) and b.space is Space.DEVICE
         }
         for buffer in program.buffers:
-            content = buffer.holds
-            if not isinstance(content, FlatContent) or buffer.space is not Space.HOST:
+            if buffer.space is not Space.HOST:
                 continue
-            if content.quantity == GRAD:
-                continue
-            # The parameters that the host trains beside those on the device belong to the optimizer.
-            is_of_optimizer = content.quantity != PARAM or (content.flat, PARAM) in on_device
-            if (OPTIMIZER if is_of_optimizer else PARAMETERS) in self.what:
+            kind: str | None = None
+            match buffer.holds:
+                case None if buffer.role is Role.SAVED:
+                    kind = ACTIVATIONS
+                case FlatContent(quantity=quantity, flat=flat) if quantity != GRAD:
+                    # The parameters that the host trains beside those on the device belong to the optimizer.
+                    is_trained_here = quantity != PARAM or (flat, PARAM) in on_device
+                    kind = OPTIMIZER if is_trained_here else PARAMETERS
+                case _:
+                    pass
+            if kind in self.what:
                 yield buffer

@@ -18,6 +18,7 @@ from zeroir.memory.placement import Placement, places_to_run
 from zeroir.runtime.disk.disk_buffers import DiskBuffers
 from zeroir.runtime.disk.requests import PreparedTransfer
 from zeroir.runtime.disk.scratch_file import PAGE_BYTES
+from zeroir.runtime.pinned_memory import pinned_empty
 from zeroir.runtime.tensors import TORCH_DTYPE, poison
 
 CHUNK_BYTES: Final = 32 << 20
@@ -301,7 +302,7 @@ class RankMemory:
             case Space.DEVICE:
                 return torch.empty(numel, dtype=torch_dtype, device=self.device)
             case Space.HOST if self.device.type == "cuda":
-                return torch.empty(numel, dtype=torch_dtype, pin_memory=True)
+                return pinned_empty(numel, torch_dtype)
             case Space.HOST if self._on_disk:
                 return _at_page(numel, torch_dtype)
             case Space.HOST:

@@ -11,29 +11,25 @@ from __future__ import annotations
 
 import json
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-
-import torch
+from statistics import median
 
 from tools import record_file
 from zeroir.runtime.disk.disk_buffers import DiskBuffers
+from zeroir.runtime.disk.disk_rates import page_aligned
 from zeroir.runtime.disk.requests import REQUEST_BYTES, REQUESTS_AT_ONCE
-from zeroir.runtime.disk.scratch_file import PAGE_BYTES
 
 DIRECTIONS = ("read", "write")
 
 
 def measure(folder: Path, size_bytes: int, rounds: int) -> dict[str, dict[str, list[float]]]:
     """The bytes per second of each round, by direction and program."""
-    block = torch.empty(size_bytes + PAGE_BYTES, dtype=torch.uint8)
-    start = -block.data_ptr() % PAGE_BYTES
-    memory = block[start : start + size_bytes].random_(255)
+    memory = page_aligned(size_bytes)
     disk = DiskBuffers(folder, 0)
     disk.add({"buffer": size_bytes})
     if not disk.is_direct:
@@ -95,6 +91,25 @@ def _dd(path: Path, direction: str, size_bytes: int) -> float:
     return size_bytes / (time.perf_counter() - began)
 
 
+def cells(rates: Mapping[str, Mapping[str, list[float]]]) -> list[list[str]]:
+    """For each direction: what was done, GB/s, beside what, its GB/s, and the share."""
+    rows: list[list[str]] = []
+    for direction, of_direction in rates.items():
+        own, judge = of_direction
+        rate, other = (median(of_direction[name]) for name in (own, judge))
+        verb = {"read": "reading", "write": "writing"}[direction]
+        rows.append(
+            [
+                f"{verb} a disk",
+                f"{rate / 1e9:.2f}",
+                judge,
+                f"{other / 1e9:.2f}",
+                f"{rate / other:.0%}",
+            ]
+        )
+    return rows
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print a table."""
     parser = record_file.parser(__doc__ or "")
@@ -104,14 +119,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     size_bytes = options.size_mib << 20
     rates = measure(options.folder, size_bytes, options.rounds)
-    (judge,) = {name for of_direction in rates.values() for name in of_direction} - {"zeroir"}
-    head = ["direction", "zeroir, GB/s", f"{judge}, GB/s", "part"]
-    rows = []
-    for direction, of_direction in rates.items():
-        own, other = (statistics.median(of_direction[name]) for name in ("zeroir", judge))
-        rows.append([direction, f"{own / 1e9:.2f}", f"{other / 1e9:.2f}", f"{own / other:.0%}"])
+    head = ["what", "GB/s", "beside", "GB/s", "share"]
     about = {"size_bytes": size_bytes, "request_bytes": REQUEST_BYTES, "at_once": REQUESTS_AT_ONCE}
-    record_file.publish(options.record, "bench_disk", head, rows, about)
+    record_file.publish(options.record, "bench_disk", head, cells(rates), about)
     return 0
 
 

@@ -54,7 +54,7 @@ TRAFFIC_HEAD = [
 ]
 RATES_HEAD = ["what", "GB/s", "against", "GB/s", "share"]
 WARM_UP = 3
-_DISK_BYTES = 512 << 20
+DISK_BYTES = 1 << 30
 
 
 @dataclass(slots=True, kw_only=True)
@@ -183,19 +183,8 @@ def rates(steps: int, folder: Path) -> list[list[str]]:
     return [
         _rate_cells("an update in a step", update, "a copy in memory", copy),
         _rate_cells("an update alone", host.update_bytes_per_s, "a copy in memory", copy),
-        *_disk_rows(folder, steps),
+        *bench_disk.cells(bench_disk.measure(folder, DISK_BYTES, steps)),
     ]
-
-
-def _disk_rows(folder: Path, rounds: int) -> list[list[str]]:
-    """The engine's reads and writes of a buffer in turns with fio's, or dd's, of a file."""
-    measured = bench_disk.measure(folder, _DISK_BYTES, rounds)
-    rows = []
-    for direction, by_program in measured.items():
-        (judge,) = by_program.keys() - {"zeroir"}
-        own, other = median(by_program["zeroir"]), median(by_program[judge])
-        rows.append(_rate_cells(f"the disk, {direction}", own, judge, other))
-    return rows
 
 
 def update_bytes_per_s(program: Program, spans: Iterable[Span]) -> float:

@@ -33,7 +33,6 @@ from zeroir.ir.mesh import COMPUTE, COPY_IN, COPY_OUT
 from zeroir.ir.program import EVALUATE, LAST_MICRO_STEP, MICRO_STEP, Program, Section
 from zeroir.ir.text import parse, print_program
 from zeroir.memory.footprint import footprint
-from zeroir.memory.placement import unplaced
 from zeroir.passes.base import Pass
 from zeroir.passes.common.order import derive_waits
 from zeroir.passes.offload_activations import OffloadActivations
@@ -316,7 +315,7 @@ def test_it_is_idempotent_and_leaves_its_input_alone() -> None:
 
 
 def needed_bytes(program: Program) -> int:
-    return footprint(program, place=unplaced).total_bytes
+    return footprint(program).total_bytes
 
 
 def offloaded_bytes(program: Program) -> int:

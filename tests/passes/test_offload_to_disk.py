@@ -28,6 +28,7 @@ from zeroir.memory.lifetimes import Lifetimes
 from zeroir.memory.most_live import most_live
 from zeroir.passes import manager
 from zeroir.passes.manager import apply
+from zeroir.passes.offload_activations import OffloadActivations
 from zeroir.passes.offload_optimizer import OffloadOptimizer
 from zeroir.passes.offload_parameters import OffloadParameters
 from zeroir.passes.offload_to_disk import OffloadToDisk
@@ -96,6 +97,26 @@ def test_no_bit_of_any_program_changes(case: Case, schedule_seed: int) -> None:
     assert_equal(
         run(program, batches, schedule_seed), run(plain, batches), range(case.world_size), "disk"
     )
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_saved_values_come_back_from_the_disk(stage: int) -> None:
+    logical = mlp(blocks=5, dim=96, batch=64)
+    plain = applied(logical, for_stage(stage, 2))
+    passes = [OffloadActivations(smallest=0), TO_DISK, PlanMemory()]
+    program = manager.run(plain, passes, reference=logical)
+    saved = {
+        b.name: b.size_bytes
+        for b in program.buffers
+        if b.role is Role.SAVED and b.space is Space.DISK
+    }
+    assert len(saved) > 4
+    for kind in (ops.Load, ops.Store):
+        assert moved_bytes(program, program.step_ops(), kind) == saved
+    batches = inputs(logical, 2, 1)
+    expected = run(plain, batches)
+    for schedule_seed in (0, 1):
+        assert_equal(run(program, batches, schedule_seed), expected, range(2), f"stage {stage}")
 
 
 def moved_bytes(
@@ -222,7 +243,7 @@ def test_only_what_is_asked_for_moves() -> None:
 @pytest.mark.parametrize(
     ("what", "piece_numel", "sentence"),
     [
-        (("gradients",), 4096, "has optimizer and parameters"),
+        (("gradients",), 4096, "has optimizer, parameters and activations"),
         (("optimizer",), 1000, "a multiple of 4096 above 0, not 1000"),
     ],
 )

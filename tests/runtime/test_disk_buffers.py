@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from tests.support.examples import examples
 from zeroir.errors import UserError
 from zeroir.runtime.disk.disk_buffers import DiskBuffers
+from zeroir.runtime.disk.disk_rates import measure_disk
 from zeroir.runtime.disk.requests import REQUEST_BYTES, Requests
 from zeroir.runtime.disk.scratch_file import PAGE_BYTES, ScratchFile
 
@@ -259,3 +260,17 @@ def test_a_folder_that_takes_no_file(
 def _file(path: Path) -> Path:
     path.write_bytes(b"")
     return path
+
+
+def test_the_rates_of_a_disk_are_positive(tmp_path: Path) -> None:
+    meetings = 0
+
+    def meet() -> None:
+        nonlocal meetings
+        meetings += 1
+
+    rates = measure_disk(tmp_path, 0, meet, size_bytes=REQUEST_BYTES)
+    assert min(rates.read_bytes_per_s, rates.write_bytes_per_s, rates.both_bytes_per_s) > 0
+    assert 0 < rates.request_s < 1
+    assert meetings > 4
+    assert list(tmp_path.iterdir()) == []

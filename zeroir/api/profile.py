@@ -84,7 +84,7 @@ def profile_program(
         compiled = load_program(path)
         source = load_model(compiled, model=model, allow_model_change=allow_model_change)
         with joined_job() as job_rank:
-            from zeroir.runtime.disk_profile import measure_disk
+            from zeroir.runtime.disk.disk_rates import measure_disk
             from zeroir.runtime.host_profile import measure_host
             from zeroir.runtime.profile import record
 
