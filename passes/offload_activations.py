@@ -226,7 +226,7 @@ def _fewest(
         return before_bytes - _needed_bytes(_offloaded(program, by_section, candidates[:number]))
 
     # A byte that leaves the device saves one at most.
-    sizes = (rounded(program.buffer_by_name[name].size_bytes) for name in candidates)
+    sizes = (rounded(program.buffer_by_name[name].size_bytes, Space.DEVICE) for name in candidates)
     enough = bisect_left([0, *accumulate(sizes)], wanted_bytes)
     too_few, step = enough - 1, 1
     while enough < len(candidates) and saved_bytes(enough) < wanted_bytes:

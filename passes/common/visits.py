@@ -7,7 +7,7 @@ without the buffer, where an op uses another buffer that is away from home, or o
 op works on the home itself.
 
 Visits that are live together form a *stop*. The transfers to stop n stand ``distance`` stops or computations ahead, so
-they run beside these; the bound ``device_staging`` (or ``host_staging``) keeps them from running further ahead. So at
+they run beside these; the bound ``device_staging`` (or ``disk_staging``) keeps them from running further ahead. So at
 most ``distance`` + 1 stops are live: with a distance of 1, staging is double-buffered. Where a section has visits that
 take changes home beside visits that do not, one more may be live, so that the latter need not wait for the former.
 
@@ -75,7 +75,7 @@ DISK_TO_HOST: Final = Route(
     departure=ops.Store,
     inward=IO,
     outward=IO,
-    bound=BoundKind.HOST_STAGING,
+    bound=BoundKind.DISK_STAGING,
 )
 """Homes on disk, ops, and transfers to the device, in host memory."""
 

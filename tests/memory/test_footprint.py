@@ -88,7 +88,7 @@ def test_each_space_counts_its_own_buffers_and_the_scratch_of_its_own_ops() -> N
     program = parse(with_host)
     device, host = (footprint(program, space=space) for space in (Space.DEVICE, Space.HOST))
     assert device == footprint(parse(TEXT))
-    assert (host.resting_bytes, host.arena_bytes, host.scratch_bytes) == (256, 512, SCALAR_BYTES)
+    assert (host.resting_bytes, host.arena_bytes, host.scratch_bytes) == (256, 4096, SCALAR_BYTES)
     assert host.fullest.role_bytes == {"state": 256, WORKSPACE: SCALAR_BYTES, "staging": 4}
     (section,) = program.sections
     assert max(live_bytes(program, section, space=Space.HOST).workspace) == SCALAR_BYTES

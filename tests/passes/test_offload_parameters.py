@@ -330,7 +330,7 @@ def test_the_memory_moves_to_the_host(stage: int, precision: str) -> None:
     assert hosts[1].arena_bytes == 0
     # Staging buffers take turns, however many there are.
     staged = {
-        name: rounded(size)
+        name: rounded(size, Space.DEVICE)
         for name, size in _sizes(program, Role.STAGING, Space.DEVICE).items()
         if name not in plain.buffer_by_name
     }
