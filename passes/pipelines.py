@@ -21,6 +21,7 @@ from zeroir.passes.manager import Proof, prove
 from zeroir.passes.offload_optimizer import OffloadOptimizer
 from zeroir.passes.offload_parameters import OffloadParameters
 from zeroir.passes.overlap_update import OverlapUpdate
+from zeroir.passes.page_optimizer import PageOptimizer
 from zeroir.passes.plan_memory import PlanMemory
 from zeroir.passes.prefetch import PrefetchGathers
 from zeroir.passes.recompute import Recompute
@@ -148,6 +149,10 @@ def _offload(options: CompileOptions) -> tuple[Pass, ...]:
         UserError: where an option asks for a pass that there is not yet.
     """
     made: list[Pass] = []
+    if options.page_optimizer_bytes is not None:
+        made.append(
+            PageOptimizer(device_bytes=options.page_optimizer_bytes, page_bytes=options.page_bytes)
+        )
     for kind in options.offload:
         units = options.offloaded_units(kind) or None
         match kind:
@@ -157,8 +162,6 @@ def _offload(options: CompileOptions) -> tuple[Pass, ...]:
                 made.append(OffloadParameters(units=units))
             case _:
                 raise UserError(f"--offload {kind} cannot be compiled yet; leave it out.")
-    if options.page_optimizer is not None:
-        raise UserError("--page-optimizer cannot be compiled yet; leave it out.")
     if options.optimizer_bits != 32:
         raise UserError("--optimizer-bits 8 cannot be compiled yet; leave it out.")
     return tuple(made)

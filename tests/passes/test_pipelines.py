@@ -71,7 +71,6 @@ def test_lowering_twice_gives_equal_programs() -> None:
     [
         {"offload": "gradients"},
         {"offload": "activations"},
-        {"page_optimizer": "1GiB"},
         {"optimizer_bits": 8},
     ],
 )
