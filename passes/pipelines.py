@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from zeroir.config import CompileOptions
-from zeroir.errors import UserError
+from zeroir.errors import InternalError, UserError
 from zeroir.ir.program import Program
 from zeroir.passes.all_reduce_gradients import AllReduceGradients
 from zeroir.passes.base import Pass
@@ -18,6 +18,8 @@ from zeroir.passes.catalogue import PASSES, parse_spec
 from zeroir.passes.insert_gathers import InsertGathers
 from zeroir.passes.insert_releases import InsertReleases
 from zeroir.passes.manager import Proof, prove
+from zeroir.passes.offload_activations import OffloadActivations
+from zeroir.passes.offload_gradients import OffloadGradients
 from zeroir.passes.offload_optimizer import OffloadOptimizer
 from zeroir.passes.offload_parameters import OffloadParameters
 from zeroir.passes.overlap_update import OverlapUpdate
@@ -153,17 +155,23 @@ def _offload(options: CompileOptions) -> tuple[Pass, ...]:
         made.append(
             PageOptimizer(device_bytes=options.page_optimizer_bytes, page_bytes=options.page_bytes)
         )
+    if options.optimizer_bits != 32:
+        raise UserError("--optimizer-bits 8 cannot be compiled yet; leave it out.")
     for kind in options.offload:
         units = options.offloaded_units(kind) or None
         match kind:
             case "optimizer":
                 made.append(OffloadOptimizer(units=units, fraction=options.offload_fraction))
+            case "gradients":
+                made.append(OffloadGradients(units=units))
             case "parameters":
                 made.append(OffloadParameters(units=units))
+            case "activations":
+                made.append(OffloadActivations(units=units))
             case _:
-                raise UserError(f"--offload {kind} cannot be compiled yet; leave it out.")
-    if options.optimizer_bits != 32:
-        raise UserError("--optimizer-bits 8 cannot be compiled yet; leave it out.")
+                raise InternalError(f"There is no pass that offloads {kind}.")
+    if options.is_offloaded_to_disk:
+        raise UserError("--offload-to disk cannot be compiled yet; leave it out.")
     return tuple(made)
 
 

@@ -15,6 +15,7 @@ from zeroir.api.budget import advice, alternatives
 from zeroir.api.compiled import load_program, load_unverified
 from zeroir.artifact import Artifact
 from zeroir.config import CompileOptions, make_options
+from zeroir.config.offload_fields import OFFLOADED
 from zeroir.cost.machine import MeasuredSegment, load_machine
 from zeroir.cost.measured_workspaces import with_measured_workspaces
 from zeroir.cost.simulate import simulate
@@ -25,7 +26,7 @@ from zeroir.passes.pipelines import for_options, lower
 from zeroir.verify import VerificationError
 
 LOGICAL = mlp(blocks=3, dim=32)
-ELSEWHERE = ("optimizer", "parameters")
+ELSEWHERE = OFFLOADED
 """All that can be offloaded."""
 
 
@@ -71,9 +72,11 @@ def test_the_cheapest_options_that_fit_come_first_and_are_measured() -> None:
 def test_offloading_is_proposed_before_more_ranks() -> None:
     lean = {"stage": 3, "live_gradients": 1, "prefetch": 0, "recompute": ("*",)}
     found = alternatives(LOGICAL, options(**lean), needed(**lean) - 1)
-    assert found[0].settings == {"offload": ("optimizer",)}
+    assert found[0].settings == {"offload": ("optimizer", "gradients")}
     assert all("world_size" not in one.settings for one in found)
-    assert "--offload 'optimizer' needs" in advice(LOGICAL, options(**lean), needed(**lean) - 1)
+    assert "--offload 'optimizer,gradients' needs" in advice(
+        LOGICAL, options(**lean), needed(**lean) - 1
+    )
 
 
 def test_more_ranks_where_nothing_else_helps() -> None:

@@ -7,7 +7,7 @@ from the checkpoint of the other.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import combinations, product
 from pathlib import Path
 from random import Random
@@ -22,6 +22,8 @@ from tests.support.lowering import applied
 from tests.support.programs import mlp
 from zeroir.config import CompileOptions, make_options
 from zeroir.ir.program import Program
+from zeroir.passes.base import Pass
+from zeroir.passes.offload_activations import OffloadActivations
 from zeroir.passes.pipelines import for_options
 from zeroir.runtime.lockstep import Lockstep
 from zeroir.torch_ops.batches import Batch
@@ -29,14 +31,17 @@ from zeroir.torch_ops.batches import Batch
 ELSEWHERE: Final[Mapping[str, Mapping[str, object]]] = {
     "optimizer": {"offload": "optimizer"},
     "half-optimizer": {"offload": "optimizer", "offload_fraction": 0.5},
-    "some-optimizer": {"offload": "optimizer", "offload_units": "blocks.*"},
+    "gradients": {"offload": "gradients"},
     "parameters": {"offload": "parameters"},
+    "activations": {"offload": "activations"},
     "some-parameters": {"offload": "parameters", "offload_units": "blocks.1,root.post"},
+    "optimizer-gradients": {"offload": "optimizer,gradients"},
     "optimizer-parameters": {"offload": "optimizer,parameters"},
     "some-optimizer-all-parameters": {
         "offload": "optimizer,parameters",
         "offload_units": "optimizer:blocks.*",
     },
+    "everything": {"offload": "optimizer,gradients,parameters,activations"},
 }
 """What a case keeps outside device memory: options by the name of the case."""
 
@@ -134,7 +139,12 @@ _QUICK: Final = 5
 
 
 def program(logical: Program, options: CompileOptions) -> Program:
-    return applied(logical, for_options(options))
+    """The scheduled program, in which values of any size are offloaded."""
+    return applied(logical, tuple(map(_without_least, for_options(options))))
+
+
+def _without_least(step: Pass) -> Pass:
+    return replace(step, smallest=0) if isinstance(step, OffloadActivations) else step
 
 
 @pytest.mark.parametrize(

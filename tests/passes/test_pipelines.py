@@ -69,8 +69,7 @@ def test_lowering_twice_gives_equal_programs() -> None:
 @pytest.mark.parametrize(
     "asked",
     [
-        {"offload": "gradients"},
-        {"offload": "activations"},
+        {"offload": "optimizer", "offload_to": "disk"},
         {"optimizer_bits": 8},
     ],
 )

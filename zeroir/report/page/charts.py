@@ -47,7 +47,7 @@ ROLE_COLOURS: Final = {
     "staging": "#2aa198",
     "workspace": "#c4566e",
     "snapshot": "#5f7c8a",
-    "page": "#e8b04b",
+    "page": "#e0a458",
 }
 
 
