@@ -23,6 +23,7 @@ from zeroir.passes.offload_gradients import OffloadGradients
 from zeroir.passes.offload_optimizer import OffloadOptimizer
 from zeroir.passes.offload_parameters import OffloadParameters
 from zeroir.passes.overlap_update import OverlapUpdate
+from zeroir.passes.page_optimizer import PageOptimizer
 from zeroir.passes.plan_memory import PlanMemory
 from zeroir.passes.prefetch import PrefetchGathers
 from zeroir.passes.recompute import Recompute
@@ -150,8 +151,10 @@ def _offload(options: CompileOptions) -> tuple[Pass, ...]:
         UserError: where an option asks for a pass that there is not yet.
     """
     made: list[Pass] = []
-    if options.page_optimizer is not None:
-        raise UserError("--page-optimizer cannot be compiled yet; leave it out.")
+    if options.page_optimizer_bytes is not None:
+        made.append(
+            PageOptimizer(device_bytes=options.page_optimizer_bytes, page_bytes=options.page_bytes)
+        )
     if options.optimizer_bits != 32:
         raise UserError("--optimizer-bits 8 cannot be compiled yet; leave it out.")
     for kind in options.offload:
