@@ -368,13 +368,11 @@ def test_an_option_is_a_number_of_bytes(option: str) -> None:
 def test_copies_run_beside_the_units_in_a_simulated_step(stage: int) -> None:
     """Where a unit computes for longer than its values travel, the step takes no longer than without."""
     logical, passes = mlp(blocks=5, batch=64), for_stage(stage, 2)
-    link = {
-        "name": "up",
-        "bytes_per_s": figure(1e7),
-        "fraction": figure(1.0),
-        "latency_s": figure(1e-6),
-    }
-    slow = machine(flops_per_s=1e6, host_link=link)
+    rates = dict.fromkeys(
+        ("to_device_bytes_per_s", "to_host_bytes_per_s", "both_bytes_per_s"), figure(1e7)
+    )
+    link = {"name": "up", "accelerators": figure(1), **rates, "latency_s": figure(1e-6)}
+    slow = machine(flops_per_s=1e6, more={"host_link": link})
     program = applied(logical, (*passes, ALL))
     simulation = simulate(program, slow)
     assert simulation.step_ns == simulate(applied(logical, passes), slow).step_ns
