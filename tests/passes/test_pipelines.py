@@ -69,7 +69,6 @@ def test_lowering_twice_gives_equal_programs() -> None:
 @pytest.mark.parametrize(
     "asked",
     [
-        {"offload": "optimizer", "offload_to": "disk"},
         {"optimizer_bits": 8},
     ],
 )

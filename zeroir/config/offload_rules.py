@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from zeroir.config.offload_fields import ADAPTIVE, HOST, OPTIMIZER
+from zeroir.config.offload_fields import ADAPTIVE, GRADIENTS, HOST, OPTIMIZER
 from zeroir.ir.ops import Algorithm
 
 if TYPE_CHECKING:
@@ -18,6 +18,11 @@ def offload_problem(options: CompileOptions) -> str | None:
         return _adaptive_problem(options)
     if not kinds and options.offload_to != HOST:
         return f"--offload-to {options.offload_to} needs --offload, which says what is kept there"
+    if kinds == (GRADIENTS,) and options.offload_to != HOST:
+        return (
+            f"--offload-to {options.offload_to} is for optimizer, parameters and activations, and --offload has "
+            "gradients alone, which stay in host memory"
+        )
     if not kinds and options.offload_units:
         return (
             f"--offload-units {','.join(options.offload_units)} needs --offload, which says what is kept "
