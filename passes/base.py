@@ -58,7 +58,7 @@ LOGICAL_FACTS = frozenset(
 NO_FACTS: frozenset[Fact] = frozenset()
 
 
-OptionValue = int | bool | tuple[str, ...]
+OptionValue = int | float | bool | tuple[str, ...]
 
 
 @runtime_checkable
@@ -137,6 +137,12 @@ def _value(name: str, key: str, declared: object, text: str) -> OptionValue:
         if text not in ("true", "false"):
             raise UserError(f"The option `{key}` of `{name}` is true or false, not `{text}`.")
         return text == "true"
+    if declared in (float, float | None):
+        if not re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,17})?", text):
+            raise UserError(
+                f"The option `{key}` of `{name}` is a number such as 0.5, not `{text}`."
+            )
+        return float(text)
     if declared not in (int, int | None):
         raise InternalError(f"The option `{key}` of `{name}` has a type that no spec can write.")
     if not re.fullmatch(r"-?[0-9]{1,18}", text):

@@ -9,6 +9,8 @@ from zeroir.passes.bound_gradients import BoundGradients
 from zeroir.passes.bucket import Bucket
 from zeroir.passes.insert_gathers import InsertGathers
 from zeroir.passes.insert_releases import InsertReleases
+from zeroir.passes.offload_optimizer import OffloadOptimizer
+from zeroir.passes.offload_parameters import OffloadParameters
 from zeroir.passes.overlap_update import OverlapUpdate
 from zeroir.passes.plan_memory import PlanMemory
 from zeroir.passes.prefetch import PrefetchGathers
@@ -36,6 +38,8 @@ PASSES: tuple[type[Pass], ...] = (
     BoundGradients,
     ReplicateShards,
     OverlapUpdate,
+    OffloadOptimizer,
+    OffloadParameters,
     SaveState,
     PlanMemory,
 )

@@ -27,7 +27,7 @@ What ``save-state`` changes::
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar, assert_never
 
@@ -42,7 +42,7 @@ from zeroir.ir.contents import (
     SnapshotContent,
 )
 from zeroir.ir.effects import effects
-from zeroir.ir.mesh import COMPUTE, COPY_OUT, IO, OPTIMIZER, STREAMS, Stream
+from zeroir.ir.mesh import COMPUTE, COPY_OUT, IO, OPTIMIZER
 from zeroir.ir.program import (
     PARAMETER_ALIGNMENT_NUMEL,
     SAVE,
@@ -91,7 +91,7 @@ class SaveState(Pass):
         save = Section(name=SAVE, entry=between, body=tuple(body), exit=between)
         program = replace(
             program,
-            streams=_with_streams(program.streams, body),
+            streams=rewrite.with_streams(program.streams, {op.stream for op in body}),
             buffers=(*program.buffers, *(buffer for buffer, _ in snapshots)),
             sections=(*program.sections, save),
         )
@@ -116,12 +116,6 @@ def _copy(space: Space, content: SnapshotContent, snapshot: Region) -> ops.Issue
             return ops.Load(source=source, destination=snapshot, stream=IO, event=event)
         case _:
             assert_never(space)
-
-
-def _with_streams(streams: tuple[Stream, ...], body: Sequence[ops.IssuedOp]) -> tuple[Stream, ...]:
-    """The streams, with those of the copies that are not among them."""
-    declared, used = {stream.name for stream in streams}, {op.stream for op in body}
-    return (*streams, *(s for s in STREAMS if s.name in used - declared))
 
 
 def _between_steps(program: Program) -> State:
@@ -165,18 +159,24 @@ def _counts(op: ops.Op) -> Iterator[str]:
 
 
 def _covering(program: Program) -> Iterator[Buffer]:
-    """Buffers that have every element of each quantity of the flats, those with slices of it before those with copies.
+    """Buffers that have every element of each quantity of the flats.
 
-    A buffer is left out where one of them has all of its elements.
+    Slices come before copies, and of these buffers in host memory before others. A buffer is left out where one of
+    them has all of its elements.
     """
     flats = [(b, b.holds) for b in program.buffers if isinstance(b.holds, FlatContent)]
     covered: dict[tuple[str, str], list[tuple[int, int]]] = {}
-    for buffer, content in sorted(flats, key=lambda pair: pair[1].shard is None):
+    for buffer, content in sorted(flats, key=_preference):
         extents = covered.setdefault((content.flat, content.quantity), [])
         start, stop = _extent(program, buffer, content)
         if not any(first <= start and stop <= last for first, last in extents):
             extents.append((start, stop))
             yield buffer
+
+
+def _preference(held: tuple[Buffer, FlatContent]) -> tuple[bool, bool]:
+    buffer, content = held
+    return content.shard is None, buffer.space is not Space.HOST
 
 
 def _extent(program: Program, buffer: Buffer, content: FlatContent) -> tuple[int, int]:

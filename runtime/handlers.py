@@ -17,6 +17,7 @@ from zeroir.ir import ops
 from zeroir.ir.bindings import Binding, bindings
 from zeroir.ir.buffers import Region
 from zeroir.ir.contents import FlatContent
+from zeroir.ir.copies import at_rest
 from zeroir.ir.effects import effects
 from zeroir.ir.eight_bit_states import is_signed
 from zeroir.ir.ops import Mode
@@ -354,36 +355,38 @@ def _prepare_directions(op: ops.Direction, memory: RankMemory, program: Program)
 def _pieces(region: Region, group: str, memory: RankMemory, program: Program) -> list[slice]:
     """The parts of a region that belong to a group, on this rank, counted from the region's first local element."""
     mesh = program.mesh
-    first, stop = region.local_range(mesh, mesh.coordinate(memory.rank))
-    buffer = program.buffer_by_name[region.buffer]
-    if not program.groups or not isinstance(buffer.holds, FlatContent):
-        return [slice(0, stop - first)]
-    start = flat_start(program, buffer, memory.rank) + first
-    flat = buffer.holds.flat
+    resting = at_rest(program, region)
+    holds = None if resting is None else program.buffer_by_name[resting.buffer].holds
+    if resting is None or not program.groups or not isinstance(holds, FlatContent):
+        return [slice(0, region.local_numel(mesh))]
+    first, stop = resting.local_range(mesh, mesh.coordinate(memory.rank))
+    start = flat_start(program, program.buffer_by_name[resting.buffer], memory.rank) + first
     (intervals,) = (g.intervals for g in program.groups if g.name == group)
     clipped = (
         (max(a - start, 0), min(b - start, stop - first))
         for name, a, b in sorted(intervals)
-        if name == flat
+        if name == holds.flat
     )
     return [slice(a, b) for a, b in clipped if a < b]
 
 
 def _padding(region: Region, memory: RankMemory, program: Program) -> list[Tensor]:
     """The parts of a region of parameters that belong to no parameter, on this rank."""
-    buffer = program.buffer_by_name[region.buffer]
-    if not isinstance(buffer.holds, FlatContent):
+    resting = at_rest(program, region)
+    holds = None if resting is None else program.buffer_by_name[resting.buffer].holds
+    if resting is None or not isinstance(holds, FlatContent):
         return []
     mesh = program.mesh
-    first, stop = region.local_range(mesh, mesh.coordinate(memory.rank))
-    start = flat_start(program, buffer, memory.rank)
+    first, stop = resting.local_range(mesh, mesh.coordinate(memory.rank))
+    start = flat_start(program, program.buffer_by_name[resting.buffer], memory.rank)
+    parameters = memory.region(region)
     padding: list[Tensor] = []
     free = first  # all elements before belong to a parameter or are in the list
-    for slot in program.flat_by_name[buffer.holds.flat].slots:
+    for slot in program.flat_by_name[holds.flat].slots:
         taken = max(slot.offset - start, first)
         if free < min(taken, stop):
-            padding.append(memory.buffer(buffer.name)[free : min(taken, stop)])
+            padding.append(parameters[free - first : min(taken, stop) - first])
         free = max(free, slot.offset + slot.numel - start)
     if free < stop:
-        padding.append(memory.buffer(buffer.name)[free:stop])
+        padding.append(parameters[free - first : stop - first])
     return padding

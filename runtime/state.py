@@ -18,6 +18,9 @@ from zeroir.runtime.rank_memory import RankMemory
 from zeroir.runtime.tensors import TORCH_DTYPE
 from zeroir.runtime.whole_parameters import flat_buffers, flat_part, whole_parameters
 
+_TRAINED = (PARAM, MASTER, EMA)
+"""Quantities that have the values of the parameters before the first step."""
+
 
 def initialise_flats(
     program: Program, ranks: Iterable[RankMemory], initial: Mapping[str, Tensor]
@@ -25,8 +28,8 @@ def initialise_flats(
     """Fill the persistent buffers of the ranks from values by buffer name.
 
     For a buffer that holds part of a flat, the value is the whole flat, with any amount of padding at the end, and each
-    rank copies its part; for any other buffer it is the buffer's elements. Masters and averages without a value
-    equal the parameters, scalars get the program's values, and everything else is zero.
+    rank copies its part; for any other buffer it is the buffer's elements. Masters, averages and further copies of
+    parameters without a value equal the parameters, scalars get the program's values, and everything else is zero.
 
     Raises:
         UserError: where the program has no buffer of such a name.
@@ -39,9 +42,9 @@ def initialise_flats(
     for buffer in program.buffers:
         value = initial.get(buffer.name)
         content = buffer.holds
-        if value is None and isinstance(content, FlatContent) and content.quantity in (MASTER, EMA):
+        if value is None and isinstance(content, FlatContent) and content.quantity in _TRAINED:
             params = flat_buffers(program, content.flat, (PARAM,))
-            value = initial.get(params[0][0].name) if params else None
+            value = next((initial[b.name] for b, _ in params if b.name in initial), None)
         if value is None:
             continue
         for memory in memories:

@@ -12,6 +12,7 @@ from zeroir.errors import InternalError
 from zeroir.ir import ops
 from zeroir.ir.buffers import Region
 from zeroir.ir.contents import FlatContent
+from zeroir.ir.copies import at_rest
 from zeroir.ir.factors import Factor, factors, preconditioners
 from zeroir.ir.ops import Algorithm
 from zeroir.ir.program import Flat, Program, Slot
@@ -27,7 +28,8 @@ def prepare_whole_step(op: ops.OptimizerStep, memory: RankMemory, program: Progr
     Raises:
         InternalError: where the updated buffer rests with no flat; no proved program has such a step.
     """
-    holds = program.buffer_by_name[op.param.buffer].holds
+    resting = at_rest(program, op.param)
+    holds = None if resting is None else program.buffer_by_name[resting.buffer].holds
     if not isinstance(holds, FlatContent):
         raise InternalError(f"%{op.param.buffer} holds no flat, but {op.algorithm} updates it")
     flat = program.flat_by_name[holds.flat]
@@ -140,6 +142,8 @@ def _sums(
 
 def _elements(region: Region, memory: RankMemory, program: Program) -> tuple[int, int]:
     """The elements of a region on this rank, in the coordinates of what rests there: the first, and behind the last."""
-    first, stop = region.local_range(program.mesh, program.mesh.coordinate(memory.rank))
-    start = flat_start(program, program.buffer_by_name[region.buffer], memory.rank)
+    resting = at_rest(program, region)
+    assert resting is not None
+    first, stop = resting.local_range(program.mesh, program.mesh.coordinate(memory.rank))
+    start = flat_start(program, program.buffer_by_name[resting.buffer], memory.rank)
     return start + first, start + stop

@@ -18,6 +18,7 @@ from zeroir.ir.buffers import Buffer, Region, View
 from zeroir.ir.contents import ABSMAX, FACTORS, PARAM, PRECONDITIONERS, FlatContent, Micro
 from zeroir.ir.effects import effects
 from zeroir.ir.eight_bit_states import blocks_numel
+from zeroir.ir.mesh import STREAMS, Stream
 from zeroir.ir.op_fields import op_fields, operands
 from zeroir.ir.ops import Op
 from zeroir.ir.program import Flat, Holding, Program, Section, State
@@ -131,6 +132,12 @@ def map_sections(program: Program, change: Callable[[Section], Section]) -> Prog
 
 
 # ------------------------------------------------------------------------------------------------------- buffers
+
+
+def with_streams(streams: tuple[Stream, ...], used: Collection[str]) -> tuple[Stream, ...]:
+    """The streams, with those that are used and not among them."""
+    declared = {stream.name for stream in streams}
+    return (*streams, *(s for s in STREAMS if s.name in used and s.name not in declared))
 
 
 def replace_buffers(program: Program, changed: Mapping[str, Sequence[Buffer]]) -> Program:

@@ -11,7 +11,7 @@ from typing import Final
 
 from zeroir.checkpoint.manifest import MASTER as TRAINED
 from zeroir.ir import ops
-from zeroir.ir.buffers import Buffer
+from zeroir.ir.buffers import Buffer, Space
 from zeroir.ir.contents import (
     DIRECTION,
     EMA,
@@ -147,13 +147,22 @@ def _own_elements(program: Program, buffer: Buffer, content: FlatContent, rank: 
 def _covering(
     program: Program, buffers: list[tuple[Buffer, FlatContent]]
 ) -> list[tuple[Buffer, FlatContent]]:
-    """Buffers that hold every element of a quantity once: others rest with the same elements."""
+    """Buffers that hold every element of a quantity once: others rest with the same elements.
+
+    Of buffers with the same elements it is the one that section ``save`` copies, too: a slice before a copy, the host's
+    before others.
+    """
     covering: list[tuple[Buffer, FlatContent]] = []
     covered: set[tuple[int, int]] = set()
-    for buffer, content in sorted(buffers, key=lambda pair: pair[1].shard is None):
+    for buffer, content in sorted(buffers, key=_preference):
         count = 1 if content.shard is None else program.mesh.size(content.shard)
         extent = (content.offset, content.offset + count * buffer.numel)
         if not any(start <= extent[0] and extent[1] <= stop for start, stop in covered):
             covered.add(extent)
             covering.append((buffer, content))
     return covering
+
+
+def _preference(held: tuple[Buffer, FlatContent]) -> tuple[bool, bool]:
+    buffer, content = held
+    return content.shard is None, buffer.space is not Space.HOST

@@ -101,6 +101,11 @@ def test_show_tells_what_is_in_it(zeroir: Zeroir, folder: Path, module: nn.Modul
     assert zeroir("checkpoint", "show", path, "--json").json["step"] == 1
 
 
+def test_show_takes_the_newest_of_a_folder(zeroir: Zeroir, folder: Path) -> None:
+    newest = zeroir("checkpoint", "ls", str(folder), "--json").json["checkpoints"][0]
+    assert zeroir("checkpoint", "show", str(folder), "--json").json["path"] == newest["path"]
+
+
 @pytest.mark.parametrize("command", ["ls", "show", "verify"])
 def test_where_nothing_is_one_sentence_says_so(
     zeroir: Zeroir, tmp_path: Path, command: str

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -234,6 +234,7 @@ def test_plain_values_are_what_they_were(value: object, protocol: int) -> None:
 @pytest.mark.slow
 @settings(max_examples=300)
 @given(data=st.binary(max_size=60), value=PLAIN, place=st.integers(0, 1 << 16))
+@example(data=b"c\\_\nname\n.", value=None, place=0)  # the standard library warns of the escape
 def test_any_bytes_are_data_or_refused(data: bytes, value: object, place: int) -> None:
     whole = pickled(value)
     cut = place % (len(whole) + 1)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import networkx
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 
 from tests.passes.happens import before
 from tests.passes.strategies import Case, cases
@@ -160,6 +160,24 @@ def judged(section: Section, names: set[str]) -> tuple[list[str], list[list[bool
 
 
 @given(cases())
+@example(  # Many lives begin when nearly as much may be live as at the fullest moment.
+    Case(
+        blocks=3,
+        dim=8,
+        precision="fp32",
+        optimizer="sgd",
+        micro_steps=2,
+        clip=None,
+        tied=False,
+        keep_fp32=True,
+        stage=3,
+        world_size=1,
+        elide=False,
+        distance=0,
+        live=3,
+        bucket=0,
+    )
+)
 @examples(25)
 def test_what_is_most_live_is_what_some_order_of_ops_makes_live(case: Case) -> None:
     """Against a search through all cliques of lives that may meet."""

@@ -19,12 +19,14 @@ Inputs = list[list[list[Batch]]]
 
 
 def initial(program: Program, seed: int = 0) -> Mapping[str, Tensor]:
-    """Small random parameters, zero where there is padding."""
+    """Small random parameters, zero where there is padding, by the first buffer that holds each flat's."""
+    flats: set[str] = set()
     generator = torch.Generator().manual_seed(seed)
     found: dict[str, Tensor] = {}
     for buffer in program.buffers:
         match buffer.holds:
-            case FlatContent(quantity="param", flat=name):
+            case FlatContent(quantity="param", flat=name) if name not in flats:
+                flats.add(name)
                 value = torch.zeros(program.flat_by_name[name].padded_numel)
                 for slot in program.flat_by_name[name].slots:
                     part = torch.randn(slot.numel, generator=generator) * 0.3

@@ -25,6 +25,8 @@ from zeroir.ir.text import parse, print_program
 from zeroir.passes import manager
 from zeroir.passes.base import Pass
 from zeroir.passes.bucket import Bucket
+from zeroir.passes.offload_optimizer import OffloadOptimizer
+from zeroir.passes.offload_parameters import OffloadParameters
 from zeroir.passes.overlap_update import OverlapUpdate
 from zeroir.passes.pipelines import PASSES, for_stage, parse_spec
 from zeroir.passes.plan_memory import PlanMemory
@@ -65,6 +67,8 @@ LINKS: Final = (
     Link(logical=LOGICAL, earlier=CHAIN[:5], step=Unshard(units=("a",))),
     Link(logical=LOGICAL, earlier=CHAIN[:6], step=Bucket(bytes=4096)),
     Link(logical=LOGICAL, earlier=CHAIN[:8], step=OverlapUpdate()),
+    Link(logical=LOGICAL, earlier=CHAIN[:8], step=OffloadOptimizer()),
+    Link(logical=LOGICAL, earlier=CHAIN[:8], step=OffloadParameters()),
     Link(logical=LOGICAL, earlier=CHAIN[:8], step=SaveState()),
     Link(logical=LOGICAL, earlier=CHAIN[:8], step=PlanMemory()),
 )

@@ -43,7 +43,12 @@ def ls(
 
 @app.command
 def show(
-    checkpoint: CheckpointPath,
+    path: Annotated[
+        str,
+        Parameter(
+            help="The folder of one checkpoint, or of several, of which the newest is shown, or its URL."
+        ),
+    ],
     /,
     *,
     tensors: Annotated[
@@ -56,9 +61,11 @@ def show(
 
     Example: zeroir checkpoint show ckpts/step-00000100 --tensors
     """
+    from zeroir.checkpoint.damage import checkpoints_at
     from zeroir.checkpoint.reading import read_manifest
     from zeroir.report.checkpoints import render_manifest
 
+    checkpoint = checkpoints_at(path)[0]
     manifest = read_manifest(checkpoint)
     if as_json:
         print_json({"path": checkpoint, **manifest.model_dump(mode="json")})

@@ -10,6 +10,7 @@ a meaning to the few names that they know; everything else stays as it is and is
 from __future__ import annotations
 
 import pickletools
+import warnings
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Final
@@ -101,10 +102,12 @@ def read_pickle(data: bytes) -> object:
     """
     stack = _OpcodeStack()
     try:
-        for opcode, argument, _ in pickletools.genops(data):
-            if opcode.name == "STOP":
-                return stack.pop()
-            stack.follow(opcode.name, argument)
+        # It warns of backslashes in names.
+        with warnings.catch_warnings(action="ignore"):
+            for opcode, argument, _ in pickletools.genops(data):
+                if opcode.name == "STOP":
+                    return stack.pop()
+                stack.follow(opcode.name, argument)
     except (ValueError, IndexError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise UnreadablePickleError(str(error) or type(error).__name__) from error
     raise UnreadablePickleError("it does not end")

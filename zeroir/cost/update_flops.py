@@ -6,6 +6,7 @@ from itertools import accumulate
 
 from zeroir.ir import ops
 from zeroir.ir.contents import FlatContent
+from zeroir.ir.copies import at_rest
 from zeroir.ir.ops import Algorithm
 from zeroir.ir.program import Program, Slot
 
@@ -18,7 +19,8 @@ def update_flops(program: Program, op: ops.Op) -> int:
     """
     if not isinstance(op, ops.OptimizerStep) or not op.algorithm.takes_matrices_alone:
         return 0
-    holds = program.buffer_by_name[op.param.buffer].holds
+    param = at_rest(program, op.param)
+    holds = None if param is None else program.buffer_by_name[param.buffer].holds
     if not isinstance(holds, FlatContent):
         return 0
     of_slot, steps = roots_flops, 1

@@ -19,9 +19,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Final
 
 from zeroir.ir import ops
-from zeroir.ir.buffers import Buffer, Role
+from zeroir.ir.buffers import Buffer, Role, Space
 from zeroir.ir.effects import effects
 from zeroir.ir.ops import Op
 
@@ -32,10 +33,21 @@ class BoundKind(StrEnum):
     * ``full_parameters``: gathered parameters. A group are those that one op is the first to read.
     * ``full_gradients``: buffers into which compute ops put gradients. A group are those that one op completes, being
       the last to write them; those that one launch reduces are one group.
+    * ``device_staging``, ``host_staging``: buffers of the role ``staging`` in that space which a transfer fills or
+      empties. A group are those that one op is the first to use, apart from the transfers that fill them.
     """
 
     FULL_PARAMETERS = "full_parameters"
     FULL_GRADIENTS = "full_gradients"
+    DEVICE_STAGING = "device_staging"
+    HOST_STAGING = "host_staging"
+
+
+_STAGING: Final = {
+    Space.DEVICE: BoundKind.DEVICE_STAGING,
+    Space.HOST: BoundKind.HOST_STAGING,
+}
+_OF_FIRST_READER: Final = frozenset({BoundKind.FULL_PARAMETERS, *_STAGING.values()})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,17 +76,29 @@ def with_bound(bounds: Iterable[Bound], bound: Bound) -> tuple[Bound, ...]:
 
 def bounded_buffers(buffers: Iterable[Buffer], body: Iterable[Op]) -> Mapping[str, BoundKind]:
     """The buffers of a program that bounds can be about, by name; ``body`` are its ops."""
-    temporary = {buffer.name: buffer.role for buffer in buffers if not buffer.is_persistent}
+    temporary = {buffer.name: buffer for buffer in buffers if not buffer.is_persistent}
     kinds = {
-        name: BoundKind.FULL_PARAMETERS for name, role in temporary.items() if role is Role.GATHERED
+        name: BoundKind.FULL_PARAMETERS
+        for name, buffer in temporary.items()
+        if buffer.role is Role.GATHERED
     }
     for op in body:
-        if isinstance(op, ops.Compute):
-            for destination in op.destinations:
-                if destination is not None and destination.gradient is not None:
-                    name = destination.view.region.buffer
-                    if name in temporary:
-                        kinds[name] = BoundKind.FULL_GRADIENTS
+        match op:
+            case ops.Compute():
+                for destination in op.destinations:
+                    if destination is not None and destination.gradient is not None:
+                        name = destination.view.region.buffer
+                        if name in temporary:
+                            kinds[name] = BoundKind.FULL_GRADIENTS
+            case ops.Transfer():
+                for name in (op.source.buffer, op.destination.buffer):
+                    buffer = temporary.get(name)
+                    if buffer is None or buffer.role is not Role.STAGING:
+                        continue
+                    if (staging := _STAGING.get(buffer.space)) is not None:
+                        kinds[name] = staging
+            case _:
+                pass
     return kinds
 
 
@@ -105,11 +129,17 @@ def _note_makers(
     effect = effects(op)
     read = {region.buffer for region in effect.reads} & kinds.keys()
     for name in read:
-        if kinds[name] is BoundKind.FULL_PARAMETERS:
+        if kinds[name] in _OF_FIRST_READER:
             makers.setdefault(name, index)
     for region in (*effect.writes, *effect.accumulates):
-        if kinds.get(region.buffer) is BoundKind.FULL_GRADIENTS:
-            makers[region.buffer] = index
+        match kinds.get(region.buffer):
+            case BoundKind.FULL_GRADIENTS:
+                makers[region.buffer] = index
+            case BoundKind.DEVICE_STAGING | BoundKind.HOST_STAGING:
+                if not isinstance(op, ops.Transfer):
+                    makers.setdefault(region.buffer, index)
+            case _:
+                pass
     if isinstance(op, ops.ReduceScatter):
         reduced = [name for name in read if kinds[name] is BoundKind.FULL_GRADIENTS]
         last = max((makers.get(name, index) for name in reduced), default=index)

@@ -16,6 +16,7 @@ from typing import Final
 from zeroir.ir.bounds import Bound
 from zeroir.ir.buffers import Buffer, Region
 from zeroir.ir.contents import Content
+from zeroir.ir.copies import CopyOf, copies
 from zeroir.ir.dtypes import DType
 from zeroir.ir.mesh import STREAMS, Communicator, Mesh, Stream
 from zeroir.ir.ops import Algorithm, Op
@@ -259,6 +260,11 @@ class Program:
             if buffer.holds is not None:
                 names_by_content.setdefault(buffer.holds, []).append(buffer.name)
         return {content: tuple(names) for content, names in names_by_content.items()}
+
+    @cached_property
+    def copies(self) -> Mapping[str, CopyOf]:
+        """What each temporary buffer stands for that is a copy of elements of one other buffer, by name."""
+        return copies(self.ops(), {b.name: b.numel for b in self.buffers if not b.is_persistent})
 
     @cached_property
     def segment_by_name(self) -> Mapping[str, Segment]:

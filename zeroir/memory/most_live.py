@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-_MOST_CUTS: Final = 16
+_MOST_CUTS: Final = 64
 """The most beginnings for which a cut is made where the first bound is not exact."""
 
 _MOST_PAIRS: Final = 10_000

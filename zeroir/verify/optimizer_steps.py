@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from zeroir.ir import ops
 from zeroir.ir.buffers import Region, whole
 from zeroir.ir.contents import DIRECTION, MASTER, PARAM, FlatContent, NamedContent
+from zeroir.ir.copies import at_rest
 from zeroir.ir.eight_bit_states import BLOCK_NUMEL
 from zeroir.ir.program import Slot
 from zeroir.verify import algebra, whole_steps
@@ -219,17 +220,20 @@ def _apply_settings(
 
 
 def _resting(run: SectionRun, region: Region, *, is_needed: bool) -> PieceList | None:
-    """The values of a region of a buffer that is at rest, by which the op finds groups, whole parameters and padding.
+    """The values at rest of the elements that a region stands for, by which the op finds groups and padding.
 
-    None where it takes the region as one piece instead: the buffer rests with no flat, and ``is_needed`` is false.
+    None where it takes the region as one piece instead: these elements rest with no flat, and ``is_needed`` is false.
     """
-    buffer = run.program.buffer_by_name[region.buffer]
-    if not is_needed and not isinstance(buffer.holds, FlatContent):
+    resting = at_rest(run.program, region)
+    holds = None if resting is None else run.program.buffer_by_name[resting.buffer].holds
+    if not is_needed and not isinstance(holds, FlatContent):
         return None
+    resting = region if resting is None else resting
+    buffer = run.program.buffer_by_name[resting.buffer]
     memory = AbstractMemory({buffer.name: buffer}, run.program.mesh)
-    if buffer.holds is not None:
-        memory.write(whole(buffer), run.layout.pieces(buffer.holds, buffer.numel))
-    return memory.read(region)
+    if holds is not None:
+        memory.write(whole(buffer), run.layout.pieces(holds, buffer.numel))
+    return memory.read(resting)
 
 
 def _check_places(

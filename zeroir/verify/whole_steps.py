@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from zeroir.ir import ops
 from zeroir.ir.buffers import Region
 from zeroir.ir.contents import DIRECTION, FACTORS, PRECONDITIONERS
+from zeroir.ir.copies import at_rest
 from zeroir.ir.factors import factors_numel, preconditioners_numel
 from zeroir.ir.ops import Algorithm
 from zeroir.verify import algebra
@@ -78,9 +79,10 @@ def _check_shampoo(run: SectionRun, op: ops.OptimizerStep, key: FlatKey) -> None
     numel = run.memory.numel(everything)
     _check(run, op, everything, held, wanted, numel)
     is_all = numel >= preconditioners_numel(flat)
-    holds = run.program.buffer_by_name[op.factors.buffer].holds
+    resting = at_rest(run.program, op.factors)
+    holds = None if resting is None else run.program.buffer_by_name[resting.buffer].holds
     own = None if holds is None else run.layout.pieces(holds, run.memory.numel(op.factors))
-    is_at_rest = own is not None and own == pieces and op.factors.offset == 0
+    is_at_rest = own is not None and own == pieces and resting is not None and resting.offset == 0
     is_own = all(isinstance(v, Elements) and v.key == wanted for _, _, v in pieces)
     if any(algebra.is_poisoned(value) for _, _, value in pieces) or (
         is_all and is_own and is_at_rest

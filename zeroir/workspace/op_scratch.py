@@ -10,6 +10,7 @@ from typing import Final, assert_never
 from zeroir.ir import ops
 from zeroir.ir.buffers import Region
 from zeroir.ir.contents import FlatContent
+from zeroir.ir.copies import at_rest
 from zeroir.ir.dtypes import DType
 from zeroir.ir.eight_bit_states import blocks_numel
 from zeroir.ir.ops import Algorithm, Mode, Op
@@ -114,7 +115,8 @@ def _codes_bytes(program: Program, op: ops.OptimizerStep) -> int:
 
 def _slots(program: Program, op: ops.OptimizerStep) -> tuple[Slot, ...]:
     """The parameters of the flat that a step on whole parameters updates."""
-    holds = program.buffer_by_name[op.param.buffer].holds
+    param = at_rest(program, op.param)
+    holds = None if param is None else program.buffer_by_name[param.buffer].holds
     return program.flat_by_name[holds.flat].slots if isinstance(holds, FlatContent) else ()
 
 

@@ -1,0 +1,413 @@
+"""Visits: temporary copies of elements where ops work, around ops whose buffers have their home in another space.
+
+The ``space`` of a persistent buffer is its home. An op works in one space, so where the home is elsewhere, a temporary
+buffer has the elements that the op uses: transfers bring those that it needs, the op works on the temporary buffer, and
+transfers take those that it changed back home. One visit serves a *run* of uses, which ends where an op computes
+without the buffer, where an op uses another buffer that is away from home, or other elements of this one, and where an
+op works on the home itself.
+
+Visits that are live together form a *stop*. The transfers to stop n stand ``distance`` stops or computations ahead, so
+they run beside these; the bound ``device_staging ahead=0`` (or ``host_staging``) keeps them from running further ahead.
+So at most ``distance`` + 1 stops are live: with a distance of 1, staging is double-buffered.
+
+Nothing here names a role or an optimizer: what a visit brings and takes back follows from the effects of the ops.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Final
+
+from zeroir.ir import ops
+from zeroir.ir.bounds import AheadBound, BoundKind, with_bound
+from zeroir.ir.buffers import Buffer, Region, Role, Space
+from zeroir.ir.effects import effects
+from zeroir.ir.mesh import COPY_IN, COPY_OUT, IO
+from zeroir.ir.ops import Op
+from zeroir.ir.program import Program
+from zeroir.passes.common import rewrite
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """The transfers between a home and the space in which ops work, and the streams that carry them out."""
+
+    arrival: type[ops.ToDevice] | type[ops.Load]
+    departure: type[ops.ToHost] | type[ops.Store]
+    inward: str
+    outward: str
+    bound: BoundKind
+
+    @property
+    def home(self) -> Space:
+        """The space of the home."""
+        return self.arrival.from_space
+
+    @property
+    def away(self) -> Space:
+        """The space of the visits."""
+        return self.arrival.to_space
+
+    def arrive(self, source: Region, destination: Region) -> Op:
+        """The transfer from home."""
+        return self.arrival(source=source, destination=destination, stream=self.inward)
+
+    def depart(self, source: Region, destination: Region) -> Op:
+        """The transfer back home."""
+        return self.departure(source=source, destination=destination, stream=self.outward)
+
+
+HOST_TO_DEVICE: Final = Route(
+    arrival=ops.ToDevice,
+    departure=ops.ToHost,
+    inward=COPY_IN,
+    outward=COPY_OUT,
+    bound=BoundKind.DEVICE_STAGING,
+)
+"""Homes in host memory, ops on the device."""
+
+DISK_TO_HOST: Final = Route(
+    arrival=ops.Load,
+    departure=ops.Store,
+    inward=IO,
+    outward=IO,
+    bound=BoundKind.HOST_STAGING,
+)
+"""Homes on disk, ops, and transfers to the device, in host memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Visit:
+    """Elements of a home where ops work, for a run of uses.
+
+    ``uses`` are the indices of these ops in the section, in order. The visit holds ``region`` of the home; ``arriving``
+    are the parts of it that the ops read before they write them, ``departing`` those that they change.
+    """
+
+    home: str
+    uses: tuple[int, ...]
+    region: Region
+    arriving: tuple[Region, ...]
+    departing: tuple[Region, ...]
+
+    def numel(self, program: Program) -> int:
+        """Number of elements that the visit holds on one rank."""
+        return self.region.local_numel(program.mesh)
+
+    def moved(self, region: Region, buffer: Buffer) -> Region:
+        """A region of the home, where the visit in this buffer holds it; the visit begins at element 0."""
+        if self.region.shard is not None:
+            return Region(buffer=buffer.name, offset=0, numel=buffer.numel)
+        return replace(region, buffer=buffer.name, offset=region.offset - self.region.offset)
+
+
+def with_visits(
+    program: Program,
+    homes: Collection[str],
+    route: Route,
+    *,
+    distance: int = 1,
+    is_at_home: Callable[[Op], bool] = lambda _: False,
+) -> Program:
+    """The program with these persistent buffers at home in another space, and visits around the ops that use them.
+
+    The program has no waits yet. Its ops use these buffers in the space ``route.away``, in which the buffers are still,
+    except those that ``is_at_home`` names: these use them in ``route.home``. Each distinct region of a home that is
+    visited has one staging buffer, with the role ``staging``.
+    """
+    if not homes:
+        return program
+    staging = _StagingBuffers(program, route)
+
+    def body_with_visits(body: Sequence[Op]) -> tuple[Op, ...]:
+        visits = find_visits(body, homes, is_at_home)
+        return place_visits(body, visits, staging.of, route, distance=distance)
+
+    program = rewrite.map_sections(
+        program, lambda section: replace(section, body=body_with_visits(section.body))
+    )
+    changed = {
+        name: (replace(program.buffer_by_name[name], space=route.home), *staging.of_home(name))
+        for name in homes
+    }
+    bound = AheadBound(kind=route.bound, ahead=0)
+    return replace(
+        rewrite.replace_buffers(program, changed),
+        streams=rewrite.with_streams(program.streams, {route.inward, route.outward}),
+        bounds=with_bound(program.bounds, bound),
+    )
+
+
+class _StagingBuffers:
+    """The staging buffers of a program's visits: one for each region of a home."""
+
+    def __init__(self, program: Program, route: Route) -> None:
+        self._program = program
+        self._route = route
+        self._taken = set(program.buffer_by_name)
+        self._buffers: dict[Region, Buffer] = {}
+
+    def of(self, visit: Visit) -> Buffer:
+        """The buffer of a visit."""
+        buffer = self._buffers.get(visit.region)
+        if buffer is None:
+            home = self._program.buffer_by_name[visit.home]
+            buffer = self._buffers[visit.region] = Buffer(
+                name=self._free_name(f"{visit.home}.{self._route.away}"),
+                dtype=home.dtype,
+                numel=visit.numel(self._program),
+                space=self._route.away,
+                role=Role.STAGING,
+            )
+        return buffer
+
+    def of_home(self, name: str) -> Iterator[Buffer]:
+        """The buffers of the visits to one home."""
+        return (buffer for region, buffer in self._buffers.items() if region.buffer == name)
+
+    def _free_name(self, stem: str) -> str:
+        names = (stem if number == 0 else f"{stem}.{number}" for number in count())
+        name = next(name for name in names if name not in self._taken)
+        self._taken.add(name)
+        return name
+
+
+# ------------------------------------------------------------------------------------------------------ finding visits
+
+
+def find_visits(
+    body: Sequence[Op], homes: Collection[str], is_at_home: Callable[[Op], bool]
+) -> list[Visit]:
+    """The visits that the ops of a section need, in the order of their first uses."""
+    visits: list[Visit] = []
+    runs: dict[str, _Run] = {}
+
+    def end(names: Iterable[str]) -> None:
+        visits.extend(runs.pop(name).visit() for name in names)
+
+    for index, op in enumerate(body):
+        effect = effects(op)
+        uses: dict[str, _Use] = {}
+        for region in (*effect.reads, *effect.accumulates):
+            if region.buffer in homes:
+                uses.setdefault(region.buffer, _Use([], [])).read.append(region)
+        for region in (*effect.writes, *effect.accumulates):
+            if region.buffer in homes:
+                uses.setdefault(region.buffer, _Use([], [])).written.append(region)
+        if is_at_home(op):
+            end(uses.keys() & runs.keys())
+            continue
+        if uses or isinstance(op, ops.Compute):
+            end([name for name, run in runs.items() if not run.is_continued(uses.get(name))])
+        for name, use in uses.items():
+            runs.setdefault(name, _Run(name)).add(index, use)
+    end(list(runs))
+    return sorted(visits, key=lambda visit: visit.uses[0])
+
+
+@dataclass(frozen=True, slots=True)
+class _Use:
+    """The regions of one home that an op reads, and those that it writes."""
+
+    read: list[Region]
+    written: list[Region]
+
+
+class _Run:
+    """A run of uses of one home so far."""
+
+    def __init__(self, home: str) -> None:
+        self._home = home
+        self._uses: list[int] = []
+        self._regions: dict[Region, None] = {}
+        self._arriving: dict[Region, None] = {}
+        self._written: dict[Region, None] = {}
+
+    def is_continued(self, use: _Use | None) -> bool:
+        """Whether the run goes on with an op: it uses elements that the run has used."""
+        return use is not None and any(
+            region.overlaps(used) for region in (*use.read, *use.written) for used in self._regions
+        )
+
+    def add(self, index: int, use: _Use) -> None:
+        """Add an op, which reads before it writes."""
+        self._uses.append(index)
+        for region in use.read:
+            self._regions[region] = None
+            if not any(_covers(written, region) for written in self._written):
+                self._arriving[region] = None
+        for region in use.written:
+            self._regions[region] = None
+            self._written[region] = None
+
+    def visit(self) -> Visit:
+        """The visit that serves the run."""
+        arriving = (_hull(self._arriving),) if self._arriving else ()
+        departing = _merged(self._written)
+        if len({region.shard for region in departing}) > 1:
+            # Slices and other parts together: what lies between them must go home, too.
+            arriving = departing = (_hull(self._regions),)
+        return Visit(
+            home=self._home,
+            uses=tuple(self._uses),
+            region=_hull(self._regions),
+            arriving=arriving,
+            departing=departing,
+        )
+
+
+def _covers(outer: Region, inner: Region) -> bool:
+    """Whether one region has all elements of another of the same buffer, on every rank."""
+    return outer == inner or (
+        outer.shard is None and outer.offset <= inner.offset and inner.stop <= outer.stop
+    )
+
+
+def _hull(regions: Collection[Region]) -> Region:
+    """The smallest region that has the elements of all of them; a slice where they are one, else without slices."""
+    first, *others = regions
+    if not others:
+        return first
+    start = min(region.offset for region in regions)
+    stop = max(region.stop for region in regions)
+    return Region(buffer=first.buffer, offset=start, numel=stop - start)
+
+
+def _merged(regions: Collection[Region]) -> tuple[Region, ...]:
+    """Regions that have exactly these elements: adjacent and overlapping ones are one."""
+    merged: list[Region] = []
+    for region in sorted((r for r in regions if r.shard is None), key=lambda r: r.offset):
+        if merged and region.offset <= merged[-1].stop:
+            merged[-1] = _hull((merged[-1], region))
+        else:
+            merged.append(region)
+    slices = [r for r in regions if r.shard is not None and not any(_covers(m, r) for m in merged)]
+    return (*merged, *slices)
+
+
+# ------------------------------------------------------------------------------------------------------ placing visits
+
+
+def place_visits(
+    body: Sequence[Op],
+    visits: Sequence[Visit],
+    staging: Callable[[Visit], Buffer],
+    route: Route,
+    *,
+    distance: int = 1,
+) -> tuple[Op, ...]:
+    """The ops of a section on the staging buffers of their visits, with these begun, filled, emptied and ended.
+
+    ``visits`` are in the order of their first uses. Two visits whose staging buffers have one name follow one another.
+    """
+    buffers = [staging(visit) for visit in visits]
+    before: dict[int, list[Op]] = {}
+    after: dict[int, list[Op]] = {}
+    moved: dict[int, dict[str, tuple[Visit, Buffer]]] = {}
+    places = _places(body, visits, [buffer.name for buffer in buffers], distance)
+    for visit, buffer, place in zip(visits, buffers, places, strict=True):
+        for index in visit.uses:
+            moved.setdefault(index, {})[visit.home] = visit, buffer
+        begin = before.setdefault(place, [])
+        begin.append(ops.Alloc(buffer=buffer.name, stream=route.inward))
+        begin += [route.arrive(region, visit.moved(region, buffer)) for region in visit.arriving]
+        end = after.setdefault(visit.uses[-1], [])
+        end += [route.depart(visit.moved(region, buffer), region) for region in visit.departing]
+        stream = route.outward if visit.departing else effects(body[visit.uses[-1]]).stream
+        end.append(ops.Release(buffer=buffer.name, stream=stream))
+    visiting = [
+        _on_staging(op, moved[index]) if index in moved else op for index, op in enumerate(body)
+    ]
+    return rewrite.insert(visiting, before=before, after=after)
+
+
+def _on_staging(op: Op, moved: Mapping[str, tuple[Visit, Buffer]]) -> Op:
+    def change(region: Region) -> Region:
+        if region.buffer not in moved:
+            return region
+        visit, buffer = moved[region.buffer]
+        return visit.moved(region, buffer)
+
+    return rewrite.map_regions(op, change)
+
+
+def _places(
+    body: Sequence[Op], visits: Sequence[Visit], names: Sequence[str], distance: int
+) -> list[int]:
+    """For each visit, the op before which it begins: ``distance`` stops or computations ahead, or as far as it may."""
+    stops = _stops(visits)
+    anchors = _anchors(body, stops)
+    earliest = _earliest_places(body, visits, names)
+    places: list[int] = []
+    place = 0
+    for stop in stops:
+        anchor = bisect_left(anchors, stop.start) - distance
+        place = max(place, anchors[anchor] if anchor >= 0 else 0)
+        first = len(places)
+        for number in range(first, first + stop.visits):
+            # Never before the home has the elements, or the buffer's earlier visit has ended, and in the order of use.
+            place = max(place, earliest[number])
+        places += [place] * stop.visits
+    return places
+
+
+@dataclass(slots=True)
+class _Stop:
+    """How many visits, one after another, are live together, and the first and the last op that uses any of them."""
+
+    start: int
+    last: int
+    visits: int
+
+
+def _stops(visits: Sequence[Visit]) -> list[_Stop]:
+    stops: list[_Stop] = []
+    for visit in visits:
+        start, last = visit.uses[0], visit.uses[-1]
+        if stops and start <= stops[-1].last:
+            stops[-1].visits += 1
+            stops[-1].last = max(stops[-1].last, last)
+        else:
+            stops.append(_Stop(start, last, 1))
+    return stops
+
+
+_Working = ops.Compute | ops.Direction | ops.OptimizerStep
+"""Ops that take long enough for a transfer to run beside them."""
+
+
+def _anchors(body: Sequence[Op], stops: Sequence[_Stop]) -> list[int]:
+    """The first op of each stop, and the ops outside stops that take long, in order."""
+    inside = {index for stop in stops for index in range(stop.start, stop.last + 1)}
+    working = (index for index, op in enumerate(body) if isinstance(op, _Working))
+    return sorted({stop.start for stop in stops}.union(i for i in working if i not in inside))
+
+
+def _earliest_places(
+    body: Sequence[Op], visits: Sequence[Visit], names: Sequence[str]
+) -> list[int]:
+    """For each visit, one past the last op that it must follow: a change of what arrives, or the buffer in use."""
+    uses = {(index, visit.home) for visit in visits for index in visit.uses}
+    homes = {visit.home for visit in visits}
+    changes: dict[str, list[tuple[int, Region]]] = {home: [] for home in homes}
+    for index, op in enumerate(body):
+        effect = effects(op)
+        for region in (*effect.writes, *effect.accumulates):
+            if region.buffer in homes and (index, region.buffer) not in uses:
+                changes[region.buffer].append((index, region))
+    for visit in visits:
+        changes[visit.home] += [(visit.uses[-1], region) for region in visit.departing]
+    ends: dict[str, int] = {}
+    earliest: list[int] = []
+    for visit, name in zip(visits, names, strict=True):
+        place = ends.get(name, 0)
+        for index, region in changes[visit.home]:
+            is_earlier = place <= index < visit.uses[0]
+            if is_earlier and any(region.overlaps(arriving) for arriving in visit.arriving):
+                place = index + 1
+        earliest.append(place)
+        ends[name] = visit.uses[-1] + 1
+    return earliest
