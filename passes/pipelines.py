@@ -144,7 +144,6 @@ def _require_passes(options: CompileOptions) -> None:
     asked = {
         f"--offload {','.join(options.offload)}": bool(options.offload),
         "--page-optimizer": options.page_optimizer is not None,
-        f"--optimizer-bits {options.optimizer_bits}": options.optimizer_bits != 32,
     }
     for flag, is_asked in asked.items():
         if is_asked:

@@ -74,7 +74,6 @@ def test_lowering_twice_gives_equal_programs() -> None:
         {"offload": "parameters"},
         {"offload": "activations"},
         {"page_optimizer": "1GiB"},
-        {"optimizer_bits": 8},
     ],
 )
 def test_what_no_pass_does_yet_is_refused(asked: dict[str, object]) -> None:
