@@ -41,6 +41,7 @@ CASES: Mapping[str, Case] = {
     ),
     "stage 3, in groups": Case(stage=3, precision="bf16", overlap_update=True, is_grouped=True),
     "stage 1, averaged": Case(stage=1, precision="fp16", ema=0.5),
+    "stage 2, 8 bits": Case(stage=2, precision="fp16", has_codes=True, is_grouped=True),
 }
 WRITTEN = ("hybrid", "paged", "offload", "evaluate", "carried", "crossing")
 CAPTURED: Mapping[str, Mapping[str, object]] = {
