@@ -42,6 +42,7 @@ class Fact(StrEnum):
     PARAMETERS_SHARDED = "parameters kept as shards"
     GATHERED_PER_RUN = "parameters gathered before each run of uses"
     RELEASED_AFTER_LAST_USE = "buffers released after their last use"
+    STATES_ON_DEVICE = "optimizer states that rest on the device"
 
 
 LOGICAL_FACTS = frozenset(
@@ -51,6 +52,7 @@ LOGICAL_FACTS = frozenset(
         Fact.UPDATE_APART,
         Fact.GATHERED_AT_FIRST_USE,
         Fact.UNSAVED,
+        Fact.STATES_ON_DEVICE,
     }
 )
 """The facts of a program before any pass has run."""

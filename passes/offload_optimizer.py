@@ -17,17 +17,17 @@ the backward completes first. The update of the last ones, which nothing would h
 What ``offload-optimizer`` changes::
 
     + bound host_staging ahead=1
-    + buffer %a.param_host : f32[256] host param = param a @dp
+    + buffer %a.param.host : f32[256] host param = param a @dp
     - buffer %a.momentum_buffer : f32[256] device state = momentum_buffer a @dp
     + buffer %a.momentum_buffer : f32[256] host state = momentum_buffer a @dp
-    + buffer %a.grad_host : f32[256] host staging
+    + buffer %a.grad.host : f32[256] host staging
       section update {
-    + !1 = to_host %a.grad -> %a.grad_host  stream=copy_out
+    + !1 = to_host %a.grad -> %a.grad.host  stream=copy_out
     + wait !1  on=optimizer
     - optimizer_step momentum param=%a.param grad=%a.grad states=(%a.momentum_buffer) …
-    + !2 = optimizer_step momentum param=%a.param_host grad=%a.grad_host states=(%a.momentum_buffer) …
+    + !2 = optimizer_step momentum param=%a.param.host grad=%a.grad.host states=(%a.momentum_buffer) …
     + wait !2  on=copy_in
-    + to_device %a.param_host -> %a.param  stream=copy_in
+    + to_device %a.param.host -> %a.param  stream=copy_in
 """
 
 from __future__ import annotations
@@ -54,10 +54,12 @@ class OffloadOptimizer(Pass):
     """Keep the optimizer's states of these units, all by default, in host memory, and update them there."""
 
     name: ClassVar[str] = "offload-optimizer"
-    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.GRADIENTS_REDUCED, Fact.UNSAVED})
+    requires: ClassVar[frozenset[Fact]] = frozenset(
+        {Fact.GRADIENTS_REDUCED, Fact.UNSAVED, Fact.STATES_ON_DEVICE}
+    )
     establishes: ClassVar[frozenset[Fact]] = NO_FACTS
     destroys: ClassVar[frozenset[Fact]] = frozenset(
-        {Fact.ONE_DEVICE, Fact.ONE_AXIS, Fact.UPDATE_APART}
+        {Fact.ONE_DEVICE, Fact.ONE_AXIS, Fact.UPDATE_APART, Fact.STATES_ON_DEVICE}
     )
 
     units: tuple[str, ...] | None = None
@@ -171,7 +173,7 @@ class _Offload:
         for region in (op.step, op.gradient_divisor, op.skip, *(s.lr for s in op.settings)):
             if region is not None and region not in self.scalars:
                 buffer = self.program.buffer_by_name[region.buffer]
-                self.scalars[region] = self._temporary(f"{region.buffer}_host", buffer, region)
+                self.scalars[region] = self._temporary(f"{region.buffer}.host", buffer, region)
         if self.program.buffer_by_name[op.grad.buffer].is_persistent:
             self.sums.add(op.grad.buffer)
             self.gradients[flat.name] = self._gradient(flat, op.grad)
@@ -185,12 +187,12 @@ class _Offload:
                 offset=trained.holds.offset + op.param.offset,
                 shard=op.param.shard or trained.holds.shard,
             )
-            copy = self._temporary(f"{flat.name}.param_host", trained, op.param)
+            copy = self._temporary(f"{flat.name}.param.host", trained, op.param)
             self.copies[flat.name] = replace(copy, role=Role.PARAM, holds=holds)
 
     def _gradient(self, flat: Flat, region: Region) -> Buffer:
         buffer = self.program.buffer_by_name[region.buffer]
-        return self._temporary(f"{flat.name}.grad_host", buffer, region)
+        return self._temporary(f"{flat.name}.grad.host", buffer, region)
 
     def _temporary(self, name: str, like: Buffer, region: Region) -> Buffer:
         """A temporary buffer in host memory for the elements of a region."""
@@ -235,11 +237,15 @@ class _Offload:
             (index for index, op in enumerate(section.body) if self._is_scaled(op)), default=-1
         )
         body: list[Op] = []
+        gathers: list[Op] = []
         stepped: set[str] = set()
         for index, op in enumerate(section.body):
             if isinstance(op, ops.Fill) and op.destination.buffer in self.sums & stepped:
                 # A sum is cleared behind its copy and on the copy's stream, so that no other stream waits for it.
                 body.append(replace(op, stream=COPY_OUT))
+                continue
+            if last_use >= 0 and isinstance(op, ops.Gather) and self._is_of_new_parameters(op):
+                gathers.append(op)
                 continue
             body += self._op(op)
             if isinstance(op, ops.OptimizerStep):
@@ -253,8 +259,18 @@ class _Offload:
         return replace(
             section,
             entry=self._with_copies(section.entry),
-            body=tuple(body),
+            # Whoever issues a collective waits until the copy up before it is issued: at the end that delays nothing.
+            body=(*body, *gathers),
             exit=self._with_copies(section.exit),
+        )
+
+    def _is_of_new_parameters(self, op: ops.Gather) -> bool:
+        """Whether the op gathers parameters at rest in place, all of them of flats that the host updates."""
+        return all(
+            self._own(pair.destination) is not None
+            and self._quantity(pair.destination) == PARAM
+            and pair.source.buffer == pair.destination.buffer
+            for pair in op.pairs
         )
 
     def _is_scaled(self, op: Op) -> bool:
@@ -329,7 +345,7 @@ class _Offload:
         """Master weights are rounded to 16 bits on the host, and then go up."""
         param = self.program.buffer_by_name[op.destination.buffer]
         if flat.name not in self.copies:
-            name = f"{flat.name}.param_host"
+            name = f"{flat.name}.param.host"
             self.copies[flat.name] = self._temporary(name, param, op.destination)
         copy = self.copies[flat.name]
         yield ops.Alloc(buffer=copy.name, stream=OPTIMIZER)

@@ -42,6 +42,7 @@ from zeroir.ir.contents import (
     SnapshotContent,
 )
 from zeroir.ir.effects import effects
+from zeroir.ir.held_elements import held_by_all, is_within
 from zeroir.ir.mesh import COMPUTE, COPY_OUT, IO, OPTIMIZER
 from zeroir.ir.program import (
     PARAMETER_ALIGNMENT_NUMEL,
@@ -165,24 +166,18 @@ def _covering(program: Program) -> Iterator[Buffer]:
     them has all of its elements.
     """
     flats = [(b, b.holds) for b in program.buffers if isinstance(b.holds, FlatContent)]
-    covered: dict[tuple[str, str], list[tuple[int, int]]] = {}
+    covered: dict[tuple[str, str], list[tuple[range, ...]]] = {}
     for buffer, content in sorted(flats, key=_preference):
-        extents = covered.setdefault((content.flat, content.quantity), [])
-        start, stop = _extent(program, buffer, content)
-        if not any(first <= start and stop <= last for first, last in extents):
-            extents.append((start, stop))
+        coverings = covered.setdefault((content.flat, content.quantity), [])
+        elements = held_by_all(content, buffer.numel, program.mesh)
+        if not any(is_within(elements, covering) for covering in coverings):
+            coverings.append(elements)
             yield buffer
 
 
 def _preference(held: tuple[Buffer, FlatContent]) -> tuple[bool, bool]:
     buffer, content = held
     return content.shard is None, buffer.space is not Space.HOST
-
-
-def _extent(program: Program, buffer: Buffer, content: FlatContent) -> tuple[int, int]:
-    """The elements of the flat that all ranks hold together in a buffer."""
-    count = 1 if content.shard is None else program.mesh.size(content.shard)
-    return content.offset, content.offset + count * buffer.numel
 
 
 def _first_writes(program: Program) -> dict[str, int]:

@@ -1,7 +1,9 @@
 """The streams and events of a program on a CUDA device: each is one of CUDA's own.
 
-Streams that the host or a disk executes keep a worker thread. CUDA cannot wait for a thread, so the issuing
-thread itself waits before it issues ops of a device stream that must wait for such a stream.
+Streams that the host or a disk executes keep a worker thread. CUDA cannot wait for a thread, so whoever issues ops of
+a device stream that must wait for such a thread waits itself. Streams of copies have threads of their own for that:
+these wait for the host's ops, issue the copies and record their events, while the issuing thread goes on. It waits
+itself only where a stream that computes or communicates needs what such a copy brings: until the copy is issued.
 
 Submitted ops can be captured as a CUDA graph instead of carried out (``CudaStreams.capture``). Torch has no public
 interface for cleaning up after a capture, least of all after one that failed; all private interfaces used are here.
@@ -11,7 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import assert_never
@@ -20,8 +23,17 @@ import torch
 
 from zeroir.ir.effects import effects
 from zeroir.ir.mesh import COMPUTE, HOST, Executor
-from zeroir.ir.ops import Op, Wait
+from zeroir.ir.ops import IssuedOp, Op, Wait
 from zeroir.ir.program import Program
+from zeroir.runtime.cuda_events import (
+    Crossing,
+    Event,
+    LateEvent,
+    issued_apart,
+    recorded,
+    synchronize,
+    under_way,
+)
 from zeroir.runtime.streams import ThreadStreams
 from zeroir.runtime.trace import HostClock, Mark, Task, WatchOp
 
@@ -79,24 +91,6 @@ class CudaGraph:
         self.graph.reset()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Crossing:
-    """An op whose event has the name of one that is pending between sections; ``before`` precedes it on its stream."""
-
-    event: str
-    before: torch.cuda.Event
-
-
-def _under_way(last: Sequence[_Crossing], pending: Collection[str]) -> list[_Crossing]:
-    """The last ops of a stream that signal ``pending``; where two ops signal one name, the later counts."""
-    left = set(pending)
-    first = len(last)
-    while first > 0 and last[first - 1].event in left:
-        first -= 1
-        left.remove(last[first].event)
-    return list(last[first:])
-
-
 class CudaStreams:
     """Streams of one process on one CUDA device."""
 
@@ -119,10 +113,13 @@ class CudaStreams:
                     assert_never(stream.executor)
         self._host_streams = frozenset(on_host)
         self._threads = ThreadStreams(inline=())
-        self._events: dict[str, torch.cuda.Event] = {}
+        self._apart = issued_apart(program)
+        self._tails: dict[str, LateEvent] = {}
+        """For each stream that a thread issues, the event of its last op that crosses no joint."""
+        self._events: dict[str, Event] = {}
         self._crossing = frozenset(p.event for s in program.sections for p in s.exit.pending)
-        self._last: dict[str, list[_Crossing]] = {name: [] for name in self._streams}
-        self._before_capture: Mapping[str, torch.cuda.Event] = {}
+        self._last: dict[str, list[Crossing]] = {name: [] for name in self._streams}
+        self._before_capture: Mapping[str, Event] = {}
         """While ops are captured: the events that were signalled before."""
         self._awaited: list[str] = []
         """The ones among them for which the captured ops wait."""
@@ -141,20 +138,28 @@ class CudaStreams:
             case _ if op.stream in self._host_streams:
                 enqueue = self._threads.bind(op, partial(self._on_host, run), watch)
                 return lambda: self._hand_over(op.event, enqueue)
+            case _ if op.stream in self._apart:
+                return self._issued_by_thread(op, run if watch is None else watch(run))
             case _:
                 task = run if watch is None else watch(run)
                 return lambda: self._on_device(op.stream, op.event, task)
 
     def join(self, pending: Collection[str]) -> None:
         """See ``Streams.join``. The host itself does not wait for the device."""
-        self._threads.join([name for name in pending if name not in self._events])
+        self._threads.join([name for name in pending if self._is_of_thread(name)])
         signals: dict[str, torch.cuda.Event] = {}
         for name, stream in self._streams.items():
-            crossing = self._last[name] = _under_way(self._last[name], pending)
-            signals[name] = crossing[0].before if crossing else stream.record_event()
+            crossing = self._last[name] = under_way(self._last[name], pending)
+            before = recorded(crossing[0].before) if crossing else stream.record_event()
+            if before is not None:
+                signals[name] = before
         for name, stream in self._streams.items():
             for signalling, signal in signals.items():
-                if signalling != name:
+                if signalling == name:
+                    continue
+                if name in self._apart:
+                    self._threads.call(name, partial(stream.wait_event, signal))
+                else:
                     stream.wait_event(signal)
 
     def signal(self, event: str) -> None:
@@ -166,13 +171,14 @@ class CudaStreams:
         of_device = [self._events[name] for name in events if name in self._events]
         of_device.append(self._streams[COMPUTE].record_event())
         wait_for_threads = self._threads.waiting_for(
-            [name for name in events if name not in self._events]
+            [name for name in events if self._is_of_thread(name)]
         )
 
         def wait() -> None:
             wait_for_threads()
             for event in of_device:
-                event.synchronize()
+                if (arrived := recorded(event)) is not None:
+                    arrived.synchronize()
 
         return wait
 
@@ -236,21 +242,21 @@ class CudaStreams:
 
         def wait() -> None:
             for name in awaited:
-                own[COMPUTE].wait_event(self._events[name])
+                self._order(own[COMPUTE], name)
 
         return CudaGraph(graph=graph, stream=own[COMPUTE], wait=wait)
 
     def _fork(self) -> None:
-        """Let every stream join the capture."""
+        """Let every stream join the capture, but those of threads: they copy to or from the host, as no graph does."""
         begin = self._streams[COMPUTE].record_event()
         for name, stream in self._streams.items():
-            if name != COMPUTE:
+            if name != COMPUTE and name not in self._apart:
                 stream.wait_event(begin)
 
     def _rejoin(self) -> None:
         """Order the capture's first stream after all others, as CUDA requires at its end."""
         for name, stream in self._streams.items():
-            if name != COMPUTE:
+            if name != COMPUTE and name not in self._apart:
                 self._streams[COMPUTE].wait_event(stream.record_event())
 
     def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
@@ -276,7 +282,7 @@ class CudaStreams:
         stream = self._streams[name]
         if event in self._crossing:
             # A join leaves out an op that may still be pending, but not the earlier ops of its stream.
-            self._last[name].append(_Crossing(event=event, before=stream.record_event()))
+            self._last[name].append(Crossing(event=event, before=stream.record_event()))
         else:
             self._last[name].clear()
         with torch.cuda.stream(stream):
@@ -289,7 +295,40 @@ class CudaStreams:
         self._events.pop(event or "", None)
         enqueue()
 
+    def _issued_by_thread(self, op: IssuedOp, task: Task) -> Task:
+        """Hand the op to the stream's thread, which issues it and records its event."""
+        events: deque[LateEvent] = deque()
+
+        def issue() -> None:
+            stream = self._streams[op.stream]
+            with torch.cuda.stream(stream):
+                task()
+            events.popleft().recorded = stream.record_event()
+
+        enqueue = self._threads.bind(op, issue)
+
+        def hand_over() -> None:
+            event = LateEvent()
+            events.append(event)
+            if op.event in self._crossing:
+                before = self._tails.get(op.stream, LateEvent())
+                self._last[op.stream].append(Crossing(event=op.event, before=before))
+            else:
+                self._last[op.stream].clear()
+                self._tails[op.stream] = event
+            if op.event is not None:
+                self._events[op.event] = event
+            enqueue()
+
+        return hand_over
+
+    def _is_of_thread(self, name: str) -> bool:
+        """Whether a thread carries out or issues the op that signals the event."""
+        return isinstance(self._events.get(name, LateEvent()), LateEvent)
+
     def _waiting(self, op: Wait, watch: WatchOp | None) -> Task:
+        if op.on in self._apart:
+            return lambda: self._wait_in_thread(op, watch)
         on = op.on if op.on in self._host_streams else HOST
         of_threads = self._threads.bind(
             Wait(waited=op.waited, on=on),
@@ -302,19 +341,49 @@ class CudaStreams:
             if event is not None and event is self._before_capture.get(op.waited):
                 # CUDA cannot capture a wait for work outside the graph.
                 self._awaited.append(op.waited)
-            elif event is None:  # signalled by the host or the disk
+                return
+            if self._is_of_thread(op.waited):  # carried out or issued by it
                 # The watch marks moments on the current stream.
                 with torch.cuda.stream(self._streams.get(op.on)):
                     of_threads()
-            elif op.on == HOST:
-                event.synchronize()
-            elif op.on in self._host_streams:
+            if event is None:
+                return
+            if op.on in self._host_streams:
                 # The worker waits for the device when its turn comes; the issuing thread continues.
-                self._threads.call(op.on, event.synchronize)
+                self._threads.call(op.on, partial(synchronize, event))
+            elif op.on == HOST:
+                synchronize(event)
             else:
-                self._streams[op.on].wait_event(event)
+                self._order(self._streams[op.on], op.waited)
 
         return wait
+
+    def _wait_in_thread(self, op: Wait, watch: WatchOp | None) -> None:
+        """Let the thread that issues a stream's ops wait for another thread, and the stream for the device."""
+        stream, event = self._streams[op.on], self._events.get(op.waited)
+        is_of_thread = self._is_of_thread(op.waited)
+        wait_for_thread = self._threads.waiting_for([op.waited]) if is_of_thread else _nothing
+
+        def wait() -> None:
+            wait_for_thread()
+            if (arrived := recorded(event)) is not None:
+                stream.wait_event(arrived)
+
+        task = wait if watch is None else watch(wait)
+
+        def in_thread() -> None:
+            with torch.cuda.stream(stream):
+                task()
+
+        self._threads.call(op.on, in_thread)
+
+    def _order(self, stream: torch.cuda.Stream, name: str) -> None:
+        """Order a stream after an event of the device; the caller waits until the event is recorded."""
+        if self._is_of_thread(name):
+            self._threads.waiting_for([name])()
+        event = recorded(self._events[name])
+        assert event is not None
+        stream.wait_event(event)
 
     def _on_host(self, run: Task) -> None:
         torch.cuda.set_device(self._device)

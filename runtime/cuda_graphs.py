@@ -5,6 +5,8 @@ A graph repeats the work of the device that was captured, at the same addresses,
 
 * Buffers stay where they are, temporary ones too. Batches are copied into their buffers before a launch, and losses
   are read after it. Other memory of kernels comes from a pool that the graphs of an engine share; no two run at once.
+* Copies between the device and planned host memory are work of the device: that memory is pinned and stays where it is,
+  too. Only snapshots are allocated later, at the first save. No other op of a graph uses host memory.
 * Every launch reads learning rate, loss scale and step count on the device. The optimizer's other hyper-parameters are
   read on the host. While they change, the section is issued op by op, and once they have stayed the same for a step it
   is captured anew, which takes as long as several steps.
@@ -25,7 +27,7 @@ from typing import Final, Protocol
 
 from zeroir.errors import GraphWarning, ZeroirError
 from zeroir.ir import ops
-from zeroir.ir.buffers import Role, Space
+from zeroir.ir.buffers import Buffer, Role, Space
 from zeroir.ir.effects import effects
 from zeroir.ir.mesh import HOST, Executor
 from zeroir.ir.program import SAVE, Program, Section
@@ -65,13 +67,19 @@ def why_not(program: Program, section: Section, backend: Backend = Backend.LOCAL
             return "the host waits for the eigenvalues of shampoo"
         for name in _buffers(op):
             buffer = program.buffer_by_name[name]
-            if buffer.space is not Space.DEVICE:
+            if buffer.space is not Space.DEVICE and not _is_pinned_copy(op, buffer):
                 is_seeds = buffer.role is Role.RNG
                 contents = "the seeds of its dropout" if is_seeds else f"%{name}, which it uses,"
                 return (
                     f"{contents} {'are' if is_seeds else 'is'} in the memory of the {buffer.space}"
                 )
     return None
+
+
+def _is_pinned_copy(op: ops.Op, buffer: Buffer) -> bool:
+    """Whether the op copies from or to planned host memory, or begins or ends such a buffer, on the device."""
+    is_planned = buffer.space is Space.HOST and buffer.role is not Role.SNAPSHOT
+    return is_planned and isinstance(op, ops.Memory | ops.ToHost | ops.ToDevice)
 
 
 def _asks_for_the_step(program: Program, op: ops.OptimizerStep) -> bool:

@@ -207,10 +207,20 @@ def _prepare_locally(
             return partial(numerics.scale, memory.region(op.region), memory.region(op.by))
         case ops.GradNorm():
             sources = [memory.region(source) for source in op.sources]
-            return partial(numerics.sum_of_squares, sources, memory.region(op.destination))
+            return partial(
+                numerics.sum_of_squares,
+                sources,
+                memory.region(op.destination),
+                is_added=op.mode is Mode.ACCUMULATE,
+            )
         case ops.CheckFinite():
             sources = [memory.region(source) for source in op.sources]
-            return partial(numerics.has_overflow, sources, memory.region(op.destination))
+            return partial(
+                numerics.has_overflow,
+                sources,
+                memory.region(op.destination),
+                is_added=op.mode is Mode.ACCUMULATE,
+            )
         case ops.Decide():
             return partial(
                 numerics.decide,

@@ -18,9 +18,11 @@ from zeroir.workspace.op_scratch import (
 )
 
 
-def sum_of_squares(sources: Sequence[Tensor], destination: Tensor) -> None:
-    """Write the FP32 sum of squares, chunk by chunk in order, to an f32[1]."""
-    total = torch.zeros_like(destination)
+def sum_of_squares(
+    sources: Sequence[Tensor], destination: Tensor, *, is_added: bool = False
+) -> None:
+    """Write the FP32 sum of squares, chunk by chunk in order, to an f32[1]; it begins with 0 or with what is there."""
+    total = destination.clone() if is_added else torch.zeros_like(destination)
     for source in sources:
         for start in range(0, source.numel(), SQUARES_CHUNK_NUMEL):
             chunk = source[start : start + SQUARES_CHUNK_NUMEL]
@@ -45,15 +47,16 @@ def scale(region: Tensor, by: Tensor) -> None:
     region.mul_(by).masked_fill_(by == 0, 0.0)
 
 
-def has_overflow(sources: Sequence[Tensor], destination: Tensor) -> None:
-    """Write 1 to an f32[1] where any element is infinite or NaN, else 0."""
+def has_overflow(sources: Sequence[Tensor], destination: Tensor, *, is_added: bool = False) -> None:
+    """Write 1 to an f32[1] where any element is infinite or NaN, else 0, or leave what is there."""
     # aminmax needs no scratch memory, and propagates NaN.
     extremes = [extreme for source in sources if source.numel() for extreme in source.aminmax()]
-    if not extremes:
+    if not is_added:
         destination.zero_()
+    if not extremes:
         return
     is_finite = torch.stack([extreme.to(torch.float32) for extreme in extremes]).isfinite().all()
-    destination.copy_(is_finite.logical_not())
+    destination.masked_fill_(is_finite.logical_not(), 1.0)
 
 
 def decide(

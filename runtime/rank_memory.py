@@ -11,6 +11,7 @@ from typing import assert_never
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from zeroir.errors import InternalError, memory_for
 from zeroir.ir.buffers import Region, Role, Space, View
@@ -18,6 +19,11 @@ from zeroir.ir.dtypes import DType
 from zeroir.ir.program import Program
 from zeroir.memory.placement import Placement, places_to_run
 from zeroir.runtime.tensors import TORCH_DTYPE, poison
+
+
+def allocation_range(space: Space) -> str:
+    """The name under which profilers show the allocations of this space: on a CPU, all are in one memory."""
+    return f"{space} memory"
 
 
 class RankMemory:
@@ -171,7 +177,7 @@ class RankMemory:
         self._has_blocks = True
 
     def _new(self, space: Space, numel: int, dtype: DType, name: str) -> Tensor:
-        with memory_for("the program's buffers"):
+        with memory_for("the program's buffers"), record_function(allocation_range(space)):
             return self._uninitialised(space, numel, TORCH_DTYPE[dtype], name)
 
     def _uninitialised(

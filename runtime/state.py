@@ -11,6 +11,7 @@ from zeroir.errors import InternalError, UserError
 from zeroir.ir.buffers import Buffer
 from zeroir.ir.contents import EMA, GRAD, MASTER, OWN_COORDINATES, PARAM, FlatContent
 from zeroir.ir.factors import own_numel
+from zeroir.ir.held_elements import held_elements
 from zeroir.ir.layout import used_numel
 from zeroir.ir.program import Flat, Program, State
 from zeroir.runtime.comm.base import Comm
@@ -84,9 +85,7 @@ def flat_start(program: Program, buffer: Buffer, rank: int) -> int:
     """The index in the flat of a buffer's first element on this rank."""
     content = buffer.holds
     assert isinstance(content, FlatContent)
-    if content.shard is None:
-        return content.offset
-    return content.offset + program.mesh.coordinate(rank)[content.shard] * buffer.numel
+    return held_elements(content, buffer.numel, program.mesh.coordinate(rank)).start
 
 
 def full_flat(
@@ -139,10 +138,9 @@ def establish(program: Program, ranks: Sequence[RankMemory], comm: Comm, entry: 
             continue
         for memory, values in zip(ranks, copies, strict=True):
             target = memory.region(holding.region)
-            start = content.offset
-            if content.shard is not None:
-                start += program.mesh.coordinate(memory.rank)[content.shard] * target.numel()
-            target.copy_(values[start : start + target.numel()])
+            coordinate = program.mesh.coordinate(memory.rank)
+            elements = held_elements(content, target.numel(), coordinate)
+            target.copy_(values[elements.start : elements.stop])
 
 
 def full_parameters(

@@ -29,7 +29,7 @@ from zeroir.ir.eight_bit_states import is_signed
 from zeroir.ir.factors import Factor, factors
 from zeroir.ir.program import Program
 from zeroir.runtime.checkpoint.model_facts import ModelFacts
-from zeroir.runtime.checkpoint.parts import held_elements, kept_scalars, state_quantities
+from zeroir.runtime.checkpoint.parts import elements_on, kept_scalars, state_quantities
 from zeroir.runtime.comm.base import Comm
 from zeroir.runtime.eight_bit_states import Scratch, widen
 from zeroir.runtime.live_optimizer import LiveOptimizer
@@ -128,7 +128,7 @@ def load_module_state(
             content = buffer.holds
             if not isinstance(content, FlatContent) or content.quantity not in quantities:
                 continue
-            held = held_elements(program, buffer, content, memory.rank)
+            held = elements_on(program, buffer, content, memory.rank)
             target = memory.buffer(buffer.name)
             for slot in program.flat_by_name[content.flat].slots:
                 value = _first(values, (slot.name, *slot.aliases))

@@ -11,6 +11,7 @@ from zeroir.errors import UserError
 from zeroir.ir import ops
 from zeroir.ir.buffers import Buffer
 from zeroir.ir.contents import EMA, MASTER, PARAM, FlatContent
+from zeroir.ir.held_elements import held_by_all, held_elements
 from zeroir.ir.program import Flat, Program, Slot
 from zeroir.runtime.comm.base import CollectiveTensors, Comm, TensorPair
 from zeroir.runtime.rank_memory import RankMemory
@@ -99,16 +100,17 @@ def flat_part(
             continue
         name = next(c.name for c in program.comms if c.axis == content.shard)
         count = program.mesh.size(content.shard)
-        everything = range(content.offset, content.offset + count * buffer.numel)
+        together = held_by_all(content, buffer.numel, program.mesh)
         sources = [memory.buffer(buffer.name).to(memory.device, dtype) for memory in ranks]
-        if common(everything, elements) == everything:
-            comm.all_gather(_collective(name, sources, targets(everything)))
+        if len(together) == 1 and common(together[0], elements) == together[0]:
+            comm.all_gather(_collective(name, sources, targets(together[0])))
             continue
         for coordinate in range(count):
-            start = content.offset + coordinate * buffer.numel
-            held = common(range(start, start + buffer.numel), elements)
+            theirs = held_elements(content, buffer.numel, {content.shard: coordinate})
+            held = common(theirs, elements)
             if held:
-                pieces = [source[held.start - start : held.stop - start] for source in sources]
+                start, stop = held.start - theirs.start, held.stop - theirs.start
+                pieces = [source[start:stop] for source in sources]
                 comm.broadcast(_collective(name, pieces, targets(held)), coordinate)
     return parts
 

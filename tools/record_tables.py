@@ -115,6 +115,7 @@ _TABLES: Mapping[str, Callable[[Mapping[str, object]], str]] = {
     "power-cut": _rows,
     "flip-checkpoint": _rows,
     "bench-checkpoint": _rows,
+    "paging": _rows,
     "conformance": _outcomes,
     "conformance refused": _refusals,
 }

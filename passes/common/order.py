@@ -26,7 +26,14 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, assert_never
 
-from zeroir.ir.bounds import AheadBound, BehindBound, BoundKind, bounded_buffers, groups
+from zeroir.ir.bounds import (
+    AheadBound,
+    BehindBound,
+    BoundKind,
+    LiveBound,
+    bounded_buffers,
+    groups,
+)
 from zeroir.ir.effects import Effects, effects
 from zeroir.ir.happens_before import Clock, StreamClocks
 from zeroir.ir.mesh import HOST
@@ -184,6 +191,8 @@ class _Derivation:
         self.groups: Iterator[int] = iter(groups(section.body, kinds).values() if kinds else ())
         """The groups of the releases of bounded buffers that are still to come, in order."""
         self.releases = {kind: _BoundedReleases() for kind in self.bounds}
+        self.open: dict[BoundKind, int] = dict.fromkeys(self.bounds, 0)
+        """How many buffers of each kind have begun, and are released further below."""
         self.last_op: dict[int, int] = {}
         """For each stream its last op that is no alloc."""
 
@@ -228,6 +237,7 @@ class _Derivation:
                 number = next(self.groups)
                 if self.kinds[op.buffer] in self.releases:
                     self.releases[self.kinds[op.buffer]].add(number, index)
+                    self.open[self.kinds[op.buffer]] -= 1
 
     def _append(self, op: Op | None, stream: int, event: str | None) -> int:
         clock = self.clocks.done[stream].copy()
@@ -260,7 +270,10 @@ class _Derivation:
                 if earlier == comm or self.program.comm_by_name[earlier].axis != axis
             )
         if isinstance(step.op, Alloc) and step.op.buffer in self.kinds:
-            needed.update(self._bounding(self.kinds[step.op.buffer], stream))
+            kind = self.kinds[step.op.buffer]
+            needed.update(self._bounding(kind, stream))
+            if kind in self.open:
+                self.open[kind] += 1
 
     def _bounding(self, kind: BoundKind, stream: int) -> Sequence[int]:
         """The ops that a buffer of this kind may begin only after."""
@@ -272,6 +285,8 @@ class _Derivation:
             case BehindBound(behind=behind):
                 last = self.last_op.get(self.clocks.numbers[behind])
                 return () if last is None else (last,)
+            case LiveBound(live=live):
+                return self.releases[kind].needed(stream, max(live - 1 - self.open[kind], 0))
             case bound:
                 assert_never(bound)
 

@@ -14,7 +14,7 @@ import networkx
 
 from zeroir.errors import InternalError
 from zeroir.ir import ops
-from zeroir.ir.buffers import Buffer, Region, View
+from zeroir.ir.buffers import Buffer, Region, Role, View
 from zeroir.ir.contents import ABSMAX, FACTORS, PARAM, PRECONDITIONERS, FlatContent, Micro
 from zeroir.ir.effects import effects
 from zeroir.ir.eight_bit_states import blocks_numel
@@ -216,7 +216,9 @@ def flat_of_buffer(program: Program) -> Mapping[str, Flat]:
     stated.update(contributed_buffers(program))
     links = networkx.Graph()
     for op in program.ops():
-        networkx.add_path(links, _linked(op))
+        # A page holds elements of one flat after another.
+        names = [name for name in _linked(op) if program.buffer_by_name[name].role is not Role.PAGE]
+        networkx.add_path(links, names)
     flats = dict(stated)
     for linked in networkx.connected_components(links):
         homes = {stated[name].name for name in linked if name in stated}

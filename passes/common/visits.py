@@ -111,11 +111,13 @@ def with_visits(
     *,
     distance: int = 1,
     is_at_home: Callable[[Op], bool] = lambda _: False,
+    is_used_up: Callable[[Op, Region], bool] = lambda _, __: False,
 ) -> Program:
     """The program with these persistent buffers at home in another space, and visits around the ops that use them.
 
     The program has no waits yet. Its ops use these buffers in the space ``route.away``, in which the buffers are still,
-    except those that ``is_at_home`` names: these use them in ``route.home``. Each distinct region of a home that is
+    except those that ``is_at_home`` names: these use them in ``route.home``. What an op leaves in a region that
+    ``is_used_up`` names nobody reads, so it is not taken home. Each distinct region of a home that is
     visited has one staging buffer, with the role ``staging``.
     """
     if not homes:
@@ -123,7 +125,7 @@ def with_visits(
     staging = _StagingBuffers(program, route)
 
     def body_with_visits(body: Sequence[Op]) -> tuple[Op, ...]:
-        visits = find_visits(body, homes, is_at_home)
+        visits = find_visits(body, homes, is_at_home, is_used_up)
         return place_visits(body, visits, staging.of, route, distance=distance)
 
     program = rewrite.map_sections(
@@ -133,9 +135,12 @@ def with_visits(
         name: (replace(program.buffer_by_name[name], space=route.home), *staging.of_home(name))
         for name in homes
     }
+    program = rewrite.replace_buffers(program, changed)
+    if all(len(buffers) == 1 for buffers in changed.values()):
+        return program
     bound = AheadBound(kind=route.bound, ahead=0)
     return replace(
-        rewrite.replace_buffers(program, changed),
+        program,
         streams=rewrite.with_streams(program.streams, {route.inward, route.outward}),
         bounds=with_bound(program.bounds, bound),
     )
@@ -179,7 +184,10 @@ class _StagingBuffers:
 
 
 def find_visits(
-    body: Sequence[Op], homes: Collection[str], is_at_home: Callable[[Op], bool]
+    body: Sequence[Op],
+    homes: Collection[str],
+    is_at_home: Callable[[Op], bool],
+    is_used_up: Callable[[Op, Region], bool],
 ) -> list[Visit]:
     """The visits that the ops of a section need, in the order of their first uses."""
     visits: list[Visit] = []
@@ -195,7 +203,7 @@ def find_visits(
             if region.buffer in homes:
                 uses.setdefault(region.buffer, _Use([], [])).read.append(region)
         for region in (*effect.writes, *effect.accumulates):
-            if region.buffer in homes:
+            if region.buffer in homes and not is_used_up(op, region):
                 uses.setdefault(region.buffer, _Use([], [])).written.append(region)
         if is_at_home(op):
             end(uses.keys() & runs.keys())

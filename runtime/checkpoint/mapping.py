@@ -29,7 +29,7 @@ from zeroir.ir.dtypes import DType
 from zeroir.ir.eight_bit_states import BLOCK_NUMEL, blocks_numel
 from zeroir.ir.factors import factors, preconditioners
 from zeroir.ir.program import Flat, Program, Slot
-from zeroir.runtime.checkpoint.parts import held_elements, quantity_numel
+from zeroir.runtime.checkpoint.parts import elements_on, quantity_numel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,7 +191,7 @@ class StoredParameters:
         Raises:
             UserError: where its manifest leaves out elements of a quantity that it has.
         """
-        held = held_elements(program, buffer, content, rank)
+        held = elements_on(program, buffer, content, rank)
         run: _Run | None = None
         for slot, start, numel in extents(program.flat_by_name[content.flat], content.quantity):
             first, stop = max(start, held.start), min(start + numel, held.stop)

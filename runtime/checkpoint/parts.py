@@ -23,6 +23,7 @@ from zeroir.ir.contents import (
 )
 from zeroir.ir.dtypes import DType
 from zeroir.ir.factors import own_numel
+from zeroir.ir.held_elements import held_by_all, held_elements, is_within
 from zeroir.ir.layout import round_up, used_numel
 from zeroir.ir.program import PARAMETER_ALIGNMENT_NUMEL, Flat, Program
 
@@ -70,7 +71,7 @@ def saved_parts(
                 start=first,
                 stop=last,
                 buffer=buffer.name,
-                offset=first - held_elements(program, buffer, content, rank).start,
+                offset=first - elements_on(program, buffer, content, rank).start,
             )
 
 
@@ -111,12 +112,9 @@ def quantity_numel(flat: Flat, quantity: str) -> int:
     return own_numel(quantity, flat) if quantity in OWN_COORDINATES else used_numel(flat)
 
 
-def held_elements(program: Program, buffer: Buffer, content: FlatContent, rank: int) -> range:
+def elements_on(program: Program, buffer: Buffer, content: FlatContent, rank: int) -> range:
     """The elements of its flat that a buffer holds on a rank."""
-    start = content.offset
-    if content.shard is not None:
-        start += program.mesh.coordinate(rank)[content.shard] * buffer.numel
-    return range(start, start + buffer.numel)
+    return held_elements(content, buffer.numel, program.mesh.coordinate(rank))
 
 
 def kept_scalars(program: Program) -> tuple[str, ...]:
@@ -135,7 +133,7 @@ def kept_scalars(program: Program) -> tuple[str, ...]:
 
 def _own_elements(program: Program, buffer: Buffer, content: FlatContent, rank: int) -> range:
     """The part that a rank saves of the elements in its buffer, which other ranks may hold, too."""
-    part = held_elements(program, buffer, content, rank)
+    part = elements_on(program, buffer, content, rank)
     # Axis by axis, as section ``save`` cuts its copies along the first one.
     for axis in program.mesh.axes:
         if axis.name != content.shard:
@@ -153,12 +151,11 @@ def _covering(
     before others.
     """
     covering: list[tuple[Buffer, FlatContent]] = []
-    covered: set[tuple[int, int]] = set()
+    covered: list[tuple[range, ...]] = []
     for buffer, content in sorted(buffers, key=_preference):
-        count = 1 if content.shard is None else program.mesh.size(content.shard)
-        extent = (content.offset, content.offset + count * buffer.numel)
-        if not any(start <= extent[0] and extent[1] <= stop for start, stop in covered):
-            covered.add(extent)
+        elements = held_by_all(content, buffer.numel, program.mesh)
+        if not any(is_within(elements, others) for others in covered):
+            covered.append(elements)
             covering.append((buffer, content))
     return covering
 

@@ -15,7 +15,7 @@ from zeroir.ir.contents import ABSMAX, CODES, FlatContent
 from zeroir.ir.eight_bit_states import BLOCK_NUMEL, blocks_numel, is_signed
 from zeroir.ir.program import Program, Slot
 from zeroir.runtime.checkpoint.mapping import StoredElements, StoredParameters
-from zeroir.runtime.checkpoint.parts import held_elements
+from zeroir.runtime.checkpoint.parts import elements_on
 from zeroir.runtime.eight_bit_states import Scratch, narrow, widen
 from zeroir.runtime.rank_memory import RankMemory
 from zeroir.runtime.tensors import common
@@ -42,7 +42,7 @@ def fill_states_of_other_bits(
         content = buffer.holds
         if not isinstance(content, FlatContent):
             continue
-        held = held_elements(program, buffer, content, memory.rank)
+        held = elements_on(program, buffer, content, memory.rank)
         quantity = content.quantity
         for slot in program.flat_by_name[content.flat].slots:
             if not stored.has(slot, quantity) or stored.place(slot, quantity) is not None:

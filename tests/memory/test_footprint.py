@@ -8,12 +8,14 @@ import pytest
 
 from tests.support.lowering import applied
 from tests.support.programs import mlp
+from zeroir.ir.buffers import Space
 from zeroir.ir.text import parse
-from zeroir.memory.curve import peak
+from zeroir.memory.curve import live_bytes, peak
 from zeroir.memory.footprint import WORKSPACE, footprint
 from zeroir.memory.placement import place_all, unplaced
 from zeroir.passes.pipelines import for_stage
 from zeroir.passes.plan_memory import PlanMemory
+from zeroir.workspace.op_scratch import SCALAR_BYTES
 
 TEXT = """zeroir 1
 mesh dp=1
@@ -61,6 +63,34 @@ def test_what_a_wait_orders_counts_apart_and_the_line_of_the_model_is_named() ->
     assert (found.fullest.section, found.fullest.index) == ("evaluate", 1)
     assert (found.fullest.unit, found.fullest.source) == ("u", "model.py:3")
     assert found.arena_bytes == 1024
+
+
+def test_each_space_counts_its_own_buffers_and_the_scratch_of_its_own_ops() -> None:
+    streams = "streams compute:device gather:device optimizer:host\n"
+    with_host = (
+        TEXT.replace("streams compute:device gather:device\n", streams)
+        .replace(
+            "input x",
+            "buffer %s : f32[64] host state = zeros\nbuffer %t : f32[1] host staging\ninput x",
+        )
+        .replace(
+            "  release %b  stream=gather\n",
+            """  release %b  stream=gather
+  alloc %t  stream=optimizer
+  fill %t = 2.0  stream=optimizer
+  scale %t by %t  stream=optimizer
+  release %t  stream=optimizer
+""",
+        )
+    )
+    program = parse(with_host)
+    device, host = (footprint(program, space=space) for space in (Space.DEVICE, Space.HOST))
+    assert device == footprint(parse(TEXT))
+    assert (host.resting_bytes, host.arena_bytes, host.scratch_bytes) == (256, 512, SCALAR_BYTES)
+    assert host.fullest.role_bytes == {"state": 256, WORKSPACE: SCALAR_BYTES, "staging": 4}
+    (section,) = program.sections
+    assert max(live_bytes(program, section, space=Space.HOST).workspace) == SCALAR_BYTES
+    assert max(live_bytes(program, section).workspace) == 96
 
 
 @pytest.mark.parametrize("stage", range(4))

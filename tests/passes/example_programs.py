@@ -12,3 +12,4 @@ _FOLDER: Final = Path(__file__).parent
 LOGICAL: Final = parse((_FOLDER / "example.zir").read_text("utf-8"))
 SAVING: Final = parse((_FOLDER / "saved.zir").read_text("utf-8"))
 KEEPING: Final = parse((_FOLDER / "kept.zir").read_text("utf-8"))
+AWAY: Final = parse((_FOLDER / "away.zir").read_text("utf-8"))

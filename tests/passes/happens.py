@@ -159,3 +159,41 @@ def full_gradients_live(body: Sequence[Op], program: Program) -> list[int]:
 def most_live(body: Sequence[Op], program: Program) -> int:
     """How much the bounds on gathered units and on full gradients allow, summed over the section."""
     return sum(groups_live(body, program)) + sum(full_gradients_live(body, program))
+
+
+def staging_live(body: Sequence[Op], program: Program) -> list[int]:
+    """At each allocation of a staging buffer of the device that transfers use, the most visits that may be live.
+
+    Buffers with one first user, apart from transfers, are one visit. Counted are those that program order has live, and
+    those that some interleaving has not released yet.
+    """
+    copied = {
+        region.buffer
+        for op in body
+        if isinstance(op, ops.ToDevice | ops.ToHost)
+        for region in (op.source, op.destination)
+    }
+    staging = {
+        b.name for b in program.buffers if b.role is Role.STAGING and b.space == "device"
+    } & copied
+    masks = before(body)
+    live: dict[str, int] = {}
+    released: list[tuple[int, int]] = []
+    counts = [0]
+    for index, op in enumerate(body):
+        if isinstance(op, ops.Alloc) and op.buffer in staging:
+            live[op.buffer] = _first_user(body, index, op.buffer)
+            late = {user for at, user in released if not masks[index] >> at & 1}
+            counts.append(len({*live.values(), *late}))
+        elif isinstance(op, ops.Release) and op.buffer in staging:
+            released.append((index, live.pop(op.buffer)))
+    return counts
+
+
+def _first_user(body: Sequence[Op], alloc: int, name: str) -> int:
+    for index in range(alloc + 1, len(body)):
+        found = effects(body[index])
+        used = (*found.reads, *found.writes, *found.accumulates)
+        if not isinstance(body[index], ops.ToDevice) and name in {r.buffer for r in used}:
+            return index
+    raise AssertionError(f"nothing uses %{name}")

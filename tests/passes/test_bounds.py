@@ -25,6 +25,7 @@ from zeroir.passes import manager
 from zeroir.passes.base import Pass
 from zeroir.passes.bound_gradients import BoundGradients
 from zeroir.passes.bucket import Bucket
+from zeroir.passes.offload_activations import OffloadActivations
 from zeroir.passes.overlap_update import OverlapUpdate
 from zeroir.passes.pipelines import for_stage, parse_spec
 from zeroir.passes.prefetch import PrefetchGathers
@@ -88,6 +89,7 @@ _OTHERS: tuple[Pass, ...] = (
     BoundGradients(live=1),
     BoundGradients(live=2),
     OverlapUpdate(),
+    OffloadActivations(smallest=0),
     parse_spec("replicate-shards{replicas=2}"),
     parse_spec("plan-memory"),
 )

@@ -104,7 +104,7 @@ def test_paging_through_slots_changes_no_bit(schedule_seed: int) -> None:
 
 def test_paging_keeps_two_pages_of_momentum_on_the_device() -> None:
     program = gate("paged")
-    states = [buffer for buffer in program.buffers if buffer.role is Role.STATE]
+    states = [b for b in program.buffers if b.role in (Role.STATE, Role.PAGE)]
     on_device = sum(b.numel for b in states if b.space is Space.DEVICE)
     on_host = sum(b.numel for b in states if b.space is Space.HOST)
     assert (on_device, on_host) == (2 * 128, 4 * 128)

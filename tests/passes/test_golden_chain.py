@@ -18,16 +18,19 @@ from typing import Final
 
 import pytest
 
-from tests.passes.example_programs import KEEPING, LOGICAL, SAVING
+from tests.passes.example_programs import AWAY, KEEPING, LOGICAL, SAVING
 from tests.support.lowering import applied
 from zeroir.ir.program import Program
 from zeroir.ir.text import parse, print_program
 from zeroir.passes import manager
 from zeroir.passes.base import Pass
 from zeroir.passes.bucket import Bucket
+from zeroir.passes.offload_activations import OffloadActivations
+from zeroir.passes.offload_gradients import OffloadGradients
 from zeroir.passes.offload_optimizer import OffloadOptimizer
 from zeroir.passes.offload_parameters import OffloadParameters
 from zeroir.passes.overlap_update import OverlapUpdate
+from zeroir.passes.page_optimizer import PageOptimizer
 from zeroir.passes.pipelines import PASSES, for_stage, parse_spec
 from zeroir.passes.plan_memory import PlanMemory
 from zeroir.passes.recompute import Recompute
@@ -67,8 +70,15 @@ LINKS: Final = (
     Link(logical=LOGICAL, earlier=CHAIN[:5], step=Unshard(units=("a",))),
     Link(logical=LOGICAL, earlier=CHAIN[:6], step=Bucket(bytes=4096)),
     Link(logical=LOGICAL, earlier=CHAIN[:8], step=OverlapUpdate()),
+    Link(
+        logical=LOGICAL,
+        earlier=CHAIN[:1],
+        step=PageOptimizer(device_bytes=2048, page_bytes=1024),
+    ),
     Link(logical=LOGICAL, earlier=CHAIN[:8], step=OffloadOptimizer()),
+    Link(logical=LOGICAL, earlier=CHAIN[:8], step=OffloadGradients()),
     Link(logical=LOGICAL, earlier=CHAIN[:8], step=OffloadParameters()),
+    Link(logical=AWAY, step=OffloadActivations(units=("a",), smallest=0)),
     Link(logical=LOGICAL, earlier=CHAIN[:8], step=SaveState()),
     Link(logical=LOGICAL, earlier=CHAIN[:8], step=PlanMemory()),
 )

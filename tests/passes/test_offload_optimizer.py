@@ -181,7 +181,7 @@ def test_the_device_keeps_parameters_and_gradients_alone(stage: int, precision: 
         if isinstance(buffer.holds, FlatContent):
             is_on_device = buffer.space is Space.DEVICE
             assert is_on_device is (
-                buffer.holds.quantity in (PARAM, GRAD) and "_host" not in buffer.name
+                buffer.holds.quantity in (PARAM, GRAD) and ".host" not in buffer.name
             )
 
 

@@ -17,7 +17,7 @@ from tests.support.programs import mlp
 from zeroir.errors import GraphWarning
 from zeroir.ir import ops
 from zeroir.ir.buffers import Region, Role, Space
-from zeroir.ir.mesh import COMPUTE, GATHER, HOST, OPTIMIZER
+from zeroir.ir.mesh import COMPUTE, COPY_IN, COPY_OUT, GATHER, HOST, OPTIMIZER
 from zeroir.ir.program import (
     LAST_MICRO_STEP,
     MICRO_STEP,
@@ -28,6 +28,7 @@ from zeroir.ir.program import (
     Section,
     State,
 )
+from zeroir.passes.offload_activations import OffloadActivations
 from zeroir.passes.pipelines import for_stage
 from zeroir.passes.save_state import SaveState
 from zeroir.runtime.comm.job import Backend, Job, open_job
@@ -54,6 +55,15 @@ def test_every_section_of_plain_training_can_be_a_graph(stage: int, optimizer: s
     for section in program.sections:
         for backend in (Backend.LOCAL, Backend.NCCL, Backend.FAKE):
             assert why_not(program, section, backend) is None
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_section_stays_a_graph_with_offloaded_activations(stage: int) -> None:
+    logical = mlp(blocks=4, precision="fp16", micro_steps=2)
+    program = applied(logical, (*for_stage(stage, 4), OffloadActivations(smallest=0)))
+    assert any(isinstance(op, ops.ToHost) for op in program.section_by_name[MICRO_STEP].body)
+    for section in program.sections:
+        assert why_not(program, section, Backend.NCCL) is None
 
 
 def section_of(*body: ops.Op, **states: State) -> Section:
@@ -104,17 +114,26 @@ def test_a_section_that_needs_the_host_cannot_be_a_graph() -> None:
     assert why_not(program, section_of(fill())) is None
 
 
-def test_memory_of_the_host_cannot_be_part_of_a_graph() -> None:
+def test_memory_of_the_host_is_part_of_a_graph_only_where_the_device_copies_it() -> None:
     program = on_host(mlp(), "loss")
     reason = "%loss, which it uses, is in the memory of the host"
     assert why_not(program, section_of(fill())) == reason
-    copy = ops.ToHost(
-        source=Region(buffer="step", offset=0, numel=1),
-        destination=Region(buffer="loss", offset=0, numel=1),
-        stream=COMPUTE,
+    device, host = (Region(buffer=name, offset=0, numel=1) for name in ("step", "loss"))
+    copies: tuple[ops.Op, ...] = (
+        ops.Alloc(buffer="loss", stream=COPY_OUT),
+        ops.ToHost(source=device, destination=host, stream=COPY_OUT),
+        ops.ToDevice(source=host, destination=device, stream=COPY_IN),
     )
-    assert why_not(program, section_of(copy)) == reason
-    assert why_not(program, section_of(ops.Alloc(buffer="loss", stream=COMPUTE))) == reason
+    assert why_not(program, section_of(*copies)) is None
+    assert why_not(program, section_of(*copies, fill())) == reason
+    # Snapshots are allocated at the first save, and a disk has no memory that stays.
+    snapshot = on_host(mlp(), "loss", Role.SNAPSHOT)
+    assert why_not(snapshot, section_of(*copies)) == reason
+    on_disk = replace(program.buffer_by_name["loss"], space=Space.DISK)
+    disk = replace(
+        program, buffers=tuple(on_disk if b.name == "loss" else b for b in program.buffers)
+    )
+    assert why_not(disk, section_of(*copies)) == reason.replace("the host", "the disk")
     seeds = on_host(mlp(), "loss", Role.RNG)
     assert (
         why_not(seeds, section_of(fill()))

@@ -10,9 +10,14 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from tests.runtime.support import initial_flats, lowered, random_batches
+from tests.support.lowering import applied
 from tests.support.programs import mlp
+from zeroir.ir.buffers import Space
+from zeroir.memory.footprint import footprint
 from zeroir.memory.placement import places_to_run
 from zeroir.memory.states import MODEL_STATE_ROLES, model_state_bytes
+from zeroir.passes.offload_parameters import OffloadParameters
+from zeroir.passes.pipelines import for_stage
 from zeroir.runtime.lockstep import Lockstep
 from zeroir.runtime.rank_memory import RankMemory
 
@@ -44,6 +49,25 @@ def test_at_rest_a_rank_holds_its_persistent_buffers_and_a_place_for_temporary_o
     assert sum(model_state_bytes(program).values()) == sum(b.size_bytes for b in states)
     found = allocated_bytes(lambda: RankMemory(program, 1, torch.device("cpu")))
     assert found == expected
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_parameters_on_the_host_are_counted_there(stage: int) -> None:
+    """Without the host's part, torch allocates for the device what its footprint says, less than without offload."""
+    logical = mlp(precision="bf16", dim=64, blocks=4)
+    program = applied(logical, (*for_stage(stage, 4), OffloadParameters()))
+    placed = places_to_run(program)
+    device, host = (
+        sum(b.size_bytes for b in program.buffers if b.is_persistent and b.space is space)
+        + (placed[space].size_bytes if space in placed else 0)
+        for space in (Space.DEVICE, Space.HOST)
+    )
+    by_plan = [footprint(program, space=s, place=places_to_run) for s in (Space.DEVICE, Space.HOST)]
+    assert [f.resting_bytes + f.arena_bytes for f in by_plan] == [device, host]
+    cpu = torch.device("cpu")
+    assert allocated_bytes(lambda: RankMemory(program, 1, cpu)) == device + host
+    plain = lowered(logical, stage, 4)
+    assert device < allocated_bytes(lambda: RankMemory(plain, 1, cpu))
 
 
 @pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "fp16"])

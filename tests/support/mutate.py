@@ -14,9 +14,11 @@ from typing import cast
 
 from tests.support.edits import Mutation, at, edit, is_of, on_one, pick
 from tests.support.mutate_claims import CLAIM_MUTATIONS
+from tests.support.mutate_pages import PAGE_MUTATIONS
 from tests.support.mutate_saves import SAVE_MUTATIONS
 from tests.support.mutate_sums import SUM_MUTATIONS
 from tests.support.mutate_updates import UPDATE_MUTATIONS
+from tests.support.mutate_visits import VISIT_MUTATIONS
 from zeroir.ir import ops
 from zeroir.ir.buffers import Region
 from zeroir.ir.contents import FlatContent, Micro
@@ -376,7 +378,9 @@ MUTATIONS: Mapping[str, Mutation] = {
     "change-state": _state,
     "change-scalar": _scalar,
     **CLAIM_MUTATIONS,
+    **PAGE_MUTATIONS,
     **SAVE_MUTATIONS,
     **SUM_MUTATIONS,
     **UPDATE_MUTATIONS,
+    **VISIT_MUTATIONS,
 }

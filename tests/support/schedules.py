@@ -14,6 +14,8 @@ from tests.support.programs import mlp
 from zeroir.ir.dtypes import DType
 from zeroir.ir.program import Program
 from zeroir.passes.manager import apply
+from zeroir.passes.offload_parameters import OffloadParameters
+from zeroir.passes.page_optimizer import PageOptimizer
 from zeroir.passes.pipelines import for_stage
 
 TORCH_DTYPES = {DType.F32: torch.float32, DType.F16: torch.float16, DType.BF16: torch.bfloat16}
@@ -43,6 +45,8 @@ class Case:
     has_fixed_divisor: bool = False
     is_grouped: bool = False
     has_codes: bool = False
+    has_parameters_on_host: bool = False
+    paging: PageOptimizer | None = None
     blocks: int = field(default=2)
 
     @property
@@ -86,9 +90,10 @@ def _scheduled(case: Case) -> Program:
         distance=case.distance,
         overlap_update=case.overlap_update,
     )
+    passes += () if case.paging is None else (case.paging,)
     for step in passes:
         program = apply(step, program)
-    return program
+    return apply(OffloadParameters(), program) if case.has_parameters_on_host else program
 
 
 def run(program: Program, steps: int = 2, schedule_seed: int = 0) -> LockstepResult:

@@ -19,6 +19,7 @@ from zeroir.config import make_options
 from zeroir.frontend.entry import load_model_file
 from zeroir.ir.program import EVALUATE, SAVE, Program
 from zeroir.passes.manager import apply
+from zeroir.passes.page_optimizer import PageOptimizer
 from zeroir.passes.plan_memory import PlanMemory
 from zeroir.passes.save_state import SaveState
 from zeroir.runtime.lockstep import Lockstep
@@ -42,6 +43,21 @@ CASES: Mapping[str, Case] = {
     "stage 3, in groups": Case(stage=3, precision="bf16", overlap_update=True, is_grouped=True),
     "stage 1, averaged": Case(stage=1, precision="fp16", ema=0.5),
     "stage 2, 8 bits": Case(stage=2, precision="fp16", has_codes=True, is_grouped=True),
+    "stage 1, parameters on the host": Case(stage=1, clip=1.0, has_parameters_on_host=True),
+    "stage 3, parameters on the host": Case(
+        stage=3, precision="bf16", overlap_update=True, has_parameters_on_host=True
+    ),
+    "stage 3, paged": Case(
+        stage=3,
+        precision="bf16",
+        clip=1.0,
+        paging=PageOptimizer(device_bytes=6144, page_bytes=2048),
+    ),
+    "stage 1, paged, overlapped": Case(
+        stage=1,
+        overlap_update=True,
+        paging=PageOptimizer(device_bytes=4096, page_bytes=2048),
+    ),
 }
 WRITTEN = ("hybrid", "paged", "offload", "evaluate", "carried", "crossing")
 CAPTURED: Mapping[str, Mapping[str, object]] = {
@@ -51,7 +67,15 @@ CAPTURED: Mapping[str, Mapping[str, object]] = {
     "captured, stage 3": {"stage": 3, "world_size": 2, "precision": "fp16", "clip": 0.5},
 }
 """Options with which a model of everything that is easy to get wrong is compiled."""
-SAVING = ("stage 0", "stage 2, tied", "stage 3, overlapped", "stage 1, averaged", *WRITTEN)
+SAVING = (
+    "stage 0",
+    "stage 2, tied",
+    "stage 3, overlapped",
+    "stage 1, averaged",
+    "stage 3, parameters on the host",
+    "stage 3, paged",
+    *WRITTEN,
+)
 """Those that ``save-state`` is applied to; captured programs save by themselves."""
 _MODEL = "tests/support/models/traps.py"
 

@@ -34,6 +34,7 @@ ANY_CASE = st.builds(
     optimizer=st.sampled_from(["adamw", "adamw", "adafactor"]),
     is_grouped=st.booleans(),
     has_codes=st.sampled_from([False, False, True]),
+    has_parameters_on_host=st.sampled_from([False, False, True]),
 ).filter(lambda case: not case.has_codes or case.optimizer == "adamw")
 CHECKS = [HealthCheck.filter_too_much, HealthCheck.too_slow]
 SETTINGS = settings(deadline=None, suppress_health_check=CHECKS)

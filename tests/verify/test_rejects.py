@@ -451,8 +451,9 @@ def test_laws_say_proved_or_why_not() -> None:
     program, logical = ZERO3.scheduled, ZERO3.logical
     saving = apply(PlanMemory(), apply(SaveState(), program))
     laws = verify(saving, logical, budget_bytes=10**9).laws
-    assert dict(laws) == dict.fromkeys(LAWS, PROVED)
-    assert set(LAWS) - set(verify(program).laws) == {"Z106", "Z301", "Z406", "Z407"}
+    of_pages = {"Z501", "Z502", "Z503"}
+    assert dict(laws) == dict.fromkeys(set(LAWS) - of_pages, PROVED)
+    assert set(LAWS) - set(verify(program).laws) == {"Z106", "Z301", "Z406", "Z407"} | of_pages
     release = find(program, LAST_MICRO_STEP, lambda op: isinstance(op, ops.Release), -1)
     broken = verify(drop(program, release)).laws
     assert broken["Z101"] == PROVED

@@ -105,6 +105,7 @@ class EstimateKeywords(TypedDict, total=False):
     optimizer: Optimizer
     precision: Precision
     master: bool
+    optimizer_bits: Literal[32, 8]
     ema: bool
     layers: int | None
     hidden: int | None

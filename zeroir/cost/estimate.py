@@ -13,6 +13,7 @@ from typing import Annotated, Final, Literal, Self, assert_never
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from zeroir.config import Precision
+from zeroir.ir.eight_bit_states import BLOCK_NUMEL
 
 Optimizer = Literal[
     "sgd",
@@ -25,6 +26,7 @@ Optimizer = Literal[
     "adafactor",
     "shampoo",
 ]
+OptimizerBits = Literal[32, 8]
 Offload = Literal["none", "optimizer", "parameters"]
 
 STAGES: Final = (0, 1, 2, 3)
@@ -35,6 +37,10 @@ An all-reduce is a reduce-scatter and an all-gather, of Ψ each; stage 3 gathers
 """
 
 _STATE_BYTES: Final = 4
+_STATE_BITS: Final = 8 * _STATE_BYTES
+_CODED_STATE_BYTES: Final = 1 + _STATE_BYTES / BLOCK_NUMEL
+EIGHT_BIT_OPTIMIZERS: Final = ("momentum", "adam", "adamw", "lion")
+"""Optimizers whose states can have 8 bits."""
 _UNITS_HELD: Final = 2
 """Units with gathered parameters, and units with full gradients, at once: the defaults of the compiler."""
 
@@ -53,6 +59,13 @@ class EstimateOptions(BaseModel):
     master: Annotated[
         bool, Field(description="Whether the optimizer keeps an FP32 copy of 16-bit parameters.")
     ] = True
+    optimizer_bits: Annotated[
+        OptimizerBits,
+        Field(
+            description="Bits of an element of the optimizer's states: 8 stores blocks of 256 elements with a scale "
+            "each (momentum, adam, adamw, lion)."
+        ),
+    ] = 32
     ema: Annotated[
         bool, Field(description="Whether a moving average of the weights is kept, in FP32.")
     ] = False
@@ -88,6 +101,15 @@ class EstimateOptions(BaseModel):
         if absent and set(asked) - {"layers"}:
             raise ValueError(
                 f"activations need {', '.join(f'--{name}' for name in absent)} as well"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _bits_fit_optimizer(self) -> Self:
+        if self.optimizer_bits != _STATE_BITS and self.optimizer not in EIGHT_BIT_OPTIMIZERS:
+            raise ValueError(
+                f"--optimizer-bits {self.optimizer_bits} needs --optimizer {', '.join(EIGHT_BIT_OPTIMIZERS)}, but the "
+                f"optimizer is {self.optimizer}"
             )
         return self
 
@@ -131,15 +153,21 @@ def gathered_bytes_per_parameter(optimizer: Optimizer) -> int:
     return {"muon": 2, "adafactor": 8, "shampoo": 12}.get(optimizer, 0)
 
 
-def optimizer_bytes_per_parameter(options: EstimateOptions) -> int:
-    """K of the ZeRO paper: bytes of optimizer state for each parameter, with master weights and averages."""
-    numbers = states_per_parameter(options.optimizer)[1]
+def has_master_weights(options: EstimateOptions) -> bool:
+    """Whether FP32 copies of the parameters are kept beside the optimizer's states."""
     is_low = options.itemsize_bytes < _STATE_BYTES
-    if is_low and options.master and options.optimizer != "adam-fp32-master":
-        numbers += 1
-    if options.ema:
-        numbers += 1
-    return _STATE_BYTES * numbers
+    return is_low and options.master and options.optimizer != "adam-fp32-master"
+
+
+def optimizer_bytes_per_parameter(options: EstimateOptions) -> float:
+    """K of the ZeRO paper: bytes of optimizer state for each parameter, with master weights and averages.
+
+    A state of 8 bits has one byte, and a share of the FP32 scale of its block.
+    """
+    states = states_per_parameter(options.optimizer)[1]
+    others = int(has_master_weights(options)) + int(options.ema)
+    of_state = _STATE_BYTES if options.optimizer_bits == _STATE_BITS else _CODED_STATE_BYTES
+    return of_state * states + _STATE_BYTES * others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,7 +227,7 @@ class Estimate:
     """The estimate for the options, stage by stage."""
 
     options: EstimateOptions
-    optimizer_bytes_per_parameter: int
+    optimizer_bytes_per_parameter: float
     full_gradient_bytes: int
     activations: Activations | None
     stages: tuple[StageEstimate, ...]

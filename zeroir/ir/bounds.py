@@ -3,15 +3,17 @@
 Nothing but data holds a stream back. A fast stream may therefore begin buffers long before the op of another stream
 that stands in front of them, and a slow one may end them long after the ops behind. A bound of a program limits that
 for one kind of buffer. Passes state bounds and never the waits: the waits are derived from the bounds and from what
-data need, and the verifier checks each section against each bound (Z302).
+data need, and the verifier checks each section against each bound (Z302, and Z503 for pages).
 
-Both bounds speak of a buffer's beginning, at its ``alloc``:
+Each bound speaks of a buffer's beginning, at its ``alloc``:
 
 * ``bound KIND ahead=N``: buffers of the kind come in groups. Of the groups that have a release above the ``alloc``, all
   but the last N have surely ended when the buffer begins. So at most N groups are live beyond those that the order of
   the ops has live there; what is released below the ``alloc`` is live by choice and does not count.
 * ``bound KIND behind=STREAM``: the last op of the stream above the ``alloc``, other than an ``alloc``, is surely done
   when the buffer begins. So the stream that begins buffers of the kind never runs ahead of STREAM.
+* ``bound KIND live=N``: of the buffers of the kind that begin above the ``alloc``, all but N - 1 have surely ended. So
+  at most N are live at once in any order of the ops.
 """
 
 from __future__ import annotations
@@ -33,14 +35,19 @@ class BoundKind(StrEnum):
     * ``full_parameters``: gathered parameters. A group are those that one op is the first to read.
     * ``full_gradients``: buffers into which compute ops put gradients. A group are those that one op completes, being
       the last to write them; those that one launch reduces are one group.
+    * ``activations``: values on the device that compute ops hand to each other, among them those that a forward saves
+      for its backward. A group are those that one op is the first to write.
     * ``device_staging``, ``host_staging``: buffers of the role ``staging`` in that space which a transfer fills or
       empties. A group are those that one op is the first to use, apart from the transfers that fill them.
+    * ``pages``: buffers of the role ``page``. Each is a group.
     """
 
     FULL_PARAMETERS = "full_parameters"
     FULL_GRADIENTS = "full_gradients"
+    ACTIVATIONS = "activations"
     DEVICE_STAGING = "device_staging"
     HOST_STAGING = "host_staging"
+    PAGES = "pages"
 
 
 _STAGING: Final = {
@@ -66,7 +73,18 @@ class BehindBound:
     behind: str
 
 
-Bound = AheadBound | BehindBound
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveBound:
+    """At most ``live`` buffers of the kind are live at once."""
+
+    kind: BoundKind
+    live: int
+
+
+Bound = AheadBound | BehindBound | LiveBound
+
+
+_OF_ROLE: Final = {Role.GATHERED: BoundKind.FULL_PARAMETERS, Role.PAGE: BoundKind.PAGES}
 
 
 def with_bound(bounds: Iterable[Bound], bound: Bound) -> tuple[Bound, ...]:
@@ -77,11 +95,12 @@ def with_bound(bounds: Iterable[Bound], bound: Bound) -> tuple[Bound, ...]:
 def bounded_buffers(buffers: Iterable[Buffer], body: Iterable[Op]) -> Mapping[str, BoundKind]:
     """The buffers of a program that bounds can be about, by name; ``body`` are its ops."""
     temporary = {buffer.name: buffer for buffer in buffers if not buffer.is_persistent}
-    kinds = {
-        name: BoundKind.FULL_PARAMETERS
-        for name, buffer in temporary.items()
-        if buffer.role is Role.GATHERED
-    }
+    kinds: dict[str, BoundKind] = {}
+    for name, buffer in temporary.items():
+        if buffer.role in _OF_ROLE:
+            kinds[name] = _OF_ROLE[buffer.role]
+        elif buffer.role in (Role.SAVED, Role.ACTIVATION) and buffer.space is Space.DEVICE:
+            kinds[name] = BoundKind.ACTIVATIONS
     for op in body:
         match op:
             case ops.Compute():
@@ -92,10 +111,10 @@ def bounded_buffers(buffers: Iterable[Buffer], body: Iterable[Op]) -> Mapping[st
                             kinds[name] = BoundKind.FULL_GRADIENTS
             case ops.Transfer():
                 for name in (op.source.buffer, op.destination.buffer):
-                    buffer = temporary.get(name)
-                    if buffer is None or buffer.role is not Role.STAGING:
+                    moved = temporary.get(name)
+                    if moved is None or moved.role is not Role.STAGING:
                         continue
-                    if (staging := _STAGING.get(buffer.space)) is not None:
+                    if (staging := _STAGING.get(moved.space)) is not None:
                         kinds[name] = staging
             case _:
                 pass
@@ -135,6 +154,8 @@ def _note_makers(
         match kinds.get(region.buffer):
             case BoundKind.FULL_GRADIENTS:
                 makers[region.buffer] = index
+            case BoundKind.ACTIVATIONS:
+                makers.setdefault(region.buffer, index)
             case BoundKind.DEVICE_STAGING | BoundKind.HOST_STAGING:
                 if not isinstance(op, ops.Transfer):
                     makers.setdefault(region.buffer, index)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from zeroir.ir.contents import Content, SnapshotContent
@@ -38,6 +38,7 @@ class Role(StrEnum):
     STAGING = "staging"
     WORKSPACE = "workspace"
     SNAPSHOT = "snapshot"
+    PAGE = "page"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,13 +75,15 @@ class Region:
     """Elements ``[offset, offset + numel)`` of a buffer; with ``shard`` only this rank's 1/size slice of them.
 
     The text is ``%b`` for a whole buffer, ``%b[0:64]`` for a part and ``%b[0:64]@dp`` for a slice, in which rank
-    ``r`` of an axis of size ``n`` names elements ``[offset + r * numel/n, offset + (r+1) * numel/n)``.
+    ``r`` of an axis of size ``n`` names elements ``[offset + r * numel/n, offset + (r+1) * numel/n)``. With ``part``
+    it names elements ``[start, stop)`` of those alone, counted from the first of them: ``%b[0:64]@dp[8:16]``.
     """
 
     buffer: str
     offset: int
     numel: int
     shard: str | None = None
+    part: tuple[int, int] | None = None
 
     @property
     def stop(self) -> int:
@@ -88,25 +91,38 @@ class Region:
         return self.offset + self.numel
 
     def overlaps(self, other: Region) -> bool:
-        """Whether the two have elements in common, before slicing."""
+        """Whether the two have elements in common, before slicing; parts of slices count as the whole region."""
         return self.buffer == other.buffer and self.offset < other.stop and other.offset < self.stop
 
     def local_numel(self, mesh: Mesh) -> int:
         """Number of elements that one rank names."""
+        if self.part is not None:
+            return self.part[1] - self.part[0]
         return self.numel if self.shard is None else self.numel // mesh.size(self.shard)
 
     def local_range(self, mesh: Mesh, coordinate: dict[str, int]) -> tuple[int, int]:
         """First and one-past-last element that the rank at ``coordinate`` names."""
-        if self.shard is None:
-            return self.offset, self.offset + self.numel
-        numel = self.numel // mesh.size(self.shard)
-        start = self.offset + coordinate[self.shard] * numel
-        return start, start + numel
+        start, numel = self.offset, self.numel
+        if self.shard is not None:
+            numel //= mesh.size(self.shard)
+            start += coordinate[self.shard] * numel
+        first, stop = (0, numel) if self.part is None else self.part
+        return start + first, start + stop
 
 
 def whole(buffer: Buffer) -> Region:
     """The region that covers a buffer."""
     return Region(buffer=buffer.name, offset=0, numel=buffer.numel)
+
+
+def part_of(region: Region, start: int, stop: int) -> Region:
+    """Elements ``[start, stop)`` of those that a rank names by a region, counted from the first of them."""
+    if region.part is not None:
+        first = region.part[0]
+        return replace(region, part=(first + start, first + stop))
+    if region.shard is not None:
+        return replace(region, part=(start, stop))
+    return replace(region, offset=region.offset + start, numel=stop - start)
 
 
 def copied_region(content: SnapshotContent) -> Region:

@@ -7,7 +7,8 @@ abstract values of the verifier.
 A *flat* is the padded, one-dimensional space in which the parameters of one (unit, dtype, trainable) stand; its
 gradient, master weights and optimizer states use the same coordinates. ``FlatContent`` says which elements of a
 flat a region holds: element ``i`` of the region is flat element ``offset + i``, and with ``shard=axis`` it is flat
-element ``offset + coordinate(axis) * region_numel + i``: this rank's slice.
+element ``offset + coordinate(axis) * region_numel + i``: this rank's slice. A region with a part of each rank's slice
+has a ``stride``, the elements from one coordinate's part to the next one's, in the place of ``region_numel``.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ class FlatContent:
 
     ``version`` counts the updates since the step began (parameters, masters, averages, states). ``reduced`` names the
     mesh axes over which a gradient has been summed, in mesh order, and ``micro`` the micro-steps it holds. Padding, the
-    elements of a flat that belong to no parameter, is zero in every quantity.
+    elements of a flat that belong to no parameter, is zero in every quantity. Only an optimizer state rests in parts of
+    slices, with a ``stride``.
     """
 
     quantity: str
@@ -72,6 +74,7 @@ class FlatContent:
     version: int = 0
     reduced: tuple[str, ...] = ()
     micro: Micro | None = None
+    stride: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

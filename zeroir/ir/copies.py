@@ -74,12 +74,10 @@ def at_rest(program: Program, region: Region) -> Region | None:
 
     It has as many elements on each rank. None where the region is no copy, or stands for a part of a slice.
     """
-    seen: set[str] = set()
     while not program.buffer_by_name[region.buffer].is_persistent:
         copy = program.copies.get(region.buffer)
-        if copy is None or region.buffer in seen:
+        if copy is None:
             return None
-        seen.add(region.buffer)
         if copy.slice is None:
             region = replace(region, buffer=copy.buffer, offset=region.offset + copy.shift)
         elif region.shard is None and region.numel == copy.slice.local_numel(program.mesh):

@@ -8,8 +8,16 @@ from typing import ClassVar
 from zeroir.ir.algorithms import Algorithm
 from zeroir.ir.buffers import Region
 from zeroir.ir.contents import ABSMAX, CODES
-from zeroir.ir.op_fields import Accumulated, Attribute, Read, Signalled, StreamName, Written
-from zeroir.ir.operation import Operation, Refill
+from zeroir.ir.op_fields import (
+    Accumulated,
+    Attribute,
+    Read,
+    Result,
+    Signalled,
+    StreamName,
+    Written,
+)
+from zeroir.ir.operation import Mode, Operation, Refill
 
 
 class Update(Operation):
@@ -22,14 +30,16 @@ class Update(Operation):
 class GradNorm(Update):
     """Write the FP32 sum of squares of this rank's sources, added in the order given, to a one-element f32 region.
 
-    It is a partial sum until an all_reduce over every axis that cuts the sources makes it global.
+    With the mode ``accumulate`` the sum begins with the region's value, so several ops in a row compute the bits of one
+    op with all sources. It is a partial sum until an all_reduce over every axis that cuts the sources makes it global.
     """
 
-    syntax = "({sources}) -> {destination}"
+    syntax = "({sources}) -> {mode}{destination}"
 
     sources: tuple[Read[Region], ...]
-    destination: Written[Region]
+    destination: Result[Region]
     stream: StreamName[str]
+    mode: Attribute[Mode] = Mode.WRITE
     event: Signalled[str] | None = None
 
 
@@ -37,14 +47,16 @@ class GradNorm(Update):
 class CheckFinite(Update):
     """Write 1 to a one-element f32 region if any element of this rank's sources is infinite or NaN, else 0.
 
-    It is a partial answer until an all_reduce makes it global.
+    With the mode ``accumulate`` a 1 that stands there stays. It is a partial answer until an all_reduce makes it
+    global.
     """
 
-    syntax = "({sources}) -> {destination}"
+    syntax = "({sources}) -> {mode}{destination}"
 
     sources: tuple[Read[Region], ...]
-    destination: Written[Region]
+    destination: Result[Region]
     stream: StreamName[str]
+    mode: Attribute[Mode] = Mode.WRITE
     event: Signalled[str] | None = None
 
 

@@ -19,7 +19,7 @@ from zeroir.ir.segment import Segment
 from zeroir.memory.lifetimes import Lifetimes
 from zeroir.memory.most_live import most_live
 from zeroir.memory.placement import Placement, placements
-from zeroir.workspace.op_scratch import scratch_bytes
+from zeroir.workspace.op_scratch import scratch_bytes, scratch_space
 
 WORKSPACE: Final = "workspace"
 """The name that scratch memory has among the roles."""
@@ -59,7 +59,8 @@ class Footprint:
     """Bytes on one rank in one space.
 
     ``resting_bytes`` are of persistent buffers, ``arena_bytes`` of the block in which temporary ones stand, planned or
-    not, and ``scratch_bytes`` the most that ops need beyond their buffers, all that may run at once together.
+    not, and ``scratch_bytes`` the most that the ops that work in this space need beyond their buffers, all that may run
+    at once together.
     """
 
     space: Space
@@ -90,9 +91,10 @@ def footprint(
     names = program.buffer_by_name
 
     def has_scratch(op: Op) -> bool:
-        return scratch_bytes(program, op, kernels=kernels) > 0
+        has_some = scratch_bytes(program, op, kernels=kernels) > 0
+        return has_some and scratch_space(program, op) is space
 
-    lifetimes = Lifetimes.of(program, has_scratch if space is Space.DEVICE else None)
+    lifetimes = Lifetimes.of(program, has_scratch)
     sizes: list[int] = []
     for life, name in enumerate(lifetimes.buffers):
         if name:

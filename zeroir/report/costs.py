@@ -14,6 +14,7 @@ from zeroir.cost.estimate import (
     Estimate,
     StageEstimate,
     gathered_bytes_per_parameter,
+    has_master_weights,
     states_per_parameter,
 )
 from zeroir.cost.simulate import ClassResult, Measured, PathItem, Simulation
@@ -177,17 +178,16 @@ def render_estimate(estimate: Estimate) -> RenderableType:
     low, high = states_per_parameter(options.optimizer)
     per, optimizer = options.itemsize_bytes, estimate.optimizer_bytes_per_parameter
     states = f"{low}" if low == high else f"{low} to {high}"
-    # Bytes beyond the states of the optimizer and the average are those of the master weight.
-    kept = high + int(options.ema)
-    beside = ["the FP32 master weight"] if optimizer > 4 * kept else []
+    numbers = "FP32 numbers" if options.optimizer_bits == 32 else "numbers of 8 bits"
+    beside = ["the FP32 master weight"] if has_master_weights(options) else []
     beside += ["an average"] if options.ema else []
     also = "".join(f", and {what}" for what in beside)
     grid = facts_table()
     grid.add_row("parameters", f"{options.params:,.0f}, {options.precision}")
     grid.add_row("ranks", f"{options.world_size:,}")
-    grid.add_row("optimizer", f"{options.optimizer}: {states} FP32 numbers a parameter{also}")
+    grid.add_row("optimizer", f"{options.optimizer}: {states} {numbers} a parameter{also}")
     grid.add_row(
-        "a parameter takes", f"{per} + {per} + {optimizer} bytes (weight, gradient, optimizer)"
+        "a parameter takes", f"{per} + {per} + {optimizer:.4g} bytes (weight, gradient, optimizer)"
     )
     grid.add_row("a full gradient", format_bytes(estimate.full_gradient_bytes))
     tables = [grid, _states_table(estimate)]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 
-from zeroir.ir.buffers import whole
+from zeroir.ir.buffers import Role, whole
 from zeroir.ir.program import (
     LAST_MICRO_STEP,
     MICRO_STEP,
@@ -56,8 +56,10 @@ _STRUCTURE_CHECKS = (check_limits, check_declarations, check_structure, check_sn
 """Whether each declaration and each op is right by itself; all other checks rely on it."""
 _ORDER_CHECKS = (check_collectives, check_ordering, check_arenas, check_bounds)
 """Whether every interleaving of the streams is safe; the values are examined in program order alone."""
-_ORDER_LAWS = ("Z101", "Z103", "Z104", "Z105", "Z106", "Z201", "Z202", "Z302")
+_ORDER_LAWS = ("Z101", "Z103", "Z104", "Z105", "Z106", "Z201", "Z202", "Z302", "Z503")
 _VALUE_LAWS = ("Z102", "Z401", "Z402", "Z403", "Z404", "Z405", "Z406", "Z407")
+_PAGE_LAWS = ("Z501", "Z502", "Z503")
+"""The first two are about the order of ops and about values."""
 
 
 class Reference:
@@ -146,6 +148,8 @@ def _asked(
     unasked |= {"Z106"} if all(buffer.offset is None for buffer in program.buffers) else set()
     unasked |= set() if program.bounds else {"Z302"}
     unasked |= set() if SAVE in program.section_by_name else {"Z407"}
+    has_pages = any(buffer.role is Role.PAGE for buffer in program.buffers)
+    unasked |= set() if has_pages else set(_PAGE_LAWS)
     return tuple(code for code in LAWS if code not in unasked)
 
 
@@ -155,10 +159,10 @@ def _examined(program: Program, reference: Reference | None, budget_bytes: int |
     unexamined: dict[str, str] = {}
     if not _holds(_STRUCTURE_CHECKS, program, findings):
         why = "not examined: the structure is broken"
-        unexamined = dict.fromkeys((*_ORDER_LAWS, *_VALUE_LAWS, "Z301"), why)
+        unexamined = dict.fromkeys((*_ORDER_LAWS, *_VALUE_LAWS, *_PAGE_LAWS, "Z301"), why)
     elif not _holds(_ORDER_CHECKS, program, findings):
         why = "not examined: the order of ops is broken"
-        unexamined = dict.fromkeys((*_VALUE_LAWS, "Z301"), why)
+        unexamined = dict.fromkeys((*_VALUE_LAWS, *_PAGE_LAWS[:2], "Z301"), why)
     else:
         if budget_bytes is not None:
             check_budget(program, findings, budget_bytes)

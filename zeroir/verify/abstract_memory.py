@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TypeGuard
 
 from zeroir.ir.buffers import Buffer, Region
@@ -16,11 +17,13 @@ from zeroir.verify.domain import (
     Split,
     Value,
     coalesced,
+    cut,
     moved,
     pack,
     rebased,
     simplify,
     unpack,
+    window,
 )
 from zeroir.verify.intervals import IntervalMap
 
@@ -45,10 +48,14 @@ class AbstractMemory:
 
     def numel(self, region: Region) -> int:
         """Elements of the region on one rank."""
+        if region.part is not None:
+            return region.part[1] - region.part[0]
         return region.numel if region.shard is None else region.numel // self.sizes[region.shard]
 
     def read(self, region: Region) -> PieceList:
         """The pieces of the region."""
+        if region.part is not None:
+            return window(self.read(replace(region, part=None)), region.part[0], self.numel(region))
         start, stop = region.offset, region.offset + region.numel
         pieces = self._map(region.buffer).read(start, stop)
         axis = region.shard
@@ -72,6 +79,9 @@ class AbstractMemory:
 
     def write(self, region: Region, pieces: PieceList) -> None:
         """Put pieces that cover ``[0, local numel)`` into the region."""
+        if region.part is not None:
+            self._write_part(replace(region, part=None), region.part, pieces)
+            return
         start, stop = region.offset, region.offset + region.numel
         kept = self._map(region.buffer)
         axis = region.shard
@@ -80,6 +90,13 @@ class AbstractMemory:
         self._tear(kept, start, stop)
         for a, b, value in pieces:
             kept.write(start + a, start + b, moved(value, -start))
+
+    def _write_part(self, region: Region, part: tuple[int, int], pieces: PieceList) -> None:
+        """Put pieces into elements ``part`` of those that a rank names by the region; the others stay."""
+        start, stop = part
+        there = self.read(region)
+        behind = cut(there, stop, self.numel(region))
+        self.write(region, coalesced([*cut(there, 0, start), *rebased(pieces, -start), *behind]))
 
     def _split(self, here: PieceList, own: Value, axis: str, start: int, stop: int) -> PieceList:
         """The pieces of a region, counted from its start, once this rank's slice of them is ``own``."""

@@ -1,4 +1,4 @@
-"""Bounds: in no order of the streams are more buffers of a kind live than the program's bounds allow (Z302).
+"""Bounds: in no order of the streams are more buffers of a kind live than the program's bounds allow (Z302, Z503).
 
 ``zeroir.ir.bounds`` defines what a bound means and which buffers it limits. The verifier's own happens-before decides
 whether a release is done when a buffer begins.
@@ -10,7 +10,15 @@ from collections.abc import Mapping
 from typing import assert_never
 
 from zeroir.ir import ops
-from zeroir.ir.bounds import AheadBound, BehindBound, Bound, BoundKind, bounded_buffers, groups
+from zeroir.ir.bounds import (
+    AheadBound,
+    BehindBound,
+    Bound,
+    BoundKind,
+    LiveBound,
+    bounded_buffers,
+    groups,
+)
 from zeroir.ir.program import Program, Section
 from zeroir.verify.context import Findings
 from zeroir.verify.happens_before import HappensBefore
@@ -70,6 +78,8 @@ class _BoundsCheck:
         self.bounds = {bound.kind: bound for bound in program.bounds}
         self.groups = groups(section.body, kinds)
         self.releases = {bound.kind: _Releases() for bound in program.bounds}
+        self.open: dict[BoundKind, int] = dict.fromkeys(self.releases, 0)
+        """How many buffers of each kind have begun, and are released further below."""
         self.last_op: dict[int, int] = {}
         """The number of each stream's last op, allocs left out."""
 
@@ -85,11 +95,13 @@ class _BoundsCheck:
                 bound = self.bounds.get(self.kinds[op.buffer])
                 if bound is not None:
                     self._check(bound, op, stream, line)
+                    self.open[bound.kind] += 1
             number = self.order.issue(line, op)
             if not isinstance(op, ops.Alloc):
                 self.last_op[stream] = number
             if isinstance(op, ops.Release) and self.kinds.get(op.buffer) in self.releases:
                 self.releases[self.kinds[op.buffer]].add(self.groups[line], number)
+                self.open[self.kinds[op.buffer]] -= 1
 
     def _check(self, bound: Bound, op: ops.Alloc, stream: int, line: int) -> None:
         match bound:
@@ -113,6 +125,9 @@ class _BoundsCheck:
                     f"{bound.behind}, though the program's bound `{bound.kind.value} behind={bound.behind}` has that "
                     "op done by then"
                 )
+            case LiveBound():
+                self._check_live(bound, op, stream, line)
+                return
             case _:
                 assert_never(bound)
         at = self.order.issued[number].line
@@ -123,4 +138,28 @@ class _BoundsCheck:
             line=line,
             buffers=tuple(dict.fromkeys((op.buffer, name))),
             advice=f"Let op {at} signal an event, and wait for it on {op.stream} before this op.",
+        )
+
+    def _check_live(self, bound: LiveBound, op: ops.Alloc, stream: int, line: int) -> None:
+        room = bound.live - 1 - self.open[bound.kind]
+        number = self.releases[bound.kind].first_open(stream, max(room, 0), self.order)
+        if number is None and room >= 0:
+            return
+        names = [op.buffer]
+        if number is None:
+            why = f"{bound.live} others are live there"
+            advice = "Release one of them before this op."
+        else:
+            release = self.order.issued[number]
+            names += [release.op.buffer] if isinstance(release.op, ops.Release) else []
+            why = f"it may run before the release of %{names[-1]} @{release.line}"
+            advice = f"Let op {release.line} signal an event, and wait for it on {op.stream} before this op."
+        self.findings.add(
+            "Z503" if bound.kind is BoundKind.PAGES else "Z302",
+            f"alloc %{op.buffer} may be one too many for the program's bound `{bound.kind.value} live={bound.live}`: "
+            f"{why}",
+            section=self.section,
+            line=line,
+            buffers=tuple(dict.fromkeys(names)),
+            advice=advice,
         )

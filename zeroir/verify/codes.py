@@ -131,6 +131,18 @@ LAWS: Final[Mapping[str, Law]] = {
         title="a save that does not copy the present state",
         remedy="Let section `save` copy every buffer that training goes on from, each to a snapshot of its own.",
     ),
+    "Z501": Law(
+        title="a page used before it arrived",
+        remedy="Transfer the page to its slot first, and wait for the transfer on the stream of the op.",
+    ),
+    "Z502": Law(
+        title="a changed page dropped",
+        remedy="Copy the page back to where it rests, and wait for the copy before its slot is released or filled.",
+    ),
+    "Z503": Law(
+        title="more live pages than slots",
+        remedy="Wait for the release of an earlier page before the next one begins, or raise the bound on pages.",
+    ),
 }
 
 CODES: Final[Mapping[str, Law]] = {**STRUCTURE, **LAWS}

@@ -153,7 +153,8 @@ def spell(region: Region, program: Program) -> str:
     """The region as the program's text spells it."""
     buffer = program.buffer_by_name.get(region.buffer)
     is_whole = buffer is not None and (region.offset, region.numel) == (0, buffer.numel)
-    if is_whole and region.shard is None:
+    if is_whole and region.shard is None and region.part is None:
         return f"%{region.buffer}"
     suffix = "" if region.shard is None else f"@{region.shard}"
+    suffix += "" if region.part is None else f"[{region.part[0]}:{region.part[1]}]"
     return f"%{region.buffer}[{region.offset}:{region.stop}]{suffix}"

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Final
 
 from zeroir.ir.allowlist import refusal
-from zeroir.ir.bounds import AheadBound, BehindBound
+from zeroir.ir.bounds import AheadBound, BehindBound, LiveBound
 from zeroir.ir.buffers import Buffer, Region, whole
 from zeroir.ir.contents import (
     ABSMAX,
     CODES,
+    DIRECTION,
+    EMA,
     FACTORS,
     GRAD,
     MASTER,
     OWN_COORDINATES,
+    PARAM,
+    PRECONDITIONERS,
     Content,
     FlatContent,
     Micro,
@@ -98,6 +103,8 @@ def _bounds(program: Program) -> Problems:
                 )
             case AheadBound() if bound.ahead < 0:
                 yield "Z008", f"the bound on {bound.kind.value} lets {bound.ahead} run ahead"
+            case LiveBound() if bound.live < 1:
+                yield "Z008", f"the bound on {bound.kind.value} lets {bound.live} be live"
             case _:
                 pass
 
@@ -190,7 +197,11 @@ def _content_problem(program: Program, content: Content, numel: int) -> str | No
         if not program.mesh.has_axis(content.shard):
             return f"is cut along the undeclared axis {content.shard}"
         count = program.mesh.size(content.shard)
-    stop = content.offset + numel * count
+    if content.stride is not None:
+        sentence = _stride_problem(content, content.stride, numel)
+        if sentence is not None:
+            return sentence
+    stop = content.offset + (content.stride or numel) * (count - 1) + numel
     length = flat.padded_numel
     if content.quantity in ABSMAX.values():
         length = blocks_numel(flat.padded_numel)
@@ -213,6 +224,17 @@ def _content_problem(program: Program, content: Content, numel: int) -> str | No
         return "is reduced over an undeclared axis"
     if content.quantity in (GRAD, MASTER) and not flat.is_trainable:
         return f"holds {content.quantity} of the frozen flat {flat.name}"
+    return None
+
+
+def _stride_problem(content: FlatContent, stride: int, numel: int) -> str | None:
+    """Why a region of ``numel`` local elements cannot hold parts of slices that begin so many elements apart."""
+    if content.shard is None:
+        return "has a stride, but is not cut along an axis"
+    if content.quantity in (PARAM, MASTER, GRAD, EMA, DIRECTION, FACTORS, PRECONDITIONERS):
+        return f"holds {content.quantity} with a stride, which only an optimizer state has"
+    if stride <= numel:
+        return f"has the stride {stride} and {numel} elements: each rank's part must be less than its slice"
     return None
 
 
@@ -316,6 +338,20 @@ def region_problem(program: Program, region: Region) -> tuple[str, str] | None:
     where = spell(region, program)
     if region.offset < 0 or region.numel < 0 or region.stop > buffer.numel:
         return "Z003", f"{where} is not inside %{buffer.name}, which has {buffer.numel} elements"
+    return _slice_problem(program, region, where) or _part_problem(program, region, where)
+
+
+def _part_problem(program: Program, region: Region, where: str) -> tuple[str, str] | None:
+    if region.part is None:
+        return None
+    start, stop = region.part
+    numel = replace(region, part=None).local_numel(program.mesh)
+    if not 0 <= start <= stop <= numel:
+        return "Z003", f"{where} is not inside the {numel} elements that a rank names by it"
+    return None
+
+
+def _slice_problem(program: Program, region: Region, where: str) -> tuple[str, str] | None:
     if region.shard is None:
         return None
     if not program.mesh.has_axis(region.shard):
@@ -356,6 +392,8 @@ def _state(program: Program, what: str, state: State) -> Problems:
             continue
         regions.append(region)
         where = spell(region, program)
+        if region.part is not None:
+            yield "Z008", f"{what} describes {where}: a state describes whole slices"
         sentence = _content_problem(program, holding.content, region.local_numel(program.mesh))
         if sentence is not None:
             yield "Z008", f"in {what} {where} {sentence}"

@@ -146,7 +146,7 @@ class FlatLayout:
         """The distance by which the elements of a content move with each coordinate."""
         if content.shard is None or self.sizes[content.shard] == 1:
             return ()
-        return ((content.shard, numel),)
+        return ((content.shard, numel if content.stride is None else content.stride),)
 
     def reduced(self, content: FlatContent | WeightContent) -> tuple[str, ...]:
         """The axes of more than one rank over which a gradient or a weight is summed, in that order."""

@@ -11,12 +11,20 @@ from dataclasses import replace
 from typing import assert_never
 
 from zeroir.ir import ops
-from zeroir.ir.buffers import Region, whole
-from zeroir.ir.contents import GRAD, PARAM, NamedContent, WeightContent
+from zeroir.ir.buffers import Buffer, Region, whole
+from zeroir.ir.contents import GRAD, PARAM, FlatContent, NamedContent, WeightContent
 from zeroir.ir.dtypes import DType
 from zeroir.ir.ops import Mode, Op
 from zeroir.ir.program import Program, Section
-from zeroir.verify import algebra, averages, decisions, optimizer_steps, statistics, transfers
+from zeroir.verify import (
+    algebra,
+    averages,
+    decisions,
+    optimizer_steps,
+    pages,
+    statistics,
+    transfers,
+)
 from zeroir.verify.abstract_memory import AbstractMemory
 from zeroir.verify.context import Findings, spell, title
 from zeroir.verify.descriptions import ADVICE, CAUSES, describe
@@ -73,6 +81,12 @@ class Shared:
         }
         self.groups = {group.name: group for group in program.groups}
         self.may_repeat = may_repeat
+        self.pages = pages.page_names(program)
+        self.resting: dict[tuple[str, str], list[tuple[Buffer, FlatContent]]] = {}
+        for buffer in program.buffers:
+            if isinstance(buffer.holds, FlatContent):
+                key = buffer.holds.quantity, buffer.holds.flat
+                self.resting.setdefault(key, []).append((buffer, buffer.holds))
 
 
 class SectionRun:
@@ -180,6 +194,8 @@ class SectionRun:
     # -------------------------------------------------------------------------------------------------- operations
 
     def _step(self, op: Op) -> None:
+        if self.shared.pages:
+            pages.check_dropped(self, op)
         match op:
             case ops.Wait():
                 pass
@@ -234,7 +250,7 @@ class SectionRun:
         where = spell(region, self.program)
         part = "" if (start, stop) == (0, self.memory.numel(region)) else f" [{start}:{stop}] of"
         self.fail(
-            code,
+            "Z501" if region.buffer in self.shared.pages else code,
             f"{title(self.section.body[self.line])} reads{part} {where}, which has {CAUSES[hole.cause]}",
             region.buffer,
             advice=ADVICE[hole.cause],

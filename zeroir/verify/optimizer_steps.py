@@ -29,11 +29,12 @@ from zeroir.verify.domain import (
     FlatKey,
     NamedKey,
     PieceList,
+    Strides,
     Value,
     cut,
     rebased,
 )
-from zeroir.verify.gradients import locate
+from zeroir.verify.gradients import is_zero, locate
 from zeroir.verify.statistics import use_gradient
 
 if TYPE_CHECKING:
@@ -119,6 +120,8 @@ def direction(run: SectionRun, op: ops.Direction) -> None:
     gradient = run.take(op.grad, "Z402")
     numel = run.memory.numel(op.grad)
     place = next(filter(None, (locate(value) for _, _, value in gradient)), None)
+    if place is None and all(is_zero(value) for _, _, value in gradient):
+        place = _place_of(states)
     spent: PieceList = [(a, b, algebra.spent(value)) for a, b, value in gradient]
     run.memory.write(op.grad, spent)
     if place is None:
@@ -141,6 +144,15 @@ def direction(run: SectionRun, op: ops.Direction) -> None:
         new = Elements(FlatKey(name, flat, 1), shift, strides)
         run.memory.write(region, [(0, numel, new)])
     run.memory.write(op.direction, [(0, numel, moved)])
+
+
+def _place_of(states: Sequence[PieceList]) -> tuple[str, int, Strides] | None:
+    """Flat, shift and strides of the elements whose states these are, which padding alone does not tell."""
+    for pieces in states:
+        for _, _, value in pieces:
+            if isinstance(value, Elements) and isinstance(value.key, FlatKey):
+                return value.key.flat, value.shift, value.strides
+    return None
 
 
 def _name(op: _Step) -> str:
@@ -282,7 +294,7 @@ def _check_state(
     for _, _, value in cut(pieces, *interval):
         if value != expected and not algebra.is_poisoned(value):
             run.fail(
-                "Z403",
+                "Z501" if state.buffer in run.shared.pages else "Z403",
                 f"{_name(op)} of {spell(changed_region(op), run.program)} takes {spell(state, run.program)} as its "
                 f"{name}, which holds {describe(value)}",
                 changed_region(op).buffer,

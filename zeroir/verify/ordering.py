@@ -17,6 +17,7 @@ from zeroir.verify.context import Findings, last_touch, spell, title
 from zeroir.verify.crossing import Carried, Crossing, crossings
 from zeroir.verify.happens_before import ENTRY, HappensBefore
 from zeroir.verify.intervals import IntervalMap
+from zeroir.verify.pages import code_of_absence, code_of_conflict, page_names
 
 Access = tuple[int, tuple[tuple[int, int], ...]]
 """The last writer, and per stream the last reader since: ``(writer, ((stream, reader), ...))``."""
@@ -34,6 +35,7 @@ class Ordering:
         self.crossing = crossing
         self.order = HappensBefore(program, section)
         self.maps: dict[str, IntervalMap[Access]] = {}
+        self.pages = page_names(program)
         self.live: set[str] = set(section.entry.live)
         self.released: dict[str, int] = {}
         self.last_collective: dict[str, int] = {}
@@ -89,7 +91,7 @@ class Ordering:
             self._alloc(name, stream, number)
         self._accesses(op, op_effects, stream, number)
         for name in op_effects.frees:
-            self._release(name, stream)
+            self._release(name, op, stream)
         self.order.issue(self.line, op)
         if op_effects.comm is not None:
             self.last_collective[op_effects.comm] = number
@@ -122,7 +124,8 @@ class Ordering:
             advice = f"Move the release behind this op, or this op before the release{at}."
         else:
             when, advice = "before its alloc", f"Alloc %{name} before this op."
-        self._fail("Z101", f"{title(op)} uses {where} {when}", name, advice=advice)
+        code = code_of_absence(op) if name in self.pages else "Z101"
+        self._fail(code, f"{title(op)} uses {where} {when}", name, advice=advice)
         return False
 
     def _when(self, issued: int) -> str:
@@ -132,7 +135,7 @@ class Ordering:
     def _alloc(self, name: str, stream: int, number: int) -> None:
         if name in self.live:
             self._fail(
-                "Z104",
+                "Z503" if name in self.pages else "Z104",
                 f"alloc %{name}, which is live already",
                 name,
                 advice=f"Release %{name} first, or drop this alloc.",
@@ -141,7 +144,7 @@ class Ordering:
         if not self.order.is_before(earlier, stream):
             at = self._when(earlier)
             self._fail(
-                "Z101",
+                "Z503" if name in self.pages else "Z101",
                 f"alloc %{name} may run before its release{at} on another stream",
                 name,
                 advice=self._order_advice(earlier),
@@ -150,7 +153,7 @@ class Ordering:
         numel = self.program.buffer_by_name[name].numel
         self.maps[name] = IntervalMap(numel, (number, ()))
 
-    def _release(self, name: str, stream: int) -> None:
+    def _release(self, name: str, op: Op, stream: int) -> None:
         if name not in self.live:
             word = "a second time" if name in self.released else "without an alloc"
             self._fail(
@@ -166,13 +169,17 @@ class Ordering:
             for user in (writer, *(reader for _, reader in readers)):
                 if not self.order.is_before(user, stream):
                     issued = self.order.issued[user]
+                    code = "Z101"
+                    if name in self.pages:
+                        was_write = user == writer
+                        code = code_of_conflict(code, issued.op, op, was_write=was_write)
                     who = (
                         "a pending op"
                         if issued.op is None
                         else f"{title(issued.op)} @{issued.line}"
                     )
                     self._fail(
-                        "Z101",
+                        code,
                         f"release %{name} may run before {who}, which still uses it",
                         name,
                         advice=self._order_advice(user),
@@ -245,6 +252,8 @@ class Ordering:
             did = "writes" if was_write else "reads"
             does = "reads" if is_read else "writes"
             code, what = "Z105", f"{does} {where} while {who} {did} it on another stream"
+        if region.buffer in self.pages:
+            code = code_of_conflict(code, issued.op, op, was_write=was_write)
         advice = self._order_advice(earlier)
         self._fail(code, f"{title(op)} {what}", region.buffer, advice=advice)
 

@@ -80,7 +80,8 @@ class Report:
     def laws(self) -> Mapping[str, str]:
         """For each law's code ``proved``, the first finding's sentence, or why it was not examined.
 
-        Z106 is listed only where memory is planned, Z301 where a budget is given, and Z406 where a logical program is.
+        Z106 is listed only where memory is planned, Z301 where a budget is given, Z406 where a logical program is, and
+        Z501 to Z503 where there are pages.
         """
         results = {code: self.unexamined.get(code, PROVED) for code in self.asked}
         for finding in reversed(self.findings):

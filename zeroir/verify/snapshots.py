@@ -14,6 +14,7 @@ from zeroir.ir import ops
 from zeroir.ir.buffers import Buffer, Region, Role, Space, copied_region, whole
 from zeroir.ir.contents import DIRECTION, GRAD, MASTER, PARAM, FlatContent, SnapshotContent
 from zeroir.ir.effects import effects
+from zeroir.ir.held_elements import held_by_all
 from zeroir.ir.program import SAVE, Program
 from zeroir.verify.context import Findings, spell, title
 from zeroir.verify.declarations import region_problem
@@ -126,33 +127,29 @@ def _missing(program: Program, copied: Mapping[str, Region]) -> Iterator[tuple[s
     """The buffers of which the state needs elements that no snapshot has, and what each is."""
     flats = [(b, b.holds) for b in program.buffers if isinstance(b.holds, FlatContent)]
     has_masters = {content.flat for _, content in flats if content.quantity == MASTER}
-    held: list[tuple[Buffer, FlatContent]] = []
+    held: list[tuple[Buffer, FlatContent, tuple[range, ...]]] = []
     stops: dict[tuple[str, str], int] = {}
     for buffer, content in flats:
         is_cast = content.quantity == PARAM and content.flat in has_masters
         if content.quantity not in (GRAD, DIRECTION) and not is_cast:
-            held.append((buffer, content))
+            elements = held_by_all(content, buffer.numel, program.mesh)
+            held.append((buffer, content, elements))
             key = content.flat, content.quantity
-            stops[key] = max(stops.get(key, 0), _extent(program, buffer, content)[1])
+            stops[key] = max(stops.get(key, 0), elements[-1].stop)
     saved = {key: IntervalMap(stop, False) for key, stop in stops.items()}
-    for buffer, content in held:
+    for buffer, content, elements in held:
         if buffer.name in copied:
-            kept = saved[content.flat, content.quantity]
-            kept.write(*_extent(program, buffer, content), True)
-    for buffer, content in held:
-        pieces = saved[content.flat, content.quantity].read(*_extent(program, buffer, content))
+            for part in elements:
+                saved[content.flat, content.quantity].write(part.start, part.stop, True)
+    for buffer, content, elements in held:
+        values = saved[content.flat, content.quantity]
+        pieces = [piece for part in elements for piece in values.read(part.start, part.stop)]
         if not all(is_saved for _, _, is_saved in pieces):
             yield buffer.name, f"{content.quantity} of flat {content.flat},"
     for name, what in _beside_flats(program):
         region = copied.get(name)
         if region is None or region != whole(program.buffer_by_name[name]):
             yield name, what
-
-
-def _extent(program: Program, buffer: Buffer, content: FlatContent) -> tuple[int, int]:
-    """The elements of the quantity that all ranks hold together in a buffer."""
-    count = 1 if content.shard is None else program.mesh.size(content.shard)
-    return content.offset, content.offset + count * buffer.numel
 
 
 def _beside_flats(program: Program) -> Iterator[tuple[str, str]]:

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 from zeroir.ir import ops
 from zeroir.ir.buffers import Region
 from zeroir.ir.contents import Micro
+from zeroir.ir.ops import Mode
 from zeroir.verify import algebra
-from zeroir.verify.context import spell
+from zeroir.verify.context import spell, title
 from zeroir.verify.domain import POISON, Cover, PieceList, Poison, Statistic, Value, moved
 from zeroir.verify.gradients import Problem, is_zero, locate, measure
 
@@ -32,9 +33,23 @@ def use_gradient(run: SectionRun, flat: str, pieces: PieceList) -> Problem | Non
 
 def statistic(run: SectionRun, op: ops.GradNorm | ops.CheckFinite) -> None:
     """Compute a statistic, which covers the gradients that it reads; these must be final."""
+    kind = NORM if isinstance(op, ops.GradNorm) else OVERFLOW
     covers: list[Cover] = []
     order: list[tuple[str, int, int]] = []
     is_reported = False
+    if op.mode is Mode.ACCUMULATE:
+        ((_, _, before),) = run.take(op.destination, "Z405")
+        if isinstance(before, Statistic) and before.kind == kind and not before.summed:
+            covers, order = list(before.covers), list(before.order)
+        else:
+            is_reported = True
+            if not algebra.is_poisoned(before):
+                where = spell(op.destination, run.program)
+                run.fail(
+                    "Z405",
+                    f"{title(op)} adds to {where}, which is not this rank's {kind} of other gradients",
+                    op.destination.buffer,
+                )
     for source in op.sources:
         already = len(covers)
         for a, b, value in run.take(source, "Z405"):
@@ -51,7 +66,6 @@ def statistic(run: SectionRun, op: ops.GradNorm | ops.CheckFinite) -> None:
             run.fail("Z405", f"a statistic on unfinished gradients: {problem}", source.buffer)
             is_reported = True
         order += _read(run, covers[already:])
-    kind = NORM if isinstance(op, ops.GradNorm) else OVERFLOW
     result: Value = POISON if is_reported else Statistic(kind, tuple(covers), tuple(order))
     run.memory.write(op.destination, [(0, 1, result)])
 

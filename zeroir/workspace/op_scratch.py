@@ -8,11 +8,13 @@ from __future__ import annotations
 from typing import Final, assert_never
 
 from zeroir.ir import ops
-from zeroir.ir.buffers import Region
+from zeroir.ir.buffers import Region, Space
 from zeroir.ir.contents import FlatContent
 from zeroir.ir.copies import at_rest
 from zeroir.ir.dtypes import DType
+from zeroir.ir.effects import effects
 from zeroir.ir.eight_bit_states import blocks_numel
+from zeroir.ir.mesh import Executor
 from zeroir.ir.ops import Algorithm, Mode, Op
 from zeroir.ir.program import Program, Slot
 from zeroir.workspace.scratch.allowance import SLACK_BYTES, product_allowance_bytes
@@ -76,6 +78,13 @@ def scratch_bytes(program: Program, op: Op, *, kernels: str = EAGER) -> int:
             return SCALAR_BYTES + (chunk if op.skip is None else 2 * chunk)
         case _:
             assert_never(op)
+
+
+def scratch_space(program: Program, op: Op) -> Space:
+    """The memory in which an op has its scratch: the device's on a stream of the device, the host's on any other."""
+    stream = effects(op).stream
+    is_on_device = any(s.name == stream and s.executor is Executor.DEVICE for s in program.streams)
+    return Space.DEVICE if is_on_device else Space.HOST
 
 
 def _direction_bytes(program: Program, op: ops.Direction) -> int:

@@ -38,10 +38,12 @@ class Names:
         return self._output_types.get(segment, ())
 
     def region(self, region: Region) -> str:
-        """``%b``, ``%b[0:64]`` or ``%b[0:64]@dp``."""
+        """``%b``, ``%b[0:64]``, ``%b[0:64]@dp`` or ``%b[0:64]@dp[8:16]``."""
         text = "%" + name(region.buffer)
-        if region.shard is not None:
-            return f"{text}[{region.offset}:{region.stop}]@{name(region.shard)}"
+        if region.shard is not None or region.part is not None:
+            shard = "" if region.shard is None else f"@{name(region.shard)}"
+            part = "" if region.part is None else f"[{region.part[0]}:{region.part[1]}]"
+            return f"{text}[{region.offset}:{region.stop}]{shard}{part}"
         if region.offset == 0 and self._whole_numel.get(region.buffer) == region.numel:
             return text
         return f"{text}[{region.offset}:{region.stop}]"

@@ -27,7 +27,8 @@ Types = Mapping[str, tuple[tuple[TensorType | None, ...], tuple[TensorType | Non
 _NUMBER: Final = re.compile(r"[ \t]*[0-9]+[ \t]*:")
 _REGION: Final = re.compile(
     rf"[ \t]*%(?:({BARE_NAME})|({STRING}))"
-    rf"(?:\[(-?[0-9]{{1,30}}):(-?[0-9]{{1,30}})\](?:@(?:({BARE_NAME})|({STRING})))?)?"
+    rf"(?:\[(-?[0-9]{{1,30}}):(-?[0-9]{{1,30}})\](?:@(?:({BARE_NAME})|({STRING})))?"
+    rf"(?:\[(-?[0-9]{{1,30}}):(-?[0-9]{{1,30}})\])?)?"
 )
 _PARAMETER: Final = re.compile(rf"[ \t]*(?:({BARE_NAME})|({STRING}))[ \t]*:")
 EVENT: Final = "an event such as '!0'"
@@ -79,7 +80,7 @@ class OpParser:
         return self.scanner.sigil_name("%", "a buffer such as '%b'")
 
     def region(self, what: str = "a region such as '%b' or '%b[0:64]'") -> Region:
-        """``%b``, ``%b[0:64]`` or ``%b[0:64]@dp``."""
+        """``%b``, ``%b[0:64]``, ``%b[0:64]@dp`` or ``%b[0:64]@dp[8:16]``."""
         scan = self.scanner
         match = _REGION.match(scan.text, scan.position)
         if match is None:
@@ -92,7 +93,9 @@ class OpParser:
             if shard is None and scan.text.startswith("@", match.end()):
                 scan.fail("expected a mesh axis right after '@'.", match.end() + 1)
             start = int(match[3])
-            return Region(buffer=buffer, offset=start, numel=int(match[4]) - start, shard=shard)
+            part = None if match[7] is None else (int(match[7]), int(match[8]))
+            numel = int(match[4]) - start
+            return Region(buffer=buffer, offset=start, numel=numel, shard=shard, part=part)
         if scan.text.startswith("[", match.end()):
             scan.fail("expected a range such as '[0:64]', without spaces.", match.end())
         if buffer not in self.numels:

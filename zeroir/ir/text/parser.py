@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 
-from zeroir.ir.bounds import AheadBound, BehindBound, Bound, BoundKind
+from zeroir.ir.bounds import AheadBound, BehindBound, Bound, BoundKind, LiveBound
 from zeroir.ir.buffers import Buffer, Role, Space
 from zeroir.ir.contents import (
     Content,
@@ -231,7 +231,9 @@ class _ProgramParser:
         kind = scan.member(BoundKind, "what the bound is about")
         if scan.accept("behind="):
             return BehindBound(kind=kind, behind=scan.name("a stream's name"))
-        scan.expect("ahead=", "expected 'ahead=' or 'behind='.")
+        if scan.accept("live="):
+            return LiveBound(kind=kind, live=scan.integer())
+        scan.expect("ahead=", "expected 'ahead=', 'behind=' or 'live='.")
         return AheadBound(kind=kind, ahead=scan.integer())
 
     def _flat(self) -> Flat:
@@ -368,6 +370,7 @@ class _ProgramParser:
         flat = scan.name("a flat's name")
         shard = scan.name("a mesh axis") if scan.accept("@") else None
         offset = scan.optional("offset", scan.integer, 0)
+        stride = scan.integer() if scan.accept("stride=") else None
         version = scan.optional("version", scan.integer, 0)
         reduced = scan.several(scan.name) if scan.accept("reduced=") else ()
         micro = self._micro() if scan.accept("micro=") else None
@@ -379,10 +382,16 @@ class _ProgramParser:
             version=version,
             reduced=reduced,
             micro=micro,
+            stride=stride,
         )
 
     def _snapshot(self) -> SnapshotContent:
+        position = self.scanner.here()
         region = self.ops.region("a region such as '%b[0:64]'")
+        if region.part is not None:
+            self.scanner.fail(
+                "a snapshot is of a region or a slice, not of a part of it.", position
+            )
         event = None
         if self.scanner.accept("event="):
             event = self.scanner.sigil_name("!", "an event such as '!0'")

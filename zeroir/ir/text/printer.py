@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterator
+from typing import assert_never
 
-from zeroir.ir.bounds import AheadBound, Bound
+from zeroir.ir.bounds import AheadBound, BehindBound, Bound, LiveBound
 from zeroir.ir.buffers import Buffer
 from zeroir.ir.contents import (
     Content,
@@ -107,9 +108,15 @@ def header_lines(program: Program) -> Iterator[str]:
 
 def bound_text(bound: Bound) -> str:
     """A bound as its line of the header has it: ``full_gradients ahead=1``."""
-    if isinstance(bound, AheadBound):
-        return f"{bound.kind.value} ahead={bound.ahead}"
-    return f"{bound.kind.value} behind={name(bound.behind)}"
+    match bound:
+        case AheadBound():
+            return f"{bound.kind.value} ahead={bound.ahead}"
+        case BehindBound():
+            return f"{bound.kind.value} behind={name(bound.behind)}"
+        case LiveBound():
+            return f"{bound.kind.value} live={bound.live}"
+        case _:
+            assert_never(bound)
 
 
 def _flat_lines(flat: Flat) -> Iterator[str]:
@@ -161,6 +168,8 @@ def content_text(content: Content) -> str:
         text += f" @{name(content.shard)}"
     if content.offset:
         text += f" offset={content.offset}"
+    if content.stride is not None:
+        text += f" stride={content.stride}"
     if content.version:
         text += f" version={content.version}"
     text += _reduced(content.reduced)

@@ -1,0 +1,66 @@
+"""Whatever is moved out of the memory of the device, alone or together, changes no bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.passes.numbers import assert_equal, inputs, run
+from tests.passes.strategies import Case, cases
+from tests.support.examples import examples
+from tests.support.lowering import applied, proved
+from tests.support.offloads import OFFLOADS
+from zeroir.ir import ops
+from zeroir.memory.footprint import footprint
+from zeroir.passes.overlap_update import OverlapUpdate
+from zeroir.passes.plan_memory import PlanMemory
+from zeroir.passes.save_state import SaveState
+
+
+@examples(12)
+@given(
+    case=cases(world_sizes=(1, 4)),
+    offload=st.sampled_from(sorted(OFFLOADS)),
+    overlaps_update=st.booleans(),
+    schedule_seed=st.integers(0, 2**16),
+)
+def test_no_bit_changes(
+    case: Case, offload: str, overlaps_update: bool, schedule_seed: int
+) -> None:
+    case = replace(case, blocks=case.blocks + 2)
+    logical = case.logical()
+    passes = (*case.passes(), *((OverlapUpdate(),) if overlaps_update else ()))
+    batches = inputs(logical, case.world_size, case.micro_steps)
+    expected = run(applied(logical, passes), batches)
+    program = proved(logical, (*passes, *OFFLOADS[offload], SaveState(), PlanMemory()))
+    assert any(isinstance(op, ops.Transfer) for op in program.step_ops())
+    result = run(program, batches, schedule_seed)
+    assert_equal(result, expected, range(case.world_size), offload)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_all_together_leave_less_on_the_device_than_each_alone(stage: int) -> None:
+    case = Case(
+        blocks=6,
+        dim=16,
+        precision="bf16",
+        optimizer="adamw",
+        micro_steps=1,
+        clip=None,
+        tied=False,
+        keep_fp32=False,
+        stage=stage,
+        world_size=2,
+        elide=True,
+        distance=1,
+        live=2,
+    )
+    device_bytes = {
+        offload: footprint(applied(case.logical(), (*case.passes(), *steps))).total_bytes
+        for offload, steps in (("nothing", ()), *OFFLOADS.items())
+    }
+    assert min(device_bytes, key=lambda offload: device_bytes[offload]) == "everything"
+    assert max(device_bytes, key=lambda offload: device_bytes[offload]) == "nothing"

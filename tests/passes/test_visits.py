@@ -1,0 +1,277 @@
+"""Visits: which ops one serves, what it brings and takes home, and where its transfers stand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.passes.numbers import assert_equal, inputs, run
+from tests.support.lowering import applied
+from tests.support.programs import mlp
+from zeroir.ir import ops
+from zeroir.ir.buffers import Buffer, Region, Role, Space, View
+from zeroir.ir.dtypes import DType
+from zeroir.ir.mesh import COMPUTE, OPTIMIZER
+from zeroir.ir.ops import Op
+from zeroir.passes.common.order import derive_waits, without_waits
+from zeroir.passes.common.visits import (
+    DISK_TO_HOST,
+    HOST_TO_DEVICE,
+    Visit,
+    find_visits,
+    place_visits,
+    with_visits,
+)
+from zeroir.passes.offload_parameters import OffloadParameters
+from zeroir.passes.pipelines import for_stage
+from zeroir.verify import verify
+
+HOMES = frozenset({"a", "b"})
+
+
+def region(text: str) -> Region:
+    """``a``, ``a[0:64]`` or ``a[0:64]@dp``; a whole buffer has 512 elements."""
+    name, _, rest = text.partition("[")
+    bounds, _, shard = rest.partition("]@")
+    start, _, stop = bounds.strip("]").partition(":")
+    first, end = int(start or 0), int(stop or 512)
+    return Region(buffer=name, offset=first, numel=end - first, shard=shard or None)
+
+
+def copy(source: str, destination: str, stream: str = COMPUTE) -> Op:
+    return ops.Cast(source=region(source), destination=region(destination), stream=stream)
+
+
+def add(source: str, destination: str) -> Op:
+    return ops.Cast(
+        source=region(source),
+        destination=region(destination),
+        mode=ops.Mode.ACCUMULATE,
+        stream=COMPUTE,
+    )
+
+
+def compute(source: str) -> Op:
+    read = region(source)
+    view = View(region=read, shape=(read.numel,), stride=(1,))
+    return ops.Compute(
+        segment="s", arguments=(ops.Argument(view=view),), destinations=(), unit="u", stream=COMPUTE
+    )
+
+
+def staging(name: str, numel: int = 512) -> Buffer:
+    return Buffer(name=name, dtype=DType.F32, numel=numel, space=Space.DEVICE, role=Role.STAGING)
+
+
+def found(*body: Op) -> list[tuple[str, tuple[int, ...]]]:
+    visits = find_visits(body, HOMES, lambda op: getattr(op, "stream", None) == OPTIMIZER)
+    return [(visit.home, visit.uses) for visit in visits]
+
+
+def only(*body: Op) -> Visit:
+    (visit,) = find_visits(body, HOMES, lambda _: False)
+    return visit
+
+
+# -------------------------------------------------------------------------------------------------------- the runs
+
+
+def test_consecutive_uses_are_one_visit() -> None:
+    assert found(compute("a"), compute("a"), copy("a", "x")) == [("a", (0, 1, 2))]
+
+
+def test_a_computation_without_the_buffer_ends_a_visit() -> None:
+    assert found(compute("a"), compute("x"), compute("a")) == [("a", (0,)), ("a", (2,))]
+
+
+def test_other_ops_in_between_do_not_end_a_visit() -> None:
+    fill = ops.Fill(destination=region("x"), value=0.0, stream=COMPUTE)
+    alloc = ops.Alloc(buffer="x", stream=COMPUTE)
+    assert found(compute("a"), alloc, fill, compute("a")) == [("a", (0, 3))]
+
+
+def test_a_use_of_another_home_ends_a_visit() -> None:
+    assert found(copy("a", "x"), copy("b", "x"), copy("a", "x")) == [
+        ("a", (0,)),
+        ("b", (1,)),
+        ("a", (2,)),
+    ]
+
+
+def test_one_op_that_uses_both_keeps_both() -> None:
+    assert found(copy("a", "b"), copy("b", "a")) == [("a", (0, 1)), ("b", (0, 1))]
+
+
+def test_other_elements_are_another_visit() -> None:
+    assert found(copy("a[0:128]", "x"), copy("a[128:256]", "x")) == [("a", (0,)), ("a", (1,))]
+
+
+def test_an_op_at_home_ends_a_visit() -> None:
+    """What it changes there the visit does not have, and what the visit has changed it would not see."""
+    at_home = copy("x", "a", OPTIMIZER)
+    assert found(compute("a"), at_home, compute("a")) == [("a", (0,)), ("a", (2,))]
+
+
+# --------------------------------------------------------------------------------------------- what comes and goes
+
+
+def test_what_is_read_arrives_and_what_is_written_departs() -> None:
+    visit = only(copy("a", "x"), copy("x[0:64]", "a[64:128]"))
+    assert (visit.arriving, visit.departing) == ((region("a"),), (region("a[64:128]"),))
+
+
+def test_a_write_needs_nothing_from_home() -> None:
+    visit = only(copy("x", "a"), copy("a", "y"))
+    assert (visit.arriving, visit.departing) == ((), (region("a"),))
+
+
+def test_a_sum_needs_what_is_there() -> None:
+    visit = only(add("x", "a"))
+    assert (visit.arriving, visit.departing) == ((region("a"),), (region("a"),))
+
+
+def test_only_changed_elements_depart() -> None:
+    visit = only(compute("a"), copy("x[0:64]", "a[64:128]"), copy("x[0:64]", "a[128:192]"))
+    assert (visit.arriving, visit.departing) == ((region("a"),), (region("a[64:192]"),))
+
+
+def test_gaps_arrive_with_what_is_around_them() -> None:
+    one = compute("a[0:64]")
+    assert isinstance(one, ops.Compute)
+    other = compute("a[128:192]")
+    assert isinstance(other, ops.Compute)
+    visit = only(replace(one, arguments=(*one.arguments, *other.arguments)))
+    assert visit.region == region("a[0:192]")
+    assert visit.arriving == (region("a[0:192]"),)
+
+
+def test_a_slice_alone_is_all_that_the_visit_holds() -> None:
+    visit = only(add("x[0:512]@dp", "a[0:512]@dp"))
+    assert visit.region == region("a[0:512]@dp")
+    buffer = staging("v", numel=128)
+    assert visit.moved(region("a[0:512]@dp"), buffer) == Region(buffer="v", offset=0, numel=128)
+
+
+def test_a_slice_and_its_gather_are_one_visit_of_the_whole() -> None:
+    """The slice arrives, and the whole departs, because the gather has written all of it."""
+    pair = ops.Pair(source=region("a[0:512]@dp"), destination=region("a"))
+    gather = ops.AllGather(pairs=(pair,), comm="gather", stream="gather")
+    visit = only(add("x[0:512]@dp", "a[0:512]@dp"), gather)
+    assert visit.region == region("a")
+    assert visit.arriving == (region("a[0:512]@dp"),)
+    assert visit.departing == (region("a"),)
+
+
+def test_slices_and_other_parts_go_both_ways_as_a_whole() -> None:
+    visit = only(add("x[0:512]@dp", "a[0:512]@dp"), copy("x[0:64]", "a[0:64]"))
+    assert visit.arriving == visit.departing == (region("a"),)
+
+
+# ------------------------------------------------------------------------------------------------------- the places
+
+
+def placed(*body: Op, distance: int = 1) -> list[str]:
+    """The ops with a visit of ``a`` in ``va`` and of ``b`` in ``vb``: those of visits by their names alone."""
+    visits = find_visits(body, HOMES, lambda op: getattr(op, "stream", None) == OPTIMIZER)
+
+    def buffer(visit: Visit) -> Buffer:
+        return staging(f"v{visit.home}")
+
+    ops_with_visits = place_visits(body, visits, buffer, HOST_TO_DEVICE, distance=distance)
+    return [_spelt(op) for op in ops_with_visits]
+
+
+def _spelt(op: Op) -> str:
+    match op:
+        case ops.Alloc() | ops.Release():
+            return f"{type(op).__name__.lower()} {op.buffer}"
+        case ops.ToDevice():
+            return f"in {op.destination.buffer}"
+        case ops.ToHost():
+            return f"out {op.source.buffer}"
+        case ops.Cast():
+            return f"{op.source.buffer}->{op.destination.buffer}"
+        case ops.Compute():
+            return f"compute {op.arguments[0].view.region.buffer}"
+        case _:
+            raise AssertionError(op)
+
+
+def test_a_visit_begins_before_the_use_before_it() -> None:
+    assert placed(compute("a"), compute("b"), compute("x"), compute("y"), compute("a")) == [
+        *("alloc va", "in va", "alloc vb", "in vb"),
+        *("compute va", "release va"),
+        *("compute vb", "release vb"),
+        "compute x",
+        *("alloc va", "in va"),
+        "compute y",
+        *("compute va", "release va"),
+    ]
+
+
+def test_without_distance_a_visit_begins_at_its_use() -> None:
+    assert placed(compute("a"), compute("b"), distance=0) == [
+        *("alloc va", "in va", "compute va", "release va"),
+        *("alloc vb", "in vb", "compute vb", "release vb"),
+    ]
+
+
+def test_a_visit_follows_the_change_at_home() -> None:
+    assert placed(compute("b"), copy("x", "a", OPTIMIZER), compute("a")) == [
+        *("alloc vb", "in vb", "compute vb", "release vb"),
+        "x->a",
+        *("alloc va", "in va", "compute va", "release va"),
+    ]
+
+
+def test_a_visit_follows_the_return_of_the_one_before() -> None:
+    assert placed(add("x", "a"), compute("b"), compute("a")) == [
+        *("alloc va", "in va", "alloc vb", "in vb"),
+        *("x->va", "out va", "release va"),
+        *("alloc va", "in va"),
+        *("compute vb", "release vb"),
+        *("compute va", "release va"),
+    ]
+
+
+def test_visits_that_are_live_together_begin_together() -> None:
+    """What is only written has its buffer there, too: otherwise it would wait for the visit before it."""
+    first = (copy("a", "x"), copy("x", "y"))
+    assert placed(*first, copy("b", "a"), copy("x", "b")) == [
+        *("alloc va", "in va"),
+        *("alloc vb", "in vb"),
+        "va->x",
+        "x->y",
+        *("vb->va", "out va", "release va"),
+        *("x->vb", "out vb", "release vb"),
+    ]
+
+
+def test_ops_at_home_stay() -> None:
+    assert placed(copy("a", "b", OPTIMIZER)) == ["a->b"]
+
+
+# ------------------------------------------------------------------------------------------------------ whole programs
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_visits_of_visits(stage: int, precision: str) -> None:
+    """Parameters on disk pass through host memory: two kinds of visits, one inside the other."""
+    logical = mlp(blocks=2, precision=precision, clip=1.0)
+    on_host = applied(logical, (*for_stage(stage, 3), OffloadParameters()))
+    homes = [b.name for b in on_host.buffers if (b.role, b.space) == (Role.PARAM, Space.HOST)]
+    program = derive_waits(with_visits(without_waits(on_host), homes, DISK_TO_HOST))
+    assert {program.buffer_by_name[name].space for name in homes} == {Space.DISK}
+    report = verify(program, logical)
+    assert report.is_valid, report.render()
+    batches = inputs(logical, 3, 1)
+    expected = run(applied(logical, for_stage(stage, 3)), batches)
+    for schedule_seed in range(2):
+        assert_equal(run(program, batches, schedule_seed), expected, range(3), "on disk")
+
+
+def test_without_homes_a_program_stays_as_it_is() -> None:
+    program = applied(mlp(), for_stage(3, 2))
+    assert with_visits(program, (), HOST_TO_DEVICE) is program

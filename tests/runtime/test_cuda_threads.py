@@ -1,0 +1,192 @@
+"""Copies that wait for the host are issued by threads: the thread that issues the ops of the program never waits."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+import torch
+
+from tests.support.clocks import Clocks
+from tests.support.lowering import applied
+from tests.support.programs import mlp
+from zeroir.ir import ops
+from zeroir.ir.mesh import COPY_IN, COPY_OUT, HOST, OPTIMIZER
+from zeroir.ir.ops import Op
+from zeroir.ir.program import LAST_MICRO_STEP, UPDATE, Program
+from zeroir.passes.offload_gradients import OffloadGradients
+from zeroir.passes.offload_optimizer import OffloadOptimizer
+from zeroir.passes.pipelines import for_stage
+from zeroir.passes.save_state import SaveState
+from zeroir.runtime.cuda import CudaStreams
+from zeroir.runtime.cuda_events import issued_apart
+
+CUDA = torch.device("cuda")
+PATIENCE_S = 20.0
+
+
+class Event:
+    """What is done when the stream comes to it: how many ops of each stream."""
+
+    def __init__(self, done: Counter[str]) -> None:
+        self.done = done
+
+    def synchronize(self) -> None:
+        """A device that does at once what is issued keeps nobody waiting."""
+
+
+class Stream:
+    """A queue of the device; its thread-local successor is the current stream of a thread."""
+
+    current = threading.local()
+
+    def __init__(self, _: object = None) -> None:
+        self.waited: Counter[str] = Counter()
+
+    def record_event(self) -> Event:
+        return Event(Counter(self.waited))
+
+    def wait_event(self, event: Event) -> None:
+        self.waited |= event.done
+
+    @classmethod
+    @contextlib.contextmanager
+    def using(cls, stream: Stream | None) -> Iterator[None]:
+        before = getattr(cls.current, "stream", None)
+        cls.current.stream = stream
+        try:
+            yield
+        finally:
+            cls.current.stream = before
+
+
+@pytest.fixture(autouse=True)
+def _device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    own = Stream()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: own)
+    monkeypatch.setattr(torch.cuda, "stream", Stream.using)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+
+
+class Run:
+    """Issues the ops of a program. Ops of the stream ``optimizer`` wait until ``may_update`` is set."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.streams = CudaStreams(program, CUDA)
+        self.executors = {s.name: s.executor.value for s in program.streams}
+        self.may_update = threading.Event()
+        self.lock = threading.Lock()
+        self.done: Counter[str] = Counter()
+        self.computed = 0
+        self.early: list[tuple[Op, str]] = []
+        self.clocks = Clocks()
+
+    def section(self, name: str) -> None:
+        section = self.program.section_by_name[name]
+        entering = [pending.event for pending in section.entry.pending]
+        self.streams.join(entering)
+        self.clocks.join(entering)
+        signalled: dict[str, tuple[str, int]] = {}
+        waits: dict[str, list[tuple[str, int]]] = {}
+        for op in section.body:
+            needed = {} if isinstance(op, ops.Wait) else dict(self.clocks.clock(op.stream))
+            needed.pop(HOST, None)
+            self.clocks.issue(op)
+            awaited: list[tuple[str, int]] = []
+            if isinstance(op, ops.Wait):
+                if op.waited in signalled:
+                    waits.setdefault(op.on, []).append(signalled[op.waited])
+            else:
+                awaited = waits.pop(op.stream, [])
+                if op.event is not None and self.executors[op.stream] == "device":
+                    signalled[op.event] = op.stream, self.clocks.clock(op.stream)[op.stream]
+            self.streams.bind(op, partial(self._execute, op, needed, awaited))()
+
+    def join(self, name: str) -> None:
+        leaving = [p.event for p in self.program.section_by_name[name].exit.pending]
+        self.streams.join(leaving)
+        self.clocks.join(leaving)
+
+    def _execute(self, op: Op, needed: dict[str, int], awaited: list[tuple[str, int]]) -> None:
+        """All that ``needed`` names was issued before, and the device waits for the ops that ``awaited`` names."""
+        assert not isinstance(op, ops.Wait)
+        is_of_host = self.executors[op.stream] != "device"
+        if is_of_host:
+            assert self.may_update.wait(PATIENCE_S)
+        with self.lock:
+            self.early += [(op, name) for name, n in needed.items() if self.done[name] < n]
+            if not is_of_host:
+                stream: Stream = Stream.current.stream
+                self.early += [(op, name) for name, n in awaited if stream.waited[name] < n]
+                stream.waited[op.stream] += 1
+            self.done[op.stream] += 1
+            self.computed += isinstance(op, ops.Compute)
+
+
+def offloaded(stage: int, *, clip: float | None, gradients: bool) -> Program:
+    passes = for_stage(stage, 4, overlap_update=clip is None)
+    further = (OffloadGradients(),) if gradients else ()
+    return applied(
+        mlp(blocks=4, precision="bf16", clip=clip),
+        (*passes, OffloadOptimizer(), *further, SaveState()),
+    )
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("clip", [None, 1.0])
+@pytest.mark.parametrize("stage", range(4))
+def test_the_issuing_thread_waits_for_no_update_of_the_host(
+    stage: int, clip: float | None, gradients: bool
+) -> None:
+    """The whole backward is issued while the host has updated nothing; then all ops run in the program's order."""
+    program = offloaded(stage, clip=clip, gradients=gradients)
+    run = Run(program)
+    body = program.section_by_name[LAST_MICRO_STEP].body
+    computes = sum(isinstance(op, ops.Compute) for op in body)
+    thread = threading.Thread(target=run.section, args=(LAST_MICRO_STEP,), daemon=True)
+    thread.start()
+    deadline = time.monotonic() + PATIENCE_S
+    while run.computed < computes:
+        assert time.monotonic() < deadline, "a computation waits for the optimizer"
+        time.sleep(0.01)
+    assert run.done[OPTIMIZER] == 0
+    run.may_update.set()
+    thread.join(PATIENCE_S)
+    run.join(LAST_MICRO_STEP)
+    run.section(UPDATE)
+    run.join(UPDATE)
+    for _ in range(2):
+        for name in (LAST_MICRO_STEP, UPDATE):
+            run.section(name)
+            run.join(name)
+    run.streams.close()
+    assert run.early == []
+    of_step = [op for op in program.step_ops() if not isinstance(op, ops.Wait)]
+    assert run.done == Counter({s: 3 * n for s, n in Counter(op.stream for op in of_step).items()})
+
+
+def test_streams_of_copies_that_wait_for_the_host_have_threads_and_no_others() -> None:
+    assert issued_apart(offloaded(3, clip=1.0, gradients=False)) == {COPY_IN, COPY_OUT}
+    assert issued_apart(applied(mlp(), (*for_stage(3, 4), SaveState()))) == frozenset()
+
+
+def test_a_failure_of_the_host_reaches_the_issuing_thread() -> None:
+    program = offloaded(3, clip=None, gradients=False)
+    streams = CudaStreams(program, CUDA)
+
+    def execute(op: Op) -> None:
+        if isinstance(op, ops.OptimizerStep):
+            raise RuntimeError("the host ran out of memory")
+
+    for op in program.section_by_name[LAST_MICRO_STEP].body:
+        streams.bind(op, partial(execute, op))()
+    with pytest.raises(RuntimeError, match="the host ran out of memory"):
+        streams.join([])
+    streams.close()

@@ -1,0 +1,90 @@
+"""Pages: damages to them are rejected by the law that each breaks, and nothing else is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from tests.support.mutate_pages import OF_CODE
+from tests.support.subjects import subject
+from zeroir.ir import ops
+from zeroir.ir.buffers import Role
+from zeroir.ir.effects import effects
+from zeroir.ir.program import UPDATE, Program
+from zeroir.passes.common.order import derive_waits
+from zeroir.verify import verify
+
+PAGED = ("paged", "stage 3, paged", "stage 1, paged, overlapped")
+KINDS = [(code, kind) for code, mutations in OF_CODE.items() for kind in mutations]
+
+
+@pytest.mark.parametrize(("code", "kind"), KINDS)
+@pytest.mark.parametrize("name", PAGED)
+def test_a_damage_to_a_page_breaks_its_law(name: str, code: str, kind: str) -> None:
+    made = subject(name)
+    damaged = [OF_CODE[code][kind](made.scheduled, Random(seed)) for seed in range(6)]
+    mutants = [mutant for mutant in damaged if mutant is not None]
+    if name == "paged" and not mutants:
+        return  # Its slots are allocated once, so no page waits for a release.
+    assert mutants
+    for mutant in mutants:
+        report = verify(mutant, made.logical)
+        found = {finding.code for finding in report.findings}
+        # A wait also orders later ops.
+        is_wait_lost = kind in ("use-page-early", "release-page-early", "share-slot")
+        assert code in found if is_wait_lost else found == {code}, report.render()
+
+
+def test_every_damage_is_done_to_a_schedule_of_the_pass() -> None:
+    for code, kind in KINDS:
+        assert OF_CODE[code][kind](subject("stage 3, paged").scheduled, Random(0)) is not None
+
+
+def _without(program: Program, *indices: int) -> Program:
+    """The program without these ops of its update, with the waits that the others need."""
+    section = program.section_by_name[UPDATE]
+    body = tuple(op for index, op in enumerate(section.body) if index not in indices)
+    changed = replace(section, body=body)
+    sections = tuple(changed if s.name == UPDATE else s for s in program.sections)
+    return derive_waits(replace(program, sections=sections))
+
+
+def _indices(program: Program, kind: type[ops.Op]) -> list[int]:
+    """The ops of a kind in the update, transfers to and from pages alone."""
+    pages = {buffer.name for buffer in program.buffers if buffer.role is Role.PAGE}
+    return [
+        index
+        for index, op in enumerate(program.section_by_name[UPDATE].body)
+        if isinstance(op, kind)
+        and any(r.buffer in pages for r in (*effects(op).reads, *effects(op).accumulates))
+    ]
+
+
+@pytest.mark.parametrize("name", ["paged", "stage 3, paged"])
+def test_a_page_that_nothing_changed_may_be_dropped(name: str) -> None:
+    """Without its step a page is what its home still holds, and needs no write-back; the missing step is the error."""
+    made = subject(name)
+    (step, *_), (write_back, *_) = (
+        _indices(made.scheduled, kind) for kind in (ops.OptimizerStep, ops.ToHost)
+    )
+    with_step = verify(_without(made.scheduled, write_back), made.logical)
+    assert {finding.code for finding in with_step.findings} == {"Z502"}
+    without_step = verify(_without(made.scheduled, step, write_back), made.logical)
+    assert {finding.code for finding in without_step.findings} == {"Z403"}
+
+
+@pytest.mark.parametrize("name", ["paged", "stage 3, paged"])
+def test_a_lost_page_is_reported_once(name: str) -> None:
+    made = subject(name)
+    for index in _indices(made.scheduled, ops.ToHost):
+        (finding,) = verify(_without(made.scheduled, index), made.logical).findings
+        assert finding.code == "Z502"
+        assert "after 1 updates" in finding.sentence
+
+
+def test_the_laws_of_pages_are_asked_where_there_are_pages() -> None:
+    paged = verify(subject("paged").scheduled)
+    assert {"Z501", "Z502", "Z503"} <= paged.laws.keys()
+    assert not {"Z501", "Z502", "Z503"} & verify(subject("stage 3").scheduled).laws.keys()

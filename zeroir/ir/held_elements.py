@@ -1,0 +1,38 @@
+"""The elements of a flat that a region with some content holds: on one rank, and on all ranks together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from zeroir.ir.contents import FlatContent
+from zeroir.ir.mesh import Mesh
+
+
+def held_elements(content: FlatContent, numel: int, coordinate: Mapping[str, int]) -> range:
+    """The elements that a region of ``numel`` local elements holds on the rank at a coordinate of the mesh."""
+    start = content.offset
+    if content.shard is not None:
+        start += coordinate[content.shard] * _stride(content, numel)
+    return range(start, start + numel)
+
+
+def held_by_all(content: FlatContent, numel: int, mesh: Mesh) -> tuple[range, ...]:
+    """The elements that all ranks hold together, as few ranges in order; each rank holds ``numel``."""
+    count = 1 if content.shard is None else mesh.size(content.shard)
+    stride = _stride(content, numel)
+    if stride == numel:
+        return (range(content.offset, content.offset + count * numel),)
+    starts = range(content.offset, content.offset + count * stride, stride)
+    return tuple(range(start, start + numel) for start in starts)
+
+
+def is_within(elements: Sequence[range], others: Sequence[range]) -> bool:
+    """Whether all of the elements are among the others; both as ``held_by_all`` gives them."""
+    return all(
+        any(other.start <= part.start and part.stop <= other.stop for other in others)
+        for part in elements
+    )
+
+
+def _stride(content: FlatContent, numel: int) -> int:
+    return numel if content.stride is None else content.stride
