@@ -13,6 +13,7 @@ from typing import Annotated, Final, Literal, Self, assert_never
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from zeroir.config import Precision
+from zeroir.config.offload_fields import OptimizerBits
 from zeroir.ir.eight_bit_states import BLOCK_NUMEL
 
 Optimizer = Literal[
@@ -26,7 +27,6 @@ Optimizer = Literal[
     "adafactor",
     "shampoo",
 ]
-OptimizerBits = Literal[32, 8]
 Offload = Literal["none", "optimizer", "parameters"]
 
 STAGES: Final = (0, 1, 2, 3)
@@ -59,13 +59,7 @@ class EstimateOptions(BaseModel):
     master: Annotated[
         bool, Field(description="Whether the optimizer keeps an FP32 copy of 16-bit parameters.")
     ] = True
-    optimizer_bits: Annotated[
-        OptimizerBits,
-        Field(
-            description="Bits of an element of the optimizer's states: 8 stores blocks of 256 elements with a scale "
-            "each (momentum, adam, adamw, lion)."
-        ),
-    ] = 32
+    optimizer_bits: OptimizerBits = 32
     ema: Annotated[
         bool, Field(description="Whether a moving average of the weights is kept, in FP32.")
     ] = False
